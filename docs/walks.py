@@ -358,7 +358,7 @@ WALKS = (
         (
             "run/executor:Executor.run",
             "run/parameter_server/fabric:EndpointFabric._send",
-            "protocol/trainer:TrainerSteps.request",
+            "protocol/trainer/trainer_steps:TrainerSteps.request",
             "run/net/zmq_transport:ZmqLink.send",
             "protocol/inbox:Inbox._target",
             "run/parameter_server/sync_update:SyncUpdate.begin",

@@ -192,7 +192,7 @@ def folder(
     from role_threads import RESERVED
     from zmq.utils.garbage import gc as zmq_gc
 
-    from dtrans.protocol import server_loop
+    from dtrans.protocol.server import server_loop
 
     tmp_path_factory.getbasetemp()  # not below ours
     where = Path(tempfile.mkdtemp(prefix="t"))  # a short path: sockets have room for 107 characters

@@ -339,7 +339,7 @@ FAULTS = (
         "pipeline_parallel/test_schedule.py::test_known_orders",
     ),
     Fault(
-        "protocol/sync_server.py",
+        "protocol/server/sync_server.py",
         "            turn.grads.clear()\n",
         "",
         ("run/parameter_server/test_endpoints.py", "run/parameter_server/test_exchange.py"),
@@ -355,7 +355,7 @@ FAULTS = (
         "test_bits_are_those_of_a_job_that_waits[sgd-sparse1-2]",
     ),
     Fault(  # what a trainer and the servers agree on lags one pull behind
-        "protocol/tables/kept_rows.py",
+        "protocol/tables/cached_rows.py",
         "self._agree(ids, local + (rows - old), rows)",
         "self._agree(ids, local + (rows - old), old)",
         ("verification/test_asynchronous_tables.py",),
@@ -420,7 +420,7 @@ FAULTS = (
         "batch/test_step_zoo.py::test_a_plan_computes_the_step[contrastive-stage 1-2-12]",
     ),
     Fault(  # parts are added up as they come
-        "protocol/trainer_rounds.py",
+        "protocol/server/trainer_rounds.py",
         "order = sorted(trainers)",
         "order = list(self._parts)",
         ("run/parameter_server/test_trainer_rounds.py",),

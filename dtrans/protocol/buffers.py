@@ -1,10 +1,10 @@
-"""Memory that is received into, and kept.
+"""Memory for received blocks, reused between steps.
 
-Received parameters become JAX arrays without a copy: on CPU, `jax.device_put` of host memory
-aligned to 64 bytes takes it as it is, and holds on to it for as long as the array, or a computation
-that reads it, lives. So the memory may be written again only when nobody else refers to it, which
-CPython's reference count of the memory's owner tells exactly. Fresh memory for every step would
-cost more than the wire (page faults).
+Received parameters become JAX arrays without a copy. On CPU, `jax.device_put` takes host memory
+that is aligned to 64 bytes as it is. It keeps the memory for as long as the array, or a computation
+that reads it, lives. So the memory may be written again only if nothing else refers to it, and
+CPython's reference count of the memory's owner tells that exactly. Fresh memory in every step would
+cost more than the transfer, because of page faults.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 
 
-ALIGNMENT = 64  # what XLA:CPU asks of memory that it takes without a copy
+ALIGNMENT = 64  # XLA:CPU takes memory with this alignment without a copy
 
 
 class BufferPool:
-    """Aligned memory by key, handed out again when nothing refers to it any more.
+    """Aligned memory by key, handed out again when nothing refers to it.
 
     Args:
       alignment: of the first byte of each array, a power of two.
@@ -40,7 +40,7 @@ class BufferPool:
         self._starts: dict[int, int] = {}  # the first aligned byte of each owner, by its id
 
     def take(self, key: str, shape: Sequence[int], dtype: Any) -> np.ndarray:
-        """An array whose contents are not defined, and which nobody else can see."""
+        """Return an array with undefined contents, which nothing else refers to."""
         dtype = np.dtype(dtype)
         nbytes = math.prod(shape) * dtype.itemsize
         owners = self._owners.setdefault((key, nbytes), [])

@@ -1,12 +1,10 @@
-"""The status of a running job, as observers ask for it: that of a server, or of trainer 0 where
-there are none.
+"""Status of a running job for observers: of a server, or of trainer 0 in a collective job.
 
-An observer has the job's token and connects as `OBSERVER`: it may only ask for the status, is no
+An observer has the job's token and connects as `OBSERVER`. It may only ask for the status, is no
 part of the job, and nobody waits for it. `StatusReporter` answers at most `RATE` requests a second,
-from numbers that the process keeps
-anyway: a request costs a message each way.
+from numbers that the process counts anyway. A request costs a message each way.
 
-Rates are means over a window. The process looks at its counts once a second. The window is `WINDOW`
+Rates are means over a window. The process records its counts once a second. The window is `WINDOW`
 seconds long, or as long as the last `STEPS` steps took, up to `LONGEST`.
 """
 
@@ -23,19 +21,19 @@ from typing import Any, Protocol, TypeVar
 from dtrans.errors import StateError, WireError
 from dtrans.ir import fingerprint
 from dtrans.protocol import wire
-from dtrans.protocol.presence import Trainer
 from dtrans.protocol.refusals import Refusals
-from dtrans.protocol.tables.held_tables import HeldTables
+from dtrans.protocol.server.trainer_registry import Trainer
+from dtrans.protocol.tables.stored_tables import StoredTables
 
 
-OBSERVER = "an observer of the job"  # as whom observers connect
+OBSERVER = "an observer of the job"  # user name of observers
 RATE = 50  # answers a second, to all observers together
 WINDOW = 10.0  # seconds
 STEPS = 5
 LONGEST = 600.0  # seconds
-EACH = 0.9  # seconds between two looks at the counts, at least
+EACH = 0.9  # least seconds between two samples
 
-# of a trainer, the worst first
+# states of a trainer, the worst first
 STATES = (
     "failed",
     "not here yet",
@@ -52,16 +50,15 @@ class TrainerStatus:
     """One trainer, as the process that answers sees it.
 
     Attributes:
-      trainer: its number.
+      trainer: number of the trainer.
       state: one of `STATES`.
-      doing: how far it is in its step; empty, where it is not present.
-      step: how many steps it has made; None where the server counts none.
+      doing: progress in its step; empty if it is not present.
+      step: number of steps that it has made; None if the server counts none.
       steps_per_second: over the window.
-      staleness: how many steps of other trainers its last gradients lacked; None in synchronous
-        mode.
+      staleness: number of steps of other trainers that its last gradients lacked; None in
+        synchronous mode.
       silent: seconds since its last message; None before there is one.
-      received, sent: bytes of what it sent to the server, and of what the server sent to it; None
-        where nobody counts.
+      received, sent: bytes from it to the server, and from the server to it; None if nobody counts.
     """
 
     trainer: int
@@ -80,24 +77,24 @@ class ServerStatus:
     """One server, or trainer 0 of collectives.
 
     Attributes:
-      endpoint: of the server, or where trainer 0 answers.
-      plan: the digest of its plan's fingerprint, the same on all servers of a job; empty where it
-        knows none.
+      endpoint: of the server, or of trainer 0.
+      plan: digest of its plan's fingerprint, the same on all servers of a job; empty if it has
+        none.
       mode: "synchronous", "asynchronous" or "collective".
-      count: how many trainers there are to be.
+      count: number of trainers of the job.
       uptime: seconds since it began to wait for trainers.
-      doing: "serving", "training", or what it waits for.
-      step: how many steps it has made; of an asynchronous one, its furthest trainer; None where it
-        counts none.
+      doing: "serving", "training", or a description of its wait.
+      step: number of steps that it has made, or its furthest trainer if it is asynchronous; None if
+        it counts none.
       steps_per_second: over the window.
-      received, sent: bytes since it began, from and to trainers and other servers; None where
-        nobody counts.
+      received, sent: bytes since it began, from and to trainers and other servers; None if nobody
+        counts.
       received_per_second, sent_per_second: over the window.
-      refused: messages that it has refused.
-      barred: connections that it has not let in.
-      saving: the checkpoints that are being written; name to seconds so far.
-      checkpoint: the last one that has ended, a `CheckpointStatus` as a map; empty before there is
-        one.
+      refused: number of refused messages.
+      barred: number of refused connections.
+      saving: checkpoints that are being written; name to seconds so far.
+      checkpoint: the last one that has ended, a `CheckpointStatus` as a map; empty if there is
+        none.
       tables: each block of a table, a `TableStatus` as a map.
     """
 
@@ -128,9 +125,9 @@ class CheckpointStatus:
       name: of the checkpoint.
       step: of the trainer that asked for it.
       ago: seconds since it ended.
-      seconds: that it took.
-      blocks: how many it has of this server.
-      error: why it could not be written; empty where it was.
+      seconds: duration of the write.
+      blocks: number of blocks of this server.
+      error: the reason if it could not be written, else empty.
     """
 
     name: str
@@ -143,15 +140,15 @@ class CheckpointStatus:
 
 @dataclasses.dataclass(frozen=True)
 class TableStatus:
-    """A block of a table: how many of its rows are made."""
+    """A block of a table, and its number of materialized rows."""
 
     name: str
-    made: int
+    created: int
     rows: int
 
 
 def read_report(message: wire.Message) -> tuple[ServerStatus, list[TrainerStatus]]:
-    """Return the records of a `status_report`. Raises WireError where they are none."""
+    """Return the records of a `status_report`. Raises WireError if it is malformed."""
     server = _record(ServerStatus, message["server"])
     for table in server.tables:
         _record(TableStatus, table)
@@ -190,34 +187,34 @@ def _record(kind: type[Record], fields: Any) -> Record:
 
 
 class Observed(Protocol):
-    """The parts of a server, or of another process that answers, that its status is made of.
+    """Interface of a server, or of another process, to its status.
 
     Attributes:
-      word: its mode.
-      idle: what it does while nothing is waited for.
-      tables: what it has of tables.
+      word: name of its mode.
+      idle: its activity while nothing is waited for.
+      tables: its blocks of tables, if any.
     """
 
     endpoint: str
     word: str
     idle: str
-    tables: HeldTables | None
+    tables: StoredTables | None
 
     def progress(self) -> dict[int, int]:
         """Return the number of steps of each trainer."""
 
     def staleness(self, k: int) -> int | None:
-        """Return how many steps of other trainers the last gradients of one lacked."""
+        """Return the number of steps of other trainers that the last gradients of one lacked."""
 
     def doing(self, k: int) -> str:
-        """Return how far a trainer is in its step."""
+        """Return the progress of a trainer in its step."""
 
     def awaited(self) -> str:
-        """Return what the server waits for."""
+        """Return a description of the server's wait; empty if it waits for nothing."""
 
 
 class ObservedTrainers(Protocol):
-    """The parts of `Presence` that the status is made of."""
+    """Interface of a `TrainerRegistry` to the status."""
 
     count: int
     started: float
@@ -228,15 +225,15 @@ class ObservedTrainers(Protocol):
 
     @property
     def known(self) -> Mapping[int, Trainer]:
-        """Those that have come."""
+        """The trainers that have come."""
 
     @property
     def bytes_sent(self) -> int | None:
-        """The bytes of all that was said; None where nobody counts them."""
+        """The bytes of all sent messages; None if nobody counts them."""
 
 
 class Sample(typing.NamedTuple):
-    """The counts at a time."""
+    """Counts of a process at a time."""
 
     time: float
     steps: Mapping[int, int]
@@ -245,17 +242,17 @@ class Sample(typing.NamedTuple):
 
 
 class StatusReporter:
-    """Makes the status of one process.
+    """Status of one process, and its answers to observers.
 
     Args:
       kind: the process.
-      trainers: that it knows.
+      trainers: of the job.
       refusals: of messages.
 
     Attributes:
       barred: refusals of connections.
-      received: bytes that have come.
-      saving: the checkpoints that are being written, and since when.
+      received: bytes of received messages.
+      saving: checkpoints that are being written, and the time at which each began.
     """
 
     def __init__(self, kind: Observed, trainers: ObservedTrainers, refusals: Refusals) -> None:
@@ -271,7 +268,7 @@ class StatusReporter:
     # -- counting --------------------------------------------------------------------------------
 
     def look(self, now: float) -> None:
-        """Note the counts, where that was not done a moment ago."""
+        """Record the counts, unless that was done a moment ago."""
         samples = self._samples
         if samples and now - samples[-1].time < EACH:
             return
@@ -287,7 +284,7 @@ class StatusReporter:
         return Sample(now, self._kind.progress(), self.received, self._trainers.bytes_sent)
 
     def saved(self, name: str, step: int, blocks: int, error: str, now: float) -> None:
-        """Note that a checkpoint is written, or cannot be."""
+        """Note the end of a checkpoint's write."""
         seconds = now - self.saving.pop(name, now)
         self._checkpoint, self._saved_at = (
             CheckpointStatus(name, step, 0.0, seconds, blocks, error),
@@ -297,8 +294,7 @@ class StatusReporter:
     # -- answering -------------------------------------------------------------------------------
 
     def admit(self, now: float) -> None:
-        """Take one request from the budget. Raises WireError where observers have asked too
-        often."""
+        """Take one request from the budget. Raises WireError if observers ask too often."""
         self._budget = min(float(RATE), self._budget + (now - self._asked) * RATE)
         self._asked = now
         if self._budget < 1:
@@ -311,7 +307,7 @@ class StatusReporter:
         """Return the fields of the `status_report` that answers an observer.
 
         Raises:
-          WireError: it may not ask now, it says something else, or there is no status now.
+          WireError: it may not ask now, its message is not a `status`, or there is no status now.
         """
         self.admit(now)
         message = wire.parse(frames)
@@ -340,15 +336,15 @@ class StatusReporter:
         if known is None:
             size = 0 if counts else None
             return TrainerStatus(k, "not here yet", "", None, None, None, None, size, size)
-        step = sample.steps.get(k)
+        step, rate = sample.steps.get(k), None
+        if step is not None:
+            rate = _rate(step - first.steps.get(k, 0), sample, first)
         return TrainerStatus(
             trainer=k,
             state=_state(known),
             doing="" if known.done else kind.doing(k),
             step=step,
-            steps_per_second=None
-            if step is None
-            else _rate(step - first.steps.get(k, 0), sample, first),
+            steps_per_second=rate,
             staleness=kind.staleness(k),
             silent=max(0.0, sample.time - known.heard_at),
             received=known.received if counts else None,
@@ -374,6 +370,7 @@ class StatusReporter:
                 "received_per_second": _rate(sample.received - first.received, sample, first),
                 "sent_per_second": _rate(sample.sent - first.sent, sample, first),
             }
+        saving = {n: sample.time - since for n, since in self.saving.items()}
         return ServerStatus(
             endpoint=kind.endpoint,
             plan=_digest(self._trainers.plan),
@@ -385,9 +382,9 @@ class StatusReporter:
             steps_per_second=None if last is None else last.steps_per_second,
             refused=self._refusals.count,
             barred=self.barred.count,
-            saving={n: sample.time - since for n, since in self.saving.items()},
+            saving=saving,
             checkpoint=self._last_saved(sample.time),
-            tables=[dataclasses.asdict(TableStatus(x.name, x.made, x.rows)) for x in tables],
+            tables=[dataclasses.asdict(TableStatus(x.name, x.created, x.rows)) for x in tables],
             **sizes,
         )
 
@@ -398,7 +395,10 @@ class StatusReporter:
 
 def _digest(plan: Mapping[str, str]) -> str:
     """Return a short digest of a fingerprint, without the parts in which roles of one job may
-    differ; empty of none."""
+    differ.
+
+    It is empty for an empty fingerprint.
+    """
     parts = sorted(
         (n, x) for n, x in plan.items() if n not in (fingerprint.BATCH, fingerprint.LOSS)
     )

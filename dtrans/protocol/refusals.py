@@ -1,4 +1,4 @@
-"""What is refused: counted, and written to the log as long as it is little."""
+"""A count of refused messages; the log has the first ones and some later ones."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import logging
 from typing import Any
 
 
-EACH = 100  # refusals that have a line each; of later ones the 128th, the 256th, the 512th, ...
+EACH = 100  # logged refusals; later the 128th, the 256th, the 512th and so on
 
 
 class Refusals:
-    """Counts refusals, however many they are, with few lines of a log.
+    """Count of refusals with few lines in the log, however many there are.
 
     Example:
       >>> import logging
@@ -26,7 +26,7 @@ class Refusals:
         self._log = log
 
     def note(self, message: str, *args: Any) -> None:
-        """Count one more, and say so where that is worth a line."""
+        """Count a refusal, and log it if it is among the first or due."""
         self.count += 1
         if self.count <= EACH:
             self._log.warning(message, *args)

@@ -1,4 +1,4 @@
-"""Transport: the interface by which drivers of the protocol's machines send, wait and tell the time.
+"""Interface by which drivers of the protocol's machines send, wait and read the clock.
 
     link    a connection to a door; the transport makes it again where it ends
     door    an endpoint that others connect to; whoever connects has an address there
@@ -16,8 +16,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 
-SERVER = "server"  # the role of servers, which all doors have too
-LINGER = 5.0  # seconds that last words may take to leave
+SERVER = "server"  # the role of servers; every door has it
+DOOR = "a role of parameter servers"  # the user name of all roles at a server's door
+LINGER = 5.0  # seconds that the last messages may take to leave
+# seconds in which a connection that a network has broken may be made again, with nothing lost
+RETRY = 5.0
 
 EventKind = Literal["message", "connected", "broken", "barred", "lost", "refused"]
 
@@ -26,14 +29,14 @@ class Event(NamedTuple):
     """Something that has happened at a link or at a door.
 
     Attributes:
-      kind: `message` came at the source. At a link: the connection is `connected` (each time that it
-        is made), it is `broken`, or the other end has `barred` this one. At a door: an address has
+      kind: `message` at both. At a link: the connection is `connected` (each time that it is made),
+        it is `broken`, or the other end has `barred` this one. At a door: an address has
         `connected`, its connection is `lost`, or a stranger was `refused`.
       source: the link or door.
-      frames: of a message, without an address. Whoever keeps them keeps their memory.
-      address: of the speaker, at a door.
-      user: the name as which the speaker of a message has connected, at a door.
-      reason: why the other end has barred this one.
+      frames: of a message, without an address. Their memory lives as long as somebody holds them.
+      address: of the sender, at a door.
+      user: the user name of the sender of a message, at a door.
+      reason: for which the other end has barred this one.
     """
 
     kind: EventKind
@@ -57,7 +60,7 @@ class Link(Protocol):
         """Take the events of the connection that have happened, ahead of messages before them."""
 
     def close(self, linger: float = 0.0) -> None:
-        """Close it. Sent messages have so many seconds to leave."""
+        """Close it. Sent messages have `linger` seconds to leave."""
 
 
 class Door(Protocol):
@@ -75,7 +78,7 @@ class Door(Protocol):
         """Send a message to an address; it is dropped if its connection has ended."""
 
     def close(self, linger: float = 0.0) -> None:
-        """Close it, and free the endpoint. Sent messages have so many seconds to leave."""
+        """Close it, and free the endpoint. Sent messages have `linger` seconds to leave."""
 
 
 class Transport(Protocol):
@@ -106,7 +109,7 @@ class Transport(Protocol):
           endpoint: `host:port`; port `*` stands for a free one.
           users: names as which others may connect, each with the role that may; an empty role
             stands for all.
-          frame: bytes of the largest frame; whoever sends a larger one is cut off.
+          frame: bytes of the largest frame; the sender of a larger one is cut off.
           messages: messages of one address that may wait to be read, and to be sent.
 
         Raises:
@@ -114,7 +117,7 @@ class Transport(Protocol):
         """
 
     def reaches(self, local: str, /) -> bool:
-        """Return True if this process can connect to what another process calls `local`."""
+        """Return True if this process can connect to the local address of another one."""
 
     def poll(self, until: float, link: Link | None = None) -> Iterator[Event]:
         """Wait until something happens, or until a time; take what has happened.
@@ -131,4 +134,4 @@ class Transport(Protocol):
         """End the poll that another thread is in, or the next one."""
 
     def close(self, linger: float = 0.0) -> None:
-        """Close all links and doors. Sent messages have so many seconds to leave."""
+        """Close all links and doors. Sent messages have `linger` seconds to leave."""

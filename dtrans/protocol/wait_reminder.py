@@ -1,18 +1,18 @@
-"""The words of a process that waits for long: whom it waits for, every ten seconds."""
+"""Reminders of a process that waits: every ten seconds it logs for whom."""
 
 from __future__ import annotations
 
 import math
 
 
-SAY = 10.0  # seconds between two words of one that waits
+SAY = 10.0  # seconds between two reminders
 
 
 class WaitReminder:
-    """Times at which to say that a wait goes on.
+    """Times at which a process logs that a wait goes on.
 
     Attributes:
-      next: the next of them.
+      next: the next of these times.
 
     Example:
       >>> from dtrans.protocol.wait_reminder import WaitReminder
@@ -27,12 +27,12 @@ class WaitReminder:
         self._since = math.nan
 
     def begin(self, now: float) -> None:
-        """Note when a wait began; a wait that is noted already goes on."""
+        """Begin a wait; the same wait may begin several times."""
         if now != self._since:
             self._since, self.next = now, now + SAY
 
     def due(self, now: float) -> float:
-        """Return the seconds that the wait has lasted where it is time to say so, else 0."""
+        """Return the seconds that the wait has lasted if a reminder is due, else 0."""
         if now < self.next:
             return 0.0
         self.next = now + SAY

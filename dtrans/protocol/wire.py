@@ -1,6 +1,6 @@
-"""Messages.
+"""Messages of the protocol, and the frames that they travel in.
 
-A message is a multipart of ZeroMQ: a msgpack map, then raw frames. `op` says what it is:
+A message is a multipart of ZeroMQ: a msgpack map, then raw frames. Its `op` names the kind:
 
     trainer to server                                  server to trainer
     hello          trainer, trainers, session, order   welcome   step, local
@@ -35,7 +35,8 @@ A message is a multipart of ZeroMQ: a msgpack map, then raw frames. `op` says wh
 
     server to server                                   and back
     peer           endpoint, order, layout             welcome, waiting, refuse
-                   [, on_trainer_exit, plan, nonce]
+                   [, on_trainer_exit, plan, nonce,
+                   sent, back]
     partials       step, level, pieces + frames        refuse
 
     trainer 0 to trainer (nccl2 mode)                  and back
@@ -51,50 +52,55 @@ A message is a multipart of ZeroMQ: a msgpack map, then raw frames. `op` says wh
     process to process (pipelines)
     value          process, step, key, dtype, shape, impl, pieces + frames
 
-`plan` has the parts of the plan's fingerprint (`dtrans.ir.fingerprint`), by which those who plan
-something else are refused; `proof` is made of `nonce` and the job's token
-(`dtrans.protocol.token`), and shows who welcomes.
+`plan` has the parts of the plan's fingerprint (`dtrans.ir.fingerprint`); a role with another plan
+is refused. `proof` is derived from `nonce` and the job's token (`dtrans.protocol.token`), and
+proves that the sender of a welcome has the token.
 
-A trainer that has said `complete` waits for the server's `goodbye`, and answers it with its own:
-servers end when they have heard it, or when nobody has come back in time by a connection that was
-lost. Where a connection is made again before, `leaves` in the `hello` stands for the `complete`,
-and the server says `goodbye` once more.
+A trainer that has sent `complete` waits for the server's `goodbye`, and answers it with its own. A
+server ends when it has received that answer, or when the trainer has not come back in time after
+its connection broke. If the connection is made again before, `leaves` in the `hello` stands for the
+`complete`, and the server sends `goodbye` once more.
 
-What a trainer says at the end of a step goes in one message: `then` names what follows,
-`send_barrier` and `recv`, with the fields that these have; the step of that `recv` is the next.
+A trainer ends a step with one message. Its field `then` lists the messages that follow,
+`send_barrier` and `recv`, whose fields are in the same map. The step of that `recv` is the next
+one.
 
-`values` has [dtype, shape, way] for each value of a round, and their bytes come under the names
-"0", "1", ...; the answer has [dtype, shape] (`dtrans.protocol.trainer_rounds`).
+`values` has [dtype, shape, way] for each value of a round. The names of their bytes are "0", "1"
+and so on. The answer has [dtype, shape] (`dtrans.protocol.server.trainer_rounds`).
 
-`prefetch` asks for rows of a block of a table: `count` numbers of rows, increasing, as 32-bit
-integers under the name "ids". With `train` the gradient that follows in this step is of these rows;
-it has no numbers of its own. Where it may be of other rows, `row_ids` gives their numbers before
-it: so it is with asynchronous trainers that have a communicator. With `ahead` the rows are of a
-step so many steps later, and so is the gradient. They come with `ahead`, the number of that step;
-with `count` those that have changed since, whose places among them come under the name "at"; and
-with `last` where nothing follows (`dtrans.protocol.tables.rows_ahead`).
+`prefetch` asks for rows of a block of a table: `count` increasing row numbers, as 32-bit integers
+under the name "ids". With `train` the gradient that follows in this step has the same rows, and no
+row numbers. An asynchronous trainer with a communicator merges gradients, whose rows differ:
+`row_ids` sends their numbers first.
 
-A trainer of GEO-SGD keeps the rows that it has asked for. With `changed` true in its `recv` the
-answer comes after a `changed` for each block of a table that the server has: the numbers ("ids",
-increasing, 32-bit) and the values ("rows") of the `count` rows that the trainer has and that others
-have changed since it was told last. False says that it has none, and there is no such answer.
+With `ahead` the rows are for a later step, that many steps from now, and so is the gradient. The
+answer has `ahead`, the number of that step. Rows that have changed since follow, `count` of them,
+with their places in the lookup under the name "at". The field `last` marks the last answer
+(`dtrans.protocol.tables.rows_ahead`).
 
-Between two steps a trainer may ask what servers have of tables
-(`dtrans.protocol.tables.held_tables`). `changes` has the numbers of `count` rows in the block under
-the name "ids", and of `gone` others under "gone", as 32-bit integers.
+A trainer of GEO-SGD stores the rows that it has asked for. If `changed` in its `recv` is true, a
+`changed` for each of the server's table blocks precedes the answer. It has the increasing 32-bit
+numbers ("ids") and the values ("rows") of `count` rows. These are rows that the trainer stores, and
+that others have changed since the last `changed`. If the field is false, the trainer stores no
+rows, and no `changed` comes.
+
+Between two steps a trainer may ask for the state of tables
+(`dtrans.protocol.tables.stored_tables`). `changes` has the numbers of `count` changed rows in the
+block under the name "ids", and of `gone` evicted ones under "gone", as 32-bit integers.
 
 An answer repeats the `request` that it answers, a number that its trainer uses once. A trainer that
-has given up waiting drops the answer when it comes. `saved` may come many steps after its `save`,
-since servers write beside the steps. A trainer that waits for it says `saving` to all servers, each
-time that one of them is still writing: it is not late. In a `save`, `made` is the number of steps
-that the trainer has made: the same for all servers. Several trainers may ask for one checkpoint,
-after as many steps.
+no longer waits drops the answer when it comes.
 
-`pieces` has one list for each frame, of [name, offset, nbytes] in the order they lie in the frame:
-nbytes of the block called name, from byte `offset` on. Blocks larger than `MESSAGE_BYTES` travel as
-several messages (ZeroMQ holds a message back until it is whole), small ones share a frame. Bytes
-are those of the array in C order and this machine's byte order; both ends must be little-endian,
-which `hello` and `peer` state.
+`saved` may come many steps after its `save`, since servers write in the background. A trainer that
+waits for it sends `saving` to all servers whenever one of them is still writing, and so is not
+late. In a `save`, `made` is the number of steps that the trainer has made: the same for all
+servers. Several trainers may ask for one checkpoint after the same number of steps.
+
+`pieces` has one list for each frame, of [name, offset, nbytes] in the order in which they lie in
+the frame: nbytes of the block called name, from byte `offset` on. Blocks larger than
+`MESSAGE_BYTES` travel as several messages, because ZeroMQ delivers a message when all of it is
+here. Small blocks share a frame. The bytes are those of the array in C order and in this machine's
+byte order. Both ends must be little-endian, which `hello` and `peer` state.
 """
 
 from __future__ import annotations
@@ -111,12 +117,12 @@ from dtrans.errors import WireError
 
 
 VERSION = 2
-MESSAGE_BYTES = 4 << 20  # above a few MB, fresh allocations dominate every transport
+MESSAGE_BYTES = 4 << 20  # above a few MB, fresh allocations take most of the time
 SMALL = 16 << 10  # blocks below this share a frame: a copy is cheaper than a frame
-# a larger frame than this is not ours; who knows the plan has a closer limit
+# bytes of a frame of any job; a role that knows the plan has a lower limit
 MAX_MESSAGE = 16 << 20
-HELLO = 512 << 10  # what headers may have beside rows: the fingerprint of a plan is the longest
-ROW = 256  # bytes of a header for one block, beside its name
+HELLO = 512 << 10  # bytes of a header without rows: the fingerprint of a plan is the longest field
+ROW = 256  # bytes of a header for one block, without its name
 
 Piece = tuple[str, int, int]
 
@@ -169,7 +175,7 @@ FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
 }
 
 
-# the fields it may have beside, with their types
+# op to the optional fields, with their types
 OPTIONAL: dict[str, dict[str, type | tuple[type, ...]]] = {
     "hello": {
         **{"sync_mode": bool, "plan": dict, "nonce": str, "sent": int, "heard": int},
@@ -180,12 +186,17 @@ OPTIONAL: dict[str, dict[str, type | tuple[type, ...]]] = {
     "recv": {"blocks": list, "changed": bool},
     "prefetch": {"ahead": int, "request": int},
     "rows": {"ahead": int, "last": bool, "count": int, "request": int},
-    **{
-        op: {"request": int}
-        for op in ("save", "saved", "tables", "report", "changed_since", "changes")
-    },
-    **{op: {"request": int} for op in ("evict", "evicted", "status", "status_report")},
-    "peer": {"on_trainer_exit": str, "plan": dict, "nonce": str, "sent": int},
+    "save": {"request": int},
+    "saved": {"request": int},
+    "tables": {"request": int},
+    "report": {"request": int},
+    "changed_since": {"request": int},
+    "changes": {"request": int},
+    "evict": {"request": int},
+    "evicted": {"request": int},
+    "status": {"request": int},
+    "status_report": {"request": int},
+    "peer": {"on_trainer_exit": str, "plan": dict, "nonce": str, "sent": int, "back": bool},
     "welcome": {"proof": str},
     "refuse": {"last": bool, "late": bool, "proof": str},
     "meet": {"nonce": str},
@@ -193,10 +204,10 @@ OPTIONAL: dict[str, dict[str, type | tuple[type, ...]]] = {
     "here": {"proof": str},
 }
 
-# the messages that may be lost with a connection: those that are said again, or that nobody needs
+# messages that may be lost with a connection: they are sent again, or nobody needs them
 UNCOUNTED = ("hello", "welcome", "waiting", "refuse", "complete", "goodbye")
 
-# the messages that others may follow, in `then`
+# messages that others may follow, in `then`
 FOLLOWED = ("send", "send_barrier")
 
 
@@ -213,27 +224,27 @@ class Message:
 
     @property
     def request(self) -> dict[str, int]:
-        """The field by which its answer is known."""
+        """The field that the answer repeats, if there is one."""
         return {n: x for n, x in self.fields.items() if n == "request"}
 
 
 def header(op: str, **fields: Any) -> bytes:
-    """The first frame of a message."""
+    """Return the first frame of a message."""
     return msgpack.packb({"v": VERSION, "op": op, **fields})
 
 
 def parse(parts: Sequence[Any]) -> Message:
-    """A message from its frames (bytes, or anything with a `buffer`).
+    """Parse a message from its frames: bytes, or objects with a `buffer`.
 
     Raises:
-      WireError: not a message of this protocol: garbage, truncated, another version, fields missing
-        or of another type.
+      WireError: the frames are malformed, or of another version; or a field is missing, or of
+        another type.
     """
     if not parts:
         raise WireError("an empty message")
     try:
         fields = msgpack.unpackb(_view(parts[0]), raw=False, strict_map_key=True)
-    except (ValueError, msgpack.UnpackException) as e:  # msgpack's own errors are of both kinds
+    except (ValueError, msgpack.UnpackException) as e:  # msgpack raises both kinds
         raise WireError(f"a message whose header is not msgpack ({e or type(e).__name__})") from e
     if not isinstance(fields, dict) or fields.get("v") != VERSION:
         version = fields.get("v") if isinstance(fields, dict) else None
@@ -252,11 +263,11 @@ def parse(parts: Sequence[Any]) -> Message:
 
 
 def limits(blocks: Mapping[str, int]) -> tuple[int, int]:
-    """The largest frame that is sent about named blocks, in bytes, and how many messages may be
-    under way to one peer.
+    """Return the limits of a job's messages: bytes of the largest frame, and messages to one peer
+    that may be on their way.
 
     Args:
-      blocks: name to size in bytes, of all that is sent and received in a step.
+      blocks: name to size in bytes, of all blocks that are sent and received in a step.
     """
     header = HELLO + sum(len(n.encode()) + ROW for n in blocks)
     steps = len(blocks) + sum(blocks.values()) // MESSAGE_BYTES
@@ -264,7 +275,7 @@ def limits(blocks: Mapping[str, int]) -> tuple[int, int]:
 
 
 def brief(value: Any) -> str:
-    """What somebody sent, for a message: it may be of any size."""
+    """Return the text of a value for a message, in at most 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
@@ -277,12 +288,12 @@ def _view(part: Any) -> memoryview:
 
 
 def as_bytes(array: Any) -> np.ndarray:
-    """The bytes of an array, as a flat view of its memory where that is contiguous."""
+    """Return the bytes of an array, as a flat view of its memory if that is contiguous."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def messages(blocks: Iterable[tuple[str, Any]]) -> Iterator[tuple[list[list[Piece]], list[Any]]]:
-    """Cut named arrays into messages: each the `pieces` of its header, and its frames."""
+    """Cut named arrays into messages; yield the `pieces` of each header, and its frames."""
     pieces: list[list[Piece]] = []
     frames: list[Any] = []
     size = 0
@@ -322,8 +333,7 @@ def messages(blocks: Iterable[tuple[str, Any]]) -> Iterator[tuple[list[list[Piec
 
 
 def framed(op: str, blocks: Sequence[tuple[str, Any]] = (), **fields: Any) -> Iterator[list[Any]]:
-    """The frames of a message, and of those that follow where it carries many bytes of named
-    arrays."""
+    """Yield the frames of a message, and of those that follow if the named arrays are large."""
     if not blocks:
         yield [header(op, **fields)]
     for pieces, frames in messages(blocks):
@@ -331,15 +341,14 @@ def framed(op: str, blocks: Sequence[tuple[str, Any]] = (), **fields: Any) -> It
 
 
 def unpack(message: Message, target: Callable[[str], np.ndarray], arrived: dict[str, int]) -> None:
-    """Copy the pieces of a message to where they belong: all of them, or none where it raises.
+    """Copy the pieces of a message to their blocks: all of them, or none if it raises.
 
     Args:
-      target: the bytes of a block, by name; raises WireError for a name it does not know.
-      arrived: how many bytes of each block are here already, from its start on; brought up to date.
+      target: returns the bytes of a block by name; raises WireError for an unknown name.
+      arrived: number of bytes of each block that are here, from its start on; updated in place.
 
     Raises:
-      WireError: pieces and frames that do not agree, bytes outside a block, or not the next ones of
-        it.
+      WireError: pieces and frames disagree, or bytes lie outside a block or are not its next ones.
     """
     tables = message["pieces"]
     if len(tables) != len(message.frames):
@@ -365,7 +374,7 @@ def unpack(message: Message, target: Callable[[str], np.ndarray], arrived: dict[
             before = here.get(name, arrived.get(name, 0))
             if offset != before:
                 raise WireError(
-                    f"bytes {offset} to {offset + nbytes} of {name}, of which {before} are here"
+                    f"bytes {offset} to {offset + nbytes} of {name}, which has {before} here"
                 )
             copies.append((block[offset : offset + nbytes], data[at : at + nbytes]))
             at += nbytes
@@ -378,7 +387,7 @@ def unpack(message: Message, target: Callable[[str], np.ndarray], arrived: dict[
 
 
 def checked_pieces(table: Any) -> list[Piece]:
-    """The pieces of one frame. Raises WireError where they are not [name, offset, nbytes]."""
+    """Return the pieces of one frame. Raises WireError if they are not [name, offset, nbytes]."""
     if not isinstance(table, list):
         raise WireError("pieces that are not a list")
     for piece in table:

@@ -27,8 +27,8 @@ from dtrans.ops import (
     prefetch_p,
     trainer_index_p,
 )
-from dtrans.protocol.operation import Operation
-from dtrans.protocol.trainer import TrainerSteps
+from dtrans.protocol.trainer.operation import Operation
+from dtrans.protocol.trainer.trainer_steps import TrainerSteps
 from dtrans.run.base.batch import on_one_device
 from dtrans.run.base.nonfinite import NonfiniteCheck
 from dtrans.run.base.segments import Compute, Rules, Segments, cut_program

@@ -30,7 +30,7 @@ from dtrans.ops import (
 )
 from dtrans.parameter_server.exchange_rounds import sort_by_rounds
 from dtrans.protocol import wire
-from dtrans.protocol.trainer_rounds import TrainerRounds
+from dtrans.protocol.server.trainer_rounds import TrainerRounds
 from dtrans.run.collective.cluster import axes_of, is_of_cluster
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from dtrans.errors import WireError
 from dtrans.protocol import wire
-from dtrans.protocol.arrivals import Arrivals, ValueType
+from dtrans.protocol.collective.arrivals import Arrivals, ValueType
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_values_come_in_any_order(arrivals: Arrivals, dropped: list[str], seed: 
     wanted = sorted(values, key=lambda name: (name[1], rng.random()))  # step by step
     for name in wanted:
         arrivals.expect(name, kind(values[name]))
-        while not arrivals.is_whole(name):
+        while not arrivals.is_complete(name):
             origin = rng.choice([o for o in lines if lines[o]])
             arrivals.hear(origin, lines[origin].pop(0))
         np.testing.assert_array_equal(arrivals.take(name), values[name])
@@ -75,12 +75,12 @@ def test_a_claim_makes_no_memory(arrivals: Arrivals, dropped: list[str]) -> None
     for key in range(1000):
         (message,) = messages(1, 1, key, x, shape=[2**38])
         arrivals.hear(1, message)
-    assert (arrivals._begun, dropped) == ({}, [])
+    assert (arrivals._partial, dropped) == ({}, [])
     arrivals.expect((1, 1, 3), kind(x))
     assert dropped == ["1: a value that is 'float32'[274877906944], where float32[4] is expected"]
     (message,) = messages(1, 1, 3, x)
     arrivals.hear(1, message)
-    assert arrivals.is_whole((1, 1, 3))
+    assert arrivals.is_complete((1, 1, 3))
 
 
 OTHER = [
@@ -126,7 +126,7 @@ def test_a_shape_that_the_sender_says_stays_what_it_said(
     arrivals.expect((1, 1, 0), ValueType((None, None), x.dtype))
     arrivals.hear(1, first)
     arrivals.hear(1, wire.Message(second.op, second.fields | {"shape": [2**20, 2]}, second.frames))
-    assert len(dropped) == 1 and "of which a piece was of shape" in dropped[0]
+    assert len(dropped) == 1 and "and an earlier piece of it has shape" in dropped[0]
     arrivals.hear(
         1, wire.Message(second.op, second.fields | {"shape": [2**60, 2**60]}, second.frames)
     )

@@ -12,12 +12,12 @@ import pytest
 
 from dtrans.errors import StateError, WireError
 from dtrans.protocol import wire
-from dtrans.protocol.async_server import AsyncServer
 from dtrans.protocol.job_status import RATE, ServerStatus, TrainerStatus, read_report
-from dtrans.protocol.presence import Presence
 from dtrans.protocol.refusals import Refusals
-from dtrans.protocol.serving import Serving
-from dtrans.protocol.sync_server import SyncServer
+from dtrans.protocol.server.async_server import AsyncServer
+from dtrans.protocol.server.serving import Serving
+from dtrans.protocol.server.sync_server import SyncServer
+from dtrans.protocol.server.trainer_registry import TrainerRegistry
 from tools.simulate.case import Case
 from tools.simulate.server_role import quiet
 from tools.simulate.updates import SimulatedBlocks, SimulatedUpdate, gradient, gradient_name, served
@@ -32,7 +32,7 @@ class Observed:
         self.now = 100.0
         self.said: list[tuple[Any, str, dict[str, Any]]] = []
         blocks = served(self.case, endpoint)
-        self.trainers = Presence(blocks, deadline=60.0, plan={"init": "one"})
+        self.trainers = TrainerRegistry(blocks, deadline=60.0, plan={"init": "one"})
         kind: SyncServer | AsyncServer
         if mode == "sync":
             kind = SyncServer(

@@ -18,10 +18,10 @@ from role_processes import memory_of
 
 from dtrans.errors import DtransError, WireError
 from dtrans.protocol import wire
-from dtrans.protocol.presence import Presence
 from dtrans.protocol.refusals import Refusals
-from dtrans.protocol.serving import Serving
-from dtrans.protocol.sync_server import SyncServer
+from dtrans.protocol.server.serving import Serving
+from dtrans.protocol.server.sync_server import SyncServer
+from dtrans.protocol.server.trainer_registry import TrainerRegistry
 from tools.simulate.case import Case
 from tools.simulate.one_device import values_of
 from tools.simulate.server_role import quiet
@@ -46,7 +46,9 @@ class Server:
     def __init__(self) -> None:
         self.said: list[tuple[Any, str]] = []
         blocks = served(CASE, EP)
-        self.trainers = Presence(blocks, deadline=60.0, plan={"init": "one"}, secret="secret")
+        self.trainers = TrainerRegistry(
+            blocks, deadline=60.0, plan={"init": "one"}, secret="secret"
+        )
         self.update = SimulatedUpdate(blocks, lambda: None)
         kind = SyncServer(blocks, self.update, self.trainers, self.say)
         self.machine = Serving(kind, self.trainers, self.say, Refusals(quiet))

@@ -12,10 +12,10 @@ import pytest
 
 from dtrans.errors import CheckpointError, PeerError
 from dtrans.protocol import wire
-from dtrans.protocol.geo_steps import GeoSteps
-from dtrans.protocol.operation import Operation
-from dtrans.protocol.trainer import TrainerSteps, leave
-from dtrans.protocol.trainer_line import TrainerLine
+from dtrans.protocol.trainer.geo_steps import GeoSteps
+from dtrans.protocol.trainer.operation import Operation
+from dtrans.protocol.trainer.trainer_line import TrainerLine
+from dtrans.protocol.trainer.trainer_steps import TrainerSteps, leave
 from tools.simulate.updates import InNumpy
 
 

@@ -18,20 +18,24 @@ from paths import ROOT
 from typer.testing import CliRunner
 
 from dtrans.ops import CommunicatorConfig
-from dtrans.protocol import presence, traffic, trainer, trainer_rounds
-from dtrans.protocol.async_server import AsyncServer
-from dtrans.protocol.geo_steps import GeoSteps
 from dtrans.protocol.inbox import Inbox
-from dtrans.protocol.peer_line import PeerLine
-from dtrans.protocol.presence import RETRY, Presence
-from dtrans.protocol.serving import Serving
-from dtrans.protocol.sync_server import SyncServer
+from dtrans.protocol.server import trainer_registry, trainer_rounds
+from dtrans.protocol.server.async_server import AsyncServer
+from dtrans.protocol.server.peer_line import PeerLine
+from dtrans.protocol.server.server_peers import ServerPeers
+from dtrans.protocol.server.serving import Serving
+from dtrans.protocol.server.sync_server import SyncServer
+from dtrans.protocol.server.trainer_registry import TrainerRegistry
 from dtrans.protocol.tables.changed_rows import CHANGED, UnseenChanges
 from dtrans.protocol.tables.row_requests import RowRequests
 from dtrans.protocol.tables.rows_ahead import RowsAhead
 from dtrans.protocol.tables.table_rows import merged_rows
-from dtrans.protocol.traffic import Traffic
-from dtrans.protocol.trainer_line import TrainerLine
+from dtrans.protocol.trainer import traffic, trainer_steps
+from dtrans.protocol.trainer.geo_steps import GeoSteps
+from dtrans.protocol.trainer.server_connection import ServerConnection
+from dtrans.protocol.trainer.traffic import Traffic
+from dtrans.protocol.trainer.trainer_line import TrainerLine
+from dtrans.protocol.transport import RETRY
 from tools.simulate.__main__ import app
 from tools.simulate.case import Case, Event, Guest, Request, drawn
 from tools.simulate.updates import InNumpy
@@ -80,7 +84,11 @@ def test_cases_are_of_all_kinds() -> None:
         "hold",
         "outage",
         "twice",
+        "garble",
+        "late",
+        "return",
     }
+    assert {c.is_followed for c in cases} == {False, True}
     assert {c.rounds for c in cases} == {0, 1, 2}
     assert {c.mode for c in cases if c.table > 1} == {
         "sync",
@@ -167,7 +175,7 @@ def test_a_connection_that_breaks_at_the_end_of_a_job_is_made_again(mode: str) -
 def test_a_server_that_waits_for_no_answer_to_its_goodbye_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Presence, "parted", Presence.served)
+    monkeypatch.setattr(TrainerRegistry, "parted", TrainerRegistry.served)
     assert any(
         "and nothing had happened" in str(found.faults) for found in broken_at_the_end("sync")
     )
@@ -428,6 +436,25 @@ def _accepts_a_second_process(real: Any) -> Any:
     return check
 
 
+def _without(real: Any, field: str) -> Any:
+    """A method that takes a message, which does not see one of its fields."""
+
+    def take(self: Any, address: bytes, message: Any, *args: Any) -> Any:
+        message.fields.pop(field, None)
+        return real(self, address, message, *args)
+
+    return take
+
+
+def _says_hello_once(real: Any) -> Any:
+    def connected(self: Any) -> None:
+        if not hasattr(self, "said_hello"):
+            self.said_hello = True
+            real(self)
+
+    return connected
+
+
 def _nothing(*args: Any) -> None:
     return None
 
@@ -449,7 +476,7 @@ PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "who left counts in each later step": lambda m: m.setattr(SyncServer, "_forget", _nothing),
     "who left counts though nothing comes": _counts_those_who_left,
     "who left is waited for": lambda m: m.setattr(
-        Presence, "present", property(lambda self: list(self.known))
+        TrainerRegistry, "present", property(lambda self: list(self.known))
     ),
     "a block is whole when a part has come": lambda m: m.setattr(
         Inbox, "missing", lambda self: [n for n in self.memory if n not in self._arrived]
@@ -470,7 +497,7 @@ PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     ),
     "parameters of one server are those of all": _takes_the_first_answer_for_all,
     "a server ends with its first trainer": lambda m: m.setattr(
-        Presence, "served", property(lambda self: any(t.done for t in self.known.values()))
+        TrainerRegistry, "served", property(lambda self: any(t.done for t in self.known.values()))
     ),
     "what was pushed is pushed again": lambda m: m.setattr(
         InNumpy,
@@ -486,13 +513,13 @@ PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "gradients of rows of who left count twice": _counts_rows_of_those_who_left,
     "who left goes on looking up rows": lambda m: m.setattr(RowRequests, "used", _nothing),
     "rows that were announced are not sent again": lambda m: m.setattr(
-        RowsAhead, "made", _all_sent(RowsAhead.made)
+        RowsAhead, "end_update", _all_sent(RowsAhead.end_update)
     ),
     "rows are due too soon": lambda m: m.setattr(
         RowsAhead, "announce", _due_at_once(RowsAhead.announce)
     ),
     "rows that were announced are those that are looked up": lambda m: m.setattr(
-        trainer.np, "array_equal", lambda a, b: True
+        trainer_steps.np, "array_equal", lambda a, b: True
     ),
     "evict applied when one trainer asked": lambda m: m.setattr(
         SyncServer, "_evict_if_all_said", _evicts_when_one_asks(SyncServer._evict_if_all_said)
@@ -505,12 +532,29 @@ PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     ),
     "a save in the middle of a step": lambda m: m.setattr(SyncServer, "check_between", _nothing),
     "a second process with one id is accepted": lambda m: m.setattr(
-        Presence, "_check_identity", _accepts_a_second_process(Presence._check_identity)
+        TrainerRegistry,
+        "_check_identity",
+        _accepts_a_second_process(TrainerRegistry._check_identity),
     ),
-    "a stale plan accepted": lambda m: m.setattr(presence, "check_plan", _nothing),
-    "no goodbye awaited": lambda m: m.setattr(Presence, "parted", Presence.served),
+    "a stale plan accepted": lambda m: m.setattr(trainer_registry, "check_plan", _nothing),
+    "no goodbye awaited": lambda m: m.setattr(TrainerRegistry, "parted", TrainerRegistry.served),
     "strangers speak as trainers": lambda m: m.setattr(
-        Presence, "speaker", lambda self, address, message: self.by_address.get(address, 0)
+        TrainerRegistry, "speaker", lambda self, address, message: self.by_address.get(address, 0)
+    ),
+    "a server ends before its peer greets it": lambda m: m.setattr(
+        ServerPeers, "unsettled", property(lambda self: [])
+    ),
+    "a server of the job before is a peer": lambda m: m.setattr(
+        ServerPeers, "meet", _without(ServerPeers.meet, "back")
+    ),
+    "a trainer says hello once": lambda m: m.setattr(
+        ServerConnection, "connected", _says_hello_once(ServerConnection.connected)
+    ),
+    "a server that comes back takes the trainers of the one before": lambda m: m.setattr(
+        TrainerRegistry, "hello", _without(TrainerRegistry.hello, "back")
+    ),
+    "a malformed message of a trainer is dropped in silence": lambda m: m.setattr(
+        Serving, "_refuse", _nothing
     ),
     "of merged gradients of rows the last one counts": lambda m: m.setattr(
         traffic, "merged_rows", lambda parts, how: parts[-1]

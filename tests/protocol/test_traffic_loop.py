@@ -13,10 +13,10 @@ import pytest
 from dtrans.errors import DeadlineError, PeerError
 from dtrans.ops import CommunicatorConfig
 from dtrans.protocol import token, wire
-from dtrans.protocol.server_link import LastWords, OperationWait, ServerLink
-from dtrans.protocol.traffic import Leaf, Traffic
-from dtrans.protocol.traffic_loop import TrafficLoop
-from dtrans.protocol.trainer import TrainerSteps
+from dtrans.protocol.trainer.server_link import LastWords, OperationWait, ServerLink
+from dtrans.protocol.trainer.traffic import Leaf, Traffic
+from dtrans.protocol.trainer.traffic_loop import TrafficLoop
+from dtrans.protocol.trainer.trainer_steps import TrainerSteps
 from dtrans.protocol.transport import Event
 
 

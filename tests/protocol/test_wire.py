@@ -259,11 +259,11 @@ def test_a_header_that_is_not_ours_is_refused(parts: list[bytes], reason: str) -
         ([[["w", 0, 8]]], [b"1234567"], "^a truncated frame: w ends at byte 8 of 7$"),
         ([[["w", 0, 8]]], [b"123456789"], "^a frame of 9 bytes where its header lists 8$"),
         ([[["w", 9, 8]]], [b"12345678"], "^bytes 9 to 17 of w, which has 16$"),
-        ([[["w", 2, 8]]], [b"12345678"], "^bytes 2 to 10 of w, of which 0 are here$"),
+        ([[["w", 2, 8]]], [b"12345678"], "^bytes 2 to 10 of w, which has 0 here$"),
         (
             [[["w", 0, 8]], [["w", 0, 8]]],
             [b"12345678"] * 2,
-            "^bytes 0 to 8 of w, of which 8 are here$",
+            "^bytes 0 to 8 of w, which has 8 here$",
         ),
         ([[["w", 0, 4], ["u", 0, 4]]], [b"12345678"], "^unknown block u$"),
         (

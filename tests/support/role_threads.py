@@ -19,8 +19,8 @@ import dtrans
 from dtrans.endpoints import ReservedEndpoints
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.protocol import token, wire
-from dtrans.protocol.meeting_loop import FIRST
-from dtrans.protocol.trainer_line import DOOR
+from dtrans.protocol.collective.join_loop import FIRST
+from dtrans.protocol.transport import DOOR
 from dtrans.run.net.keys import Keys
 from dtrans.run.net.net_options import choose_encryption
 from dtrans.run.net.sockets import Doorkeeper, bind, connect, new_socket

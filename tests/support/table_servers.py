@@ -11,7 +11,7 @@ import numpy as np
 
 import dtrans
 from dtrans.parameter_server.plan import PServerPlan
-from dtrans.protocol.served import RowGradient
+from dtrans.protocol.server_blocks import RowGradient
 from dtrans.run.parameter_server.sync_update import SyncUpdate
 from dtrans.run.parameter_server.update import ServerUpdate, copy_state
 

@@ -15,7 +15,7 @@ from asynchronous_modes import ASYNCHRONOUS, SERVERS
 import dtrans
 from dtrans.ops import split_byref_p
 from dtrans.parameter_server import dc_asgd
-from dtrans.protocol import traffic
+from dtrans.protocol.trainer import traffic
 from dtrans.run.base.segments import COMPUTED
 from dtrans.run.parameter_server import geo
 from dtrans.run.parameter_server.block_update import BlockUpdates

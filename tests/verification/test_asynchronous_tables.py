@@ -21,10 +21,10 @@ from table_jobs import OPTIMIZERS
 from table_losses import LOOPS, READ, D, V
 
 import dtrans
-from dtrans.protocol.served import RowGradient
+from dtrans.protocol.server_blocks import RowGradient
+from dtrans.protocol.tables.cached_rows import CachedRows
 from dtrans.protocol.tables.changed_rows import UnseenChanges
 from dtrans.protocol.tables.id_slots import IdSlots
-from dtrans.protocol.tables.kept_rows import KeptRows
 from dtrans.run import verified
 from dtrans.run.parameter_server import block_update, ordered_job
 from dtrans.run.parameter_server.tables import traced_tables
@@ -233,7 +233,7 @@ def _caught_up(self: Any, ids: Any, values: Any) -> Any:
 def _old_is_stale(self: Any, ids: Any, local: Any, old: Any) -> None:
     slots = self._slots.find(ids)
     if local is not None:
-        self._held[0][slots] = local
+        self._stored[0][slots] = local
 
 
 def _told_nobody(self: Any, k: int, name: str, ids: Any) -> None:
@@ -244,7 +244,7 @@ def _undivided(self: Any, trainers: int) -> RowGradient:
     return _PUSHED(self, 1)
 
 
-_PUSHED = KeptRows.pushed
+_PUSHED = CachedRows.pushed
 
 
 def _slot_of_neighbour(self: Any, ids: Any) -> Any:
@@ -332,13 +332,13 @@ FAULTS: dict[str, Planted] = {
         "async", "momentum", "lazy", _patch(MEMORY, "_caught_up", _caught_up), "mul"
     ),
     "old rows are stale": Planted(
-        "geo", "adagrad", "dense", _patch(KeptRows, "_agree", _old_is_stale), "move_rows"
+        "geo", "adagrad", "dense", _patch(CachedRows, "_agree", _old_is_stale), "move_rows"
     ),
     "a changed row is not told": Planted(
         "geo", "adagrad", "dense", _patch(UnseenChanges, "changed", _told_nobody), "concatenate"
     ),
     "a sum of changes": Planted(
-        "geo", "adagrad", "dense", _patch(KeptRows, "pushed", _undivided), "move_rows"
+        "geo", "adagrad", "dense", _patch(CachedRows, "pushed", _undivided), "move_rows"
     ),
     "a slot of another row": Planted(
         "geo", "adam", "lazy", _patch(IdSlots, "find", _slot_of_neighbour), "concatenate"

@@ -25,9 +25,9 @@ def simulate(
     """Run jobs of parameter servers over a simulated network, where messages are late and roles
     die.
 
-    Servers and trainers are those of real jobs, without their sockets and clocks; what they compute
-    is simulated. A schedule in which a job does what it must not do is made as small as it can be,
-    and shown; exit code 1 if there is one.
+    Servers and trainers are those of real jobs, without their sockets and clocks; their computation
+    is simulated. If a job violates a promise, its schedule is made as small as possible and shown,
+    and the exit code is 1.
     """
     if count == 1:
         found = simulated(drawn(seed))

@@ -1,4 +1,4 @@
-"""Requests of a simulated trainer: checkpoints, and tables that are reported, exported or evicted."""
+"""Requests of a simulated trainer between steps: checkpoints, and requests about tables."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from dtrans.errors import CheckpointError
-from dtrans.protocol.trainer import TrainerSteps
+from dtrans.protocol.trainer.trainer_steps import TrainerSteps
 from tools.simulate.case import Case, Request
 from tools.simulate.storage import checkpoint_name
 
@@ -20,8 +20,8 @@ class Answered:
 
     Attributes:
       request: that it answers.
-      result: of a save, why it failed, if so; of others, as `TrainerSteps` returns it; of an
-        export, the rows of each block.
+      result: for a save, the reason if it failed, else an empty text. For an export, the rows of
+        each block. For others, the result of `TrainerSteps`.
     """
 
     request: Request
@@ -29,29 +29,29 @@ class Answered:
 
 
 class BetweenSteps:
-    """What one trainer asks of its servers.
+    """Requests of one trainer to its servers.
 
     Args:
-      k: the trainer.
-      steps: send its messages.
+      k: number of the trainer.
+      messages: sends its messages.
 
     Attributes:
-      answers: so far.
+      answers: received so far.
     """
 
-    def __init__(self, case: Case, k: int, steps: TrainerSteps) -> None:
+    def __init__(self, case: Case, k: int, messages: TrainerSteps) -> None:
         self.answers: list[Answered] = []
-        self._case, self._steps = case, steps
+        self._case, self._steps = case, messages
         self._requests = [x for x in case.requests if k in x.trainers]
         self._saving: Request | None = None
 
-    def ask(self, made: int) -> Generator[Any, Any, None]:
-        """Ask for what is due between two steps, after so many, and wait for the answers."""
+    def ask(self, steps: int) -> Generator[Any, Any, None]:
+        """Send the requests that are due after so many steps, and wait for the answers."""
         if not self._requests:
             return
-        if self._saving is not None and made >= self._saving.step + self._saving.waits:
+        if self._saving is not None and steps >= self._saving.step + self._saving.waits:
             yield from self.end_save()
-        for request in self._due(made, "between"):
+        for request in self._due(steps, "between"):
             if request.kind != "save":
                 result = yield from self._ask_of_tables(request)
                 self.answers.append(Answered(request, result))
@@ -61,14 +61,14 @@ class BetweenSteps:
                 yield from self.end_save()
 
     def ask_when_sent(self, step: int) -> Generator[Any, Any, None]:
-        """Ask for the checkpoints that are asked for when the gradients of a step are sent."""
+        """Ask for the checkpoints that are due when the gradients of a step are sent."""
         for request in self._due(step, "sent"):
             yield from self._save(request)
             yield from self.end_save()
 
-    def ask_when_ended(self, made: int) -> None:
-        """Ask for the checkpoints that are asked for before the answer of a step comes."""
-        for request in self._due(made, "ended"):
+    def ask_when_ended(self, steps: int) -> None:
+        """Ask for the checkpoints that are due before the answer of a step comes."""
+        for request in self._due(steps, "ended"):
             if self._saving is None:
                 self._saving = request
                 self._begin(request)
@@ -85,8 +85,8 @@ class BetweenSteps:
             error = str(e)
         self.answers.append(Answered(request, error))
 
-    def _due(self, made: int, moment: str) -> Iterator[Request]:
-        return (x for x in self._requests if (x.step, x.moment) == (made, moment))
+    def _due(self, steps: int, moment: str) -> Iterator[Request]:
+        return (x for x in self._requests if (x.step, x.moment) == (steps, moment))
 
     def _save(self, request: Request) -> Generator[Any, Any, None]:
         yield from self.end_save()

@@ -4,6 +4,7 @@ on."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from random import Random
 
 from dtrans.ops import CommunicatorConfig
@@ -24,14 +25,21 @@ class Event:
     """Something that happens to a role or a connection.
 
     Attributes:
-      kind: "pause" of a role for some seconds, in which it computes; "stop" of its whole process
-        for some seconds; "crash" of a role; "cut" of a connection that comes up again after some
-        seconds; "hold" of one direction of it for some seconds; "outage", the same of both; or
-        "twice": one of its messages arrives twice.
+      kind: one of
+        "pause": a role computes for some seconds;
+        "stop": the whole process of a role stops for some seconds;
+        "crash": a role is killed;
+        "return": a killed server is started again, as a new process;
+        "cut": a connection breaks, and comes up again after some seconds;
+        "hold": one direction of a connection passes nothing for some seconds;
+        "outage": both directions pass nothing for some seconds;
+        "late": a connection comes up after some seconds at the earliest;
+        "twice": a message of a connection arrives twice;
+        "garble": a message of a connection arrives malformed.
       time: when.
       who: the name of the role, or of the connection: "client server".
-      seconds: as `kind` has it; of "twice", the number of the message.
-      way: of "hold": 0 to the server, 1 to the client.
+      seconds: duration; for "twice" and "garble", number of the message.
+      way: direction of a "hold": 0 to the server, 1 to the client.
     """
 
     kind: str
@@ -46,12 +54,16 @@ class Request:
     """A request that trainers send to all servers, or to those with blocks of the table.
 
     Attributes:
-      kind: "save" of a checkpoint; "report" of tables, "changes" of them since half as many steps,
-        "export" of all rows, or "evict" of rows that were not used in the last steps.
+      kind: one of
+        "save": a checkpoint;
+        "report": a report of tables;
+        "changes": changed rows of tables since half as many steps;
+        "export": all rows of tables;
+        "evict": eviction of rows that were not used in the last steps.
       step: number of steps that a trainer has made when it asks.
       trainers: that ask.
-      moment: "between" two steps; of "save" also "sent", after the gradients of the next step and
-        before its end, and "ended", after the end of a step and before its answer.
+      moment: "between" two steps. A "save" may also be "sent": after the gradients of the next
+        step, before its end. Or it is "ended": after the end of a step, before its answer.
       seconds: of "save", until its state is written.
       fails: of "save": endpoint of the server that cannot write.
       refuses: of "save" that fails: the server says so at once, and not when it has tried.
@@ -114,32 +126,36 @@ class Case:
 
     Attributes:
       seed: of delays and of the time that computation takes.
-      mode: "sync", "exchange" (synchronous; servers tell each other parts of a norm), "async",
-        "communicator" (the same, with one), "half_async" (which waits for it at the end of each
-        step) or "geo" (GEO-SGD).
+      mode: one of
+        "sync";
+        "exchange": synchronous, and servers exchange parts of a norm;
+        "async";
+        "communicator": asynchronous, with a communicator;
+        "half_async": the same, and each step waits for it at its end;
+        "geo": GEO-SGD.
       steps: of each trainer.
       servers: of each, the number of entries of each of its blocks.
       on_trainer_exit: as of `dtrans.pserver`.
       rounds: exchanges of trainers in each step.
-      moves: whether trainers move to a second connection, as to a Unix socket.
+      moves: trainers move to a second connection, as to a Unix socket.
       deadline: seconds, of all roles.
       patience: seconds without a sign of the other end after which ZeroMQ gives a connection up.
       delay: typical seconds that a message is under way.
       message_bytes: of gradients, in one message; larger blocks travel as several.
       communicator: of "communicator", "half_async" and "geo".
       pace: typical seconds that a step computes.
-      table: how many rows of a table each server has, but for the last of several; 0, where there
-        is none.
-      ahead: how many steps before their own synchronous trainers announce rows; 0, where they do
-        not.
-      staleness: how many updates such rows may lack.
-      moves_rows: whether servers take it that an update moves all rows of a table.
-      every, waits: of "geo": after how many steps a trainer pushes, and whether it waits for the
+      table: number of rows of each server's block of the table, except for the last of several
+        servers; 0 without a table.
+      ahead: number of steps by which synchronous trainers announce rows; 0 for none.
+      staleness: number of updates that such rows may lack.
+      moves_rows: an update may move all rows of a table.
+      every, waits: for "geo", the number of steps between pushes; and if a trainer waits for the
         answer.
       events: what happens.
       requests: of trainers, in the order in which each sends its own; one eviction at most, before
         other requests of its step.
       guests: that come.
+      is_followed: the processes of roles that end well go on to a second job on the same endpoints.
     """
 
     seed: int
@@ -164,6 +180,7 @@ class Case:
     patience: float = 30.0
     requests: tuple[Request, ...] = ()
     guests: tuple[Guest, ...] = ()
+    is_followed: bool = False
 
     @property
     def sync_mode(self) -> bool:
@@ -209,7 +226,8 @@ class Case:
             [self.deadline / 2] + [self.patience / 2 for e in self.events if e.kind != "pause"]
         )
         return (
-            all(e.kind in ("pause", "stop", "hold", "outage") for e in self.events) and spans < most
+            all(e.kind in ("pause", "stop", "hold", "outage", "late") for e in self.events)
+            and spans < most
         )
 
     @property
@@ -234,7 +252,7 @@ class Case:
     def __str__(self) -> str:
         blocks = ", ".join(f"{len(b)} blocks" for b in self.servers)
         happens = "".join(
-            f"\n  {e.time:.3f} s  {_told(e)}" for e in sorted(self.events, key=lambda e: e.time)
+            f"\n  {e.time:.3f} s  {_describe(e)}" for e in sorted(self.events, key=lambda e: e.time)
         )
         happens += "".join(f"\n  {x}" for x in (*self.guests, *self.requests))
         rounds = f", {self.rounds} rounds a step" if self.rounds else ""
@@ -258,11 +276,13 @@ class Case:
         return (
             f"{self.mode}, trainers of {', '.join(map(str, self.steps))} steps, servers of "
             f"{blocks}{table}, "
-            f"on_trainer_exit={self.on_trainer_exit}{patience}{rounds}{moves}{small}{beside}{happens}"
+            f"on_trainer_exit={self.on_trainer_exit}{patience}{rounds}{moves}{small}{beside}"
+            + happens
+            + "\n  the same job again on the same endpoints" * self.is_followed
         )
 
 
-def _told(e: Event) -> str:
+def _describe(e: Event) -> str:
     how = {
         "pause": f"{e.who} pauses for {e.seconds:.3g} s",
         "stop": f"{e.who} is stopped for {e.seconds:.3g} s",
@@ -272,12 +292,15 @@ def _told(e: Event) -> str:
         f"{e.seconds:.3g} s",
         "outage": f"the connection {e.who} lets nothing through for {e.seconds:.3g} s",
         "twice": f"message {e.seconds:.0f} of the connection {e.who} comes twice",
+        "garble": f"message {e.seconds:.0f} of the connection {e.who} comes malformed",
+        "late": f"the connection {e.who} comes up {e.seconds:.3g} s later at the earliest",
+        "return": f"{e.who} is started again",
     }
     return how[e.kind]
 
 
 def drawn(seed: int) -> Case:
-    """The case of a seed.
+    """Draw the case of a seed.
 
     Example:
       >>> from tools.simulate.case import drawn
@@ -299,14 +322,11 @@ def drawn(seed: int) -> Case:
         ]
     )
     trainers = r.randint(1, 3)
-    steps = tuple(
-        [r.randint(1, 3)] * trainers
-        if r.random() < 0.6
-        else [r.randint(0, 3) for _ in range(trainers)]
-    )
-    servers = tuple(
-        tuple(r.randint(1, 6) for _ in range(r.randint(1, 2))) for _ in range(r.randint(1, 3))
-    )
+    if r.random() < 0.6:
+        steps = (r.randint(1, 3),) * trainers
+    else:
+        steps = tuple(r.randint(0, 3) for _ in range(trainers))
+    servers = tuple(_draw_sizes(r) for _ in range(r.randint(1, 3)))
     if mode == "exchange" and len(servers) == 1:
         mode = "sync"
     case = Case(
@@ -335,7 +355,40 @@ def drawn(seed: int) -> Case:
         ahead, moves = r.choice([0, 1, 1, 2]), r.random() < 0.3
         stale = r.choice([0, 0, 1]) if ahead else 0
         case = dataclasses.replace(case, ahead=ahead, staleness=stale, moves_rows=moves)
-    return _with_guests(r, dataclasses.replace(case, requests=_requests(r, case)))
+    case = _with_guests(r, dataclasses.replace(case, requests=_requests(r, case)))
+    return _with_later_processes(r, _with_garbled_message(r, case))
+
+
+def _with_garbled_message(r: Random, case: Case) -> Case:
+    """Draw if a message of a trainer arrives malformed."""
+    if r.random() < 0.93:
+        return case
+    line = f"trainer {r.randrange(case.trainers)} pserver {r.choice(case.endpoints)}"
+    garbled = Event("garble", 0.0, line, r.randint(0, 8))
+    events = () if r.random() < 0.5 else case.events
+    return dataclasses.replace(case, events=(*events, garbled))
+
+
+def _with_later_processes(r: Random, case: Case) -> Case:
+    """Draw if a killed server is started again, and if a second job follows."""
+    killed = [e for e in case.events if e.kind == "crash" and e.who.startswith("pserver")]
+    if killed and not case.guests and r.random() < 0.5:
+        time = killed[0].time + 10 ** r.uniform(-2, 0.5)
+        returned = Event("return", time, killed[0].who)
+        return dataclasses.replace(case, events=(*case.events, returned))
+    if case.guests or r.random() < 0.9:
+        return case
+    if case.mode != "exchange" or r.random() < 0.5:
+        return dataclasses.replace(case, is_followed=True)
+    # a server whose trainers make no step could end before another one has greeted it
+    line = "pserver {} pserver {}".format(*r.sample(case.endpoints, 2))
+    late = Event("late", 0.0, line, 10 ** r.uniform(-1, 0.3))
+    steps = (0,) * case.trainers
+    return dataclasses.replace(case, steps=steps, events=(late,), requests=(), is_followed=True)
+
+
+def _draw_sizes(r: Random) -> tuple[int, ...]:
+    return tuple(r.randint(1, 6) for _ in range(r.randint(1, 2)))
 
 
 def _with_guests(r: Random, case: Case) -> Case:
@@ -393,14 +446,12 @@ def _communicator(r: Random) -> CommunicatorConfig:
 
 
 def _event(r: Random, case: Case) -> Event:
-    roles = [f"trainer {k}" for k in range(case.trainers)] + [
-        f"pserver {ep}" for ep in case.endpoints
-    ]
-    lines = [f"trainer {k} pserver {ep}" for k in range(case.trainers) for ep in case.endpoints]
+    trainers = [f"trainer {k}" for k in range(case.trainers)]
+    servers = [f"pserver {ep}" for ep in case.endpoints]
+    roles = trainers + servers
+    lines = [" ".join(ends) for ends in itertools.product(trainers, servers)]
     if case.mode == "exchange":
-        lines += [
-            f"pserver {a} pserver {b}" for a in case.endpoints for b in case.endpoints if a != b
-        ]
+        lines += [" ".join(ends) for ends in itertools.permutations(servers, 2)]
     kind = r.choice(["pause", "stop", "crash", "cut", "hold", "twice"])
     span = 0.2 + 0.2 * max(case.steps) + 30 * case.delay
     time = r.random() * span

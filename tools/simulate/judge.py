@@ -1,43 +1,44 @@
 """Checks of a job that has ended.
 
-- Every role ends in time: well, or with an error of dtrans.
-- Where nothing happens that a job may notice, all end well, and whoever leaves early does as
-  `on_trainer_exit` says. A connection that breaks for a moment when its trainer has said that it
-  has done is such a thing.
-- Whoever ends well has done all of its work: a trainer its steps, a server the steps of all
-  trainers.
+- Every role ends in time: without an error, or with an error of dtrans.
+- If nothing happens that a job may notice, all roles end without an error. Trainers that leave
+  early are treated as `on_trainer_exit` says. A connection that breaks for a moment after its
+  trainer has left is not noticed, either.
+- A role that ends without an error has done all of its work: a trainer its steps, a server the
+  steps of all trainers.
 - Parameters that a trainer received are those of one device, bit for bit, whatever happened later.
-  They are computed here anew, so that a gradient that counts twice, or not at all, or in another
-  order, shows.
-- Rows that a trainer looked up are those of one device before this step, bit for bit, also where it
-  announced them, or as many updates before as they may lack; and so are tables in the end.
-- With GEO-SGD and one trainer, servers have in the end what it has made of the parameters, but for
-  rounding. Of rows of a table that a trainer keeps it knows after each pull what they were on the
-  server at one moment: all of them, with what it had pushed before, bit for bit.
-- A checkpoint that is reported as saved was written: the state between two steps, after as many as
-  the trainer said. Reports, exports and changes of tables are those of one device; of an
-  asynchronous server, those of a moment between two steps of the trainer that asked. A synchronous
-  server evicts rows when all trainers have asked for it. An asynchronous one keeps rows of which a
-  gradient is to come.
-- A second process with the id of a trainer, one with another plan and one with another token are
-  refused by name. They and malformed messages change nothing: a job that may end well does.
-- An asynchronous server has applied no gradient twice and none out of its trainer's order, what it
-  gives is a value that the block has had, and whoever ended well was heard in full. Rows of a table
-  are of no older value than rows before, and have the gradients of all steps of their trainer,
-  where it waits for them, and of no later ones.
+  They are recomputed here, which shows a gradient that counts twice, not at all, or in another
+  order.
+- Rows that a trainer looked up are those of one device before this step, bit for bit. Announced
+  rows may lack as many updates as their table allows. Tables are those of one device in the end.
+- With GEO-SGD and one trainer, servers have the trainer's parameters in the end, up to rounding.
+  After each pull a trainer knows the values of its stored rows on the server at one moment, bit for
+  bit. They have all that it pushed before.
+- A checkpoint that is reported as saved was written. It has the state between two steps, after the
+  trainer's number of steps. Reports, exports and changes of tables are those of one device. On an
+  asynchronous server they are those of a moment between two steps of the trainer that asked.
+- A synchronous server evicts rows when all trainers have asked for it. An asynchronous one keeps
+  rows with a pending gradient.
+- Strangers are refused by name: a second process with the id of a trainer, another plan, another
+  token. They and malformed messages change nothing: a job that may end well does.
+- An asynchronous server applies each gradient once and in its trainer's order. Its answers are
+  values that the block has had, and it has heard all of every trainer that ends without an error.
+  Rows of a table are never older than rows received before. They have the gradients of all earlier
+  steps of a trainer that waits for them, and of no later ones.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
 from dtrans.errors import DtransError
-from dtrans.protocol.presence import RETRY
 from dtrans.protocol.tables.table_rows import runs_of
-from tools.simulate.case import COMMUNICATING, Case, Event
+from dtrans.protocol.transport import RETRY
+from tools.simulate.case import COMMUNICATING, Case
 from tools.simulate.judge_answers import faults_of_answers, faults_of_block, faults_of_saves
 from tools.simulate.judge_guests import faults_of_guests, is_harmless
 from tools.simulate.one_device import on_one_device
@@ -67,13 +68,13 @@ def faults(
     """
     trainers = [*of_job, *(x for x in guests if isinstance(x, SimulatedTrainer))]
     for role in (*servers.values(), *of_job, *guests):
-        yield from _of_role(role)
+        yield from faults_of_role(role)
     yield from faults_of_guests(case, of_job, guests)
     uneven = len(set(case.steps)) > 1 and case.sync_mode and case.on_trainer_exit == "error"
     harmless = (
         case.orderly
         and all(is_harmless(guest, of_job) for guest in case.guests)
-        and (case.harmless or all(_breaks_at_the_end(case, e, of_job) for e in case.events))
+        and (case.harmless or _breaks_at_the_end(case, of_job))
     )
     if harmless and not uneven:
         for role in (*servers.values(), *of_job):
@@ -114,34 +115,34 @@ def faults(
             if found.tobytes() != total.tobytes():
                 yield f"{t.name} has another sum of round {number} of step {step}"
     for server in servers.values():
-        made = server.machine.kind.step
+        steps = server.machine.kind.step
         if (
             case.sync_mode
             and server.ended is not None
             and server.error is None
-            and made != max(case.steps)
+            and steps != max(case.steps)
         ):
-            yield f"{server.name} ended well after {made} of {max(case.steps)} steps"
+            yield f"{server.name} ended well after {steps} of {max(case.steps)} steps"
         elif case.sync_mode and server.ended is not None and server.error is None:
             for n, x in server.machine.kind.state.items():
-                if x.tobytes() != expected[made][n].tobytes():
+                if x.tobytes() != expected[steps][n].tobytes():
                     yield (
                         f"{server.name} has another {n} in the end than one device: {x}, not "
-                        f"{expected[made][n]}"
+                        f"{expected[steps][n]}"
                     )
     yield from faults_of_saves(case, servers, trainers)
     if device is not None:
         yield from faults_of_answers(case, device, servers, trainers)
     else:
         for server in servers.values():
-            yield from _of_blocks(case, server, trainers)
+            yield from _faults_of_blocks(case, server, trainers)
     if (
         case.mode == "geo"
         and case.trainers == 1
         and of_job[0].error is None
         and of_job[0].ended is not None
     ):
-        yield from _of_geo(case, servers)
+        yield from _faults_of_geo(case, servers)
     if uneven and harmless and all(t.error is None for t in of_job):
         yield (
             "trainers made different numbers of steps with on_trainer_exit='error', and "
@@ -149,16 +150,19 @@ def faults(
         )
 
 
-def _breaks_at_the_end(case: Case, event: Event, trainers: list[SimulatedTrainer]) -> bool:
-    """Return True for a connection that breaks when its trainer has left, and is made again in
-    time."""
+def _breaks_at_the_end(case: Case, trainers: list[SimulatedTrainer]) -> bool:
+    """Return True if connections break only after their trainers have left, and for a moment."""
     left_at = {name: at for t in trainers for name, at in t.left_at.items()}
-    if event.kind != "cut" or event.seconds > RETRY / 2 or case.moves:
-        return False
-    return event.who in left_at and event.time >= left_at[event.who]
+    for event in case.events:
+        if event.kind != "cut" or event.seconds > RETRY / 2 or case.moves:
+            return False
+        if event.time < left_at.get(event.who, math.inf):
+            return False
+    return True
 
 
-def _of_role(role: Process) -> Iterator[str]:
+def faults_of_role(role: Process) -> Iterator[str]:
+    """Yield a role that has not ended, or not with an error of dtrans."""
     if role.killed:
         return
     if role.ended is None:
@@ -167,10 +171,10 @@ def _of_role(role: Process) -> Iterator[str]:
         yield f"{role.name} ended with {type(role.error).__name__}: {role.error}"
 
 
-def _of_blocks(
+def _faults_of_blocks(
     case: Case, server: SimulatedServer, trainers: list[SimulatedTrainer]
 ) -> Iterator[str]:
-    """Of an asynchronous server."""
+    """Yield gradients and answers that an asynchronous server mishandled."""
     update = server.update
     assert isinstance(update, SimulatedBlocks)
     done = [t for t in trainers if t.error is None and t.ended is not None]
@@ -195,16 +199,16 @@ def _of_blocks(
                 known[source.k] += _steps_in(case, source, block, known[source.k], found)
                 after.append(tuple(known))
         for t in done:
-            made, due = known[t.k], case.sends[t.k]
-            if made < due and not server.killed:
+            count, due = known[t.k], case.sends[t.k]
+            if count < due and not server.killed:
                 yield (
-                    f"{server.name} applied {made} gradients of {t.name} to {block}, which "
+                    f"{server.name} applied {count} gradients of {t.name} to {block}, which "
                     f"sent {due}"
                 )
         yield from faults_of_block(case, server, block, after, trainers)
         values = dict(zip(update.history[block], after, strict=True))
         if block in case.tables:
-            yield from (_of_kept if case.mode == "geo" else _of_rows)(
+            yield from (_faults_of_stored_rows if case.mode == "geo" else _faults_of_rows)(
                 case, server, block, after, trainers
             )
             continue
@@ -218,14 +222,14 @@ def _of_blocks(
                     )
 
 
-def _of_rows(
+def _faults_of_rows(
     case: Case,
     server: SimulatedServer,
     block: str,
     after: list[tuple[int, ...]],
     trainers: list[SimulatedTrainer],
 ) -> Iterator[str]:
-    """Of rows of a block that an asynchronous server gave.
+    """Yield wrong rows that an asynchronous server sent from a block.
 
     Args:
       after: how many steps of each trainer are in each value of the block.
@@ -255,21 +259,22 @@ def _of_rows(
             evicted = [
                 i for n, i, x in server.update.evicted if n == block and np.isin(here, x).any()
             ]
-            if all(any(i > now and had[i] <= step for i in evicted) for now in moments):
+            early = [i for i in evicted if had[i] <= step]
+            if early and max(early) > max(moments):
                 yield (
                     f"{server.name} evicted rows of {block} that {t.name} had looked up for step "
                     f"{step}, and whose gradient was to come"
                 )
 
 
-def _of_kept(
+def _faults_of_stored_rows(
     case: Case,
     server: SimulatedServer,
     block: str,
     after: list[tuple[int, ...]],
     trainers: list[SimulatedTrainer],
 ) -> Iterator[str]:
-    """Of rows of a block that trainers of GEO-SGD keep; as `_of_rows`."""
+    """Yield wrong rows that GEO-SGD trainers store from a block; arguments of `_faults_of_rows`."""
     assert isinstance(server.update, SimulatedBlocks)
     values = [np.frombuffer(x, np.float32) for x in server.update.history[block]]
     run = runs_of(tuple(case.tables.values()))[list(case.tables).index(block)]
@@ -290,8 +295,8 @@ def _of_kept(
             at = now
 
 
-def _of_geo(case: Case, servers: Mapping[str, SimulatedServer]) -> Iterator[str]:
-    """Of GEO-SGD with one trainer, who gives the servers all that it changes."""
+def _faults_of_geo(case: Case, servers: Mapping[str, SimulatedServer]) -> Iterator[str]:
+    """Yield parameters that differ from those of the only trainer of GEO-SGD."""
     for server in servers.values():
         assert isinstance(server.update, SimulatedBlocks)
         for block, values in server.update.history.items():

@@ -47,7 +47,7 @@ def faults_of_answers(
             states = [device.values[step]]
             if not any(x.kind == "evict" and t.k in x.trainers for x in case.requests):
                 states.append(device.before[step][0])
-            if not any(all(x == one[n].tobytes() for n, x in saved.items()) for one in states):
+            if not any(_is_state(saved, one) for one in states):
                 yield f"{server.name} wrote another state to {name} than that after step {step}"
     for t, answer in _answers(trainers, "report", "changes", "export", "evict"):
         request, step = answer.request, answer.request.step
@@ -62,6 +62,10 @@ def faults_of_answers(
             yield f"{t.name} asked for {request.kind} after step {step}: {found}, not {one}"
 
 
+def _is_state(saved: Mapping[str, bytes], state: Mapping[str, np.ndarray]) -> bool:
+    return all(x == state[n].tobytes() for n, x in saved.items())
+
+
 def faults_of_block(
     case: Case,
     server: SimulatedServer,
@@ -69,7 +73,7 @@ def faults_of_block(
     after: Sequence[tuple[int, ...]],
     trainers: Trainers,
 ) -> Iterator[str]:
-    """Yield answers about a block of an asynchronous server that are of no moment between two steps.
+    """Yield answers about a block of an asynchronous server that fit no moment between two steps.
 
     Args:
       after: number of steps of each trainer in each value of the block.
@@ -137,7 +141,7 @@ def _on_one_device(
 def _comparable(request: Request, result: Any) -> Any:
     """Return an answer as `_on_one_device` does."""
     if request.kind == "report":
-        return [(x.name, x.rows, x.made, x.step) for x in result]
+        return [(x.name, x.rows, x.created, x.step) for x in result]
     if request.kind == "changes":
         return [(now, new.tolist(), gone.tolist()) for now, new, gone in result]
     return result if request.kind == "evict" else [x.tolist() for x in result]

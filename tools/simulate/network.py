@@ -1,9 +1,11 @@
 """Connections of a virtual network, and each process's `dtrans.protocol.transport` over them.
 
-A connection keeps the order of its messages, as TCP does; different ones overtake. A message takes
-the connection's delay and its bytes over the bandwidth, and is read when it arrives: whoever sends
-memory may not write it before. A connection that breaks loses what is on its way, and is made again
-after a while where somebody still listens; both ends learn of it.
+A connection keeps the order of its messages, as TCP does; messages of different connections
+overtake each other. A message takes the connection's delay and its bytes over the bandwidth. It is
+read when it arrives: its sender may not write to its memory before.
+
+A connection that breaks loses the messages on their way. It is made again after a while if somebody
+listens, and both ends hear of it.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from random import Random
 from typing import Any
+
+import msgpack
 
 from dtrans.protocol.transport import Event, Link
 from tools.simulate.clock import Clock
@@ -25,13 +29,15 @@ class Network:
     """The connections of one job.
 
     Args:
-      delay: draws the seconds that a message is under way.
+      delay: draws the seconds of a message.
       patience: seconds without a sign of the other end after which a connection breaks.
       bandwidth: bytes a second.
 
     Attributes:
       doors: that are open, by their endpoints.
       doubled: name of a connection to the number of its client's message that arrives twice.
+      garbled: the same, of a message that arrives malformed; it is taken out when it arrives.
+      late: name of a connection to the time before which it does not come up.
     """
 
     def __init__(
@@ -43,6 +49,8 @@ class Network:
         self.connections: list[SimulatedLink] = []
         self.doors: dict[str, SimulatedDoor] = {}
         self.doubled: dict[str, int] = {}
+        self.garbled: dict[str, int] = {}
+        self.late: dict[str, float] = {}
         self._addresses = itertools.count()
 
     def break_all(self, name: str, seconds: float) -> None:
@@ -52,7 +60,7 @@ class Network:
                 c.break_off(seconds)
 
     def address(self) -> bytes:
-        """A new address, as a server sees who has connected."""
+        """Return a new address of a client at a door."""
         return b"%d" % next(self._addresses)
 
 
@@ -135,7 +143,7 @@ class SimulatedDoor:
         network.doors[endpoint] = self
 
     def send(self, address: bytes, frames: Sequence[Any], /) -> None:
-        """Send a message; nobody hears it where the connection is gone."""
+        """Send a message; it is lost if the connection is gone."""
         if address in self.connections:
             self.connections[address].to_client(frames)
 
@@ -152,9 +160,10 @@ class SimulatedLink:
 
     Attributes:
       client, server_name: its two ends.
-      up: whether it is established.
+      up: it is established.
       address: the name by which the door knows it.
-      held: until when each direction lets nothing through: to the server, and to the client.
+      paused_until: for each direction, the time until which nothing passes: to the server, and to
+        the client.
     """
 
     def __init__(self, network: Network, client: Process, endpoint: str, token: str) -> None:
@@ -162,11 +171,11 @@ class SimulatedLink:
         self.server_name, self._token = f"pserver {endpoint}", token
         self.up = False
         self.address = network.address()
-        self.held = [0.0, 0.0]
+        self.paused_until = [0.0, 0.0]
         self._door: SimulatedDoor
         self._doubled = network.doubled.get(self.name, -1)
         self._closed = False
-        self._made = 0  # how often it was
+        self._epoch = 0  # changes with each establishment and break
         self._last = [0.0, 0.0]  # when the last message of each direction arrives
         self._pending: list[Sequence[Any]] = []
         self._sent = 0
@@ -179,9 +188,13 @@ class SimulatedLink:
         return f"{self.client.name} {self.server_name}"
 
     def establish(self) -> None:
-        """Come up, where the server is there; else try again."""
+        """Come up if the server is there; else try again."""
         clock, door = self.network.clock, self.network.doors.get(self._endpoint)
+        late = self.network.late.get(self.name, 0.0)
         if self.up or self._closed or not self.client.there:
+            return
+        if clock.now < late:
+            clock.at(late, self.establish)
             return
         if door is None:
             clock.at(clock.now + RETRY, self.establish)
@@ -191,7 +204,7 @@ class SimulatedLink:
             self.client.deliver(Event("barred", self, reason="it has not the job's token"))
             return
         self.up, self._door = True, door
-        self._made += 1
+        self._epoch += 1
         self._last = [clock.now, clock.now]
         door.connections[self.address] = self
         self._arrive(0, Event("connected", door, address=self.address), clock.now)
@@ -208,6 +221,9 @@ class SimulatedLink:
         if not self.up:
             self._pending.append(frames)
             return
+        if self._sent == self.network.garbled.get(self.name, -1):
+            del self.network.garbled[self.name]
+            frames = garble(frames, self._sent)
         for _ in range(1 + (self._sent == self._doubled)):
             self._arrive(0, Event("message", self._door, frames, self.address), now)
         self._sent += 1
@@ -223,65 +239,78 @@ class SimulatedLink:
             yield event
 
     def hold(self, way: int, seconds: float) -> None:
-        """Let nothing through in one direction for a while; too long, and the connection breaks."""
+        """Let nothing pass in one direction for a while; after `patience` the connection breaks."""
         now, patience = self.network.clock.now, self.network.patience
-        self.held[way] = now + seconds
+        self.paused_until[way] = now + seconds
         if seconds > patience:
             self.network.clock.at(now + patience, lambda: self.break_off(seconds - patience))
 
     def break_off(self, seconds: float = 0.0) -> None:
-        """Lose what is on its way, and come up again after some seconds."""
+        """Lose the messages on their way, and come up again after some seconds."""
         if not self.up:
             return
         self.up = False
-        self._made += 1
+        self._epoch += 1
         clock, door = self.network.clock, self._door
         del door.connections[self.address]
         door.process.deliver(Event("lost", door, address=self.address))
         if self.client.there:
-            clock.at(clock.now + self.network.delay(), self._broken)
-            clock.at(clock.now + seconds + 2 * self.network.delay(), self.establish)
+            heard = clock.now + self.network.delay()
+            clock.at(heard, self._broken)
+            # a client hears of the break before it hears of the next connection
+            again = clock.now + seconds + 2 * self.network.delay()
+            clock.at(max(heard, again), self.establish)
 
     def _broken(self) -> None:
         if not self._closed:
             self.client.deliver(Event("broken", self))
 
     def close(self, linger: float = 0.0) -> None:
-        """Be closed by the client: what it has sent still arrives, and then the end."""
+        """Close it from the client's end: sent messages still arrive, and then the end."""
         self._closed = True
         self.client.forget(self)
         self._end(0)
 
     def close_by_server(self) -> None:
-        """Be closed by the server: what it has sent still arrives, and then the end."""
+        """Close it from the server's end: sent messages still arrive, and then the end."""
         self._end(1)
 
     def _end(self, way: int) -> None:
         if not self.up:
             return
-        made = self._made
+        epoch = self._epoch
 
         def end() -> None:
-            if self._made == made:
+            if self._epoch == epoch:
                 self.break_off()
 
         self.network.clock.at(max(self._last[way], self.network.clock.now), end)
 
     def _arrive(self, way: int, event: Event, now: float) -> None:
-        """Let an event come to the other end: to the server (0), or to the client (1)."""
+        """Deliver an event to the other end: the server (0), or the client (1)."""
         network = self.network
-        start = max(now, self.held[way])
+        start = max(now, self.paused_until[way])
         time = self._last[way] = max(
             self._last[way],
             start + network.delay() + sum(map(_size, event.frames)) / network.bandwidth,
         )
-        made, to = self._made, self.client if way else self._door.process
+        epoch, to = self._epoch, self.client if way else self._door.process
 
         def deliver() -> None:
-            if self._made == made and not (way and self._closed):
+            if self._epoch == epoch and not (way and self._closed):
                 to.deliver(event)
 
         network.clock.at(time, deliver)
+
+
+def garble(frames: Sequence[Any], number: int) -> list[Any]:
+    """Return the frames of a malformed message: the last bytes, or a field, are missing."""
+    header = bytes(frames[0])
+    if number % 3 == 0:
+        return [header[: len(header) // 2], *frames[1:]]
+    if number % 3 == 1 and len(frames) > 1:
+        return [*frames[:-1], memoryview(frames[-1]).cast("B")[:-1]]
+    return [msgpack.packb({**msgpack.unpackb(header), "op": "garbled"}), *frames[1:]]
 
 
 def _size(frame: Any) -> int:
@@ -289,5 +318,5 @@ def _size(frame: Any) -> int:
 
 
 def drawn_delay(random: Random, typical: float) -> Callable[[], float]:
-    """Delays that are mostly typical, and seldom much longer."""
+    """Return a function that draws delays: mostly near a typical one, and seldom much longer."""
     return lambda: random.expovariate(1.0) * typical * (20.0 if random.random() < 0.02 else 1.0)

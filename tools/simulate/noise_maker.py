@@ -5,8 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from dtrans.protocol import wire
-from dtrans.protocol.trainer_line import DOOR
-from dtrans.protocol.transport import Event
+from dtrans.protocol.transport import DOOR, Event
 from tools.simulate.case import Case, Guest
 from tools.simulate.clock import Clock
 from tools.simulate.network import Network, SimulatedTransport
@@ -56,14 +55,14 @@ class NoiseMaker(Process):
 
 def malformed(random: Random, k: int) -> list[bytes]:
     """Return the frames of a message that is none of the protocol."""
-    whole = [
+    headers = [
         wire.header("hello", trainer=k, trainers=1, session="", order="none"),
         wire.header("send", step=0, pieces=[["w", 0, 4]]),
         wire.header("abort", reason="noise"),
         wire.header("goodbye"),
     ]
-    head = random.choice(whole)
-    made = [
+    head = random.choice(headers)
+    malformed_frames = [
         [],
         [head[: random.randrange(len(head))]],
         [random.randbytes(random.randint(1, 40))],
@@ -72,4 +71,4 @@ def malformed(random: Random, k: int) -> list[bytes]:
         [wire.header("send", step=0, pieces=[["w", 1 << 62, 4]]), b"1234"],
         [head],
     ]
-    return random.choice(made)
+    return random.choice(malformed_frames)

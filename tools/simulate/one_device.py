@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 
 import numpy as np
 
-from dtrans.protocol.served import RowGradient
+from dtrans.protocol.server_blocks import RowGradient
 from dtrans.protocol.tables.table_rows import runs_of
 from tools.simulate.case import Case
 from tools.simulate.updates import (
@@ -56,59 +57,59 @@ def on_one_device(case: Case) -> OneDevice:
     new = values[0]
     tables = SimulatedTables("", case.tables, lambda: new)
     moments = lambda: {n: at.copy() for n, at in tables.changed_at.items()}
-    made = OneDevice(values, [moments()], [(new, moments())])
+    found = OneDevice(values, [moments()], [(new, moments())])
     for step in range(max(case.steps)):
-        grads = {
-            n: [g for k in range(case.trainers) for g in _counted(case, n, size, k, step)]
-            for n, size in sizes.items()
-        }
-        means = {n: mean(g) for n, g in grads.items()}
+        means = {}
+        for n, size in sizes.items():
+            parts = [_counted(case, n, size, k, step) for k in range(case.trainers)]
+            means[n] = mean([*itertools.chain(*parts)])
         norm = np.float32(0)
         if case.mode == "exchange":
             for ep in case.endpoints:
-                norm += norm_part({n: x for n, x in means.items() if n.startswith(f"{ep}/")})[0]
+                of_server = {n: x for n, x in means.items() if n.startswith(f"{ep}/")}
+                norm += norm_part(of_server)[0]
         new = {n: applied(values[-1][n], means[n], norm) for n in sizes}
         for i, n in enumerate(case.tables):
-            rows = [
-                g for k in range(case.trainers) for g in _rows_counted(case, values, i, k, step)
-            ]
+            by_trainer = [_rows_counted(case, values, i, k, step) for k in range(case.trainers)]
+            rows = [*itertools.chain(*by_trainer)]
             new[n] = with_rows(values[-1][n], rows) if rows else values[-1][n]
             tables.touch(n, [g.ids for g in rows])
-        made.before.append(({**new}, moments()))
+        found.before.append(({**new}, moments()))
         eviction = case.eviction_after(step + 1)
         if eviction is not None:
             for n in case.tables:
                 tables.evict(n, eviction.unused_for, np.empty(0, np.int32))
         values.append(new)
-        made.changed_at.append(moments())
-    return made
+        found.changed_at.append(moments())
+    return found
 
 
 def _rows_counted(
     case: Case, values: list[dict[str, np.ndarray]], block: int, k: int, step: int
 ) -> Iterator[RowGradient]:
-    """What counts of a trainer in a step for a block of the table: as of other blocks, but zeros
-    are of no rows."""
-    own = case.steps[k]
-    if step >= own and case.on_trainer_exit != "paddle":
+    """Yield the gradients of rows that a trainer contributes to a block of the table in a step."""
+    count = case.steps[k]
+    if step >= count and case.on_trainer_exit != "paddle":
         return
     sizes = tuple(case.tables.values())
-    at = min(step, own - 1)
-    ids = looked_up(case, k, at)[: 0 if step > own or not own else None]
-    whole = np.concatenate([values[updates_in(case, k, at)][n] for n in case.tables])
+    at = min(step, count - 1)
+    ids = looked_up(case, k, at)
+    if step > count or not count:
+        ids = ids[:0]  # zeros have no rows
+    table = np.concatenate([values[updates_in(case, k, at)][n] for n in case.tables])
     run = runs_of(sizes)[block]
     mine = run.among(ids)
-    yield RowGradient(run.local(ids[mine]), row_gradient(whole[ids], k, at)[mine])
+    yield RowGradient(run.local(ids[mine]), row_gradient(table[ids], k, at)[mine])
 
 
 def _counted(case: Case, block: str, size: int, k: int, step: int) -> list[np.ndarray]:
-    """What counts of a trainer in a step: nothing, a gradient, or zeros that the mean is of,
-    too."""
-    own = case.steps[k]
-    if step < own:
+    """Return the gradients that a trainer contributes to a step: none, one, or zeros that count in
+    the mean."""
+    count = case.steps[k]
+    if step < count:
         return [gradient(block, size, k, step)]
     if case.on_trainer_exit != "paddle":
         return []
-    return [
-        gradient(block, size, k, own - 1) if step == own and own else np.zeros(size, np.float32)
-    ]
+    if step == count and count:
+        return [gradient(block, size, k, count - 1)]  # the last one counts once more
+    return [np.zeros(size, np.float32)]

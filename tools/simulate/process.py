@@ -7,6 +7,8 @@ all of a process, its signs of life too; one that is killed says nothing more.
 from __future__ import annotations
 
 import collections
+import math
+from collections.abc import Callable
 from typing import Any
 
 from dtrans.protocol.transport import Event
@@ -19,14 +21,14 @@ class Process:
     Attributes:
       error: what ended it, if anything did.
       ended: when it ended, well or with an error; None while it runs, and of one that was killed.
-      killed: whether it was.
+      killed, killed_at: if it was, and when.
     """
 
     def __init__(self, name: str, clock: Clock) -> None:
         self.name, self.clock = name, clock
         self.error: BaseException | None = None
         self.ended: float | None = None
-        self.killed = False
+        self.killed, self.killed_at = False, math.inf
         self.begun = False
         self.spent = 0.0  # by the step that is being taken
         self._queue: collections.deque[Any] = collections.deque()
@@ -35,6 +37,7 @@ class Process:
         self._took = False  # an event, in this step
         self._wakes: float | None = None
         self._is_due = False  # to take a step though no event has come
+        self.when_ended: Callable[[], None] = lambda: None  # called after it has ended well
 
     @property
     def there(self) -> bool:
@@ -103,7 +106,7 @@ class Process:
         """End without a word."""
         if self.over:
             return
-        self.killed = True
+        self.killed, self.killed_at = True, self.clock.now
         self.close()
 
     def close(self) -> None:
@@ -117,6 +120,8 @@ class Process:
         """Be over."""
         self.error, self.ended = error, self.clock.now
         self.close()
+        if error is None:
+            self.when_ended()
 
     def _schedule(self) -> None:
         if (self._queue or self._is_due) and not self._scheduled and self.there:

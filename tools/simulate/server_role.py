@@ -6,12 +6,12 @@ import logging
 from collections.abc import Callable
 from random import Random
 
-from dtrans.protocol.async_server import AsyncServer
-from dtrans.protocol.presence import Presence
 from dtrans.protocol.refusals import Refusals
-from dtrans.protocol.server_loop import ServerLoop
-from dtrans.protocol.serving import Serving
-from dtrans.protocol.sync_server import SyncServer
+from dtrans.protocol.server.async_server import AsyncServer
+from dtrans.protocol.server.server_loop import ServerLoop
+from dtrans.protocol.server.serving import Serving
+from dtrans.protocol.server.sync_server import SyncServer
+from dtrans.protocol.server.trainer_registry import TrainerRegistry
 from tools.simulate.case import Case
 from tools.simulate.clock import Clock
 from tools.simulate.network import Network, SimulatedTransport
@@ -29,13 +29,19 @@ class SimulatedServer(Process):
     """A server."""
 
     def __init__(
-        self, case: Case, endpoint: str, clock: Clock, random: Random, network: Network
+        self,
+        case: Case,
+        endpoint: str,
+        clock: Clock,
+        random: Random,
+        network: Network,
+        prefix: str = "",
     ) -> None:
-        super().__init__(f"pserver {endpoint}", clock)
+        super().__init__(f"{prefix}pserver {endpoint}", clock)
         self.endpoint = endpoint
         blocks = served(case, endpoint)
         work: Callable[[], None] = lambda: self.spend(random.expovariate(1.0) * 0.01)
-        trainers = Presence(blocks, deadline=case.deadline, plan={"init": "one"})
+        trainers = TrainerRegistry(blocks, deadline=case.deadline, plan={"init": "one"})
         self._transport = SimulatedTransport(network, self)
         self._has_local = case.moves
         self._written: list[str] = []  # checkpoints whose writes have ended

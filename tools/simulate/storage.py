@@ -15,15 +15,15 @@ def checkpoint_name(case: Case, request: Request) -> str:
 
 
 class SimulatedStorage:
-    """What one server writes, and when each checkpoint is there.
+    """Checkpoints of one server, and the times at which they are complete.
 
     Args:
       endpoint: of the server.
       state: returns the server's arrays, by name.
-      write: is called with a name, and the seconds until `end` is due for it.
+      write: called with a name, and the seconds until `end` is due for it.
 
     Attributes:
-      written: name of a checkpoint to the steps that it is after, as its server says, and its
+      written: name of a checkpoint to the number of steps before it, as its server says, and its
         arrays.
     """
 
@@ -40,18 +40,18 @@ class SimulatedStorage:
         self._requests = {checkpoint_name(case, x): x for x in saves}
         self._begun: dict[str, tuple[int, dict[str, bytes]]] = {}
 
-    def keep(self, name: str, made: int) -> int:
+    def keep(self, name: str, steps: int) -> int:
         """Begin a save, as `Serving` asks for it; return the number of blocks."""
         request = self._requests[name]
         if request.fails == self._endpoint and request.refuses:
             raise StateError("its folder is read-only")
         state = {n: x.tobytes() for n, x in self._state().items()}
-        self._begun[name] = made, state
+        self._begun[name] = steps, state
         self._write(name, request.seconds)
         return len(state)
 
     def end(self, name: str) -> str:
-        """End to write a checkpoint; return why it could not be written, if so."""
+        """Complete a checkpoint; return the reason if it could not be written."""
         begun = self._begun.pop(name)
         if self._requests[name].fails == self._endpoint:
             return "its disk is full"

@@ -1,7 +1,7 @@
 """A trainer of a simulation: a script of operations, which the drivers of real trainers run.
 
-The script yields what it waits for: seconds of computing, an operation, the last words of a server,
-or a condition.
+The script yields its waits: seconds of computation, an operation, the last messages to a server, or
+a condition.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any
 import numpy as np
 
 from dtrans.errors import DtransError
-from dtrans.protocol.geo_steps import GeoSteps, Values
-from dtrans.protocol.operation import Operation
-from dtrans.protocol.served import RowGradient
-from dtrans.protocol.server_link import LastWords, OperationWait, ServerLink
-from dtrans.protocol.tables.kept_rows import KeptRows
+from dtrans.protocol.server_blocks import RowGradient
+from dtrans.protocol.tables.cached_rows import CachedRows
 from dtrans.protocol.tables.table_rows import runs_of, wanted_of
-from dtrans.protocol.traffic import Leaf, Traffic
-from dtrans.protocol.traffic_loop import TrafficLoop
-from dtrans.protocol.trainer import LookedUp, TrainerSteps, leave
+from dtrans.protocol.trainer.geo_steps import GeoSteps, Values
+from dtrans.protocol.trainer.operation import Operation
+from dtrans.protocol.trainer.server_link import LastWords, OperationWait, ServerLink
+from dtrans.protocol.trainer.traffic import Leaf, Traffic
+from dtrans.protocol.trainer.traffic_loop import TrafficLoop
+from dtrans.protocol.trainer.trainer_steps import LookedUp, TrainerSteps, leave
 from tools.simulate.between_steps import BetweenSteps
 from tools.simulate.case import Case
 from tools.simulate.clock import Clock
@@ -48,11 +48,11 @@ Script = Generator[Any, Any, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """Where a trainer comes from: from the job that is simulated, or from elsewhere.
+    """Origin of a trainer: the simulated job, or elsewhere.
 
     Attributes:
-      prefix: of its name; empty for the job's trainers.
-      plan, token: that it has.
+      prefix: of the trainer's name; empty for the job's trainers.
+      plan, token: of the trainer.
     """
 
     prefix: str = ""
@@ -64,16 +64,17 @@ JOB = Origin()
 
 
 class SimulatedTrainer(Process):
-    """A trainer: what an executor does with the trainer's program.
+    """A trainer: it does what an executor does with a trainer's program.
 
     Attributes:
-      pulled: how many of its steps were in what it received, and that; the initial parameters
-        first.
-      pushed: what it has sent of each block, or would have sent, in this order.
-      reduced: what came of each round.
-      looked_up: for each step, the numbers of rows of the table, and what it received as these.
-      left_at: connection to when it said there that it had done.
-      greeted_at: when all servers had welcomed it.
+      pulled: received parameters, each with the number of the trainer's steps in them; the initial
+        ones first.
+      pushed: for each block, its gradients or pushes in the order of steps, sent or not.
+      reduced: result of each round.
+      looked_up: for each step, row numbers of the table and the received rows.
+      left_at: connection to the time at which it said there that it had done.
+      greeted_at: time at which all servers had welcomed it.
+      welcomed_at: endpoint of a server to the time of its welcome.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class SimulatedTrainer(Process):
         self._origin = origin
         self._transport = SimulatedTransport(network, self, origin.token)
         self.greeted_at = math.inf
+        self.welcomed_at: dict[str, float] = {}
         self.pulled: list[tuple[int, dict[str, np.ndarray]]] = []
         self.pushed: dict[str, list[np.ndarray]] = {}
         self.reduced: list[np.ndarray] = []
@@ -149,7 +151,7 @@ class SimulatedTrainer(Process):
         yield from self.between.end_save()
 
     def _announce(self, now: int) -> None:
-        """Announce the rows of the steps that come so far ahead; of some of them others."""
+        """Announce the rows of later steps; for some steps others than they will look up."""
         case = self.case
         first = now + case.ahead if now else 1
         for step in range(first, now + case.ahead + 1) if case.tables and case.ahead else ():
@@ -175,15 +177,18 @@ class SimulatedTrainer(Process):
         return LookedUp("t", ids, rows, wanted)
 
     def _row_gradients(self, step: int) -> list[tuple[str, np.ndarray]]:
-        """The gradient of the rows of each block of the table that a step has looked up."""
+        """Return the gradient of the looked-up rows of each block of the table."""
         if not self.case.tables:
             return []
         ids, rows = self.looked_up[step]
-        made, runs = row_gradient(rows, self.k, step), runs_of(tuple(self.case.tables.values()))
+        grads, found = row_gradient(rows, self.k, step), []
+        runs = runs_of(tuple(self.case.tables.values()))
         for (n, size), run in zip(self.case.tables.items(), runs, strict=True):
-            mine = RowGradient(run.local(ids[run.among(ids)]), made[run.among(ids)])
+            at = run.among(ids)
+            found.append((n, grads[at]))
+            mine = RowGradient(run.local(ids[at]), grads[at])
             self.pushed.setdefault(n, []).append(spread(mine, size))
-        return [(n, made[run.among(ids)]) for n, run in zip(self.case.tables, runs, strict=True)]
+        return found
 
     def _greet(self) -> Script:
         """Say hello to all servers, one after the other."""
@@ -200,6 +205,7 @@ class SimulatedTrainer(Process):
                 deadline=self.case.deadline,
             )
             yield link.greet()
+            self.welcomed_at[ep] = self.clock.now
         self.greeted_at = self.clock.now
 
     def _exchange(self, step: int) -> Script:
@@ -209,11 +215,11 @@ class SimulatedTrainer(Process):
             self.reduced += yield self._steps.exchange(ep, number, [(part, ("all_reduce", "sum"))])
 
     def _gradients(self, step: int) -> list[tuple[str, np.ndarray]]:
-        """The gradient of each block."""
-        made = [(n, gradient(n, size, self.k, step)) for n, size in self.case.blocks.items()]
-        for n, g in made:
+        """Return the gradient of each block."""
+        grads = [(n, gradient(n, size, self.k, step)) for n, size in self.case.blocks.items()]
+        for n, g in grads:
             self.pushed.setdefault(n, []).append(g)
-        return made
+        return grads
 
     def _pull(self, step: int) -> Script:
         new = {n: np.empty(size, np.float32) for n, size in self.case.blocks.items()}
@@ -254,19 +260,19 @@ class SimulatedTrainer(Process):
         wait, failed, self._failed = self._wait, self._failed, None
         result = wait.operation.result if isinstance(wait, OperationWait) and not failed else None
         try:
-            made = self._script.throw(failed) if failed else self._script.send(result)
+            wanted = self._script.throw(failed) if failed else self._script.send(result)
         except StopIteration:
             self.end(self.error)
             return
-        self._computes = isinstance(made, float)
-        if isinstance(made, float):
-            time = self.clock.now + made
+        self._computes = isinstance(wanted, float)
+        if isinstance(wanted, float):
+            time = self.clock.now + wanted
             self._wait = lambda: self.clock.now >= time
             self.wake_at(time)
-        elif isinstance(made, Operation):
-            self._wait = OperationWait(self._transport, self._links, made)
+        elif isinstance(wanted, Operation):
+            self._wait = OperationWait(self._transport, self._links, wanted)
         else:
-            self._wait = made
+            self._wait = wanted
 
     def close(self) -> None:
         """Close the connections; what was sent still arrives."""
@@ -288,7 +294,7 @@ class CommunicatingTrainer(SimulatedTrainer):
             deadline=case.deadline,
             name=self.name,
             room=lambda key, shape, dtype: np.empty(shape, dtype),
-            kept={"t": _table(case)} if case.mode == "geo" and case.tables else {},
+            cached={"t": _table(case)} if case.mode == "geo" and case.tables else {},
         )
         loop = self._loop = TrafficLoop(self._transport, self._links, traffic, case.communicator)
         try:
@@ -305,22 +311,19 @@ class CommunicatingTrainer(SimulatedTrainer):
         yield from self.between.end_save()
 
     def _steps_beside(self, loop: TrafficLoop, leaves: Mapping[str, Leaf]) -> Script:
-        """The steps; what they send waits in the queue."""
+        """Make the steps, whose gradients wait in the queue."""
         for step in range(self.case.steps[self.k]):
             yield from self._look_up(loop, step)
             yield self.random.expovariate(1.0) * self.case.pace
-            made = dict(self._gradients(step))
+            grads = dict(self._gradients(step))
             rows = self._row_gradients(step)
             yield lambda: loop.has_room
-            group: list[tuple[Leaf, Any]] = [
-                (_as_gradient(x), np.concatenate([made[n] for n in x.names]))
-                for x in leaves.values()
-            ]
+            group: list[tuple[Leaf, Any]] = []
+            for leaf in leaves.values():
+                group.append((_as_gradient(leaf), np.concatenate([grads[n] for n in leaf.names])))
             if rows:
-                whole = np.concatenate([x for _, x in rows])
-                group.append(
-                    (_as_gradient(_table(self.case)), RowGradient(self.looked_up[step][0], whole))
-                )
+                ids, values = self.looked_up[step][0], np.concatenate([x for _, x in rows])
+                group.append((_as_gradient(_table(self.case)), RowGradient(ids, values)))
             loop.put(group)
             if self.case.mode == "half_async":
                 yield lambda: loop.is_settled
@@ -335,10 +338,10 @@ class CommunicatingTrainer(SimulatedTrainer):
 
     def _note(self, loop: TrafficLoop) -> None:
         assert loop.newest is not None
-        steps, whole = loop.newest
+        steps, arrays = loop.newest
         new: dict[str, np.ndarray] = {}
         for key, leaf in _leaves(self.case).items():
-            new |= {name: rows for _, name, rows in leaf.blocks(whole[key])}
+            new |= {name: rows for _, name, rows in leaf.blocks(arrays[key])}
         self.pulled.append((steps, new))
 
     def _turn_beside(self) -> None:
@@ -365,8 +368,8 @@ class GeoSgdTrainer(CommunicatingTrainer):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.agreed: list[tuple[int, np.ndarray, np.ndarray]] = []
-        self._kept = KeptRows([np.empty(0, np.float32)])
-        self._had = 0  # how many rows were kept at the last push
+        self._stored = CachedRows([np.empty(0, np.float32)])
+        self._had = 0  # rows that were stored at the last push
 
     def _steps_beside(self, loop: TrafficLoop, leaves: Mapping[str, Leaf]) -> Script:
         case, self._all = self.case, leaves
@@ -375,11 +378,11 @@ class GeoSgdTrainer(CommunicatingTrainer):
         for step in range(case.steps[self.k]):
             yield from self._change_rows(loop, step)
             yield self.random.expovariate(1.0) * self.case.pace
-            changes = [
-                np.concatenate([gradient(n, case.blocks[n], self.k, step) for n in x.names])
-                for x in leaves.values()
-            ]
-            values = [added(x, c) for x, c in zip(values, changes, strict=True)]
+            changed = []
+            for x, leaf in zip(values, leaves.values(), strict=True):
+                changes = [gradient(n, case.blocks[n], self.k, step) for n in leaf.names]
+                changed.append(added(x, np.concatenate(changes)))
+            values = changed
             steps.step(values, case.every, block_on_pull=case.waits)
             yield from self._settled(loop, steps)
             values = steps.local
@@ -395,20 +398,20 @@ class GeoSgdTrainer(CommunicatingTrainer):
         """Change the rows that a step looks up."""
         if not self.case.tables:
             return
-        kept, ids = self._kept, looked_up(self.case, self.k, step)
-        new = kept.missing(ids)
+        stored, ids = self._stored, looked_up(self.case, self.k, step)
+        new = stored.missing(ids)
         if len(new):
             found = self._room_for(new)
             request = loop.look_up(found.wanted, train=True)
             yield lambda: request.done
-            kept.add(new, found.rows)
-        (rows,) = kept.take(ids, len(ids))
-        kept.put(ids, [added(rows, row_gradient(rows, self.k, step))])
+            stored.add(new, found.rows)
+        (rows,) = stored.take(ids, len(ids))
+        stored.put(ids, [added(rows, row_gradient(rows, self.k, step))])
 
     _put = 0  # pushes so far
 
     def put(self, deltas: Values) -> None:
-        """As `dtrans.protocol.geo_steps.GeoQueue` says."""
+        """Implement `dtrans.protocol.trainer.geo_steps.GeoQueue`."""
         self._put += 1
         for leaf, x in zip(self._all.values(), deltas, strict=True):
             for _, name, rows in leaf.blocks(x):
@@ -417,17 +420,14 @@ class GeoSgdTrainer(CommunicatingTrainer):
             (_as_gradient(leaf), x) for leaf, x in zip(self._all.values(), deltas, strict=True)
         ]
         if self.case.tables:
-            self._had, table, made = (
-                len(self._kept),
-                _table(self.case),
-                self._kept.pushed(self.case.trainers),
-            )
+            self._had, table = len(self._stored), _table(self.case)
+            deltas_of_rows = self._stored.pushed(self.case.trainers)
+            ids = deltas_of_rows.ids
             for name, run in zip(table.names, table.spans, strict=True):
-                mine = RowGradient(
-                    run.local(made.ids[run.among(made.ids)]), made.rows[run.among(made.ids)]
-                )
+                at = run.among(ids)
+                mine = RowGradient(run.local(ids[at]), deltas_of_rows.rows[at])
                 self.pushed.setdefault(name, []).append(spread(mine, run.rows))
-            group.append((_as_gradient(table), made))
+            group.append((_as_gradient(table), deltas_of_rows))
         self._running.put(group)
 
     @property
@@ -436,24 +436,28 @@ class GeoSgdTrainer(CommunicatingTrainer):
         return self._loop
 
     def received(self) -> int:
-        """As `dtrans.protocol.geo_steps.GeoQueue` says."""
+        """Implement `dtrans.protocol.trainer.geo_steps.GeoQueue`."""
         return self._running.received
 
     def newest(self) -> Values:
-        """As `dtrans.protocol.geo_steps.GeoQueue` says."""
+        """Implement `dtrans.protocol.trainer.geo_steps.GeoQueue`."""
         newest = self._running.newest
         assert newest is not None
         self._note(self._running)
         if self.case.tables and self._put:
-            self._kept.pulled(newest[1]["t"])
+            self._stored.pulled(newest[1]["t"])
             self.agreed.append(
-                (self._put, self._kept.ids[: self._had].copy(), self._kept.old[: self._had].copy())
+                (
+                    self._put,
+                    self._stored.ids[: self._had].copy(),
+                    self._stored.old[: self._had].copy(),
+                )
             )
         return [newest[1][key] for key in self._all]
 
 
 def _leaves(case: Case) -> dict[str, Leaf]:
-    """The first blocks of all servers are one leaf, and so are the second."""
+    """Return the leaves: the first blocks of all servers are one, and so are the second."""
     found: dict[str, Leaf] = {}
     for i in range(max(map(len, case.servers))):
         rows = [
@@ -467,7 +471,7 @@ def _leaves(case: Case) -> dict[str, Leaf]:
 
 
 def _table(case: Case) -> Leaf:
-    """The table, of which servers have blocks."""
+    """Return the table, whose blocks several servers have."""
     names, sizes = tuple(case.tables), tuple(case.tables.values())
     endpoints, spans = tuple(n.split("/")[0] for n in names), tuple(runs_of(sizes))
     return Leaf(endpoints, names, sizes, (sum(sizes),), np.dtype(np.float32), spans=spans)

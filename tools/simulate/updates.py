@@ -1,11 +1,13 @@
 """Updates of simulated servers: a decay, a mean of gradients in the order of trainers, and parts of
 a norm.
 
-Numbers are of 32 bits, so that another order of a sum, or a gradient more or less, has other bits.
+Arrays have 32-bit floats, so that another order of a sum, or one gradient more or less, changes
+their bits.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from random import Random
@@ -14,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from dtrans._jax import ClosedJaxpr
-from dtrans.protocol.exchange import Alike, Exchange
-from dtrans.protocol.served import RowGradient, ServedBlocks, ServedRows, Vectors
-from dtrans.protocol.tables.held_tables import TableReport
+from dtrans.protocol.server.exchange import Alike, Exchange
+from dtrans.protocol.server_blocks import RowGradient, ServerBlocks, TableSpec, Vectors
+from dtrans.protocol.tables.stored_tables import TableReport
 from tools.simulate.case import Case
 
 
@@ -30,12 +32,12 @@ class ArrayType:
 
 
 def block_name(endpoint: str, i: int) -> str:
-    """The name of a server's block."""
+    """Return the name of a server's block."""
     return f"{endpoint}/w{i}"
 
 
 def gradient_name(block: str, k: int) -> str:
-    """The name under which trainer k sends the gradient of a block."""
+    """Return the name that trainer k sends the gradient of a block under."""
     return f"{block}@GRAD.trainer_{k}"
 
 
@@ -45,15 +47,15 @@ def initial(block: str, size: int) -> np.ndarray:
 
 
 def gradient(block: str, size: int, k: int, step: int) -> np.ndarray:
-    """The gradient of trainer k in a step."""
+    """Return the gradient of trainer k in a step."""
     return _numbers(size, f"{block} {k} {step}")
 
 
 def looked_up(case: Case, k: int, step: int) -> np.ndarray:
-    """The numbers of the rows that trainer k looks up in a step, of a table of all servers.
+    """Return the row numbers that trainer k looks up in a step, in the table of all servers.
 
-    There may be none; but there are some of each block where it is by gradients that their trainer
-    is known again.
+    A synchronous trainer may look up none. An asynchronous one looks up some of each block: the
+    judge recognizes the trainer of an update by its gradient.
     """
     r, ids = Random(f"rows {k} {step}"), list[int]()
     for i, size in enumerate(case.tables.values()):
@@ -63,8 +65,8 @@ def looked_up(case: Case, k: int, step: int) -> np.ndarray:
 
 
 def announced(case: Case, k: int, step: int) -> int | None:
-    """At which step trainer k announces what it looks up in this one; None where it does not, or
-    announces others."""
+    """Return the step at which trainer k announces this step's lookup; None if it does not, or
+    announces other rows."""
     is_right = Random(f"announced {k} {step}").random() < 0.8
     return max(0, step - case.ahead) if case.ahead and case.tables and step and is_right else None
 
@@ -80,7 +82,7 @@ def updates_in(case: Case, k: int, step: int) -> int:
 
 
 def row_gradient(rows: np.ndarray, k: int, step: int) -> np.ndarray:
-    """The gradient of rows that trainer k has looked up: they enter it."""
+    """Return the gradient of rows that trainer k has looked up, which depends on their values."""
     return np.asarray(
         _numbers(len(rows), f"of rows {k} {step}") + np.float32(0.25) * rows, np.float32
     )
@@ -97,7 +99,7 @@ def _numbers(size: int, what: str) -> np.ndarray:
 
 
 def mean(grads: Sequence[np.ndarray]) -> np.ndarray:
-    """The mean, added up in the order in which they are given."""
+    """Return the mean, summed in the order of the list."""
     total = grads[0].copy()
     for g in grads[1:]:
         total += g
@@ -105,23 +107,22 @@ def mean(grads: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def norm_part(means: Mapping[str, np.ndarray]) -> np.ndarray:
-    """One server's part of the norm."""
+    """Return one server's part of the norm."""
     return np.array([sum((np.sum(x * x) for x in means.values()), np.float32(0))], np.float32)
 
 
 def applied(x: np.ndarray, g: np.ndarray, norm: np.float32) -> np.ndarray:
-    """A block after a step."""
+    """Return a block after a step."""
     return np.asarray(x * np.float32(0.5) + g / np.float32(math.sqrt(1 + norm)), np.float32)
 
 
 def decayed(x: np.ndarray, g: np.ndarray) -> np.ndarray:
-    """A block of an asynchronous server after a gradient."""
+    """Return a block of an asynchronous server after a gradient."""
     return applied(x, g, np.float32(0))
 
 
 def with_rows(x: np.ndarray, grads: Sequence[RowGradient]) -> np.ndarray:
-    """A block of a table after the mean of gradients: rows that none of them is of stay as they
-    are."""
+    """Return a block of a table after the mean of gradients, which leaves other rows unchanged."""
     ids = np.unique(np.concatenate([g.ids for g in grads]))
     if not len(ids):
         return x
@@ -131,35 +132,35 @@ def with_rows(x: np.ndarray, grads: Sequence[RowGradient]) -> np.ndarray:
 
 
 def spread(gradient: RowGradient, rows: int) -> np.ndarray:
-    """A gradient of rows among zeros."""
-    whole = np.zeros(rows, np.float32)
-    whole[gradient.ids] = gradient.rows
-    return whole
+    """Return a gradient of rows as an array of all rows."""
+    found = np.zeros(rows, np.float32)
+    found[gradient.ids] = gradient.rows
+    return found
 
 
 def added_rows(x: np.ndarray, delta: RowGradient) -> np.ndarray:
-    """A block of a table after a push of GEO-SGD."""
+    """Return a block of a table after a push of GEO-SGD."""
     new = x.copy()
     new[delta.ids] = added(x[delta.ids], delta.rows)
     return new
 
 
 def added(x: np.ndarray, delta: np.ndarray) -> np.ndarray:
-    """A block after a push of GEO-SGD."""
+    """Return a block after a push of GEO-SGD."""
     return np.asarray(x + delta, np.float32)
 
 
 class InNumpy:
-    """`dtrans.protocol.geo_steps.GeoArithmetic` of simulated parameters."""
+    """`dtrans.protocol.trainer.geo_steps.GeoArithmetic` of simulated parameters."""
 
     def copied(self, values: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
-        """Copies."""
+        """Copy the parameters."""
         return [x.copy() for x in values]
 
     def pushed(
         self, local: Sequence[np.ndarray], old: Sequence[np.ndarray], trainers: int
     ) -> tuple[Sequence[np.ndarray], Sequence[np.ndarray]]:
-        """What is sent, and what is agreed on from then."""
+        """Return the deltas of a push, and the new old values."""
         deltas = [
             np.asarray((x - o) / np.float32(trainers), np.float32)
             for x, o in zip(local, old, strict=True)
@@ -169,39 +170,36 @@ class InNumpy:
     def pulled(
         self, local: Sequence[np.ndarray], server: Sequence[np.ndarray], old: Sequence[np.ndarray]
     ) -> Sequence[np.ndarray]:
-        """With what others have changed."""
+        """Add the changes of other trainers."""
         return [added(x, s - o) for x, s, o in zip(local, server, old, strict=True)]
 
 
-def served(case: Case, endpoint: str) -> ServedBlocks:
-    """Blocks, tables and rounds that a simulated server serves."""
+def served(case: Case, endpoint: str) -> ServerBlocks:
+    """Return the blocks, tables and exchanges of a simulated server."""
     sizes = case.servers[case.endpoints.index(endpoint)]
     blocks = {block_name(endpoint, i): ArrayType(n) for i, n in enumerate(sizes)}
     sync = case.sync_mode
     # a synchronous trainer has names of its own; asynchronous ones send one name each
     table = {n: rows for n, rows in case.tables.items() if n.startswith(f"{endpoint}/")}
-    sent = [
-        {k: gradient_name(b, k if sync else 0) for k in range(case.trainers)}
-        for b in (*blocks, *table)
-    ]
-    rows_of = lambda rows, sent: ServedRows(
+    senders = {k: k if sync else 0 for k in range(case.trainers)}
+    sent = []
+    for b in (*blocks, *table):
+        sent.append({k: gradient_name(b, number) for k, number in senders.items()})
+    rows_of = lambda rows, sent: TableSpec(
         rows,
         (),
         np.dtype(np.float32),
         sent,
-        kept=case.mode == "geo",
+        on_trainers=case.mode == "geo",
         moves=case.moves_rows,
         staleness=case.staleness,
     )
     tables = {n: rows_of(rows, sent[-1]) for n, rows in table.items()}
-    types = {
-        gradient_name(b, k): t
-        for b, t in blocks.items()
-        for k in (range(case.trainers) if sync else (0,))
-    }
+    pairs = itertools.product(blocks.items(), sorted({*senders.values()}))
+    types = {gradient_name(b, number): t for (b, t), number in pairs}
     exchanges = (_exchange(case, endpoint),) if case.mode == "exchange" else ()
     how = (sync, case.on_trainer_exit)
-    return ServedBlocks(
+    return ServerBlocks(
         endpoint, case.trainers, *how, blocks, types, sent, exchanges=exchanges, tables=tables
     )
 
@@ -209,32 +207,32 @@ def served(case: Case, endpoint: str) -> ServedBlocks:
 def _exchange(case: Case, endpoint: str) -> Exchange:
     everywhere = case.endpoints
     kinds = (Alike("float32", "sum", everywhere, everywhere, ("norm",), ((1,),)),)
-    nothing: Any = None  # what is computed is computed here
+    nothing: Any = None  # the simulated update computes in NumPy
     local: ClosedJaxpr = nothing
     return Exchange(endpoint, 1, kinds, local, ("norm",), (), (("norm", "norm"),))
 
 
-def _rows(blocks: ServedBlocks) -> dict[str, int]:
+def _rows(blocks: ServerBlocks) -> dict[str, int]:
     """Return the number of rows of each block of a table."""
     return {n: t.rows for n, t in blocks.tables.items()}
 
 
-def _sizes(blocks: ServedBlocks) -> dict[str, int]:
-    """The blocks of a server, and those of tables: name to the number of entries."""
+def _sizes(blocks: ServerBlocks) -> dict[str, int]:
+    """Return the number of entries of each block of a server, tables included."""
     return {n: t.shape[0] for n, t in blocks.params.items()} | _rows(blocks)
 
 
 class SimulatedTables:
-    """The tables of a simulated server (`dtrans.protocol.tables.held_tables.HeldTables`).
+    """Tables of a simulated server (`dtrans.protocol.tables.stored_tables.StoredTables`).
 
     Args:
       sizes: block to the number of its rows.
       state: returns the server's arrays, by name.
-      note: is called with the block and the numbers of rows when rows were evicted.
+      note: called with the block and the row numbers of an eviction.
 
     Attributes:
-      changed_at: for each row, the number of the update that changed it last; negative if it was
-        evicted after so many updates, less one.
+      changed_at: for each row, the number of the last update that changed it. After an eviction,
+        the negative of the number of updates before, less one.
       steps: number of updates of each block.
     """
 
@@ -257,7 +255,7 @@ class SimulatedTables:
             self.changed_at[name][ids] = self.steps[name]
 
     def report(self) -> list[TableReport]:
-        """As `HeldTables.report`."""
+        """Do as `StoredTables.report`."""
         return [
             TableReport(
                 *(n, self._endpoint, len(at), int(np.sum(at > 0)), at.nbytes),
@@ -267,7 +265,7 @@ class SimulatedTables:
         ]
 
     def evict(self, name: str, unused_for: int, under_way: np.ndarray) -> int:
-        """As `HeldTables.evict`."""
+        """Do as `StoredTables.evict`."""
         at, state = self.changed_at[name], self._state()
         is_old = (at > 0) & (at <= self.steps[name] - unused_for)
         is_old[under_way] = False
@@ -279,19 +277,19 @@ class SimulatedTables:
         return len(ids)
 
     def changed(self, name: str, since: int) -> tuple[int, np.ndarray, np.ndarray]:
-        """As `HeldTables.changed`."""
+        """Do as `StoredTables.changed`."""
         at = self.changed_at[name]
         return self.steps[name], np.flatnonzero(at > since), np.flatnonzero(at < -since)
 
 
 class SimulatedUpdate:
-    """The update of a synchronous server (`dtrans.protocol.served.StepUpdate`).
+    """Update of a synchronous server (`dtrans.protocol.server_blocks.StepUpdate`).
 
     Args:
-      work: is called for each piece of work.
+      work: called for each piece of work.
     """
 
-    def __init__(self, blocks: ServedBlocks, work: Callable[[], None]) -> None:
+    def __init__(self, blocks: ServerBlocks, work: Callable[[], None]) -> None:
         self.state: dict[str, Any] = {n: initial(n, size) for n, size in _sizes(blocks).items()}
         self.exchange: Exchange | None = None
         self._blocks, self._work = blocks, work
@@ -305,12 +303,14 @@ class SimulatedUpdate:
         return self.state
 
     def begin(self, grads: Mapping[str, Any], present: frozenset[int], step: int) -> Vectors | None:
-        """As `StepUpdate.begin`."""
+        """Do as `StepUpdate.begin`."""
         self._work()
         sent = dict(zip(_sizes(self._blocks), self._blocks.sent, strict=True))
-        given = {n: [grads[names[k]] for k in sorted(present)] for n, names in sent.items()}
-        self._means = {n: mean(given[n]) for n in self._blocks.params}
-        self._rows = {n: given[n] for n in self._blocks.tables}
+        received = {}
+        for name, names in sent.items():
+            received[name] = [grads[names[k]] for k in sorted(present)]
+        self._means = {n: mean(received[n]) for n in self._blocks.params}
+        self._rows = {n: received[n] for n in self._blocks.tables}
         if self._blocks.exchanges:
             (self.exchange,) = self._blocks.exchanges
             return {ep: [norm_part(self._means)] for ep in self.exchange.peers}
@@ -318,7 +318,7 @@ class SimulatedUpdate:
         return None
 
     def go_on(self, arrived: Vectors | None) -> Vectors | None:
-        """As `StepUpdate.go_on`."""
+        """Do as `StepUpdate.go_on`."""
         assert arrived is not None and self.exchange is not None
         self._work()
         parts = {**arrived, self._blocks.endpoint: [norm_part(self._means)]}
@@ -328,7 +328,7 @@ class SimulatedUpdate:
         return None
 
     def rows(self, name: str, ids: np.ndarray, *, train: bool) -> np.ndarray:
-        """As `StepUpdate.rows`."""
+        """Do as `StepUpdate.rows`."""
         return self.values[name][ids]
 
     def _finish(self, norm: np.float32) -> None:
@@ -339,18 +339,18 @@ class SimulatedUpdate:
 
 
 class SimulatedBlocks:
-    """The blocks of an asynchronous server (`dtrans.protocol.served.BlockUpdate`).
+    """Blocks of an asynchronous server (`dtrans.protocol.server_blocks.BlockUpdate`).
 
     Attributes:
-      log: what was applied: block, and the bytes of its gradient; of a table, of all its rows; no
-        bytes where rows were evicted.
+      log: block and bytes of each applied gradient, for a table of all its rows; no bytes for an
+        eviction.
       history: every value that each block has had.
-      begun: how many steps of trainers have begun.
-      evicted: rows that were evicted: block, number of its value then, and their numbers.
+      begun: number of trainers' steps that have begun.
+      evicted: block, number of its value then, and row numbers of each eviction.
       state: name to array, as its server has it.
     """
 
-    def __init__(self, blocks: ServedBlocks, work: Callable[[], None], *, geo: bool) -> None:
+    def __init__(self, blocks: ServerBlocks, work: Callable[[], None], *, geo: bool) -> None:
         self.log: list[tuple[str, bytes]] = []
         self.begun = 0
         self.history = {n: [initial(n, size).tobytes()] for n, size in _sizes(blocks).items()}
@@ -369,12 +369,12 @@ class SimulatedBlocks:
         self.history[name].append(self.state[name].tobytes())
 
     def begin(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """As `BlockUpdate.begin`."""
+        """Do as `BlockUpdate.begin`."""
         self.begun += 1
         return {}, {}
 
     def ready(self, arrived: Collection[str], used: Collection[str]) -> list[str]:
-        """As `BlockUpdate.ready`."""
+        """Do as `BlockUpdate.ready`."""
         return [n for n in self.history if n not in used and gradient_name(n, 0) in arrived]
 
     def apply(
@@ -384,25 +384,22 @@ class SimulatedBlocks:
         state: Mapping[str, Any],
         values: Mapping[str, Any],
     ) -> dict[str, Any]:
-        """As `BlockUpdate.apply`."""
+        """Do as `BlockUpdate.apply`."""
         self._work()
-        given = grads[gradient_name(block, 0)]
-        if isinstance(given, RowGradient):
-            self.tables.touch(block, [given.ids])
-            made = (
-                added_rows(state[block], given) if self._geo else with_rows(state[block], [given])
-            )
-            given = spread(given, len(state[block]))
+        grad, old = grads[gradient_name(block, 0)], state[block]
+        if isinstance(grad, RowGradient):
+            self.tables.touch(block, [grad.ids])
+            new = added_rows(old, grad) if self._geo else with_rows(old, [grad])
+            grad = spread(grad, len(old))
         else:
-            given = given.copy()
-            made = (added if self._geo else decayed)(state[block], given)
-        self.log.append((block, given.tobytes()))
-        self.history[block].append(made.tobytes())
-        return {block: made}
+            new = (added if self._geo else decayed)(old, grad)
+        self.log.append((block, grad.tobytes()))
+        self.history[block].append(new.tobytes())
+        return {block: new}
 
     def rows(
         self, name: str, ids: np.ndarray, state: Mapping[str, Any], *, train: bool
     ) -> np.ndarray:
-        """As `BlockUpdate.rows`."""
+        """Do as `BlockUpdate.rows`."""
         rows: np.ndarray = state[name][ids]
         return rows

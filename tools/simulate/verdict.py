@@ -1,26 +1,19 @@
-"""One case, from its seed to its verdict; many; and a smaller case that fails as one does."""
+"""Verdict on one case and on many; and a smaller case that fails as one does."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from random import Random
-from typing import Any
+from collections.abc import Iterator
 
-from dtrans.protocol import presence, trainer_line, wire
-from tools.simulate.case import COMMUNICATING, Case, Event, Guest, drawn
-from tools.simulate.clock import Clock
-from tools.simulate.judge import faults
-from tools.simulate.network import Network, drawn_delay
-from tools.simulate.noise_maker import NoiseMaker
+from dtrans.protocol import wire
+from dtrans.protocol.server import trainer_registry
+from dtrans.protocol.trainer import trainer_line
+from tools.simulate.case import Case, Event, drawn
+from tools.simulate.job import SimulatedJob
+from tools.simulate.judge import faults, faults_of_role
+from tools.simulate.judge_events import faults_of_garbled, faults_of_returns
 from tools.simulate.process import Process
 from tools.simulate.server_role import SimulatedServer
-from tools.simulate.trainer_role import (
-    CommunicatingTrainer,
-    GeoSgdTrainer,
-    Origin,
-    SimulatedTrainer,
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,11 +21,11 @@ class Verdict:
     """Result of a simulated case.
 
     Attributes:
-      case: that it is of.
-      faults: what the job did that it must not have done; empty, where it held.
-      ends: role to how it ended.
-      seconds: of virtual time, until the last role had ended.
-      left_at: connection of a trainer to when it said there that it had done.
+      case: the simulated case.
+      faults: violated promises; empty if all hold.
+      ends: role to its end.
+      seconds: virtual time at which the last role had ended.
+      left_at: connection of a trainer to the time at which it said there that it had done.
     """
 
     case: Case
@@ -61,105 +54,71 @@ def simulated(case: Case) -> Verdict:
       1': 'well'}
     """
     usual = wire.MESSAGE_BYTES
-    # there are many cases, and a verdict says what became of each
-    presence.log.disabled = trainer_line.log.disabled = True
+    # a verdict says how each role ended, and there are many cases
+    trainer_registry.log.disabled = trainer_line.log.disabled = True
     wire.MESSAGE_BYTES = case.message_bytes
     try:
         return _simulated(case)
     finally:
         wire.MESSAGE_BYTES = usual
-        presence.log.disabled = trainer_line.log.disabled = False
+        trainer_registry.log.disabled = trainer_line.log.disabled = False
 
 
 def _simulated(case: Case) -> Verdict:
-    random, clock = Random(case.seed), Clock()
-    network = Network(clock, drawn_delay(random, case.delay), case.patience)
-    servers = {ep: SimulatedServer(case, ep, clock, random, network) for ep in case.endpoints}
-    trainer_of: type[SimulatedTrainer] = SimulatedTrainer
-    if case.mode in COMMUNICATING:
-        trainer_of = GeoSgdTrainer if case.mode == "geo" else CommunicatingTrainer
-    trainers = [trainer_of(case, k, clock, random, network) for k in range(case.trainers)]
-    roles: dict[str, Process] = {r.name: r for r in (*servers.values(), *trainers)}
-    begins = lambda role, start: clock.at(
-        random.random() * 0.2, lambda: None if role.over else start()
-    )
-    guests = [
-        _guest(guest, f"{guest.kind} ", trainer_of, case, clock, random, network)
-        for guest in case.guests
+    job = SimulatedJob(case)
+    job.run()
+    ends = {x.name: _end(x) for x in job.processes if x.begun or x.killed}
+    left_at = {name: at for t in job.trainers for name, at in t.left_at.items()}
+    found = [
+        *faults(case, _judged_servers(job), job.trainers, job.guests),
+        *faults_of_returns(case, job.servers, job.trainers),
+        *faults_of_garbled(case, job.servers, job.trainers),
     ]
-    roles |= {guest.name: guest for guest in guests}
-    for server in servers.values():
-        begins(server, server.start)
-    for trainer in trainers:
-        begins(trainer, trainer.start)
-    for guest, process in zip(case.guests, guests, strict=True):
-        clock.at(guest.time, process.start)
-    for event in case.events:
-        _schedule(event, clock, network, roles)
-    running = list(roles.values())
-
-    def over() -> bool:
-        while running and running[-1].over:
-            running.pop()
-        return not running
-
-    # long enough for one wait after another of what may have to give up
-    clock.run(10 * max(case.deadline, 30.0) + 400.0, over)
-    ends = {name: "killed" if r.killed else _end(r) for name, r in roles.items()}
-    left_at = {name: at for t in trainers for name, at in t.left_at.items()}
-    found = tuple(faults(case, servers, trainers, guests))
-    return Verdict(case, found, ends, clock.now, left_at)
+    for server in job.returned:
+        found += faults_of_role(server) if server.begun else ()
+    found += _faults_of_next(job)
+    return Verdict(case, tuple(found), ends, job.clock.now, left_at)
 
 
-def _guest(
-    guest: Guest,
-    prefix: str,
-    trainer_of: Callable[..., SimulatedTrainer],
-    case: Case,
-    *at: Any,
-) -> SimulatedTrainer | NoiseMaker:
-    """Return the process of a guest; a trainer has `prefix` before its name."""
-    if guest.kind == "noise":
-        return NoiseMaker(case, guest, "noise", *at)
-    origins = {
-        "second": Origin(prefix),
-        "stale": Origin(prefix, plan="two"),
-        "stranger": Origin(prefix, token="another"),
-    }
-    return trainer_of(case, guest.trainer, *at, origins[guest.kind])
+def _judged_servers(job: SimulatedJob) -> dict[str, SimulatedServer]:
+    """Return the process of each server whose blocks trainers have received.
+
+    A server is left out if some trainers had blocks of a killed process and others of its next one.
+    """
+    servers = dict(job.servers)
+    for new in job.returned:
+        old, endpoint = job.servers[new.endpoint], new.endpoint
+        times = [t.welcomed_at[endpoint] for t in job.trainers if endpoint in t.welcomed_at]
+        if new.begun and times and max(times) > old.killed_at:
+            servers[endpoint] = new
+            if min(times) < old.killed_at:
+                del servers[endpoint]
+    return servers
+
+
+def _faults_of_next(job: SimulatedJob) -> Iterator[str]:
+    """Yield the promises that the second job violated.
+
+    A role of it waits for the last one of the first job, which is as if the others paused.
+    """
+    ends = [role.ended for role in job.roles if role.ended is not None]
+    wait = Event("pause", 0.0, "the second job", max(ends, default=0.0) - min(ends, default=0.0))
+    case = dataclasses.replace(job.case, events=(wait,), guests=(), is_followed=False)
+    servers = {ep: server for ep, server in job.next_servers.items() if server.begun}
+    trainers = [t for t in job.next_trainers if t.begun]
+    if len(servers) == len(case.endpoints) and len(trainers) == case.trainers:
+        yield from faults(case, servers, trainers)
+    else:
+        for role in (*servers.values(), *trainers):
+            yield from faults_of_role(role)
 
 
 def _end(role: Process) -> str:
+    if role.killed:
+        return "killed"
     if role.ended is None:
         return "not at all"
     return "well" if role.error is None else f"{type(role.error).__name__}: {role.error}"
-
-
-def _schedule(event: Event, clock: Clock, network: Network, roles: dict[str, Process]) -> None:
-    role = roles.get(event.who)
-    if role is not None:
-        clock.at(
-            event.time, role.kill if event.kind == "crash" else lambda: role.pause(event.seconds)
-        )
-    if event.kind == "stop" and event.seconds > network.patience:
-        left = event.seconds - network.patience
-        clock.at(event.time + network.patience, lambda: network.break_all(event.who, left))
-    if role is not None:
-        return
-
-    def happen() -> None:
-        for c in network.connections:
-            if c.name == event.who:
-                if event.kind == "cut":
-                    c.break_off(event.seconds)
-                else:
-                    for way in (event.way,) if event.kind == "hold" else (0, 1):
-                        c.hold(way, event.seconds)
-
-    if event.kind == "twice":
-        network.doubled[event.who] = int(event.seconds)
-    else:
-        clock.at(event.time, happen)
 
 
 def verdicts(seeds: range) -> Iterator[Verdict]:
@@ -169,7 +128,7 @@ def verdicts(seeds: range) -> Iterator[Verdict]:
 
 
 def smaller(verdict: Verdict) -> Verdict:
-    """A case that is smaller and still wrong, found by leaving out one thing after another."""
+    """Return a smaller case that still violates a promise."""
     best = verdict
     while True:
         for case in reduced(best.case):
@@ -182,13 +141,15 @@ def smaller(verdict: Verdict) -> Verdict:
 
 
 def reduced(case: Case) -> Iterator[Case]:
-    """The case with one thing less: an event, a round, a trainer, a server, a step or a block."""
+    """Yield the case with one thing less: an event, a round, a trainer, a server, a step or a
+    block."""
     replace = dataclasses.replace
     for i in range(len(case.events)):
         yield replace(case, events=case.events[:i] + case.events[i + 1 :])
     for i in range(len(case.guests)):
         yield replace(case, guests=case.guests[:i] + case.guests[i + 1 :])
     for name, plain in (
+        ("is_followed", False),
         ("rounds", 0),
         ("moves", False),
         ("delay", 0.002),
@@ -202,7 +163,8 @@ def reduced(case: Case) -> Iterator[Case]:
     ):
         if getattr(case, name) != plain:
             yield replace(case, **{name: plain})
-    named = " ".join([e.who for e in case.events] + [f"trainer {x.trainer}" for x in case.guests])
+    named = " ".join(e.who for e in case.events)
+    named += "".join(f" trainer {x.trainer}" for x in case.guests)
     if case.trainers > 1 and f"trainer {case.trainers - 1}" not in named:
         yield replace(case, steps=case.steps[:-1])
     if len(case.servers) > 1 + (case.mode == "exchange") and case.endpoints[-1] not in named:

@@ -1,6 +1,6 @@
 """Tables of GEO-SGD: a trainer updates the rows that it looks up, with its own optimizer state.
 
-It stores these rows and their state (`dtrans.protocol.tables.kept_rows`). A step uses the rows of
+It stores these rows and their state (`dtrans.protocol.tables.cached_rows`). A step uses the rows of
 its batch. Its update is that of a server with these rows of tables, and with all other leaves.
 """
 

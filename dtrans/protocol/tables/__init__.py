@@ -1,9 +1,10 @@
-"""Rows of tables, as trainers and servers speak of them.
+"""Rows of tables in the messages of trainers and servers.
 
-table_rows    which rows a step looks up, and which of them each block has
-row_requests  a server's side of a lookup: rows that are asked for, and of which rows gradients are
-rows_ahead    rows of a step to come
-row_answers   a synchronous server's answers to lookups, now and ahead
-held_tables   between two steps: reports, rows that have changed, rows that are given up
-kept_rows, id_slots, changed_rows    GEO-SGD: rows that a trainer keeps, and what it is told of them
+table_rows     row numbers of lookups, and their blocks
+row_requests   a server's requests for rows, and memory for the gradients of these rows
+rows_ahead     announced rows of later steps
+row_answers    a synchronous server's answers to lookups, for this step and announced ones
+stored_tables  requests between two steps: reports, changed rows, evictions
+cached_rows    GEO-SGD: rows that a trainer stores; `id_slots` maps row numbers to memory
+changed_rows   GEO-SGD: changes by others that a trainer has not received
 """

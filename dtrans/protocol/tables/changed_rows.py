@@ -1,17 +1,17 @@
-"""Which rows of a server's tables have changed since each trainer of GEO-SGD was told of them last.
+"""Rows of tables that others have changed since a GEO-SGD trainer last received them.
 
-A trainer keeps the rows that it has asked for. What it has changed itself is no news to it. A
-server notes what is (`UnseenChanges`), and a trainer receives it (`ChangedInbox`).
+A trainer stores the rows that it has asked for, and knows the changes that it has made itself. A
+server records the others' (`UnseenChanges`), and a trainer receives them (`ChangedInbox`).
 
 Source: `AsyncSparseParamUpdateRecorder` in
-paddle/fluid/operators/distributed/async_sparse_param_update_recorder.h, which tells a trainer of
-its own changes, too, and of rows that it does not have.
+paddle/fluid/operators/distributed/async_sparse_param_update_recorder.h, which also sends a trainer
+its own changes, and rows that it does not have.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,25 +19,26 @@ import numpy as np
 from dtrans.errors import PeerError
 from dtrans.protocol import wire
 from dtrans.protocol.inbox import Inbox
-from dtrans.protocol.served import RowGradient, ServedRows
+from dtrans.protocol.server_blocks import RowGradient, TableSpec
 from dtrans.protocol.tables.table_rows import BlockRowSet
 
 
-KEPT, CHANGED = 1, 2  # what a trainer has of a row; 0 where it does not have it
+STORED, CHANGED = 1, 2  # states of a row at a trainer; 0 for a row that it does not store
 
 
 class UnseenChanges:
-    """The rows that one server's trainers have, and those that others have changed since.
+    """Rows that one server's trainers store, and changes that they have not received.
 
     Args:
-      tables: the blocks that rows are asked of; of those that trainers keep, it is noted which.
-      trainers: how many there are.
+      tables: blocks that rows are asked from; those with `cached` rows are recorded.
+      trainers: number of trainers.
 
     Example:
       >>> import numpy as np
       >>> from dtrans.protocol.tables.changed_rows import UnseenChanges
-      >>> from dtrans.protocol.served import ServedRows
-      >>> rows = UnseenChanges({"emb": ServedRows(9, (2,), "float32", {}, kept=True)}, trainers=2)
+      >>> from dtrans.protocol.server_blocks import TableSpec
+      >>> table = TableSpec(9, (2,), "float32", {}, on_trainers=True)
+      >>> rows = UnseenChanges({"emb": table}, trainers=2)
       >>> rows.asked(0, "emb", np.array([1, 2, 3]))
       >>> rows.changed(1, "emb", np.array([2, 3, 4]))
       >>> rows.changed(0, "emb", np.array([1]))
@@ -45,8 +46,8 @@ class UnseenChanges:
       ([2, 3], [])
     """
 
-    def __init__(self, tables: Mapping[str, ServedRows], trainers: int) -> None:
-        self.tables = tuple(n for n, t in tables.items() if t.kept)
+    def __init__(self, tables: Mapping[str, TableSpec], trainers: int) -> None:
+        self.tables = tuple(n for n, t in tables.items() if t.on_trainers)
         self._rows = {n: tables[n].rows for n in self.tables}
         self._trainers = trainers
         self._has: dict[tuple[int, str], np.ndarray] = {}
@@ -55,55 +56,54 @@ class UnseenChanges:
             self.forget(k)
 
     def asked(self, k: int, name: str, ids: np.ndarray) -> None:
-        """Trainer k has these rows of a block from now on."""
+        """Note that trainer k stores these rows of a block from now on."""
         if name in self._rows:
             has = self._has[k, name]
-            has[ids] = np.maximum(has[ids], KEPT)
+            has[ids] = np.maximum(has[ids], STORED)
 
     def changed(self, k: int, name: str, ids: np.ndarray) -> None:
-        """Trainer k has changed these rows of a block: others are to be told of those that they
-        have."""
+        """Note that trainer k has changed these rows of a block."""
         if name not in self._rows:
             return
         for other in range(self._trainers):
             has = self._has[other, name]
-            news = ids[has[ids] == KEPT]
+            news = ids[has[ids] == STORED]
             if other != k and len(news):
                 has[news] = CHANGED
                 self._news[other, name].append(news)
 
     def take(self, k: int, name: str) -> np.ndarray:
-        """The rows of a block that trainer k is to be told of, increasing; it is told."""
+        """Return the changed rows of trainer k, increasing; they count as received from now on."""
         news, self._news[k, name] = self._news[k, name], []
         ids = np.sort(np.concatenate([np.empty(0, np.int32), *news]))
-        self._has[k, name][ids] = KEPT
+        self._has[k, name][ids] = STORED
         return ids
 
     def has(self, name: str) -> np.ndarray:
-        """Return for each trainer what it has of each row of a block: `KEPT`, `CHANGED`, or 0."""
+        """Return the state of each row of a block at each trainer: `STORED`, `CHANGED`, or 0."""
         return np.stack([self._has[k, name] for k in range(self._trainers)])
 
     def restore(self, name: str, has: np.ndarray) -> None:
-        """Go on from what `has` returned."""
+        """Restore the states that `has` returned."""
         for k, rows in enumerate(has):
             self._has[k, name] = rows.astype(np.uint8)
             self._news[k, name] = [np.flatnonzero(rows == CHANGED)]
 
     def forget(self, k: int) -> None:
-        """Trainer k has no rows."""
+        """Note that trainer k stores no rows."""
         for n, rows in self._rows.items():
-            # the system gives memory when it is written to
+            # the system allocates a page when it is written to
             self._has[k, n] = np.zeros(rows, np.uint8)
             self._news[k, n] = []
 
 
 @dataclasses.dataclass(frozen=True)
-class KeptBlock:
-    """A block of a table of which a trainer keeps rows.
+class CachedBlock:
+    """A block of a table whose rows a trainer stores.
 
     Attributes:
-      table: what the trainer calls the table.
-      span: which rows of it the block has.
+      table: the trainer's name of the table.
+      span: rows of the table that the block has.
       row, dtype: of one row.
     """
 
@@ -114,19 +114,19 @@ class KeptBlock:
 
 
 class ChangedInbox:
-    """The rows that servers tell a trainer of with one answer.
+    """Changed rows that servers send a trainer with one answer.
 
     Args:
-      blocks: by server and name; each server tells of all that it has.
+      blocks: by server and name; each server sends the changes of all its blocks.
     """
 
-    def __init__(self, blocks: Mapping[tuple[str, str], KeptBlock]) -> None:
+    def __init__(self, blocks: Mapping[tuple[str, str], CachedBlock]) -> None:
         self._blocks = blocks
         self._inboxes: dict[tuple[str, str], Inbox] = {}
 
     def take(self, endpoint: str, message: wire.Message) -> None:
-        """Take a `changed`. Raises PeerError for one that was not asked for, WireError for one that
-        is malformed."""
+        """Take a `changed`. Raises PeerError for one that was not asked for, WireError for a
+        malformed one."""
         name, count, key = message["table"], message["count"], (endpoint, message["table"])
         block = self._blocks.get(key)
         if block is None or not 0 <= count <= block.span.rows:
@@ -149,8 +149,8 @@ class ChangedInbox:
                     f"{block.span.rows - 1}"
                 )
 
-    def check_whole(self, endpoint: str) -> None:
-        """Raise PeerError unless a server has told of all of its blocks."""
+    def check_complete(self, endpoint: str) -> None:
+        """Raise PeerError unless a server has sent the changes of all its blocks."""
         for ep, name in self._blocks:
             inbox = self._inboxes.get((ep, name))
             if ep == endpoint and (inbox is None or inbox.missing()):
@@ -159,16 +159,15 @@ class ChangedInbox:
                 )
 
     def rows(self) -> dict[str, RowGradient]:
-        """The numbers and values of all that have come, by table."""
+        """Return the row numbers and values of all changes, by table."""
         found: dict[str, list[RowGradient]] = {block.table: [] for block in self._blocks.values()}
         for key, inbox in self._inboxes.items():
             block, memory = self._blocks[key], inbox.memory
-            found[block.table].append(
-                RowGradient(block.span.in_leaf(memory["ids"]), memory["rows"])
-            )
-        return {
-            table: RowGradient(
-                np.concatenate([x.ids for x in of]), np.concatenate([x.rows for x in of])
-            )
-            for table, of in found.items()
-        }
+            ids = block.span.in_leaf(memory["ids"])
+            found[block.table].append(RowGradient(ids, memory["rows"]))
+        return {table: _concatenate(parts) for table, parts in found.items()}
+
+
+def _concatenate(parts: Sequence[RowGradient]) -> RowGradient:
+    ids = np.concatenate([x.ids for x in parts])
+    return RowGradient(ids, np.concatenate([x.rows for x in parts]))

@@ -1,6 +1,6 @@
 """A growing map from numbers of rows to slots: open addressing in NumPy's memory.
 
-It has no part for numbers that were not given to it, however many there might be.
+Its memory grows with the added numbers, and not with their range.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ import numpy as np
 
 
 FREE = -1
-LEAST = 64  # numbers that a map has room for at first: a power of two
-FACTOR = np.uint32(2654435769)  # 2**32 over the golden ratio (Knuth), by which neighbours lie apart
+LEAST = 64  # initial capacity, a power of two
+FACTOR = np.uint32(2654435769)  # 2**32 over the golden ratio (Knuth): it spreads neighbours
 
 
 class IdSlots:
-    """Numbers, and the slot of each: 0, 1, ... in the order in which they were added.
+    """Map from each number to its slot: 0, 1, ... in the order in which they were added.
 
     Example:
       >>> import numpy as np
@@ -34,11 +34,11 @@ class IdSlots:
 
     @property
     def ids(self) -> np.ndarray:
-        """The numbers, by their slots."""
+        """The numbers, in the order of their slots."""
         return self._ids[: self._count]
 
     def find(self, ids: np.ndarray) -> np.ndarray:
-        """The slots of numbers; -1 for one that is not there."""
+        """Return the slots of numbers; -1 for a missing one."""
         found = np.full(len(ids), FREE, np.int32)
         ahead, at = np.arange(len(ids)), self._first(ids)
         while len(ahead):
@@ -51,7 +51,7 @@ class IdSlots:
         return found
 
     def add(self, ids: np.ndarray) -> None:
-        """Give slots to numbers that are not there; each is given once."""
+        """Add numbers that are not there, each once."""
         before, self._count = self._count, self._count + len(ids)
         size = len(self._ids)
         while size < self._count:
@@ -67,7 +67,7 @@ class IdSlots:
         at = self._first(self._ids[slots])
         while len(slots):
             free = self._places[at] == FREE
-            self._places[at[free]] = slots[free]  # of several that want one place, one gets it
+            self._places[at[free]] = slots[free]  # one of several with the same place gets it
             on = self._places[at] != slots
             slots, at = slots[on], self._next(at[on])
 

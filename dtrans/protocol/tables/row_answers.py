@@ -9,8 +9,8 @@ import numpy as np
 
 from dtrans.protocol import wire
 from dtrans.protocol.inbox import Inbox
-from dtrans.protocol.presence import Presence, Say
-from dtrans.protocol.served import ServedBlocks, StepUpdate
+from dtrans.protocol.server.trainer_registry import Say, TrainerRegistry
+from dtrans.protocol.server_blocks import ServerBlocks, StepUpdate
 from dtrans.protocol.tables.row_requests import RowRequests
 from dtrans.protocol.tables.rows_ahead import DueRows, RowsAhead
 
@@ -29,7 +29,7 @@ class RowAnswers:
     """
 
     def __init__(
-        self, served: ServedBlocks, update: StepUpdate, trainers: Presence, say: Say
+        self, served: ServerBlocks, update: StepUpdate, trainers: TrainerRegistry, say: Say
     ) -> None:
         self.requests = RowRequests(served.endpoint, served.tables)
         self._tables, self._update = served.tables, update
@@ -83,7 +83,7 @@ class RowAnswers:
 
     def send_changed(self, step: int) -> None:
         """Send the announced rows that are due after an update; `step` counts updates."""
-        for due in self._ahead.made(step, self._touched):
+        for due in self._ahead.end_update(step, self._touched):
             self._send_due(due, self._update.rows(due.name, due.ids, train=True), step)
 
     def _send_due(self, due: DueRows, rows: np.ndarray, step: int) -> None:

@@ -1,14 +1,14 @@
-"""What trainers ask of tables: rows by their numbers, and room for the gradients of these.
+"""Requests of trainers for rows of tables, and memory for the gradients of these rows.
 
-    prefetch  train        the rows, and the gradient of the step is of them
-              ahead        the same, of a later step (`dtrans.protocol.tables.rows_ahead`)
-              otherwise    the rows, for whoever looks at them
-    row_ids                nothing: the gradient of the step is of these rows
+    prefetch  train        the rows; the gradient of the step has the same ones
+              ahead        the same, for a later step (`dtrans.protocol.tables.rows_ahead`)
+              otherwise    the rows, which no step trains
+    row_ids                no rows: announces those of the step's gradient
 
-Where gradients are compensated for their delay, rows that a trainer trains are kept as it receives
-them, until their gradient is used.
+With delay compensation, the server stores the rows that a trainer trains as it receives them, until
+their gradient is used.
 
-A request may come in several messages. One that cannot be is refused, and changes nothing.
+A request may come in several messages. A malformed one is refused, and changes nothing.
 """
 
 from __future__ import annotations
@@ -22,43 +22,44 @@ from dtrans.errors import WireError
 from dtrans.ops import BACKUP
 from dtrans.protocol import wire
 from dtrans.protocol.inbox import Inbox
-from dtrans.protocol.served import RowGradient, ServedRows
+from dtrans.protocol.server_blocks import RowGradient, TableSpec
 
 
 class RowRequests:
-    """The requests of one server's trainers.
+    """Requests of one server's trainers.
 
     Args:
-      endpoint: the server's.
-      tables: the blocks that rows are asked of.
+      endpoint: of the server.
+      tables: blocks that rows are asked from.
     """
 
-    def __init__(self, endpoint: str, tables: Mapping[str, ServedRows]) -> None:
+    def __init__(self, endpoint: str, tables: Mapping[str, TableSpec]) -> None:
         self._endpoint = endpoint
         self._tables = tables
-        self._ids: dict[tuple[int, str], np.ndarray] = {}  # of the rows that a trainer trains
+        self._ids: dict[tuple[int, str], np.ndarray] = {}  # rows that a trainer trains
         self._begun: dict[tuple[int, str, str, int], tuple[bool, Inbox]] = {}
-        self._given: dict[
-            tuple[int, str], RowGradient
-        ] = {}  # rows of a block as a trainer has received them
-        # rows of each step whose gradients are to come: a communicator sends those of earlier steps
-        # after later steps have looked up theirs
+        # rows of a block as a trainer has received them
+        self._backups: dict[tuple[int, str], RowGradient] = {}
+        # rows of each step with pending gradients: a communicator sends gradients of earlier steps
+        # after later steps have looked up their rows
         self._under_way: dict[tuple[int, str], list[np.ndarray]] = {}
 
     def memory_of(self, k: int) -> dict[str, np.ndarray]:
-        """The gradients of trainer k, before it has asked for any row: name to an array without
-        rows."""
+        """Return memory for the gradients of trainer k before its first request: name to an array
+        without rows."""
         return {t.gradients[k]: np.empty((0, *t.row), t.dtype) for t in self._tables.values()}
 
     def take(
         self, k: int, message: wire.Message, grads: Inbox
     ) -> tuple[str, np.ndarray, bool] | None:
-        """Take a message; the block, the rows of it that are to be answered with, and `train`, when
-        all have come.
+        """Take a message of a `prefetch`.
+
+        Returns:
+          The block, its row numbers and `train`, when the request is complete.
 
         Args:
-          grads: where the trainer's gradients arrive: there is room for those of these rows
-            afterwards, unless they are of a later step.
+          grads: gradients of the trainer; they get memory for those of these rows, unless a later
+            step looks them up.
         """
         name, table = message["table"], self._tables.get(message["table"])
         if table is None:
@@ -77,8 +78,7 @@ class RowRequests:
     def begin(
         self, k: int, message: wire.Message, name: str, ids: np.ndarray, grads: Inbox
     ) -> None:
-        """Make room for the gradient of rows that trainer k has announced: the first of its step
-        has come."""
+        """Allocate the gradient of announced rows: the first gradient of their step has come."""
         self._expect(k, message, self._tables[name], ids, grads)
 
     def answered(self, k: int, name: str, ids: np.ndarray, rows: np.ndarray) -> None:
@@ -86,18 +86,18 @@ class RowRequests:
 
         Each step looks up every block once, also for no rows.
         """
-        if not self._tables[name].kept:
+        if not self._tables[name].on_trainers:
             self._under_way.setdefault((k, name), []).append(ids)
         if self._tables[name].backed:
-            self._given[k, name] = RowGradient(ids, rows)
+            self._backups[k, name] = RowGradient(ids, rows)
 
     def follows(self, k: int, message: wire.Message, grads: Inbox) -> None:
-        """Take a message that says of which rows the gradient is that follows in this step."""
+        """Take a `row_ids`, which has the row numbers of a gradient that follows in this step."""
         gradient = message["gradient"]
         found = next(((n, t) for n, t in self._tables.items() if t.gradients[k] == gradient), None)
         if found is None:
             raise WireError(
-                f"trainer {k} has rows of {wire.brief(gradient)}, of which {self._endpoint} has no "
+                f"trainer {k} has rows of {wire.brief(gradient)}, and {self._endpoint} has no such "
                 "table"
             )
         name, table = found
@@ -110,22 +110,17 @@ class RowRequests:
         self._expect(k, message, table, ids, grads)
 
     def _numbers(
-        self, k: int, message: wire.Message, name: str, table: ServedRows, train: bool
+        self, k: int, message: wire.Message, name: str, table: TableSpec, train: bool
     ) -> tuple[bool, np.ndarray] | None:
-        """The numbers of rows in the messages of a request, and what its first one says of them,
-        when all have come."""
+        """Return `train` of a request's first message and its row numbers, when all messages are
+        here."""
         count, key = message["count"], (k, message.op, name, message.fields.get("ahead", 0))
         if not 0 <= count <= table.rows:
             raise WireError(
                 f"trainer {k} asks for {wire.brief(count)} rows of {name}, which has {table.rows}"
             )
-        fresh = (
-            train,
-            Inbox(
-                {"ids": np.empty(count, np.int32)},
-                lambda n: f"a `{message.op}` with {wire.brief(n)}",
-            ),
-        )
+        refusal = lambda n: f"a `{message.op}` with {wire.brief(n)}"
+        fresh = train, Inbox({"ids": np.empty(count, np.int32)}, refusal)
         train, inbox = self._begun.pop(key, fresh)
         inbox.take(message)
         if inbox.missing():
@@ -140,10 +135,9 @@ class RowRequests:
         return train, ids
 
     def _expect(
-        self, k: int, message: wire.Message, table: ServedRows, ids: np.ndarray, grads: Inbox
+        self, k: int, message: wire.Message, table: TableSpec, ids: np.ndarray, grads: Inbox
     ) -> None:
-        """Make room for a gradient of these rows: zeros, of which updates are made where none comes
-        any more."""
+        """Allocate a gradient of these rows as zeros, which updates use if it never comes."""
         gradient = table.gradients[k]
         if grads.has_begun(gradient):
             raise WireError(
@@ -153,7 +147,7 @@ class RowRequests:
         grads.renew(gradient, np.zeros((len(ids), *table.row), table.dtype))
 
     def under_way(self, name: str) -> np.ndarray:
-        """Return the rows of a block whose gradients are to come, or have come in part."""
+        """Return the rows of a block whose gradients are pending, or here in part."""
         ids = [
             self._ids.get((k, gradient), ()) for k, gradient in self._tables[name].gradients.items()
         ]
@@ -162,7 +156,7 @@ class RowRequests:
         return np.unique(np.concatenate([np.asarray(x, np.int32) for x in ids]))
 
     def gradients(self, k: int, grads: Inbox) -> dict[str, Any]:
-        """The gradients of trainer k, by name: those of tables with the numbers of their rows."""
+        """Return the gradients of trainer k by name, those of tables with their row numbers."""
         none = np.empty(0, np.int32)
         rows = {
             n: RowGradient(self._ids.get((k, n), none), grads.memory[n]) for n in self.memory_of(k)
@@ -170,33 +164,31 @@ class RowRequests:
         return {**grads.memory, **rows}
 
     def backups(self, k: int) -> dict[str, RowGradient]:
-        """What trainer k has received of the rows that its gradients are of, where updates read
-        it."""
+        """Return, for updates that read them, the rows of trainer k's gradients as it received
+        them."""
         found = {}
         for n, t in self._tables.items():
             if t.backed:
-                given, ids = (
-                    self._received(k, n),
-                    self._ids.get((k, t.gradients[k]), np.empty(0, np.int32)),
-                )
-                found[n + BACKUP] = RowGradient(ids, given.rows[np.searchsorted(given.ids, ids)])
+                backup = self._received(k, n)
+                ids = self._ids.get((k, t.gradients[k]), np.empty(0, np.int32))
+                found[n + BACKUP] = RowGradient(ids, backup.rows[np.searchsorted(backup.ids, ids)])
         return found
 
     def used(self, k: int, grads: Inbox, steps: int | None = None) -> None:
         """Forget the rows of trainer k whose gradients are used.
 
         Args:
-          steps: number of steps that the gradients are of; None if no more come.
+          steps: number of steps that the gradients belong to; None if no more come.
         """
         for n, t in self._tables.items():
             del self._under_way.get((k, n), [])[:steps]
-            self._given.pop((k, n), None)
+            self._backups.pop((k, n), None)
             self._ids.pop((k, t.gradients[k]), None)
         for n, none in self.memory_of(k).items():
             grads.renew(n, none)
 
     def _received(self, k: int, name: str) -> RowGradient:
         t = self._tables[name]
-        return self._given.get((k, name)) or RowGradient(
+        return self._backups.get((k, name)) or RowGradient(
             np.empty(0, np.int32), np.empty((0, *t.row), t.dtype)
         )

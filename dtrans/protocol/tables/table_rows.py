@@ -1,4 +1,4 @@
-"""Which rows of a table a step looks up."""
+"""Row numbers of a step's lookups, and the blocks of a table that have them."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from typing import Any, Protocol
 import numpy as np
 
 from dtrans.errors import BatchError
-from dtrans.protocol.served import RowGradient
+from dtrans.protocol.server_blocks import RowGradient
 
 
-# of a block that rows are asked of: its server, its name, the numbers of rows in it, increasing,
-# and memory for them
+# a lookup in a block: server, name, increasing row numbers in the block, and memory for the rows
 WantedRows = tuple[str, str, np.ndarray, np.ndarray]
 
 
 def unique_ids(
     ids: Sequence[Any], *, table: str, rows: int, size: int, whose: str = ""
 ) -> np.ndarray:
-    """The numbers of rows in several arrays, unique and sorted; `rows` stands where there are fewer
-    than `size`.
+    """Return the row numbers in several arrays, unique and sorted, and padded with `rows` to
+    `size`.
 
     Args:
-      whose: the arrays are, for an error: " of trainer 1's part".
+      whose: the owner of the arrays, for an error: " of trainer 1's part".
 
     Raises:
-      BatchError: a number of a row that the table does not have, or one that is no integer.
+      BatchError: a row number is not in the table, or is no integer.
 
     Example:
       >>> import numpy as np
       >>> from dtrans.protocol.tables.table_rows import unique_ids
       >>> unique_ids([np.array([[2, 5], [2, 0]])], table="params/emb", rows=9, size=4)
       array([0, 2, 5, 9], dtype=int32)
-      >>> unique_ids([np.array([[2, 5], [2, 9]])], table="params/emb", rows=9, size=4)  # doctest: +ELLIPSIS
+      >>> wrong = np.array([[2, 5], [2, 9]])
+      >>> unique_ids([wrong], table="params/emb", rows=9, size=4)  # doctest: +ELLIPSIS
       Traceback (most recent call last):
       ...
       dtrans.errors.BatchError: lookup 0 of params/emb asks for row 9 at [1, 1]; the table has rows
@@ -61,8 +61,8 @@ def unique_ids(
 
 
 def sorted_once(numbers: np.ndarray) -> np.ndarray:
-    """The numbers of a flat array, sorted, each once: as `numpy.unique`, which hashes them, in a
-    tenth of its time."""
+    """Return the unique numbers of a flat array, sorted: `numpy.unique` hashes them, in ten times
+    the time."""
     found = np.sort(numbers)
     if not len(found):
         return found
@@ -73,7 +73,7 @@ def sorted_once(numbers: np.ndarray) -> np.ndarray:
 
 
 def are_among(numbers: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Which of some numbers are among others, both sorted, each once: as `numpy.isin`."""
+    """Return True for each number that is among others, both sorted and unique, as `numpy.isin`."""
     if not len(others):
         return np.zeros(len(numbers), bool)
     return np.asarray(
@@ -82,44 +82,44 @@ def are_among(numbers: np.ndarray, others: np.ndarray) -> np.ndarray:
 
 
 class BlockRowSet(Protocol):
-    """Which rows of a table a block has."""
+    """Rows of a table that a block has."""
 
     @property
     def rows(self) -> int:
-        """How many."""
+        """The number of rows."""
 
     def among(self, ids: np.ndarray) -> slice | np.ndarray:
-        """Where in increasing numbers those of these rows are."""
+        """Return the positions of these rows in increasing row numbers of the table."""
 
     def local(self, ids: np.ndarray) -> np.ndarray:
-        """Where rows of these are among them, by their numbers in the table."""
+        """Return the row numbers in the block from those in the table."""
 
     def in_leaf(self, places: np.ndarray) -> np.ndarray:
-        """The numbers of rows in the table, by where they are among these."""
+        """Return the row numbers in the table from those in the block."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RowRun:
-    """Rows from `start` on."""
+    """Consecutive rows from `start` on."""
 
     start: int
     rows: int
 
     def among(self, ids: np.ndarray) -> slice:
-        """Where in increasing numbers those of these rows are."""
+        """Return the positions of these rows in increasing row numbers of the table."""
         return slice(*np.searchsorted(ids, (self.start, self.start + self.rows)).tolist())
 
     def local(self, ids: np.ndarray) -> np.ndarray:
-        """Where rows of these are among them, by their numbers in the table."""
+        """Return the row numbers in the block from those in the table."""
         return ids - self.start
 
     def in_leaf(self, places: np.ndarray) -> np.ndarray:
-        """The numbers of rows in the table, by where they are among these."""
+        """Return the row numbers in the table from those in the block."""
         return places + self.start
 
 
 def runs_of(sections: Sequence[int]) -> list[RowRun]:
-    """Runs of so many rows, one behind the other."""
+    """Return consecutive runs of rows with these lengths."""
     return [RowRun(sum(sections[:i]), n) for i, n in enumerate(sections)]
 
 
@@ -131,22 +131,23 @@ def wanted_of(
     names: Sequence[str],
     spans: Sequence[BlockRowSet],
 ) -> list[WantedRows]:
-    """What is to be asked of each block of a table, whose rows go into `rows`; these are zeros
-    behind them.
+    """Return the lookup in each block of a table, whose rows are received into `rows`; zeros pad
+    them.
 
-    Where a block's rows do not lie one behind the other in `rows`, they come to memory of their own
-    (`put_in_place`).
+    If the rows of a block are not consecutive in `rows`, they get separate memory (`put_in_place`).
 
     Args:
-      uniq: increasing numbers; those that the table does not have stand for nothing.
-      epmap, names, spans: the server, the name and the rows of each block.
+      uniq: increasing row numbers; numbers beyond the table are padding.
+      epmap, names, spans: server, name and rows of each block.
 
     Example:
       >>> import numpy as np
       >>> from dtrans.protocol.tables.table_rows import runs_of, wanted_of
       >>> rows = np.ones((3, 2))
-      >>> where = {"epmap": ("here", "there"), "names": ("emb.block0", "emb.block1"), "spans": runs_of((4, 5))}
-      >>> [(ep, name, ids.tolist(), len(x)) for ep, name, ids, x in wanted_of(np.array([0, 5, 9]), rows, **where)]
+      >>> names = ("emb.block0", "emb.block1")
+      >>> blocks = {"epmap": ("here", "there"), "names": names, "spans": runs_of((4, 5))}
+      >>> wanted = wanted_of(np.array([0, 5, 9]), rows, **blocks)
+      >>> [(ep, name, ids.tolist(), len(x)) for ep, name, ids, x in wanted]
       [('here', 'emb.block0', [0], 1), ('there', 'emb.block1', [1], 1)]
     """
     rows[np.searchsorted(uniq, sum(x.rows for x in spans)) :] = 0
@@ -158,7 +159,7 @@ def wanted_of(
 def put_in_place(
     uniq: np.ndarray, rows: np.ndarray, wanted: Sequence[WantedRows], spans: Sequence[BlockRowSet]
 ) -> None:
-    """Let rows that have come be where `wanted_of` was to have them."""
+    """Copy received rows to their places in `rows`, if `wanted_of` gave them separate memory."""
     for (*_, came), x in zip(wanted, spans, strict=True):
         at = x.among(uniq)
         if not isinstance(at, slice):
@@ -166,15 +167,14 @@ def put_in_place(
 
 
 def merged_rows(parts: Sequence[RowGradient], how: str) -> RowGradient:
-    """The sum or the mean of gradients of rows, as one of all their rows: each is zero where it has
-    no row.
+    """Merge gradients of rows: their sum or mean, on the union of their rows.
 
     Args:
       how: "sum" or "mean".
 
     Example:
       >>> import numpy as np
-      >>> from dtrans.protocol.served import RowGradient
+      >>> from dtrans.protocol.server_blocks import RowGradient
       >>> from dtrans.protocol.tables.table_rows import merged_rows
       >>> one, other = (RowGradient(np.array(ids), np.ones((2, 1))) for ids in ([1, 4], [0, 4]))
       >>> found = merged_rows([one, other], "mean")
@@ -185,7 +185,7 @@ def merged_rows(parts: Sequence[RowGradient], how: str) -> RowGradient:
         return parts[0]
     ids = sorted_once(np.concatenate([x.ids for x in parts]))
     rows = np.zeros((len(ids), *parts[0].rows.shape[1:]), parts[0].rows.dtype)
-    for x in parts:  # in the order in which they were made
+    for x in parts:  # in the order of the steps: float sums depend on it
         rows[np.searchsorted(ids, x.ids)] += x.rows
     if how == "mean":
         rows *= np.asarray(1 / len(parts), rows.dtype)

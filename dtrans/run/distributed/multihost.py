@@ -231,5 +231,8 @@ def peers() -> Iterator[None]:
                 "it has ended",
             )
             if watched is not None and (found := watched.failure(wait=KNOWN)):
-                who, how = " and ".join(f"trainer {k}" for k in watched.roll.failed()) or who, found
+                who, how = (
+                    " and ".join(f"trainer {k}" for k in watched.members.failed()) or who,
+                    found,
+                )
             raise PeerError(f"{me} lost {who} in the middle of a reduction: {how} ({why})") from e

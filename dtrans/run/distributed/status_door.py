@@ -14,11 +14,11 @@ from collections.abc import Callable, Mapping
 
 from dtrans.errors import WireError
 from dtrans.protocol import wire
+from dtrans.protocol.collective.membership_table import MembershipTable, Progress
 from dtrans.protocol.job_status import OBSERVER, StatusReporter
-from dtrans.protocol.presence import Trainer
 from dtrans.protocol.refusals import Refusals
-from dtrans.protocol.roll import Doing, Roll
-from dtrans.protocol.tables.held_tables import HeldTables
+from dtrans.protocol.server.trainer_registry import Trainer
+from dtrans.protocol.tables.stored_tables import StoredTables
 from dtrans.protocol.transport import Event
 from dtrans.run.net.keys import STATUS, Keys
 from dtrans.run.net.sockets import check_host
@@ -36,7 +36,7 @@ class WatchedTrainers:
     Args:
       endpoint: where trainer 0 answers.
       count: how many trainers there are.
-      roll: what trainer 0 knows of the others.
+      members: what trainer 0 knows of the others.
       me: returns what it does itself.
       awaited: returns for what it has waited long.
 
@@ -45,7 +45,7 @@ class WatchedTrainers:
     """
 
     word, idle = "collective", "training"
-    tables: HeldTables | None = None
+    tables: StoredTables | None = None
     plan: Mapping[str, str] = {}
     bytes_sent = None
 
@@ -53,34 +53,34 @@ class WatchedTrainers:
         self,
         endpoint: str,
         count: int,
-        roll: Roll,
-        me: Callable[[], Doing],
+        members: MembershipTable,
+        me: Callable[[], Progress],
         awaited: Callable[[], str],
     ) -> None:
         self.endpoint, self.count = endpoint, count
         self.started = time.monotonic()
         self.heard: dict[int, float] = {}
-        self._roll, self._me, self.awaited = roll, me, awaited
+        self._members, self._me, self.awaited = members, me, awaited
 
     @property
     def known(self) -> dict[int, Trainer]:
         """Those that have said something, or have ended."""
         now = time.monotonic()
         found = {0: Trainer("", b"", heard_at=now)}
-        for k in sorted({*self.heard, *self._roll.ended}):
-            ended = self._roll.ended.get(k)
+        for k in sorted({*self.heard, *self._members.ended}):
+            ended = self._members.ended.get(k)
             found[k] = Trainer(
                 session="",
                 address=b"",
-                lost=now if self._roll.is_broken(k) else None,
+                lost=now if self._members.is_broken(k) else None,
                 heard_at=self.heard.get(k, self.started),
                 done=ended is not None,
                 failed=bool(ended and ended.reason),
             )
         return found
 
-    def _doing(self) -> dict[int, Doing]:
-        return {0: self._me(), **self._roll.doing}
+    def _doing(self) -> dict[int, Progress]:
+        return {0: self._me(), **self._members.doing}
 
     def progress(self) -> dict[int, int]:
         """Return the number of steps of each trainer that has said it."""

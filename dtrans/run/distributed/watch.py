@@ -1,24 +1,24 @@
-"""The trainers of collectives keep a line to trainer 0, by which all know at once when one ends,
-and who.
+"""Connections of collective trainers to trainer 0, by which all learn at once which trainer ends.
 
-    trainer k    says that it is here, now and then what it does, and at its end why it ends
-    trainer 0    tells all others; of one whose connection ends without a word it says so
+    trainer k    says that it is here, now and then its progress, and at its end the reason
+    trainer 0    tells all others, also of a trainer whose connection ends without a word
 
-An operation of Gloo or NCCL fails where a process is gone, and does not say which; where one has
-been stopped, or has gone to its end after fewer steps, it never fails, and JAX ends all processes
-with SIGABRT in the end. A line beside them knows: the kernel tells of a process that is gone, and
-ZeroMQ's own threads find out that one has been stopped for longer than the job's patience.
+An operation of Gloo or NCCL fails if a process is gone, and does not name it. If a process is
+stopped, or ends after fewer steps, the operation never fails. JAX ends all processes with SIGABRT
+in the end. These connections know: the kernel reports a process that is gone. ZeroMQ's threads
+notice one that is stopped for longer than the job's patience.
 
-    who is about to begin an operation            gets a PeerError (`operation`)
-    who waits for a value of a pipeline           the same (`check`)
-    who is in the middle of an operation          cannot be told: PATIENCE seconds later the process says what it was
-                                                  doing, and ends with exit code 1
+    a trainer about to begin an operation     gets a PeerError (`operation`)
+    one that waits for a pipeline's value     gets a PeerError (`check`)
+    one in the middle of an operation         cannot be interrupted: after PATIENCE seconds it writes
+                                              its stack, and ends with exit code 1
 
-A trainer that waits for long in an operation that others have not begun says in its log whom it
-waits for, and where in their code these are: all say every few seconds what they do.
+A trainer that waits long in an operation logs the trainers that have not begun it, and the places
+in their code. All report their progress every few seconds.
 
-What a process does in its own Python is left alone: it may be saving what it has. Where trainers
-may be lost (`on_trainer_loss="drop"`) there is no such line; JAX's own heartbeats say who is left.
+Python code of a process is left alone: it may be saving its state. If trainers may be lost
+(`on_trainer_loss="drop"`) there are no such connections; JAX's own heartbeats say which trainers
+are left.
 """
 
 from __future__ import annotations
@@ -39,10 +39,9 @@ import jax
 from dtrans._jax import coordinator
 from dtrans.errors import PeerError, WireError
 from dtrans.protocol import wire
-from dtrans.protocol.presence import RETRY
+from dtrans.protocol.collective.membership_table import GRACE, ExitStatus, MembershipTable, Progress
 from dtrans.protocol.refusals import Refusals
-from dtrans.protocol.roll import GRACE, Doing, Ended, Roll
-from dtrans.protocol.transport import Door, Event, Link
+from dtrans.protocol.transport import RETRY, Door, Event, Link
 from dtrans.run.distributed.address import Address, address_of, may_bind, this_host
 from dtrans.run.distributed.board import shared_keys, told
 from dtrans.run.distributed.membership import Membership
@@ -58,10 +57,10 @@ from dtrans.step_meter import completed_steps
 
 
 log = logging.getLogger(__name__)
-PATIENCE = 3.0  # seconds that a process which waits in JAX has, once another has ended
-LINGER = 2.0  # seconds that last words may take
-SAY = 2.0  # seconds between two words about what a process does
-SLOW = 20.0  # seconds after which one that waits says for whom; again when it is twice as long
+PATIENCE = 3.0  # seconds that a process in JAX has after another has ended
+LINGER = 2.0  # seconds that the last message may take to leave
+SAY = 2.0  # seconds between two reports of progress
+SLOW = 20.0  # seconds of a wait until it is logged; then twice as many, and so on
 LOOK = (
     0.1  # seconds between two looks at what the process does, once it is known that it cannot go on
 )
@@ -77,26 +76,24 @@ HERE = str(Path(__file__).parents[2])  # of dtrans
 
 
 def is_by_peer(text: str) -> bool:
-    """Whether an error of JAX, or a line of its log, is what the end of another process looks
-    like."""
+    """Return True if an error or log line of JAX is a consequence of another process's end."""
     return "Gloo" in text or "NCCL" in text or "distributed service detected fatal errors" in text
 
 
 class Watch:
-    """The line of one trainer, or those of trainer 0.
+    """Connection of one trainer, or those of trainer 0.
 
     Args:
-      cluster: the job that it is connected to.
+      cluster: the connected job.
       keys: of the job.
-      at: where trainer 0 can be reached: an address to bind for itself, one to connect to for the
-        others.
+      at: address of trainer 0: to bind for itself, to connect to for the others.
     """
 
     def __init__(self, cluster: Membership, keys: Keys, at: Address | str) -> None:
         self.me, self._leads = cluster.name, cluster.trainer_id == 0
         self._number, self._count = cluster.trainer_id, cluster.trainers
         where = cluster.endpoints or [""] * self._count
-        self.roll = Roll(
+        self.members = MembershipTable(
             self._number, [f"trainer {k}" + f" ({x})" * bool(x) for k, x in enumerate(where)]
         )
         self._addresses: dict[bytes, int] = {}  # of the others, at trainer 0
@@ -118,7 +115,7 @@ class Watch:
         self._doing = 0  # operations that the process is in the middle of
         self._raised = False  # the process has been told by an error, and has itself in hand
         self._known_since: float | None = None
-        self._said = Doing(-1, "")
+        self._said = Progress(-1, "")
         self._next_word = 0.0
         self._waits_since: tuple[float, int] | None = (
             None  # in one operation; and how many it has begun by then
@@ -141,7 +138,7 @@ class Watch:
 
     def _status_door(self, cluster: Membership) -> StatusDoor:
         trainers = WatchedTrainers(
-            status_endpoint(), self._count, self.roll, self._now_doing, self._awaited
+            status_endpoint(), self._count, self.members, self._now_doing, self._awaited
         )
         try:
             door = StatusDoor(
@@ -154,14 +151,14 @@ class Watch:
         log.info("%s answers `dtrans status %s`", self.me, trainers.endpoint)
         return door
 
-    def _now_doing(self) -> Doing:
-        return Doing(self.roll.begun, _where(), completed_steps())
+    def _now_doing(self) -> Progress:
+        return Progress(self.members.begun, _where(), completed_steps())
 
     def _awaited(self) -> str:
-        """Return for what this process has waited in JAX since it said last what it does; empty,
-        where it has not."""
+        """Return a description of the operation that this process waits in; empty if it does not
+        wait."""
         since = self._waits_since
-        if since is None or since[1] != self.roll.begun or not (behind := self.roll.behind()):
+        if since is None or since[1] != self.members.begun or not (behind := self.members.behind()):
             return ""
         return f"operation {since[1]} of the job: {behind}"
 
@@ -169,34 +166,37 @@ class Watch:
 
     @contextlib.contextmanager
     def operation(self) -> Iterator[None]:
-        """What all trainers carry out together. Raises PeerError where one has ended that would
-        have to."""
-        self.roll.begun += 1
+        """Enter an operation of all trainers. Raises PeerError if a trainer that has to take part
+        has ended."""
+        self.members.begun += 1
         self._doing += 1
         try:
             self.check()
             yield
         except BaseException:
             self._raised = True
-            self.roll.begun -= 1
+            self.members.begun -= 1
             raise
         finally:
             self._doing -= 1
 
     def check(self, origin: int | None = None) -> None:
-        """Raise PeerError where this process cannot go on, or where `origin`, which it waits for,
-        has ended."""
-        why = self.roll.failure() or ("" if origin is None else self.roll.why(origin))
+        """Raise PeerError if this process cannot go on, or if `origin`, which it waits for, has
+        ended."""
+        why = self.members.failure() or ("" if origin is None else self.members.why(origin))
         if why:
             self._raised = True
             raise PeerError(f"{self.me} cannot go on: {why}")
 
     def failure(self, wait: float) -> str:
-        """Why this process cannot go on, which may take so many seconds to be known; empty, if it
-        is not."""
-        if not self._wake.wait(wait) and self.roll.due() is not None:
+        """Return the reason for which this process cannot go on; empty if it can.
+
+        Args:
+          wait: seconds that it may take to be known.
+        """
+        if not self._wake.wait(wait) and self.members.due() is not None:
             self._wake.wait(self._retry)  # a connection has ended, which may be made again
-        return self.roll.failure()
+        return self.members.failure()
 
     # -- the thread ------------------------------------------------------------------------------
 
@@ -207,14 +207,14 @@ class Watch:
             now = self._transport.now()
             if self._status is not None:
                 self._status.look(now)
-            for k in self.roll.silent(now):
+            for k in self.members.silent(now):
                 self._tell(k)
             self._look(now)
             self._say_doing(now)
 
     def _wakes(self) -> float:
         # one that has begun an operation too many is seen at the next look
-        soon = bool(self.roll.ended) or self.roll.due() is not None
+        soon = bool(self.members.ended) or self.members.due() is not None
         return self._transport.now() + (LOOK if soon else SAY)
 
     def _take(self, event: Event, now: float) -> None:
@@ -225,15 +225,15 @@ class Watch:
         elif event.kind == "lost":
             # who has said nothing is nobody yet
             if event.address in self._addresses:
-                self.roll.broken(self._addresses[event.address], now, self._retry)
+                self.members.broken(self._addresses[event.address], now, self._retry)
         elif event.kind == "refused":
             self._refusals.note(
                 "%s refused a connection of somebody who is not of this job", self.me
             )
         elif event.kind == "broken":
-            self.roll.broken(0, now, self._retry - GRACE)
+            self.members.broken(0, now, self._retry - GRACE)
         elif event.kind == "connected" and self._link is not None:
-            self.roll.back(0)
+            self.members.back(0)
             self._link.send([wire.header("here")])
 
     def _hear(self, event: Event, now: float) -> None:
@@ -244,31 +244,33 @@ class Watch:
                 self._addresses[event.address] = speaker
                 self._heard[speaker] = now
             if message.op == "here":
-                self.roll.back(speaker)
-                for k in self.roll.ended:  # it may have missed them
+                self.members.back(speaker)
+                for k in self.members.ended:  # it may have missed them
                     self._tell(k)
             if message.op == "doing":
                 steps = message.fields.get("steps")
-                self.roll.doing[speaker] = Doing(message["operations"], message["where"], steps)
+                self.members.doing[speaker] = Progress(
+                    message["operations"], message["where"], steps
+                )
             elif message.op == "ended":
                 k = speaker if self._leads else message["trainer"]
-                if self.roll.note(k, Ended(message["operations"], message["reason"])):
+                if self.members.note(k, ExitStatus(message["operations"], message["reason"])):
                     self._tell(k)
         except WireError as e:
             self._refusals.note("%s dropped %s", self.me, e)
 
     def _tell(self, k: int) -> None:
-        """Trainer 0 tells the others how one has ended."""
+        """Tell the other trainers how one has ended, if this is trainer 0."""
         if not self._leads:
             return
-        how = self.roll.ended[k]
+        how = self.members.ended[k]
         words = wire.header("ended", trainer=k, operations=how.operations, reason=how.reason)
         for address, other in self._addresses.items():
             if other != k and self._door is not None:
                 self._door.send(address, [words])
 
     def _say_doing(self, now: float) -> None:
-        """Tell what this process does; and, where it waits for long, say for whom."""
+        """Report the progress of this process; log a long wait."""
         if now < self._next_word:
             return
         self._next_word = now + SAY
@@ -281,7 +283,7 @@ class Watch:
             self._waits_since = None
         elif self._waits_since is None or self._waits_since[1] != doing.operations:
             self._waits_since, self._patience = (now, doing.operations), SLOW
-        elif now - self._waits_since[0] > self._patience and (behind := self.roll.behind()):
+        elif now - self._waits_since[0] > self._patience and (behind := self.members.behind()):
             waited = now - self._waits_since[0]
             log.warning(
                 "%s has waited %.0f s in operation %d of the job: %s",
@@ -293,7 +295,7 @@ class Watch:
             self._patience *= 2
 
     def _look(self, now: float) -> None:
-        why = self.roll.failure()
+        why = self.members.failure()
         if not why:
             return
         if self._known_since is None:
@@ -326,10 +328,10 @@ class Watch:
     # -- the end ---------------------------------------------------------------------------------
 
     def _say_end(self, reason: str) -> None:
-        self._say("ended", operations=self.roll.begun, reason=reason)
+        self._say("ended", operations=self.members.begun, reason=reason)
 
     def _say(self, op: str, **fields: Any) -> None:
-        """Say something of this process to trainer 0, or as it to all others."""
+        """Send a message to trainer 0, or from it to all others."""
         words = wire.header(op, trainer=self._number, **fields)
         if self._link is not None:
             self._link.send([words])
@@ -338,7 +340,7 @@ class Watch:
                 self._door.send(to, [words])
 
     def close(self) -> None:
-        """Say that this process has come to its end, or what it failed of."""
+        """Report the end of this process, or its error, and close the connections."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -355,12 +357,12 @@ class Watch:
         if self._status is not None:  # nobody waits for an observer that does not read
             self._status.door.close()
         # trainer 0 may have gone before, and then nobody hears it
-        self._transport.close(0.0 if 0 in self.roll.ended else LINGER)
+        self._transport.close(0.0 if 0 in self.members.ended else LINGER)
         atexit.unregister(self.close)
 
 
 def _where() -> str:
-    """Where the process is in its own code: `train.py:12 in load`."""
+    """Return the place of the process in its own code: `train.py:12 in load`."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while (
         frame is not None
@@ -381,11 +383,13 @@ _watch: Watch | None = None
 
 
 def start(cluster: Membership) -> None:
-    """Open the line of this process. There is none where trainer 0 may not bind an address that the
-    others reach.
+    """Open the connection of this process.
+
+    There is none if trainer 0 may not bind an address that the others reach.
 
     Raises:
-      ConfigError: observers are to be answered where this process may not, or cannot listen.
+      ConfigError: `dtrans status` is to be answered at an endpoint that may not be bound, or
+        cannot.
       DeadlineError: another trainer does not connect.
     """
     global _watch
@@ -403,5 +407,5 @@ def start(cluster: Membership) -> None:
 
 
 def watch() -> Watch | None:
-    """The line of this process, if it has one."""
+    """Return the connection of this process, if it has one."""
     return _watch

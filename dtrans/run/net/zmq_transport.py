@@ -1,8 +1,8 @@
 """The transport of real jobs: ZeroMQ's sockets with the limits, keys and monitors of this package.
 
-A link is a DEALER socket, and a door a ROUTER socket that is bound to its endpoint and, where asked
-for, to a Unix socket. ZeroMQ says by a second socket, the monitor, which connections are made and
-end. Both are polled; nothing else of this package reads them.
+A link is a DEALER socket. A door is a ROUTER socket that is bound to its endpoint and, on request,
+to a Unix socket. A second socket, the monitor, reports connections that are made and end. Both are
+polled; nothing else of this package reads them.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class ZmqDoor:
             self.socket.send_multipart([address, *frames], zmq.NOBLOCK, copy=len(frames) == 1)
 
     def events(self, ready: Mapping[Any, int]) -> Iterator[Event]:
-        """Take events of a door of which a socket is ready: at most one message."""
+        """Take the events of a ready door: at most one message."""
         if self.socket in ready:
             address, *frames = self.socket.recv_multipart(copy=False)
             self._speakers.know(address)
@@ -246,7 +246,7 @@ class ZmqTransport:
 
     Args:
       keys: of the job.
-      patience: seconds without a sign of another process after which its connection ends; `inf`
+      patience: seconds without a sign of another process after which its connection ends. `inf`
         waits for ever, also for a process that does not read its messages.
 
     Attributes:
@@ -312,9 +312,9 @@ class ZmqTransport:
         self._listen_to(door)
         return door
 
-    def _listen_to(self, made: ZmqLink | ZmqDoor) -> None:
-        for polled in made.polled:
-            self._owners[polled] = made
+    def _listen_to(self, owner: ZmqLink | ZmqDoor) -> None:
+        for polled in owner.polled:
+            self._owners[polled] = owner
             self._poller.register(polled, zmq.POLLIN)
 
     def forget(self, closing: ZmqLink | ZmqDoor) -> None:

@@ -10,7 +10,7 @@ As processes:
     fabric              carries out the equations of `dtrans.ops`
     server_connections  connections of a trainer to its servers
     background          communication during steps: `communicator`, `geo`
-    server              a server process; `dtrans.protocol.server_loop` drives it
+    server              a server process; `dtrans.protocol.server.server_loop` drives it
     checkpoints         folder and names of a server's checkpoints; `state_writer` writes them
 
 In both:

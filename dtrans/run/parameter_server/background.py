@@ -45,11 +45,11 @@ from dtrans.ops import (
     send_rows_p,
 )
 from dtrans.protocol.buffers import BufferPool
-from dtrans.protocol.operation import Operation
-from dtrans.protocol.served import RowGradient
-from dtrans.protocol.tables.kept_rows import KeptRows
+from dtrans.protocol.server_blocks import RowGradient
+from dtrans.protocol.tables.cached_rows import CachedRows
 from dtrans.protocol.tables.table_rows import WantedRows, put_in_place, wanted_of
-from dtrans.protocol.traffic import Leaf
+from dtrans.protocol.trainer.operation import Operation
+from dtrans.protocol.trainer.traffic import Leaf
 from dtrans.run.parameter_server.communicator import Communicator, Connect
 from dtrans.run.parameter_server.geo import GeoTrainer, pushed_leaves, split_push
 from dtrans.run.parameter_server.tables.new_rows import RowMaker
@@ -88,7 +88,7 @@ class BackgroundComm:
         self._communicator: Communicator | None = None
         self._geo: GeoTrainer | None = None
         # tables whose rows GEO-SGD will push, until it starts
-        self._tables: dict[str, tuple[Leaf, KeptRows]] = {}
+        self._tables: dict[str, tuple[Leaf, CachedRows]] = {}
         self._rules: dict[Primitive, Callable[..., Sequence[Any]]] = {
             send_p: self._send,
             send_rows_p: self._send_rows,
@@ -265,7 +265,7 @@ class BackgroundComm:
         p = eqn.params
         of_state = eqn.replace(params={**p, "types": p["types"][1:]})
         state = RowMaker(of_state, args) if of_state.params["types"] else None
-        self._tables[p["table"]] = leaf_of(eqn, p["types"][0]), KeptRows(p["types"], state)
+        self._tables[p["table"]] = leaf_of(eqn, p["types"][0]), CachedRows(p["types"], state)
         return [np.zeros(t.shape, t.dtype) for t in p["types"]]
 
     def _geo_prefetch(self, eqn: JaxprEqn, uniq: np.ndarray) -> Sequence[Any]:

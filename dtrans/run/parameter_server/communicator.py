@@ -2,7 +2,7 @@
 
 A step puts its gradients into a queue (`put`) and takes the newest received parameters (`newest`).
 `put` waits only while the queue is full, `newest` only for the first parameters. The thread drives
-`dtrans.protocol.traffic_loop`. It owns the transport while it runs.
+`dtrans.protocol.trainer.traffic_loop`. It owns the transport while it runs.
 
 `barrier` waits until the received parameters contain all of the queue. A trainer that calls it
 after every step computes as one without a communicator. `look_up` waits for rows of tables.
@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 
 from dtrans.ops import CommunicatorConfig
 from dtrans.protocol.buffers import BufferPool
-from dtrans.protocol.operation import Operation
-from dtrans.protocol.server_link import ServerLink
 from dtrans.protocol.tables.table_rows import WantedRows
-from dtrans.protocol.traffic import Group, Leaf, Traffic
-from dtrans.protocol.traffic_loop import TrafficLoop, TrafficRequest
+from dtrans.protocol.trainer.operation import Operation
+from dtrans.protocol.trainer.server_link import ServerLink
+from dtrans.protocol.trainer.traffic import Group, Leaf, Traffic
+from dtrans.protocol.trainer.traffic_loop import TrafficLoop, TrafficRequest
 from dtrans.protocol.transport import Transport
 
 
@@ -71,7 +71,7 @@ class Communicator:
             deadline=deadline,
             name=name,
             room=BufferPool().take,
-            kept=dict(local_tables),
+            cached=dict(local_tables),
         )
         self._changed = threading.Condition()
         self._loop = TrafficLoop(self._transport, links, traffic, config, self._notify)

@@ -53,10 +53,10 @@ from dtrans.ops import (
     split_ids_p,
 )
 from dtrans.protocol.buffers import BufferPool
-from dtrans.protocol.operation import Operation
 from dtrans.protocol.tables.table_rows import unique_ids
-from dtrans.protocol.traffic import Leaf, rows_of
-from dtrans.protocol.trainer import Landing, TrainerSteps
+from dtrans.protocol.trainer.operation import Operation
+from dtrans.protocol.trainer.traffic import Leaf, rows_of
+from dtrans.protocol.trainer.trainer_steps import Landing, TrainerSteps
 from dtrans.run.base.nonfinite import NonfiniteCheck
 from dtrans.run.parameter_server.background import BackgroundComm, leaf_of
 from dtrans.run.parameter_server.server import Server

@@ -1,7 +1,7 @@
-"""GEO-SGD in a trainer's process: `dtrans.protocol.geo_steps` on JAX arrays and a communicator.
+"""GEO-SGD in a trainer: `dtrans.protocol.trainer.geo_steps` on JAX arrays and a communicator.
 
 A push has the changes of all parameters, and of the trainer's local rows of tables
-(`dtrans.protocol.tables.kept_rows`). Its answer has the servers' parameters, and the rows that
+(`dtrans.protocol.tables.cached_rows`). Its answer has the servers' parameters, and the rows that
 other trainers have changed.
 """
 
@@ -16,9 +16,9 @@ import jax
 
 from dtrans._jax import JaxprEqn
 from dtrans.errors import StateError
-from dtrans.protocol.geo_steps import GeoSteps, Values
-from dtrans.protocol.tables.kept_rows import KeptRows
-from dtrans.protocol.traffic import Group, Leaf
+from dtrans.protocol.tables.cached_rows import CachedRows
+from dtrans.protocol.trainer.geo_steps import GeoSteps, Values
+from dtrans.protocol.trainer.traffic import Group, Leaf
 
 
 class PushQueue(Protocol):
@@ -57,7 +57,7 @@ class GeoTrainer:
         leaves: Sequence[Leaf],
         trainers: int,
         values: Sequence[Any],
-        tables: Mapping[str, tuple[Leaf, KeptRows]] = {},
+        tables: Mapping[str, tuple[Leaf, CachedRows]] = {},
     ) -> None:
         self._communicator = communicator
         self._leaves, self._tables, self._trainers = leaves, tables, trainers
@@ -75,7 +75,7 @@ class GeoTrainer:
         self._settle()
         return self._steps.local
 
-    def rows(self, table: str) -> KeptRows:
+    def rows(self, table: str) -> CachedRows:
         """Return the local rows of a table."""
         return self._tables[table][1]
 

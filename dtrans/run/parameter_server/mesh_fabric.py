@@ -30,8 +30,8 @@ from dtrans.ops import (
     split_ids_p,
 )
 from dtrans.parameter_server.plan import PServerPlan
-from dtrans.protocol.exchange import Exchange
-from dtrans.protocol.served import RowGradient, Vectors
+from dtrans.protocol.server.exchange import Exchange
+from dtrans.protocol.server_blocks import RowGradient, Vectors
 from dtrans.run.base.batch import Share, pad_for_trainers
 from dtrans.run.base.nonfinite import NonfiniteCheck
 from dtrans.run.base.segments import Segments

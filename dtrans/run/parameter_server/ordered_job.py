@@ -44,10 +44,10 @@ from dtrans.ops import (
     split_ids_p,
 )
 from dtrans.parameter_server.plan import PServerPlan, ServerPrograms
-from dtrans.protocol.async_server import StepUpdates
-from dtrans.protocol.served import RowGradient
-from dtrans.protocol.tables.kept_rows import KeptRows
-from dtrans.protocol.traffic import Group, Leaf
+from dtrans.protocol.server.async_server import StepUpdates
+from dtrans.protocol.server_blocks import RowGradient
+from dtrans.protocol.tables.cached_rows import CachedRows
+from dtrans.protocol.trainer.traffic import Group, Leaf
 from dtrans.run.base.segments import COMPUTED, cut_program
 from dtrans.run.parameter_server.background import as_deltas, leaf_of
 from dtrans.run.parameter_server.block_update import BlockUpdates
@@ -55,8 +55,8 @@ from dtrans.run.parameter_server.geo import GeoTrainer, pushed_leaves, split_pus
 from dtrans.run.parameter_server.tables.mesh_tables import split_ids
 from dtrans.run.parameter_server.tables.missed_steps import MissedSteps
 from dtrans.run.parameter_server.tables.traced_geo import (
+    TracedCachedRows,
     TracedChanges,
-    TracedKeptRows,
     rows_of_table,
 )
 from dtrans.run.parameter_server.tables.traced_tables import TracedMemory, fetch_rows, part_of_block
@@ -329,7 +329,7 @@ class OrderedJob:
             types |= {n: self.plan.main.inputs[n] for n in names}
             rows = [self._table(table, servers), *(state["own"][n] for n in names)]
             ids = rows_at_start(types[table].shape[0], number)
-            local_rows[table] = TracedKeptRows(ids, rows)
+            local_rows[table] = TracedCachedRows(ids, rows)
         # a program takes tables without rows, and looks rows up
         no_rows = {n: jnp.zeros((0, *t.shape[1:]), t.dtype) for n, t in types.items()}
         values = {**state["own"], **state["trainers"][str(number)], **no_rows}
@@ -367,7 +367,7 @@ class OrderedJob:
 
 
 class _OrderedServer:
-    """One server: its blocks, and its reaction to messages (`dtrans.protocol.async_server`).
+    """One server: its blocks, and its reaction to messages (`dtrans.protocol.server.async_server`).
 
     Args:
       programs: the server's programs.
@@ -457,14 +457,14 @@ class _OrderedTrainer:
         number: int,
         servers: Mapping[str, _OrderedServer],
         values: Values,
-        local_rows: Mapping[str, TracedKeptRows],
+        local_rows: Mapping[str, TracedCachedRows],
     ) -> None:
         self._job, self._number, self._servers = job, number, servers
         self.values = dict(values)
         self._sent: dict[str, dict[str, Any]] = {}  # gradients on their way, by server and name
         self._local_rows = local_rows
         self._geo: GeoTrainer | None = None
-        self._tables: dict[str, tuple[Leaf, KeptRows]] = {}
+        self._tables: dict[str, tuple[Leaf, CachedRows]] = {}
         self._answer: dict[str, Any] = {}  # of the servers to the last push
         self._pushes = 0
         self._pushed: list[str] = []  # the parameters of a push

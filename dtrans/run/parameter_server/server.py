@@ -1,6 +1,6 @@
 """Parameter server as a process: its transport, signals, compiled update and checkpoints.
 
-`dtrans.protocol.serving` is its protocol, and `dtrans.protocol.server_loop` drives it.
+`dtrans.protocol.server.serving` is its protocol; `dtrans.protocol.server.server_loop` drives it.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from dtrans.checkpoint.runs import Mark, note
 from dtrans.ir.array_fns import is_key, words_type
 from dtrans.ir.cost import nbytes
 from dtrans.protocol import wire
-from dtrans.protocol.async_server import AsyncServer
 from dtrans.protocol.job_status import OBSERVER
-from dtrans.protocol.presence import RETRY, Presence, log
 from dtrans.protocol.refusals import Refusals
-from dtrans.protocol.server_loop import ServerLoop
-from dtrans.protocol.serving import Serving
-from dtrans.protocol.sync_server import SyncServer
-from dtrans.protocol.trainer_line import DOOR
+from dtrans.protocol.server.async_server import AsyncServer
+from dtrans.protocol.server.server_loop import ServerLoop
+from dtrans.protocol.server.serving import Serving
+from dtrans.protocol.server.sync_server import SyncServer
+from dtrans.protocol.server.trainer_registry import TrainerRegistry, log
+from dtrans.protocol.transport import DOOR, RETRY
 from dtrans.run.net.ended_roles import ended_roles
 from dtrans.run.net.keys import STATUS, Keys
 from dtrans.run.net.sockets import check_host
@@ -70,7 +70,9 @@ class Server:
         keep_last: KeepLast | None = None,
     ) -> None:
         served, retry = update.served, min(RETRY, patience)
-        trainers = Presence(served, deadline=deadline, plan=plan, secret=keys.secret, retry=retry)
+        trainers = TrainerRegistry(
+            served, deadline=deadline, plan=plan, secret=keys.secret, retry=retry
+        )
         self._transport = ZmqTransport(keys, patience)
         self._loop = ServerLoop(
             self._transport,
@@ -194,7 +196,7 @@ class Server:
         if self._keep_last is None:
             return
         try:
-            steps = kind.made()
+            steps = kind.step_count()
             if not steps:
                 return
             mark = Mark(self._protocol.trainers.sessions, steps)

@@ -17,11 +17,10 @@ from dtrans.checkpoint.pserver_state import TRAINER
 from dtrans.checkpoint.runs import new_run, note
 from dtrans.endpoints import split_endpoint
 from dtrans.errors import ConfigError, PeerError
-from dtrans.protocol.operation import Operation
-from dtrans.protocol.presence import RETRY
-from dtrans.protocol.server_link import LastWords, OperationWait, ServerLink
-from dtrans.protocol.trainer import TrainerSteps, leave
-from dtrans.protocol.transport import LINGER
+from dtrans.protocol.trainer.operation import Operation
+from dtrans.protocol.trainer.server_link import LastWords, OperationWait, ServerLink
+from dtrans.protocol.trainer.trainer_steps import TrainerSteps, leave
+from dtrans.protocol.transport import LINGER, RETRY
 from dtrans.run.net.keys import Keys
 from dtrans.run.net.zmq_transport import ZmqTransport
 

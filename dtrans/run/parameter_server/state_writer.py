@@ -26,7 +26,7 @@ from dtrans.checkpoint.runs import Mark
 from dtrans.checkpoint.saved_rows import ArrayLike
 from dtrans.errors import DtransError
 from dtrans.protocol.buffers import BufferPool
-from dtrans.protocol.presence import log
+from dtrans.protocol.server.trainer_registry import log
 
 
 Keep = Callable[[str, Mapping[str, Any], Mark], None]

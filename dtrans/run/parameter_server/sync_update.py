@@ -19,9 +19,9 @@ import numpy as np
 
 from dtrans.ir.array_fns import words
 from dtrans.parameter_server.tables.touched_rows import TableBlock
-from dtrans.protocol.exchange import Exchange
-from dtrans.protocol.presence import log, named
-from dtrans.protocol.served import Vectors
+from dtrans.protocol.server.exchange import Exchange
+from dtrans.protocol.server.trainer_registry import log, named
+from dtrans.protocol.server_blocks import Vectors
 from dtrans.run.parameter_server.tables.row_updates import RowUpdates
 from dtrans.run.parameter_server.tables.server_tables import ServerTables
 from dtrans.run.parameter_server.tables.table_memory import (

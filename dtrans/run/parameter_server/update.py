@@ -25,8 +25,8 @@ from dtrans.ir.array_fns import words_type
 from dtrans.ir.program import Program
 from dtrans.ops import BACKUP, OptimizeBlock, backup_of, listen_and_serv_p
 from dtrans.parameter_server.tables.touched_rows import TableBlock
-from dtrans.protocol.exchange import Exchange
-from dtrans.protocol.served import ServedBlocks, ServedRows, Vectors
+from dtrans.protocol.server.exchange import Exchange
+from dtrans.protocol.server_blocks import ServerBlocks, TableSpec, Vectors
 from dtrans.run.base.lowered import call_recorded
 from dtrans.run.base.platforms import stable_bits_options
 from dtrans.slicing.mean import reduce_gradients, sent_by
@@ -128,14 +128,14 @@ class ServerUpdate:
         )
 
     @cached_property
-    def served(self) -> ServedBlocks:
+    def served(self) -> ServerBlocks:
         """The blocks and tables that the server's protocol serves."""
         p = self.eqn.params
         of_tables = {n for t in self.tables.values() for n in t.gradients.values()}
         tables = {n: self._served_rows(n, t) for n, t in self.tables.items()}
         backed = frozenset(n for n in self.params if backup_of(n, 0) in self.types)
         dense_gradients = {n: t for n, t in self.grad_types.items() if n not in of_tables}
-        return ServedBlocks(
+        return ServerBlocks(
             self.endpoint,
             p["Fanin"],
             p["sync_mode"],
@@ -149,13 +149,13 @@ class ServerUpdate:
             tables,
         )
 
-    def _served_rows(self, name: str, table: TableBlock) -> ServedRows:
+    def _served_rows(self, name: str, table: TableBlock) -> TableSpec:
         """Return what the protocol needs of a block of a table."""
         t, gradients = self.types[name], table.gradients
         if not self.eqn.params["sync_mode"]:
             # each trainer's gradient is an update, and all send it under one name
             gradients = dict.fromkeys(range(self.eqn.params["Fanin"]), *gradients.values())
-        return ServedRows(
+        return TableSpec(
             table.rows,
             t.shape[1:],
             t.dtype,

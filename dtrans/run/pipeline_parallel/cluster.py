@@ -28,7 +28,7 @@ from dtrans.ir.pytree import is_under
 from dtrans.pipeline_parallel.plan import PipelinePlan
 from dtrans.plan import realises
 from dtrans.protocol import wire
-from dtrans.protocol.arrivals import ValueType
+from dtrans.protocol.collective.arrivals import ValueType
 from dtrans.run.base.batch import Share, global_types, share_of
 from dtrans.run.base.spmd import AxisSharding, Function
 from dtrans.run.distributed.connect import connected

@@ -1,16 +1,15 @@
-"""Values from process to process: a line from each to each, and what has come by them.
+"""Channels between the processes of a pipeline: a connection from each process to each other one.
 
-Every process binds one socket, and says where on the board of the job. What it sends is named by
-the number of the step and of what is sent in it, so that nothing depends on the order in which
-values come (`dtrans.protocol.arrivals`). Sending never makes the sender wait: a thread has the
-sockets, waits for values to be computed, and cuts them into messages (`dtrans.protocol.wire`).
-Receiving waits up to a deadline, and then says for whom.
+Every process binds one door, and writes its address to the board of the job. A value is named by
+the step and by its number in the step, so that the order of arrival does not matter
+(`dtrans.protocol.collective.arrivals`). Sending never blocks: a thread waits for values to be
+computed, and cuts them into messages (`dtrans.protocol.wire`). Receiving waits up to a deadline,
+and then names the sender.
 
-The processes know a secret that the first of them has put on the board, beside the job's token.
-Each link has a key or a password that is made of it (`dtrans.run.net.keys`), by which a process
-knows who sends: it hears nothing of others, and of a process it takes values of its own, of steps
-that are not over, each once, and of the type that the plan has there. What is not such a value is
-dropped and counted.
+The processes share a secret from the board, together with the job's token. Each connection has a
+key or a password that is derived from both (`dtrans.run.net.keys`), by which a process knows the
+sender. It takes values from that process only, of steps that are not over, each once, and of the
+type that the plan has there. Other messages are dropped and counted.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ import numpy as np
 from dtrans._jax import coordinator
 from dtrans.errors import DeadlineError, PeerError, WireError
 from dtrans.protocol import wire
-from dtrans.protocol.arrivals import Arrivals, ValueType
+from dtrans.protocol.collective.arrivals import Arrivals, ValueType
 from dtrans.protocol.refusals import Refusals
 from dtrans.protocol.transport import Event, Link
 from dtrans.run.distributed.address import address_of, this_host
@@ -47,11 +46,11 @@ AHEAD = 256  # messages of one process that wait to be read; others wait where t
 
 
 class P2PChannels:
-    """The lines of one process.
+    """Channels of one process.
 
     Args:
       cluster: the job that it is connected to.
-      name: of what the lines are for: several jobs of one process have lines of their own.
+      name: of the channels: several jobs of one process have separate ones.
     """
 
     def __init__(self, cluster: Membership, name: str) -> None:
@@ -82,13 +81,13 @@ class P2PChannels:
         atexit.register(self.close)
 
     def _link(self, origin: int, target: int) -> str:
-        """As whom one process connects to another."""
+        """Return the user name of one process at another."""
         return f"process {origin} to {target}"
 
     # -- sending ---------------------------------------------------------------------------------
 
     def send(self, to: int, step: int, key: int, value: Any) -> None:
-        """Send a value, once it is computed. Raises what failed in sending an earlier one."""
+        """Send a value when it is computed. Raises the error of an earlier send."""
         self._check_sender()
         self._outbox.put((to, step, key, value))
 
@@ -125,22 +124,21 @@ class P2PChannels:
     # -- receiving -------------------------------------------------------------------------------
 
     def receive(self, origin: int, step: int, key: int, kind: ValueType, what: str) -> Any:
-        """A value that another process sends.
+        """Receive a value from another process.
 
         Args:
-          kind: what it has to be.
-          what: it is, for messages.
+          kind: expected type.
+          what: name of the value, for messages.
 
         Raises:
           DeadlineError: it did not come.
-          PeerError: another process has ended, or sending something to one has failed, which may be
-            why nothing comes.
+          PeerError: another process has ended, or a send has failed, which may be the cause.
         """
         limit = self._in.now() + self.deadline
         watched, last = watch(), False
         name = (origin, step, key)
         self._arrivals.expect(name, kind)
-        while not self._arrivals.is_whole(name):
+        while not self._arrivals.is_complete(name):
             self._check_sender()
             now = self._in.now()
             if now >= limit:
@@ -155,13 +153,13 @@ class P2PChannels:
                 watched.check(origin)
             else:  # what a process sent before its end may come behind the news of that
                 last = watched is not None and bool(
-                    watched.roll.why(origin) or watched.roll.failure()
+                    watched.members.why(origin) or watched.members.failure()
                 )
         array = self._arrivals.take(name)
         return jax.random.wrap_key_data(jnp.asarray(array), impl=kind.impl) if kind.impl else array
 
     def _hear_until(self, until: float) -> bool:
-        """Take what comes next, until a time; return True if it was a message."""
+        """Take messages until a time; return True if there was one."""
         has_heard = False
         for event in self._in.poll(until):
             if event.kind == "message":
@@ -170,7 +168,7 @@ class P2PChannels:
         return has_heard
 
     def _hear(self, event: Event) -> None:
-        """Take a message. One that is not right is dropped, and changes nothing."""
+        """Take a message. A malformed one is dropped, and changes nothing."""
         origin = self._links[event.user]
         try:
             message = wire.parse(event.frames)
@@ -190,7 +188,7 @@ class P2PChannels:
             ) from self._failed[0]
 
     def close(self) -> None:
-        """End the lines; what was sent is handed over."""
+        """Close the channels; sent values leave."""
         self._outbox.put(None)
         self._sender.join()
         self._in.close()
@@ -198,15 +196,14 @@ class P2PChannels:
 
 
 def _look(trainer: int) -> None:
-    """Raise PeerError where a process that is waited for has ended."""
+    """Raise PeerError if an awaited process has ended."""
     watched = watch()
     if watched is not None:
         watched.check(trainer)
 
 
 def on_host(value: Any) -> tuple[np.ndarray, str]:
-    """A value as its sender has it, computed; keys as their data, and the kind of keys that they
-    are."""
+    """Return a computed value as a host array, and the kind of its keys, if it has keys."""
     impl = ""
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         impl, value = str(jax.random.key_impl(value)), jax.random.key_data(value)

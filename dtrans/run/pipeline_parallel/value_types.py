@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dtrans.protocol.arrivals import ValueType
+from dtrans.protocol.collective.arrivals import ValueType
 from dtrans.run.pipeline_parallel.instructions import StepProgram, Transfer
 
 

@@ -114,7 +114,7 @@ def job_metrics(answers: Sequence[Answer]) -> Iterable[Any]:
     )
     for x in servers:
         for table in x.server.tables if x.server else ():
-            rows.add_metric([x.endpoint, table["name"]], table["made"])
+            rows.add_metric([x.endpoint, table["name"]], table["created"])
     yield rows
 
     # trainers

@@ -122,7 +122,7 @@ class _Line:
             self._asked = True
 
     def take(self, event: Event) -> None:
-        """Take an event, if it is of this connection."""
+        """Take an event of this connection; ignore those of others."""
         if event.source is not self._link:
             return
         if event.kind == "message":

@@ -96,7 +96,7 @@ def _server(endpoint: str, x: ServerStatus | None, error: str) -> list[Text]:
     for number, noun in ((x.refused, "messages"), (x.barred, "connections")):
         if number:
             doing = f"{doing}; {number} {noun} refused"
-    rows = f"{sum(t['made'] for t in x.tables):,}" if x.tables else NONE
+    rows = f"{sum(t['created'] for t in x.tables):,}" if x.tables else NONE
     cells = [
         endpoint,
         count(x.step),

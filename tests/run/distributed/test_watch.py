@@ -87,12 +87,12 @@ def test_all_are_told_by_the_first(three: list[Watch]) -> None:
         "begun 3$"
     )
     for w in (first, third):
-        until(lambda w=w: w.roll.ended, "the news")  # type: ignore[misc]
-        w.roll.begun = 2
+        until(lambda w=w: w.members.ended, "the news")  # type: ignore[misc]
+        w.members.begun = 2
         w.check()
         with pytest.raises(PeerError, match=wanted), w.operation():
             pytest.fail("it was let in")
-        assert w.roll.begun == 2
+        assert w.members.begun == 2
         with pytest.raises(PeerError, match="has come to its end$"):
             w.check(origin=1)
         w.check(origin=0)
@@ -118,8 +118,8 @@ def test_strangers_are_not_let_in(three: list[Watch]) -> None:
                 assert monitor.poll(HANG * 1000)
                 line.disable_monitor()
     three[2].close()  # what is said next is heard
-    until(lambda: first.roll.ended, "the news")
-    assert [*first.roll.ended] == [2]
+    until(lambda: first.members.ended, "the news")
+    assert [*first.members.ended] == [2]
 
 
 def test_one_speaks_for_itself_alone_and_noise_is_dropped(three: list[Watch]) -> None:
@@ -139,8 +139,8 @@ def test_one_speaks_for_itself_alone_and_noise_is_dropped(three: list[Watch]) ->
         ):
             line.send_multipart(noise)
         line.send(wire.header("ended", trainer=2, operations=3, reason="I say so"))
-        until(lambda: first.roll.ended, "the news")
-    assert [*first.roll.ended] == [1]
+        until(lambda: first.members.ended, "the news")
+    assert [*first.members.ended] == [1]
     assert first._refusals.count == 4
 
 
@@ -157,7 +157,7 @@ def test_who_waits_for_long_says_for_whom(
         with first.operation():
             until(said, "a word about it")
             with second.operation():
-                until(lambda: first.roll.doing[1].operations == 1, "the other to come")
+                until(lambda: first.members.doing[1].operations == 1, "the other to come")
     finally:
         second.close()
         first.close()

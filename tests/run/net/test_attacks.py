@@ -25,7 +25,7 @@ from role_threads import HANG, Peer, RoleThreads, free_endpoints, serve, train, 
 from socket_attacks import Tap, flips, many_connections, replay
 
 from dtrans.protocol import token, wire
-from dtrans.protocol.arrivals import ValueType
+from dtrans.protocol.collective.arrivals import ValueType
 from dtrans.run.distributed.address import Address
 from dtrans.run.distributed.membership import Membership
 from dtrans.run.distributed.rendezvous import FIRST, rendezvous
@@ -271,10 +271,10 @@ def test_the_line_by_which_ends_are_told_under_attack(count: int) -> None:
     before = memory_of(os.getpid())
     attacked(first.address, "watched trainer 1", secret, [lie] * 5, count)
     assert memory_of(os.getpid()) - before < FLAT
-    assert not first.roll.ended and not second.roll.ended
+    assert not first.members.ended and not second.members.ended
     second.close()
-    until(lambda: first.roll.ended, "the right end")
-    assert first.roll.why(1).endswith("has come to its end")
+    until(lambda: first.members.ended, "the right end")
+    assert first.members.why(1).endswith("has come to its end")
     first.close()
 
 

@@ -13,7 +13,7 @@ from link_pair import Board, two_links
 from role_threads import HANG, RoleThreads, free_endpoints, until
 
 from dtrans.errors import ConfigError, DeadlineError
-from dtrans.protocol.arrivals import ValueType
+from dtrans.protocol.collective.arrivals import ValueType
 from dtrans.protocol.token import new_token
 from dtrans.run.distributed import board as board_module
 from dtrans.run.distributed.address import Address
@@ -79,8 +79,8 @@ def test_an_end_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, protect
     members = [Membership(k, (0, 1), free_endpoints(2), encryption=encryption) for k in range(2)]
     first = Watch(members[0], members[0].keys, Address("127.0.0.1", "127.0.0.1"))
     Watch(members[1], members[1].keys, first.address).close()
-    until(lambda: first.roll.ended, "the end")
-    assert first.roll.why(1).endswith("has come to its end")
+    until(lambda: first.members.ended, "the end")
+    assert first.members.why(1).endswith("has come to its end")
     first.close()
 
 

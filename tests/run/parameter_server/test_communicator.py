@@ -30,9 +30,9 @@ import dtrans
 from dtrans.errors import ConfigError, DeadlineError, PeerError
 from dtrans.parameter_server.gradient_merging import merging
 from dtrans.parameter_server.plan import PServerPlan
-from dtrans.protocol.async_server import AsyncServer
-from dtrans.protocol.traffic import merged
-from dtrans.protocol.traffic_loop import TrafficLoop
+from dtrans.protocol.server.async_server import AsyncServer
+from dtrans.protocol.trainer.traffic import merged
+from dtrans.protocol.trainer.traffic_loop import TrafficLoop
 from dtrans.run.parameter_server.communicator import Communicator
 from dtrans.step.cut import cut
 

@@ -44,10 +44,11 @@ from role_threads import HANG, FakeServer, Peer, RoleThreads, free_endpoints, se
 import dtrans
 from dtrans.errors import ConfigError, DeadlineError, PeerError, StateError
 from dtrans.parameter_server.plan import PServerPlan
-from dtrans.protocol import sync_server, token, wire
+from dtrans.protocol import token, wire
 from dtrans.protocol.refusals import EACH
-from dtrans.protocol.server_link import ServerLink
-from dtrans.protocol.trainer_line import DOOR
+from dtrans.protocol.server import sync_server
+from dtrans.protocol.trainer.server_link import ServerLink
+from dtrans.protocol.transport import DOOR
 from dtrans.run.net.ended_roles import EndedRoles
 from dtrans.run.net.zmq_transport import ZmqTransport
 
@@ -1226,7 +1227,7 @@ def test_what_a_trainer_says_wrongly_is_refused_and_changes_nothing(
             "send",
             [noise[:8]],
             one(NAME, 8, 8),
-            "bytes 8 to 16 of params/w@GRAD, of which 0 are here",
+            "bytes 8 to 16 of params/w@GRAD, which has 0 here",
         ),
         (
             "send_barrier",
@@ -1345,7 +1346,7 @@ def test_a_trainer_may_send_its_own_gradients_only_and_not_twice(role_threads: R
         )
         first.tell("send", GRAD.tobytes(), step=0, pieces=[[[f"{NAME}.trainer_0", 0, 32]]])
         first.tell("send", noise, step=0, pieces=[[[f"{NAME}.trainer_0", 0, 32]]])
-        assert "of params/w@GRAD.trainer_0, of which 32 are here" in first.refused()
+        assert "of params/w@GRAD.trainer_0, which has 32 here" in first.refused()
         first.tell("send_barrier", step=0)
         first.tell("send", noise, step=0, pieces=[[[f"{NAME}.trainer_0", 0, 32]]])
         until(

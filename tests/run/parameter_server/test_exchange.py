@@ -47,7 +47,7 @@ from dtrans.errors import DeadlineError, PeerError
 from dtrans.ir.program import DIST
 from dtrans.ops import combine
 from dtrans.parameter_server.plan import PServerPlan
-from dtrans.protocol.exchange import Exchange, vector_types
+from dtrans.protocol.server.exchange import Exchange, vector_types
 
 
 # -- what is packed --------------------------------------------------------------------------------
@@ -443,7 +443,7 @@ def test_what_a_server_says_wrongly_is_refused_and_changes_nothing(
         refused(line, "pieces that are not a list", "partials", noise, **right | {"pieces": [7]})
 
         half.give(0.0, step=1)  # early
-        twice = "bytes 0 to 4 of float32, of which 4 are here"
+        twice = "bytes 0 to 4 of float32, which has 4 here"
         refused(line, twice, "partials", noise, **right | {"step": 1})
         half.push()
         assert half.taken() == 4.0
@@ -646,7 +646,7 @@ jax.config.update("jax_enable_x64", True)
 import dtrans
 from exchanges import clipping_plan
 from helpers import mlp_batch, mlp_params
-from dtrans.protocol.server_peers import ServerPeers
+from dtrans.protocol.server.server_peers import ServerPeers
 
 kind, which, pservers, steps, dies, out = sys.argv[1:]
 params = mlp_params(dtype=np.float64)

@@ -19,7 +19,7 @@ from role_threads import HANG, RoleThreads, StepOrder, free_endpoints, joined, s
 import dtrans
 from dtrans.errors import ConfigError, PeerError, StateError
 from dtrans.parameter_server.plan import PServerPlan
-from dtrans.protocol.async_server import AsyncServer
+from dtrans.protocol.server.async_server import AsyncServer
 from dtrans.run.parameter_server.communicator import Communicator
 
 

@@ -37,14 +37,14 @@ from dtrans._jax import equations
 from dtrans.errors import BatchError, ConfigError, PeerError, WireError
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.protocol import wire
-from dtrans.protocol.async_server import AsyncServer
-from dtrans.protocol.presence import Presence, Trainer
-from dtrans.protocol.served import RowGradient, ServedRows
-from dtrans.protocol.tables.changed_rows import ChangedInbox, KeptBlock, UnseenChanges
+from dtrans.protocol.server.async_server import AsyncServer
+from dtrans.protocol.server.trainer_registry import Trainer, TrainerRegistry
+from dtrans.protocol.server_blocks import RowGradient, TableSpec
+from dtrans.protocol.tables.cached_rows import CachedRows
+from dtrans.protocol.tables.changed_rows import CachedBlock, ChangedInbox, UnseenChanges
 from dtrans.protocol.tables.id_slots import IdSlots
-from dtrans.protocol.tables.kept_rows import KeptRows
 from dtrans.protocol.tables.table_rows import RowRun
-from dtrans.protocol.trainer_line import TrainerLine
+from dtrans.protocol.trainer.trainer_line import TrainerLine
 from dtrans.run.distributed.role import Role
 from dtrans.run.parameter_server.block_update import BlockUpdates
 from dtrans.run.parameter_server.update import ServerUpdate
@@ -68,7 +68,7 @@ def job_of(plan: PServerPlan, k: int) -> TrainerJob:
     )
 
 
-def kept_by(job: TrainerJob, table: str = "params/emb") -> KeptRows:
+def kept_by(job: TrainerJob, table: str = "params/emb") -> CachedRows:
     running = job._executor._fabric._background._geo
     assert running is not None
     return running.rows(table)
@@ -488,7 +488,7 @@ def test_what_is_kept_is_what_was_looked_up(
             arrays = [
                 kept._old,
                 kept._is_touched,
-                *kept._held,
+                *kept._stored,
                 kept._slots._ids,
                 kept._slots._places,
             ]
@@ -772,7 +772,7 @@ def server_of(plan: PServerPlan, said: list[Any]) -> AsyncServer:
     state = dict(
         zip(programs.startup.out_names, programs.startup.compiled(jax.random.key(0)), strict=True)
     )
-    trainers = Presence(update.served, deadline=9.0, plan={}, secret="")
+    trainers = TrainerRegistry(update.served, deadline=9.0, plan={}, secret="")
     trainers.known |= {k: Trainer(f"session {k}", bytes([k])) for k in range(plan.trainers)}
     blocks = BlockUpdates(update, state)
     say = lambda to, op, arrays=(), **fields: said.append((to[0], op, dict(arrays), fields))
@@ -831,7 +831,8 @@ def test_a_server_tells_each_trainer_of_its_own_rows_once() -> None:
 def test_who_keeps_rows_where_nobody_may_is_refused() -> None:
     server = server_of(planned(OPTIMIZERS["sgd"], DENSE, 2, 1, mode=dtrans.Async()), [])
     with pytest.raises(
-        WireError, match="trainer 0 keeps rows, and pserver .* has no table of which it may"
+        WireError,
+        match="trainer 0 sent `changed`, which is for tables of GEO-SGD; pserver .* serves none",
     ):
         server.recv(0, wire.Message("recv", {"step": 0, "changed": True, "blocks": []}))
 
@@ -848,19 +849,19 @@ def test_who_keeps_rows_where_nobody_may_is_refused() -> None:
 def test_rows_that_a_trainer_did_not_ask_to_be_told_of_are_refused(
     table: str, count: int, ids: list[int], said: str
 ) -> None:
-    inbox = ChangedInbox({("ep", "emb"): KeptBlock("emb", RowRun(8, 4), (2,), np.float64)})
+    inbox = ChangedInbox({("ep", "emb"): CachedBlock("emb", RowRun(8, 4), (2,), np.float64)})
     arrays = [("ids", np.array(ids, np.int32)), ("rows", np.zeros((len(ids), 2)))]
     (frames,) = wire.framed("changed", arrays, step=0, table=table, count=count)
     with pytest.raises(PeerError, match=said):
         inbox.take("ep", wire.parse(frames))
-        inbox.check_whole("ep")
+        inbox.check_complete("ep")
 
 
 def test_rows_that_have_changed_come_from_several_servers_in_several_messages() -> None:
     spans, rng = (RowRun(0, 400_000), RowRun(400_000, 400_000)), np.random.default_rng(0)
     inbox = ChangedInbox(
         {
-            (f"ep{i}", f"emb.block{i}"): KeptBlock("emb", x, (2,), np.float64)
+            (f"ep{i}", f"emb.block{i}"): CachedBlock("emb", x, (2,), np.float64)
             for i, x in enumerate(spans)
         }
     )
@@ -872,7 +873,7 @@ def test_rows_that_have_changed_come_from_several_servers_in_several_messages() 
         assert len(messages) > 1
         for frames in messages:
             inbox.take(f"ep{i}", wire.parse(frames))
-        inbox.check_whole(f"ep{i}")
+        inbox.check_complete(f"ep{i}")
     found = inbox.rows()["emb"]
     assert np.array_equal(found.ids[len(rows) :], ids + 400_000)
     assert np.array_equal(found.rows[len(rows) :], rows)
@@ -905,7 +906,7 @@ def test_slots_of_numbers_that_lie_side_by_side_or_apart() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_changes_are_told_of_once(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    rows = UnseenChanges({"emb": ServedRows(10, (), np.float32, {}, kept=True)}, 3)
+    rows = UnseenChanges({"emb": TableSpec(10, (), np.float32, {}, on_trainers=True)}, 3)
     has: list[set[int]] = [set(), set(), set()]
     news: list[set[int]] = [set(), set(), set()]
     for op in rng.choice(["ask", "change", "take", "forget"], 500, p=[0.3, 0.45, 0.2, 0.05]):
@@ -928,7 +929,7 @@ def test_changes_are_told_of_once(seed: int) -> None:
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 def test_what_is_pushed_is_rounded_as_it_is_sent(dtype: Any) -> None:
     """So that old rows are those of the server, bit for bit."""
-    kept, rng = KeptRows([np.empty((0, 3), dtype)]), np.random.default_rng(0)
+    kept, rng = CachedRows([np.empty((0, 3), dtype)]), np.random.default_rng(0)
     server = rng.normal(size=(20, 3)).astype(dtype)
     kept.add(np.arange(20), server)
     for _ in range(5):

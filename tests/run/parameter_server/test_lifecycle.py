@@ -20,7 +20,7 @@ from role_threads import HANG, FakeServer, Peer, RoleThreads, free_endpoints, se
 import dtrans
 from dtrans.errors import DeadlineError, PeerError
 from dtrans.parameter_server.plan import PServerPlan
-from dtrans.protocol.server_loop import ServerLoop
+from dtrans.protocol.server.server_loop import ServerLoop
 
 
 @pytest.fixture(autouse=True)

@@ -26,10 +26,10 @@ from role_threads import RoleThreads, free_endpoints
 import dtrans
 from dtrans.errors import ConfigError, DeadlineError, PeerError, StateError, WireError
 from dtrans.protocol import wire
-from dtrans.protocol.async_server import AsyncServer
-from dtrans.protocol.presence import Presence, Trainer
-from dtrans.protocol.served import RowGradient
-from dtrans.protocol.sync_server import SyncServer
+from dtrans.protocol.server.async_server import AsyncServer
+from dtrans.protocol.server.sync_server import SyncServer
+from dtrans.protocol.server.trainer_registry import Trainer, TrainerRegistry
+from dtrans.protocol.server_blocks import RowGradient
 from dtrans.run.distributed.role import Role
 from dtrans.run.parameter_server.block_update import BlockUpdates
 from dtrans.run.parameter_server.sync_update import SyncUpdate
@@ -150,7 +150,7 @@ def test_rows_that_were_made_and_never_updated_are_given_up_too() -> None:
     alone.rows(4, 5, train=True)  # of a trainer that has left
     alone.step(6)
     assert alone.server_tables.evict(EMB, 1, np.array([5])) == 1
-    assert alone.server_tables.report()[0].made == 2
+    assert alone.server_tables.report()[0].created == 2
 
 
 def test_changes_are_of_the_steps_after_one() -> None:
@@ -209,7 +209,7 @@ def test_rows_of_a_checkpoint_rest_that_are_as_the_init_makes_them() -> None:
     saved = {n: np.asarray(x) for n, x in {**alone.update.state, **alone.update.tables()}.items()}
     again = Alone(tx, update="dense", before=saved)
     (report,) = again.server_tables.report()
-    assert (report.made, report.step) == (2, 0)
+    assert (report.created, report.step) == (2, 0)
     again.step(8)
     assert again.changed(0) == ([3, 8], [])
     assert again.server_tables.evict(EMB, 1, NONE) == 1 and again.changed(1) == ([], [3])
@@ -246,7 +246,7 @@ class Said:
         update = ServerUpdate.from_program(programs.main)
         with dtrans.Executor() as exe:
             state = exe.run(programs.startup, KEY)
-        self.trainers = Presence(update.served, deadline=9.0, plan={}, secret="")
+        self.trainers = TrainerRegistry(update.served, deadline=9.0, plan={}, secret="")
         self.trainers.known |= {k: Trainer(f"session {k}", bytes([k])) for k in range(2)}
         self.said: list[tuple[int, str, dict[str, Any]]] = []
         self.server: Any
@@ -296,7 +296,7 @@ def test_rows_are_given_up_when_all_trainers_say_so() -> None:
     said.step(3, 8)
     said.step(8)
     said.evict(1)
-    assert not said.said and said.server.tables.report()[0].made == 2
+    assert not said.said and said.server.tables.report()[0].created == 2
     said.evict(0)
     assert [(k, op, fields["count"]) for k, op, fields in said.said] == [
         (0, "evicted", 1),
@@ -406,7 +406,7 @@ def test_an_eviction_that_cannot_be_is_refused_and_changes_nothing(
         said.evict(0)
         with pytest.raises(WireError, match="a second `evict`"):
             said.evict(0)
-    assert said.server.tables.report()[0].made == 2 and not said.said
+    assert said.server.tables.report()[0].created == 2 and not said.said
 
 
 def test_asynchronous_servers_keep_rows_that_are_under_way() -> None:
@@ -490,7 +490,7 @@ def test_a_copy_that_serves_is_the_table(
             np.testing.assert_array_equal(copy, job.tables.lookup(EMB, np.arange(V)))
             told.append([(changes.step, changes.ids.tolist(), changes.gone.tolist())])
             since = changes.step
-        return gone, told, copy, [(x.made, x.evicted, x.step) for x in job.tables.report()]
+        return gone, told, copy, [(x.created, x.evicted, x.step) for x in job.tables.report()]
 
     found = []
     for servers, rows in ((1, {}), (3, {"place": "bucket", "buckets": 7})):
@@ -532,7 +532,7 @@ def test_what_servers_have_is_told(role_threads: RoleThreads) -> None:
 
     (report,) = run(role_threads, plan, train)
     assert [dict(vars(x), endpoint="") for x in report] == [
-        {"name": f"params/emb.block{i}", "endpoint": "", "rows": 30, "made": made, "bytes": made * 24, "limit": 10,
+        {"name": f"params/emb.block{i}", "endpoint": "", "rows": 30, "created": made, "bytes": made * 24, "limit": 10,
          "evicted": 0, "step": 1} for i, made in ((0, 2), (1, 1))]  # fmt: skip
     title, header, first, _ = str(report).splitlines()
     assert (title, header.split()) == ("tables", ["block", "endpoint", *job_tables.NUMBERS])
@@ -587,7 +587,7 @@ def test_asynchronous_trainers_ask_whenever_they_like(role_threads: RoleThreads,
     ((first, gone, then, report),) = run(role_threads, plan, train)
     assert (first.step, first.ids.tolist(), first.gone.tolist()) == (3, [0, 1, 2, 40, 59], [])
     assert gone == 1 and (then.step, then.ids.tolist(), then.gone.tolist()) == (4, [40], [])
-    assert sum(x.made for x in report) == 5 and {x.step for x in report} == {4}
+    assert sum(x.created for x in report) == 5 and {x.step for x in report} == {4}
 
 
 # -- checkpoints, and memory -----------------------------------------------------------------------
@@ -615,7 +615,7 @@ def test_a_job_that_goes_on_from_a_checkpoint_gives_rows_up_too(
         )
         return begun, gone, job.tables.lookup(EMB, np.arange(V)), job.tables.report(), changed
 
-    made = lambda report: sum(x.made for x in report)
+    made = lambda report: sum(x.created for x in report)
     plan = planned(tx, 2, update=update)
     ((_, gone, wanted, then, changes),) = run(
         role_threads, plan, lambda job, k: train(job, k, (0, 6)), checkpoints=tmp_path
@@ -663,7 +663,7 @@ def test_whole_arrays_do_not_say_how_rows_are_made(
     run(role_threads, planned(tx, 1), train, checkpoints=tmp_path, state=begins)
     restored = lambda job: dtrans.checkpoint.restore(tmp_path / "one", job)
     (report,) = run(role_threads, planned(tx, 2), train, state=restored)
-    assert {(x.made, x.step) for x in report} == {(V // 2, 4)}
+    assert {(x.created, x.step) for x in report} == {(V // 2, 4)}
 
 
 # -- rows while they are read ----------------------------------------------------------------------
@@ -901,7 +901,7 @@ with plan.on_cluster(deadline=60) as job:
         if at % 2:
             said.append(job.tables.evict("params/emb", 2))
     changes = job.tables.changed("params/emb", 2)
-    said += [changes.step, changes.ids.tolist(), changes.gone.tolist(), sum(x.made for x in job.tables.report())]
+    said += [changes.step, changes.ids.tolist(), changes.gone.tolist(), sum(x.created for x in job.tables.report())]
     first = jax.jit(init)(key)[0]["emb"]
     assert np.array_equal(job.tables.lookup("params/emb", np.arange(10)), first[:10])
     assert np.array_equal(job.tables.lookup("params/emb", changes.ids), changes.rows)

@@ -14,7 +14,7 @@ import pytest
 
 import dtrans
 from dtrans.parameter_server.tables import touched_rows
-from dtrans.protocol.served import RowGradient
+from dtrans.protocol.server_blocks import RowGradient
 from dtrans.run.parameter_server.block_update import BlockUpdates
 from dtrans.run.parameter_server.sync_update import SyncUpdate
 from dtrans.run.parameter_server.tables import missed_steps

@@ -21,7 +21,7 @@ import dtrans
 from dtrans.errors import ConfigError, WireError
 from dtrans.ops import init_on_use_p
 from dtrans.parameter_server.tables import touched_rows
-from dtrans.protocol.served import RowGradient
+from dtrans.protocol.server_blocks import RowGradient
 from dtrans.run.parameter_server.sync_update import SyncUpdate
 from dtrans.run.parameter_server.tables.new_rows import ArrayLike, NewRows
 from dtrans.run.parameter_server.update import ServerUpdate

@@ -20,8 +20,8 @@ from role_threads import HANG, RoleThreads, free_endpoints, serve, train
 import dtrans
 from dtrans.errors import PeerError
 from dtrans.parameter_server.plan import PServerPlan
-from dtrans.protocol.sync_server import SyncServer
-from dtrans.protocol.trainer_line import TrainerLine
+from dtrans.protocol.server.sync_server import SyncServer
+from dtrans.protocol.trainer.trainer_line import TrainerLine
 from dtrans.run.net import zmq_transport
 
 

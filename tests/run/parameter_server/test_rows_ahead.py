@@ -34,7 +34,7 @@ import dtrans
 from dtrans.errors import BatchError, ConfigError, StateError
 from dtrans.protocol import wire
 from dtrans.protocol.tables import rows_ahead
-from dtrans.protocol.trainer import TrainerSteps
+from dtrans.protocol.trainer.trainer_steps import TrainerSteps
 from dtrans.run.distributed.role import Role
 from dtrans.run.role_job import ServerJob, TrainerJob
 

@@ -33,8 +33,8 @@ from dtrans.errors import (
     StateError,
 )
 from dtrans.protocol import wire
-from dtrans.protocol.trainer import TrainerSteps
-from dtrans.protocol.trainer_line import TrainerLine
+from dtrans.protocol.trainer.trainer_line import TrainerLine
+from dtrans.protocol.trainer.trainer_steps import TrainerSteps
 from dtrans.run.distributed.role import Role
 from dtrans.run.parameter_server import checkpoints, state_writer
 from dtrans.run.parameter_server.checkpoints import ServerCheckpoints

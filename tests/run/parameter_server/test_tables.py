@@ -41,11 +41,11 @@ from dtrans._jax import equations
 from dtrans.errors import BatchError, ConfigError, NonfiniteError, StateError, WireError
 from dtrans.parameter_server.tables.touched_rows import TableBlock
 from dtrans.protocol import wire
-from dtrans.protocol.async_server import AsyncServer
 from dtrans.protocol.inbox import Inbox
-from dtrans.protocol.presence import Presence, Trainer
-from dtrans.protocol.served import RowGradient, ServedRows
-from dtrans.protocol.sync_server import SyncServer
+from dtrans.protocol.server.async_server import AsyncServer
+from dtrans.protocol.server.sync_server import SyncServer
+from dtrans.protocol.server.trainer_registry import Trainer, TrainerRegistry
+from dtrans.protocol.server_blocks import RowGradient, TableSpec
 from dtrans.protocol.tables.row_requests import RowRequests
 from dtrans.rows.writer import RowRange
 from dtrans.run import role_job
@@ -791,7 +791,7 @@ def served_alone(mode: Any) -> tuple[SyncServer | AsyncServer, _Said]:
     state = dict(
         zip(programs.startup.out_names, programs.startup.compiled(jax.random.key(0)), strict=True)
     )
-    trainers, said = Presence(update.served, deadline=9.0, plan={}, secret=""), _Said()
+    trainers, said = TrainerRegistry(update.served, deadline=9.0, plan={}, secret=""), _Said()
     trainers.known[0] = Trainer("session", b"0")
     if mode == ASYNC:
         return AsyncServer(update.served, BlockUpdates(update, state), state, trainers, said), said
@@ -802,7 +802,7 @@ def test_a_gradient_of_rows_is_zero_until_it_comes(monkeypatch: pytest.MonkeyPat
     """A trainer may leave before it has sent one, and with on_trainer_exit="paddle" what is there
     counts."""
     requests = RowRequests(
-        "here", {"emb": ServedRows(10, (2,), np.dtype(np.float32), {0: "emb@GRAD"})}
+        "here", {"emb": TableSpec(10, (2,), np.dtype(np.float32), {0: "emb@GRAD"})}
     )
     grads = Inbox(requests.memory_of(0), str)
     empty = np.empty

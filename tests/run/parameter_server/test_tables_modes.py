@@ -31,9 +31,10 @@ from table_jobs import (
 
 import dtrans
 from dtrans.errors import ConfigError, WireError
-from dtrans.protocol import async_server, wire
-from dtrans.protocol.async_server import AsyncServer
-from dtrans.protocol.presence import Presence, Trainer
+from dtrans.protocol import wire
+from dtrans.protocol.server import async_server
+from dtrans.protocol.server.async_server import AsyncServer
+from dtrans.protocol.server.trainer_registry import Trainer, TrainerRegistry
 from dtrans.run.distributed.role import Role
 from dtrans.run.parameter_server.block_update import BlockUpdates
 from dtrans.run.parameter_server.communicator import Communicator
@@ -323,7 +324,7 @@ class AloneServer:
             )
         )
         self.first = {n: np.array(x) for n, x in state.items() if n.startswith("params")}
-        trainers = Presence(update.served, deadline=9.0, plan={}, secret="")
+        trainers = TrainerRegistry(update.served, deadline=9.0, plan={}, secret="")
         trainers.known |= {k: Trainer(f"session {k}", bytes([k])) for k in range(3)}
         self.blocks = blocks = BlockUpdates(update, state)
         self.server = AsyncServer(

@@ -18,7 +18,7 @@ from role_threads import RoleThreads, free_endpoints, serve
 import dtrans
 from dtrans.errors import BatchError, DtransError, PeerError, WireError
 from dtrans.protocol import wire
-from dtrans.protocol.trainer_rounds import LARGEST, TrainerRounds, values_of
+from dtrans.protocol.server.trainer_rounds import LARGEST, TrainerRounds, values_of
 from dtrans.run.distributed.role import Role
 from dtrans.run.role_job import TrainerJob
 

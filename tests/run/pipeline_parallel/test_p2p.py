@@ -16,7 +16,7 @@ from link_pair import two_links
 from role_threads import HANG
 
 from dtrans.protocol import token, wire
-from dtrans.protocol.arrivals import ValueType
+from dtrans.protocol.collective.arrivals import ValueType
 from dtrans.run.pipeline_parallel.p2p import P2PChannels
 from dtrans.run.pipeline_parallel.value_types import value_type
 

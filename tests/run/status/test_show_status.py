@@ -453,7 +453,7 @@ def test_what_is_wrong_is_in_the_table() -> None:
         "blocks": 3,
         "error": "no space",
     }
-    tables = [{"name": "t", "made": 1234, "rows": 5000}]
+    tables = [{"name": "t", "created": 1234, "rows": 5000}]
     odd = server_status(
         saving={"101": 4.0}, checkpoint=saved, tables=tables, refused=3, barred=2, plan="q"
     )

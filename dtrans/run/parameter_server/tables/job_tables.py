@@ -19,10 +19,10 @@ from dtrans.errors import ConfigError
 from dtrans.ir.display import plan_text
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.parameter_server.tables.choose import Table
-from dtrans.protocol.operation import Operation
-from dtrans.protocol.tables.held_tables import TableReport
+from dtrans.protocol.tables.stored_tables import TableReport
 from dtrans.protocol.tables.table_rows import unique_ids
-from dtrans.protocol.trainer import TrainerSteps
+from dtrans.protocol.trainer.operation import Operation
+from dtrans.protocol.trainer.trainer_steps import TrainerSteps
 
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ class TablesReport:
 
     Example:
       >>> import dtrans
-      >>> from dtrans.protocol.tables.held_tables import TableReport
+      >>> from dtrans.protocol.tables.stored_tables import TableReport
       >>> block = TableReport("params/emb", "127.0.0.1:6174", 1000, 2, 48, None, 3, 9)
       >>> print(dtrans.TablesReport((block,)))
       tables
@@ -56,7 +56,7 @@ class TablesReport:
     def __str__(self) -> str:
         rows = []
         for x in self.blocks:
-            numbers = (x.rows, x.made, x.bytes, x.limit, x.evicted, x.step)
+            numbers = (x.rows, x.created, x.bytes, x.limit, x.evicted, x.step)
             columns = ["none" if n is None else f"{n:,}" for n in numbers]
             rows.append((x.name, x.endpoint, *columns))
         return plan_text("tables", ("block", "endpoint", *NUMBERS), rows, (), right=range(2, 8))

@@ -25,7 +25,7 @@ from dtrans.errors import ConfigError, StateError
 from dtrans.ops.moved_rows import trace_move
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.parameter_server.state import MeshState
-from dtrans.protocol.served import RowGradient
+from dtrans.protocol.server_blocks import RowGradient
 from dtrans.protocol.tables.table_rows import unique_ids
 from dtrans.run.parameter_server.tables.job_tables import JobTables
 from dtrans.run.parameter_server.tables.row_updates import read_rows

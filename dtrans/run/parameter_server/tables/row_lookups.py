@@ -17,7 +17,7 @@ import numpy as np
 from dtrans._jax import JaxprEqn
 from dtrans.protocol.buffers import BufferPool
 from dtrans.protocol.tables.table_rows import WantedRows, put_in_place
-from dtrans.protocol.trainer import LookedUp
+from dtrans.protocol.trainer.trainer_steps import LookedUp
 from dtrans.run.parameter_server.background import rows_wanted
 from dtrans.run.parameter_server.server_connections import ServerConnections
 

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from dtrans.parameter_server.tables.touched_rows import TableBlock, room_for
-from dtrans.protocol.exchange import Exchange
-from dtrans.protocol.served import RowGradient, Vectors
+from dtrans.protocol.server.exchange import Exchange
+from dtrans.protocol.server_blocks import RowGradient, Vectors
 from dtrans.protocol.tables.table_rows import sorted_once
 from dtrans.run.parameter_server.tables.table_memory import scatter_rows
 from dtrans.run.parameter_server.update import CompiledUpdate

@@ -9,13 +9,13 @@ import numpy as np
 
 from dtrans.errors import StateError, WireError
 from dtrans.parameter_server.tables.touched_rows import TableBlock
-from dtrans.protocol.presence import log
-from dtrans.protocol.tables.held_tables import TableReport
+from dtrans.protocol.server.trainer_registry import log
+from dtrans.protocol.tables.stored_tables import TableReport
 from dtrans.run.parameter_server.tables.table_memory import TableMemory
 
 
 class ServerTables:
-    """Tables as the protocol needs them (`dtrans.protocol.tables.held_tables.HeldTables`).
+    """Tables as the protocol needs them (`dtrans.protocol.tables.stored_tables.StoredTables`).
 
     Args:
       endpoint: the server's endpoint.

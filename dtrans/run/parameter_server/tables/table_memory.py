@@ -23,7 +23,7 @@ from dtrans.checkpoint.orbax_io import check_first
 from dtrans.checkpoint.saved_rows import ArrayLike, SavedTable, TableArray, TableRows
 from dtrans.errors import StateError, WireError
 from dtrans.parameter_server.tables.touched_rows import TableBlock
-from dtrans.protocol.served import RowGradient
+from dtrans.protocol.server_blocks import RowGradient
 from dtrans.run.parameter_server.tables.lazy_memory import LazyArray
 from dtrans.run.parameter_server.tables.missed_steps import MissedSteps
 from dtrans.run.parameter_server.tables.new_rows import KnownRows, NewRows, RowMaker

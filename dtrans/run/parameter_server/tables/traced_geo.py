@@ -1,6 +1,6 @@
 """Local rows of GEO-SGD trainers, in a step that is traced to be verified.
 
-`KeptRows` moves rows, and `UnseenChanges` records changes, as in processes. Between two equations
+`CachedRows` moves rows, and `UnseenChanges` records changes, as in processes. Between two equations
 the state of both is a set of arrays, since ids are unknown until the step is evaluated
 (`traced_tables`).
 """
@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from dtrans.ops.moved_rows import trace_move
-from dtrans.protocol.served import RowGradient, ServedRows
+from dtrans.protocol.server_blocks import RowGradient, TableSpec
+from dtrans.protocol.tables.cached_rows import CachedRows
 from dtrans.protocol.tables.changed_rows import UnseenChanges
-from dtrans.protocol.tables.kept_rows import KeptRows
 from dtrans.protocol.tables.table_rows import BlockRowSet
 from dtrans.run.parameter_server.tables.missed_steps import pad
 from dtrans.run.parameter_server.tables.row_updates import pad_ids
@@ -25,7 +25,7 @@ Move = Callable[..., Sequence[Any]]
 NO_IDS = np.zeros(0, np.int32)
 
 
-class TracedKeptRows(KeptRows):
+class TracedCachedRows(CachedRows):
     """A trainer's local rows of one table.
 
     Args:
@@ -55,7 +55,7 @@ class TracedKeptRows(KeptRows):
           state: their rows of each array of state.
         """
 
-        def add(table: KeptRows, ids: np.ndarray, *arrays: np.ndarray) -> list[Any]:
+        def add(table: CachedRows, ids: np.ndarray, *arrays: np.ndarray) -> list[Any]:
             rows, *state = (x[: len(ids)] for x in arrays)
             table.add(ids, rows, state)
             return []
@@ -70,7 +70,7 @@ class TracedKeptRows(KeptRows):
     def put(self, ids: Any, new: Sequence[Any]) -> None:
         """Store new rows and state."""
 
-        def put(local: KeptRows, ids: np.ndarray, *new: np.ndarray) -> list[Any]:
+        def put(local: CachedRows, ids: np.ndarray, *new: np.ndarray) -> list[Any]:
             local.put(ids, new)
             return []
 
@@ -79,7 +79,7 @@ class TracedKeptRows(KeptRows):
     def over(self, rows: Sequence[Any]) -> list[Any]:
         """Return the table and its state: local rows over those of `rows`."""
 
-        def over(local: KeptRows, ids: np.ndarray, *rows: np.ndarray) -> list[Any]:
+        def over(local: CachedRows, ids: np.ndarray, *rows: np.ndarray) -> list[Any]:
             for x, here in zip(rows, local.take(local.ids, len(local)), strict=True):
                 x[local.ids] = here
             return [*rows]
@@ -93,7 +93,7 @@ class TracedKeptRows(KeptRows):
         return ids, rows, old
 
     def _known(self, server: RowGradient) -> tuple[Any, Any, Any, Any]:
-        def known(local: KeptRows, ids: np.ndarray, rows: np.ndarray) -> Sequence[Any]:
+        def known(local: CachedRows, ids: np.ndarray, rows: np.ndarray) -> Sequence[Any]:
             return local._known(RowGradient(ids, rows[: len(ids)]))
 
         row = self._types[0]
@@ -103,7 +103,7 @@ class TracedKeptRows(KeptRows):
         return ids, rows, local, old
 
     def _agree(self, ids: Any, local: Any, old: Any) -> None:
-        def agree(table: KeptRows, ids: np.ndarray, *arrays: np.ndarray) -> list[Any]:
+        def agree(table: CachedRows, ids: np.ndarray, *arrays: np.ndarray) -> list[Any]:
             old, *local = (x[: len(ids)] for x in arrays)
             table._agree(ids, local[0] if local else None, old)
             return []
@@ -121,7 +121,7 @@ class TracedKeptRows(KeptRows):
         """Apply a function to the local rows and store them; return its outputs, padded.
 
         Args:
-          fn: a function of a `KeptRows`, of ids without padding, and of rows.
+          fn: a function of a `CachedRows`, of ids without padding, and of rows.
           numbers: padded ids.
           rows: arrays of rows.
           counts: the static size of each leading output, which has ids.
@@ -130,7 +130,7 @@ class TracedKeptRows(KeptRows):
         here, size, ours = len(self._arrays), self._size, len(self._types) + 1
 
         def host(numbers: Sequence[Any], moved: Sequence[Any]) -> list[np.ndarray]:
-            local = KeptRows.from_arrays(numbers[0], numbers[1], *moved[:ours])
+            local = CachedRows.from_arrays(numbers[0], numbers[1], *moved[:ours])
             ids = [x[x < size] for x in numbers[2:]]
             outs = list(map(np.asarray, fn(local, *ids, *moved[ours:])))
             padded = []
@@ -151,7 +151,7 @@ class TracedKeptRows(KeptRows):
         return outs[here:]
 
 
-def _start(ids: np.ndarray, rows: Sequence[Any]) -> KeptRows:
+def _start(ids: np.ndarray, rows: Sequence[Any]) -> CachedRows:
     """Return local rows directly after their lookup.
 
     Args:
@@ -159,7 +159,7 @@ def _start(ids: np.ndarray, rows: Sequence[Any]) -> KeptRows:
       rows: the table and its state, with all rows.
     """
     ids = ids[ids < len(ids)]
-    local = KeptRows(rows)
+    local = CachedRows(rows)
     local.add(ids, rows[0][ids], [x[ids] for x in rows[1:]])
     return local
 
@@ -175,7 +175,7 @@ class TracedChanges:
 
     def __init__(
         self,
-        tables: Mapping[str, ServedRows],
+        tables: Mapping[str, TableSpec],
         trainers: int,
         start: Mapping[str, Sequence[np.ndarray]],
     ) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 from dtrans._jax import JaxprEqn, is_traced
 from dtrans.ops.moved_rows import trace_move
 from dtrans.parameter_server.tables.touched_rows import TableBlock, room_for
-from dtrans.protocol.served import RowGradient
+from dtrans.protocol.server_blocks import RowGradient
 from dtrans.protocol.tables.table_rows import BlockRowSet, put_in_place, wanted_of
 from dtrans.run.parameter_server.tables.missed_steps import MissedSteps, pad
 from dtrans.run.parameter_server.tables.row_updates import (

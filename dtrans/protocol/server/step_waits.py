@@ -1,0 +1,163 @@
+"""Waits in a step of a synchronous server: which trainers wait, for whom, and for how long."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from dtrans.errors import DeadlineError, PeerError
+from dtrans.protocol.inbox import Inbox
+from dtrans.protocol.server.server_peers import JointUpdate
+from dtrans.protocol.server.trainer_registry import Say, TrainerRegistry, log, named
+from dtrans.protocol.server.trainer_rounds import TrainerRounds
+from dtrans.protocol.tables.stored_tables import PendingEvictions
+from dtrans.protocol.wait_reminder import WaitReminder
+
+
+@dataclasses.dataclass
+class TrainerTurn:
+    """Progress of one trainer in the current step.
+
+    Attributes:
+      grads: its gradients, as they arrive.
+      at_barrier: True if it has sent all of them.
+      waits: True if it has asked for the parameters after this step.
+      looks_up: True if it has asked for rows that it trains.
+    """
+
+    grads: Inbox
+    at_barrier: bool = False
+    waits: bool = False
+    looks_up: bool = False
+
+    @property
+    def begun(self) -> bool:
+        """Return True if the trainer is in the middle of the step."""
+        return self.at_barrier or self.looks_up or self.grads.begun
+
+
+class StepWaits:
+    """Waits of one server's trainers.
+
+    Args:
+      trainers: the server's trainers.
+      joint: the update, which may wait for other servers.
+      turns: progress of each trainer.
+      rounds: exchanges of the trainers.
+      evictions: evictions that wait for some trainers.
+      say: sends a message.
+    """
+
+    def __init__(
+        self,
+        trainers: TrainerRegistry,
+        joint: JointUpdate,
+        turns: Mapping[int, TrainerTurn],
+        rounds: TrainerRounds,
+        evictions: PendingEvictions,
+        say: Say,
+    ) -> None:
+        self._trainers, self._joint, self._turns = trainers, joint, turns
+        self._rounds, self._evictions, self._say = rounds, evictions, say
+        self._since: float | None = None
+        self._reminder = WaitReminder()
+        self._saving: set[int] = set()  # trainers that have sent `saving` since the last look
+
+    def restart(self) -> None:
+        """Measure the next wait from its own beginning: this one is over."""
+        self._since = None
+
+    def note_saving(self, k: int) -> None:
+        """Note that trainer k waits for a checkpoint, and is not late."""
+        self._saving.add(k)
+
+    def waiting(self) -> list[int]:
+        """Return the trainers that wait: at the barrier, in an exchange, or for an eviction."""
+        at_barrier = [k for k in self._trainers.known if self._turns[k].at_barrier]
+        return at_barrier + self._rounds.waiting() + list(self._evictions.asked)
+
+    def doing(self, k: int) -> str:
+        """Return the progress of a trainer in this step."""
+        if k not in self._trainers.known:
+            return "not here yet"
+        if k in self._saving:
+            return "waiting for a checkpoint to be written"
+        if k in self.waiting():
+            return "waiting for the update"
+        return self._turns[k].grads.phase()
+
+    def awaited(self) -> str:
+        """Return what the trainers wait for, and from whom; empty if no trainer waits."""
+        waiting, step = self.waiting(), self._joint.step + 1
+        if not waiting:
+            return ""
+        if self._joint.exchange is not None:
+            servers = self._joint.peers.named(self._joint.missing())
+            level = self._joint.exchange.level
+            return f"partial results of step {step}, level {level}, from {servers}"
+        late = [f"trainer {k} ({self.doing(k)})" for k in self._trainers.due(waiting)]
+        return f"{self._due()} of step {step} from {', '.join(late)}"
+
+    def _due(self) -> str:
+        if self._evictions.asked:
+            return "job.tables.evict before gradients"
+        number = self._rounds.number
+        return "gradients" if number is None else f"the exchange of round {number}"
+
+    def look(self, now: float) -> None:
+        """Tell the trainers that wait for whom they wait.
+
+        Raises:
+          PeerError: a trainer or a server is lost.
+          DeadlineError: a wait takes longer than the deadline.
+        """
+        for why in self._trainers.lost(now).values():
+            raise PeerError(f"{why}, in step {self._joint.step + 1}")
+        absent, waiting = self._trainers.absent(now), self.waiting()
+        if waiting:
+            self._look_at_step(now, waiting, says=not absent)
+        else:
+            self._look_at_end(now)
+        self._saving.clear()
+
+    def _look_at_step(self, now: float, waiting: list[int], *, says: bool) -> None:
+        """Measure the wait of some trainers.
+
+        Args:
+          waiting: the trainers.
+          says: log it. While trainers are absent, `TrainerRegistry` does.
+        """
+        what = self.awaited()
+        if self._since is None or self._saving.difference(waiting):
+            self._since = now
+        self._reminder.begin(self._since)
+        self._joint.peers.check(self._joint.missing(), what)
+
+        waited, endpoint = now - self._since, self._trainers.endpoint
+        if waited > self._trainers.deadline:
+            raise DeadlineError(
+                f"pserver {endpoint} and {named(waiting)} waited {waited:.1f} s for {what}"
+            )
+        if says and self._reminder.due(now):
+            log.warning("pserver %s has waited %.0f s for %s", endpoint, waited, what)
+        for k in waiting:
+            reason = f"{waited:.1f} s for {what}"
+            self._say(self._trainers.known[k].address, "waiting", reason=reason)
+
+    def _look_at_end(self, now: float) -> None:
+        """Measure the wait for other servers when all trainers have closed.
+
+        Only a server that has not heard yet that this one is there keeps it from its end.
+        """
+        peers = self._joint.peers
+        if not (self._trainers.served and peers.unsettled):
+            self._since = None
+            return
+        if self._since is None:
+            self._since = now
+        waited = now - self._since
+        if waited > self._trainers.deadline:
+            raise DeadlineError(
+                f"pserver {self._trainers.endpoint}, whose trainers have closed, waited "
+                f"{waited:.1f} s for {peers.named(peers.unsettled)} to greet it"
+            )

@@ -1,0 +1,434 @@
+"""What servers decide, without a socket and without a clock: messages and times are made up."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from helpers import mlp_batch, mlp_loss, mlp_params
+
+import dtrans
+from dtrans.errors import DeadlineError, PeerError, WireError
+from dtrans.protocol import token, wire
+from dtrans.protocol.refusals import Refusals
+from dtrans.protocol.server import trainer_registry as presence_module
+from dtrans.protocol.server.async_server import AsyncServer
+from dtrans.protocol.server.serving import Serving
+from dtrans.protocol.server.sync_server import SyncServer
+from dtrans.protocol.server.trainer_registry import TrainerRegistry, named
+from dtrans.protocol.trainer.trainer_line import TrainerLine
+from dtrans.run.parameter_server.block_update import BlockUpdates
+from dtrans.run.parameter_server.sync_update import SyncUpdate
+from dtrans.run.parameter_server.update import ServerUpdate, copy_state
+
+
+FOLDER = Path(presence_module.__file__).parent
+
+
+class Job:
+    """A server without a socket; what it has said, by address."""
+
+    def __init__(self, count: int, *, sync_mode: bool = True) -> None:
+        self.params, tx = mlp_params(), optax.sgd(0.5)
+        step = dtrans.make_train_step(mlp_loss, tx)
+        self.plan = dtrans.pserver(
+            dtrans.trace(step, self.params, jax.eval_shape(tx.init, self.params), *mlp_batch(6)),
+            dtrans.trace(lambda p: (p, tx.init(p)), self.params),
+            pservers="127.0.0.1:1",
+            trainers=count,
+            mode=dtrans.Sync() if sync_mode else dtrans.Async(),
+            placement=dtrans.BlockPlacement(min_block_size=1),
+        )
+        (role,) = self.plan.servers.values()
+        self.update = ServerUpdate.from_program(role.main)
+        served = self.update.served
+        self.trainers = TrainerRegistry(served, deadline=10.0)
+        self.said: list[tuple[Any, str, dict[str, Any]]] = []
+        state = copy_state({n: np.ones(t.shape, t.dtype) for n, t in self.update.types.items()})
+        self.server = (
+            SyncServer(served, SyncUpdate(self.update, state, count), self.trainers, self.say)
+            if sync_mode
+            else AsyncServer(
+                served, BlockUpdates(self.update, state), state, self.trainers, self.say
+            )
+        )
+
+    def say(self, to: Any, op: str, /, blocks: Any = (), **fields: Any) -> None:
+        self.said.append((to, op, fields | {n: np.array(x) for n, x in blocks}))
+
+    def hello(self, k: int, *, session: str = "", address: bytes = b"", **counts: Any) -> str:
+        fields = {
+            "trainer": k,
+            "trainers": self.trainers.count,
+            "session": session,
+            "order": sys.byteorder,
+            **counts,
+        }
+        return self.trainers.hello(address or b"%d" % k, wire.Message("hello", fields), None)
+
+    def send(self, k: int, value: float) -> None:
+        """All gradients of trainer k, each full of a number."""
+        types = self.update.grad_types.items()
+        grads = [
+            (n, np.full(t.shape, value, t.dtype)) for n, t in types if n.endswith(f".trainer_{k}")
+        ]
+        for head, *frames in wire.framed("send", grads, step=self.server.step):
+            self.server.send(k, wire.parse([head, *map(bytes, frames)]))
+        self.server.send_barrier(k, wire.Message("send_barrier", {"step": self.server.step}))
+
+
+def test_a_synchronous_step_is_made_of_messages_alone() -> None:
+    job = Job(2)
+    for k in (1, 0):
+        assert job.hello(k) == ""
+    table = [
+        [n, list(job.update.types[n].shape), job.update.types[n].dtype.name]
+        for n in job.update.params
+    ]
+    job.send(0, 1.0)
+    for k in range(2):
+        job.server.recv(k, wire.Message("recv", {"step": k == 0, "blocks": table}))
+    # trainer 0 has asked for the step after this one
+    assert [said[:2] for said in job.said] == [(b"1", "blocks")]
+    job.server.recv(1, wire.Message("recv", {"step": 0}))
+    job.said.clear()
+    job.send(1, 3.0)
+    assert [said[:2] for said in job.said] == [(b"0", "blocks")]
+    assert job.server.step == 1
+    for n in job.update.params:
+        # 1 - 0.5 * (1 + 3) / 2
+        np.testing.assert_array_equal(job.said[0][2][n], np.zeros(job.update.types[n].shape))
+
+
+def test_who_is_late_is_told_by_the_time_that_is_given() -> None:
+    job = Job(2)
+    job.hello(0)
+    job.server.look(4.0)
+    assert job.said == []
+    job.send(0, 1.0)
+    job.server.look(4.0)
+    assert job.said == [
+        (b"0", "waiting", {"reason": "0.0 s for gradients of step 1 from trainer 1 (not here yet)"})
+    ]
+    with pytest.raises(
+        DeadlineError, match=r"^pserver 127.0.0.1:1 waited 10.5 s for trainer 1 to say hello$"
+    ):
+        job.server.look(10.5)
+
+
+def test_who_has_lost_its_connection_is_given_up_a_little_later() -> None:
+    job = Job(2)
+    job.hello(0)
+    job.hello(1, local=True)
+    job.trainers.lose(b"1", 4.0)
+    job.server.look(4.4)
+    with pytest.raises(
+        PeerError,
+        match=r"^the connection of trainer 1 to pserver 127.0.0.1:1 ended without a goodbye, in "
+        r"step 1$",
+    ):
+        job.server.look(4.6)
+    job.hello(1, address=b"local")
+    job.trainers.lose(b"1", 5.0)
+    job.server.look(9.0)
+    job.trainers.known[1].done = True
+    job.trainers.lose(b"local", 9.0)
+    assert job.trainers.lost(12.0) == {}
+
+
+def test_an_asynchronous_server_goes_on_without_who_is_lost() -> None:
+    job = Job(2, sync_mode=False)
+    job.hello(0, local=True)
+    job.hello(1)
+    job.trainers.lose(b"0", 3.0)
+    job.server.look(4.0)
+    assert job.trainers.present == [1]
+    assert job.trainers.left == [0]
+    with pytest.raises(WireError, match="trainer 0 has left, and cannot come back to this job"):
+        job.hello(0)
+    with pytest.raises(WireError, match="a `recv` message of trainer 0, which has left"):
+        job.trainers.speaker(b"0", wire.Message("recv", {}))
+
+
+def test_a_trainer_moves_to_another_socket_and_is_replaced_by_nobody() -> None:
+    job = Job(2)
+    job.hello(0)
+    job.hello(0, address=b"local")
+    assert job.trainers.by_address == {b"local": 0}
+    with pytest.raises(WireError, match="trainer 0 is here already"):
+        job.hello(0, session="another")
+    job.trainers.known[0].done = True
+    assert (
+        job.hello(0, session="another")
+        == "the end of a job of 2 trainers, which trainer 0 has left"
+    )
+    assert not job.trainers.served
+    assert named([2, 0]) == "trainers 2, 0"
+
+
+@pytest.mark.parametrize("name", sorted(p.stem for p in FOLDER.glob("*.py")))
+def test_who_decides_has_no_socket_no_thread_and_no_clock(name: str) -> None:
+    tree = ast.parse((FOLDER / f"{name}.py").read_text())
+    found = {a.name for x in ast.walk(tree) if isinstance(x, ast.Import) for a in x.names}
+    found |= {x.module or "" for x in ast.walk(tree) if isinstance(x, ast.ImportFrom)}
+    assert not {n.split(".")[0] for n in found} & {"zmq", "socket", "time", "threading", "random"}
+    assert not [n for n in found if n.startswith("dtrans.run")]
+
+
+def test_who_is_waited_for_is_told_with_how_far_they_are() -> None:
+    job = Job(2)
+    for k in (0, 1):
+        job.hello(k)
+    job.send(0, 1.0)
+    job.said.clear()
+    told = lambda: [
+        fields["reason"].partition("from ")[2] for _, op, fields in job.said if op == "waiting"
+    ]
+    job.server.look(1.0)
+    assert told() == ["trainer 1 (computing)"]
+    types = {n: t for n, t in job.update.grad_types.items() if n.endswith(".trainer_1")}
+    name, t = next(iter(types.items()))
+    for head, *frames in wire.framed("send", [(name, np.zeros(t.shape, t.dtype))], step=0):
+        job.server.send(1, wire.parse([head, *map(bytes, frames)]))
+    job.said.clear()
+    job.server.look(2.0)
+    assert len(types) > 1
+    assert told() == [f"trainer 1 (sending: 1 of {len(types)} gradients are here)"]
+
+
+@pytest.mark.parametrize("sync_mode", [True, False])
+def test_a_trainer_that_ended_before_its_hello_is_not_waited_for(sync_mode: bool) -> None:
+    job = Job(2, sync_mode=sync_mode)
+    job.trainers.begin(0.0)
+    job.hello(0)
+    job.trainers.died(1, "exit code 1", 0.1)
+    job.server.look(0.2)  # its hello may still be waiting to be read
+    why = "trainer 1 ended with exit code 1 before it said hello to pserver 127.0.0.1:1"
+    if sync_mode:
+        with pytest.raises(PeerError, match=f"^{why}, in step 1$"):
+            job.server.look(1.0)
+        return
+    job.server.look(1.0)
+    assert job.trainers.present == [0] and not job.trainers.served
+    job.server.look(100.0)  # the others go on
+    with pytest.raises(WireError, match="trainer 1 has left, and cannot come back to this job"):
+        job.hello(1)
+    job.server.complete(0, wire.Message("complete", {}))
+    assert job.trainers.served
+
+
+def test_a_trainer_whose_process_has_ended_is_lost_and_one_that_left_is_not() -> None:
+    job = Job(2)
+    for k in range(2):
+        job.hello(k)
+    job.server.complete(1, wire.Message("complete", {}))
+    for k in range(2):
+        job.trainers.died(k, "signal SIGKILL", 0.0)
+    assert job.trainers.lost(1.0) == {
+        0: "trainer 0 ended with signal SIGKILL, without a goodbye to pserver 127.0.0.1:1"
+    }
+
+
+def test_who_waits_says_so_every_ten_seconds(caplog: pytest.LogCaptureFixture) -> None:
+    job = Job(2)
+    job.trainers.deadline = 60.0
+    job.trainers.begin(0.0)
+    for now in range(25):
+        job.server.look(float(now))
+    told = "pserver 127.0.0.1:1 has waited {} s for trainers 0, 1 to say hello".format
+    assert caplog.messages == [told(10), told(20)]
+    caplog.clear()
+    for k in range(2):
+        job.hello(k)
+    job.send(0, 1.0)
+    for now in range(30, 45):
+        job.server.look(float(now))
+    assert caplog.messages == [
+        "pserver 127.0.0.1:1 has waited 10 s for gradients of step 1 from trainer 1 (computing)"
+    ]
+
+
+def test_a_trainer_that_waits_says_for_whom(caplog: pytest.LogCaptureFixture) -> None:
+    line = TrainerLine(
+        "h:1",
+        0,
+        1,
+        session="",
+        sync_mode=True,
+        plan={},
+        secret="",
+        deadline=60.0,
+        say=lambda x: None,
+    )
+    line.wait("`recv` of step 3", 100.0)
+    for now in (105.0, 110.0, 115.0, 120.5):
+        line.say_that_it_waits(now)
+    told = "trainer 0 has waited {} s for pserver h:1: `recv` of step 3".format
+    assert caplog.messages == [told(10), told(20)]
+
+
+def test_a_connection_that_a_network_broke_is_waited_for() -> None:
+    job = Job(2)
+    for k in range(2):
+        job.hello(k)
+    job.trainers.lose(b"1", 4.0)
+    job.server.look(8.9)
+    job.trainers.back(b"1")
+    job.server.look(20.0)
+    job.trainers.lose(b"1", 20.0)
+    with pytest.raises(
+        PeerError,
+        match="^the connection of trainer 1 to pserver 127.0.0.1:1 ended without a goodbye",
+    ):
+        job.server.look(25.1)
+
+
+def test_who_comes_back_must_have_missed_nothing() -> None:
+    job = Job(2)
+    for k in range(2):
+        job.hello(k)
+    assert list(job.trainers.counted(b"1", "blocks", ["a", "b"])) == ["a", "b"]
+    assert list(job.trainers.counted(b"1", "waiting", ["c"])) == ["c"]
+    job.trainers.lose(b"1", 4.0)
+    job.hello(1, sent=0, heard=2, back=True)
+    job.server.look(20.0)
+    with pytest.raises(WireError, match="broke, and was made again, but 3 messages are lost"):
+        job.hello(1, sent=1, heard=0, back=True)
+    with pytest.raises(
+        PeerError, match="trainer 1 to pserver 127.0.0.1:1 broke, .* 3 messages are lost, in step 1"
+    ):
+        job.server.look(20.1)
+
+
+def test_who_comes_back_to_another_server_is_refused() -> None:
+    with pytest.raises(
+        WireError, match="trainer 0 was in a job of pserver 127.0.0.1:1 that has ended"
+    ):
+        Job(2).hello(0, back=True)
+
+
+def ends_of(job: Job) -> Serving:
+    """The protocol of a job's server, whose only trainer is there."""
+    job.hello(0)
+    return Serving(job.server, job.trainers, job.say, Refusals(presence_module.log))
+
+
+def say(serving: Serving, op: str, **fields: Any) -> None:
+    serving.take(b"0", [wire.header(op, **fields)], 1.0)
+
+
+def hello_again(job: Job, serving: Serving) -> list[str]:
+    """Let the trainer say hello on a connection that was made again, and return what it is told."""
+    job.trainers.lose(b"0", 1.0)
+    job.said.clear()
+    say(
+        serving,
+        "hello",
+        trainer=0,
+        trainers=1,
+        session="",
+        order=sys.byteorder,
+        back=True,
+        sent=0,
+        leaves=True,
+    )
+    return [op for _, op, _ in job.said]
+
+
+def test_a_server_ends_when_its_goodbye_is_answered() -> None:
+    serving = ends_of(job := Job(1))
+    say(serving, "goodbye")
+    assert (
+        job.said[0][1] == "refuse"
+        and "trainer 0, which has not said `complete`" in job.said[0][2]["reason"]
+    )
+    say(serving, "complete")
+    assert (job.said[-1][1], serving.ended) == ("goodbye", False)
+    say(serving, "goodbye")
+    assert serving.ended
+
+
+@pytest.mark.parametrize("heard", [False, True], ids=["complete is lost", "goodbye is lost"])
+def test_who_comes_back_for_its_goodbye_is_told_it(heard: bool) -> None:
+    serving = ends_of(job := Job(1))
+    if heard:
+        say(serving, "complete")
+    assert hello_again(job, serving) == ["welcome", "goodbye"]
+    say(serving, "goodbye")
+    assert serving.ended
+
+
+def test_who_does_not_come_back_for_its_goodbye_is_not_waited_for() -> None:
+    serving = ends_of(job := Job(1))
+    say(serving, "complete")
+    job.trainers.lose(b"0", 1.0)
+    serving.look(5.9)
+    assert not serving.ended
+    serving.look(6.1)
+    assert serving.ended
+
+
+def test_by_a_unix_socket_no_goodbye_is_lost() -> None:
+    job = Job(1)
+    job.hello(0, local=True)
+    serving = Serving(job.server, job.trainers, job.say, Refusals(presence_module.log))
+    say(serving, "complete")
+    assert serving.ended
+
+
+def test_who_left_after_a_message_was_lost_is_refused() -> None:
+    """Messages before the `complete` are missing, and so is a part of the training."""
+    serving = ends_of(job := Job(1))
+    job.trainers.lose(b"0", 1.0)
+    say(
+        serving,
+        "hello",
+        trainer=0,
+        trainers=1,
+        session="",
+        order=sys.byteorder,
+        back=True,
+        sent=1,
+        leaves=True,
+    )
+    assert job.said[-1][1] == "refuse" and "1 messages are lost" in job.said[-1][2]["reason"]
+    assert not serving.ended
+
+
+def test_a_trainer_holds_what_it_says_until_its_connection_is_made_again() -> None:
+    said: list[Any] = []
+    line = TrainerLine(
+        "h:1", 0, 1, session="", sync_mode=True, plan={}, secret="", deadline=60.0, say=said.append
+    )
+    proof = {"proof": token.shown("", f"welcome {line._hello['nonce']}")}
+    welcome = [wire.header("welcome", step=0, local="", **proof)]
+    ops = lambda: [wire.parse(frames) for frames in said]
+    line.opened()
+    line.connected()
+    line.admit(wire.parse(welcome).fields)
+    line.tell("recv", step=0)
+    line.broken(10.0)
+    line.tell("send_barrier", step=0)
+    line.wait("`recv`", 10.0)
+    assert (line.gone, line.wakes) == (False, 15.0)
+    line.connected()
+    *_, hello = ops()
+    assert [m.op for m in ops()] == ["hello", "recv", "hello"]
+    assert (hello["sent"], hello["heard"], hello["back"]) == (1, 0, True)
+    assert line.heard(welcome, 11.0) is None
+    assert [m.op for m in ops()] == ["hello", "recv", "hello", "send_barrier"]
+    line.broken(20.0)
+    line.look(24.9)
+    assert not line.gone
+    line.look(25.0)
+    assert line.gone
+    line.opened(local=True)
+    line.admit(wire.parse(welcome).fields)
+    line.broken(30.0)  # no network is between the two
+    assert line.gone

@@ -1,0 +1,160 @@
+"""Processes of a simulated case, and the events that happen to them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from random import Random
+
+from tools.simulate.case import COMMUNICATING, Case, Event, Guest
+from tools.simulate.clock import Clock
+from tools.simulate.network import Network, drawn_delay
+from tools.simulate.noise_maker import NoiseMaker
+from tools.simulate.process import Process
+from tools.simulate.server_role import SimulatedServer
+from tools.simulate.trainer_role import (
+    JOB,
+    CommunicatingTrainer,
+    GeoSgdTrainer,
+    Origin,
+    SimulatedTrainer,
+)
+
+
+BREAK = 0.01  # seconds between the end of a role and its process's next one
+
+
+class SimulatedJob:
+    """Processes of a case.
+
+    Attributes:
+      servers, trainers: of the job; servers by endpoint.
+      guests: processes of `case.guests`, in their order.
+      returned: new processes of killed servers, which events start.
+      next_servers, next_trainers: the same roles of the second job; empty if there is none.
+    """
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.random, self.clock = case, Random(case.seed), Clock()
+        delay = drawn_delay(self.random, case.delay)
+        self.network = Network(self.clock, delay, case.patience)
+        self.servers = {ep: self._server(ep) for ep in case.endpoints}
+        self.trainers = [self._trainer(k) for k in range(case.trainers)]
+        self.guests = [self._guest(guest) for guest in case.guests]
+        returns = [e.who.partition(" ")[2] for e in case.events if e.kind == "return"]
+        self.returned = [self._server(ep, "returned ") for ep in returns]
+        self.next_servers: dict[str, SimulatedServer] = {}
+        self.next_trainers: list[SimulatedTrainer] = []
+        if case.is_followed:
+            self.next_servers = {ep: self._server(ep, "next ") for ep in case.endpoints}
+            origin = Origin("next ")
+            self.next_trainers = [self._trainer(k, origin) for k in range(case.trainers)]
+
+    def _server(self, endpoint: str, prefix: str = "") -> SimulatedServer:
+        return SimulatedServer(self.case, endpoint, self.clock, self.random, self.network, prefix)
+
+    def _trainer(self, k: int, origin: Origin = JOB) -> SimulatedTrainer:
+        kind: type[SimulatedTrainer] = SimulatedTrainer
+        if self.case.mode in COMMUNICATING:
+            kind = GeoSgdTrainer if self.case.mode == "geo" else CommunicatingTrainer
+        return kind(self.case, k, self.clock, self.random, self.network, origin)
+
+    def _guest(self, guest: Guest) -> SimulatedTrainer | NoiseMaker:
+        if guest.kind == "noise":
+            return NoiseMaker(self.case, guest, "noise", self.clock, self.random, self.network)
+        origin = Origin(f"{guest.kind} ")
+        if guest.kind == "stale":
+            origin = dataclasses.replace(origin, plan="two")
+        elif guest.kind == "stranger":
+            origin = dataclasses.replace(origin, token="another")
+        return self._trainer(guest.trainer, origin)
+
+    @property
+    def roles(self) -> list[SimulatedServer | SimulatedTrainer]:
+        """Servers and trainers of the job."""
+        return [*self.servers.values(), *self.trainers]
+
+    @property
+    def next_roles(self) -> list[SimulatedServer | SimulatedTrainer]:
+        """Servers and trainers of the second job, in the order of `roles`."""
+        return [*self.next_servers.values(), *self.next_trainers]
+
+    @property
+    def processes(self) -> list[Process]:
+        """All processes that may run; those that were not started are not `begun`."""
+        return [*self.roles, *self.guests, *self.returned, *self.next_roles]
+
+    # -- the run ---------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Run until all processes have ended, or the virtual time of a job that hangs is over."""
+        for role in self.roles:
+            self.clock.at(self.random.random() * 0.2, functools.partial(_start, role))
+        for guest, process in zip(self.case.guests, self.guests, strict=True):
+            self.clock.at(guest.time, process.start)
+        returned = iter(self.returned)
+        for event in self.case.events:
+            if event.kind == "return":
+                self._schedule_return(event, next(returned))
+            else:
+                self._schedule(event)
+        for role, following in zip(self.roles, self.next_roles, strict=False):
+            role.when_ended = functools.partial(self._follow, following)
+        self._running = [*self.roles, *self.guests]
+        # long enough for several waits, each as long as its deadline
+        self.clock.run(10 * max(self.case.deadline, 30.0) + 400.0, self._is_over)
+
+    def _follow(self, role: SimulatedServer | SimulatedTrainer) -> None:
+        """Start the next role of a process whose first one has ended well."""
+        self._running.append(role)
+        self.clock.at(self.clock.now + BREAK, role.start)
+
+    def _is_over(self) -> bool:
+        running = self._running
+        while running and running[-1].over:
+            running.pop()
+        return not running
+
+    def _schedule_return(self, event: Event, returned: SimulatedServer) -> None:
+        def start() -> None:
+            if self.servers[returned.endpoint].killed:
+                self._running.append(returned)
+                returned.start()
+
+        self.clock.at(event.time, start)
+
+    def _schedule(self, event: Event) -> None:
+        clock, network = self.clock, self.network
+        names: dict[str, Process] = {x.name: x for x in (*self.roles, *self.guests)}
+        role = names.get(event.who)
+        if event.kind == "twice":
+            network.doubled[event.who] = int(event.seconds)
+        elif event.kind == "garble":
+            network.garbled[event.who] = int(event.seconds)
+        elif event.kind == "late":
+            network.late[event.who] = event.seconds
+        elif role is None:
+            clock.at(event.time, lambda: self._disturb(event))
+        elif event.kind == "crash":
+            clock.at(event.time, role.kill)
+        else:
+            clock.at(event.time, lambda: role.pause(event.seconds))
+        if event.kind == "stop" and event.seconds > network.patience:
+            rest = event.seconds - network.patience
+            clock.at(event.time + network.patience, lambda: network.break_all(event.who, rest))
+
+    def _disturb(self, event: Event) -> None:
+        """Break the connections of an event, or let them pass nothing for a while."""
+        for connection in self.network.connections:
+            if connection.name != event.who:
+                continue
+            if event.kind == "cut":
+                connection.break_off(event.seconds)
+                continue
+            for way in (event.way,) if event.kind == "hold" else (0, 1):
+                connection.hold(way, event.seconds)
+
+
+def _start(role: SimulatedServer | SimulatedTrainer) -> None:
+    if not role.over:
+        role.start()
