@@ -566,7 +566,7 @@ PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 _SOAKED = {"no goodbye awaited": (pytest.mark.soak, pytest.mark.timeout(3600))}
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("what", [pytest.param(x, marks=_SOAKED.get(x, ())) for x in PLANTED])
 def test_a_planted_fault_is_found(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     PLANTED[what](monkeypatch)

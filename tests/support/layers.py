@@ -37,7 +37,8 @@ SECONDS = {"unit": 0.1, "plan": 0.2, "job": 1, "process": 5, "cluster": 20}  # o
 NAMES = {
     "plan": "trace make_train_step pserver sharding nccl2 pipeline",
     "job": "on_mesh on_cluster simulate on_ray Executor RoleThreads cli jit pmap shard_map verify "
-    "testmod zmq socket threading free_endpoints TrainerJob compiled_once",
+    "testmod zmq socket threading free_endpoints TrainerJob compiled_once "
+    "verdicts simulated",
     "process": "subprocess multiprocessing fork processes launch launch_on_hosts CliRunner",
     "cluster": "RayCluster slurmctld sshd namespaces",
 }
