@@ -1,10 +1,11 @@
-"""`Executor`: runs any one program of a job in this process.
+"""`Executor`: runs any program of a job in this process.
 
-A program that does not communicate is jitted and called. One that does is cut into pieces
-(`dtrans.run.base.segments`); what lies between them is carried out by the endpoint fabric
-(`dtrans.run.parameter_server`), which connects to the servers on first use. In nccl2 mode a startup
-program is carried out that way by `dtrans.run.collective.cluster`; a trainer's program is compiled
-as a whole for all trainers, whose reductions XLA carries out.
+A program that does not communicate is jitted and called. A program that communicates is cut into
+compiled pieces (`dtrans.run.base.segments`). The endpoint fabric (`dtrans.run.parameter_server`)
+carries out the communication between them, and connects to the servers on first use.
+
+In nccl2 mode, `dtrans.run.collective.cluster` carries out the startup program. A trainer's program
+is compiled as one function for all trainers, and XLA carries out its collectives.
 """
 
 from __future__ import annotations
@@ -42,18 +43,20 @@ from dtrans.run.parameter_server.tables.batch_rows import BatchRows
 
 T = TypeVar("T")
 
-# gradients are sent as soon as this many bytes are ready; below it one larger piece computes faster
+# gradients are sent as soon as this many bytes are ready; smaller pieces compute more slowly
 GROUP_BYTES = 4 << 20
-COPIED = 64 << 10  # bytes that are rather copied than put on the device one by one
+# results up to this size are put on the device by a compiled copy instead of `device_put`
+COPIED_BYTES = 64 << 10
 
 
 class Executor:
-    """Runs the programs of one role.
+    """Executor of the programs of one role; a context manager.
 
     In a pserver process:
 
         exe = dtrans.Executor()
-        state = exe.run(pserver, exe.run(pserver_startup, key))   # returns when every trainer has closed
+        state = exe.run(pserver_startup, key)
+        state = exe.run(pserver, state)  # returns when every trainer has closed
 
     In a trainer process:
 
@@ -68,28 +71,39 @@ class Executor:
         for x, y in batches:
             params, opt_state, loss = exe.run(trainer, params, opt_state, x, y)
 
-    In nccl2 mode results are reduced as the program says; those that grow with the batch, or have a
-    row for each trainer, are this trainer's own part (`plan.on_cluster()` puts the parts together).
+    In nccl2 mode, results that have a row for each example, or for each trainer, are this trainer's
+    part (`plan.on_cluster()` concatenates the parts).
 
-    Leaving the `with` block, or `close()`, tells the servers that this trainer is done; leaving it
-    with an exception tells them why, so that nobody waits for a trainer that failed. (One that
-    fails before it first ran a program that communicates is not known to them yet; they wait for it
-    up to their deadline.)
+    Leaving the `with` block, or `close()`, tells the servers that this trainer has finished. If an
+    exception leaves the block, the servers learn its text, and do not wait for this trainer. They
+    know a trainer only after it has run its first program that communicates. Before that, they wait
+    for it up to their deadline.
 
     Args:
-      deadline: seconds that any wait may take. Its error says who waited for whom, and for what.
-      patience: seconds without a sign of another role's process after which it counts as dead. A
-        shorter outage of the network, or pause of the process, is waited for.
-      wait_port: wait for servers that are not there yet, up to the deadline; otherwise their
-        absence is an error at once.
-      allow_remote: let a server bind an address that is not this machine's loopback. It takes
-        DTRANS_TOKEN, the same secret in all processes. By default True where DTRANS_ALLOW_REMOTE is
-        1, else False.
-      transport_encryption: "auto" encrypts connections to other hosts, "required" also those on
-        loopback, "disabled" none; the same in all processes. By default
-        DTRANS_TRANSPORT_ENCRYPTION, else "auto".
-      on_nonfinite: what a trainer of parameter servers does about gradients with an infinity or a
-        NaN in them: "ignore", "warn", or "error", before they are sent.
+      deadline: seconds that any wait may take. The error names the waiting role, the role that it
+        waits for, and the message that is missing.
+      patience: seconds without a message from another role after which it counts as dead. Shorter
+        outages of the network, and pauses of a process, end no job.
+      wait_port: True to wait for servers that do not listen yet, up to the deadline. False raises
+        PeerError at once.
+      allow_remote: True to let a server bind an address that other hosts reach. All processes then
+        need the same DTRANS_TOKEN. The default is True if DTRANS_ALLOW_REMOTE is 1.
+      transport_encryption: "auto" encrypts connections to other hosts, "required" all connections,
+        "disabled" none. All processes must have the same. The default is
+        DTRANS_TRANSPORT_ENCRYPTION, or "auto".
+      on_nonfinite: the reaction of a trainer of parameter servers to gradients with an infinity or
+        a NaN: "ignore", "warn", or "error", before they are sent.
+
+    Raises:
+      ConfigError: an option has another value.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import dtrans
+      >>> program = dtrans.trace(lambda x: 2 * x, jnp.zeros(3))
+      >>> with dtrans.Executor() as exe:
+      ...     exe.run(program, jnp.arange(3.0))
+      Array([0., 2., 4.], dtype=float32)
     """
 
     def __init__(
@@ -103,16 +117,13 @@ class Executor:
         on_nonfinite: str = "ignore",
     ) -> None:
         watch = NonfiniteCheck(on_nonfinite)
-        allow_remote, encryption = (
-            allows_remote(allow_remote),
-            choose_encryption(transport_encryption),
-        )
+        allow_remote = allows_remote(allow_remote)
         self._fabric = EndpointFabric(
             deadline=deadline,
             patience=patience,
             wait_port=wait_port,
             allow_remote=allow_remote,
-            encryption=encryption,
+            encryption=choose_encryption(transport_encryption),
             watch=watch,
         )
         self._cluster = ClusterFabric(
@@ -126,29 +137,37 @@ class Executor:
         self._interrupted: str | None = None
 
     def run(self, program: Program, *args: Any) -> Any:
-        """Run a program on its arguments.
+        """Run a program.
+
+        Args:
+          program: a program of this process's role.
+          args: its arguments, in the pytrees that it was traced with. Shapes of the batch may
+            differ.
+
+        Returns:
+          The outputs, in the pytree of the traced function.
 
         Raises:
-          TraceError: arguments that do not fit the program.
-          StateError: the executor is closed, or its last step was interrupted and the servers wait
-            for the rest.
-          PeerError: another role refused or failed; DeadlineError: it did not answer in time.
-          NonfiniteError: gradients of this trainer, with on_nonfinite="error".
-          ConfigError: a program of nccl2 mode, and this process is not connected; see
-            `dtrans.connect`.
+          TraceError: the arguments do not fit the program.
+          StateError: the executor is closed, or its last step was interrupted.
+          PeerError: another role refused a message, or failed.
+          DeadlineError: another role did not answer in time.
+          NonfiniteError: with on_nonfinite="error", for gradients of this trainer.
+          ConfigError: this process of nccl2 mode is not connected; call `dtrans.connect` first.
         """
         flat = program.flatten(*args)
         program = program.specialize_flat(flat)
         if not is_of_cluster(program):
             flat = [*map(on_one_device, flat)]
-        # rows are made when they are asked for
+        # the startup program of a table does not communicate, but its rows are computed on first
+        # use, which a compiled function cannot do
         is_table = any(e.primitive is init_on_use_p for e in program.eqns)
         if not program.communicates and not is_table:
             return program.out.unflatten(program.compiled(*flat))
         pieces = self._pieces.get(program)
         if pieces is None and is_of_cluster(program):
             return program.out.unflatten(self._cluster.run(program, flat))
-        self._check_whole()
+        self._check_complete()
         if pieces is None:
             self._fabric.prepare(program)
             self._pieces[program] = pieces = cut_program(
@@ -163,46 +182,48 @@ class Executor:
             try:
                 eqn, values = run.send(outs)
             except StopIteration as done:
-                # what comes last may be a `recv`, into memory that is JAX's from now on
+                # a final `recv` fills memory in the background; JAX reads it from now on
                 self._fabric.settle()
                 self._interrupted = None
-                return program.out.unflatten(_on_device(done.value))
-            fabric = (
-                self._cluster if eqn.primitive in (gen_nccl_id_p, broadcast_p) else self._fabric
-            )
+                return program.out.unflatten(_put_on_device(done.value))
+            of_cluster = eqn.primitive in (gen_nccl_id_p, broadcast_p)
+            fabric = self._cluster if of_cluster else self._fabric
             outs = fabric.carry_out(eqn, values)
-            self._interrupted = program.name  # until it has run to its end
+            self._interrupted = program.name  # until the last equation has run
 
     def _compute(self, piece: Compute, values: Sequence[Any]) -> Sequence[Any]:
-        """Run a piece; the rows that it reads are received before."""
+        """Run a piece, after the table rows that it reads have arrived."""
         self._fabric.receive_rows()
         return piece.jitted(*values)
 
-    def _check_whole(self) -> None:
+    def _check_complete(self) -> None:
         if self._interrupted:
             raise StateError(
-                f"program {self._interrupted} ended in the middle of its communication, and what "
-                "was under way cannot "
-                "be taken up again: close this executor, and start the job anew"
+                f"program {self._interrupted} ended in the middle of its communication, which "
+                "cannot be resumed: close this executor, and restart the job"
             )
 
     def announce(self, program: Program, *batch: Any) -> None:
-        """Ask for the rows of tables that a later step looks up, and wait for none.
+        """Request the table rows that a later step looks up, without waiting for them.
 
         The protocol is `dtrans.protocol.tables.rows_ahead`.
 
         Args:
-          program: of a synchronous trainer with tables; its first argument is its state.
-          batch: its others, of the step that follows those which were announced, or the next.
+          program: the program of a synchronous trainer with tables. Its first argument is its
+            state.
+          batch: its other arguments, for the step after the last one that was announced.
 
         Raises:
-          ConfigError: which rows they are is made of state too. BatchError: a row that a table does
-            not have, and nothing is sent. StateError: as of `run`, or too many steps are announced.
-            TraceError: as of `run`.
+          ConfigError: the ids depend on the state.
+          BatchError: a table does not have one of the rows; nothing was sent.
+          StateError: the executor is closed or interrupted, or too many steps are announced.
+          TraceError: the arguments do not fit the program.
         """
-        self._check_whole()
-        state, given = program.args[0], [program.inputs[n] for n in program.args[0].names]
-        flat = program.flatten(state.unflatten(given), *batch)
+        self._check_complete()
+        state = program.args[0]
+        # ids do not depend on the state: its types stand in for its arrays
+        types = [program.inputs[n] for n in state.names]
+        flat = program.flatten(state.unflatten(types), *batch)
         program = program.specialize_flat(flat)
         if program not in self._batch_rows:
             self._fabric.prepare(program)
@@ -210,81 +231,112 @@ class Executor:
         self._fabric.announce(self._batch_rows[program](flat))
 
     def exchange(
-        self, endpoint: str, number: int, how: Sequence[Sequence[Any]], values: Sequence[Any]
+        self, endpoint: str, number: int, ways: Sequence[Sequence[Any]], values: Sequence[Any]
     ) -> list[Any]:
-        """Values of which each trainer of a synchronous job has a part, made one by a server.
+        """Reduce or gather values of all trainers of a synchronous job, through a server.
 
-        All trainers call it alike, after a step: `dtrans.ops.rpc` says what ways there are.
+        All trainers must call it between the same two steps, with the same ways.
+
+        Args:
+          endpoint: the server that merges the values.
+          number: the number of the round in the step.
+          ways: for each value, how it is merged; see `dtrans.ops.rpc`.
+          values: this trainer's values.
+
+        Returns:
+          The merged values.
         """
-        return _on_device(self._fabric.exchange(endpoint, number, how, values))
+        return _put_on_device(self._fabric.exchange(endpoint, number, ways, values))
 
     def look_up(self, program: Program, table: str, ids: np.ndarray) -> np.ndarray:
-        """Rows of a table, by numbers that increase; `program` is that of the trainer. It is no
-        part of a step."""
+        """Return rows of a table, between two steps.
+
+        Args:
+          program: the trainer's program.
+          table: the name of the table.
+          ids: row ids, increasing: shape [n].
+
+        Returns:
+          The rows, of shape [n, ...].
+
+        Raises:
+          ConfigError: the program has no such table.
+        """
         for eqn in program.eqns:
             if eqn.primitive in (prefetch_p, geo_prefetch_p) and eqn.params["table"] == table:
                 return self._fabric.look_up(eqn, ids)
-        raise ConfigError(f"{table} is no table of {program.name}")
+        raise ConfigError(f"{table} is not a table of {program.name}; pass one of its tables")
 
     def between_steps(self, what: str, ask: Callable[[TrainerSteps], Operation[T]]) -> T:
-        """Ask servers for something between two steps of a trainer.
+        """Run an operation with the servers between two steps of a trainer.
 
         Args:
-          what: it is, for an error.
-          ask: says it: `TrainerSteps.save` and others.
+          what: name of the operation, for errors.
+          ask: starts the operation: `TrainerSteps.save` and others.
+
+        Returns:
+          The result of the operation.
         """
         return self._fabric.between(what, ask)
 
-    def keep(self, save: Keep, last: KeepLast | None = None) -> None:
-        """Say how a server that this executor runs saves what it holds: when trainers ask, and when
-        a job fails."""
-        self._fabric.keep, self._fabric.keep_last = save, last
+    def set_checkpoints(self, save: Keep, save_last: KeepLast | None = None) -> None:
+        """Set how a server that this executor runs saves its state.
+
+        Args:
+          save: saves a snapshot when trainers ask for one.
+          save_last: saves the state when the job fails; None to lose it.
+        """
+        self._fabric.keep, self._fabric.keep_last = save, save_last
 
     def close(self, error: BaseException | None = None) -> None:
-        """Tell the servers that this trainer is done, or with `error` that it failed. May be called
-        twice."""
+        """Tell the servers that this trainer has finished. Later calls do nothing.
+
+        Args:
+          error: the exception by which this trainer failed.
+        """
         self._fabric.close(error)
 
     def __enter__(self) -> Executor:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        leaving = isinstance(error, SystemExit) and not error.code  # sys.exit(0) is not a failure
-        self.close(None if leaving else error)
+        is_exit = isinstance(error, SystemExit) and not error.code  # sys.exit(0) is not a failure
+        self.close(None if is_exit else error)
 
 
 def _computed(program: Program) -> Rules:
-    """The communication of a program that is computed."""
-    return {trainer_index_p: functools.partial(_index_of, program)}
+    """Return rules for the communication that a piece can compute: the trainer's index."""
+    return {trainer_index_p: functools.partial(_trainer_index, program)}
 
 
-def _index_of(program: Program, *, over: Any) -> list[Any]:
-    """The number of the trainer that a program is of."""
-    return [
-        jnp.int32(next(e.params["trainer_id"] for e in program.eqns if "trainer_id" in e.params))
-    ]
+def _trainer_index(program: Program, *, over: Any) -> list[Any]:
+    """Return the number of the trainer whose program this is."""
+    index = next(e.params["trainer_id"] for e in program.eqns if "trainer_id" in e.params)
+    return [jnp.int32(index)]
 
 
-def _on_device(values: list[Any]) -> list[Any]:
-    """The same with JAX's arrays for NumPy's.
+def _put_on_device(values: list[Any]) -> list[Any]:
+    """Replace NumPy arrays by JAX arrays, in place.
 
-    All by one call, since each costs as much Python as a small step. `device_put` takes memory as
-    it is, and needs much Python for each array; a compiled function copies it.
+    One call places all arrays: a call for each takes as long as a small step. `device_put` shares
+    memory, but runs much Python for each array. A compiled function copies them, which is faster
+    for small ones.
     """
-    at = [i for i, x in enumerate(values) if isinstance(x, np.ndarray)]
-    if not at:
+    positions = [i for i, x in enumerate(values) if isinstance(x, np.ndarray)]
+    if not positions:
         return values
-    arrays = [values[i] for i in at]
-    if sum(x.nbytes for x in arrays) <= COPIED:
-        with jax.transfer_guard_host_to_device("allow"):  # nobody has asked for it without knowing
-            made = _as_they_are(*arrays)
+    arrays = [values[i] for i in positions]
+    if sum(x.nbytes for x in arrays) <= COPIED_BYTES:
+        # the guard is for transfers that a user did not intend; results must be transferred
+        with jax.transfer_guard_host_to_device("allow"):
+            placed = _copy(*arrays)
     else:
-        made = jax.device_put(arrays)
-    for i, x in zip(at, made, strict=True):
+        placed = jax.device_put(arrays)
+    for i, x in zip(positions, placed, strict=True):
         values[i] = x
     return values
 
 
 @jax.jit
-def _as_they_are(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+def _copy(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     return arrays

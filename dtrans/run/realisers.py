@@ -1,4 +1,4 @@
-"""All that runs plans: to import this module is to register it (`dtrans.plan`)."""
+"""List of all realisers. Importing this module registers them with `dtrans.plan`."""
 
 from dtrans.run import role_job, verified
 from dtrans.run.collective import cluster, mesh, simulate

@@ -1,6 +1,6 @@
-"""A job of parameter servers, as one of its processes has it: a trainer, or a server.
+"""One process of a job of parameter servers: a trainer or a server.
 
-The environment says which (`dtrans.Role.from_env`); `dtrans.Executor` runs its programs.
+The environment names the role (`dtrans.Role.from_env`). `dtrans.Executor` runs its programs.
 """
 
 from __future__ import annotations
@@ -47,25 +47,27 @@ from dtrans.step.batch_sharing import without_parts
 from dtrans.step_meter import metered
 
 
-RESULTS = -1  # the number of the round of results, which is before those of the next step
+RESULTS = -1  # the number of the round that merges results, before the rounds of the next step
 ADD = ("all_reduce", "sum")
 
 
 class RoleJob(Job):
-    """What both have in common.
+    """Base of the jobs of trainers and servers.
 
     Args:
-      plan: the same in all processes.
-      role: of this process.
-      options: of `dtrans.Executor`.
+      plan: the plan, the same in all processes.
+      role: the role of this process.
+      options: keyword arguments of `dtrans.Executor`.
+
+    Raises:
+      ConfigError: the plan is for other trainers or servers than the environment names.
     """
 
     def __init__(self, plan: PServerPlan, role: Role, options: dict[str, Any]) -> None:
         if role.trainers != plan.trainers or tuple(plan.servers) != role.pserver_endpoints:
             raise ConfigError(
                 f"the plan is for {plan.trainers} trainers and pservers {','.join(plan.servers)}; "
-                "this process's "
-                f"environment says {role.trainers} and {role.pservers or 'none'}"
+                f"this process's environment says {role.trainers} and {role.pservers or 'none'}"
             )
         self.plan, self.role = plan, role
         self._executor = Executor(**options)
@@ -80,23 +82,23 @@ class RoleJob(Job):
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         super().close()
-        self._executor.__exit__(kind, error, trace)  # a failure is told to the servers
+        self._executor.__exit__(kind, error, trace)  # tells the servers of a failure
 
     def opt_state(self, state: Any) -> Any:
         raise ConfigError(
-            "the optimizer's state is on the servers: save them, and dtrans.checkpoint.load the "
-            "whole"
+            "the optimizer's state is on the servers: save it, and read it with "
+            "dtrans.checkpoint.load"
         )
 
 
 class _StepCall(NamedTuple):
-    """A batch, and the program that takes it.
+    """Batch of a step, and the program that takes it.
 
     Attributes:
       program: the trainer's program.
-      batch: the program's arguments behind its state.
-      shared: the exact sharing of the batch among trainers, if the plan has one.
-      rows: the rows of the global batch if trainers do not divide them, else 0.
+      batch: arguments of the program after its state.
+      shared: the exact split of the batch over trainers, if the plan has one.
+      rows: number of rows of the global batch if trainers do not divide them, else 0.
     """
 
     program: Program
@@ -106,15 +108,16 @@ class _StepCall(NamedTuple):
 
 
 class TrainerJob(RoleJob):
-    """One trainer: `init` receives the servers' initial parameters, `step` exchanges with servers.
+    """Job of one trainer.
 
-    Where the batch is shared exactly, results are those of all trainers: one server merges them.
+    `init` receives the servers' initial parameters. `step` sends gradients and receives parameters.
+    If the plan splits the batch exactly, a server merges the results of all trainers.
 
-    A state is the trainer's: (params,), or with GEO-SGD, where each trainer has an optimizer state,
-    (params, opt_state).
+    The state is a tuple: (params,), or (params, opt_state) with GEO-SGD, whose trainers have
+    optimizer states.
     """
 
-    _steps_made = 0
+    _step_count = 0
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -138,8 +141,10 @@ class TrainerJob(RoleJob):
 
     def init(self, *args: Any) -> tuple[Any, ...]:
         self._check_open()
-        made = self._executor.run(self.plan.trainer_startup_program(self.role.trainer_id), *args)
-        return made if isinstance(made, tuple) and self.plan.push_every else (made,)
+        startup = self.plan.trainer_startup_program(self.role.trainer_id)
+        first = self._executor.run(startup, *args)
+        # without GEO-SGD it is the pytree of parameters, which may itself be a tuple
+        return first if isinstance(first, tuple) and self.plan.push_every else (first,)
 
     def check(self, state: Any) -> None:
         self._check_open()
@@ -154,31 +159,33 @@ class TrainerJob(RoleJob):
         self.check(state)
         call = self._call(batch)
         outputs = self._merge_results(self._executor.run(call.program, *state, *call.batch), call)
-        self._steps_made += 1
+        self._step_count += 1
         return (tuple(outputs[: len(state)]), *outputs[len(state) :])
 
     def prefetch(self, *batch: Any) -> bool:
-        """Ask servers for the table rows that a later step looks up, without waiting for them.
+        """Request the table rows that a later step looks up, without waiting for them.
 
-        The first call is for the step after the next one, each further call for the step after
+        The first call is for the step after the next one, and each further call for the step after
         that. Call it with this trainer's part of the batch, before the `step` of the current batch.
-        The rows arrive while that step computes. Rows that an update changes meanwhile are sent
-        again, so that results are the same bit for bit, unless `dtrans.Rows(staleness=)` says
-        otherwise. A step that looks up other rows asks for its own.
+        The rows arrive while that step computes.
+
+        Servers send rows again that an update changes meanwhile, so results are bitwise equal.
+        `dtrans.Rows(staleness=)` relaxes this. A step that looks up other rows requests them
+        itself.
 
         Args:
-          batch: the arguments of `step` behind the state.
+          batch: arguments of `step` after the state.
 
         Returns:
-          True if rows were asked for. False if the plan has no tables, or in asynchronous modes,
+          True if rows were requested. False if the plan has no tables, or in asynchronous modes,
           whose steps read the newest rows.
 
         Raises:
-          BatchError: a row that a table does not have; nothing is sent. ConfigError: the ids that
-            a step looks up depend on its state. StateError: the job is closed, or 64 batches are
-            announced without a step.
+          BatchError: a table does not have one of the rows; nothing was sent.
+          ConfigError: the ids that a step looks up depend on its state.
+          StateError: the job is closed, or 64 batches are announced without a step.
 
-        Source: TorchRec's `TrainPipelineSparseDist`, for lookups beside a step; Persia's bounded
+        Source: TorchRec's `TrainPipelineSparseDist`, for lookups during a step; Persia's bounded
         staleness, for `dtrans.Rows(staleness=)`.
         """
         self._check_open()
@@ -198,13 +205,13 @@ class TrainerJob(RoleJob):
 
     @cached_property
     def _uneven_programs(self) -> dict[int, tuple[Program, ExactStep]]:
-        """Return the programs for batches that trainers do not divide, by the batch's rows."""
+        """The programs for batches that trainers do not divide, by the batch's rows."""
         return {}
 
     def _uneven_call(self, batch: Sequence[Any], rows: int) -> _StepCall:
-        """Return the program for a batch that trainers do not divide.
+        """Return the program for a batch that trainers do not divide, and its padded arguments.
 
-        Each trainer has the same number of rows; padding behind the batch enters no result.
+        Padding gives each trainer the same number of rows, and enters no result.
         """
         plan, main, k = self.plan, self.plan.main, self.role.trainer_id
         check_uneven(rows, plan.trainers, self.takes_uneven_parts)
@@ -215,6 +222,7 @@ class TrainerJob(RoleJob):
         arrays = list(zip(batch_arrays(specs, batch, main.inputs), shares, strict=True))
         padded = uneven_rows(names, arrays, rows, k, -(-rows // plan.trainers))
 
+        # one program for each number of rows
         if rows not in self._uneven_programs:
             state = [main.inputs[n] for spec in main.args[:2] for n in spec.names]
             types = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in state]
@@ -225,14 +233,14 @@ class TrainerJob(RoleJob):
         program, shared = self._uneven_programs[rows]
 
         by_name = dict(zip(names, padded, strict=True))
-        args = tuple(spec.unflatten([by_name[n] for n in spec.names]) for spec in specs)
+        args = tuple(spec.unflatten_named(by_name) for spec in specs)
         return _StepCall(program, args, shared, rows)
 
     def _merge_results(self, outputs: Any, call: _StepCall) -> Any:
-        """Replace this trainer's results by those of all trainers, which one server merges.
+        """Replace this trainer's results by those of all trainers, which a server merges.
 
         Raises:
-          BatchError: trainers took parts of different sizes, and servers have made an update.
+          BatchError: trainers took parts of different sizes; servers have applied the update.
         """
         plan, shared, out = self.plan, call.shared, self.plan.trainer.out
         if shared is None or not plan.sync_mode:
@@ -248,17 +256,17 @@ class TrainerJob(RoleJob):
             ways.append(("all_gather", shared.joined[n]) if way == "concat" else ADD)
         values = dict(zip(out.names, out.flatten(outputs), strict=True))
         size = np.array([[call.rows, self._part_rows(call)]], np.int32)
-        sizes, *found = self._executor.exchange(
-            next(iter(plan.servers)), RESULTS, ways, [size, *(values[n] for n in merges)]
-        )
+        server = next(iter(plan.servers))
+        operands = [size, *(values[n] for n in merges)]
+        sizes, *found = self._executor.exchange(server, RESULTS, ways, operands)
         _check_parts(sizes.tolist())
 
         for (n, way), x in zip(merges.items(), found, strict=True):
             if way == "concat":
                 x = Merge("joined", shared.joined[n], call.rows or None)(x)
-            # trainers may have left: the mean counts those that are here
+            # trainers may have left: the mean is over those that took the step
             values[n] = x / len(sizes) if way == "mean" else x
-        return out.unflatten([values[n] for n in out.names])
+        return out.unflatten_named(values)
 
     def _part_rows(self, call: _StepCall) -> int:
         """Return the number of rows of this trainer's part; 0 if the batch is not split."""
@@ -266,108 +274,109 @@ class TrainerJob(RoleJob):
         names = [n for spec in main.args[2:] for n in spec.names]
         arrays = batch_arrays(main.args[2:], call.batch, main.inputs)
         axes = {} if call.shared is None else call.shared.axes
-        return next((x.shape[axes[n]] for n, x in zip(names, arrays, strict=True) if n in axes), 0)
+        for n, x in zip(names, arrays, strict=True):
+            if n in axes:
+                return int(x.shape[axes[n]])
+        return 0
 
     @property
     def tables(self) -> TrainerTables:
-        """Tables of the job: `lookup`, `export`, `report`, `changed` and `evict`."""
+        """The tables of the job: `lookup`, `export`, `report`, `changed` and `evict`."""
         self._check_open()
         trainer = self.plan.trainer_program(self.role.trainer_id)
         look_up = partial(self._executor.look_up, trainer)
         return TrainerTables(self.plan, look_up, self._executor.between_steps)
 
     def save(self, name: str, *, wait: bool = True) -> None:
-        """Let the servers save what they hold while the job goes on, each its piece of one
-        checkpoint.
+        """Save a checkpoint on the servers while the job runs; each server writes its piece.
 
-        Servers take a snapshot and write it during the next steps. They copy the optimizer's state
-        while they wait for gradients.
+        Servers take a snapshot, and write it during the next steps. They copy the optimizer's state
+        while they wait for gradients. The snapshot is the state after this trainer's last step:
+        with synchronous trainers, after the last step of all; with `dtrans.Geo`, after its last
+        push.
 
-        It is as after the last step of this trainer: with synchronous trainers, that of all of
-        them; with `dtrans.Geo` after its last push. The servers must
-        have been told where (`job.serve(state, checkpoints=folder)`); what is saved is at
-        `folder/name`, as `dtrans.checkpoint.load` and `restore` read it. One trainer is enough to
-        say so; where all do, with the same name after the same number of steps, it is one
-        checkpoint.
+        Servers need a folder: `job.serve(state, checkpoints=folder)`. The checkpoint is at
+        `folder/name`, for `dtrans.checkpoint.load` and `restore`. A call by one trainer is enough.
+        If several trainers call it with the same name after the same step, it is one checkpoint.
 
         Args:
-          name: of the checkpoint: `300`.
-          wait: return when it is written. Synchronous trainers wait for each other, so that with
-            `wait=False` steps go on meanwhile: the next `save`, or the end of the job, waits for
-            this one and raises what it has met.
+          name: the name of the checkpoint: `300`.
+          wait: True to return when it is written. With False, steps continue meanwhile. The next
+            `save`, or the end of the job, then waits for it and raises its error.
 
         Raises:
-          CheckpointError: a server that has no place for it, could not write it, or has saved
-            another step under this name; the job goes on.
-          ConfigError: before `init`; or a plan whose trainers hold leaves that no server has.
+          CheckpointError: a server has no folder, could not write, or saved another step under this
+            name. The job continues.
+          ConfigError: `init` was not called, or trainers have parameters that no server has.
 
-        Source: `checkpoint_notify` of Paddle, at which each server saves its own.
+        Source: `checkpoint_notify` of Paddle, with which each server saves its blocks.
         """
         self._check_open()
         check_plan(self.plan)
         if self.plan.frozen:
             raise ConfigError(
-                f"{self.plan.frozen[0]} is on no server: save when the job has ended, with "
-                "dtrans.checkpoint.save"
+                f"{self.plan.frozen[0]} is on no server: save with dtrans.checkpoint.save, after "
+                "the job has ended"
             )
         servers = tuple(self.plan.servers)
         between = partial(self._executor.between_steps, f"checkpoint {name}")
-        between(lambda to: to.saved())
-        between(lambda to: to.save(servers, name, self._steps_made))
+        between(lambda to: to.saved())  # an earlier save with wait=False
+        between(lambda to: to.save(servers, name, self._step_count))
         if wait:
             between(lambda to: to.saved())
 
     def params(self, state: tuple[Any, ...]) -> Any:
-        """The parameters. Tables are looked up, all of their rows.
+        """Return the parameters. All rows of tables are looked up on the servers.
 
         Raises:
-          StateError: tables that do not fit into memory; `tables.export` writes them to files.
+          StateError: the tables do not fit into memory.
         """
         tables = self.plan.tables.of
         if not tables:
             return state[0]
-        size, room = sum(nbytes(self.plan.main.inputs[n]) for n in tables), _memory()
-        if size > room:
+        size, available = sum(nbytes(self.plan.main.inputs[n]) for n in tables), _memory_bytes()
+        if size > available:
             raise StateError(
-                f"{', '.join(tables)} are {size:,} bytes, and this process may have {room:,}: "
-                "job.tables.export(name, path) writes a table to a file, and "
-                "job.tables.lookup(name, ids) gives some rows"
+                f"{', '.join(tables)} are {size:,} bytes, and this process may have "
+                f"{available:,}: job.tables.export(name, path) writes a table to a file, and "
+                "job.tables.lookup(name, ids) returns some rows"
             )
         spec = self.plan.main.args[0]
-        held = dict(zip(spec.names, spec.flatten(state[0]), strict=True))
-        held |= {
-            n: jax.numpy.asarray(self.tables.lookup(n, np.arange(t.lookups.rows)))
-            for n, t in tables.items()
-        }
-        return spec.unflatten([held[n] for n in spec.names])
+        leaves = dict(zip(spec.names, spec.flatten(state[0]), strict=True))
+        for n, t in tables.items():
+            leaves[n] = jax.numpy.asarray(self.tables.lookup(n, np.arange(t.lookups.rows)))
+        return spec.unflatten_named(leaves)
 
     def state_of(self, params: Any, opt_state: Any) -> tuple[Any, ...]:
-        """The state of a trainer that goes on from these parameters; the optimizer's state is the
-        servers'."""
+        """Return a trainer's state with these parameters. `opt_state` is on the servers."""
         if self.plan.push_every:
             raise ConfigError(
-                "with GEO-SGD a trainer begins with job.init(...), which tells the servers of it"
+                "with GEO-SGD a trainer starts from the servers' parameters; call job.init(...)"
             )
         spec, tables = self.plan.main.args[0], self.plan.tables.of
-        held = name_leaves(spec, params, "params")
-        for n, x in held.items():
+        leaves = name_leaves(spec, params, "params")
+        for n, x in leaves.items():
             check_type(x, self.plan.main.inputs[n], n, "the step takes")
-        return (spec.unflatten([held[n][:0] if n in tables else held[n] for n in spec.names]),)
+            if n in tables:
+                leaves[n] = x[:0]  # a trainer has no rows of a table
+        return (spec.unflatten_named(leaves),)
 
     def opt_state(self, state: tuple[Any, ...]) -> Any:
         if not self.plan.push_every:
             return super().opt_state(state)
-        kept = [n for t in self.plan.tables.of.values() for n in t.zero.state]
-        if kept:
+        row_states = [n for t in self.plan.tables.of.values() for n in t.zero.state]
+        if row_states:
             raise ConfigError(
-                f"{kept[0]} has a row for each row of a table, of which this trainer keeps those "
-                "that it has looked up"
+                f"{row_states[0]} has a row for each row of a table, and this trainer has only the "
+                "rows that it has looked up; no process has the others"
             )
         return state[1]
 
     def lower(self, state: tuple[Any, ...], *batch: Any) -> LoweredStep:
-        """What `step` compiles. It makes a step, with the servers: all trainers must ask for it
-        together."""
+        """Return the functions that `step` compiles.
+
+        It takes a step with the servers, so all trainers must call it together.
+        """
         with recording() as parts:
             self.step(state, *batch)
         return LoweredStep(parts)
@@ -379,22 +388,25 @@ def _check_parts(sizes: Sequence[Sequence[int]]) -> None:
         parts = [str(part) + (f" of {rows}" if rows else "") for rows, part in sizes]
         raise BatchError(
             f"{PARTS_DIFFER}; they gave {', '.join(parts)} rows, and servers took the mean of "
-            "unequal parts: go on from a checkpoint, with job.shard_batch(*batch)"
+            "unequal parts: continue from a checkpoint, with job.shard_batch(*batch)"
         )
 
 
-def _memory() -> int:
-    """Bytes that this process may have: what the machine has, or the limit that is set."""
-    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+def _memory_bytes() -> int:
+    """Return the memory that this process may use: the machine's, or its limit if that is less."""
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
-    return there if limit == resource.RLIM_INFINITY else min(there, limit)
+    return machine if limit == resource.RLIM_INFINITY else min(machine, limit)
 
 
 class ServerJob(RoleJob):
-    """One server: `init` makes its blocks, and `serve` updates them until every trainer has closed.
+    """Job of one server.
+
+    `init` computes its blocks. `serve` updates them until every trainer has closed. The state is a
+    dict of the server's arrays.
 
     Attributes:
-      restored: the checkpoint that its state is of, if any.
+      restored: the checkpoint from which its state was restored; None without one.
     """
 
     restored: Path | None = None
@@ -416,10 +428,9 @@ class ServerJob(RoleJob):
         return self._init(*args)
 
     def _init(self, *args: Any) -> dict[str, Any]:
-        made: dict[str, Any] = self._executor.run(
-            self.plan.servers[self.role.current_endpoint].startup, *args
-        )
-        return made
+        startup = self.plan.servers[self.role.current_endpoint].startup
+        first: dict[str, Any] = self._executor.run(startup, *args)
+        return first
 
     def check(self, state: Any) -> None:
         self._check_open()
@@ -432,24 +443,29 @@ class ServerJob(RoleJob):
         on_failure: str | None = None,
         init: Sequence[Any] | None = None,
     ) -> dict[str, Any]:
-        """Serve until every trainer has closed; the state at the end, for `dtrans.checkpoint.save`.
+        """Serve until every trainer has closed.
 
         Args:
-          checkpoints: a folder, which all servers see, for what trainers ask to be saved
+          state: the state that `init` or `dtrans.checkpoint.restore` returned.
+          checkpoints: a folder that all servers share, for checkpoints that trainers request
             (`job.save(name)`).
-          on_failure: what becomes of the state when the job ends by an error, SIGTERM included.
-            "save" writes it to `checkpoints`, under the number of its step; the error is raised
-            when it is written. "drop" forgets it. By default "save", where there is a folder and
-            the plan has checkpoints. The number is counted from the last `job.save` under a number,
-            else from the checkpoint that `dtrans.checkpoint.restore(path, job)` read, else from 0.
-          init: the arguments of `init`, where the state is of a checkpoint: rows of tables that are
-            as the init makes them take no memory then, as in a job that begins, and others may be
-            given up (`job.tables.evict`).
+          on_failure: the fate of the state if the job fails, or gets SIGTERM. "save" writes it to
+            `checkpoints`, under the number of its step, before the error is raised. "drop" loses
+            it. The default is "save" if there is a folder and the plan has checkpoints.
+          init: the arguments of `init`, for a state from a checkpoint. Rows of tables that equal
+            their initial values then take no memory, and others may be evicted
+            (`job.tables.evict`).
+
+        Steps are counted from the last `job.save` whose name is a number. Otherwise they are
+        counted from the number of the restored checkpoint, or from 0.
+
+        Returns:
+          The final state, for `dtrans.checkpoint.save`.
 
         Raises:
-          ConfigError: on_failure="save" without a folder, or with a plan that has no checkpoints; a
-            folder without orbax installed.
-          DeadlineError, PeerError: the job has ended by an error.
+          ConfigError: on_failure="save" without a folder or with a plan that has no checkpoints, or
+            a folder without orbax installed.
+          DeadlineError, PeerError: the job has failed.
         """
         self._check_open()
         check_one_of("on_failure", on_failure, (None, "save", "drop"))
@@ -457,47 +473,58 @@ class ServerJob(RoleJob):
             state = with_makers(state, self._init(*init))
         if checkpoints is None and on_failure == "save":
             raise ConfigError(
-                'on_failure="save" needs a place: say job.serve(state, checkpoints=folder)'
+                'on_failure="save" needs a folder: job.serve(state, checkpoints=folder)'
             )
         if checkpoints is not None:
-            load_orbax()
-            number = self.restored.name if self.restored is not None else ""
-            begun = int(number) if number.isdecimal() else 0
-            keeps = ServerCheckpoints(
-                Path(checkpoints), self.plan, self.role.current_endpoint, begun
-            )
-            saves_last = on_failure == "save" or (on_failure is None and has_checkpoints(self.plan))
-            if saves_last:
-                check_plan(self.plan)
-            self._executor.keep(keeps.keep, keeps.keep_last if saves_last else None)
-        made: dict[str, Any] = self._executor.run(
-            self.plan.servers[self.role.current_endpoint].main, state
+            self._set_checkpoints(Path(checkpoints), on_failure)
+        program = self.plan.servers[self.role.current_endpoint].main
+        final: dict[str, Any] = self._executor.run(program, state)
+        return final
+
+    def _set_checkpoints(self, folder: Path, on_failure: str | None) -> None:
+        load_orbax()
+        number = self.restored.name if self.restored is not None else ""
+        first_step = int(number) if number.isdecimal() else 0
+        endpoint = self.role.current_endpoint
+        checkpoints = ServerCheckpoints(folder, self.plan, endpoint, first_step)
+        saves_last = on_failure == "save" or (on_failure is None and has_checkpoints(self.plan))
+        if saves_last:
+            check_plan(self.plan)
+        self._executor.set_checkpoints(
+            checkpoints.keep, checkpoints.keep_last if saves_last else None
         )
-        return made
 
     def step(self, state: Any, *batch: Any) -> NoReturn:
         raise ConfigError(
-            f"{self.role.name} makes no steps: job.serve(state) serves until every trainer has "
+            f"{self.role.name} takes no steps: job.serve(state) serves until every trainer has "
             "closed"
         )
 
     def params(self, state: Any) -> NoReturn:
         raise ConfigError(
-            f"{self.role.name} has blocks of parameters: save them, and dtrans.checkpoint.load the "
-            "whole"
+            f"{self.role.name} has blocks of parameters: save them, and read the parameters with "
+            "dtrans.checkpoint.load"
         )
 
     def lower(self, state: Any, *batch: Any) -> NoReturn:
         raise ConfigError(
-            f"{self.role.name} compiles its update when gradients come; plan.on_mesh().lower() "
-            "shows it"
+            f"{self.role.name} compiles its update when gradients arrive; call "
+            "plan.on_mesh().lower() instead"
         )
 
 
 @realises(PServerPlan, "cluster")
 def on_cluster(plan: PServerPlan, *, donate: bool = True, **options: Any) -> RoleJob:
-    """This process's role."""
+    """Return the job of this process's role.
+
+    Args:
+      options: keyword arguments of `dtrans.Executor`.
+
+    Raises:
+      ConfigError: `donate` is False, or the plan does not fit the environment.
+    """
     if not donate:
-        raise ConfigError("donate=False: a server updates its blocks where they are; leave it out")
+        raise ConfigError("donate=False: a server updates its blocks in place; leave it out")
     role = Role.from_env()
-    return (TrainerJob if role.is_trainer else ServerJob)(plan, role, options)
+    job_class = TrainerJob if role.is_trainer else ServerJob
+    return job_class(plan, role, options)

@@ -1,4 +1,4 @@
-"""Traced steps of jobs: what `plan.verify()` evaluates is what `job.step` runs."""
+"""Traced steps of jobs, for `plan.verify()`: it evaluates the jaxpr that `job.step` runs."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from dtrans.verification.state_placement import TracedStep
 
 
 class _AbstractTrainers(MeshTrainers):
-    """Trainers on a mesh without devices: their step is traced, and nothing runs.
+    """Trainers on a mesh without devices, whose step can be traced but not run.
 
     Args:
-      axes: name to size.
+      axes: names and sizes of the axes.
     """
 
     def __init__(self, axes: Sequence[tuple[str, int]]) -> None:
-        names, sizes = [n for n, _ in axes], [s for _, s in axes]
-        super().__init__(AbstractMesh(tuple(sizes), tuple(names)))  # type: ignore[arg-type]
+        names, sizes = zip(*axes, strict=True)
+        super().__init__(AbstractMesh(sizes, names))  # type: ignore[arg-type]
 
     def replicate(self, xs: Sequence[Any]) -> list[Any]:
         return list(xs)
@@ -50,129 +50,138 @@ class _AbstractTrainers(MeshTrainers):
         return list(arrays)
 
     def map_program(self, program: Program, layout: StepLayout) -> Function:
-        # of what only the first rank has right, every rank gives a row: other outputs must agree
-        ways = tuple(("each", None) if way == "first" else (way, axis) for way, axis in layout.ways)
-        run = super().map_program(program, dataclasses.replace(layout, ways=ways))
+        # Replicated outputs must agree on all ranks, which `verify` checks. Those of the first rank
+        # may differ: every rank returns a row, and the first row is taken.
+        ways: list[tuple[str, int | None]] = []
+        for way, axis in layout.ways:
+            ways.append(("each", None) if way == "first" else (way, axis))
+        run = super().map_program(program, dataclasses.replace(layout, ways=tuple(ways)))
 
         def step(*args: Any) -> list[Any]:
-            found = run(*args)
-            return [
-                x[0] if way == "first" else x
-                for x, (way, _) in zip(found, layout.ways, strict=True)
-            ]
+            found = list(run(*args))
+            for k, (way, _) in enumerate(layout.ways):
+                if way == "first":
+                    found[k] = found[k][0]
+            return found
 
         return step
 
 
 @realises(CollectivePlan, "verify")
-def traced_on_mesh(plan: CollectivePlan, batch: Sequence[Any]) -> TracedStep:
-    """Trace the step of trainers on a mesh, and a replay of steps that they take by themselves."""
-    run_on = resolve_for_platform(plan, "cpu")
-    job = CollectiveJob(run_on, _AbstractTrainers(plan.axes), donate=False)
-    traced = traced_step(job, batch, placed_by=run_on.simulate())
+def trace_on_mesh(plan: CollectivePlan, batch: Sequence[Any]) -> TracedStep:
+    """Trace the step of trainers on a mesh, and with `local_sgd` a replay of their local steps."""
+    resolved = resolve_for_platform(plan, "cpu")
+    job = CollectiveJob(resolved, _AbstractTrainers(plan.axes), donate=False)
+    traced = trace_step(job, batch, placed_by=resolved.simulate())
     if plan.options.local_sgd is None:
         return traced
-    specs = plan.main.args[2:]
-    types = [t for spec, b in zip(specs, batch, strict=True) for t in spec.flatten(b)]
     state = [plan.main.inputs[n] for spec in plan.main.args[:2] for n in spec.names]
-    whole = plan.main.specialize_flat([*state, *types])
-    replay = replay_local_steps(plan, whole)
+    step = plan.main.specialize_flat([*state, *_batch_types(plan, batch)])
+    replay = replay_local_steps(plan, step)
     return dataclasses.replace(traced, replay=replay, steps_per_replay=plan.options.local_sgd)
 
 
+def _batch_types(plan: Plan, batch: Sequence[Any]) -> list[Any]:
+    """Return the types of a batch's arrays, from the types of its arguments."""
+    specs = plan.main.args[2:]
+    return [t for spec, arg in zip(specs, batch, strict=True) for t in spec.flatten(arg)]
+
+
 @realises(PServerPlan, "verify")
-def traced_servers(plan: PServerPlan, batch: Sequence[Any]) -> TracedStep:
-    """Trace the step of a job of parameter servers: simulated, or of asynchronous roles in a
-    recorded order."""
-    of = plan.tables.of
-    rows = min((t.lookups.rows for t in of.values()), default=0)
+def trace_servers(plan: PServerPlan, batch: Sequence[Any]) -> TracedStep:
+    """Trace the step of a job of parameter servers.
+
+    A synchronous job is simulated. An asynchronous job runs in a recorded order.
+    """
+    tables = plan.tables.of
+    rows = min((t.lookups.rows for t in tables.values()), default=0)
     if not plan.sync_mode:
-        return dataclasses.replace(traced_turns(plan, batch), rows=rows)
-    types = [t for spec, b in zip(plan.main.args[2:], batch, strict=True) for t in spec.flatten(b)]
-    replay = replay_lazy(plan, types)
-    traced = dataclasses.replace(traced_simulation(plan, batch), rows=rows, replay=replay)
-    if not any(t.catches_up for t in of.values()):
+        return dataclasses.replace(trace_turns(plan, batch), rows=rows)
+    replay = replay_lazy(plan, _batch_types(plan, batch))
+    traced = dataclasses.replace(trace_simulation(plan, batch), rows=rows, replay=replay)
+    if not any(t.catches_up for t in tables.values()):
         return traced
+    # rows that catch up take another path if no recent step has looked them up
     late = dataclasses.replace(
-        traced_step(LateRowsJob(plan), batch), rows=rows, init=None, replay=replay
+        trace_step(LateRowsJob(plan), batch), rows=rows, init=None, replay=replay
     )
     return dataclasses.replace(traced, other_steps=(late,))
 
 
-def traced_turns(plan: PServerPlan, batch: Sequence[Any]) -> TracedStep:
+def trace_turns(plan: PServerPlan, batch: Sequence[Any]) -> TracedStep:
     """Trace the turns of an asynchronous job, and their sequential replay."""
-    begins = random_arguments(plan.startup.inputs, 0) if plan.tables.of else []
-    job = OrderedJob(plan, begins)
+    init_args = random_arguments(plan.startup.inputs, 0) if plan.tables.of else []
+    job = OrderedJob(plan, init_args)
     specs = plan.main.args[2:]
-    named = [
-        pair
-        for spec, b in zip(specs, batch, strict=True)
-        for pair in zip(spec.names, spec.flatten(b), strict=True)
-    ]
-    replay = replay_turns(plan, dict(named), begins)
-    stacked = [spec.unflatten([replay.inputs[n] for n in spec.names]) for spec in specs]
+    names = [n for spec in specs for n in spec.names]
+    types = dict(zip(names, _batch_types(plan, batch), strict=True))
+    replay = replay_turns(plan, types, init_args)
+    stacked = [spec.unflatten_named(replay.inputs) for spec in specs]
     order = job.order
     turns = order.rounds if plan.push_every else len(order.turns)
     return dataclasses.replace(
-        traced_step(job, stacked), replay=replay, steps_per_replay=turns, unfollowed=unmerged(plan)
+        trace_step(job, stacked), replay=replay, steps_per_replay=turns, unfollowed=unmerged(plan)
     )
 
 
 def unmerged(plan: PServerPlan) -> tuple[str, ...]:
-    """Return the reason why a job may do what its recorded order does not: merge gradients; nothing
-    otherwise."""
+    """Return what a job may do and its recorded order does not: merge gradients of steps."""
     queue = plan.options.mode.communicator if isinstance(plan.options.mode, Async) else None
     if queue is None or queue.max_merge_var_num == 1:
         return ()
     return (
         "gradients of several steps that a communicator merges, which the recorded order sends one "
-        "by one; "
-        "max_merge_var_num=1 lets it merge none",
+        "by one; with max_merge_var_num=1 it merges none",
     )
 
 
 @realises(Plan, "verify")
-def traced_simulation(plan: Plan, batch: Sequence[Any]) -> TracedStep:
+def trace_simulation(plan: Plan, batch: Sequence[Any]) -> TracedStep:
     """Trace the step of a simulated job."""
-    return traced_step(plan.simulate(), batch)
+    return trace_step(plan.simulate(), batch)
 
 
-def traced_step(
+def trace_step(
     job: Job | OrderedJob, batch: Sequence[Any], placed_by: Job | None = None
 ) -> TracedStep:
     """Trace the step of a job.
 
     Args:
-      placed_by: a job whose states are like those of this one, and have arrays; this one by
-        default.
-      batch: types of what `job.step` takes behind the state: pytrees of `jax.ShapeDtypeStruct`.
+      batch: types of the arguments of `job.step` after the state: pytrees of
+        `jax.ShapeDtypeStruct`.
+      placed_by: a job with devices whose states have the same structure; by default `job`.
     """
     main = job.plan.main
     specs = main.args[:2]
-    names = [n for spec in specs for n in spec.names]
-    made: dict[str, Any] = {}
+    placing = placed_by or job
+
+    def state_tree(leaves: Mapping[str, Any]) -> Any:
+        params, opt_state = (spec.unflatten_named(leaves) for spec in specs)
+        return placing.state_of(params, opt_state)
 
     def state_of(leaves: Mapping[str, Any]) -> list[Any]:
-        trees = [spec.unflatten([leaves[n] for n in spec.names]) for spec in specs]
-        state = (placed_by or job).state_of(*trees)
-        made["state"] = state
-        return jax.tree.leaves(state)
+        return jax.tree.leaves(state_tree(leaves))
 
-    state_of({n: _full(main.inputs[n], main.frozen_constants.get(n, 0)) for n in names})
-    state = made["state"]
+    arrays = {}
+    for spec in specs:
+        for n in spec.names:
+            arrays[n] = _full(main.inputs[n], main.frozen_constants.get(n, 0))
+    state = state_tree(arrays)
     paths = [
         jax.tree_util.keystr(path, simple=True, separator="/")
         for path, _ in jax.tree.leaves_with_path(state)
     ]
     jaxpr: Any = jax.make_jaxpr(lambda state, *batch: job.step(state, *batch))(state, *batch)
-    traced = TracedStep(jaxpr, paths, state_of, _traced_init(placed_by or job))
-    # the replay of an asynchronous job has parts of its own
+    traced = TracedStep(jaxpr, paths, state_of, _trace_init(placing))
+    # the replay of an asynchronous job splits the batch by itself
     return traced if isinstance(job, OrderedJob) else _with_equal_parts(traced, job.plan)
 
 
 def _with_equal_parts(traced: TracedStep, plan: Any) -> TracedStep:
-    """Return the step, to be compared with equal parts of the batch where parts have reductions of
-    their own rows (`dtrans.local`)."""
+    """Mark a step whose parts have reductions over their rows (`dtrans.local`).
+
+    Such reductions equal those of one device only on equal parts of the batch.
+    """
     shared = plan.shared
     if shared is None or not shared.part.local:
         return traced
@@ -182,11 +191,10 @@ def _with_equal_parts(traced: TracedStep, plan: Any) -> TracedStep:
     return dataclasses.replace(traced, equal_parts=parts, unfollowed=(reason,))
 
 
-def _traced_init(job: Job | OrderedJob) -> Any:
-    """Trace the init of a job: the startup programs of its roles, and where they put what they
-    make."""
+def _trace_init(job: Job | OrderedJob) -> Any:
+    """Trace the init of a job: the startup programs of its roles, and the placement of outputs."""
     startup: Program = job.plan.startup
-    types = [spec.unflatten([startup.inputs[n] for n in spec.names]) for spec in startup.args]
+    types = [spec.unflatten_named(startup.inputs) for spec in startup.args]
     return jax.make_jaxpr(lambda *args: job.init(*args))(*types)
 
 

@@ -250,7 +250,7 @@ def test_a_role_runs_its_own_part_and_says_what_it_cannot(monkeypatch: pytest.Mo
         state = job.init(KEY)
         assert set(state) == set(plan.servers[second].main.inputs)
         for call, says in (
-            (lambda: job.step(state, X, Y), "makes no steps: job.serve"),
+            (lambda: job.step(state, X, Y), "takes no steps: job.serve"),
             (lambda: job.params(state), "has blocks of parameters: save them"),
             (lambda: job.opt_state(state), "the optimizer's state is on the servers"),
         ):
@@ -258,9 +258,7 @@ def test_a_role_runs_its_own_part_and_says_what_it_cannot(monkeypatch: pytest.Mo
                 call()
     with pytest.raises(StateError, match="^this job is closed"):
         job.serve(state)
-    with pytest.raises(
-        ConfigError, match="^donate=False: a server updates its blocks where they are"
-    ):
+    with pytest.raises(ConfigError, match="^donate=False: a server updates its blocks in place"):
         plan.on_cluster(donate=False)
     monkeypatch.setenv("DTRANS_TRAINERS", "3")
     with pytest.raises(

@@ -268,10 +268,10 @@ def _operate(primitive: str, number: int, fault: Any) -> Callable[[pytest.Monkey
             found, jaxpr=Surgery(primitive, number, fault).apply(found.jaxpr)
         )
 
-    return _patch(verified, "traced_turns", traced)
+    return _patch(verified, "trace_turns", traced)
 
 
-_TURNS = verified.traced_turns
+_TURNS = verified.trace_turns
 SERVER, MEMORY = ordered_job._OrderedServer, traced_tables.TracedMemory
 
 

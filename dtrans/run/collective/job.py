@@ -242,10 +242,7 @@ class CollectiveJob(Job):
         if self.batches.odd_rows(arrays):
             return batch
         named = dict(zip(self.batches.names, self.batches.place(arrays), strict=True))
-        args = []
-        for spec in self.batches.specs:
-            args.append(spec.unflatten([named[n] for n in spec.names]))
-        return tuple(args)
+        return tuple(spec.unflatten_named(named) for spec in self.batches.specs)
 
     # -- states ----------------------------------------------------------------------------------
 
@@ -317,7 +314,7 @@ class CollectiveJob(Job):
             found[n] = self.trainers.unshard(x, axis, size)
         if self.plan.owned is not None:
             found = self.plan.owned.unpack_state(found)
-        return spec.unflatten([found[n] for n in spec.names])
+        return spec.unflatten_named(found)
 
 
 def _check_reduces_finite(plan: CollectivePlan, on_nonfinite: str) -> None:

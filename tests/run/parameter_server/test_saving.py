@@ -749,7 +749,7 @@ def test_a_state_may_be_dropped(role_threads: RoleThreads, tmp_path: Path) -> No
     assert not [*tmp_path.iterdir()]
     role = Role("pserver", 2, tuple(plan.servers), current_endpoint=next(iter(plan.servers)))
     with ServerJob(plan, role, {}) as job:
-        with pytest.raises(ConfigError, match='on_failure="save" needs a place: say job.serve'):
+        with pytest.raises(ConfigError, match='on_failure="save" needs a folder: job.serve'):
             job.serve({}, on_failure="save")
         with pytest.raises(ConfigError, match="on_failure must be None, 'save' or 'drop'"):
             job.serve({}, on_failure="keep")
