@@ -216,7 +216,7 @@ class RayChild(Child):
                     self._status = found
                     break
                 for stream, line in found:
-                    self._said(stream, line)
+                    self._on_line(stream, line)
         except RayTaskError as e:
             self._lost = str(e.cause)
         except RayError as e:

@@ -134,9 +134,9 @@ class RemoteChild(Child):
         with self._speaking, contextlib.suppress(OSError, ValueError):
             stdin.write(json.dumps(message).encode() + b"\n")
 
-    def _said(self, name: str, line: str) -> None:
+    def _on_line(self, name: str, line: str) -> None:
         if name != "stderr" or not line.startswith(self._mark):
-            super()._said(name, line)
+            super()._on_line(name, line)
             return
         note = json.loads(line.removeprefix(self._mark))
         if "pid" in note:

@@ -1,8 +1,7 @@
-"""Sequential replays: what a mode computes whose trainers step by themselves, written from its
-definition.
+"""Sequential replays of modes whose trainers step independently, written from their definitions.
 
-One device takes the steps of all trainers, one after the other, and merges what they made.
-`plan.verify()` compares a job of such a mode with its replay instead of with one step.
+One device takes the steps of all trainers, one after the other, and merges the results.
+`plan.verify()` compares a job of such a mode with its replay instead of one single-device step.
 """
 
 from __future__ import annotations
@@ -38,66 +37,69 @@ from dtrans.step.cut import Gradient, cut
 Values = Mapping[str, Any]
 
 
-def replay_local_steps(plan: CollectivePlan, whole: Program) -> Program:
-    """Return a program that takes the local steps of all trainers one after the other, and averages
-    their states.
+def replay_local_steps(plan: CollectivePlan, full_step: Program) -> Program:
+    """Return a program that takes the local steps of all trainers, and averages their states.
 
     Args:
-      plan: one with `local_sgd`.
-      whole: its step, for the batch of all trainers.
+      plan: a plan with `local_sgd`.
+      full_step: its step for the batch of all trainers.
 
     Raises:
-      ConfigError: results are merged in a way that has no replay.
+      ConfigError: a result is merged by a rule that has no replay.
     """
     trainers, steps = plan.trainers, plan.options.local_sgd or 1
-    state_names = [n for spec in whole.args[:2] for n in spec.names]
-    cut = [n for spec in whole.args[2:] for n in spec.names if not is_under(n, plan.unsplit_inputs)]
-    own = whole.specialize_flat(
-        [_part_type(t, trainers * steps, n in cut) for n, t in whole.inputs.items()]
+    state_names = [n for spec in full_step.args[:2] for n in spec.names]
+    batch_names = [n for spec in full_step.args[2:] for n in spec.names]
+    cut = [n for n in batch_names if not is_under(n, plan.unsplit_inputs)]
+    part = full_step.specialize_flat(
+        [_part_type(t, trainers * steps, n in cut) for n, t in full_step.inputs.items()]
     )
-    step = jaxpr_as_fun(own.jaxpr)
-    ways = {n: plan.merges.get(n, "same") for n in whole.out_names}
+    step = jaxpr_as_fun(part.jaxpr)
+    ways = {n: plan.merges.get(n, "same") for n in full_step.out_names}
+    count = plan.options.batch.example_count
+
+    def run_trainer(trainer: int, inputs: Values) -> list[Values]:
+        """Take the local steps of one trainer; return the outputs of each."""
+        state = {n: inputs[n] for n in state_names}
+        outputs: list[Values] = []
+        for turn in range(steps):
+            parts = {n: _part(inputs[n], trainer, turn, trainers, steps) for n in cut}
+            operands = {**inputs, **state, **parts}
+            found = step(*(operands[n] for n in part.in_names))
+            outputs.append(dict(zip(part.out_names, found, strict=True)))
+            state = {n: outputs[-1][n] for n in state_names}
+        return outputs
 
     def replay(*arrays: Any) -> list[Any]:
-        given = dict(zip(whole.in_names, arrays, strict=True))
-        start = {n: given[n] for n in state_names}
-        made: list[list[Values]] = []
-        for trainer in range(trainers):
-            state, of_trainer = start, list[Values]()
-            for turn in range(steps):
-                parts = {n: _part(given[n], trainer, turn, trainers, steps) for n in cut}
-                inputs = {**given, **state, **parts}
-                outs = dict(
-                    zip(own.out_names, step(*(inputs[n] for n in own.in_names)), strict=True)
-                )
-                state = {n: outs[n] for n in state_names}
-                of_trainer.append(outs)
-            made.append(of_trainer)
-        count = plan.options.batch.example_count
-        weights = [[outs[count] if count else 1 for outs in of_trainer] for of_trainer in made]
-        found = []
-        for n in whole.out_names:
-            if n in state_names:  # each trainer has one: that of its last step
-                values = [[of_trainer[-1][n]] for of_trainer in made]
-                found.append(
-                    _merged(n, values, ways[n], [[sum(of_trainer)] for of_trainer in weights])
-                )
+        inputs = dict(zip(full_step.in_names, arrays, strict=True))
+        by_trainer = [run_trainer(k, inputs) for k in range(trainers)]
+        weights = [_column(outputs, count) if count else [1] * steps for outputs in by_trainer]
+        totals = [[sum(of_trainer)] for of_trainer in weights]
+        merged = []
+        for n in full_step.out_names:
+            values = [_column(outputs, n) for outputs in by_trainer]
+            if n in state_names:  # states are averaged after the last local step
+                last = [of_trainer[-1:] for of_trainer in values]
+                merged.append(_merge(n, last, ways[n], totals))
             else:
-                values = [[outs[n] for outs in of_trainer] for of_trainer in made]
-                found.append(_merged(n, values, ways[n], weights))
-        return found
+                merged.append(_merge(n, values, ways[n], weights))
+        return merged
 
-    types = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in whole.inputs.values()]
+    types = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in full_step.inputs.values()]
     jaxpr: Any = jax.make_jaxpr(replay)(*types)
-    return _replaying(whole, jaxpr)
+    return _replace_jaxpr(full_step, jaxpr)
 
 
-def _replaying(whole: Program, jaxpr: Any, **options: Any) -> Program:
-    """Return a program with the arguments of a step, and the live part of another jaxpr."""
+def _column(outputs: Sequence[Values], name: str) -> list[Any]:
+    return [found[name] for found in outputs]
+
+
+def _replace_jaxpr(step: Program, jaxpr: Any, **options: Any) -> Program:
+    """Return a program with the arguments of a step, and the live equations of another jaxpr."""
     inner = opened(jaxpr)
     live, _ = live_part(inner, [True] * len(inner.outvars), [True] * len(inner.invars))
-    made = closed(live.constvars, constants(jaxpr), live.invars, live.outvars, live.eqns, jaxpr)
-    return whole.with_jaxpr(made, labels={}, **options)
+    new = closed(live.constvars, constants(jaxpr), live.invars, live.outvars, live.eqns, jaxpr)
+    return step.with_jaxpr(new, labels={}, **options)
 
 
 def _part_type(t: Any, parts: int, is_cut: bool) -> jax.ShapeDtypeStruct:
@@ -106,7 +108,7 @@ def _part_type(t: Any, parts: int, is_cut: bool) -> jax.ShapeDtypeStruct:
 
 
 def _part(x: Any, trainer: int, turn: int, trainers: int, steps: int) -> Any:
-    """Return the rows that a trainer has in one of its steps; of a key, one of its own."""
+    """Return a trainer's rows of the batch in one of its steps, or a PRNG key folded with both."""
     if x.ndim:
         rows = x.shape[0] // (trainers * steps)
         start = (trainer * steps + turn) * rows
@@ -116,20 +118,20 @@ def _part(x: Any, trainer: int, turn: int, trainers: int, steps: int) -> Any:
     return x
 
 
-def _merged(
+def _merge(
     name: str, values: Sequence[Sequence[Any]], way: str, weights: Sequence[Sequence[Any]]
 ) -> Any:
     """Merge the values of all steps of all trainers.
 
     Args:
-      values: by trainer and step.
-      weights: likewise, of a mean.
+      name: the name of the value, for the error.
+      values: the values by trainer and step.
+      weights: their weights in a mean, by trainer and step.
     """
     flat = [x for of_trainer in values for x in of_trainer]
     if way == "mean":
-        by = [w for of_trainer in weights for w in of_trainer]
-        total = sum(jnp.asarray(w, flat[0].dtype) for w in by)
-        return sum(x * jnp.asarray(w, x.dtype) for x, w in zip(flat, by, strict=True)) / total
+        factors = [jnp.asarray(w, flat[0].dtype) for of_trainer in weights for w in of_trainer]
+        return sum(x * w for x, w in zip(flat, factors, strict=True)) / sum(factors)
     if way in _WAYS:
         return _WAYS[way](values, flat)
     raise ConfigError(
@@ -150,75 +152,65 @@ _WAYS: Mapping[str, Callable[[Sequence[Sequence[Any]], list[Any]], Any]] = {
 # -- asynchronous parameter servers ----------------------------------------------------------------
 
 
-def replay_turns(plan: PServerPlan, batch: Values, begins: Sequence[Any] = ()) -> Program:
-    """Return a program in which one device takes all turns of an asynchronous job, one after the
-    other.
+def replay_turns(plan: PServerPlan, batch: Values, init_args: Sequence[Any] = ()) -> Program:
+    """Return a program that takes all turns of an asynchronous job on one device.
 
-    Its batch has the batches of the order behind each other, along a new first dimension. Its
-    outputs are the state of the servers as one device has it, results of turns, and what trainers
-    hold at the end, by name.
+    Its batch stacks the batches of the order on a new first dimension. Its outputs are, by name:
+    the state of the servers, the results of the turns, and the final state of the trainers.
 
     Args:
-      batch: name to type of the arrays of one batch: of all trainers, or with GEO-SGD of each.
-      begins: arguments of the init, which makes the state of rows that trainers of GEO-SGD look up
-        for the first time.
+      batch: types of the arrays of one batch by name: of all trainers, or with GEO-SGD of one.
+      init_args: arguments of the init. With GEO-SGD it computes the optimizer state of a row that a
+        trainer looks up for the first time.
     """
     order, axes, trainers = RecordedOrder.for_plan(plan), part_axes(plan), plan.trainers
     state_types = {n: plan.main.inputs[n] for spec in plan.main.args[:2] for n in spec.names}
-    part_types = {
-        n: jax.eval_shape(lambda x, n=n: part_of_trainer(x, axes.get(n), 0, trainers), t)
+    part_types = [
+        jax.eval_shape(lambda x, n=n: part_of_trainer(x, axes.get(n), 0, trainers), t)
         for n, t in batch.items()
-    }
-    typed = lambda t: jax.ShapeDtypeStruct(t.shape, t.dtype)
-    own = plan.main.specialize_flat([*map(typed, [*state_types.values(), *part_types.values()])])
-    device = _GeoDevice(plan, own, begins) if plan.push_every else _AsyncDevice(plan, own)
+    ]
+    step = plan.main.specialize_flat([*map(_plain_type, [*state_types.values(), *part_types])])
+    device = _GeoDevice(plan, step, init_args) if plan.push_every else _AsyncDevice(plan, step)
 
     def replay(*arrays: Any) -> dict[str, Any]:
-        given = dict(zip(own.in_names, arrays, strict=True))
-        device.begin({n: given[n] for n in state_types})
+        inputs = dict(zip(step.in_names, arrays, strict=True))
+        device.begin({n: inputs[n] for n in state_types})
         results: dict[str, Any] = {}
         for turn, ends in order.halves:
             if not ends:
-                part = {
-                    n: part_of_trainer(given[n][turn.batch], axes.get(n), turn.trainer, trainers)
-                    for n in batch
-                }
+                part = {}
+                for n in batch:
+                    x = inputs[n][turn.batch]
+                    part[n] = part_of_trainer(x, axes.get(n), turn.trainer, trainers)
                 device.begin_turn(turn, part)
                 continue
             found = device.end_turn(turn)
             results |= {turn.label(n): x for n, x in found.items() if turn.reports}
-        for k in range(trainers):
-            of_rows = device.rows_kept(k)
-            kept = [n for n in device.trainers[k] if n in of_rows or n not in plan.tables.of]
-            kept = [n for n in kept if k or n in device.served]
-            results |= {f"trainer {k}/{n}": (device.trainers[k] | of_rows)[n] for n in kept}
-        first = {
-            n: x
-            for n, x in (device.trainers[0] | device.rows_kept(0)).items()
-            if n not in device.served
-        }
-        return {**first, **{n: device.servers[n] for n in device.served}, **device.rest, **results}
+        return {**device.final_state(), **results, **device.final_trainers()}
 
     types = [*state_types.values(), *(stacked_type(t, order.batches) for t in batch.values())]
-    out = TreeSpec.from_tree(jax.eval_shape(replay, *map(typed, types)))
+    out = TreeSpec.from_tree(jax.eval_shape(replay, *map(_plain_type, types)))
 
-    def in_order(*arrays: Any) -> list[Any]:
-        made = replay(*arrays)
-        return [made[n] for n in out.names]
+    def replay_flat(*arrays: Any) -> list[Any]:
+        outputs = replay(*arrays)
+        return [outputs[n] for n in out.names]
 
-    jaxpr: Any = jax.make_jaxpr(in_order)(*map(typed, types))
-    return _replaying(own, jaxpr, out=out)
+    jaxpr: Any = jax.make_jaxpr(replay_flat)(*map(_plain_type, types))
+    return _replace_jaxpr(step, jaxpr, out=out)
+
+
+def _plain_type(t: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(t.shape, t.dtype)
 
 
 class LazyRows:
-    """Definition of a lazy update: rows that a step does not look up are not changed by it.
+    """Definition of a lazy update: a step changes only the rows that it looks up.
 
-    That holds for rows of the table, and of each array of the optimizer's state that has a row for
-    each of them.
+    These are rows of the table, and of each array of optimizer state with a row for each of them.
 
     Args:
-      tables: those whose updates are lazy.
-      step: of one device, for the batch of one update.
+      tables: the tables with lazy updates.
+      step: the single-device step, for the batch of one update.
     """
 
     def __init__(self, tables: Mapping[str, Table], step: Program) -> None:
@@ -234,82 +226,96 @@ class LazyRows:
         self._numbers = closed(
             inner.constvars, constants(step.jaxpr), inner.invars, numbers, eqns, step.jaxpr
         )
-        self._components = {n: [component for _, component in ids] for n, ids in picked.items()}
+        self._components = {n: tuple(zip(*ids, strict=True))[1] for n, ids in picked.items()}
 
     def __call__(self, new: Values, old: Values, inputs: Values) -> dict[str, Any]:
-        """Return a new state whose rows are the old ones where the step with these inputs looks no
-        row up."""
-        left = dict(new)
+        """Return a state with the new rows that a step looks up, and the old other rows.
+
+        Args:
+          new: the state after a full update.
+          old: the state before it.
+          inputs: the inputs of the step.
+        """
+        state = dict(new)
         for table, touched in self.touched(inputs).items():
             for n in (table, *self._tables[table].zero.state):
-                left[n] = _chosen(touched, new[n], old[n])
-        return left
+                state[n] = _select_rows(touched, new[n], old[n])
+        return state
 
-    def beside(self, new: Values, old: Values, inputs: Values) -> dict[str, Any]:
-        """Return arrays that have the shape of their table, by the name of the table: as `__call__`
-        does."""
+    def select(self, new: Values, old: Values, inputs: Values) -> dict[str, Any]:
+        """Do the same to arrays that are named by their table and have its shape.
+
+        Args:
+          old: arrays before the step; zeros for missing ones.
+        """
         touched = self.touched(inputs) if new else {}
-        zeros = {n: old.get(n, jnp.zeros_like(x)) for n, x in new.items()}
-        return {n: _chosen(touched[n], x, zeros[n]) if n in touched else x for n, x in new.items()}
-
-    def touched(self, inputs: Values) -> dict[str, Any]:
-        """Return for each lazy table which of its rows a step looks up."""
-        if not self._tables:
-            return {}
-        made = iter(evaluate(self._numbers, *(inputs[n] for n in self._inputs)))
         found = {}
-        for n, components in self._components.items():
-            looked_up = jnp.zeros(self._tables[n].lookups.rows, jnp.int32)
-            for component in components:
-                ids = next(made)
-                looked_up = looked_up.at[
-                    jnp.ravel(ids if component is None else ids[..., component])
-                ].set(1)
-            found[n] = looked_up > 0
+        for n, x in new.items():
+            before = old.get(n, jnp.zeros_like(x))
+            found[n] = _select_rows(touched[n], x, before) if n in touched else x
         return found
 
+    def touched(self, inputs: Values) -> dict[str, Any]:
+        """Return a mask of the rows that a step looks up, for each lazy table: bool [rows]."""
+        if not self._tables:
+            return {}
+        numbers = iter(evaluate(self._numbers, *(inputs[n] for n in self._inputs)))
+        masks = {}
+        for n, components in self._components.items():
+            mask = jnp.zeros(self._tables[n].lookups.rows, jnp.int32)
+            for component in components:
+                ids = next(numbers)
+                if component is not None:
+                    ids = ids[..., component]
+                mask = mask.at[jnp.ravel(ids)].set(1)
+            masks[n] = mask > 0
+        return masks
 
-def _chosen(rows: Any, new: Any, old: Any) -> Any:
-    return jnp.where(rows.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
+
+def _select_rows(mask: Any, new: Any, old: Any) -> Any:
+    """Return rows of `new` under the mask, and rows of `old` elsewhere."""
+    return jnp.where(mask.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
 
 
 def lazy_tables(plan: PServerPlan) -> dict[str, Table]:
-    """Return the tables whose update leaves rows unmoved that one device moves, by name."""
-    leaves = lambda t: t.zero.moves and not (t.catches_up or t.updates_all)
-    return {n: t for n, t in plan.tables.of.items() if leaves(t)}
+    """Return the tables whose lazy update differs from that of one device, by name."""
+    found = {}
+    for n, t in plan.tables.of.items():
+        if t.zero.moves and not (t.catches_up or t.updates_all):
+            found[n] = t
+    return found
 
 
 def replay_lazy(plan: PServerPlan, batch: Sequence[Any]) -> Program | None:
     """Return the step of one device with lazy updates of tables; None if no table has one.
 
     Args:
-      batch: types of the arrays of the whole batch.
+      batch: types of the arrays of the global batch.
     """
     if not lazy_tables(plan):
         return None
-    state = {n: plan.main.inputs[n] for spec in plan.main.args[:2] for n in spec.names}
-    whole = plan.main.specialize_flat([*state.values(), *batch])
-    leave = LazyRows(lazy_tables(plan), whole)
+    state = [plan.main.inputs[n] for spec in plan.main.args[:2] for n in spec.names]
+    step = plan.main.specialize_flat([*state, *batch])
+    keep_rows = LazyRows(lazy_tables(plan), step)
 
-    def step(*arrays: Any) -> list[Any]:
-        inputs = dict(zip(whole.in_names, arrays, strict=True))
-        new = dict(zip(whole.out_names, evaluate(whole.jaxpr, *arrays), strict=True))
-        left = leave(new, inputs, inputs)
-        return [left[n] for n in whole.out_names]
+    def lazy_step(*arrays: Any) -> list[Any]:
+        inputs = dict(zip(step.in_names, arrays, strict=True))
+        new = dict(zip(step.out_names, evaluate(step.jaxpr, *arrays), strict=True))
+        lazy = keep_rows(new, inputs, inputs)
+        return [lazy[n] for n in step.out_names]
 
-    types = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in whole.inputs.values()]
-    jaxpr: Any = jax.make_jaxpr(step)(*types)
-    return _replaying(whole, jaxpr)
+    jaxpr: Any = jax.make_jaxpr(lazy_step)(*map(_plain_type, step.inputs.values()))
+    return _replace_jaxpr(step, jaxpr)
 
 
 class _ReplayedDevice:
-    """One device that stands for servers and trainers in turn.
+    """Device that simulates the servers and trainers in turn.
 
     Attributes:
-      served: the parameters that servers have.
-      servers: these, by name.
-      rest: the optimizer's state, where servers have it.
-      trainers: what each trainer holds, by name.
+      served: names of the parameters on servers.
+      servers: the parameters of servers, by name.
+      rest: the optimizer state of servers, by name; empty with GEO-SGD.
+      trainers: the state of each trainer, by name.
     """
 
     def __init__(self, plan: PServerPlan, step: Program) -> None:
@@ -320,39 +326,60 @@ class _ReplayedDevice:
         self.trainers: list[dict[str, Any]] = []
 
     def begin(self, state: Values) -> None:
-        """Let all roles have the state of one device."""
-        own = set(self.plan.main.args[0].names) | (state.keys() if self.plan.push_every else set())
+        """Give all roles the state of one device."""
+        on_trainers = set(self.plan.main.args[0].names)
+        if self.plan.push_every:  # with GEO-SGD, trainers have the optimizer state
+            on_trainers |= state.keys()
         self.servers = {n: state[n] for n in self.served}
-        self.rest = {n: x for n, x in state.items() if n not in own}
-        self.trainers = [
-            {n: x for n, x in state.items() if n in own} for _ in range(self.plan.trainers)
-        ]
+        self.rest = {n: x for n, x in state.items() if n not in on_trainers}
+        of_trainer = {n: x for n, x in state.items() if n in on_trainers}
+        self.trainers = [dict(of_trainer) for _ in range(self.plan.trainers)]
 
     def begin_turn(self, turn: Turn, batch: Values) -> None:
-        """Let a trainer compute its step from the parameters that it has."""
+        """Compute a trainer's step from the parameters that it has."""
         raise NotImplementedError
 
     def end_turn(self, turn: Turn) -> Values:
-        """Apply the gradients of a trainer's step on the servers; return the results of the
-        step."""
+        """Apply a trainer's gradients on the servers, and return the results of its step."""
         raise NotImplementedError
 
-    def rows_kept(self, trainer: int) -> dict[str, Any]:
-        """Return tables as a trainer keeps rows of them, by name; nothing where it keeps none."""
+    def cached_rows(self, trainer: int) -> dict[str, Any]:
+        """Return the rows of tables that a trainer caches, by name of the array; none by default.
+
+        Rows that it does not cache have fixed values.
+        """
         return {}
 
+    def final_state(self) -> dict[str, Any]:
+        """Return the state of the job as one device has it, by name."""
+        of_first = self.trainers[0] | self.cached_rows(0)
+        state = {n: x for n, x in of_first.items() if n not in self.served}
+        state |= {n: self.servers[n] for n in self.served}
+        return state | self.rest
+
+    def final_trainers(self) -> dict[str, Any]:
+        """Return the arrays of trainers that are not in `final_state`, by trainer and name."""
+        found = {}
+        for k, arrays in enumerate(self.trainers):
+            rows = self.cached_rows(k)
+            for n in arrays:
+                is_table = n in self.plan.tables.of and n not in rows
+                if not is_table and (k or n in self.served):
+                    found[f"trainer {k}/{n}"] = rows.get(n, arrays[n])
+        return found
+
     def run(self, inputs: Values) -> dict[str, Any]:
-        """Take the step of one device; return its outputs by name."""
-        made = evaluate(self.step.jaxpr, *(inputs[n] for n in self.step.in_names))
-        return dict(zip(self.step.out_names, made, strict=True))
+        """Take the step of one device, and return its outputs by name."""
+        outputs = evaluate(self.step.jaxpr, *(inputs[n] for n in self.step.in_names))
+        return dict(zip(self.step.out_names, outputs, strict=True))
 
 
 class _AsyncDevice(_ReplayedDevice):
-    """One device that applies each gradient by itself to the newest parameters.
+    """Device that applies each trainer's gradient to the newest parameters.
 
-    Where gradients are compensated for their delay, an update is by g + s g g (w - w'), where w' is
-    what the trainer has received, and s the strength; or with a decay s / sqrt(m + 1e-7), and m =
-    decay m + (1 - decay) g g.
+    Delay compensation replaces a gradient g by g + s g g (w - w'). Here w are the parameters on the
+    servers, w' those that the trainer received, and s is the strength. With a decay, the strength
+    is s / sqrt(m + 1e-7), and m becomes decay m + (1 - decay) g g.
     """
 
     def __init__(self, plan: PServerPlan, step: Program) -> None:
@@ -366,7 +393,7 @@ class _AsyncDevice(_ReplayedDevice):
         self._differentiated = closed(
             inner.constvars, constants(source.jaxpr), inner.invars, outs, inner.eqns, source.jaxpr
         )
-        self._leave = LazyRows(lazy_tables(plan), step)
+        self._keep_rows = LazyRows(lazy_tables(plan), step)
         mode = plan.options.mode
         self._delay = mode.delay if isinstance(mode, Async | HalfAsync) else None
 
@@ -377,39 +404,45 @@ class _AsyncDevice(_ReplayedDevice):
         self._computed: dict[int, tuple[Values, Values, Sequence[Any]]] = {}  # by trainer
 
     def begin_turn(self, turn: Turn, batch: Values) -> None:
-        # a trainer has no table: it looks rows up where its step begins
+        # a trainer has no table: it looks up the rows of the servers when its step begins
         received = self.trainers[turn.trainer] | {n: self.servers[n] for n in self.plan.tables.of}
         inputs = {**received, **self.rest, **batch}
-        made = evaluate(self._differentiated, *(inputs[n] for n in self.step.in_names))
-        outs = dict(zip(self._names, made, strict=False))
-        self._computed[turn.trainer] = inputs, outs, made[len(outs) :]
+        found = evaluate(self._differentiated, *(inputs[n] for n in self.step.in_names))
+        outs = dict(zip(self._names, found, strict=False))
+        self._computed[turn.trainer] = inputs, outs, found[len(outs) :]
 
     def end_turn(self, turn: Turn) -> Values:
         inputs, outs, grads = self._computed.pop(turn.trainer)
-        held = {**self.servers, **self.rest}
-        new = {n: outs[n] for n in held}
-        given: dict[str, Any] = {}
+        state = {**self.servers, **self.rest}
+        new = {n: outs[n] for n in state}
         squares = dict(self._squares)
+        compensated: dict[str, Any] = {}
         for n, g in zip(self._halves.gradients, grads, strict=True):
-            given[n] = self._compensated(n, g, inputs[n])
-        if not self._is_first:  # the first turn is a step of one device
+            compensated[n] = self._compensate(n, g, inputs[n])
+
+        # the first turn is a step of one device; later ones apply old gradients to new parameters
+        if not self._is_first:
             half = self._halves.optimize
-            known = {**inputs, **held}
-            operands = [
-                given[n.leaf] if isinstance(n, Gradient) else known[n] for n in half.in_names
-            ]
+            known = {**inputs, **state}
+            operands = []
+            for name in half.in_names:
+                if isinstance(name, Gradient):
+                    operands.append(compensated[name.leaf])
+                else:
+                    operands.append(known[name])
             new |= zip(half.out_names, evaluate(half.jaxpr, *operands), strict=True)
         self._is_first = False
-        new = self._leave(new, held, inputs)
-        self._squares = self._leave.beside(self._squares, squares, inputs)
+
+        new = self._keep_rows(new, state, inputs)
+        self._squares = self._keep_rows.select(self._squares, squares, inputs)
         self.servers = {n: new[n] for n in self.served}
         self.rest = {n: new[n] for n in self.rest}
         received = self.trainers[turn.trainer]
         self.trainers[turn.trainer] = {n: self.servers.get(n, outs[n]) for n in received}
         return {n: x for n, x in outs.items() if n not in received and n not in self.rest}
 
-    def _compensated(self, leaf: str, grad: Any, received: Any) -> Any:
-        """Return a gradient for parameters that are older than those of the servers."""
+    def _compensate(self, leaf: str, grad: Any, received: Any) -> Any:
+        """Return the gradient for the servers' parameters, which are newer than the trainer's."""
         if self._delay is None:
             return grad
         strength: Any = self._delay.strength
@@ -422,57 +455,60 @@ class _AsyncDevice(_ReplayedDevice):
 
 
 class _GeoDevice(_ReplayedDevice):
-    """Trainers train by themselves, and every few steps give servers what they have changed,
-    divided by their number.
+    """Device of GEO-SGD: trainers train locally, and push their changes every few steps.
 
-    What has come back is in the results of the next step: local + (server - old). `old` is what a
-    trainer and the servers agreed on last.
+    A push is (local - old) / trainers, where `old` is the value that a trainer and the servers
+    agreed on last. The answer is added to the results of the next step: local + (server - old).
 
-    Of a table the same holds row by row. A trainer keeps the rows that its steps have looked up. At
-    its first lookup a row is as the servers have it, and its state as the init makes it. A push has
-    the rows that were looked up since the last one. The answer has the rows that the trainer keeps
-    and that others have pushed since its last answer.
+    For a table, this holds for each row. A trainer caches the rows that its steps have looked up.
+    At its first lookup, a row has the servers' value, and its optimizer state is that of the init.
+    A push has the rows that were looked up since the last push. The answer has the cached rows that
+    other trainers have pushed since the last answer.
 
     Args:
-      begins: arguments of the init.
+      init_args: arguments of the init.
     """
 
-    def __init__(self, plan: PServerPlan, step: Program, begins: Sequence[Any]) -> None:
+    def __init__(self, plan: PServerPlan, step: Program, init_args: Sequence[Any]) -> None:
         super().__init__(plan, step)
         self.tables = plan.tables.of
         self._lookups = LazyRows(self.tables, step)
-        self._begins = begins
+        self._init_args = init_args
 
     def begin(self, state: Values) -> None:
         super().begin(state)
-        # traced with the turns: what a device rounds here would not be what the job's init computes
-        made = evaluate(self.plan.startup.jaxpr, *self._begins) if self.tables else ()
-        self._init = dict(zip(self.plan.startup.out_names, made, strict=bool(made)))
+        # traced with the turns: a device would round these values in another way than the job's
+        # init
+        first = evaluate(self.plan.startup.jaxpr, *self._init_args) if self.tables else ()
+        self._init = dict(zip(self.plan.startup.out_names, first, strict=bool(first)))
         self._old = [dict(self.servers) for _ in self.trainers]
         self._steps = [0 for _ in self.trainers]
         self._answers: list[Values | None] = [None for _ in self.trainers]
-        self._outs: dict[int, Values] = {}  # of the step that each trainer is at
-        # for each trainer which rows of a table it keeps, owes to servers, and is to be told of;
-        # and what it is told of
+        self._outs: dict[int, Values] = {}  # outputs of the current step, by trainer
+
+        # masks of rows by trainer and table
         none = {n: jnp.zeros(t.lookups.rows, bool) for n, t in self.tables.items()}
-        start = lambda k, rows: jnp.zeros(rows, bool).at[rows_at_start(rows, k)].set(True)
-        self._kept = [
-            {n: start(k, len(x)) for n, x in none.items()} for k in range(self.plan.trainers)
-        ]
-        self._owed, self._news, self._told = ([dict(none) for _ in self.trainers] for _ in range(3))
+        empty = lambda: [dict(none) for _ in self.trainers]
+        self._cached = empty()
+        self._unpushed = empty()  # looked up since the last push
+        self._stale = empty()  # cached, and pushed by others since the last answer
+        self._answered = empty()  # in the next answer
         for k in range(self.plan.trainers):
-            self._look_up(k, {n: ~rows for n, rows in self._kept[k].items()})
+            for n, rows in none.items():
+                start = rows_at_start(len(rows), k)
+                self._cached[k][n] = rows.at[start].set(True)
+            self._look_up(k, {n: ~rows for n, rows in self._cached[k].items()})
 
     def begin_turn(self, turn: Turn, batch: Values) -> None:
         k = turn.trainer
         touched = self._lookups.touched({**self.trainers[k], **batch})
-        self._look_up(k, {n: rows & ~self._kept[k][n] for n, rows in touched.items()})
+        self._look_up(k, {n: rows & ~self._cached[k][n] for n, rows in touched.items()})
         before = self.trainers[k]
         outs = self.run({**before, **batch})
         self._outs[k] = self._lookups(outs, before, {**before, **batch})
         for n, rows in touched.items():
-            self._kept[k][n] |= rows
-            self._owed[k][n] |= rows
+            self._cached[k][n] |= rows
+            self._unpushed[k][n] |= rows
 
     def end_turn(self, turn: Turn) -> Values:
         k, trainers = turn.trainer, self.plan.trainers
@@ -483,55 +519,63 @@ class _GeoDevice(_ReplayedDevice):
         if self._steps[k] == local_steps(self.plan.push_every):
             local, old = self.trainers[k], self._old[k]
             deltas = {n: (local[n] - old[n]) / trainers for n in self.served}
-            for n, rows in self._owed[k].items():
-                deltas[n] = _chosen(rows, deltas[n], jnp.zeros_like(deltas[n]))
+            for n, rows in self._unpushed[k].items():
+                deltas[n] = _select_rows(rows, deltas[n], jnp.zeros_like(deltas[n]))
             self.servers = {n: x + deltas[n] for n, x in self.servers.items()}
             self._old[k] = {n: old[n] + deltas[n] for n in self.served}
-            self._tell_others(k)
+            self._mark_pushed(k)
             self._answers[k], self._steps[k] = self.servers, 0
             mode = self.plan.options.mode
             if isinstance(mode, Geo) and mode.block_on_pull:
                 self._pull(k)
         return {n: x for n, x in outs.items() if n not in self.trainers[k]}
 
-    def rows_kept(self, trainer: int) -> dict[str, Any]:
-        """Return tables and the state of their rows as a trainer keeps them: zeros and new state
-        elsewhere."""
+    def cached_rows(self, trainer: int) -> dict[str, Any]:
+        """Return the tables and row states of a trainer.
+
+        Rows that it does not cache are zero, and their state is that of the init.
+        """
         found = {}
         for table, t in self.tables.items():
-            rows, local = self._kept[trainer][table], self.trainers[trainer]
-            found[table] = _chosen(rows, local[table], jnp.zeros_like(local[table]))
-            found |= {n: _chosen(rows, local[n], self._init[n]) for n in t.zero.state}
+            rows, local = self._cached[trainer][table], self.trainers[trainer]
+            found[table] = _select_rows(rows, local[table], jnp.zeros_like(local[table]))
+            for n in t.zero.state:
+                found[n] = _select_rows(rows, local[n], self._init[n])
         return found
 
-    def _look_up(self, trainer: int, new: Mapping[str, Any]) -> None:
-        """Let a trainer have rows of tables that it does not keep."""
-        local, old = self.trainers[trainer], self._old[trainer]
-        for table, rows in new.items():
-            local[table] = _chosen(rows, self.servers[table], local[table])
-            old[table] = _chosen(rows, self.servers[table], old[table])
-            local |= {
-                n: _chosen(rows, self._init[n], local[n]) for n in self.tables[table].zero.state
-            }
+    def _look_up(self, trainer: int, masks: Mapping[str, Any]) -> None:
+        """Copy rows of tables from the servers to a trainer.
 
-    def _tell_others(self, trainer: int) -> None:
-        """Note which rows others are to be told of that a trainer has pushed, and what it is told
-        of itself."""
-        for n, rows in self._owed[trainer].items():
+        Args:
+          masks: the rows of each table.
+        """
+        local, old = self.trainers[trainer], self._old[trainer]
+        for table, rows in masks.items():
+            local[table] = _select_rows(rows, self.servers[table], local[table])
+            old[table] = _select_rows(rows, self.servers[table], old[table])
+            for n in self.tables[table].zero.state:
+                local[n] = _select_rows(rows, self._init[n], local[n])
+
+    def _mark_pushed(self, trainer: int) -> None:
+        """Mark the rows of a push as stale on other trainers; fix the rows of its answer."""
+        for n, rows in self._unpushed[trainer].items():
             for k in range(self.plan.trainers):
                 if k != trainer:
-                    self._news[k][n] |= rows & self._kept[k][n]
-            self._owed[trainer][n] = jnp.zeros_like(rows)
-        self._told[trainer] = self._news[trainer]
-        self._news[trainer] = {n: jnp.zeros_like(rows) for n, rows in self._told[trainer].items()}
+                    self._stale[k][n] |= rows & self._cached[k][n]
+            self._unpushed[trainer][n] = jnp.zeros_like(rows)
+        stale = self._stale[trainer]
+        self._answered[trainer] = stale
+        self._stale[trainer] = {n: jnp.zeros_like(rows) for n, rows in stale.items()}
 
     def _pull(self, trainer: int) -> None:
-        """Take in the answer to the last push."""
+        """Apply the answer to the last push."""
         answer, self._answers[trainer] = self._answers[trainer], None
         if answer is None:
             return
-        local, old, told = self.trainers[trainer], self._old[trainer], self._told[trainer]
+        local, old, masks = self.trainers[trainer], self._old[trainer], self._answered[trainer]
         for n in self.served:
-            pulled = local[n] + (answer[n] - old[n])
-            local[n] = _chosen(told[n], pulled, local[n]) if n in told else pulled
-            old[n] = _chosen(told[n], answer[n], old[n]) if n in told else answer[n]
+            local_new, old_new = local[n] + (answer[n] - old[n]), answer[n]
+            if n in masks:
+                local_new = _select_rows(masks[n], local_new, local[n])
+                old_new = _select_rows(masks[n], old_new, old[n])
+            local[n], old[n] = local_new, old_new

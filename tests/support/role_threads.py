@@ -23,7 +23,7 @@ from dtrans.protocol.collective.join_loop import FIRST
 from dtrans.protocol.transport import DOOR
 from dtrans.run.net.keys import Keys
 from dtrans.run.net.net_options import choose_encryption
-from dtrans.run.net.sockets import Doorkeeper, bind, connect, new_socket
+from dtrans.run.net.sockets import Authenticator, bind, connect, new_socket
 
 
 HANG = 25.0  # seconds; longer than anything here takes on a busy machine
@@ -255,7 +255,7 @@ class FakeServer:
     def __init__(self, endpoint: str) -> None:
         self._context = zmq.Context()
         keys = Keys(token.job_token(), choose_encryption(None))
-        self._doorkeeper = Doorkeeper(self._context, keys, {DOOR: "", FIRST: ""})
+        self._authenticator = Authenticator(self._context, keys, {DOOR: "", FIRST: ""})
         self._socket = new_socket(self._context, zmq.ROUTER)
         bind(self._socket, f"tcp://{endpoint}", keys)
         self._last, self._nonce = b"", ""
@@ -276,7 +276,7 @@ class FakeServer:
 
     def _end(self, linger: int) -> None:
         if not self._context.closed:
-            self._doorkeeper.close()
+            self._authenticator.close()
         self._context.destroy(linger=linger)
 
     def hear(self) -> wire.Message:

@@ -1,18 +1,18 @@
-"""Processes: who they are, how they find one another, and what happens when one ends.
+"""Processes of a job: their roles, launcher, rendezvous and failures.
 
-role            what a launched process knows of itself
-schedulers      the same, from the variables of Slurm, Open MPI, torchrun, JobSet and Paddle
-rendezvous      the trainers of nccl2 mode find one another
-connect         they become one job of `jax.distributed`
-gloo            where Gloo of each process is reached
-elastic         those left of it go on
-address         where they reach each other, beside what JAX connects
-status_door     trainer 0 answers `dtrans status`
-multihost       what they hold together and agree on
-membership      the job that this process is in
-board           words that processes read from each other, by JAX's coordinator
-watch           each process sees how another ends
-launcher        starts the processes of a job, here or where a `Site` says
-child_process   its processes, and what they print
-orphan_guard    ends them when the launcher itself is killed
+role            role of a process, from environment variables
+schedulers      role, from variables of Slurm, Open MPI, torchrun, JobSet and Paddle
+rendezvous      rendezvous of the trainers of nccl2 mode
+connect         connection of the trainers by `jax.distributed`
+gloo            address that Gloo binds
+address         addresses of dtrans's own connections between trainers
+membership      the job that this process is connected to
+board           messages between processes on the key-value store of JAX's coordinator
+multihost       global arrays, sums and agreements of all trainers
+watch           notice of processes that end
+elastic         training that continues without lost trainers
+status_door     answers of trainer 0 to `dtrans status`
+launcher        launcher of a job's processes, here or at a `Site`
+child_process   process of the launcher, with its output
+orphan_guard    end of all processes when the launcher itself is killed
 """

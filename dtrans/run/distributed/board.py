@@ -1,8 +1,9 @@
-"""What the processes of a job tell each other, on the board that JAX's coordinator keeps."""
+"""Messages between the processes of a job, on the key-value store of JAX's coordinator."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Callable
@@ -17,77 +18,92 @@ from dtrans.run.net.keys import Keys
 from dtrans.run.net.net_options import ENCRYPTION
 
 
-LOOK = 0.5  # seconds after which one that waits looks whether another has ended
+CHECK_EVERY = 0.5  # seconds between two checks that a process that is waited for still lives
 
 
-def read(place: str, limit: float, look: Callable[[], None]) -> str | None:
-    """What is at a place of the board, or None when there is nothing by a time of the monotonic
-    clock.
+def read(place: str, limit: float, check: Callable[[], None]) -> str | None:
+    """Wait for the value at a key.
 
     Args:
-      look: is called now and then while nothing is there; what it raises ends the wait.
+      place: the key.
+      limit: end of the wait, in seconds of the monotonic clock.
+      check: called every half a second of the wait. An exception that it raises ends the wait.
+
+    Returns:
+      The value; None if there is none by `limit`.
     """
     while True:
         left = limit - time.monotonic()
         try:
             found = bulletin_board().blocking_key_value_get(
-                place, math.ceil(max(0.001, min(left, LOOK)) * 1000)
+                place, math.ceil(max(0.001, min(left, CHECK_EVERY)) * 1000)
             )
             return str(found)
         except jax.errors.JaxRuntimeError as e:
             if "DEADLINE_EXCEEDED" not in str(e):
                 raise
-        look()
-        if left <= LOOK:
+        check()
+        if left <= CHECK_EVERY:
             return None
 
 
-def told(
+def all_gather_text(
     cluster: Membership,
-    what: str,
-    mine: str,
+    topic: str,
+    text: str,
     missed: str,
-    look: Callable[[int], None] = lambda k: None,
+    check: Callable[[int], None] = lambda k: None,
 ) -> dict[int, str]:
-    """What each process says; this one says `mine`.
+    """Gather a text of each process on all processes.
 
     Args:
-      what: it is about, the same in all processes and once in a job.
-      missed: what one that says nothing does not do, for the message.
-      look: is called now and then with the number of a process that is waited for.
+      topic: the key; all processes use it, once in a job.
+      text: this process's text.
+      missed: the verb for a process that does not come, for the error: "connect".
+      check: called every half a second with the number of the process that is waited for.
+
+    Returns:
+      The texts by number of process.
 
     Raises:
-      DeadlineError: one did not say it.
+      DeadlineError: a process did not come in time.
     """
-    me, found = cluster.trainer_id, {cluster.trainer_id: mine}
-    bulletin_board().key_value_set(f"dtrans/{what}/{me}", mine)
+    me, found = cluster.trainer_id, {cluster.trainer_id: text}
+    bulletin_board().key_value_set(f"dtrans/{topic}/{me}", text)
     for k in set(range(cluster.trainers)) - {me}:
-        word = read(f"dtrans/{what}/{k}", time.monotonic() + cluster.deadline, lambda k=k: look(k))  # type: ignore[misc]
-        if word is None:
+        limit = time.monotonic() + cluster.deadline
+        theirs = read(f"dtrans/{topic}/{k}", limit, functools.partial(check, k))
+        if theirs is None:
             raise DeadlineError(
                 f"trainer {me} waited {cluster.deadline:g} s for trainer {k} to {missed}"
             )
-        found[k] = word
+        found[k] = theirs
     return found
 
 
 def shared_keys(
-    cluster: Membership, what: str, missed: str, look: Callable[[int], None] = lambda k: None
+    cluster: Membership, topic: str, missed: str, check: Callable[[int], None] = lambda k: None
 ) -> Keys:
-    """Return keys that only the processes of a job have: of the job, and of a word of its first
-    process.
+    """Return keys that only the processes of this run have.
+
+    They are derived from the job's token and a random word of the first process. The word keeps out
+    processes of another run with the same token.
+
+    Args:
+      topic, missed, check: as for `all_gather_text`.
 
     Raises:
-      ConfigError: another process protects its connections in another way.
+      ConfigError: another process has another setting of encryption.
+      DeadlineError: a process did not come in time.
     """
     keys = cluster.keys
-    words = told(cluster, f"{what}/words", f"{token.new_token()} {keys.setting}", missed, look)
-    for k, said in words.items():
-        _, _, setting = said.partition(" ")
+    text = f"{token.new_token()} {keys.setting}"
+    words = all_gather_text(cluster, f"{topic}/words", text, missed, check)
+    for k, theirs in words.items():
+        _, _, setting = theirs.partition(" ")
         if setting != keys.setting:
             raise ConfigError(
                 f"trainer {cluster.trainer_id} has {keys.setting}, and trainer {k} has {setting}; "
-                "give all processes "
-                f"of a job the same, or {ENCRYPTION}"
+                f"give all processes of a job the same, or {ENCRYPTION}"
             )
     return dataclasses.replace(keys, word=words[min(words)].partition(" ")[0])

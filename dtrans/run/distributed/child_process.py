@@ -1,8 +1,8 @@
-"""One role as a child process: its own session, its output line by line, its end as an event.
+"""Role as a child process: a session for each, output by lines, and its end as an event.
 
-Every child leads a session, and so a process group, of its own: a Ctrl-C on the terminal reaches
-the launcher alone, which then decides, and what a role starts itself is ended with it. Each output
-stream has a thread that reads lines; a further thread waits for the end. Nothing polls.
+Each child leads a session, and so a process group. A Ctrl-C on the terminal then reaches only the
+launcher, and processes that a role starts are ended with the role. A thread for each output stream
+reads lines. Another thread waits for the end of the process. Nothing polls.
 
 This module loads without JAX, for agents on other hosts.
 """
@@ -30,27 +30,28 @@ if TYPE_CHECKING:
     from dtrans.run.distributed.role import Role
 
 
-TAIL = 60  # lines of standard error that are kept to say why a role failed
-# seconds for the last lines of a role whose group is gone; only another session can hold them up
+TAIL = 60  # lines of standard error in the error message of a failed role
+# seconds to wait for the last lines of a role whose process group has ended; a process that left
+# the group may still have the stream open
 DRAIN = 5.0
 
 Emit = Callable[[str, str], None]
 
 
 class Child:
-    """A role as a process, which waits for `begin`.
+    """Role as a process, which waits for `begin` before it runs its command.
 
     Args:
-      role: what it is; the environment says so.
+      role: the role.
       command: program and arguments.
-      env: its whole environment.
-      events: gets this object when the process has ended, before it is reaped.
+      env: the environment of the process. It contains the variables of the role.
+      events: a queue that gets this object when the process has ended, before it is reaped.
       emit: called with a stream, `stdout` or `stderr`, and a line.
-      inherit_stdout: leave standard output as it is, e.g. a terminal.
+      inherit_stdout: True to inherit this process's standard output, a terminal say.
 
     Attributes:
       tail: the last lines of its standard error.
-      where: ` on gpu1` where the role runs on a host that the user has named; else empty.
+      where: ` on gpu1` for a role on a host that the user named; else empty.
 
     Raises:
       LaunchError: the command cannot be started.
@@ -87,28 +88,25 @@ class Child:
         self._thread(self._wait, events)
 
     def begin(self) -> None:
-        """Let the role begin, once somebody is there to end it if the launcher is killed."""
+        """Start the command, after the guard has learned the process id."""
         assert self.process.stdin is not None
-        with (
-            self.process.stdin as gate,
-            contextlib.suppress(BrokenPipeError),
-        ):  # it was killed: its end is an event
+        # a broken pipe: the process was killed, and its end is an event
+        with self.process.stdin as gate, contextlib.suppress(BrokenPipeError):
             gate.write(b"\n")
 
     @property
     def pid(self) -> int:
-        """The process id, which is also that of its group; 0 where it is no process of this
-        host."""
+        """The id of the process and of its group; 0 for a process on another host."""
         return self.process.pid
 
     @property
     def returncode(self) -> int:
-        """The exit status of an ended role as `subprocess` gives it: -n for signal n."""
+        """The exit status of an ended role in the form of `subprocess`: -n for signal n."""
         return int(self.process.returncode)
 
     @property
     def code(self) -> int:
-        """The exit status of an ended role as a shell gives it: 128 + n for signal n."""
+        """The exit status of an ended role in the form of a shell: 128 + n for signal n."""
         return 128 - self.returncode if self.returncode < 0 else self.returncode
 
     @property
@@ -117,38 +115,38 @@ class Child:
         return False
 
     def how(self) -> str:
-        """Return how an ended role has failed: what stands after `failed with`."""
+        """Return the cause of a failure, for messages: the words after `failed with`."""
         if self.returncode < 0:
             return f"signal {signal.Signals(-self.returncode).name}"
         return f"exit code {self.returncode}"
 
     def tell_ended(self, role: str, how: str) -> None:
-        """Tell this role that another has ended. On this host a folder says so
-        (`dtrans.run.net.ended_roles`)."""
+        """Tell this role that another one has ended.
+
+        Roles on this host read it from a folder (`dtrans.run.net.ended_roles`), so there is nothing
+        to do.
+        """
 
     def signal(self, signum: int) -> None:
-        """Send a signal to the role and to all that it started. Only before `reap`."""
-        # not reaped yet, so the group is this role's and nobody else's
+        """Send a signal to the role and to all processes of its group, before `reap`."""
+        # until the process is reaped, no other group can have its id
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signum)
 
     def reap(self) -> None:
-        """Collect an ended role, and end what it left behind in its group."""
+        """Reap an ended role, and kill the remaining processes of its group."""
         self.signal(signal.SIGKILL)
         self.process.wait()
         for reader in self._readers:
             reader.join(DRAIN)
 
     def last_words(self) -> str:
-        """What it wrote to standard error: from the first traceback on if there is one, else the
-        last lines."""
+        """Return the last lines of its standard error, from the first traceback on if any."""
         lines = list(self.tail)
-        starts = [
-            i
-            for i, line in enumerate(lines)
-            if line.startswith("Traceback (most recent call last)")
-        ]
-        return "\n".join(lines[starts[0] :] if starts else lines)
+        for i, line in enumerate(lines):
+            if line.startswith("Traceback (most recent call last)"):
+                return "\n".join(lines[i:])
+        return "\n".join(lines)
 
     def _thread(self, run: Callable[..., None], *args: Any) -> threading.Thread:
         name = f"dtrans {self.role.name} {run.__name__.strip('_')}"
@@ -159,17 +157,16 @@ class Child:
     def _read(self, name: str, stream: IO[bytes]) -> None:
         with stream:
             for raw in stream:
-                self._said(name, raw.decode(errors="replace").rstrip("\r\n"))
+                self._on_line(name, raw.decode(errors="replace").rstrip("\r\n"))
 
-    def _said(self, name: str, line: str) -> None:
+    def _on_line(self, name: str, line: str) -> None:
         if name == "stderr":
             self.tail.append(line)
         self._emit(name, line)
 
     def _wait(self, events: SimpleQueue[Any]) -> None:
         if hasattr(os, "waitid"):
-            # leaves the process to be reaped, so that its id cannot be given to another before we
-            # are done
+            # WNOWAIT does not reap the process: its id cannot be reused before `reap`
             os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         else:  # macOS before Python 3.13
             self.process.wait()
@@ -177,18 +174,26 @@ class Child:
 
 
 def _check_command(role: Role, program: str, env: Mapping[str, str]) -> None:
-    """Raise LaunchError for a program that is not there, or that may not be run."""
+    """Raise LaunchError unless a program exists and is executable.
+
+    The gate starts the command later, and could not report the error.
+    """
     path = env.get("PATH", os.defpath)
     if shutil.which(program, path=path) is not None:
         return
-    there = os.path.exists(program) or shutil.which(program, os.F_OK, path) is not None
-    why = os.strerror(errno.EACCES if there else errno.ENOENT)
-    raise LaunchError(f"{role.name} cannot be started: {program}: {why}")
+    exists = os.path.exists(program) or shutil.which(program, os.F_OK, path) is not None
+    reason = os.strerror(errno.EACCES if exists else errno.ENOENT)
+    raise LaunchError(f"{role.name} cannot be started: {program}: {reason}")
 
 
 class Guard:
-    """Ends registered processes when this one is gone; see `dtrans.run.distributed.orphan_guard`. A
-    context manager."""
+    """Process that kills registered roles if this process dies. A context manager.
+
+    See `dtrans.run.distributed.orphan_guard`.
+
+    Args:
+      python: the interpreter of the guard.
+    """
 
     def __init__(self, python: str) -> None:
         self._process = subprocess.Popen(
@@ -200,14 +205,14 @@ class Guard:
         )
 
     def add(self, child: Child) -> None:
-        """A role that has started."""
+        """Register a role that has started."""
         if child.pid:
-            self._say(f"+{child.pid}\n")
+            self._write(f"+{child.pid}\n")
 
     def remove(self, child: Child) -> None:
-        """A role that has ended."""
+        """Unregister a role that has ended."""
         if child.pid:
-            self._say(f"-{child.pid}\n")
+            self._write(f"-{child.pid}\n")
 
     def __enter__(self) -> Guard:
         return self
@@ -217,9 +222,9 @@ class Guard:
         self._process.stdin.close()
         self._process.wait()
 
-    def _say(self, line: str) -> None:
+    def _write(self, line: str) -> None:
         pipe = self._process.stdin
         assert pipe is not None
-        # somebody may have killed the guard; the job does not need it as long as the launcher lives
+        # if somebody killed the guard, the job continues: only the death of the launcher needs it
         with contextlib.suppress(BrokenPipeError):
             pipe.write(line.encode())

@@ -1,29 +1,28 @@
-"""How the trainers of an nccl2 job are connected: `connect()`, and what happens when a process
-ends.
+"""Connection of the trainers of an nccl2 job: `connect()`, and the effects of failures.
 
-The trainers meet (`dtrans.run.distributed.rendezvous`), and `jax.distributed` connects them, with
-trainer 0's endpoint as coordinator.
+The trainers find each other by `dtrans.run.distributed.rendezvous`. Then `jax.distributed` connects
+them, with trainer 0's endpoint as coordinator.
 
-What fails, and what the others see:
+Failures, and their effects on the other trainers:
 
-    a trainer does not come     DeadlineError at `connect`, which names it
-    a trainer raises            its process ends at once, without JAX's waiting for all at exit; the others get a
-                                PeerError, or end with one, with what it failed of
-                                (`dtrans.run.distributed.watch`)
-    a trainer is killed         the same, in less than a second; `dtrans launch` names the trainer that was killed
-    a trainer is stopped, or    the same, when its process has been silent for longer than `patience`
-    its host is gone
-    a trainer makes fewer       those that make more get a PeerError, or end with one, when it has come to its end
-    steps than others
-    a trainer is too slow       nothing, while it is alive; where parts of the batch get another shape, and at the end
-                                of the job, all wait for it, up to the deadline
+    a trainer does not come     `connect` raises DeadlineError, which names it
+    a trainer raises            its process ends at once, without JAX's barrier at exit; the others
+                                raise PeerError with its error (`dtrans.run.distributed.watch`)
+    a trainer is killed         the others raise PeerError in less than a second; `dtrans launch`
+                                names the trainer that was killed
+    a trainer stops, or its     the others raise PeerError after `patience` seconds of silence
+    host is lost
+    a trainer takes fewer       the others raise PeerError when it has ended
+    steps
+    a trainer is slow           no effect; for a new batch shape, and at the end of the job, all
+                                wait for it up to the deadline
 
-Where trainers may not bind addresses that other hosts reach, JAX's own heartbeats are all there is:
-later than `patience` it ends processes with SIGABRT, and some lines of C++ log
-(`heartbeat_timeout`). Trainer 0 is JAX's
-coordinator: when it is killed, JAX may end the others before they have said anything.
+If trainers may not bind addresses that other hosts reach, only JAX's heartbeats notice a failure.
+They end processes with SIGABRT and lines of C++ log, later than `patience` (`heartbeat_timeout`).
+Trainer 0 is JAX's coordinator. When it is killed, JAX may end the others before they raise an
+error.
 
-With `on_trainer_loss="drop"` those left go on instead: see `dtrans.run.distributed.elastic`.
+With `on_trainer_loss="drop"` the survivors continue: see `dtrans.run.distributed.elastic`.
 """
 
 from __future__ import annotations
@@ -52,13 +51,13 @@ from dtrans.run.distributed.membership import Membership, current, join, known
 from dtrans.run.distributed.multihost import all_reduce_sum
 from dtrans.run.distributed.rendezvous import rendezvous
 from dtrans.run.distributed.role import LOSS, Role
-from dtrans.run.distributed.schedulers import is_told
+from dtrans.run.distributed.schedulers import names_role
 from dtrans.run.net.net_options import allows_remote, choose_encryption
 from dtrans.run.net.sockets import DEADLINE, PATIENCE
 
 
-MTLS = "JAX_MTLS_CERT_FILE"  # JAX reads it, and its companions
-# seconds that JAX has more patience than the job: it ends processes with SIGABRT, and names nobody
+MTLS = "JAX_MTLS_CERT_FILE"  # JAX reads it, and JAX_MTLS_KEY_FILE and others
+# seconds by which JAX's patience exceeds the job's: JAX ends processes with SIGABRT, and names none
 AFTER = 10
 BEATS = 2  # heartbeats that a process sends within JAX's timeout
 
@@ -72,39 +71,45 @@ def connect(
     transport_encryption: str | None = None,
     on_trainer_loss: str | None = None,
 ) -> Membership:
-    """Connect the trainers of an nccl2 job. Call it before anything that makes JAX look for its
-    devices.
+    """Connect the trainers of an nccl2 job, before JAX creates devices.
 
-    Who this process is comes from the environment, as `dtrans launch --mode nccl2` sets it (see
-    `Role`); without that, from JAX's own detection: Slurm, Open MPI, Kubernetes, TPU. Set
-    DTRANS_PSERVERS=0 to take endpoints from variables of the scheduler instead. Trainer 0's
-    endpoint becomes the coordinator of `jax.distributed`. A second call changes nothing, but that
-    it may allow other hosts.
+    The environment names the role of this process, as `dtrans launch --mode nccl2` sets it (see
+    `Role`). Without these variables, JAX detects the processes of Slurm, Open MPI, Kubernetes or
+    TPU. Set DTRANS_PSERVERS=0 to derive endpoints from the variables of a scheduler instead.
+
+    Trainer 0's endpoint becomes the coordinator of `jax.distributed`. A second call can only set
+    `allow_remote`.
 
     Args:
-      role: who this process is; from the environment by default.
-      deadline: seconds to wait for the other trainers: here, when the parts of the batch get
-        another shape, and at the end of the job.
-      patience: seconds without a sign of another process, or of the network to it, after which it
-        is taken for dead: 30 by default, and the deadline if that is less. A process that is
-        stopped for a shorter time goes on.
-      allow_remote: let endpoints be on other machines, and stages of a pipeline that a scheduler
-        has put on several hosts send each other values. By default True where DTRANS_ALLOW_REMOTE
-        is 1, else False. It takes DTRANS_TOKEN too, the same secret in all processes. The
-        connections of JAX itself know no token and are not encrypted: only on a network where
-        everybody may train with everybody (docs/keys.md).
-      transport_encryption: "auto" encrypts dtrans's own connections to other hosts, "required" also
-        those on loopback, "disabled" none; the same in all processes. By default
-        DTRANS_TRANSPORT_ENCRYPTION, else "auto".
-      on_trainer_loss: "abort" ends all trainers when one ends before its time; "drop" lets
-        `plan.on_cluster()` go on with those left (see `dtrans.run.distributed.elastic`). From the
-        variable DTRANS_ON_TRAINER_LOSS by default, or "abort".
+      role: the role of this process; by default from the environment.
+      deadline: seconds to wait for the other trainers: at `connect`, for a new batch shape, and at
+        the end of the job.
+      patience: seconds without a message from another process after which it counts as dead. It is
+        at most the deadline. A process that stops for a shorter time ends no job.
+      allow_remote: True to allow endpoints on other hosts, and connections between pipeline stages
+        on several hosts. All processes then need the same DTRANS_TOKEN. The default is True if
+        DTRANS_ALLOW_REMOTE is 1. JAX's own connections use no token and are not encrypted: use it
+        only on a trusted network (docs/keys.md).
+      transport_encryption: "auto" encrypts dtrans's connections to other hosts, "required" all of
+        its connections, "disabled" none. All processes must have the same. The default is
+        DTRANS_TRANSPORT_ENCRYPTION, or "auto".
+      on_trainer_loss: "abort" ends all trainers when one ends early. With "drop",
+        `plan.on_cluster()` continues with the survivors (`dtrans.run.distributed.elastic`). The
+        default is DTRANS_ON_TRAINER_LOSS, or "abort".
+
+    Returns:
+      The membership: the number of this trainer, and the trainers and options of the job.
 
     Raises:
-      ConfigError: JAX was used already, nothing says who this process is, or its endpoint cannot be
-        bound.
+      ConfigError: JAX was used already, the role is not known, or the endpoint cannot be bound.
       DeadlineError: trainers did not come in time; the message names them.
-      PeerError: another trainer was told other endpoints.
+      PeerError: another trainer has other endpoints.
+
+    Example (in each process that `dtrans launch --mode nccl2` starts):
+
+        dtrans.connect()
+        plan = dtrans.nccl2(step, init, trainers=dtrans.Role.from_env().trainers)
+        job = plan.on_cluster()
     """
     for name, seconds in (("deadline", deadline), ("patience", patience)):
         check_number(name, seconds, "a positive number of seconds", lambda x: x > 0)
@@ -112,7 +117,7 @@ def connect(
     encryption = choose_encryption(transport_encryption)
     loss = os.environ.get(LOSS, "abort") if on_trainer_loss is None else on_trainer_loss
     check_one_of("on_trainer_loss", loss, ("abort", "drop"))
-    if role is None and is_told(os.environ):
+    if role is None and names_role(os.environ):
         role = Role.from_env()
     if role is not None and not role.trainer_endpoints:
         raise ConfigError(
@@ -120,11 +125,12 @@ def connect(
         )
     member = known()
     if member is None:
-        if jax.distributed.is_initialized():  # by the user
+        if jax.distributed.is_initialized():
+            # too late to configure JAX for it
             if loss == "drop":
                 raise ConfigError(
-                    "on_trainer_loss='drop': dtrans.connect() must connect the trainers, not the "
-                    "user"
+                    "on_trainer_loss='drop' needs dtrans.connect() to connect the trainers; leave "
+                    "out jax.distributed.initialize()"
                 )
         else:
             _connect(role, deadline, patience, allow_remote, encryption, loss)
@@ -134,10 +140,10 @@ def connect(
         everyone = tuple(range(jax.process_count()))
         member = Membership(jax.process_index(), everyone, endpoints, deadline, loss, allow_remote)
         member = join(dataclasses.replace(member, patience=patience, encryption=encryption))
-        member = join(dataclasses.replace(member, run=_first_word(member)))
+        member = join(dataclasses.replace(member, run=_share_run_name(member)))
         watch.start(member)
         if loss == "drop":
-            with elastic.all_or_none():  # from now on it is known who ends
+            with elastic.all_or_none():  # JAX notices losses after the first block
                 pass
     if allow_remote and not member.allow_remote:
         member = join(dataclasses.replace(member, allow_remote=True))
@@ -157,8 +163,11 @@ def connect(
 
 
 def connected() -> Membership:
-    """The job that this process is connected to, by `connect` or by the user. Raises ConfigError
-    when there is none."""
+    """Return the job that this process is connected to, by `connect` or `jax.distributed`.
+
+    Raises:
+      ConfigError: this process is not connected.
+    """
     return connect() if known() is None and jax.distributed.is_initialized() else current()
 
 
@@ -171,8 +180,8 @@ def _check_same(role: Role, member: Membership) -> None:
         listed = f" ({','.join(member.endpoints)})" if member.endpoints else ""
         raise ConfigError(
             f"this process is connected as {member.name} of {jax.process_count()}{listed}, and "
-            f"cannot be {role.name} "
-            f"of {role.trainers} ({','.join(role.trainer_endpoints)})"
+            f"cannot be {role.name} of {role.trainers} ({','.join(role.trainer_endpoints)}); pass "
+            "the role that it is connected as"
         )
 
 
@@ -187,23 +196,19 @@ def _connect(
     config: Any = jax.config
     if os.environ.get(MTLS) and not has_coordinator_mtls():
         raise ConfigError(
-            f"{MTLS} is set, and jax {jax.__version__} has no mTLS: its coordinator would stay "
-            "open to all who reach "
-            f"it; take a newer jax (0.12.0.1 has it), or leave {MTLS} out"
+            f"{MTLS} is set, and jax {jax.__version__} has no mTLS: its coordinator would admit "
+            f"all who reach it; take a newer jax (0.12.0.1 has it), or leave {MTLS} out"
         )
     if backends_started():
         raise ConfigError(
-            "JAX was used already, and its devices cannot be connected any more: call "
-            "dtrans.connect() before anything "
-            "that makes an array or asks for devices, jax.random.key for instance"
+            "JAX was used already, and cannot connect its devices any more: call dtrans.connect() "
+            "before anything that creates an array or asks for devices, jax.random.key for instance"
         )
     if "JAX_ENABLE_PREEMPTION_SERVICE" not in os.environ:
-        # it takes SIGTERM for itself, and a trainer that is asked to end would go on
+        # the service handles SIGTERM as a request to save: such a trainer would not end
         config.update("jax_enable_preemption_service", False)
     if config.jax_cpu_collectives_implementation in (None, "none"):
-        raise ConfigError(
-            "jax_cpu_collectives_implementation is 'none': trainers need 'gloo', or 'mpi'"
-        )
+        raise ConfigError("jax_cpu_collectives_implementation is 'none': set it to 'gloo' or 'mpi'")
     seconds = math.ceil(deadline)
     if loss == "drop":
         elastic.prepare(seconds)
@@ -212,7 +217,7 @@ def _connect(
         "heartbeat_timeout_seconds": heartbeat_timeout(patience, loss),
         "shutdown_timeout_seconds": seconds,
     }
-    # JAX's default is every address of this machine
+    # by default JAX's coordinator binds every address of this machine
     binds = "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ
     if role is None:
         try:
@@ -222,9 +227,8 @@ def _connect(
         except ValueError as e:
             raise ConfigError(
                 "nothing says which trainer this process is: start it with `dtrans launch --mode "
-                "nccl2`, set "
-                "DTRANS_ROLE and its companions, or start it under Slurm, Open MPI or Kubernetes "
-                f"(JAX says: {e})"
+                "nccl2`, set DTRANS_ROLE and the other variables of `dtrans.Role`, or start it "
+                f"under Slurm, Open MPI or Kubernetes (JAX says: {e})"
             ) from e
         return
     rendezvous(
@@ -245,15 +249,17 @@ def _connect(
 def heartbeat_timeout(patience: float, loss: str) -> int:
     """Return JAX's heartbeat timeout in seconds.
 
-    JAX's coordinator counts from the last heartbeat, which may have come half of the timeout before
-    a process or its network fell silent; and a process ends itself where a heartbeat has no answer
-    for half of the timeout. So that half is longer than `patience`, after which the job itself
-    names who is silent. With "drop" these heartbeats say who is
-    left: the timeout is `patience`, and a pause of half of it may be a loss.
+    A process sends a heartbeat twice within the timeout. The last one may come half of the timeout
+    before the process falls silent. A process ends itself if a heartbeat gets no answer for half of
+    the timeout. That half is longer than `patience`, so that the job itself names the silent
+    process first.
+
+    With "drop", these heartbeats are the only notice of a loss. The timeout is `patience`, and a
+    pause of half of it may count as a loss.
 
     Args:
-      patience: seconds without a sign of another process after which it counts as dead.
-      loss: "abort" or "drop", as `on_trainer_loss`.
+      patience: seconds without a message from another process after which it counts as dead.
+      loss: `on_trainer_loss`: "abort" or "drop".
 
     Example:
       >>> from dtrans.run.distributed.connect import heartbeat_timeout
@@ -264,12 +270,14 @@ def heartbeat_timeout(patience: float, loss: str) -> int:
 
 
 def bind_address(coordinator: str) -> str:
-    """Return the one address that the coordinator of a scheduler's job binds; empty where that is
-    not known.
+    """Return the one address that the coordinator of a scheduler's job should bind.
 
     Args:
-      coordinator: where JAX puts it, `host:port`. On its own host the name may be loopback, as on
-        Debian, where no other host could reach it.
+      coordinator: the address that JAX detected, `host:port`.
+
+    Returns:
+      The address; empty if it is not this host's. It is also empty if the name resolves to
+      loopback, as on Debian: no other host could reach it.
 
     Example:
       >>> from dtrans.run.distributed.connect import bind_address
@@ -282,21 +290,19 @@ def bind_address(coordinator: str) -> str:
     address = resolve_host(host)
     if not address or (is_loopback(address) and not is_loopback(host)):
         return ""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        socket.create_server(
-            (address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET
-        ).close()
-    except OSError:  # another host's, or behind a translation of addresses
+        socket.create_server((address, 0), family=family).close()
+    except OSError:  # it belongs to another host, or this host is behind NAT
         return ""
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
-def _first_word(member: Membership) -> str:
-    """Reduce something while all trainers are known to be here; gives the name that trainer 0 has
-    for this run.
+def _share_run_name(member: Membership) -> str:
+    """Return trainer 0's name of this run, by a first reduction over all trainers.
 
-    The first reduction opens the connections, and Gloo gives the slowest trainer 30 seconds to join
-    it; later ones wait for as long as it is alive.
+    The first reduction opens Gloo's connections, and fails if a trainer joins more than 30 seconds
+    late. Here all trainers are known to be ready. Later reductions wait as long as a trainer lives.
     """
     name = np.frombuffer(new_run().encode(), np.uint8).astype(np.int32)
     one = np.ones((1,), np.int32)
@@ -306,16 +312,16 @@ def _first_word(member: Membership) -> str:
 
 
 def _leave() -> None:
-    """At exit: a trainer that failed goes at once.
+    """Leave the job when this process exits; a trainer that failed exits at once.
 
-    JAX would wait here until all trainers have come to their end, while the others wait for this
-    one's gradients.
+    JAX has a barrier at exit. A failed trainer would wait there for the others, which wait for its
+    gradients.
     """
     member = known()
     drops = member is not None and member.on_trainer_loss == "drop"
     if getattr(sys, "last_value", None) is not None:
         if drops:
-            jax.distributed.shutdown()  # so that the others need not wait for a heartbeat
+            jax.distributed.shutdown()  # the others notice it without waiting for a heartbeat
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()

@@ -1,17 +1,18 @@
-"""Going on with the trainers that are left: `on_trainer_loss="drop"`.
+"""Training that continues without lost trainers: `on_trainer_loss="drop"`.
 
-    all_or_none()   a step is taken by all trainers that are there, or by none: behind it they wait for each other, and
-                    agree on who is still there
-    Loss            raised behind it, on all that are left, when somebody has ended; the step is taken again without it
+    all_or_none()   a block that all live trainers complete, or none; after it they wait for each
+                    other and agree on the live trainers
+    Loss            raised after the block on all survivors, if a trainer has ended; they repeat the
+                    step without it
 
-A lost trainer's part of the batch is lost with it: the mean is over those left. Trainer 0 is the
-coordinator; when it ends, JAX ends all. A trainer is known to be lost when it has been silent for
-`connect(patience=...)` seconds, or at once if it left by itself.
+The lost trainer's part of the batch is lost, and means are over the survivors. Trainer 0 is JAX's
+coordinator: when it ends, JAX ends all processes. A trainer counts as lost when it has been silent
+for `connect(patience=...)` seconds, or at once if it left by itself.
 
-What a dead process was to send breaks the reduction of those it spoke to. Others of four or more
-may wait for these, which have given up: XLA ends that on CPUs after a time that is set to the
-deadline. So the deadline must be longer than any trainer may keep others waiting, and one that is
-slow for longer ends the job.
+A dead process breaks the collectives of the processes that it exchanged messages with. With four or
+more trainers, another process may wait for one of these, which has given up. On CPUs, XLA ends such
+a wait after a timeout, which is set to the deadline. So a trainer that keeps others waiting for
+longer than the deadline ends the job.
 
 Source: JAX's fault tolerance, `jax.experimental.multihost_utils.live_devices`, which is
   experimental.
@@ -34,10 +35,10 @@ TIMEOUT_FLAG = "--xla_cpu_collective_timeout_seconds"
 
 
 class Loss(Exception):
-    """Trainers have ended.
+    """Loss of trainers during a block of `all_or_none`.
 
     Attributes:
-      trainers: which.
+      trainers: their numbers.
     """
 
     def __init__(self, trainers: frozenset[int]) -> None:
@@ -46,22 +47,23 @@ class Loss(Exception):
 
 
 def prepare(seconds: int) -> None:
-    """Before JAX connects processes: let it go on without one, and bound how long a reduction may
-    take."""
+    """Configure JAX to survive the loss of a process, and limit the time of a collective.
+
+    Call it before `jax.distributed.initialize`.
+
+    Args:
+      seconds: timeout of a collective on CPUs.
+    """
     config: Any = jax.config
     config.update("jax_enable_recoverability", True)
     flags = os.environ.get("XLA_FLAGS", "")
-    if TIMEOUT_FLAG not in flags:  # XLA reads them when its devices are made
+    if TIMEOUT_FLAG not in flags:  # XLA reads the flags when it creates devices
         os.environ["XLA_FLAGS"] = f"{flags} {TIMEOUT_FLAG}={seconds}".strip()
 
 
 @contextlib.contextmanager
 def all_or_none() -> Iterator[None]:
-    """A block that either all trainers run to its end, or none is taken to have run.
-
-    Raises:
-      Loss: on all that are left.
-    """
+    """Wait for all live trainers after a block; raise Loss on all survivors if one has ended."""
     try:
         with live_devices(jax.devices()):
             yield
@@ -70,8 +72,10 @@ def all_or_none() -> Iterator[None]:
 
 
 def leave(trainer_id: int, deadline: float) -> None:
-    """At the end of the job: wait for those that are there, and let trainer 0 go last, or it would
-    take them along."""
+    """Leave a job that has ended: wait for the other trainers, and let trainer 0 leave last.
+
+    Trainer 0 is the coordinator, whose end would end the others.
+    """
     while True:
         try:
             with all_or_none():
@@ -81,6 +85,7 @@ def leave(trainer_id: int, deadline: float) -> None:
     if trainer_id == 0:
         limit = time.monotonic() + deadline
         everyone = list(range(jax.process_count()))
+        # each call blocks until the other processes call it, too, or have ended
         while len(bulletin_board().get_live_nodes(everyone)) > 1 and time.monotonic() < limit:
-            pass  # each call waits for the others to say the same, or to be gone
+            pass
     jax.distributed.shutdown()

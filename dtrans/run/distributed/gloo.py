@@ -1,14 +1,15 @@
-"""The address at which the other processes reach this one's Gloo, which carries out collectives on
-CPUs.
+"""Address that Gloo binds. Gloo carries out collectives on CPUs.
 
-Gloo binds one address and tells it to the others. Left alone it takes the one that the host's own
-name resolves to. On Debian that is 127.0.1.1, which no other host can reach: all processes end with
-SIGABRT. dtrans names the address:
+Gloo binds one address and sends it to the other processes. Its default is the address of the host's
+name. On Debian that is 127.0.1.1, which other hosts cannot reach, and all processes end with
+SIGABRT. dtrans chooses the address instead:
 
-    endpoints are known      the host of this process's own, as `reached_here` says
-    all are on one host      loopback
-    otherwise                the address from which this host reaches the coordinator; on the coordinator's own host,
-                             where that may be loopback, the address by which another host knows it
+    endpoints are known             the host of this process's endpoint (`reached_here`)
+    all processes are on one host   loopback
+    otherwise                       the source address of this host's messages to the coordinator
+
+On the coordinator's host, that source address may be loopback. Then dtrans chooses the address to
+which another host resolves the coordinator's name.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from dtrans._jax import backends_started, coordinator, job_size, let_gloo_bind
 from dtrans.endpoints import is_loopback, resolve_host, split_endpoint
 from dtrans.errors import ConfigError
 from dtrans.run.distributed.address import reached_here, route_to_coordinator, this_host
-from dtrans.run.distributed.board import told
+from dtrans.run.distributed.board import all_gather_text
 from dtrans.run.distributed.membership import Membership
 
 
@@ -32,12 +33,17 @@ HOSTS = "/etc/hosts"
 
 
 def bind_gloo(endpoints: Sequence[str], deadline: float) -> None:
-    """Let Gloo bind an address that the other processes reach. Call it before this process makes
-    its devices.
+    """Make Gloo bind an address that the other processes reach.
+
+    Call it before JAX creates devices.
+
+    Args:
+      endpoints: endpoints of the trainers; empty if JAX detected the processes.
+      deadline: seconds to wait for another process.
 
     Raises:
-      ConfigError: trainers are on several hosts, and there is no such address.
-      DeadlineError: another process does not say where it is.
+      ConfigError: trainers are on several hosts, and no address is known.
+      DeadlineError: another process did not send its host.
     """
     config: Any = jax.config
     me, count = job_size()
@@ -48,31 +54,29 @@ def bind_gloo(endpoints: Sequence[str], deadline: float) -> None:
         spread = not is_loopback(found)
     else:
         members = Membership(me, tuple(range(count)), deadline=deadline)
-        hosts = told(members, "gloo/hosts", this_host(), MISSED)
-        known = told(
-            members, "gloo/coordinator", resolve_host(split_endpoint(coordinator())[0]), MISSED
-        )
+        hosts = all_gather_text(members, "gloo/hosts", this_host(), MISSED)
+        resolved = resolve_host(split_endpoint(coordinator())[0])
+        addresses = all_gather_text(members, "gloo/coordinator", resolved, MISSED)
         spread = len({*hosts.values()}) > 1
-        found = (
-            reachable(me, route_to_coordinator(members, coordinator()), hosts, known)
-            if spread
-            else "127.0.0.1"
-        )
+        found = "127.0.0.1"
+        if spread:
+            source = route_to_coordinator(members, coordinator())
+            found = reachable(me, source, hosts, addresses)
     started = backends_started()
     if found and not started and let_gloo_bind(found):
         return
-    # Gloo goes by the name of this host, as JAX leaves it
+    # Gloo binds the address of this host's name
     if spread and (not started or jax.default_backend() == "cpu"):
-        check_own_name(me)
+        check_host_name(me)
 
 
-def reachable(me: int, own: str, hosts: Mapping[int, str], known: Mapping[int, str]) -> str:
-    """Return the address of this host that other hosts reach; empty where nobody knows one.
+def reachable(me: int, source: str, hosts: Mapping[int, str], addresses: Mapping[int, str]) -> str:
+    """Return an address at which other hosts reach this host; empty if none is known.
 
     Args:
-      own: the address from which this host reaches the coordinator.
+      source: the source address of this host's messages to the coordinator.
       hosts: the host of each trainer (`this_host`).
-      known: the address of the coordinator, as each trainer resolves it.
+      addresses: the address of the coordinator, as each trainer resolves its name.
 
     Example:
       >>> from dtrans.run.distributed.gloo import reachable
@@ -82,25 +86,25 @@ def reachable(me: int, own: str, hosts: Mapping[int, str], known: Mapping[int, s
       >>> reachable(0, "127.0.1.1", hosts, {0: "127.0.1.1", 1: "10.0.0.1"})
       '10.0.0.1'
     """
-    if not is_loopback(own):
-        return own
-    others = [known[k] for k in sorted(hosts) if hosts[k] != hosts[me]]
-    return next((x for x in others if x and not is_loopback(x)), "")
+    if not is_loopback(source):
+        return source
+    # this is the coordinator's host: other hosts know its address
+    for k in sorted(hosts):
+        if hosts[k] != hosts[me] and addresses[k] and not is_loopback(addresses[k]):
+            return addresses[k]
+    return ""
 
 
-def check_own_name(me: int) -> None:
-    """Raise ConfigError where this host's own name, by which Gloo is reached, resolves to loopback
-    or to nothing."""
+def check_host_name(me: int) -> None:
+    """Raise ConfigError if the name of this host resolves to loopback, or does not resolve."""
     name = socket.gethostname()
     address = resolve_host(name)
     if address and not is_loopback(address):
         return
     raise ConfigError(
         f"trainer {me} cannot be reached from other hosts: Gloo, which carries out collectives on "
-        "CPUs, binds what "
-        f"the name of the host resolves to, and {name} resolves to {address or 'nothing'} there; "
-        "write the host's own "
-        f"address beside {name} in its {HOSTS}, or call dtrans.connect() before JAX is used, with "
-        "endpoints "
-        "(DTRANS_TRAINER_ENDPOINTS) that are addresses of the hosts"
+        f"CPUs, binds the address of the host's name, and {name} resolves to "
+        f"{address or 'nothing'} there; write the host's address beside {name} in its {HOSTS}, or "
+        "call dtrans.connect() before JAX is used, with endpoints (DTRANS_TRAINER_ENDPOINTS) that "
+        "are addresses of the hosts"
     )

@@ -1,24 +1,23 @@
-"""Start the roles of a job, on this host as torchrun does, or wherever a `Site` says.
+"""Launcher of the roles of a job, on this host like torchrun, or on the hosts of a `Site`.
 
     launch -> Child (one process per role) -> events -> launch
 
-All that can happen (a role has ended, a signal has come, time is up) arrives at one queue, and one
-loop reads it. Signal handlers only put the number there, so no exception ever strikes between
-starting a process and noting that it was started.
+One loop reads one queue of events: a role has ended, a signal has arrived, or the time limit has
+passed. Signal handlers only put a number into the queue. So no exception can strike between the
+start of a process and its registration.
 
-In nccl2 mode there are trainers only. Each is shown one GPU of its host. JAX's preemption service
-is off: it takes SIGTERM for a request to save, and such a trainer could not be ended.
+In nccl2 mode there are only trainers, and each sees one GPU of its host. JAX's preemption service
+is disabled: it handles SIGTERM as a request to save, and the launcher could not end such a trainer.
 
-`Site` is the one place that knows where roles run; `dtrans.hosts` has those for other hosts.
+Only `Site` knows where roles run; `dtrans.hosts` has subclasses for other hosts.
 
-When a role fails, the others are told to end (SIGTERM), and are killed when they have not done so
-after a grace period. The error is that of the role that failed *first*. Roles tell each other of
-their failures, so a role may well end with a `PeerError` before the one that caused it has finished
-printing its traceback: such an end is held for a moment, and gives way to a role that fails for a
-reason of its own.
+When a role fails, the launcher sends SIGTERM to the others, and SIGKILL after a grace period. It
+reports the role that failed *first*. Roles notice each other's failures, so a role may end with a
+`PeerError` before the role that caused it has printed its traceback. The launcher waits a moment
+for a role that fails with another error, and reports that one.
 
-Of every role that ends the others are told (`dtrans.run.net.ended_roles`): one that ends before it
-has greeted the servers would be waited for up to their deadline.
+The launcher announces each end to the other roles (`dtrans.run.net.ended_roles`). Otherwise servers
+would wait up to their deadline for a role that ended before it connected.
 
 With `restarts`, a lost role does not end the job. A role is lost if a signal or the loss of its
 host ended it. The launcher ends the other roles and starts all of them again, with the same
@@ -60,46 +59,46 @@ from dtrans.run.net.started_jobs import announce_job
 
 GRACE = 5.0  # seconds between SIGTERM and SIGKILL
 BACK_OFF = 1.0  # seconds before the second restart; each further pause is twice as long
-BLAME = 3.0  # seconds that a role which another made fail waits for that other to end
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+BLAME = 3.0  # seconds to wait, after a role's PeerError, for the role that caused it
 RESTARTS = "DTRANS_RESTARTS"  # the number of restarts before this one, in each role's environment
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 Event = Child | int  # a role that has ended, or a signal
 
 
 class Site:
-    """Place of a job's roles: this host, unless a subclass says otherwise."""
+    """Hosts on which a job's roles run: this host, or those of a subclass."""
 
     _reserved: ReservedEndpoints | None = None
 
     def _choose_endpoints(self, count: int) -> tuple[str, ...]:
-        """Return loopback endpoints that no other process gets until `close`."""
+        """Return loopback endpoints whose ports are reserved until `close`."""
         self._reserved = self._reserved or ReservedEndpoints()
         return self._reserved.choose(count)
 
     def close(self) -> None:
-        """Give back the ports of a job that has ended."""
+        """Release the ports of a job that has ended."""
         if self._reserved is not None:
             self._reserved.close()
 
     def roles(self, mode: str, trainers: int, pservers: int) -> tuple[Role, ...]:
-        """Return every role of the job, with endpoints where they run."""
-        return roles_at(
-            mode, trainers, self._choose_endpoints(trainers if mode == "nccl2" else pservers)
-        )
+        """Return every role of the job, with endpoints on the hosts of this site."""
+        count = trainers if mode == "nccl2" else pservers
+        return roles_at(mode, trainers, self._choose_endpoints(count))
 
     def status_endpoint(self, roles: Sequence[Role]) -> str:
-        """Return where trainer 0 of collectives can answer `dtrans status`; empty where nobody
-        knows a port.
+        """Return an endpoint at which trainer 0 of collectives can answer `dtrans status`.
 
         Args:
           roles: every role of the job, from `roles`.
+
+        Returns:
+          The endpoint; empty if no free port is known.
         """
         return self._choose_endpoints(1)[0]
 
     def variables(self, role: Role) -> dict[str, str]:
-        """Return the variables of a role that hold where neither the user nor the launcher has set
-        them."""
+        """Return default variables of a role, which the user and the launcher may override."""
         return jax_variables(role.trainer_id) if role.mode == "nccl2" else {}
 
     def start(
@@ -112,11 +111,15 @@ class Site:
         *,
         inherit_stdout: bool,
     ) -> Child:
-        """Start a role, as `Child` does."""
+        """Start a role. Arguments are those of `Child`."""
         return Child(role, command, env, events, emit, inherit_stdout=inherit_stdout)
 
     def ended(self, child: Child, *, stopped: bool) -> None:
-        """Note that a role has ended: by itself, or because the launcher told it to."""
+        """Note that a role has ended.
+
+        Args:
+          stopped: True if the launcher has ended it.
+        """
 
 
 def launch(
@@ -134,96 +137,92 @@ def launch(
     site: Site | None = None,
     restarts: int = 0,
 ) -> None:
-    """Run one command as every role of a job, and wait until all have ended.
+    """Run one command as every role of a job, and wait until all roles have ended.
 
-    Each role finds out from its environment what it is (`Role.from_env`). Its output comes out line
-    by line behind its name, standard output on `sys.stdout` and standard error on `sys.stderr`.
-    Nothing that was started is left when this returns or raises.
+    Each role reads its role from the environment (`Role.from_env`). The launcher prints its output
+    by lines, with its name in front: standard output on `sys.stdout`, standard error on
+    `sys.stderr`. No process of the job is left when `launch` returns or raises.
 
     Args:
       command: program and arguments, the same for every role.
-      trainers, pservers: how many of each; one pserver by default, and none in nccl2 mode.
+      trainers: number of trainers.
+      pservers: number of pservers; by default one, and none in nccl2 mode.
       mode: "pserver" or "nccl2".
-      on_trainer_loss: "abort" ends all roles when one fails. With "drop" a trainer that fails does
-        not end the job, as long as another is left: in nccl2 mode, where trainer 0 has to stay,
-        `dtrans.connect()` tells the others to go on without it; with parameter servers these
-        decide, and those of asynchronous modes go on.
+      on_trainer_loss: "abort" ends all roles when one fails. With "drop", the job continues after
+        the failure of a trainer while another one lives. In nccl2 mode the survivors drop it
+        (`dtrans.connect`), and trainer 0 must live. Asynchronous parameter servers continue, too.
       deadline: seconds that the whole job may take.
-      grace: seconds that a role gets to end by itself when it is told to.
-      env: variables to add to this process's environment for the roles.
-      inherit_stdout: trainer 0 keeps this process's standard output as it is, so that what it draws
-        on a terminal looks as it should.
-      log_dir: a folder for what the roles print, a file for each, `trainer-0.log` for instance. It
-        has both streams.
-      site: where the roles run; this host by default.
+      grace: seconds between SIGTERM and SIGKILL.
+      env: variables of the roles, in addition to this process's environment.
+      inherit_stdout: True to let trainer 0 inherit this process's standard output, for programs
+        that draw on a terminal.
+      log_dir: a folder for the output of the roles, with a file for each (`trainer-0.log`).
+      site: the hosts of the roles; by default this host.
       restarts: the number of times that all roles start again after a role is lost to a signal or
-        with its host. The variable DTRANS_RESTARTS of each role counts them, if there may be one.
+        with its host. With restarts, the variable DTRANS_RESTARTS of each role counts them.
 
     Raises:
-      LaunchError: a role failed, or cannot be started; the message has its last words, and `code`
-        its exit status.
-      DeadlineError: time was up.
-      KeyboardInterrupt, SystemExit: this process was interrupted, or told to end. They are raised
-        when every role has ended; a second signal kills the roles at once.
+      ConfigError: an argument has an invalid value.
+      LaunchError: a role failed, or cannot be started. The message has the last lines of its
+        standard error, and `code` is its exit status.
+      DeadlineError: the job took longer than the deadline.
+      KeyboardInterrupt, SystemExit: this process got a signal. They are raised when every role has
+        ended; a second signal kills the roles at once.
+
+    Example:
+      >>> import sys
+      >>> from dtrans.run.distributed.launcher import launch
+      >>> launch([sys.executable, "-c", "print('hello')"], mode="nccl2")
+      [trainer 0] hello
     """
-    if not command:
-        raise ConfigError("launch was given no command")
-    if mode not in ("pserver", "nccl2"):
-        raise ConfigError(
-            f"mode must be 'pserver', or 'nccl2' (also for sharding and pipelines), it is {mode!r}"
-        )
-    if mode == "nccl2" and pservers is not None:
-        raise ConfigError(f"there are no pservers in mode='nccl2', pservers={pservers}")
-    if on_trainer_loss not in ("abort", "drop"):
-        raise ConfigError(f"on_trainer_loss must be 'abort' or 'drop', it is {on_trainer_loss!r}")
-    servers = 1 if pservers is None else pservers
-    for name, count in (("trainers", trainers), ("pservers", servers)):
-        if count < 1:
-            raise ConfigError(f"a job needs at least one of {name}, {name}={count}")
+    _check_arguments(command, mode, trainers, pservers, on_trainer_loss)
     if restarts < 0:
         raise ConfigError(f"restarts must be 0 or more, it is {restarts}")
-    base = {k: v for k, v in os.environ.items() if k not in (*VARIABLES, LOSS)}
-    # whole lines as they are printed, not when a buffer is full
-    base |= {
-        "PYTHONUNBUFFERED": "1",
-        token.VARIABLE: token.job_token() or token.new_token(),
-        **(env or {}),
-    }
-    where = site or Site()
-    roles = where.roles(mode, trainers, servers)
+    site = site or Site()
+    roles = site.roles(mode, trainers, 1 if pservers is None else pservers)
     events: SimpleQueue[Event] = SimpleQueue()
     limit = None if deadline is None else time.monotonic() + deadline
     drops = on_trainer_loss == "drop"
+
+    base = {k: v for k, v in os.environ.items() if k not in (*VARIABLES, LOSS)}
+    base |= {
+        "PYTHONUNBUFFERED": "1",  # lines arrive when they are printed
+        token.VARIABLE: token.job_token() or token.new_token(),
+        **(env or {}),
+    }
     if drops and mode == "nccl2":
         base[LOSS] = on_trainer_loss
-
-    # collectives have no endpoint that observers could know
+    # servers answer observers at their endpoints; trainer 0 of collectives needs another one
     if mode == "nccl2" and trainers > 1 and not drops and not base.get(STATUS):
-        base[STATUS] = where.status_endpoint(roles)
-    answers_at = roles[0].pserver_endpoints or base.get(STATUS, "").split()
+        base[STATUS] = site.status_endpoint(roles)
+    observed = roles[0].pserver_endpoints or base.get(STATUS, "").split()
+
     with (
-        contextlib.closing(where),
+        contextlib.closing(site),
         _signals_to(events),
-        _logs(log_dir) as logged,
+        _logs(log_dir) as open_log,
         Guard(sys.executable) as guard,
-        _announced(answers_at, base[token.VARIABLE]),
+        _announce(observed, base[token.VARIABLE]),
     ):
-        logs = {role.name: logged(role.name) for role in roles}
-        may_go = range(mode == "nccl2", trainers) if drops else ()
+        logs = {role.name: open_log(role.name) for role in roles}
+        optional = range(mode == "nccl2", trainers) if drops else ()
         for attempt in range(restarts + 1):
-            with EndedRoles() as told:
-                job = _Job(events, grace, may_go, told, where)
-                shared = base | told.environment | {RUN: new_run()}
+            with EndedRoles() as ended_roles:
+                job = _Job(events, grace, optional, ended_roles, site)
+                shared = base | ended_roles.environment | {RUN: new_run()}
                 if restarts:
                     shared[RESTARTS] = str(attempt)
                 try:
                     for role in roles:
-                        keeps = inherit_stdout and role.name == "trainer 0"
-                        its = where.variables(role) | shared | role.environment()
-                        child = where.start(
-                            role, command, its, events, logs[role.name], inherit_stdout=keeps
+                        child = site.start(
+                            role,
+                            command,
+                            site.variables(role) | shared | role.environment(),
+                            events,
+                            logs[role.name],
+                            inherit_stdout=inherit_stdout and role.name == "trainer 0",
                         )
-                        job.started(child, guard)
+                        job.begin(child, guard)
                     signum = job.wait(limit)
                 finally:
                     job.end()
@@ -248,44 +247,78 @@ def launch(
         raise _failure(job.failed)
 
 
+def _check_arguments(
+    command: Sequence[str], mode: str, trainers: int, pservers: int | None, on_trainer_loss: str
+) -> None:
+    """Check arguments of `launch`. Raises ConfigError."""
+    if not command:
+        raise ConfigError("launch was given no command")
+    if mode not in ("pserver", "nccl2"):
+        raise ConfigError(
+            f"mode must be 'pserver', or 'nccl2' (also for sharding and pipelines), it is {mode!r}"
+        )
+    if mode == "nccl2" and pservers is not None:
+        raise ConfigError(f"there are no pservers in mode='nccl2', pservers={pservers}")
+    if on_trainer_loss not in ("abort", "drop"):
+        raise ConfigError(f"on_trainer_loss must be 'abort' or 'drop', it is {on_trainer_loss!r}")
+    for name, count in (("trainers", trainers), ("pservers", pservers)):
+        if count is not None and count < 1:
+            raise ConfigError(f"a job needs at least one of {name}, {name}={count}")
+
+
 @contextlib.contextmanager
-def _announced(endpoints: Sequence[str], secret: str) -> Iterator[None]:
-    """Say where the job answers observers, if it does; let this user's find a token that the
-    launcher made."""
+def _announce(endpoints: Sequence[str], secret: str) -> Iterator[None]:
+    """Print the command that observes the job, and publish a generated token to this user."""
     with contextlib.ExitStack() as stack:
         if endpoints:
-            if not token.job_token():  # it is not the user's, who could set it
+            # a token of the user's environment is in that of `dtrans status`, too
+            if not token.job_token():
                 stack.enter_context(announce_job(endpoints, secret))
             say(f"this job answers: dtrans status {' '.join(endpoints)}")
         yield
 
 
 def roles_at(mode: str, trainers: int, endpoints: Sequence[str]) -> tuple[Role, ...]:
-    """Return every role of a job whose pservers, or trainers in nccl2 mode, are at these
-    endpoints."""
+    """Return every role of a job.
+
+    Args:
+      endpoints: endpoints of the pservers; in nccl2 mode, of the trainers.
+    """
     return trainer_roles(endpoints) if mode == "nccl2" else roles_of(trainers, endpoints)
 
 
 def jax_variables(device: int) -> dict[str, str]:
-    """Return what JAX reads in a trainer of nccl2 mode that has one device of its host."""
+    """Return JAX's variables for a trainer of nccl2 mode with one device of its host."""
     return {"JAX_ENABLE_PREEMPTION_SERVICE": "0", "JAX_LOCAL_DEVICE_IDS": str(device)}
 
 
 class _Job:
-    """The roles that run, and what became of them."""
+    """Running roles of a job, and the outcome.
+
+    Args:
+      events: the queue of ended roles and signals.
+      grace: seconds between SIGTERM and SIGKILL.
+      optional: numbers of the trainers whose failure does not end the job.
+      ended_roles: the folder in which roles learn of ends.
+      site: the hosts of the roles.
+
+    Attributes:
+      failed: the role that made the job fail; None while there is none.
+      timed_out: the roles that ran at the time limit; empty before it.
+    """
 
     def __init__(
         self,
         events: SimpleQueue[Event],
         grace: float,
-        may_go: Collection[int],
-        told: EndedRoles,
+        optional: Collection[int],
+        ended_roles: EndedRoles,
         site: Site,
     ) -> None:
-        self._told = told
+        self._ended_roles = ended_roles
         self._site = site
-        self.may_go = {f"trainer {k}" for k in may_go}  # those without whom the job goes on
-        self.gone: set[str] = set()
+        self._optional = {f"trainer {k}" for k in optional}
+        self._lost: set[str] = set()
         self.events = events
         self.grace = grace
         self.running: dict[Child, Guard] = {}
@@ -293,15 +326,18 @@ class _Job:
         self.timed_out = ""
         self._ending = False
 
-    def started(self, child: Child, guard: Guard) -> None:
-        """Note a role that is there, and let it begin."""
+    def begin(self, child: Child, guard: Guard) -> None:
+        """Register a started role with the guard, and let it run its command."""
         self.running[child] = guard
         guard.add(child)
         child.begin()
 
     def wait(self, limit: float | None) -> int | None:
-        """Wait until all have ended, one has failed, or time is up. Returns the signal, if that
-        came first."""
+        """Wait until all roles have ended, one has failed, or the limit has passed.
+
+        Returns:
+          The number of a signal that arrived first; else None.
+        """
         while self.running:
             event = self._next(limit)
             if event is None:
@@ -309,13 +345,13 @@ class _Job:
                 return None
             if isinstance(event, int):
                 return event
-            self._ended(event)
+            self._on_end(event)
             if self.failed is not None:
-                return self._blame(limit)
+                return self._find_cause(limit)
         return None
 
     def end(self) -> None:
-        """End the roles that still run, politely first."""
+        """End the running roles: by SIGTERM, then by SIGKILL."""
         self._ending = True
         for child in self.running:
             child.signal(signal.SIGTERM)
@@ -323,54 +359,60 @@ class _Job:
         while self.running:
             event = self._next(limit)
             if isinstance(event, Child):
-                self._ended(event)
+                self._on_end(event)
                 continue
-            # time is up, or a second signal: kill, and wait for however long the system takes
+            # the grace period has passed, or a second signal has arrived
             for child in self.running:
                 child.signal(signal.SIGKILL)
             limit = None
 
-    def _blame(self, limit: float | None) -> int | None:
-        """While the failure is another role's fault, wait a moment for that other."""
+    def _find_cause(self, limit: float | None) -> int | None:
+        """Wait a moment for the role that caused the failure, if that is a PeerError."""
         moment = time.monotonic() + BLAME
         limit = moment if limit is None else min(limit, moment)
         while self.running and self.failed is not None and _by_peer(self.failed):
             event = self._next(limit)
             if event is None or isinstance(event, int):
                 return event
-            self._ended(event)
+            self._on_end(event)
         return None
 
     def _next(self, limit: float | None) -> Event | None:
-        """What happens next; None when time is up."""
+        """Wait for the next event; return None at the limit."""
+        timeout = None if limit is None else max(0.0, limit - time.monotonic())
         try:
-            return self.events.get(
-                timeout=None if limit is None else max(0.0, limit - time.monotonic())
-            )
+            return self.events.get(timeout=timeout)
         except queue.Empty:
             return None
 
-    def _ended(self, child: Child) -> None:
+    def _on_end(self, child: Child) -> None:
         guard = self.running.pop(child)
         child.reap()
         guard.remove(child)
-        how = child.how()
-        self._told.note(child.role.name, how)
+        role, how = child.role, child.how()
+        self._ended_roles.note(role.name, how)
         for other in self.running:
-            other.tell_ended(child.role.name, how)
+            other.tell_ended(role.name, how)
         self._site.ended(child, stopped=self._ending)
-        if child.code and not self._ending and child.role.name in self.may_go:
-            self.gone.add(child.role.name)
-            if child.role.trainers == len(self.gone):  # nobody is left
+        if not child.code or self._ending:
+            return
+        if role.name in self._optional:
+            self._lost.add(role.name)
+            if role.trainers > len(self._lost):
+                say(f"{role.name}{child.where} failed with {how}; the others go on")
+            else:  # the last trainer
                 self.failed = self.failed or child
-                return
-            say(f"{child.role.name}{child.where} failed with {child.how()}; the others go on")
-        elif (
-            child.code
-            and not self._ending
-            and (self.failed is None or (_by_peer(self.failed) and not _by_peer(child)))
-        ):
+        elif self.failed is None or (_by_peer(self.failed) and not _by_peer(child)):
             self.failed = child
+
+
+def _by_peer(child: Child) -> bool:
+    """Return True if a role failed because of another: by `PeerError`, or JAX lost its peers."""
+    return any(
+        line.startswith("dtrans.errors.PeerError")
+        or (("Error: " in line or "distributed service" in line) and is_by_peer(line))
+        for line in child.tail
+    )
 
 
 def _is_lost(child: Child) -> bool:
@@ -396,22 +438,12 @@ def _back_off(events: SimpleQueue[Event], attempt: int) -> int | None:
     return None
 
 
-def _by_peer(child: Child) -> bool:
-    """Whether a role failed because another did: its last words are a `PeerError`, or what JAX says
-    of lost peers."""
-    return any(
-        line.startswith("dtrans.errors.PeerError")
-        or (("Error: " in line or "distributed service" in line) and is_by_peer(line))
-        for line in child.tail
-    )
-
-
 def _failure(child: Child) -> LaunchError:
+    """Return the error of a role that failed, with the last lines of its standard error."""
     words = child.last_words()
     said = f"it said:\n{words}" if words else "it wrote nothing to standard error"
     message = (
-        f"{child.role.name}{child.where} failed with {child.how()}, and the other roles "
-        "were "
+        f"{child.role.name}{child.where} failed with {child.how()}, and the other roles were "
         f"ended; {said}"
     )
     return LaunchError(message, role=child.role.name, code=child.code)
@@ -422,33 +454,35 @@ _output = threading.Lock()
 
 @contextlib.contextmanager
 def _logs(folder: str | Path | None) -> Iterator[Callable[[str], Emit]]:
-    """Give what takes the lines of a role: it writes them behind the role's name, and into the
-    role's log."""
+    """Yield a function from the name of a role to the function that prints and logs its lines."""
     with contextlib.ExitStack() as files:
 
-        def logged(name: str) -> Emit:
+        def open_log(name: str) -> Emit:
             if folder is None:
-                return _prefixed(name, None)
+                return _line_writer(name, None)
             path = Path(folder) / f"{name.replace(' ', '-')}.log"
-            return _prefixed(name, files.enter_context(path.open("w", buffering=1)))
+            return _line_writer(name, files.enter_context(path.open("w", buffering=1)))
 
         if folder is not None:
             try:
                 Path(folder).mkdir(parents=True, exist_ok=True)
             except OSError as e:
                 raise ConfigError(f"log_dir={str(folder)!r} cannot be made: {e.strerror}") from e
-        yield logged
+        yield open_log
 
 
-def _prefixed(name: str, log: TextIO | None) -> Emit:
-    """Return what writes the lines of one role, whole."""
+def _line_writer(name: str, log: TextIO | None) -> Emit:
+    """Return a function that prints the lines of a role, and writes them to its log.
+
+    A lock keeps the lines of different roles apart.
+    """
 
     def emit(stream: str, line: str) -> None:
         out = sys.stdout if stream == "stdout" else sys.stderr
         with _output:
             out.write(f"[{name}] {line}\n")
             out.flush()
-            # what a role left behind in another session may write when all is over
+            # a process that a role left in another session may write after the log is closed
             if log is not None and not log.closed:
                 log.write(f"{line}\n")
 
@@ -456,28 +490,28 @@ def _prefixed(name: str, log: TextIO | None) -> Emit:
 
 
 def say(line: str) -> None:
-    """Write a line of the launcher's own to standard error."""
-    _prefixed("launcher", None)("stderr", line)
+    """Print a line of the launcher on standard error."""
+    _line_writer("launcher", None)("stderr", line)
 
 
 @contextlib.contextmanager
 def _signals_to(events: SimpleQueue[Event]) -> Iterator[None]:
-    """Put signals into the queue instead of acting on them.
+    """Put signals into the queue while the block runs.
 
-    Only the main thread may set handlers; elsewhere (a notebook's worker thread, say) signals stay
-    what they were. A signal that this process was told to ignore, as a shell does for jobs in the
-    background and nohup for SIGHUP, stays ignored.
+    Only the main thread can set handlers; in other threads, a notebook's say, signals keep their
+    handlers. Ignored signals stay ignored: a shell ignores SIGINT for background jobs, and nohup
+    SIGHUP.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = {s: signal.getsignal(s) for s in SIGNALS}
-    taken = [s for s in SIGNALS if before[s] is not signal.SIG_IGN]
-    for s in taken:
-        # SimpleQueue.put is reentrant: safe in a handler that interrupts this very queue
+    handled = [s for s in SIGNALS if before[s] is not signal.SIG_IGN]
+    for s in handled:
+        # SimpleQueue.put is reentrant: a handler may interrupt a `put` or `get` of the queue
         signal.signal(s, lambda signum, frame: events.put(signum))
     try:
         yield
     finally:
-        for s in taken:
+        for s in handled:
             signal.signal(s, before[s])

@@ -1,7 +1,4 @@
-"""The job of processes that this process is a member of.
-
-`dtrans.connect()` notes it here; who needs to know who else there is asks here.
-"""
+"""Membership of this process in a job: `dtrans.connect()` stores it, and others read it."""
 
 from __future__ import annotations
 
@@ -15,18 +12,18 @@ from dtrans.run.net.sockets import DEADLINE, PATIENCE
 
 @dataclasses.dataclass(frozen=True)
 class Membership:
-    """The job that this process is connected to.
+    """Job that this process is connected to.
 
     Attributes:
-      trainer_id: which trainer this process is.
-      members: the trainers that there are: all, but for those that were lost and dropped.
-      endpoints: of the trainers, also of lost ones; empty if JAX found them by itself.
-      deadline: seconds to wait for others.
-      patience: seconds without a sign of another process after which it counts as dead.
+      trainer_id: number of this trainer.
+      members: numbers of the trainers, without those that were lost and dropped.
+      endpoints: endpoints of all trainers, also of lost ones; empty if JAX detected the processes.
+      deadline: seconds to wait for other trainers.
       on_trainer_loss: "abort" or "drop".
-      allow_remote: whether processes may bind addresses that other hosts reach.
-      encryption: which of their connections are encrypted, as `transport_encryption`.
-      run: a word that the trainers of this run share, and no other run has.
+      allow_remote: True if processes may bind addresses that other hosts reach.
+      run: name of this run, which its trainers share and no other run has.
+      patience: seconds without a message from another process after which it counts as dead.
+      encryption: `transport_encryption`: "auto", "required" or "disabled".
     """
 
     trainer_id: int
@@ -41,17 +38,17 @@ class Membership:
 
     @property
     def trainers(self) -> int:
-        """How many trainers there are."""
+        """The number of trainers."""
         return len(self.members)
 
     @property
     def keys(self) -> Keys:
-        """The keys of the job, as this process's environment has them."""
+        """The keys of the job, from this process's environment."""
         return Keys.from_environment(self.encryption)
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """The name of this trainer in messages."""
         return f"trainer {self.trainer_id}"
 
 
@@ -59,19 +56,19 @@ _current: Membership | None = None
 
 
 def join(membership: Membership) -> Membership:
-    """Note the job that this process is a member of from now on."""
+    """Store the job that this process is a member of from now on, and return it."""
     global _current
     _current = membership
     return membership
 
 
 def known() -> Membership | None:
-    """The job that this process is a member of, if there is one."""
+    """Return the job that this process is a member of; None if there is none."""
     return _current
 
 
 def current() -> Membership:
-    """The job that this process is a member of. Raises ConfigError when there is none."""
+    """Return the job that this process is a member of. Raises ConfigError if there is none."""
     if _current is None:
         raise ConfigError(
             "this process is not connected to other trainers: call dtrans.connect() first"
@@ -80,8 +77,7 @@ def current() -> Membership:
 
 
 def lost(trainers: Collection[int]) -> Membership:
-    """Note that trainers are gone; the job of those left."""
+    """Remove lost trainers from the job, and return the job of the survivors."""
     now = current()
-    return join(
-        dataclasses.replace(now, members=tuple(k for k in now.members if k not in trainers))
-    )
+    survivors = tuple(k for k in now.members if k not in trainers)
+    return join(dataclasses.replace(now, members=survivors))

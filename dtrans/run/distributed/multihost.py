@@ -1,12 +1,13 @@
-"""What trainers that are processes hold together: arrays, sums, and an agreement on what they run.
+"""Global arrays, sums, broadcasts and agreements of trainers that are processes.
 
-A trainer's part of the batch is its piece of an array that all of them hold together; what it gets
-back, parameters and results, are arrays of its own device.
+A trainer's part of the batch is its piece of a global array. Parameters and results that it gets
+are arrays on its first device.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -31,17 +32,19 @@ PARTS_DIFFER = "trainers must give parts of one size"
 
 
 def trainer_devices() -> list[jax.Device]:
-    """The devices of all trainers, in their order: process by process.
+    """Return the devices of all trainers, ordered by process.
 
     Raises:
-      ConfigError: processes have different numbers of them.
+      ConfigError: processes have different numbers of devices.
     """
     members = current().members
     devices = sorted(
         (d for d in jax.devices() if d.process_index in members),
         key=lambda d: (d.process_index, d.id),
     )
-    counts = {k: sum(d.process_index == k for d in devices) for k in members}
+    counts = dict.fromkeys(members, 0)
+    for d in devices:
+        counts[d.process_index] += 1
     if len(set(counts.values())) > 1:
         listed = ", ".join(f"trainer {k} has {n}" for k, n in counts.items())
         raise ConfigError(f"all processes must have the same number of devices: {listed}")
@@ -49,8 +52,12 @@ def trainer_devices() -> list[jax.Device]:
 
 
 def to_global_array(x: Any, sharding: NamedSharding) -> jax.Array:
-    """This process's array as its piece of one of all: the whole if it is replicated, else a run of
-    a dimension."""
+    """Return the global array that has this process's array as its piece.
+
+    Args:
+      x: this process's array: the value of a replicated array, or its rows of a sharded one.
+      sharding: the sharding of the global array, along one dimension at most.
+    """
     if isinstance(x, jax.Array) and x.sharding == sharding:
         return x
     here = [d for d in sharding.mesh.devices.flat if d.process_index == jax.process_index()]
@@ -60,24 +67,26 @@ def to_global_array(x: Any, sharding: NamedSharding) -> jax.Array:
         )
     axis = len(sharding.spec) - 1
     rows, before = x.shape[axis] // len(here), (slice(None),) * axis
-    own = lambda i: x[(*before, slice(i * rows, (i + 1) * rows))] if len(here) > 1 else x
-    pieces = [jax.device_put(own(i), d) for i, d in enumerate(here)]
+    pieces = []
+    for i, d in enumerate(here):
+        piece = x if len(here) == 1 else x[(*before, slice(i * rows, (i + 1) * rows))]
+        pieces.append(jax.device_put(piece, d))
     shape = (*x.shape[:axis], rows * sharding.mesh.size, *x.shape[axis + 1 :])
     return jax.make_array_from_single_device_arrays(shape, sharding, pieces)
 
 
 def local_shard(x: jax.Array) -> jax.Array:
-    """This process's piece, or the first of them."""
+    """Return the piece of a global array on this process's first device."""
     return x.addressable_data(0)
 
 
 def all_reduce_sum(*xs: np.ndarray) -> list[np.ndarray]:
-    """The sums of arrays over all processes, on the host."""
+    """Sum arrays over all processes, and return the sums on the host."""
     first = {d.process_index: d for d in reversed(trainer_devices())}
     mesh = Mesh(np.array([first[k] for k in sorted(first)]), ("trainers",))
-    everywhere = NamedSharding(mesh, P())
-    # each process's own value in the place of one that is the same on all: only the reduction looks
-    # at it
+    replicated = NamedSharding(mesh, P())
+    # The operands are declared replicated, though each process has another value: `psum` alone
+    # reads them, and adds the values of all devices.
     added = jax.shard_map(
         lambda xs: jax.lax.psum(xs, "trainers"),
         mesh=mesh,
@@ -86,39 +95,40 @@ def all_reduce_sum(*xs: np.ndarray) -> list[np.ndarray]:
         check_vma=False,
     )
     with peers():
-        made = jax.jit(added)([to_global_array(x, everywhere) for x in xs])
-        return [np.asarray(local_shard(x)) for x in made]
+        sums = jax.jit(added)([to_global_array(x, replicated) for x in xs])
+        return [np.asarray(local_shard(x)) for x in sums]
 
 
 def broadcast(xs: Sequence[Any], root: int = 0) -> list[jax.Array]:
-    """What trainer `root` has, on all trainers, bit for bit.
+    """Return the arrays of trainer `root` on all trainers, with the same bits.
 
     Raises:
-      PeerError: they have arrays of other types.
+      PeerError: trainers have arrays of other shapes or types.
     """
-    _refuse(_told([_digest([f"{x.shape} {x.dtype}" for x in xs])]), 0, OTHER_STATE)
-    mine = jax.process_index() == root
-    raw = [
-        jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in xs
-    ]
-    host = [np.asarray(x) for x in raw]
-    # as bytes, which every backend can add: all others add zeros
-    sent = [
-        np.frombuffer(x.tobytes(), np.uint8) if mine else np.zeros(x.nbytes, np.uint8) for x in host
-    ]
-    kept = [i for i, b in enumerate(sent) if b.size]
-    bytes_of = dict(
-        zip(kept, all_reduce_sum(*(sent[i] for i in kept)) if kept else [], strict=True)
-    )
-    made: list[jax.Array] = []
-    for i, (x, h) in enumerate(zip(xs, host, strict=True)):
-        array = (
-            np.frombuffer(bytes_of[i].tobytes(), h.dtype).reshape(h.shape) if i in bytes_of else h
-        )
-        put = jax.device_put(array, jax.local_devices()[0])
-        is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-        made.append(jax.random.wrap_key_data(put, impl=jax.random.key_impl(x)) if is_key else put)
-    return made
+    digest = _digest([f"{x.shape} {x.dtype}" for x in xs])
+    _check_equal(_all_gather_words([digest]), 0, OTHER_STATE)
+    is_root = jax.process_index() == root
+    is_key = [jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in xs]
+    host: list[np.ndarray] = []
+    for x, key in zip(xs, is_key, strict=True):
+        host.append(np.asarray(jax.random.key_data(x) if key else x))
+
+    # The root's bytes plus zeros: every backend can add bytes, and sums of floats would turn -0.0
+    # into 0.0.
+    sent = {i: np.frombuffer(x.tobytes(), np.uint8) for i, x in enumerate(host) if x.nbytes}
+    if not is_root:
+        sent = {i: np.zeros_like(x) for i, x in sent.items()}
+    received = dict(zip(sent, all_reduce_sum(*sent.values()) if sent else [], strict=True))
+
+    arrays: list[jax.Array] = []
+    for i, x in enumerate(host):
+        if i in received:
+            x = np.frombuffer(received[i].tobytes(), x.dtype).reshape(x.shape)
+        array = jax.device_put(x, jax.local_devices()[0])
+        if is_key[i]:
+            array = jax.random.wrap_key_data(array, impl=jax.random.key_impl(xs[i]))
+        arrays.append(array)
+    return arrays
 
 
 def check_consistent(
@@ -130,41 +140,48 @@ def check_consistent(
 ) -> None:
     """Check that all trainers are about to run the same program on parts of one size.
 
-    Each says what it is about to run, where all can read it; this is not a reduction, so that a
-    trainer that runs something else makes the others wait up to the deadline, and not for ever.
+    Trainers compare digests on the coordinator's key-value store. A reduction would wait forever
+    for a trainer that runs another program; this ends with the deadline.
 
     Args:
-      split: the names of what trainers have parts of.
-      merges: what else is done to results, by name.
-      rows: of this trainer's part, if not those that the program was traced with.
+      program: the program of this trainer.
+      split: names of the arrays that are split over the trainers.
+      merges: rules that merge results, by name.
+      rows: number of rows of this trainer's part; by default, those that the program was traced
+        with.
 
     Raises:
-      PeerError, BatchError: they are not; the message says who differs from trainer 0.
-      DeadlineError: a trainer did not say.
+      PeerError: a trainer has another program, or has ended; the message names it.
+      BatchError: parts have different sizes.
+      DeadlineError: a trainer did not come in time.
     """
-    held = [f"{n} {program.inputs[n].str_short()}" for spec in program.args[:2] for n in spec.names]
+    state = []
+    for spec in program.args[:2]:
+        state += [f"{n} {program.inputs[n].str_short()}" for n in spec.names]
     first = next(iter(split), "the batch")
     if rows is None:
         rows = program.inputs[first].shape[0] if split else 0
     options = fingerprint.digest(fingerprint.canonical_text(merges or {}))
     parts = {**fingerprint.environment(), **program.fingerprints, "options": options}
-    said = _told([_digest(held), str(rows), *(text.rpartition(" ")[2] for text in parts.values())])
-    # held first: a trainer with other parameters runs another program too, and so does one with
-    # other rows
-    _refuse(said, 0, OTHER_STATE)
-    counts = {k: words[1] for k, words in said.items()}
+    digests = [text.rpartition(" ")[2] for text in parts.values()]
+    words = _all_gather_words([_digest(state), str(rows), *digests])
+
+    # State and rows come first: a trainer that differs in them has another program, too, and the
+    # error should name the cause.
+    _check_equal(words, 0, OTHER_STATE)
+    counts = {k: theirs[1] for k, theirs in words.items()}
     if len({*counts.values()}) > 1:
         listed = ", ".join(f"trainer {k} gives {n}" for k, n in counts.items())
         raise BatchError(
             f"{PARTS_DIFFER}; of {first} {listed} rows; take parts with job.shard_batch(*batch)"
         )
     for i, part in enumerate(parts, 2):
-        _refuse(said, i, f"another step, or other options: part '{part}' differs")
+        _check_equal(words, i, f"another step, or other options: part '{part}' differs")
 
 
-def _refuse(said: Mapping[int, Sequence[str]], i: int, what: str) -> None:
-    """Raise PeerError for trainers whose word `i` is not that of trainer 0: they have `what`."""
-    others = [k for k, words in said.items() if words[i] != said[0][i]]
+def _check_equal(words: Mapping[int, Sequence[str]], i: int, what: str) -> None:
+    """Raise PeerError for trainers whose word `i` differs from trainer 0's: they have `what`."""
+    others = [k for k, theirs in words.items() if theirs[i] != words[0][i]]
     if others:
         who = " and ".join(f"trainer {k}" for k in others)
         raise PeerError(
@@ -172,37 +189,43 @@ def _refuse(said: Mapping[int, Sequence[str]], i: int, what: str) -> None:
         )
 
 
-_rounds: dict[tuple[int, ...], int] = {}  # how often these trainers have agreed
+_rounds: dict[tuple[int, ...], int] = {}  # number of agreements of these trainers
 
 
-def _told(words: Sequence[str]) -> dict[int, list[str]]:
-    """What each trainer says, by its number. Raises DeadlineError where one says nothing, PeerError
-    where it ended."""
+def _all_gather_words(words: Sequence[str]) -> dict[int, list[str]]:
+    """Gather words of each trainer on all trainers, by number.
+
+    Raises:
+      DeadlineError: a trainer did not come in time.
+      PeerError: a trainer has ended.
+    """
     cluster, board = current(), bulletin_board()
     me, among = cluster.trainer_id, cluster.members
     now = _rounds.get(among, 0)
-    place = lambda k, i: f"dtrans/agree/{'-'.join(map(str, among))}/{i}/{k}"
-    # it may have waited in vain before
-    board.key_value_set(place(me, now), " ".join(words), allow_overwrite=True)
+    topic = f"dtrans/agree/{'-'.join(map(str, among))}"
+    # an earlier attempt at this round may have ended with DeadlineError
+    board.key_value_set(f"{topic}/{now}/{me}", " ".join(words), allow_overwrite=True)
     limit = time.monotonic() + cluster.deadline
-    said: dict[int, list[str]] = {}
+    found: dict[int, list[str]] = {}
     missing, watched = [], watch()
     for k in among:
-        word = read(place(k, now), limit, lambda k=k: watched.check(k) if watched else None)  # type: ignore[misc]
-        if word is None:
+        check = functools.partial(watched.check, k) if watched else lambda: None
+        theirs = read(f"{topic}/{now}/{k}", limit, check)
+        if theirs is None:
             missing.append(f"trainer {k}")
         else:
-            said[k] = word.split(" ")
+            found[k] = theirs.split(" ")
     if missing:
         raise DeadlineError(
             f"{cluster.name} waited {cluster.deadline:g} s for {' and '.join(missing)} to start "
-            "the same step: "
-            "they are at another, or give parts of the shape of before"
+            "the same step: they are at another, or give parts of the earlier shape; take parts "
+            "with job.shard_batch(*batch)"
         )
-    if now > 1:  # all have read it, or they could not have written the last one
-        board.key_value_delete(place(me, now - 2))
+    # all trainers have read the round before the last one, since they have started the last one
+    if now > 1:
+        board.key_value_delete(f"{topic}/{now - 2}/{me}")
     _rounds[among] = now + 1
-    return said
+    return found
 
 
 def _digest(lines: Sequence[str]) -> str:
@@ -211,28 +234,27 @@ def _digest(lines: Sequence[str]) -> str:
 
 @contextlib.contextmanager
 def peers() -> Iterator[None]:
-    """An operation of all trainers: errors of JAX that another trainer's end causes, as such."""
+    """Run an operation of all trainers; raise PeerError if it fails because a trainer has ended."""
     watched = watch()
     with contextlib.nullcontext() if watched is None else watched.operation():
         try:
             yield
-        except (jax.errors.JaxRuntimeError, ValueError) as e:  # it raises either
+        except (jax.errors.JaxRuntimeError, ValueError) as e:  # JAX raises either
             if not is_by_peer(str(e)):
                 raise
-            me, why = f"trainer {jax.process_index()}", str(e).splitlines()[0]
+            me, reason = f"trainer {jax.process_index()}", str(e).splitlines()[0]
             if "Timed out" in str(e):
                 raise PeerError(
                     f"{me} waited too long for the other trainers in the middle of a reduction "
-                    f"({why})"
+                    f"({reason})"
                 ) from e
             others = [f"trainer {k}" for k in current().members if k != jax.process_index()]
-            who, how = (
-                others[0] if len(others) == 1 else f"one of {', '.join(others)}",
-                "it has ended",
-            )
-            if watched is not None and (found := watched.failure(wait=KNOWN)):
-                who, how = (
-                    " and ".join(f"trainer {k}" for k in watched.members.failed()) or who,
-                    found,
-                )
-            raise PeerError(f"{me} lost {who} in the middle of a reduction: {how} ({why})") from e
+            who = others[0] if len(others) == 1 else f"one of {', '.join(others)}"
+            how = "it has ended"
+            # JAX does not name the trainer; the watch learns it, if it is given a moment
+            if watched is not None and (failure := watched.failure(wait=KNOWN)):
+                who = " and ".join(f"trainer {k}" for k in watched.members.failed()) or who
+                how = failure
+            raise PeerError(
+                f"{me} lost {who} in the middle of a reduction: {how} ({reason})"
+            ) from e

@@ -1,18 +1,19 @@
-"""Ends the roles of a launcher that was itself killed. Run as a script, by path: it imports nothing
-of dtrans.
+"""Guard that kills the roles of a launcher which was itself killed.
 
-A launcher that gets SIGKILL, or dies of memory, can end nobody. This small process holds the read
-end of a pipe whose only writer is the launcher. It reads `+pid` when a role starts and `-pid` when
-one has ended; at the end of the file, which comes when the launcher is gone for whatever reason, it
-kills the process groups that are left.
+It runs as a script, by path, and imports nothing of dtrans.
 
-With arguments it is the other end of that: it waits for a line, and then becomes the command that
-they say. So a role begins when it is registered, and a launcher that is killed before that leaves
-nothing: the line does not come.
+A launcher that gets SIGKILL, or runs out of memory, cannot end its roles. The guard reads a pipe
+whose only writer is the launcher. It reads `+pid` when a role starts, and `-pid` when a role has
+ended. The pipe ends when the launcher ends, for whatever reason. The guard then kills the remaining
+process groups.
 
-The other way would be PR_SET_PDEATHSIG in each role. That is Linux only, needs code between fork
-and exec, fires when the *thread* that started the role ends, and does not reach what a role has
-started itself.
+With arguments, the script is the gate of a role. It waits for a line, and then executes its
+arguments as a command. A role starts after it is registered. If the launcher is killed before that,
+the line does not come, and the gate ends.
+
+PR_SET_PDEATHSIG in each role was the alternative. It exists only on Linux, and needs code between
+fork and exec. It fires when the *thread* that started the role ends, and does not reach processes
+that a role has started.
 """
 
 import contextlib
@@ -22,7 +23,7 @@ import sys
 
 
 def main() -> None:
-    """Read process ids from standard input until it ends, then kill what is left."""
+    """Read process ids from standard input until it ends, then kill the remaining groups."""
     alive = set()
     for line in sys.stdin.buffer:
         pid = int(line[1:])
@@ -31,20 +32,18 @@ def main() -> None:
         else:
             alive.discard(pid)
     for pid in alive:
-        # a role may end between the launcher's death and this
+        # a role may have ended after the launcher died
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
 
 
 def begin(command: list[str]) -> None:
-    """Become a command when a line has come on standard input; end where that is closed before."""
+    """Execute a command when a line arrives on standard input; exit if that ends before."""
     if not os.read(0, 1):
         sys.exit(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    for signum in (
-        signal.SIGPIPE,
-        signal.SIGXFSZ,
-    ):  # Python ignores these, and a command would inherit that
+    # Python ignores these signals, and the command would inherit that
+    for signum in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(signum, signal.SIG_DFL)
     os.execvp(command[0], command)
 

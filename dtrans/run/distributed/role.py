@@ -1,24 +1,26 @@
-"""What a launched process knows about itself: its role, from environment variables.
+"""Role of a launched process, from environment variables.
 
-    DTRANS_ROLE                 trainer or pserver
-    DTRANS_TRAINERS             how many trainers there are
-    DTRANS_PSERVER_ENDPOINTS    pserver mode: all pservers, separated by commas
-    DTRANS_TRAINER_ENDPOINTS    nccl2 mode: all trainers, separated by commas
-    DTRANS_TRAINER_ID           of a trainer: which one, from 0
-    DTRANS_CURRENT_ENDPOINT     of a pserver, and of a trainer in nccl2 mode: which of the endpoints is its own
-    DTRANS_ON_TRAINER_LOSS      nccl2 mode: abort or drop; see `dtrans.connect`
-    DTRANS_TOKEN                a secret of the job, the same in all processes; see `dtrans.protocol.token`
-    DTRANS_TOKEN_FILE           the path of a file that holds it, where DTRANS_TOKEN is not set
-    DTRANS_STATUS_ENDPOINT      collectives: where trainer 0 answers `dtrans status`; chosen by `dtrans launch` if unset
-    DTRANS_KEYS                 a folder of separate keys, in the place of a token; see `dtrans.run.net.keys`
-    DTRANS_TRANSPORT_ENCRYPTION required, auto or disabled; the same in all processes; see there
-    DTRANS_ALLOW_REMOTE         1 allows addresses that other hosts reach; see `dtrans.run.net.net_options`
+    DTRANS_ROLE                  trainer or pserver
+    DTRANS_TRAINERS              number of trainers
+    DTRANS_PSERVER_ENDPOINTS     pserver mode: endpoints of all pservers, separated by commas
+    DTRANS_TRAINER_ENDPOINTS     nccl2 mode: endpoints of all trainers, separated by commas
+    DTRANS_TRAINER_ID            number of this trainer, from 0
+    DTRANS_CURRENT_ENDPOINT      endpoint of this pserver, or of this trainer in nccl2 mode
+    DTRANS_ON_TRAINER_LOSS       nccl2 mode: abort or drop; see `dtrans.connect`
+    DTRANS_TOKEN                 secret of the job; see `dtrans.protocol.token`
+    DTRANS_TOKEN_FILE            path of a file with the secret, if DTRANS_TOKEN is not set
+    DTRANS_STATUS_ENDPOINT       endpoint at which trainer 0 of collectives answers `dtrans status`
+    DTRANS_KEYS                  folder of separate keys; see `dtrans.run.net.keys`
+    DTRANS_TRANSPORT_ENCRYPTION  required, auto or disabled; see `dtrans.run.net.keys`
+    DTRANS_ALLOW_REMOTE          1 for several hosts; see `dtrans.run.net.net_options`
 
-`dtrans launch` sets them; so can any scheduler. The mode is told by whose endpoints there are. They
-are Paddle's (TRAINING_ROLE, PADDLE_TRAINER_ID, ...; python/paddle/distributed/launch_ps.py), under
-names of our own. `Role.environment` and `Role.from_env` are each other's inverse.
-`dtrans.run.distributed.schedulers` derives the names above from the variables of Slurm, Open MPI,
-torchrun, JobSet and Paddle.
+`dtrans launch`, or a scheduler, sets them. The mode is nccl2 if trainers have endpoints. The
+variables follow Paddle's (TRAINING_ROLE, PADDLE_TRAINER_ID, ...;
+python/paddle/distributed/launch_ps.py), with other names. `Role.environment` is the inverse of
+`Role.from_env`.
+
+`dtrans.run.distributed.schedulers` derives these variables from those of Slurm, Open MPI, torchrun,
+JobSet and Paddle.
 """
 
 from __future__ import annotations
@@ -43,26 +45,25 @@ VARIABLES = (
     "DTRANS_TRAINER_ENDPOINTS",
     "DTRANS_CURRENT_ENDPOINT",
 )
-# not who a process is, but what it does when others end: see `dtrans.connect`
+# an option of `dtrans.connect`, and no part of the role
 LOSS = "DTRANS_ON_TRAINER_LOSS"
 
 
 @dataclasses.dataclass(frozen=True)
 class Role:
-    """One participant of a job.
+    """Role of a process in a job.
 
     Attributes:
       kind: `trainer` or `pserver`.
-      trainers: how many trainers there are.
-      pserver_endpoints: of all pservers, in the order that every role has to agree on; none in
+      trainers: number of trainers.
+      pserver_endpoints: endpoints of all pservers, in the same order in all processes; empty in
         nccl2 mode.
-      trainer_id: which trainer this is; 0 in a pserver, so that it can be handed to `transpile` as
-        it is.
-      current_endpoint: of a pserver, or of a trainer in nccl2 mode, its own; else empty.
-      trainer_endpoints: in nccl2 mode those of all trainers, in their order; else none.
+      trainer_id: number of this trainer. It is 0 in a pserver, for `transpile`.
+      current_endpoint: endpoint of this pserver, or of this trainer in nccl2 mode; else empty.
+      trainer_endpoints: in nccl2 mode, endpoints of all trainers, in the order of their numbers.
 
     Raises:
-      ConfigError: values that contradict each other.
+      ConfigError: values contradict each other.
 
     Example:
       >>> import dtrans
@@ -71,7 +72,11 @@ class Role:
       ('trainer 1', '127.0.0.1:6174,127.0.0.1:6175')
       >>> dtrans.Role.from_env(role.environment()) == role
       True
-      >>> dtrans.Role("trainer", 1, (), current_endpoint="127.0.0.1:6174", trainer_endpoints=("127.0.0.1:6174",)).mode
+      >>> endpoint = "127.0.0.1:6174"
+      >>> alone = dtrans.Role(
+      ...     "trainer", 1, (), current_endpoint=endpoint, trainer_endpoints=(endpoint,)
+      ... )
+      >>> alone.mode
       'nccl2'
     """
 
@@ -94,8 +99,7 @@ class Role:
         elif self.current_endpoint not in self.pserver_endpoints:
             raise ConfigError(
                 f"this pserver's endpoint {self.current_endpoint!r} (DTRANS_CURRENT_ENDPOINT) is "
-                "not one of "
-                f"DTRANS_PSERVER_ENDPOINTS: {self.pservers}"
+                f"not one of DTRANS_PSERVER_ENDPOINTS: {self.pservers}"
             )
 
     def _check_nccl2(self) -> None:
@@ -108,43 +112,39 @@ class Role:
         if len(self.trainer_endpoints) != self.trainers:
             raise ConfigError(
                 f"DTRANS_TRAINERS is {self.trainers}, and DTRANS_TRAINER_ENDPOINTS has "
-                f"{len(self.trainer_endpoints)}: "
-                f"{','.join(self.trainer_endpoints)}"
+                f"{len(self.trainer_endpoints)}: {','.join(self.trainer_endpoints)}"
             )
         check_trainer_endpoint(self.trainer_id, self.current_endpoint, self.trainer_endpoints)
 
     @property
     def mode(self) -> Literal["pserver", "nccl2"]:
-        """As `DistributeTranspilerConfig.mode`."""
+        """The mode of the job, as in `DistributeTranspilerConfig.mode`."""
         return "nccl2" if self.trainer_endpoints else "pserver"
 
     @property
     def is_trainer(self) -> bool:
-        """Whether this is a trainer."""
+        """True for a trainer."""
         return self.kind == TRAINER
 
     @property
     def is_pserver(self) -> bool:
-        """Whether this is a parameter server."""
+        """True for a parameter server."""
         return self.kind == PSERVER
 
     @property
     def pservers(self) -> str:
-        """The endpoints as one string with commas, as `transpile` takes them."""
+        """The endpoints of the pservers as one string with commas, for `transpile`."""
         return ",".join(self.pserver_endpoints)
 
     @property
     def name(self) -> str:
-        """`trainer 0`, `pserver 1`: what messages call it."""
-        index = (
-            self.trainer_id
-            if self.is_trainer
-            else self.pserver_endpoints.index(self.current_endpoint)
-        )
-        return f"{self.kind} {index}"
+        """The name of the role in messages: `trainer 0`, `pserver 1`."""
+        if self.is_trainer:
+            return f"{self.kind} {self.trainer_id}"
+        return f"{self.kind} {self.pserver_endpoints.index(self.current_endpoint)}"
 
     def environment(self) -> dict[str, str]:
-        """The variables that say this."""
+        """Return the environment variables of this role."""
         found = {
             "DTRANS_ROLE": self.kind,
             "DTRANS_TRAINERS": str(self.trainers),
@@ -162,13 +162,13 @@ class Role:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Role:
-        """Return the role of this process, from DTRANS_* variables or from those of a scheduler.
+        """Return the role of this process, from DTRANS_* variables or those of a scheduler.
 
         Args:
-          environ: `os.environ` by default.
+          environ: environment variables; by default `os.environ`.
 
         Raises:
-          ConfigError: a variable that is missing or has a value that cannot be.
+          ConfigError: a variable is missing or has an invalid value.
         """
         env = role_variables(os.environ if environ is None else environ)
         kind = _read(env, "DTRANS_ROLE")
@@ -189,19 +189,19 @@ class Role:
         endpoints = parse_endpoints(_read(env, "DTRANS_PSERVER_ENDPOINTS"))
         if kind == TRAINER:
             return cls("trainer", trainers, endpoints, trainer_id=_number(env, "DTRANS_TRAINER_ID"))
-        own = _read(env, "DTRANS_CURRENT_ENDPOINT")
-        return cls("pserver", trainers, endpoints, current_endpoint=own)
+        endpoint = _read(env, "DTRANS_CURRENT_ENDPOINT")
+        return cls("pserver", trainers, endpoints, current_endpoint=endpoint)
 
 
 def roles_of(trainers: int, endpoints: Sequence[str]) -> tuple[Role, ...]:
-    """Every role of a job: the pservers, then the trainers."""
+    """Return every role of a job: the pservers, then the trainers."""
     every = tuple(endpoints)
-    servers = (Role("pserver", trainers, every, current_endpoint=e) for e in every)
+    servers = [Role("pserver", trainers, every, current_endpoint=e) for e in every]
     return (*servers, *(Role("trainer", trainers, every, trainer_id=i) for i in range(trainers)))
 
 
 def trainer_roles(endpoints: Sequence[str]) -> tuple[Role, ...]:
-    """Every role of an nccl2 job."""
+    """Return every role of an nccl2 job."""
     every = tuple(endpoints)
     return tuple(
         Role("trainer", len(every), (), trainer_id=i, current_endpoint=e, trainer_endpoints=every)
@@ -214,8 +214,7 @@ def _read(env: Mapping[str, str], name: str) -> str:
     if not value:
         raise ConfigError(
             f"the environment variable {name} is not set: start this script with `dtrans launch "
-            "script.py`, "
-            f"or set {', '.join(VARIABLES)}"
+            f"script.py`, or set {', '.join(VARIABLES)}"
         )
     return value
 

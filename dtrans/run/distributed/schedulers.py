@@ -20,7 +20,7 @@ from dtrans.endpoints import parse_endpoints, parse_host_slots
 from dtrans.errors import ConfigError
 
 
-PORT = 6174  # Paddle's; of the first endpoint on a host, and those that follow take the next ones
+PORT = 6174  # port of the first endpoint on a host, as in Paddle; further endpoints take the next
 PADDLE = {  # set by python/paddle/distributed/launch_ps.py and launch.py
     "DTRANS_ROLE": "TRAINING_ROLE",
     "DTRANS_TRAINERS": "PADDLE_TRAINERS_NUM",
@@ -29,7 +29,7 @@ PADDLE = {  # set by python/paddle/distributed/launch_ps.py and launch.py
     "DTRANS_TRAINER_ENDPOINTS": "PADDLE_TRAINER_ENDPOINTS",
     "DTRANS_CURRENT_ENDPOINT": "PADDLE_CURRENT_ENDPOINT",
 }
-_GIVEN = ("DTRANS_PSERVERS", "DTRANS_HOSTS", "DTRANS_TRAINER_ENDPOINTS")
+_USER_VARIABLES = ("DTRANS_PSERVERS", "DTRANS_HOSTS", "DTRANS_TRAINER_ENDPOINTS")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,9 +49,12 @@ class _World:
     hosts: tuple[str, ...]
 
 
-def is_told(env: Mapping[str, str]) -> bool:
-    """Return True if a variable beyond the scheduler's own says the role of this process."""
-    names = ("DTRANS_ROLE", *_GIVEN, "TRAINING_ROLE", "PADDLE_TRAINER_ENDPOINTS")
+def names_role(env: Mapping[str, str]) -> bool:
+    """Return True if variables of dtrans or Paddle name the role of this process.
+
+    Otherwise JAX detects the processes of a scheduler.
+    """
+    names = ("DTRANS_ROLE", *_USER_VARIABLES, "TRAINING_ROLE", "PADDLE_TRAINER_ENDPOINTS")
     return any(name in env for name in names)
 
 
@@ -59,7 +62,7 @@ def role_variables(env: Mapping[str, str]) -> dict[str, str]:
     """Return the environment with the DTRANS_* variables that a scheduler's variables imply.
 
     Raises:
-      ConfigError: variables that are incomplete or contradict each other.
+      ConfigError: variables are missing or contradict each other.
 
     Example:
       >>> from dtrans.run.distributed.schedulers import role_variables
@@ -80,7 +83,7 @@ def expand_nodes(text: str) -> tuple[str, ...]:
     """Return the hosts of a Slurm node list.
 
     Raises:
-      ConfigError: not a node list.
+      ConfigError: the text is not a node list.
 
     Example:
       >>> from dtrans.run.distributed.schedulers import expand_nodes
@@ -104,7 +107,7 @@ def expand_tasks(text: str) -> tuple[int, ...]:
     """Return the number of tasks on each node, from Slurm's short form.
 
     Raises:
-      ConfigError: not of that form.
+      ConfigError: the text does not have that form.
 
     Example:
       >>> from dtrans.run.distributed.schedulers import expand_tasks
@@ -143,7 +146,7 @@ def _torchrun(env: Mapping[str, str]) -> _World | None:
         return None
     why = "torchrun sets RANK, WORLD_SIZE and MASTER_ADDR in every process"
     rank, size = _integer(env, "RANK", why), _integer(env, "WORLD_SIZE", why)
-    # MASTER_ADDR is the host of rank 0; others are known only where all processes share it
+    # MASTER_ADDR is the host of rank 0; the others' hosts are known only if all share it
     known = size if env.get("LOCAL_WORLD_SIZE") == str(size) else 1
     address = env.get("MASTER_ADDR", "")
     return _World("torchrun", rank, size, (address,) * known if address else ())
@@ -166,23 +169,25 @@ def _slurm(env: Mapping[str, str]) -> _World | None:
     hosts: list[str] = []
     if not env.get("DTRANS_HOSTS"):
         hosts = _of_groups(env)
-        # a step over one group of several has the tasks of that group alone
+        # a step of one group has only the tasks of that group
         if len(hosts) != size:
             nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
             tasks = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE", "")
             hosts = _per_task(nodes, tasks, size)
-    own = env.get("SLURMD_NODENAME", "")
-    if hosts and own and rank < size and hosts[rank] != own:
+    node = env.get("SLURMD_NODENAME", "")
+    if hosts and node and rank < size and hosts[rank] != node:
         raise ConfigError(
-            f"Slurm's process {rank} runs on {own}, and its node list gives {hosts[rank]}; start "
+            f"Slurm's process {rank} runs on {node}, and its node list gives {hosts[rank]}; start "
             "one step with `srun --distribution=block`, or set DTRANS_HOSTS"
         )
     return _World("Slurm", rank, size, tuple(hosts))
 
 
 def _of_groups(env: Mapping[str, str]) -> list[str]:
-    """Return the hosts of a heterogeneous job; a step over all groups numbers its tasks through
-    them."""
+    """Return the host of each task of a heterogeneous job.
+
+    A step of all groups numbers its tasks group by group.
+    """
     hosts: list[str] = []
     groups = _integer(env, "SLURM_HET_SIZE", "Slurm sets it") if env.get("SLURM_HET_SIZE") else 0
     for group in range(groups):
@@ -206,7 +211,10 @@ def _per_task(nodes: str, tasks: str, size: int | None) -> list[str]:
             f"Slurm's nodes are {nodes}, its tasks per node {tasks or 'not set'}, and its tasks "
             f"{size or sum(counts)}, which do not fit; set DTRANS_HOSTS, such as a:2,b:2"
         )
-    return [host for host, count in zip(hosts, counts, strict=True) for _ in range(count)]
+    found: list[str] = []
+    for host, count in zip(hosts, counts, strict=True):
+        found += [host] * count
+    return found
 
 
 def _of_pod(env: Mapping[str, str]) -> dict[str, str]:
@@ -236,7 +244,7 @@ def _of_paddle(env: Mapping[str, str]) -> dict[str, str]:
     found["DTRANS_ROLE"] = role.lower()
     needed = ["DTRANS_TRAINERS", "DTRANS_TRAINER_ID" if role == "TRAINER" else ""]
     if found["DTRANS_PSERVER_ENDPOINTS"] or role == "PSERVER":
-        # Paddle's fleet sets the trainers' endpoints beside those of servers
+        # Paddle's fleet sets the endpoints of trainers as well as those of servers
         found["DTRANS_TRAINER_ENDPOINTS"] = env.get("DTRANS_TRAINER_ENDPOINTS", "")
         needed.append("DTRANS_PSERVER_ENDPOINTS")
     elif found["DTRANS_TRAINER_ENDPOINTS"]:
@@ -262,7 +270,8 @@ def _of_world(env: Mapping[str, str], world: _World) -> dict[str, str]:
     started = f"{world.name} started this process as rank {world.rank} of {world.size}"
     if world.rank >= world.size:
         raise ConfigError(
-            f"{started}, expected ranks 0 to {world.size - 1}; set DTRANS_ROLE and its companions"
+            f"{started}, expected ranks 0 to {world.size - 1}; set DTRANS_ROLE and the other "
+            "variables of dtrans.Role"
         )
     servers = _servers(env, started)
     if servers >= world.size:
@@ -297,6 +306,7 @@ def _of_world(env: Mapping[str, str], world: _World) -> dict[str, str]:
     found |= {"DTRANS_ROLE": "trainer", "DTRANS_TRAINER_ID": str(world.rank - servers)}
     if not servers:
         found["DTRANS_CURRENT_ENDPOINT"] = endpoints[world.rank]
+    # the user's variables win
     return found | {
         n: env[n] for n in ("DTRANS_TRAINER_ID", "DTRANS_CURRENT_ENDPOINT") if env.get(n)
     }
@@ -311,8 +321,7 @@ def _servers(env: Mapping[str, str], started: str) -> int:
         return 0
     raise ConfigError(
         f"{started}, and DTRANS_PSERVERS is not set; set it to the number of servers, which are "
-        "the "
-        "first processes, or to 0 for nccl2 mode"
+        "the first processes, or to 0 for nccl2 mode"
     )
 
 

@@ -43,7 +43,7 @@ from dtrans.protocol.collective.membership_table import GRACE, ExitStatus, Membe
 from dtrans.protocol.refusals import Refusals
 from dtrans.protocol.transport import RETRY, Door, Event, Link
 from dtrans.run.distributed.address import Address, address_of, may_bind, this_host
-from dtrans.run.distributed.board import shared_keys, told
+from dtrans.run.distributed.board import all_gather_text, shared_keys
 from dtrans.run.distributed.membership import Membership
 from dtrans.run.distributed.status_door import (
     VARIABLE as STATUS,
@@ -398,10 +398,10 @@ def start(cluster: Membership) -> None:
             log.warning("%s is set, and nobody answers there: %s", STATUS, UNWATCHED)
         return
     keys = shared_keys(cluster, "watch", MISSED)
-    hosts = [*told(cluster, "watch/hosts", this_host(), MISSED).values()]
+    hosts = [*all_gather_text(cluster, "watch/hosts", this_host(), MISSED).values()]
     if cluster.trainer_id == 0 and may_bind(cluster, hosts):
         _watch = Watch(cluster, keys, address_of(cluster, hosts, coordinator()))
-    at = told(cluster, "watch/at", "" if _watch is None else _watch.address, MISSED)[0]
+    at = all_gather_text(cluster, "watch/at", "" if _watch is None else _watch.address, MISSED)[0]
     if cluster.trainer_id and at:
         _watch = Watch(cluster, keys, at)
 

@@ -1,10 +1,10 @@
-"""Sockets as this package makes them; what goes by them is `dtrans.protocol.wire`.
+"""Messages over ZeroMQ. Their format is `dtrans.protocol.wire`.
 
-zmq_transport  ZeroMQ as `dtrans.protocol.transport`
-sockets        sockets with limits, and who is let in
-keys           which connections are encrypted, and with which keys
-net_options    options of connections, and the variables that are their defaults
-own_folder     a folder for the Unix socket of a process
-started_jobs   jobs that launchers of this user run here, and their tokens
-ended_roles    the roles that have ended, as a launcher tells the others
+zmq_transport  `dtrans.protocol.transport` over ZeroMQ
+sockets        ZeroMQ sockets with limits and authentication
+keys           keys that authenticate processes and encrypt connections
+net_options    options of connections, and the variables with their defaults
+temp_dir       a folder for the Unix socket of a process
+started_jobs   jobs that launchers of this user run on this host, and their tokens
+ended_roles    the roles that have ended, from the launcher
 """

@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from dtrans.run.net.own_folder import LOCK, OwnFolder
+from dtrans.run.net.temp_dir import LOCK, TempDir
 
 
 VARIABLE = "DTRANS_ENDED_ROLES"
@@ -31,7 +31,7 @@ class EndedRoles:
     """
 
     def __init__(self) -> None:
-        self._folder = OwnFolder()
+        self._folder = TempDir()
 
     @property
     def environment(self) -> dict[str, str]:

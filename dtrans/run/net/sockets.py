@@ -1,10 +1,9 @@
-"""Sockets as this package makes them: on loopback unless told otherwise, with bounded queues of
-what lingers.
+"""ZeroMQ sockets with dtrans's defaults: authentication, size limits and heartbeats.
 
-A socket that is bound lets in who shows a key or the password of the job (`dtrans.run.net.keys`),
-and by a Unix socket only processes of the same user. Before that only a short greeting is read: no
-message of a stranger reaches this process, however long it is. ZeroMQ asks about each connection by
-another socket, which a thread answers.
+A bound socket admits peers with a key or the password of the job (`dtrans.run.net.keys`). On a Unix
+socket it admits only processes of the same user. ZeroMQ reads no message before a peer is admitted,
+so a stranger cannot send this process a large one. ZeroMQ asks about each connection on an internal
+socket (ZAP, RFC 27), which a thread answers.
 """
 
 from __future__ import annotations
@@ -35,30 +34,28 @@ _REFUSED = (
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
 _OTHER_MECHANISM = zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
-ZAP = "inproc://zeromq.zap.01"  # where ZeroMQ asks (RFC 27)
-PATIENCE = (
-    30.0  # seconds without a sign of the other end's process after which a connection is given up
-)
-HANDSHAKE = 10.0  # seconds that one may take
-# handshakes in a row that the other end breaks off, after which it is asked whether it would
-# encrypt
+ZAP = "inproc://zeromq.zap.01"  # address of authentication requests (RFC 27)
+# seconds without a heartbeat of the other process after which a connection ends
+PATIENCE = 30.0
+HANDSHAKE = 10.0  # seconds that a handshake may take
+# handshakes in a row that the other end breaks off before this end asks for its mechanism
 BROKEN = 3
-GREETING = 1.0  # seconds that somebody may take to greet
-CURVE_BYTES = 33  # that CURVE adds to a frame: a name, a nonce, a code of authentication and flags
+GREETING = 1.0  # seconds that a greeting may take
+CURVE_BYTES = 33  # bytes that CURVE adds to a frame: command name, nonce, MAC and flags
 
 
 def tcp_address(endpoint: str) -> str:
-    """An endpoint as ZeroMQ writes it."""
+    """Return an endpoint in ZeroMQ's notation."""
     host, port = split_endpoint(endpoint)
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 def bound_address(endpoint: str) -> str:
-    """Return what ZeroMQ binds for an endpoint of this process.
+    """Return the address to bind for an endpoint of this process, in ZeroMQ's notation.
 
-    That is the endpoint itself. It is every address of this host where the host's name is loopback
-    on it: Debian resolves a host's own name to 127.0.1.1, while other hosts resolve it to an
-    address that they reach.
+    It is the endpoint, or every address of this host if the host's name resolves to loopback here.
+    Debian resolves the name of the host to 127.0.1.1, and other hosts resolve it to an address that
+    they reach.
 
     Example:
       >>> from dtrans.run.net.sockets import bound_address
@@ -66,90 +63,93 @@ def bound_address(endpoint: str) -> str:
       ('tcp://10.0.0.2:6174', 'tcp://127.0.0.1:6174')
     """
     host, port = split_endpoint(endpoint)
-    is_own_name = not is_loopback(host) and is_loopback(resolve_host(host))
-    return f"tcp://*:{port}" if is_own_name else tcp_address(endpoint)
+    is_host_name = not is_loopback(host) and is_loopback(resolve_host(host))
+    return f"tcp://*:{port}" if is_host_name else tcp_address(endpoint)
 
 
 def new_socket(context: zmq.Context[Any], kind: int, patience: float = PATIENCE) -> zmq.Socket[Any]:
-    """Return a socket with the limits that all of ours have, for `bind` or `connect`.
+    """Return a socket with dtrans's limits, for `bind` or `connect`.
 
-    Who wants last words of it to go says so when closing it.
+    Unsent messages are dropped when it is closed, unless `close` gets a linger time.
 
     Args:
-      patience: seconds without a sign of the other end's process after which ZeroMQ ends a
-        connection; `inf` for a process that may not read its messages for long.
+      patience: seconds without a heartbeat of the other process after which ZeroMQ ends a
+        connection. `inf` is for a process that may not read its messages for long.
     """
-    made = context.socket(kind)
-    # ZeroMQ keeps a copy of this from when a socket is bound, and goes by that copy for peers that
-    # have gone: by its default, to end the context would wait for ever where one goes just before
-    # the socket is closed
-    made.setsockopt(zmq.LINGER, 0)
-    made.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE)
-    made.setsockopt(zmq.SNDHWM, 0)  # a step's gradients are what bounds the queue
-    # of what is sent to sockets that connect; `limit` is for those that are bound
-    made.setsockopt(zmq.RCVHWM, 0)
-    made.setsockopt(zmq.IPV6, 1)
-    made.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE * 1000))
-    # many signs in the time that one may be late: TCP sends again, less and less often, what an
-    # outage has lost
+    new = context.socket(kind)
+    # ZeroMQ copies this option when a socket is bound, and uses the copy for peers that have gone.
+    # With its default, `context.term()` would wait forever if a peer goes just before the socket is
+    # closed.
+    new.setsockopt(zmq.LINGER, 0)
+    new.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE)
+    new.setsockopt(zmq.SNDHWM, 0)  # the gradients of a step limit the queue
+    new.setsockopt(zmq.RCVHWM, 0)  # for connecting sockets; `limit` is for bound ones
+    new.setsockopt(zmq.IPV6, 1)
+    new.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE * 1000))
+    # several heartbeats within the timeout: after an outage, TCP sends lost ones again at
+    # increasing intervals
     if math.isfinite(patience):
-        made.setsockopt(zmq.HEARTBEAT_IVL, max(1, int(patience * 100)))
-        made.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(1, int(patience * 900)))
+        new.setsockopt(zmq.HEARTBEAT_IVL, max(1, int(patience * 100)))
+        new.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(1, int(patience * 900)))
     if kind == zmq.ROUTER:
-        # who comes again is who it was, also before the old connection has ended
-        made.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        # a peer that connects again keeps its id, also before its old connection has ended
+        new.setsockopt(zmq.ROUTER_HANDOVER, 1)
     if kind == zmq.DEALER:
-        # of this socket, whatever becomes of its connections
-        made.setsockopt_string(zmq.ROUTING_ID, token.new_token())
-    return made
+        # one id for all connections of this socket
+        new.setsockopt_string(zmq.ROUTING_ID, token.new_token())
+    return new
 
 
-def bind(made: zmq.Socket[Any], address: str, keys: Keys, reach: str = "") -> str:
-    """Bind a socket to which a `Doorkeeper` lets peers in. Returns the address with its port, as
-    ZeroMQ names it.
+def bind(unbound: zmq.Socket[Any], address: str, keys: Keys, reach: str = "") -> str:
+    """Bind a socket whose peers an `Authenticator` admits.
 
     Args:
-      address: `tcp://host:port`, where the port may be `*`, or `ipc://path`.
-      reach: the address that the others connect to, if it is another.
+      address: `tcp://host:port`, with `*` for any free port, or `ipc://path`.
+      reach: the address that peers connect to; by default `address`.
+
+    Returns:
+      The address with its port, in ZeroMQ's notation.
     """
-    keys.guard(made, reach or address)
-    with _room_for_curve(made, keys, reach or address):
-        made.bind(address)
-    return str(made.get_string(zmq.LAST_ENDPOINT))
+    keys.guard(unbound, reach or address)
+    with _room_for_curve(unbound, keys, reach or address):
+        unbound.bind(address)
+    return str(unbound.get_string(zmq.LAST_ENDPOINT))
 
 
-def connect(made: zmq.Socket[Any], address: str, keys: Keys, user: str, role: str) -> None:
+def connect(unbound: zmq.Socket[Any], address: str, keys: Keys, user: str, role: str) -> None:
     """Connect a socket.
 
     Args:
-      user: as whom; the other end knows it by that.
-      role: of this process, whose key it shows where roles have separate keys.
+      user: the name under which the other end knows this process.
+      role: the role of this process, whose key it uses if roles have separate keys.
     """
-    keys.show(made, address, user, role)
-    with _room_for_curve(made, keys, address):
-        made.connect(address)
+    keys.show(unbound, address, user, role)
+    with _room_for_curve(unbound, keys, address):
+        unbound.connect(address)
 
 
 @contextlib.contextmanager
-def _room_for_curve(made: zmq.Socket[Any], keys: Keys, address: str) -> Iterator[None]:
-    """Let encrypted frames be as much larger as encryption makes them. ZeroMQ keeps a copy of the
-    limit per address."""
-    limit = made.getsockopt(zmq.MAXMSGSIZE)
+def _room_for_curve(unbound: zmq.Socket[Any], keys: Keys, address: str) -> Iterator[None]:
+    """Raise the limit of a frame by the bytes of encryption, while a socket is bound or connected.
+
+    ZeroMQ copies the limit for each address.
+    """
+    limit = unbound.getsockopt(zmq.MAXMSGSIZE)
     assert isinstance(limit, int)
-    made.setsockopt(zmq.MAXMSGSIZE, limit + CURVE_BYTES * keys.encrypts(address))
+    unbound.setsockopt(zmq.MAXMSGSIZE, limit + CURVE_BYTES * keys.encrypts(address))
     try:
         yield
     finally:
-        made.setsockopt(zmq.MAXMSGSIZE, limit)
+        unbound.setsockopt(zmq.MAXMSGSIZE, limit)
 
 
 def limit(bound: zmq.Socket[Any], frame: int, messages: int) -> None:
-    """Let a socket, before it is bound, take nothing larger and nothing more than a plan has.
+    """Limit the size and number of messages of a socket, before it is bound.
 
     Args:
-      frame: bytes of the largest frame; whoever sends a larger one is cut off.
-      messages: how many of one peer may wait to be read, before they wait at the peer; and how many
-        to one peer may wait to be sent, before they are dropped.
+      frame: bytes of the largest frame. ZeroMQ ends the connection of a peer that sends more.
+      messages: largest number of messages in each queue of a peer. Further received messages wait
+        at the peer. Further sent messages are dropped.
     """
     bound.setsockopt(zmq.MAXMSGSIZE, frame)
     bound.setsockopt(zmq.RCVHWM, messages)
@@ -157,61 +157,62 @@ def limit(bound: zmq.Socket[Any], frame: int, messages: int) -> None:
 
 
 def check_host(who: str, endpoint: str, remedy: str, keys: Keys, *, allow_remote: bool) -> None:
-    """Raise ConfigError for an endpoint that may not be bound: beyond loopback that takes leave,
-    and keys.
+    """Check that this process may bind an endpoint.
 
     Args:
-      who: is to bind it, for the message.
-      remedy: how users give leave.
+      who: the subject of the error.
+      remedy: the option with which users allow other hosts.
+
+    Raises:
+      ConfigError: other hosts reach the endpoint, and `allow_remote` is False or there is no token.
     """
     if not is_loopback(split_endpoint(endpoint)[0]) and not allow_remote:
         needs = [remedy] + [token.NEEDED] * (not keys.token and not keys.folder)
         raise ConfigError(
             f"{who} is at {endpoint}, which is not on loopback; to bind an address that other "
-            "hosts reach needs "
-            f"{' and '.join(needs)}"
+            f"hosts reach needs {' and '.join(needs)}"
         )
     keys.check(f"{who} is at {endpoint}", endpoint)
 
 
-class Doorkeeper:
-    """Lets peers in to the bound sockets of a context, from now on until it is closed.
+class Authenticator:
+    """Thread that admits peers to the bound sockets of a context, until it is closed.
 
-    Who has come in is known: `user_of` says as whom somebody connected who has sent a message.
+    `user_of` returns the user of a peer from its messages.
 
     Args:
-      keys: of the job.
-      users: as whom they may come, each with the role that alone may; an empty one lets every role
-        come.
+      keys: the keys of the job.
+      users: the users that are admitted. Only the role of a user may connect as it; every role may
+        if it is empty.
     """
 
     def __init__(self, context: zmq.Context[Any], keys: Keys, users: Mapping[str, str]) -> None:
         self._context = context
-        self._asked = context.socket(zmq.REP)
-        self._asked.bind(ZAP)
+        self._requests = context.socket(zmq.REP)
+        self._requests.bind(ZAP)
         self._thread = threading.Thread(
-            target=self._answer, args=(keys, users), name="dtrans doorkeeper", daemon=True
+            target=self._answer, args=(keys, users), name="dtrans authenticator", daemon=True
         )
         self._thread.start()
 
     def _answer(self, keys: Keys, users: Mapping[str, str]) -> None:
-        with contextlib.closing(self._asked):
-            self._asked.linger = 0
-            while len(asked := self._asked.recv_multipart()) > 1:
-                version, request, _, origin, _, mechanism, *shown = asked
-                user = (
-                    _user(keys, users, mechanism, shown)
-                    if _may_come(origin.decode(errors="replace"))
-                    else None
-                )
+        with contextlib.closing(self._requests):
+            self._requests.linger = 0
+            # `close` sends a single frame
+            while len(frames := self._requests.recv_multipart()) > 1:
+                version, request, _, origin, _, mechanism, *credentials = frames
+                user = None
+                if _is_same_user(origin.decode(errors="replace")):
+                    user = _find_user(keys, users, mechanism, credentials)
                 status = b"400" if user is None else b"200"
-                self._asked.send_multipart(
+                self._requests.send_multipart(
                     [version, request, status, b"", (user or "").encode(), b""]
                 )
-            self._asked.unbind(ZAP)  # at once: another may be bound to it next
+            # now, and not when ZeroMQ closes the socket: the next authenticator binds this address
+            self._requests.unbind(ZAP)
 
     def close(self) -> None:
-        """Let nobody in any more."""
+        """Stop the thread. ZeroMQ admits no peers afterwards."""
         with contextlib.closing(self._context.socket(zmq.REQ)) as line:
             line.linger = 0
             line.connect(ZAP)
@@ -219,12 +220,11 @@ class Doorkeeper:
             self._thread.join()
 
 
-def _may_come(origin: str) -> bool:
-    """Return False for who comes by a Unix socket and has another uid.
+def _is_same_user(origin: str) -> bool:
+    """Return False for a process of another user that connects by a Unix socket.
 
     Args:
-      origin: what ZeroMQ says of where a connection comes from: the other host's number, or
-        `name:uid:gid:pid`.
+      origin: ZeroMQ's description of the peer: its IP address, or `name:uid:gid:pid`.
     """
     try:
         ipaddress.ip_address(origin.partition("%")[0])
@@ -233,15 +233,17 @@ def _may_come(origin: str) -> bool:
     return True
 
 
-def _user(keys: Keys, users: Mapping[str, str], mechanism: bytes, shown: list[bytes]) -> str | None:
-    """Return as whom somebody may come in, or None."""
+def _find_user(
+    keys: Keys, users: Mapping[str, str], mechanism: bytes, credentials: list[bytes]
+) -> str | None:
+    """Return the user with these credentials; None if they are wrong."""
     if mechanism == b"CURVE":
         try:
-            return keys.users_by_key(users).get(shown[0])
-        except ConfigError as e:  # a folder of keys whose files cannot be read
-            log.error("nobody is let in: %s", e)
+            return keys.users_by_key(users).get(credentials[0])
+        except ConfigError as e:  # a file of the folder of keys cannot be read
+            log.error("no peer is admitted: %s", e)
             return None
-    user, password = (x.decode(errors="replace") for x in (*shown, b"", b"")[:2])
+    user, password = (x.decode(errors="replace") for x in (*credentials, b"", b"")[:2])
     is_right = (
         mechanism == b"PLAIN" and user in users and token.is_shown(password, keys.secret, user)
     )
@@ -249,26 +251,30 @@ def _user(keys: Keys, users: Mapping[str, str], mechanism: bytes, shown: list[by
 
 
 class Handshakes:
-    """Events of a connecting socket: made and ended connections, and how the other end refuses it.
+    """Events of a connecting socket: its connections begin, end, or are refused.
 
     Args:
-      made: the socket, before it is connected.
-      keys, address: that it shows, and where it connects to.
+      connecting: the socket, before it is connected.
+      keys: the keys of the job.
+      address: the address of the other end.
 
     Attributes:
-      monitor: to poll beside the socket.
+      monitor: a socket to poll, which has the events.
     """
 
-    def __init__(self, made: zmq.Socket[Any], keys: Keys, address: str) -> None:
-        self.monitor: zmq.Socket[Any] = made.get_monitor_socket(
+    def __init__(self, connecting: zmq.Socket[Any], keys: Keys, address: str) -> None:
+        self.monitor: zmq.Socket[Any] = connecting.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _REFUSED
         )
-        self._made, self._keys, self._address = made, keys, address
+        self._socket, self._keys, self._address = connecting, keys, address
         self._broken = 0  # handshakes in a row that the other end broke off
 
     def take(self) -> tuple[int, str]:
-        """Take the next event. Returns it, and what is wrong where the other end lets nobody in
-        with such keys."""
+        """Take the next event.
+
+        Returns:
+          The event, and the reason if the other end refuses this process's key; else "".
+        """
         found = recv_monitor_message(self.monitor)
         event = int(found["event"])
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
@@ -277,9 +283,9 @@ class Handshakes:
             return event, self._keys.other_mechanism(self._address)
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             return event, self._keys.other_keys(self._address)
-        # CURVE says nothing to who takes the server for one with another key: it breaks off. So
-        # does a tunnel with nobody behind it, and a process that is stopped says nothing either:
-        # neither greets
+        # A CURVE server breaks off the handshake of a client with another server key, and gives no
+        # reason. So does a tunnel without a server. Only a server sends a greeting, which
+        # `offers_curve` waits for.
         if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and self._keys.encrypts(self._address):
             self._broken += 1
             if self._broken == BROKEN:
@@ -289,13 +295,13 @@ class Handshakes:
         return event, ""
 
     def close(self) -> None:
-        """Stop listening, before the socket is closed."""
-        self._made.disable_monitor()
+        """Stop the monitor, before the socket is closed."""
+        self._socket.disable_monitor()
         self.monitor.close(linger=0)
 
 
 def offers_curve(address: str) -> bool:
-    """Return True if somebody at an address greets as a socket of ZeroMQ that encrypts (RFC 37)."""
+    """Return True if the other end sends the greeting of a ZeroMQ socket with CURVE (RFC 37)."""
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
     with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
         if address.startswith("ipc:"):
@@ -311,19 +317,19 @@ def offers_curve(address: str) -> bool:
 
 
 def user_of(frame: zmq.Frame) -> str:
-    """As whom somebody connected who sent a frame."""
+    """Return the user of the peer that sent a frame."""
     return str(frame.get("User-Id"))
 
 
-class Speakers:
-    """Who speaks by which connection of a bound socket, and whose connections have ended.
+class PeerIds:
+    """Ids of the peers of a bound socket by connection, and the peers that have gone.
 
     Args:
-      bound: before it is bound.
-      refused: is called for each connection that is not let in.
+      bound: the socket, before it is bound.
+      refused: called for each connection that is refused.
 
     Attributes:
-      monitor: what to poll beside the socket.
+      monitor: a socket to poll, which has the events.
     """
 
     def __init__(self, bound: zmq.Socket[Any], refused: Callable[[], None]) -> None:
@@ -331,40 +337,43 @@ class Speakers:
             _REFUSED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
         )
         self._bound, self._refused = bound, refused
-        self._known: dict[int, bytes] = {}  # by the file descriptors of their connections
+        self._ids: dict[int, bytes] = {}  # by file descriptor of the connection
         self._lost: list[bytes] = []
 
-    def know(self, address: zmq.Frame) -> None:
-        """Note by which connection somebody speaks. One that has the number of another comes behind
-        its end."""
-        connection, speaker = int(address.get(zmq.SRCFD)), bytes(address.buffer)
-        if self._known.get(connection) != speaker:
-            self.listen()
-            self._known[connection] = speaker
+    def add(self, address: zmq.Frame) -> None:
+        """Note the connection of a peer that has sent a message.
 
-    def listen(self) -> None:
-        """Take what the monitor has."""
+        Args:
+          address: the first frame of the message, with the peer's id.
+        """
+        connection, peer = int(address.get(zmq.SRCFD)), bytes(address.buffer)
+        if self._ids.get(connection) != peer:
+            # the descriptor may be reused: first read the end of its earlier connection
+            self.read_monitor()
+            self._ids[connection] = peer
+
+    def read_monitor(self) -> None:
+        """Read all events of the monitor."""
         while self.monitor.poll(0):
             found = recv_monitor_message(self.monitor)
             if found["event"] & _REFUSED:
                 self._refused()
-            elif found["event"] == zmq.EVENT_DISCONNECTED and found["value"] in self._known:
-                speaker = self._known.pop(found["value"])
-                if (
-                    speaker not in self._known.values()
-                ):  # else it has come by another connection before
-                    self._lost.append(speaker)
+            elif found["event"] == zmq.EVENT_DISCONNECTED and found["value"] in self._ids:
+                peer = self._ids.pop(found["value"])
+                # a peer may connect again before its old connection ends
+                if peer not in self._ids.values():
+                    self._lost.append(peer)
 
-    def lost(self) -> Iterator[bytes]:
-        """The addresses of those whose connections have ended, each once."""
+    def take_lost(self) -> Iterator[bytes]:
+        """Yield the ids of peers whose connections have ended, each once."""
         while self._lost:
             yield self._lost.pop()
 
     def close(self) -> None:
-        """Stop listening, before the socket is closed."""
+        """Stop the monitor, before the socket is closed."""
         self._bound.disable_monitor()
         self.monitor.close(linger=0)
 
 
-# seconds; Paddle's FLAGS_rpc_deadline
+# seconds that a wait may take; the default of Paddle's FLAGS_rpc_deadline
 DEADLINE = 180.0

@@ -13,7 +13,7 @@ import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from dtrans.run.net.own_folder import OwnFolder, living_folders
+from dtrans.run.net.temp_dir import TempDir, live_folders
 
 
 FILE = "job.json"
@@ -35,7 +35,7 @@ def announce_job(endpoints: Sequence[str], token: str) -> Iterator[None]:
       >>> token_of_job(["127.0.0.1:6175"])
       ''
     """
-    folder = OwnFolder()
+    folder = TempDir()
     try:
         new = folder.path / f"{FILE}.new"
         new.write_text(json.dumps({"endpoints": list(endpoints), "token": token}))
@@ -47,7 +47,7 @@ def announce_job(endpoints: Sequence[str], token: str) -> Iterator[None]:
 
 def token_of_job(endpoints: Sequence[str]) -> str:
     """Return the token of this user's job that answers at endpoints; empty if there is none."""
-    for folder in living_folders():
+    for folder in live_folders():
         # the job may end, and remove its folder, before this reads the file
         with contextlib.suppress(FileNotFoundError):
             if not _is_private(folder):

@@ -1,8 +1,8 @@
-"""The transport of real jobs: ZeroMQ's sockets with the limits, keys and monitors of this package.
+"""Transport of real jobs: ZeroMQ sockets with the limits, keys and monitors of this package.
 
-A link is a DEALER socket. A door is a ROUTER socket that is bound to its endpoint and, on request,
-to a Unix socket. A second socket, the monitor, reports connections that are made and end. Both are
-polled; nothing else of this package reads them.
+A link is a DEALER socket. A door is a ROUTER socket, bound to its endpoint and optionally to a Unix
+socket. ZeroMQ reports on a second socket, the monitor, which connections begin and end. The
+transport polls both.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from zmq.utils.monitor import recv_monitor_message
 from dtrans.errors import ConfigError
 from dtrans.protocol.transport import LINGER, Event, Link
 from dtrans.run.net.keys import Keys
-from dtrans.run.net.own_folder import OwnFolder
 from dtrans.run.net.sockets import (
     PATIENCE,
-    Doorkeeper,
+    Authenticator,
     Handshakes,
-    Speakers,
+    PeerIds,
     bind,
     bound_address,
     connect,
@@ -35,13 +34,14 @@ from dtrans.run.net.sockets import (
     tcp_address,
     user_of,
 )
+from dtrans.run.net.temp_dir import TempDir
 
 
-LONG = 3600.0  # seconds that one poll of ZeroMQ takes at most: its timeout is a C int
+MAX_POLL = 3600.0  # largest timeout of a poll in seconds: ZeroMQ's is a C int of milliseconds
 
 
 class ZmqLink:
-    """A connecting socket and its monitor. Made by `ZmqTransport.connect`."""
+    """Connecting socket and its monitor. `ZmqTransport.connect` returns it."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class ZmqLink:
     ) -> None:
         self._transport = transport
         self.socket = new_socket(transport.context, zmq.DEALER, transport.patience)
-        # the door learns of the connection though this process may compute for long
+        # an empty message tells the door of the connection, though this process may be computing
         self.socket.setsockopt(zmq.PROBE_ROUTER, 1)
         self._handshakes = Handshakes(self.socket, transport.keys, address)
         self.monitor = self._handshakes.monitor
@@ -62,7 +62,7 @@ class ZmqLink:
             self._poller.register(polled, zmq.POLLIN)
         try:
             connect(self.socket, address, transport.keys, user, role)
-        except BaseException:  # an open socket would let the transport never close
+        except BaseException:  # `ZmqTransport.close` would wait forever for an open socket
             self.close()
             raise
 
@@ -73,31 +73,31 @@ class ZmqLink:
 
     @property
     def is_due(self) -> bool:
-        """Return True if events wait that were read from the monitor before."""
+        """True if events that were read from the monitor have not been taken."""
         return bool(self._changes)
 
     def poll(self, milliseconds: int) -> dict[Any, int]:
-        """Wait for this link alone."""
+        """Poll only the sockets of this link."""
         return dict(self._poller.poll(milliseconds))
 
     def send(self, frames: Sequence[Any], /) -> None:
-        """Send a message, as `dtrans.protocol.transport.Link` says."""
-        # ZeroMQ gives up a connection to something that does not speak its protocol, and would then
-        # block a send for ever
+        """Send a message; see `dtrans.protocol.transport.Link`."""
+        # ZeroMQ ends a connection to a process with another protocol, and a blocking send would
+        # then wait forever
         with contextlib.suppress(zmq.Again):
-            if len(frames) == 1:  # a header is copied faster than it is tracked
+            if len(frames) == 1:  # copying a header takes less time than tracking its memory
                 self.socket.send(frames[0], zmq.NOBLOCK)
             else:
                 self.socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
 
     def changes(self) -> Iterator[Event]:
-        """Take events of the connection, as `dtrans.protocol.transport.Link` says."""
+        """Take events of the connection; see `dtrans.protocol.transport.Link`."""
         self._read_monitor()
         while self._changes:
             yield self._changes.popleft()
 
     def events(self, ready: Mapping[Any, int]) -> Iterator[Event]:
-        """Take events of this link: one message, or all changes, each behind messages before it."""
+        """Take events of this link: one message, or all changes after their earlier messages."""
         if self.monitor in ready:
             self._read_monitor()
         if not self._changes:
@@ -105,14 +105,14 @@ class ZmqLink:
                 yield Event("message", self, self.socket.recv_multipart(copy=False))
             return
         while self._changes:
-            # the monitor was read first: last words of a connection that has ended are there by now
+            # the monitor was read before the socket: all messages of an ended connection are here
             while self._changes and self._changes[0].kind == "broken" and self.socket.poll(0):
                 yield Event("message", self, self.socket.recv_multipart(copy=False))
             if self._changes:
                 yield self._changes.popleft()
 
     def _read_monitor(self) -> None:
-        while int(self.monitor.get(zmq.EVENTS)) & zmq.POLLIN:  # cheaper than a poll
+        while int(self.monitor.get(zmq.EVENTS)) & zmq.POLLIN:  # faster than a poll
             event, reason = self._handshakes.take()
             if reason:
                 self._changes.append(Event("barred", self, reason=reason))
@@ -122,7 +122,7 @@ class ZmqLink:
                 self._changes.append(Event("broken", self))
 
     def close(self, linger: float = 0.0) -> None:
-        """Close it, as `dtrans.protocol.transport.Link` says."""
+        """Close the link; see `dtrans.protocol.transport.Link`."""
         if self.socket.closed:
             return
         self._transport.forget(self)
@@ -132,11 +132,11 @@ class ZmqLink:
 
 
 class ZmqDoor:
-    """A bound socket and its monitor. Made by `ZmqTransport.bind`.
+    """Bound socket and its monitor. `ZmqTransport.bind` returns it.
 
     Attributes:
-      endpoint: where others connect to it.
-      local: the path of its Unix socket; empty, if it has none.
+      endpoint: the endpoint that others connect to.
+      local: the path of its Unix socket; empty if it has none.
     """
 
     def __init__(
@@ -151,15 +151,15 @@ class ZmqDoor:
         self._keys = keys
         self.is_due = False
         self._transport, self._bound, self._refused = transport, "", 0
-        # ZeroMQ asks one doorkeeper per context, which knows the keys and users of one door
+        # a context has one authenticator, which has the keys and users of one door
         is_first = not any(isinstance(x, ZmqDoor) for x in transport.owners)
         self._context = transport.context if is_first else zmq.Context()
         self.socket = new_socket(self._context, zmq.ROUTER, transport.patience)
         limit(self.socket, frame, messages)
-        self._speakers = Speakers(self.socket, self._count_refused)
-        self.monitor = self._speakers.monitor
-        self._doorkeeper = Doorkeeper(self._context, keys, users)
-        self._folder: OwnFolder | None = None
+        self._peers = PeerIds(self.socket, self._count_refused)
+        self.monitor = self._peers.monitor
+        self._authenticator = Authenticator(self._context, keys, users)
+        self._folder: TempDir | None = None
 
     @property
     def polled(self) -> tuple[zmq.Socket[Any], ...]:
@@ -167,14 +167,20 @@ class ZmqDoor:
         return (self.socket, self.monitor)
 
     def open(self, endpoint: str, reach: str, *, has_local: bool) -> None:
-        """Bind the socket to an endpoint; others reach it by `reach`, where that is not empty."""
+        """Bind the socket.
+
+        Args:
+          endpoint: the endpoint to bind.
+          reach: the endpoint that others connect to; empty for `endpoint`.
+          has_local: True to bind a Unix socket, too.
+        """
         host, _, port = (reach or endpoint).rpartition(":")
         bound = f"tcp://{endpoint}" if reach or port == "*" else bound_address(endpoint)
         try:
             self._bound = bind(self.socket, bound, self._keys, f"tcp://{host}")
             self.endpoint = f"{host}:{self._bound.rpartition(':')[2]}"
             if has_local:
-                self._folder = OwnFolder()
+                self._folder = TempDir()
                 path = str(self._folder.path / "socket")
                 if len(os.fsencode(path)) <= zmq.IPC_PATH_MAX_LEN:
                     bind(self.socket, f"ipc://{path}", self._keys)
@@ -184,19 +190,19 @@ class ZmqDoor:
             raise
 
     def send(self, address: bytes, frames: Sequence[Any], /) -> None:
-        """Send a message, as `dtrans.protocol.transport.Door` says."""
+        """Send a message; see `dtrans.protocol.transport.Door`."""
         with contextlib.suppress(zmq.Again):
             self.socket.send_multipart([address, *frames], zmq.NOBLOCK, copy=len(frames) == 1)
 
     def events(self, ready: Mapping[Any, int]) -> Iterator[Event]:
-        """Take the events of a ready door: at most one message."""
+        """Take events of a door after a poll: at most one message."""
         if self.socket in ready:
             address, *frames = self.socket.recv_multipart(copy=False)
-            self._speakers.know(address)
-            yield _at_door(self, address, frames)
+            self._peers.add(address)
+            yield _message_event(self, address, frames)
         if self.monitor in ready:
-            self._speakers.listen()
-        for lost in self._speakers.lost():
+            self._peers.read_monitor()
+        for lost in self._peers.take_lost():
             yield Event("lost", self, address=lost)
         while self._refused:
             self._refused -= 1
@@ -206,13 +212,13 @@ class ZmqDoor:
         self._refused += 1
 
     def close(self, linger: float = 0.0) -> None:
-        """Close it, as `dtrans.protocol.transport.Door` says."""
+        """Close the door; see `dtrans.protocol.transport.Door`."""
         if self.socket.closed:
             return
         self._transport.forget(self)
         self._free_endpoint(linger)
-        self._doorkeeper.close()
-        self._speakers.close()
+        self._authenticator.close()
+        self._peers.close()
         self.socket.close(linger=int(linger * 1000))
         if self._folder is not None:
             self._folder.close()
@@ -220,9 +226,9 @@ class ZmqDoor:
             self._context.term()
 
     def _free_endpoint(self, linger: float) -> None:
-        """Stop listening, and wait until the endpoint can be bound again.
+        """Stop listening, and wait until another process can bind the endpoint.
 
-        ZeroMQ closes listening sockets in a thread of its own.
+        ZeroMQ closes listening sockets in its I/O thread.
         """
         if not self._bound:
             return
@@ -234,23 +240,23 @@ class ZmqDoor:
                 return
 
 
-def _at_door(door: ZmqDoor, address: zmq.Frame, frames: list[zmq.Frame]) -> Event:
-    """Return the event of a message; an empty one says that a connection is made (PROBE_ROUTER)."""
+def _message_event(door: ZmqDoor, address: zmq.Frame, frames: list[zmq.Frame]) -> Event:
+    """Return the event of a message. An empty message announces a connection (PROBE_ROUTER)."""
     if len(frames) == 1 and not len(frames[0]):
         return Event("connected", door, address=bytes(address.buffer))
     return Event("message", door, frames, bytes(address.buffer), user_of(address))
 
 
 class ZmqTransport:
-    """Sockets of one thread of a process, as `dtrans.protocol.transport.Transport`.
+    """`dtrans.protocol.transport.Transport` over the sockets of one thread.
 
     Args:
-      keys: of the job.
-      patience: seconds without a sign of another process after which its connection ends. `inf`
-        waits for ever, also for a process that does not read its messages.
+      keys: the keys of the job.
+      patience: seconds without a heartbeat of another process after which its connection ends.
+        `inf` is for processes that may not read their messages for long.
 
     Attributes:
-      context: of ZeroMQ.
+      context: the ZeroMQ context of its sockets.
     """
 
     def __init__(self, keys: Keys, patience: float = PATIENCE) -> None:
@@ -272,7 +278,7 @@ class ZmqTransport:
         return time.monotonic()
 
     def connect(self, endpoint: str, /, *, user: str, role: str, name: str = "") -> ZmqLink:
-        """Open a link, as `dtrans.protocol.transport.Transport` says."""
+        """Open a link; see `dtrans.protocol.transport.Transport`."""
         if endpoint.startswith("/"):
             address = f"ipc://{endpoint}"
         else:
@@ -295,20 +301,23 @@ class ZmqTransport:
         has_local: bool = False,
         keys: Keys | None = None,
     ) -> ZmqDoor:
-        """Open a door, as `dtrans.protocol.transport.Transport` says.
+        """Open a door; see `dtrans.protocol.transport.Transport`.
 
         Args:
-          reach: the endpoint by which others reach this one, if it is another.
-          name: of the door in messages; the endpoint by default.
-          has_local: bind a Unix socket too.
-          keys: that others show here; those of the transport by default.
+          reach: the endpoint that others connect to; by default `endpoint`.
+          name: the name of the door in errors; by default the endpoint.
+          has_local: True to bind a Unix socket, too.
+          keys: the keys that authenticate peers; by default those of the transport.
+
+        Raises:
+          ConfigError: the endpoint cannot be bound.
         """
         door = ZmqDoor(self, keys or self.keys, users, frame, messages)
         try:
             door.open(endpoint, reach, has_local=has_local)
         except zmq.ZMQError as e:
-            why = zmq.strerror(e.errno or 0)
-            raise ConfigError(f"{name or endpoint} cannot be bound: {why}") from e
+            reason = zmq.strerror(e.errno or 0)
+            raise ConfigError(f"{name or endpoint} cannot be bound: {reason}") from e
         self._listen_to(door)
         return door
 
@@ -318,36 +327,40 @@ class ZmqTransport:
             self._poller.register(polled, zmq.POLLIN)
 
     def forget(self, closing: ZmqLink | ZmqDoor) -> None:
-        """Poll a link or a door no more."""
+        """Stop polling a link or a door."""
         for polled in closing.polled:
             if self._owners.pop(polled, None) is not None:
                 self._poller.unregister(polled)
 
     def reaches(self, local: str, /) -> bool:
-        """Return True if this process can connect to what another process calls `local`."""
+        """Return True if this process can connect to the Unix socket of another process."""
         return os.path.exists(local)
 
     def poll(self, until: float, link: Link | None = None) -> Iterator[Event]:
-        """Wait and take events, as `dtrans.protocol.transport.Transport` says."""
+        """Wait for events and take them; see `dtrans.protocol.transport.Transport`."""
         only = link if isinstance(link, ZmqLink) else None
         due = [x for x in (self._owners.values() if only is None else (only,)) if x.is_due]
-        wait = 0.0 if due else max(0.0, min(until - time.monotonic(), LONG))
+        wait = 0.0 if due else max(0.0, min(until - time.monotonic(), MAX_POLL))
         milliseconds = math.ceil(wait * 1000)
         ready = dict(self._poller.poll(milliseconds)) if only is None else only.poll(milliseconds)
         if self._wake in ready:
             os.read(self._wake, 4096)
         found = (self._owners[x] for x in ready if x != self._wake)
         for owner in dict.fromkeys([*due, *found]):
-            if not owner.socket.closed:  # by whoever took the event before
+            if not owner.socket.closed:  # the taker of an earlier event may close it
                 yield from owner.events(ready)
 
     def wake(self) -> None:
-        """End the poll that another thread is in, or the next one."""
-        with contextlib.suppress(BlockingIOError):  # it is full, so the poll ends
+        """End the current poll of another thread, or the next poll."""
+        with contextlib.suppress(BlockingIOError):  # the pipe is full: a poll ends anyway
             os.write(self._waker, b"+")
 
     def close(self, linger: float = 0.0) -> None:
-        """Close all links and doors. Sent messages have so many seconds to leave."""
+        """Close all links and doors.
+
+        Args:
+          linger: seconds that sent messages have to leave.
+        """
         if self.context.closed:
             return
         for owner in self.owners:

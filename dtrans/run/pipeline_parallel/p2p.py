@@ -32,7 +32,7 @@ from dtrans.protocol.collective.arrivals import Arrivals, ValueType
 from dtrans.protocol.refusals import Refusals
 from dtrans.protocol.transport import Event, Link
 from dtrans.run.distributed.address import address_of, this_host
-from dtrans.run.distributed.board import shared_keys, told
+from dtrans.run.distributed.board import all_gather_text, shared_keys
 from dtrans.run.distributed.membership import Membership
 from dtrans.run.distributed.watch import watch
 from dtrans.run.net.zmq_transport import ZmqTransport
@@ -59,13 +59,13 @@ class P2PChannels:
         others = [k for k in range(self.count) if k != self.me]
         self._links = {self._link(k, self.me): k for k in others}  # who speaks by each
         users = {link: f"trainer {k}" for link, k in self._links.items()}
-        hosts = told(cluster, f"links/{name}/hosts", this_host(), MISSED, _look)
+        hosts = all_gather_text(cluster, f"links/{name}/hosts", this_host(), MISSED, _look)
         address = address_of(cluster, list(hosts.values()), coordinator())
         # a process that does not read its messages is not dead
         self._in = ZmqTransport(self._keys, patience=math.inf)
         try:
             door = address.open_door(self._in, users, frame=wire.MESSAGE_BYTES, messages=AHEAD)
-            self._peers = told(cluster, f"links/{name}/at", door.endpoint, MISSED, _look)
+            self._peers = all_gather_text(cluster, f"links/{name}/at", door.endpoint, MISSED, _look)
         except BaseException:
             self._in.close()
             raise

@@ -582,7 +582,7 @@ def test_a_trainer_that_changes_its_part_alone_is_told_so() -> None:
         "dtrans.errors.DeadlineError: trainer 0 waited 5 s for trainer 1 to start the same "
         "step: they are at another, "
     )
-    assert want + "or give parts of the shape of before" in said
+    assert want + "or give parts of the earlier shape" in said
 
 
 # -- going on with those left ----------------------------------------------------------------------

@@ -14,7 +14,7 @@ from trainer_processes import started
 from dtrans.endpoints import resolve_host
 from dtrans.errors import ConfigError
 from dtrans.run.distributed import gloo
-from dtrans.run.distributed.gloo import check_own_name, reachable
+from dtrans.run.distributed.gloo import check_host_name, reachable
 
 
 PATIENCE = 120.0
@@ -57,11 +57,11 @@ def test_a_host_that_does_not_know_itself_is_named(monkeypatch: pytest.MonkeyPat
     for address, told in (("127.0.1.1", r"127\.0\.1\.1"), ("", "nothing")):
         resolving(monkeypatch, {"debian": address})
         with pytest.raises(
-            ConfigError, match=rf"debian resolves to {told} there; write the host's own address"
+            ConfigError, match=rf"debian resolves to {told} there; write the host's address"
         ):
-            check_own_name(1)
+            check_host_name(1)
     resolving(monkeypatch, {"debian": "10.0.0.1"})
-    check_own_name(1)
+    check_host_name(1)
 
 
 def test_what_a_name_resolves_to() -> None:

@@ -15,7 +15,7 @@ from role_scripts import ROLE_OF_PROCESS
 import dtrans
 from dtrans.errors import ConfigError
 from dtrans.run.distributed.role import Role, roles_of, trainer_roles
-from dtrans.run.distributed.schedulers import expand_nodes, expand_tasks, is_told
+from dtrans.run.distributed.schedulers import expand_nodes, expand_tasks, names_role
 
 
 SLURM = {
@@ -241,11 +241,11 @@ def test_tasks_per_node() -> None:
 
 def test_a_scheduler_alone_is_left_to_jax() -> None:
     """`dtrans.connect` without endpoints keeps JAX's own detection."""
-    assert not is_told(
+    assert not names_role(
         SLURM | HET | MPI | TORCHRUN | {"SLURM_PROCID": "1", "JOB_COMPLETION_INDEX": "0"}
     )
     for name in ("DTRANS_ROLE", "DTRANS_PSERVERS", "DTRANS_HOSTS", "TRAINING_ROLE"):
-        assert is_told(SLURM | {name: "1"})
+        assert names_role(SLURM | {name: "1"})
 
 
 # -- processes that they start ---------------------------------------------------------------------

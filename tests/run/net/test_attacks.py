@@ -31,7 +31,7 @@ from dtrans.run.distributed.membership import Membership
 from dtrans.run.distributed.rendezvous import FIRST, rendezvous
 from dtrans.run.distributed.watch import Watch
 from dtrans.run.net.keys import Keys
-from dtrans.run.net.sockets import Doorkeeper
+from dtrans.run.net.sockets import Authenticator
 from dtrans.run.pipeline_parallel.p2p import P2PChannels
 from dtrans.run.status.observer import JobObserver
 
@@ -219,7 +219,7 @@ def attacked(at: str, user: str, secret: str, messages: Sequence[list[bytes]], c
         context.socket(zmq.DEALER) as client,
     ):
         # of the attacker's own, to record it with
-        doorkeeper = Doorkeeper(context, Keys(secret), {user: ""})
+        authenticator = Authenticator(context, Keys(secret), {user: ""})
         own.plain_server, own.zap_domain, own.linger, client.linger = True, b"dtrans", 0, 0
         tap = Tap(f"127.0.0.1:{own.bind_to_random_port('tcp://127.0.0.1')}")
         client.plain_username, client.plain_password = user.encode(), password
@@ -228,7 +228,7 @@ def attacked(at: str, user: str, secret: str, messages: Sequence[list[bytes]], c
             client.send_multipart(message)
             assert own.poll(HANG * 1000)
             own.recv_multipart()
-        doorkeeper.close()
+        authenticator.close()
     tap.close()
     stream = bytes(tap.recorded)
     assert password in stream

@@ -26,18 +26,18 @@ from dtrans.errors import ConfigError, UnencryptedWarning
 from dtrans.protocol.token import new_token, shown
 from dtrans.run.net import keys as keys_module
 from dtrans.run.net.keys import Keys, check_libzmq, is_local, make_folder, public_key
-from dtrans.run.net.own_folder import OwnFolder
 from dtrans.run.net.sockets import (
     BROKEN,
-    Doorkeeper,
+    Authenticator,
     Handshakes,
-    Speakers,
+    PeerIds,
     bind,
     limit,
     new_socket,
     offers_curve,
     user_of,
 )
+from dtrans.run.net.temp_dir import TempDir
 
 
 TOKEN, OTHER = new_token(), new_token()
@@ -153,17 +153,17 @@ def test_a_library_that_does_not_encrypt_well_is_refused(
 
 
 class Server:
-    """One ROUTER, as servers have it: bound to TCP and to a Unix socket, with a doorkeeper."""
+    """One ROUTER, as servers have it: bound to TCP and to a Unix socket, with a authenticator."""
 
     def __init__(
         self, keys: Keys, folder: Path, users: Mapping[str, str] = USERS, tcp: str = ""
     ) -> None:
         self.context: zmq.Context[Any] = zmq.Context()
         self.refused = 0
-        self.doorkeeper = Doorkeeper(self.context, keys, users)
+        self.authenticator = Authenticator(self.context, keys, users)
         self.socket = new_socket(self.context, zmq.ROUTER)
         limit(self.socket, 1000, 100)
-        self.speakers = Speakers(self.socket, self.note)
+        self.peers = PeerIds(self.socket, self.note)
         bound = bind(self.socket, "tcp://127.0.0.1:*", keys, tcp)
         self.tcp = f"tcp://127.0.0.1:{bound.rpartition(':')[2]}"
         self.unix = bind(self.socket, f"ipc://{folder}/s", keys)
@@ -175,7 +175,7 @@ class Server:
         """As whom somebody spoke, and what; None where nobody gets in."""
         poller = zmq.Poller()
         poller.register(self.socket, zmq.POLLIN)
-        poller.register(self.speakers.monitor, zmq.POLLIN)
+        poller.register(self.peers.monitor, zmq.POLLIN)
         before = self.refused
         while self.refused == before:
             ready = dict(poller.poll(HANG * 1000))
@@ -183,12 +183,12 @@ class Server:
             if self.socket in ready:
                 _, frame = self.socket.recv_multipart(copy=False)
                 return user_of(frame), bytes(frame.buffer)
-            self.speakers.listen()
+            self.peers.read_monitor()
         return None
 
     def close(self) -> None:
-        self.doorkeeper.close()
-        self.speakers.close()
+        self.authenticator.close()
+        self.peers.close()
         self.context.destroy(linger=0)
 
 
@@ -356,7 +356,7 @@ def test_a_recorded_connection_is_of_no_use() -> None:
         flips(at, stream, seed=0, connections=300, each=3)
         assert memory_of(os.getpid()) - before < FLAT
         assert not s.socket.poll(0)
-        until(lambda: s.speakers.listen() or s.refused > 100, "those that the monitor reports")
+        until(lambda: s.peers.read_monitor() or s.refused > 100, "those that the monitor reports")
         with client(s.tcp, keys) as (line, _):
             line.send(b"still here")
             assert s.socket.poll(HANG * 1000)
@@ -472,7 +472,7 @@ def test_the_folder_of_a_unix_socket_is_closed_to_others(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before = os.umask(0)
     try:
-        folder = OwnFolder()
+        folder = TempDir()
         assert folder.path.stat().st_mode & 0o777 == 0o700
         folder.close()
     finally:

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from paths import ROOT
 
-from dtrans.run.net.own_folder import OwnFolder
+from dtrans.run.net.temp_dir import TempDir
 
 
 HOLDS = """
 import sys, threading
-from dtrans.run.net.own_folder import OwnFolder
-folder = OwnFolder()
+from dtrans.run.net.temp_dir import TempDir
+folder = TempDir()
 (folder.path / "socket").write_text("")
 print(folder.path, flush=True)
 threading.Event().wait()
@@ -35,11 +35,11 @@ def test_what_a_kill_leaves_is_swept_by_the_next(
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         theirs = Path(process.stdout.readline().strip())
-        one = OwnFolder()
+        one = TempDir()
         assert theirs.is_dir() and theirs.parent == tmp_path, "it is alive"
         process.send_signal(signal.SIGKILL)
     assert theirs.is_dir()
-    two = OwnFolder()
+    two = TempDir()
     assert not theirs.exists() and one.path.is_dir() and other.is_dir()
     two.close()
     one.close()

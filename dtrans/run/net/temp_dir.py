@@ -1,0 +1,70 @@
+"""Temporary folder of one process, which a later process removes if this one was killed.
+
+A process that gets SIGKILL cannot remove its folder. Each folder has a file that its process locks,
+and the kernel releases the lock when the process ends. A process that creates a folder first
+removes the folders without a locked file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+
+PREFIX = "dtrans-"
+LOCK = "lock"
+
+
+class TempDir:
+    """Temporary folder that only this user can read.
+
+    Attributes:
+      path: the path of the folder.
+
+    Example:
+      >>> from dtrans.run.net.temp_dir import TempDir
+      >>> folder = TempDir()
+      >>> folder.path.is_dir()
+      True
+      >>> folder.close()
+      >>> folder.path.exists()
+      False
+    """
+
+    def __init__(self) -> None:
+        _sweep(Path(tempfile.gettempdir()))
+        self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
+        new = self.path / f"{LOCK}.new"
+        self._lock = os.open(new, os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        # locked before it has its name: no other process can find it unlocked
+        new.rename(self.path / LOCK)
+
+    def close(self) -> None:
+        """Remove the folder."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+
+def live_folders() -> list[Path]:
+    """Return the folders of live processes on this host, and remove the others."""
+    parent = Path(tempfile.gettempdir())
+    _sweep(parent)
+    return [lock.parent for lock in sorted(parent.glob(f"{PREFIX}*/{LOCK}"))]
+
+
+def _sweep(parent: Path) -> None:
+    """Remove the folders of processes that have ended."""
+    for lock in parent.glob(f"{PREFIX}*/{LOCK}"):
+        # it belongs to a live process or to another user, or another process removes it now
+        with contextlib.suppress(OSError):
+            file = os.open(lock, os.O_RDWR)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(lock.parent, ignore_errors=True)
+            finally:
+                os.close(file)
