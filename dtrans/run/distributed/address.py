@@ -1,13 +1,11 @@
-"""Where processes of a job reach each other, beside what JAX connects.
+"""Addresses of dtrans's connections between trainers, besides those of JAX.
 
-    endpoints are known      each process binds the host of its endpoint (`reached_here`)
-    all are on one host      loopback
-    a scheduler started them the address from which a process reaches the coordinator, which all of
-    them can reach
+    endpoints are known             each process binds the host of its endpoint (`reached_here`)
+    all processes are on one host   loopback
+    otherwise                       the source address of messages to the coordinator
 
-A process that is on the coordinator's host would reach it by loopback, or by a name for it; it
-binds all addresses of its host, and the others reach it by the coordinator's name, as they reached
-the coordinator.
+On the coordinator's host, that source address may be loopback. A process there binds all addresses,
+and others connect to the coordinator's name.
 """
 
 from __future__ import annotations
@@ -24,16 +22,17 @@ from dtrans.run.distributed.membership import Membership
 from dtrans.run.net.zmq_transport import ZmqDoor, ZmqTransport
 
 
-BOOT = Path("/proc/sys/kernel/random/boot_id")  # of Linux: two hosts of one name differ in it
+# Linux has a random id for each boot: it distinguishes hosts with the same name
+BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclasses.dataclass(frozen=True)
 class Address:
-    """An address of a process, without a port.
+    """Address of a process, without a port.
 
     Attributes:
       bind: the host that it binds; "*" for all addresses of its machine.
-      reach: the host by which the others reach it.
+      reach: the host that others connect to.
     """
 
     bind: str
@@ -42,7 +41,7 @@ class Address:
     def open_door(
         self, transport: ZmqTransport, users: Mapping[str, str], *, frame: int, messages: int
     ) -> ZmqDoor:
-        """Open a door at a free port; its `endpoint` is where the others connect to it.
+        """Open a door at a free port. Others connect to its `endpoint`.
 
         Arguments are those of `dtrans.protocol.transport.Transport.bind`.
         """
@@ -60,7 +59,7 @@ def _in_endpoint(host: str) -> str:
 
 
 def this_host() -> str:
-    """What tells this host from others."""
+    """Return a text that differs on every host."""
     boot = ""
     with contextlib.suppress(OSError):
         boot = BOOT.read_text().strip()
@@ -68,22 +67,21 @@ def this_host() -> str:
 
 
 def may_bind(cluster: Membership, hosts: Sequence[str]) -> bool:
-    """Return True if processes have endpoints, are on one host, or may bind addresses that other
-    hosts reach."""
+    """Return True if processes have endpoints, share a host, or may bind for other hosts."""
     return bool(cluster.endpoints) or len(set(hosts)) == 1 or cluster.allow_remote
 
 
 def address_of(cluster: Membership, hosts: Sequence[str], coordinator: str) -> Address:
-    """Return where this process is reached.
+    """Return the address of this process.
 
     Args:
       cluster: the job.
       hosts: `this_host` of each trainer.
-      coordinator: the address, with its port, at which `jax.distributed` connected the processes.
+      coordinator: the address of JAX's coordinator, `host:port`.
 
     Raises:
-      ConfigError: trainers are on several hosts, and nobody said that this is allowed, or nothing
-        protects what they send; or this host has no way to the coordinator.
+      ConfigError: trainers are on several hosts without `allow_remote`, or without a token; or this
+        host has no route to the coordinator.
     """
     found = _address_of(cluster, hosts, coordinator)
     cluster.keys.check(f"{cluster.name} is at {found.reach}", found.reach)
@@ -101,25 +99,26 @@ def _address_of(cluster: Membership, hosts: Sequence[str], coordinator: str) -> 
     if not may_bind(cluster, hosts):
         raise ConfigError(
             f"the {len(hosts)} trainers are on {len(set(hosts))} hosts: to bind an address that "
-            "other hosts reach "
-            "needs dtrans.connect(allow_remote=True), or DTRANS_ALLOW_REMOTE=1"
+            "other hosts reach needs dtrans.connect(allow_remote=True), or DTRANS_ALLOW_REMOTE=1"
         )
-    own = route_to_coordinator(cluster, coordinator)
-    return Address("*", split_endpoint(coordinator)[0]) if is_loopback(own) else Address(own, own)
+    source = route_to_coordinator(cluster, coordinator)
+    if is_loopback(source):
+        return Address("*", split_endpoint(coordinator)[0])
+    return Address(source, source)
 
 
 def reached_here(endpoint: str, endpoints: Sequence[str]) -> str:
-    """Return an endpoint as a process of this host binds it, or connects to it.
+    """Return the endpoint that a process on this host binds, or connects to.
 
-    Debian resolves a host's own name to 127.0.1.1, where other hosts reach nothing. If some
-    endpoints are on other hosts, such a name stands for the address from which messages go there.
+    Debian resolves the name of the host to 127.0.1.1, which other hosts cannot reach. If some
+    endpoints are on other hosts, such a name is replaced by the source address of messages to them.
 
     Args:
       endpoint: one of `endpoints`.
       endpoints: endpoints of all trainers, in their order.
 
     Raises:
-      ConfigError: the endpoint is loopback for all hosts, or this host finds no way to the others.
+      ConfigError: the endpoint is loopback on all hosts, or this host has no route to the others.
 
     Example:
       >>> from dtrans.run.distributed.address import reached_here
@@ -135,27 +134,24 @@ def reached_here(endpoint: str, endpoints: Sequence[str]) -> str:
         return endpoint
     if not is_loopback(host):
         for other in elsewhere:
-            with contextlib.suppress(OSError):  # the next one may have a name that is known here
-                own = route_to(*split_endpoint(other))
-                return f"[{own}]:{port}" if ":" in own else f"{own}:{port}"
-    how = (
-        "which is loopback"
-        if host == address
-        else f"whose name {host} resolves to {address} on this host"
-    )
+            with contextlib.suppress(OSError):  # another one may have a name that resolves here
+                source = _in_endpoint(route_to(*split_endpoint(other)))
+                return f"{source}:{port}"
+    fault = "which is loopback"
+    if host != address:
+        fault = f"whose name {host} resolves to {address} on this host"
     raise ConfigError(
-        f"trainer {endpoints.index(endpoint)} is at {endpoint}, {how}, and {elsewhere[0]} is on "
-        "another host, which "
-        "cannot reach it; write an address of this host that the others reach in "
-        "DTRANS_TRAINER_ENDPOINTS, everywhere"
+        f"trainer {endpoints.index(endpoint)} is at {endpoint}, {fault}, and {elsewhere[0]} is on "
+        "another host, which cannot reach it; write an address of this host that the others reach "
+        "in DTRANS_TRAINER_ENDPOINTS, in all processes"
     )
 
 
 def route_to_coordinator(cluster: Membership, coordinator: str) -> str:
-    """Return the address of this host from which messages go to the coordinator.
+    """Return the source address of this host's messages to the coordinator.
 
     Raises:
-      ConfigError: there is none.
+      ConfigError: this host has no route to it.
     """
     try:
         return route_to(*split_endpoint(coordinator))
@@ -166,8 +162,12 @@ def route_to_coordinator(cluster: Membership, coordinator: str) -> str:
 
 
 def route_to(host: str, port: int) -> str:
-    """The address of this host from which messages go to another. Nothing is sent. Raises OSError
-    if there is none."""
+    """Return the source address of this host's messages to another host.
+
+    Raises:
+      OSError: this host has no route to it.
+    """
+    # connecting a UDP socket chooses the route, and sends nothing
     family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as s:
         s.connect(where)

@@ -14,7 +14,7 @@ Failures, and their effects on the other trainers:
     host is lost
     a trainer takes fewer       the others raise PeerError when it has ended
     steps
-    a trainer is slow           no effect; for a new batch shape, and at the end of the job, all
+    a trainer is slow           no effect. For a new batch shape, and at the end of the job, all
                                 wait for it up to the deadline
 
 If trainers may not bind addresses that other hosts reach, only JAX's heartbeats notice a failure.

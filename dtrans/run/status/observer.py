@@ -1,8 +1,8 @@
-"""An observer of a running job: asks each server for its status over one connection.
+"""Observer of a running job: asks each server for its status over one connection.
 
-It connects as `dtrans.protocol.job_status.OBSERVER`, which servers answer and otherwise leave
-alone. One request is under way to each server at most: one that cannot be sent is not kept for a
-server that comes later.
+It connects as the user `dtrans.protocol.job_status.OBSERVER`, which takes no part in the job. Each
+server has at most one pending request. A request is sent only on an open connection: it must not
+wait in a queue for a server of a later job.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from dtrans.run.net.zmq_transport import ZmqTransport
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """The answer of one server, or why there is none.
+    """Answer of one server, or the reason that there is none.
 
     Attributes:
-      endpoint: of the server, as the user wrote it.
-      error: why there is no status; empty where there is.
-      server, trainers: the status.
+      endpoint: the server's endpoint, in the user's notation.
+      error: the reason that there is no status; empty if there is.
+      server: the status of the server.
+      trainers: the status of each trainer at this server.
     """
 
     endpoint: str
@@ -40,12 +41,15 @@ class Answer:
 class JobObserver:
     """Connections to the servers of a job, to ask for their status.
 
-    The token is that of the environment. Without one it is that of the job here that answers at
-    these endpoints (`dtrans.run.net.started_jobs`).
+    The token comes from the environment, or from a launcher of the same user on this host
+    (`dtrans.run.net.started_jobs`).
 
     Args:
-      endpoints: of the servers.
-      timeout: seconds that their answers may take.
+      endpoints: the endpoints of the servers.
+      timeout: seconds that all answers may take.
+
+    Raises:
+      ConfigError: a connection to another host needs a token.
     """
 
     def __init__(self, endpoints: Sequence[str], timeout: float) -> None:
@@ -67,7 +71,7 @@ class JobObserver:
         self.close()
 
     def ask(self) -> list[Answer]:
-        """Return the answer of each server, in their order."""
+        """Ask all servers; return their answers in the order of the endpoints."""
         limit = self._transport.now() + self._timeout
         for line in self._lines:
             line.begin()
@@ -84,10 +88,10 @@ class JobObserver:
 
 
 class _Line:
-    """The connection to one server.
+    """Connection to one server.
 
     Attributes:
-      answer: to the last request; None while there is none.
+      answer: the answer to the last request; None before it arrives.
     """
 
     def __init__(self, transport: ZmqTransport, endpoint: str) -> None:
@@ -104,19 +108,19 @@ class _Line:
         )
 
     def begin(self) -> None:
-        """Begin another request."""
+        """Begin a request."""
         self._request, self._asked, self.answer = self._request + 1, False, None
         for event in self._link.changes():  # since the last request
             self.take(event)
         if self._barred:
-            # ZeroMQ does not connect again by itself, and another job may be there now
+            # ZeroMQ does not connect again after a refusal, and another job may have started since
             self._link.close()
             self._open()
             self._barred, self.answer = False, None
         self._ask()
 
     def _ask(self) -> None:
-        """Send the request, on a connection that is there: it is for no server that comes later."""
+        """Send the request if the connection is open, and it was not sent."""
         if self._is_up and not self._asked:
             self._link.send([wire.header("status", request=self._request)])
             self._asked = True
@@ -126,15 +130,16 @@ class _Line:
         if event.source is not self._link:
             return
         if event.kind == "message":
-            self._hear(event.frames)
+            self._on_message(event.frames)
         elif event.kind == "barred":
-            why = f"it does not let dtrans status in: {event.reason}"
-            self._barred, self.answer = True, Answer(self.endpoint, why)
+            reason = f"it does not let dtrans status in: {event.reason}"
+            self._barred, self.answer = True, Answer(self.endpoint, reason)
         else:
+            # an answer cannot come over a new connection: ask again
             self._is_up, self._asked = event.kind == "connected", False
             self._ask()
 
-    def _hear(self, frames: Sequence[Any]) -> None:
+    def _on_message(self, frames: Sequence[Any]) -> None:
         try:
             message = wire.parse(frames)
             if message.op == "refuse":
