@@ -87,10 +87,10 @@ class WatchedTrainers:
         return {k: d.steps for k, d in self._doing().items() if d.steps is not None}
 
     def staleness(self, k: int) -> None:
-        """Return nothing: all trainers make one update."""
+        """Return None: all trainers apply the same update, so none is stale."""
 
     def doing(self, k: int) -> str:
-        """Return where a trainer is in its own code."""
+        """Describe the operation of a trainer, and its line in the user's code."""
         found = self._doing().get(k)
         return "connected" if found is None else f"operation {found.operations}, at {found.where}"
 
@@ -154,5 +154,5 @@ class StatusDoor:
 
 
 def status_endpoint() -> str:
-    """Return where trainer 0 of this job answers observers; empty, where it does not."""
+    """Read the endpoint at which trainer 0 answers observers; empty if it does not."""
     return os.environ.get(VARIABLE, "").strip()

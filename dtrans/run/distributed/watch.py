@@ -10,8 +10,8 @@ notice one that is stopped for longer than the job's patience.
 
     a trainer about to begin an operation     gets a PeerError (`operation`)
     one that waits for a pipeline's value     gets a PeerError (`check`)
-    one in the middle of an operation         cannot be interrupted: after PATIENCE seconds it writes
-                                              its stack, and ends with exit code 1
+    one in the middle of an operation         cannot be interrupted: it writes its stack after
+                                              PATIENCE seconds, and ends with exit code 1
 
 A trainer that waits long in an operation logs the trainers that have not begun it, and the places
 in their code. All report their progress every few seconds.
