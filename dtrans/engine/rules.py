@@ -39,8 +39,8 @@ class Strategy:
       outs: layout of each output, after the reduction if there is one.
       reduce: operation that reduces over shards; "" if there is none.
       params: parameters that depend on shapes, as a function of the output types on a shard.
-      write: name in `dtrans.engine.writer._WRITE` if other equations replace this one; "" if the
-        equation itself runs on the operands.
+      write: name in `dtrans.engine.strategy_writers._WRITE` if other equations replace this
+        one; "" if the equation itself runs on the operands.
       at: an argument of `write`: the component of an index, or the like.
       sends: bytes that it moves in addition to its reduction.
       moves: moves of entries along the sharded dimension, if `write` is "move".

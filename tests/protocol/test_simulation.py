@@ -42,6 +42,7 @@ from tools.simulate.updates import InNumpy
 from tools.simulate.verdict import Verdict, reduced, simulated, smaller, verdicts
 
 
+@pytest.mark.plan  # machines without sockets, threads and clocks: it runs each day
 def test_five_hundred_schedules_hold() -> None:
     """Each day has others of those that run by night."""
     start = layers.today().toordinal() % 400 * 500
