@@ -22,7 +22,7 @@ import re
 import subprocess
 import sys
 import tokenize
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -56,32 +56,23 @@ COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 Finding = tuple[Path, int, str]
 
 
-def listed(text: str) -> dict[str, bool]:
-    """Return the names in a list, one a line, and True for those whose statements are checked.
-
-    A name that is followed by `words` has its words checked, not its statements. A comment begins
-    with `#`.
-    """
-    entries = {}
-    for line in text.splitlines():
-        name, *rest = line.split("#")[0].split() or [""]
-        if name:
-            entries[name] = rest != ["words"]
-    return entries
+def listed(text: str) -> list[str]:
+    """Return the names in a list, one a line. A comment begins with `#`."""
+    lines = (line.split("#")[0].strip() for line in text.splitlines())
+    return list(filter(None, lines))
 
 
-def check_file(path: Path, statements: bool = True) -> Iterator[Finding]:
+def check_file(path: Path) -> Iterator[Finding]:
     """Find the lines of a Python file or of a page that break a rule."""
     text = path.read_text()
+    if path.suffix != ".py":
+        yield from ((path, number, fault) for number, fault in check_page(text))
+        return
     for number, line in enumerate(text.splitlines(), 1):
-        if path.suffix == ".py" and len(line) > MAX_COLUMNS:
+        if len(line) > MAX_COLUMNS:
             yield path, number, f"{len(line)} columns, at most {MAX_COLUMNS}"
-    check = check_source if path.suffix == ".py" else check_page
-    for number, fault in check(text):
+    for number, fault in [*check_source(text), *check_statements(text)]:
         yield path, number, fault
-    if statements and path.suffix == ".py":
-        for number, fault in check_statements(text):
-            yield path, number, fault
 
 
 # -- pages -----------------------------------------------------------------------------------------
@@ -221,20 +212,20 @@ def _paragraphs(text: str) -> Iterator[tuple[int, str]]:
         yield start, " ".join(found)
 
 
-def check(names: Mapping[str, bool]) -> list[Finding]:
-    """Return the faults in folders and files: names in the repository, True to check statements."""
+def check(names: list[str]) -> list[Finding]:
+    """Return the faults in folders and files, by their names in the repository."""
     findings: list[Finding] = []
-    for name, statements in names.items():
+    for name in names:
         path = ROOT / name
         files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
         for file in files:
-            findings += check_file(file, statements)
+            findings += check_file(file)
     return findings
 
 
 def main() -> int:
     """Print the faults in listed or named folders; return the exit status."""
-    names = dict.fromkeys(sys.argv[1:], True) or listed(LISTED.read_text())
+    names = sys.argv[1:] or listed(LISTED.read_text())
     findings = check(names)
     for path, line, fault in findings:
         print(f"{path.relative_to(ROOT)}:{line}: {fault}")
