@@ -5,7 +5,7 @@
     dtrans example digits --help                lists its options
 
     __main__            the command line: a command for each script
-    train_digits, train_characters, train_words, train_clicks       the scripts: options, and a call of a job
+    train_digits, train_characters, train_words, train_clicks    scripts: options, a call of a job
     train_library       scripts of the steps in libraries/
     options             options that several scripts have
 

@@ -44,7 +44,7 @@ class CharactersSettings:
 
     Attributes:
       stages, micro_batches, schedule, replicas, chunks: as in `dtrans.pipeline`.
-      steps: of training. The first compiles, and speeds are of the others.
+      steps: number of training steps. Speeds leave the first one out, which compiles.
       batch_size: rows of a global batch, which replicas and micro-batches share.
       seed: of the first parameters and the batches.
       engine: one of `ENGINES`.
@@ -92,12 +92,12 @@ class Watched:
     Attributes:
       planned: the schedule with the planner's costs; seconds, where it also `ran`.
       ran: the step of median length; None where all stages are on one device.
-      kept: what a step kept.
+      stored: what a step stored between forward and backward.
     """
 
     planned: Play
     ran: Play | None
-    kept: Measured
+    stored: Measured
 
 
 def train(settings: CharactersSettings, *, plot: Path | None = None, check: bool = True) -> bool:
@@ -181,15 +181,17 @@ def watch(
 ) -> Watched:
     """Run some more steps, whose results nobody needs, and look at what they keep and when each
     task runs."""
-    (state, _), kept = measured(job, state, tokens)
+    (state, _), stored = measured(job, state, tokens)
     if settings.engine == "simulate":
-        return Watched(planned_play(job.plan), None, kept)
+        return Watched(planned_play(job.plan), None, stored)
     plays = []
     for _ in range(TIMED_STEPS):
         (state, _), play = timed(job, state, tokens)
         plays.append(play)
     ran = sorted(plays, key=lambda play: play.makespan)[TIMED_STEPS // 2]
-    return Watched(planned_play(job.plan, work=sum(float(t.end - t.start) for t in ran)), ran, kept)
+    return Watched(
+        planned_play(job.plan, work=sum(float(t.end - t.start) for t in ran)), ran, stored
+    )
 
 
 def planned_play(plan: dtrans.PipelinePlan, work: float = 1.0) -> Play:
@@ -203,8 +205,8 @@ def planned_play(plan: dtrans.PipelinePlan, work: float = 1.0) -> Play:
     # where backward is split: the first stage has no cotangents to send back, and all that it does
     # is for its weights
     weight = [
-        half if s.backward.out_names else whole
-        for s, half, whole in zip(plan.step_programs.stages, forward, backward, strict=True)
+        half if stage.backward.out_names else full
+        for stage, half, full in zip(plan.step_programs.stages, forward, backward, strict=True)
     ]
     play = plan.schedule.play(forward, backward, weight)
     return _scaled(play, work / sum(t.end - t.start for t in play))
@@ -301,17 +303,16 @@ def _compare(
     """Print what came of it, and the verdict."""
     both = (pipelined,) if single is None else (pipelined, single)
     last = min(10, settings.steps // 2)
-    held_out = [characters.validation_loss(t.params, text) for t in both]
-    report.show_table(
-        "training",
-        ("", "pipeline", "one device")[: 1 + len(both)],
-        [
-            ("loss of the first step", *(f"{t.losses[0]:.4f}" for t in both)),
-            (f"loss of the last {last}, mean", *(f"{t.losses[-last:].mean():.4f}" for t in both)),
-            ("validation loss", *(f"{x:.4f}" for x in held_out)),
-            ("characters per second", *(f"{t.speed(settings.batch_size):,.0f}" for t in both)),
-        ],
-    )
+    validation = [characters.validation_loss(t.params, text) for t in both]
+    mean = f"loss of the last {last}, mean"
+    names = ("", "loss of the first step", mean, "validation loss", "characters per second")
+    columns: list[tuple[str, ...]] = [names]
+    for title, trained, loss in zip(("pipeline", "one device"), both, validation, strict=False):
+        losses = trained.losses[0], trained.losses[-last:].mean(), loss
+        speed = f"{trained.speed(settings.batch_size):,.0f}"
+        columns.append((title, *(f"{x:.4f}" for x in losses), speed))
+    head, *rows = zip(*columns, strict=True)
+    report.show_table("training", head, rows)
     report.show_table("schedule", ("", "planned", "measured"), _of_schedule(plan, watched))
     devices, cores = settings.stages * settings.replicas, os.cpu_count() or 1
     if watched.ran is not None and jax.default_backend() == "cpu" and devices > cores:
@@ -320,7 +321,7 @@ def _compare(
             "they would alone"
         )
         Console(soft_wrap=True).print(note, highlight=False)
-    return True if single is None else _verdict(settings, text, pipelined, single, held_out[0])
+    return True if single is None else _verdict(settings, text, pipelined, single, validation[0])
 
 
 def _of_schedule(plan: dtrans.PipelinePlan, watched: Watched) -> list[tuple[str, ...]]:
@@ -331,7 +332,7 @@ def _of_schedule(plan: dtrans.PipelinePlan, watched: Watched) -> list[tuple[str,
         (
             "peak micro-batches by device",
             by_device(plan.schedule.peak),
-            by_device(watched.kept.peak),
+            by_device(watched.stored.peak),
         )
     ]
     bubbles = [
@@ -344,18 +345,21 @@ def _of_schedule(plan: dtrans.PipelinePlan, watched: Watched) -> list[tuple[str,
     ]
     if ran is None:
         return [*bubbles, *rows]
+    times = [f"{1e3 * play.makespan:.0f} ms" for play in (watched.planned, ran)]
     return [
         *bubbles,
         ("work by device, %", by_device(_shares(watched.planned)), by_device(_shares(ran))),
-        ("time for this work", *(f"{1e3 * p.makespan:.0f} ms" for p in (watched.planned, ran))),
+        ("time for this work", *times),
         *rows,
     ]
 
 
 def _shares(play: Play) -> list[int]:
     """Return the share of all work that each device does, in percent."""
-    work = [sum(t.end - t.start for t in play if t.device == d) for d in range(play.num_devices)]
-    return [round(100 * w / sum(work)) for w in work]
+    work = [0.0] * play.num_devices
+    for task in play:
+        work[task.device] += float(task.end - task.start)
+    return [round(100 * part / sum(work)) for part in work]
 
 
 def _verdict(
@@ -363,15 +367,15 @@ def _verdict(
     text: characters.Text,
     pipelined: Trained,
     single: Trained,
-    held_out: float,
+    validation: float,
 ) -> bool:
     apart = difference(pipelined.params, single.params)
     kind = jax.tree.leaves(single.params)[0].dtype.name
-    alone = characters.entropy(text.held_out)
-    good, near = held_out < alone, apart < bound()
+    alone = characters.entropy(text.validation)
+    good, near = validation < alone, apart < bound()
     console = Console(soft_wrap=True, highlight=False)
     console.print(
-        f"validation is on {len(text.held_out):,} characters, in nats for each; how often each "
+        f"validation is on {len(text.validation):,} characters, in nats for each; how often each "
         "comes, without those "
         f"before it, gives {alone:.4f}"
     )

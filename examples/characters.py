@@ -6,8 +6,8 @@ alphabetical order, without packages, so the same for everyone with the same ver
 tail is kept for validation. A printable ASCII character or a newline is a token of its own; all
 others are one.
 
-Everything is a pure function of its arguments. In particular the batch of a step depends on (seed,
-step) alone, and so a pipeline and a single device train on the same examples in the same order.
+Everything is a pure function of its arguments. The batch of a step depends only on (seed, step). A
+pipeline and a single device therefore train on the same examples in the same order.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dtrans.errors import BatchError, ConfigError
 
 PRINTABLE = "".join(map(chr, range(32, 127))) + "\n"
 VOCABULARY = len(PRINTABLE) + 1  # the last is for all other characters
-CHARACTERS, HELD_OUT = 1_000_000, 50_000
+CHARACTERS, VALIDATION = 1_000_000, 50_000
 
 LENGTH = 64  # characters that are read, of a row; each but the first is also to be told
 LAYERS, WIDTH, HEADS = 4, 64, 4
@@ -45,11 +45,11 @@ class Text:
 
     Attributes:
       train: what is trained on.
-      held_out: the tail, kept for validation.
+      validation: the tail, for validation.
     """
 
     train: np.ndarray
-    held_out: np.ndarray
+    validation: np.ndarray
 
 
 # -- the text --------------------------------------------------------------------------------------
@@ -68,7 +68,7 @@ def load(library: Path | None = None) -> Text:
     Example:
       >>> from examples import characters
       >>> text = characters.load()
-      >>> len(text.train), len(text.held_out)
+      >>> len(text.train), len(text.validation)
       (950000, 50000)
     """
     where = Path(sysconfig.get_path("stdlib")) if library is None else library
@@ -81,7 +81,7 @@ def load(library: Path | None = None) -> Text:
         left -= len(parts[-1])
         if not left:
             tokens = encode("".join(parts))
-            return Text(tokens[:-HELD_OUT], tokens[-HELD_OUT:])
+            return Text(tokens[:-VALIDATION], tokens[-VALIDATION:])
     raise ConfigError(
         f"the source of Python's standard library has {CHARACTERS - left:,} characters in {where}, "
         f"and {CHARACTERS:,} "
@@ -136,11 +136,13 @@ def batch(text: Text, seed: int, step: int, rows: int) -> np.ndarray:
     return text.train[starts[:, None] + np.arange(LENGTH + 1)].astype(np.int32)
 
 
-def held_out_rows(text: Text) -> np.ndarray:
+def validation_rows(text: Text) -> np.ndarray:
     """Return the held-out text as rows of LENGTH + 1 tokens; each begins with the last token of the
     one before."""
-    rows = (len(text.held_out) - 1) // LENGTH
-    return text.held_out[np.arange(rows)[:, None] * LENGTH + np.arange(LENGTH + 1)].astype(np.int32)
+    rows = (len(text.validation) - 1) // LENGTH
+    return text.validation[np.arange(rows)[:, None] * LENGTH + np.arange(LENGTH + 1)].astype(
+        np.int32
+    )
 
 
 def entropy(tokens: np.ndarray) -> float:
@@ -236,4 +238,4 @@ def optimizer() -> Any:
 
 def validation_loss(params: Params, text: Text) -> float:
     """Return the loss on the held-out text."""
-    return float(jax.jit(loss_fn)(params, held_out_rows(text)))
+    return float(jax.jit(loss_fn)(params, validation_rows(text)))

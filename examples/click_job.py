@@ -22,7 +22,7 @@ from examples.clicks import ENOUGH, TEST, ClickSettings, auc, batch, logits, nam
 
 
 LIMIT = 1 << 30  # bytes of data that a trainer may ask for (RLIMIT_DATA)
-HELD = 700.0  # MB that a trainer may have had in memory at any time
+MEMORY = 700.0  # MB that a trainer may have had in memory at any time
 COMPARED = 300  # batches at most that one device trains on, too
 CHUNK = 5_000  # test impressions that are scored at once
 
@@ -44,20 +44,24 @@ def train(settings: ClickSettings, *, trainers: int, pservers: int, check: bool 
     ids, clicked = clicks.test_set(settings)
     best, found = auc(logits(settings.seed, ids), clicked), auc(left[0]["scores"], clicked)
     share = (found - 0.5) / (best - 0.5)
-    held = [float(of["memory"]) for of in left]
-    console.print(f"AUC {found:.4f} on {TEST:,} other impressions; of the true probabilities "
-f"{best:.4f} (Bayes): "
-                  f"{share:.1%} of what can be learnt")  # fmt: skip
-    console.print(f"of at most {HELD:.0f} MB, and {LIMIT >> 20} MiB of data, trainers had at most "
-                  f"{', '.join(f'{m:,.0f}' for m in held)} MB in memory")  # fmt: skip
+    memory = [float(of["memory"]) for of in left]
+    console.print(
+        f"AUC {found:.4f} on {TEST:,} other impressions; of the true probabilities {best:.4f} "
+        f"(Bayes): {share:.1%} of what can be learnt"
+    )
+    peaks = ", ".join(f"{megabytes:,.0f}" for megabytes in memory)
+    console.print(
+        f"of at most {MEMORY:.0f} MB, and {LIMIT >> 20} MiB of data, trainers had at most {peaks} "
+        "MB in memory"
+    )
     if not check:
         return True
     agree = table_job.losses_agree(console, left[0]["losses"], single_device(settings))
     if share < ENOUGH:
         console.print(f"[red]less than {ENOUGH:.0%} of what can be learnt[/]")
-    if max(held) >= HELD:
-        console.print(f"[red]a trainer had more than {HELD:.0f} MB[/]")
-    return agree and share >= ENOUGH and max(held) < HELD
+    if max(memory) >= MEMORY:
+        console.print(f"[red]a trainer had more than {MEMORY:.0f} MB[/]")
+    return agree and share >= ENOUGH and max(memory) < MEMORY
 
 
 def single_device(settings: ClickSettings) -> np.ndarray:
@@ -67,7 +71,8 @@ def single_device(settings: ClickSettings) -> np.ndarray:
     """
     steps = min(settings.steps, COMPARED)
     batches = [batch(settings, i) for i in range(steps)]
-    looked_up = [np.unique([ids[:, t] for ids, _ in batches]) for t in range(clicks.TABLES)]
+    ids = np.stack([numbers for numbers, _ in batches])
+    looked_up = [np.unique(ids[:, :, table]) for table in range(clicks.TABLES)]
     step, init = training(settings)
 
     def rows_of(tree: Any) -> Any:

@@ -1,9 +1,9 @@
 """Handwritten digits: 1,797 images of 8 x 8 pixels, which scikit-learn ships, and a small
 perceptron for them.
 
-Everything is a pure function of its arguments. In particular the sequence of *global* batches
-depends on (seed, epoch) alone: trainer k of N takes rows k*B/N to (k+1)*B/N of each (`shard`), a
-single device takes all of them, and so both train on the same examples in the same order.
+Everything is a pure function of its arguments. The sequence of *global* batches depends only on
+(seed, epoch). Trainer k of N takes rows k*B/N to (k+1)*B/N of each (`shard`), a single device all
+rows. Both therefore train on the same examples in the same order.
 
 Source of the data: E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI
 (1998).
@@ -46,7 +46,7 @@ class Digits:
 def load(seed: int = 0) -> Digits:
     """Return the digits, split into 1,437 and 360 by a permutation that depends on the seed alone.
 
-    Images are of JAX's default floating-point type: float32, or float64 with `JAX_ENABLE_X64`.
+    Images have JAX's default floating-point type: float32, or float64 with `JAX_ENABLE_X64`.
 
     Raises:
       ConfigError: scikit-learn is not installed.

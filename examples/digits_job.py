@@ -190,8 +190,7 @@ def _as_processes(settings: DigitsSettings, trainers: int, pservers: int) -> Out
             # trainer 0 hides it while it draws its progress, and may have been ended meanwhile
             Console().show_cursor(True)
         found = [Outcome.load(Path(directory) / f"trainer-{i}.npz") for i in range(trainers)]
-    # each loss is a mean over a shard, and shards are of one size; or of all already, without
-    # pservers
+    # with pservers each loss is a mean over a shard, and shards have one size; else over all rows
     return Outcome(np.mean([o.losses for o in found], axis=0), found[0].params)
 
 

@@ -1,12 +1,14 @@
 """One role of the digits job: the script that `dtrans launch` starts as every process.
 
-Written as a user of Paddle's interface would. Started by `dtrans example digits`, or by hand:
+A user of Paddle's interface would write it in this way. `dtrans example digits` starts it, or you:
 
     dtrans launch --trainers 2 --pservers 2 -m examples.digits_role runs/digits --optimizer adam
-    dtrans launch --mode nccl2 --trainers 2 -m examples.digits_role runs/digits --optimizer adam
+
+With collectives:
+
     dtrans launch --mode nccl2 --trainers 2 -m examples.digits_role runs/digits --sharding-stage 3
 
-or on several hosts, which may share no folder: `-` in its place prints the accuracy instead.
+Several hosts may share no folder. Then `-` instead of the folder prints the accuracy:
 
     dtrans launch --hosts gpu1,gpu2 --mode nccl2 --trainers 2 -m examples.digits_role - --stages 2
 """
@@ -44,8 +46,8 @@ def main() -> None:
     data = digits.load(settings.seed)
 
     def my_batches(epoch: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        whole = digits.batches(data, settings.seed, epoch, settings.batch_size)
-        return [digits.shard(batch, role.trainer_id, role.trainers) for batch in whole]
+        batches = digits.batches(data, settings.seed, epoch, settings.batch_size)
+        return [digits.shard(batch, role.trainer_id, role.trainers) for batch in batches]
 
     step, init = training(settings)
     program = dtrans.trace(step, *jax.eval_shape(init, settings.key), *my_batches(0)[0])
@@ -62,12 +64,12 @@ def main() -> None:
         if first and settings.sharding_stage:
             report.show_plan(plan)
         with plan.on_cluster() as job, bar as advance:
-            whole = lambda epoch: digits.batches(data, settings.seed, epoch, settings.batch_size)
+            batches = lambda epoch: digits.batches(data, settings.seed, epoch, settings.batch_size)
             leave(
                 train(
                     job,
                     settings,
-                    lambda epoch: (job.shard_batch(*x) for x in whole(epoch)),
+                    lambda epoch: (job.shard_batch(*x) for x in batches(epoch)),
                     advance,
                 )
             )

@@ -23,14 +23,14 @@ from examples.digits_training import DigitsSettings
 
 
 def show_plan(plan: PServerPlan | CollectivePlan) -> None:
-    """Print which block lives where, or which gradients are reduced together, and what a step
-    moves."""
+    """Print the places of blocks, or the groups of gradients, and the bytes of a step."""
     console = Console(soft_wrap=True)
     if isinstance(plan, PServerPlan):
         title = f"{plan.trainers} trainers, {len(plan.servers)} pservers"
         columns = {"block": "left", "rows": "right", "bytes": "right", "endpoint": "left"}
     else:
-        title = f"{plan.trainers} {'ranks of sharding' if isinstance(plan, ShardingPlan) else 'trainers'}"
+        kind = "ranks of sharding" if isinstance(plan, ShardingPlan) else "trainers"
+        title = f"{plan.trainers} {kind}"
         columns = {"bucket": "left", "gradients of": "left", "type": "left", "bytes": "right"}
     table = Table(title=title, title_justify="left")
     for name, side in columns.items():
@@ -47,7 +47,7 @@ def show_stages(plan: PipelinePlan, where: str) -> None:
     o = plan.options
     also = f", {o.replicas} replicas" if o.replicas > 1 else ""
     show_table(
-        f"{o.model_stages} stages on {where}{also}; Mflop, sent and kept are of a micro-batch",
+        f"{o.model_stages} stages on {where}{also}; Mflop, sent and kept for a micro-batch",
         ("stage", "parameters", "Mflop", "sent", "kept", "held"),
         [
             (
@@ -168,8 +168,7 @@ def check_plot(path: Path) -> None:
 
 
 def plot_losses(path: Path, distributed: np.ndarray, single: np.ndarray | None, title: str) -> None:
-    """Draw the loss over the steps, and that of one device, into an image file; its ending says of
-    which kind.
+    """Draw the loss over the steps, and that of one device, into an image file.
 
     Raises:
       ConfigError: the file cannot be written; or as `check_plot`.

@@ -1,7 +1,7 @@
 """Jobs whose tables are on parameter servers: every role is a process, beside one device.
 
-The losses of such jobs are sums over a batch, so that Adagrad's steps do not depend on its size;
-what is shown is the mean.
+The losses of such jobs are sums over a batch, so that Adagrad's steps do not depend on its size.
+Outputs show the mean.
 """
 
 from __future__ import annotations

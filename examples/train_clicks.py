@@ -23,6 +23,6 @@ def main(
     seed: options.Seed = 0,
     check: options.Check = True,
 ) -> None:
-    """Learn which impressions are clicked, of 20 features each, in tables that no trainer holds."""
+    """Predict clicks from 20 features each, with tables on parameter servers."""
     settings = ClickSettings(rows, steps, batch_size, seed, deadline)
     options.end(click_job.train(settings, trainers=trainers, pservers=pservers, check=check))

@@ -1,9 +1,9 @@
 """Word vectors of the source of Python's standard library: a skip-gram model whose tables trainers
 do not hold.
 
-A word is an identifier, a keyword or a word of a comment. Frequent words are left out now and then
-(Mikolov et al., 2013); of what is left, each word is asked for the words beside it, by
-noise-contrastive estimation or by a Huffman tree (`dtrans.nn`). The two tables, of words and of
+A word is an identifier, a keyword or a word of a comment. Frequent words are left out at random
+(Mikolov et al., 2013). Each remaining word predicts its neighbours, by noise-contrastive estimation
+or by a Huffman tree (`dtrans.nn`). The two tables, of words and of
 contexts, are on parameter servers; a trainer has the rows that its part of a batch looks up. The
 optimizer is Adagrad, which leaves other rows as they are.
 
@@ -159,14 +159,12 @@ def read(seed: int = 0, library: Path | None = None) -> Words:
         )
     number = {w: i for i, w in enumerate(words)}
     counts = np.array([found[w] for w in words])
-    rng, kept = (
-        np.random.default_rng(seed),
-        np.minimum(1.0, np.sqrt(FREQUENT * counts.sum() / counts)),
-    )
+    rng = np.random.default_rng(seed)
+    share = np.minimum(1.0, np.sqrt(FREQUENT * counts.sum() / counts))
     pairs: list[tuple[np.ndarray, np.ndarray]] = []
     for text in texts:
         ids = np.array([number[w] for w in text if w in number], np.int32)
-        ids = ids[rng.random(len(ids)) < kept[ids]]
+        ids = ids[rng.random(len(ids)) < share[ids]]
         for apart in range(1, BESIDE + 1):
             pairs += [(ids[:-apart], ids[apart:]), (ids[apart:], ids[:-apart])]
     centers, contexts = (np.concatenate(of) for of in zip(*pairs, strict=True))

@@ -130,10 +130,10 @@ def _compare(
         left=2,
     )  # fmt: skip
     last = losses[-settings.steps // 10 :].mean()
-    held = ", ".join(f"{of['memory']:,.0f}" for of in left)
+    memory = ", ".join(f"{of['memory']:,.0f}" for of in left)
     console.print(
-        f"mean loss of a pair in the last tenth of the steps {last:.4f}; memory of trainers {held} "
-        "MB"
+        f"mean loss of a pair in the last tenth of the steps {last:.4f}; memory of trainers "
+        f"{memory} MB"
     )
     console.print(
         f"of {len(PARTNERS)} words {len(found)} have a partner among their {NEAREST} nearest"

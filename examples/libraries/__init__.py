@@ -1,10 +1,10 @@
 """Training steps in the form that the first pages of Flax, nnx and Equinox give them, in every
 strategy.
 
-Each file has a model and its step for one device; nothing in it is of dtrans. `run` distributes it.
+Each file has a model and its step for one device, without dtrans. `run` distributes it.
 
     dtrans example                                 lists them
-    dtrans example flax_cnn --mode sharding        trains one, and compares with one device on the same batches
+    dtrans example flax_cnn --mode sharding        trains one, and compares it with one device
 
     data        batches of the digits, and of the standard library's source
     run         the strategies, and what is printed

@@ -64,8 +64,8 @@ def training(value_and_grad: Any = nnx.value_and_grad) -> Callable[..., Any]:
     @jax.jit
     def functional(state: Any, x: jax.Array, y: jax.Array) -> Any:
         model, optimizer, metrics = objects = nnx.merge(graph, state)
-        told = train_step(model, optimizer, metrics, x, y)
-        return nnx.state(objects), told
+        results = train_step(model, optimizer, metrics, x, y)
+        return nnx.state(objects), results
 
     return functional
 

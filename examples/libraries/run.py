@@ -130,8 +130,8 @@ def one_device(example: Any) -> Callable[..., tuple[Any, ...]]:
     step = example.training()
 
     def from_state(state: Any, *batch: Any) -> tuple[Any, ...]:
-        made = step(*_parts(state), *batch)
-        return (made[:2], *made[2:]) if isinstance(state, tuple) else made
+        results = step(*_parts(state), *batch)
+        return (results[:2], *results[2:]) if isinstance(state, tuple) else results
 
     return from_state
 

@@ -57,19 +57,21 @@ def first_params() -> Any:
 
 
 def test_the_text_is_the_library(text: Text) -> None:
-    assert len(text.train) == 950_000 and len(text.held_out) == 50_000
-    found = decode(np.concatenate([text.train, text.held_out]))
+    assert len(text.train) == 950_000 and len(text.validation) == 50_000
+    found = decode(np.concatenate([text.train, text.validation]))
     first, second = list(characters.modules(LIBRARY))[:2]
     both = first.read_text() + second.read_text()
     assert decode(encode(both)) == found[: len(both)]
     assert first.name == "__future__.py"
     for word in ("import ", "def __init__(self", "return ", "\n    "):
-        assert word in decode(text.train) and word in decode(text.held_out)
+        assert word in decode(text.train) and word in decode(text.validation)
 
 
 def test_the_text_is_the_same_each_time(text: Text) -> None:
     again = characters.load()
-    assert np.array_equal(text.train, again.train) and np.array_equal(text.held_out, again.held_out)
+    assert np.array_equal(text.train, again.train) and np.array_equal(
+        text.validation, again.validation
+    )
 
 
 def test_almost_all_characters_have_tokens_of_their_own(text: Text) -> None:
@@ -81,7 +83,7 @@ def test_almost_all_characters_have_tokens_of_their_own(text: Text) -> None:
 def library_in(folder: Path, monkeypatch: pytest.MonkeyPatch, count: int, **modules: bytes) -> Path:
     """A library of these modules, of which `count` characters are taken, two of them held out."""
     monkeypatch.setattr(characters, "CHARACTERS", count)
-    monkeypatch.setattr(characters, "HELD_OUT", 2)
+    monkeypatch.setattr(characters, "VALIDATION", 2)
     for name, source in modules.items():
         (folder / f"{name}.py").write_bytes(source)
     return folder
@@ -96,21 +98,21 @@ def test_modules_in_order_and_no_others(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "json" / "decoder.py").write_text("XX")
     assert [p.stem for p in characters.modules(library)] == ["ast", "os", "zipfile"]
     found = characters.load(library)
-    assert (decode(found.train), decode(found.held_out)) == ("aaa", "oo")
+    assert (decode(found.train), decode(found.validation)) == ("aaa", "oo")
 
 
 def test_the_last_module_is_cut_where_the_text_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = characters.load(library_in(tmp_path, monkeypatch, 4, ast=b"abc", os=b"def"))
-    assert (decode(found.train), decode(found.held_out)) == ("ab", "cd")
+    assert (decode(found.train), decode(found.validation)) == ("ab", "cd")
 
 
 def test_source_is_read_as_python_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By its declared encoding, and with newlines of one kind."""
     source = "# coding: latin-1\r\né".encode("latin-1")
     found = characters.load(library_in(tmp_path, monkeypatch, 19, ast=source))
-    assert decode(found.train) == "# coding: latin-1" and found.held_out.tolist() == [95, 96]
+    assert decode(found.train) == "# coding: latin-1" and found.validation.tolist() == [95, 96]
 
 
 def test_no_source(tmp_path: Path) -> None:
@@ -156,7 +158,7 @@ def test_no_batch(text: Text) -> None:
 
 
 def test_each_held_out_character_is_told_once() -> None:
-    rows = characters.held_out_rows(Text(np.arange(0), np.arange(3 * LENGTH + 7)))
+    rows = characters.validation_rows(Text(np.arange(0), np.arange(3 * LENGTH + 7)))
     assert rows.shape == (3, LENGTH + 1)
     assert rows[:, 1:].ravel().tolist() == list(range(1, 3 * LENGTH + 1))
     assert np.array_equal(rows[:, 0], [0, LENGTH, 2 * LENGTH])

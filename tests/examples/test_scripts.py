@@ -217,7 +217,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
         "WIDTH": 16,
         "HEADS": 2,
         "LENGTH": 16,
-        "HELD_OUT": 2000,
+        "VALIDATION": 2000,
     }.items():
         monkeypatch.setattr(characters, name, value)
 
