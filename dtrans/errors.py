@@ -109,7 +109,10 @@ class DeadlineError(PeerError, TimeoutError):
 
 
 class CheckpointError(PeerError):
-    """Servers could not write a checkpoint. The job continues, and another one may be requested."""
+    """Servers could not write a checkpoint, or there is none to restore.
+
+    After a failed save the job continues, and another one may be requested.
+    """
 
 
 @contextlib.contextmanager

@@ -234,6 +234,10 @@ class Job(abc.ABC):
     def with_hyperparameters(self, state: Any, **values: float) -> Any:
         """Return a state with other hyperparameters (`optax.inject_hyperparams`).
 
+        The state of this process must have them. The optimizer's state of parameter servers is in
+        the servers' processes, and that of a pipeline's stage in the process of that stage. Such
+        jobs take the value as an argument of the step.
+
         Args:
           values: values by name, as `learning_rate=1e-3`. If several optimizers have the name, by
             the path of the leaf, as `**{"opt_state/critic/hyperparams/learning_rate": 1e-3}`.

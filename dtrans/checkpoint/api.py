@@ -21,6 +21,7 @@ from dtrans.checkpoint.orbax_io import (
     InitSlice,
     PieceLayout,
     check_place,
+    require_path,
     write,
 )
 from dtrans.checkpoint.pserver_state import (
@@ -45,6 +46,7 @@ from dtrans.job import Job
 from dtrans.ops import init_on_use_p, listen_and_serv_p
 from dtrans.parameter_server.overview import VarDistributed
 from dtrans.parameter_server.plan import PServerPlan
+from dtrans.step.one_state import is_train_state_step, split_spec
 
 
 @overload
@@ -305,6 +307,7 @@ def restore(path: Folder, plan: Any, endpoint: Any = None) -> Any:
     Raises:
       StateError: there is no checkpoint, or pieces are missing, unreadable or belong to several
         jobs. The step differs (names, shapes, dtypes). Copies of an array differ between servers.
+      CheckpointError: `path` is None: `latest` has found no complete checkpoint.
       UnknownEndpointError: the plan has no such server.
       ConfigError: orbax is not installed.
 
@@ -395,7 +398,7 @@ def _init_slices(saved: Checkpoint, init: Program | None) -> InitSlice | None:
 
 def _restore_job(path: Folder, job: Any) -> Any:
     if job.is_driver:
-        return job.restore(path)
+        return job.restore(require_path(path))
     if isinstance(job.plan, PServerPlan):
         check_plan(job.plan)
         servers = [who for who in job.roles if who in job.plan.servers]
@@ -451,22 +454,23 @@ def restore_trainer(path: Folder, plan: PServerPlan, params: Any) -> Any:
     return spec.unflatten_named(now)
 
 
-def load(path: Folder, main: Program, startup: Program | None = None) -> tuple[Any, Any]:
-    """Return the single-device `(params, opt_state)` of a checkpoint.
+def load(path: Folder, main: Program, startup: Program | None = None) -> Any:
+    """Return the single-device state of a checkpoint: `(params, opt_state)`, or the one state.
 
     Args:
       path: the path of `save`.
-      main: the traced step, `dtrans.trace(step, params, opt_state, *batch)` or `plan.main`, which
-        has the structure of the pytrees.
+      main: the traced step, which has the structure of the pytrees: `dtrans.trace(step, params,
+        opt_state, *batch)`, `dtrans.trace(step, state, *batch)` or `plan.main`.
       startup: the traced init, `dtrans.trace(init, ...)` or `plan.startup`. It generates the table
-        rows that no step has looked up, which are not saved.
+        rows that no step has looked up, which are not saved. It also tells a step of one state
+        whose results look like its batch, as those of an autoencoder do.
 
     Returns:
       New arrays on the default device, in the step's pytrees. The jitted step can continue from
-      them on one device.
+      them on one device. A `plan.main` always takes a pair, also if the step has one state.
 
     Raises:
-      StateError, ConfigError: as `restore`.
+      StateError, CheckpointError, ConfigError: as `restore`.
 
     Source: `load_persistables` of Paddle.
 
@@ -484,15 +488,29 @@ def load(path: Folder, main: Program, startup: Program | None = None) -> tuple[A
       {'w': Array([7., 8., 9.], dtype=float32)}
     """
     check_step(main)
-    saved = Checkpoint.at(path).of(main)
-    return to_trees(main, saved.arrays(step_rows(main), _init_slices(saved, startup)))
+    saved, first = Checkpoint.at(path), main.args[0]
+    one_state = not main.takes_one_state and is_train_state_step(main, startup)
+    if one_state:
+        args = (*split_spec(first, first.names), *main.args[1:])
+        main = dataclasses.replace(main, args=args)
+    remedy = ""
+    if startup is None and not one_state and {*first.names} == {*saved.types}:
+        remedy = (
+            "; if the step takes one state, dtrans.checkpoint.load(path, main, startup), or "
+            "job.gather(dtrans.checkpoint.restore(path, job)), returns it"
+        )
+    saved.of(main, remedy)
+    params, opt_state = to_trees(main, saved.arrays(step_rows(main), _init_slices(saved, startup)))
+    return params if one_state else (params, opt_state)
 
 
 def latest(folder: Folder) -> Path | None:
     """Return the last complete checkpoint in a folder of checkpoints; None without one.
 
     Incomplete and unreadable ones, and those with pieces of several runs or steps, are skipped with
-    a `CheckpointWarning`.
+    a `CheckpointWarning`. It returns None without a warning if the folder does not exist, or has no
+    subfolder with a number as name. Then start with `job.init(...)`: `restore` and `load` raise a
+    `CheckpointError` for None.
 
     Args:
       folder: its subfolders with a number as name are checkpoints: `ckpt/100`, `ckpt/200`.

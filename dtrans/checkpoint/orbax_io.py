@@ -57,7 +57,7 @@ from dtrans.checkpoint.assemble import (
 from dtrans.checkpoint.runs import THIS_PROCESS, Mark, new_run
 from dtrans.checkpoint.saved_rows import ArrayLike, InitRows, RowSegment, SavedTable, TableRows
 from dtrans.checkpoint.table_files import SavedBlock, write_tables
-from dtrans.errors import ConfigError, DtransError, StateError, missing_extra
+from dtrans.errors import CheckpointError, ConfigError, DtransError, StateError, missing_extra
 from dtrans.ir.array_fns import words
 from dtrans.ir.program import Program
 from dtrans.parameter_server.overview import VarDistributed
@@ -95,9 +95,9 @@ class Checkpoint:
     may_differ: bool = False
 
     @classmethod
-    def at(cls, path: Folder) -> Checkpoint:
+    def at(cls, path: Folder | None) -> Checkpoint:
         """Open the checkpoint at a path. Raises StateError if there is no complete one."""
-        path = Path(path).absolute()
+        path = require_path(path).absolute()
         with _read_errors(path):
             pieces = _finished(path)
         abouts = {piece.name: _read_about(piece) for piece in pieces}
@@ -130,15 +130,20 @@ class Checkpoint:
                 tables |= {(who, n): (block, column) for column, n in enumerate(about["names"])}
         return cls(path, first["pieces"], first["types"], group_by_origin(rows), tables, may_differ)
 
-    def of(self, main: Program) -> Checkpoint:
-        """Return this checkpoint. Raises StateError unless it fits a step and its constants."""
+    def of(self, main: Program, remedy: str = "") -> Checkpoint:
+        """Return this checkpoint. Raises StateError unless it fits a step and its constants.
+
+        Args:
+          main: the step.
+          remedy: the end of the error.
+        """
         wanted = _types_of(main)
         for name in (*wanted, *self.types):
             if self.types.get(name) != wanted.get(name):
                 raise StateError(
                     f"the checkpoint at {self.path} belongs to another step: {name} is "
                     f"{self.types.get(name, 'not')} in it, and {wanted.get(name, 'nothing')} in "
-                    f"{main.name}"
+                    f"{main.name}{remedy}"
                 )
         constants = self.on_host([full_slice(n, main.inputs[n]) for n in main.frozen_constants])
         for name, x in zip(main.frozen_constants, constants, strict=True):
@@ -304,6 +309,17 @@ class Checkpoint:
             begins=begins,
             probe=(ids, probe_rows),
         )
+
+
+def require_path(path: Folder | None) -> Path:
+    """Return the path. Raises CheckpointError for None, which `latest` returns."""
+    if path is None:
+        raise CheckpointError(
+            "there is no checkpoint to read: the path is None, which dtrans.checkpoint.latest "
+            "returns if the folder has no complete checkpoint under a number as name; start with "
+            "job.init(...), or pass the path of a checkpoint"
+        )
+    return Path(path)
 
 
 @dataclasses.dataclass(frozen=True)

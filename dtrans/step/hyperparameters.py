@@ -71,6 +71,7 @@ def replace_hyperparameters(leaves: Iterable[str], state: Any, values: Mapping[s
     new_state = jax.tree_util.tree_map_with_path(replace, state)
     for name in missing:
         raise ConfigError(
-            f"{name} is in the state of another process; pass the value as an argument of the step"
+            f"{name} is in the state of another process; pass the value as an argument of the "
+            "step, such as step(params, opt_state, learning_rate, *batch) (docs/between_steps.md)"
         )
     return new_state

@@ -54,12 +54,12 @@ PARAMETER, CONSTANT, STATISTICS, KEY = "parameter", "constant", "statistics", "k
 FOLLOWER, OPTIMIZER = "follower", "optimizer"
 
 
-def is_train_state_step(program: Program, startup: Program) -> bool:
+def is_train_state_step(program: Program, startup: Program | None) -> bool:
     """Return True if a step takes and returns one state, its first argument.
 
-    A result may look like a batch array, as that of an autoencoder does: `startup` decides. But a
-    second argument with a leaf that the step changes and the loss does not read is optimizer state,
-    which `startup` forgot.
+    A result may look like a batch array, as that of an autoencoder does: `startup` decides, and
+    without one the answer is False. But a second argument with a leaf that the step changes and the
+    loss does not read is optimizer state, which `startup` forgot.
     """
     outs, first = set(program.out_names), program.args[0].names if program.args else ()
     if not first or not outs.issuperset(first):
@@ -67,7 +67,7 @@ def is_train_state_step(program: Program, startup: Program) -> bool:
     second = program.args[1].names if len(program.args) > 1 else None
     if second is None or (second and not outs.issuperset(second)):
         return True
-    if not second:  # an optimizer without state
+    if not second or startup is None:  # an optimizer without state
         return False
     types = program.args[0].unflatten_named(program.inputs)
     returned = startup.out.unflatten_named(startup.outputs)

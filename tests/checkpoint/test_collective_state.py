@@ -12,6 +12,7 @@ from typing import Any
 import flat_options
 import jax
 import jax.numpy as jnp
+import library_zoo
 import numpy as np
 import optax
 import pytest
@@ -31,7 +32,7 @@ from helpers import (
 import dtrans
 from dtrans import checkpoint
 from dtrans.checkpoint.orbax_io import Checkpoint
-from dtrans.errors import CheckpointWarning, ConfigError, StateError
+from dtrans.errors import CheckpointError, CheckpointWarning, ConfigError, StateError
 
 
 # rows that no degree divides, fewer rows than ranks, one of 16 bits, no rows, no dimension
@@ -393,6 +394,49 @@ def test_checkpoints_that_are_not_whole_or_of_another_step(saved: Any, tmp_path:
         StateError, match=f"^{path}/rank-6 cannot be read as a piece of a checkpoint"
     ):
         checkpoint.restore(path, other)
+
+
+def test_one_device_loads_the_one_state_of_a_step(tmp_path: Path) -> None:
+    with jax.enable_x64(True):
+        case, key = library_zoo.by_name("nnx_optimizer"), jax.random.key(0)
+        main = dtrans.trace(case.step(case.value_and_grad), case.init(key), *case.batch(12))
+        job = dtrans.nccl2(main, dtrans.trace(case.init, key), trainers=2).simulate()
+        state, _ = job.step(job.init(key), *case.batch(12))
+        checkpoint.save(tmp_path / "1", job, state)
+        tree_equal(checkpoint.load(tmp_path / "1", main), job.gather(state))
+        pair = job.params(state), job.opt_state(state)
+        tree_equal(checkpoint.load(tmp_path / "1", job.plan.main), pair)
+
+
+def test_an_init_tells_the_one_state_of_a_step_that_returns_what_looks_like_its_batch(
+    tmp_path: Path,
+) -> None:
+    def step(state: Any, x: Any) -> Any:
+        code = lambda w: x @ w @ w.T
+        loss, grad = jax.value_and_grad(lambda w: jnp.mean((code(w) - x) ** 2))(state["w"])
+        return {"w": state["w"] - 0.5 * grad}, code(state["w"]), loss
+
+    init, x = lambda: {"w": jnp.ones((3, 2))}, jnp.ones((4, 3))
+    main, startup = dtrans.trace(step, init(), x), dtrans.trace(init)
+    job = dtrans.nccl2(main, startup, trainers=2).simulate()
+    state, *_ = job.step(job.init(), x)
+    checkpoint.save(tmp_path / "1", job, state)
+    tree_equal(checkpoint.load(tmp_path / "1", main, startup), job.gather(state))
+    with pytest.raises(
+        StateError, match=r"x is not in it.*; if the step takes one state, .*job\.gather"
+    ):
+        checkpoint.load(tmp_path / "1", main)
+
+
+def test_none_of_latest_is_no_path(tmp_path: Path) -> None:
+    job = on_mesh(planned(OPTIMIZERS["sgd"], degree=2))
+    path: Any = checkpoint.latest(tmp_path / "nowhere")
+    for fails in (
+        lambda: checkpoint.restore(path, job),
+        lambda: checkpoint.load(path, job.plan.main),
+    ):
+        with pytest.raises(CheckpointError, match="no checkpoint to read: the path is None"):
+            fails()
 
 
 def test_a_state_is_taken_from_one_realiser_to_another_of_its_plan() -> None:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 
+import dtrans
 from dtrans.errors import ConfigError
 from dtrans.step.hyperparameters import hyperparameter_leaf, replace_hyperparameters
 
@@ -33,3 +39,35 @@ def test_a_leaf_in_the_state_of_another_process_is_refused() -> None:
     here = {"params/w": jnp.ones(2)}
     with pytest.raises(ConfigError, match=f"{RATE} is in the state of another process"):
         replace_hyperparameters([*here, RATE], here, {"learning_rate": 0.25})
+
+
+@pytest.mark.parametrize("kind", ["pserver", "pipeline"])
+def test_a_rate_that_is_an_argument_of_the_step_changes_between_steps(kind: str) -> None:
+    """The step of docs/between_steps.md."""
+    tx = optax.scale_by_adam()
+
+    def init(key: Any) -> Any:
+        params = {"w": jax.random.normal(key, (5, 2))}
+        return params, tx.init(params)
+
+    def step(params: Any, opt_state: Any, lr: Any, x: Any, y: Any) -> Any:
+        loss = lambda params, x, y: jnp.mean((x @ params["w"] - y) ** 2)
+        value, grads = dtrans.value_and_grad(loss)(params, x, y)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return jax.tree.map(lambda p, u: p - lr * u, params, updates), opt_state, value
+
+    key = jax.random.key(0)
+    x, y = jax.random.normal(key, (8, 5)), jnp.ones((8, 2))
+    main = dtrans.trace(step, *jax.eval_shape(init, key), 0.1, x, y)
+    traced = main, dtrans.trace(init, key)
+    if kind == "pserver":
+        placement = dtrans.BlockPlacement(min_block_size=1)
+        pservers = "127.0.0.1:6174,127.0.0.1:6175"
+        job = dtrans.pserver(*traced, pservers=pservers, trainers=2, placement=placement).simulate()
+    else:
+        job = dtrans.pipeline(*traced, num_stages=2, num_micro_batch=2).simulate()
+    state, alone = job.init(key), init(key)
+    for rate in (0.1, 0.01):
+        state, _ = job.step(state, rate, x, y)
+        *alone, _ = step(*alone, rate, x, y)
+    np.testing.assert_allclose(job.params(state)["w"], alone[0]["w"], rtol=1e-6)

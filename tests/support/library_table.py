@@ -78,8 +78,22 @@ Dataflow gives each leaf of the state its role:
 The first trains on two devices of this process (virtual ones, on a CPU), and prints the loss. It compares the state
 with that of one device after the same batches. It computes in 64 bits, where the two differ by about 1e-15;
 `--no-x64` uses 32 bits, as the libraries' pages do. The second is refused: a GAN has two losses, and a pipeline takes
-one. `--mode single` runs without dtrans. nnx's steps change objects in place. Write them in nnx's functional form:
-`nnx.merge` before the step, `nnx.state` after it (`nnx_mlp.py`).
+one. `--mode single` runs without dtrans.
+
+nnx's steps change objects in place. Write them in nnx's functional form, `nnx.merge` before the step and `nnx.state`
+after it (`nnx_mlp.py`). `build(key)` returns the pair of a model and its `nnx.Optimizer(model, tx, wrt=nnx.Param)`:
+
+    graph = nnx.graphdef(nnx.eval_shape(build, key))
+    init = lambda key: nnx.state(build(key))
+
+    def step(state, x, y):
+        model, optimizer = objects = nnx.merge(graph, state)
+        loss, grads = nnx.value_and_grad(loss_fn)(model, x, y)
+        optimizer.update(model, grads)
+        return nnx.state(objects), loss
+
+    main = dtrans.trace(step, jax.eval_shape(init, key), x, y)
+    startup = dtrans.trace(init, key)
 
 ## Steps that are tested
 
