@@ -81,7 +81,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_report_header(config: pytest.Config) -> str:
     if not layers.is_of_today(config):
         return "named files: all of their tests, whatever the date"
-    return f"sample of {layers.today()} (DTRANS_SAMPLE_DATE repeats another)"
+    return f"sample of {layers.today()} (SAMPLE_DATE repeats another)"
 
 
 @pytest.hookimpl(optionalhook=True)

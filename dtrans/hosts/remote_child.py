@@ -87,10 +87,13 @@ class RemoteChild(Child):
         """Exit status of the role, from its agent."""
         return LOST if self._ended is None else self._ended
 
-    @property
-    def is_host_lost(self) -> bool:
-        """True if the connection to the host ended before the role did."""
-        return self._ended is None and self.remote_pid is not None
+    def is_host_lost(self, *, was_reached: bool) -> bool:
+        """Return True if the connection to the host ended before the role did.
+
+        A host that was never reached is an error of the user, not a lost one.
+        """
+        is_reached = was_reached or self.remote_pid is not None
+        return self._ended is None and not self._refused and is_reached
 
     def how(self) -> str:
         """Return how an ended role failed, for messages: the words after `failed with`."""

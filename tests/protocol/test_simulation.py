@@ -542,9 +542,6 @@ PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "strangers speak as trainers": lambda m: m.setattr(
         TrainerRegistry, "speaker", lambda self, address, message: self.by_address.get(address, 0)
     ),
-    "a server ends before its peer greets it": lambda m: m.setattr(
-        ServerPeers, "unsettled", property(lambda self: [])
-    ),
     "a server of the job before is a peer": lambda m: m.setattr(
         ServerPeers, "meet", _without(ServerPeers.meet, "back")
     ),

@@ -134,7 +134,7 @@ def _methods(kind: type) -> set[types.FunctionType]:
 
 def today() -> date:
     """Return the date of the sample. Workers and inner runs get it from the first process."""
-    text = os.environ.setdefault("DTRANS_SAMPLE_DATE", date.today().isoformat())
+    text = os.environ.setdefault("SAMPLE_DATE", date.today().isoformat())
     return date.fromisoformat(text)
 
 
@@ -171,8 +171,8 @@ def is_of_today(config: pytest.Config) -> bool:
     """Return True if a run names no test, file or folder: a part of its tests is for today."""
     if "PYTEST_XDIST_WORKER" not in os.environ:  # workers get all names from the first process
         named = config.args_source is pytest.Config.ArgsSource.ARGS
-        os.environ["DTRANS_SAMPLED"] = "0" if named else "1"
-    return os.environ["DTRANS_SAMPLED"] == "1"
+        os.environ["SAMPLE_IS_TAKEN"] = "0" if named else "1"
+    return os.environ["SAMPLE_IS_TAKEN"] == "1"
 
 
 def mark(items: Sequence[pytest.Item], config: pytest.Config) -> None:
@@ -214,7 +214,7 @@ def mark_cases(metafunc: pytest.Metafunc) -> None:
 
 def of_other_nights(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
     """Yield the soak tests of other nights, where so many nights share them."""
-    nights = int(os.environ.get("DTRANS_NIGHTS", 1))
+    nights = int(os.environ.get("SAMPLE_NIGHTS", 1))
     for item in items if nights > 1 else ():
         # its name gives a test its night: numbers would change with the samples of days
         turn = zlib.crc32(item.nodeid.encode()) + today().toordinal()

@@ -109,9 +109,12 @@ class Child:
         """The exit status of an ended role in the form of a shell: 128 + n for signal n."""
         return 128 - self.returncode if self.returncode < 0 else self.returncode
 
-    @property
-    def is_host_lost(self) -> bool:
-        """True if an ended role was lost with its host: never on this host."""
+    def is_host_lost(self, *, was_reached: bool) -> bool:
+        """Return True if an ended role was lost with its host: never on this host.
+
+        Args:
+          was_reached: True if the host ran the role in an earlier attempt.
+        """
         return False
 
     def how(self) -> str:

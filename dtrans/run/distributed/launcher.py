@@ -59,9 +59,14 @@ from dtrans.run.net.started_jobs import announce_job
 
 GRACE = 5.0  # seconds between SIGTERM and SIGKILL
 BACK_OFF = 1.0  # seconds before the second restart; each further pause is twice as long
+# seconds before a restart after the loss of a host: its agent ends the role there within 5 seconds,
+# and the role holds its port until then
+HOST_PAUSE = 8.0
 BLAME = 3.0  # seconds to wait, after a role's PeerError, for the role that caused it
 RESTARTS = "DTRANS_RESTARTS"  # the number of restarts before this one, in each role's environment
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# signals that end a role for a cause outside of it, or by a crash
+FATAL = {signal.SIGTERM, signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS}
 
 Event = Child | int  # a role that has ended, or a signal
 
@@ -209,7 +214,8 @@ def launch(
         for attempt in range(restarts + 1):
             with EndedRoles() as ended_roles:
                 job = _Job(events, grace, optional, ended_roles, site)
-                shared = base | ended_roles.environment | {RUN: new_run()}
+                shared = base | ended_roles.environment
+                shared[RUN] = (env or {}).get(RUN) or new_run()
                 if restarts:
                     shared[RESTARTS] = str(attempt)
                 try:
@@ -226,15 +232,19 @@ def launch(
                     signum = job.wait(limit)
                 finally:
                     job.end()
-            lost = job.failed
-            if attempt == restarts or signum is not None or lost is None or not _is_lost(lost):
+            signum = signum or job.signum
+            lost = job.lost(was_reached=attempt > 0)
+            if attempt == restarts or signum is not None or lost is None:
                 break
             say(
                 f"{lost.role.name}{lost.where} failed with {lost.how()}; all roles start again "
                 f"(restart {attempt + 1} of {restarts})"
             )
-            signum = _back_off(events, attempt)
-            if signum is not None:
+            pause = BACK_OFF * 2 ** (attempt - 1) if attempt else 0.0
+            if lost.is_host_lost(was_reached=True):
+                pause = max(pause, HOST_PAUSE)
+            signum = job.pause(pause, limit)
+            if signum is not None or job.timed_out:
                 break
     if signum is not None:
         raise KeyboardInterrupt if signum == signal.SIGINT else SystemExit(128 + signum)
@@ -305,6 +315,7 @@ class _Job:
     Attributes:
       failed: the role that made the job fail; None while there is none.
       timed_out: the roles that ran at the time limit; empty before it.
+      signum: a signal that arrived while the roles were ended; None without one.
     """
 
     def __init__(
@@ -318,7 +329,8 @@ class _Job:
         self._ended_roles = ended_roles
         self._site = site
         self._optional = {f"trainer {k}" for k in optional}
-        self._lost: set[str] = set()
+        self._dropped: dict[str, Child] = {}
+        self.signum: int | None = None
         self.events = events
         self.grace = grace
         self.running: dict[Child, Guard] = {}
@@ -361,10 +373,36 @@ class _Job:
             if isinstance(event, Child):
                 self._on_end(event)
                 continue
-            # the grace period has passed, or a second signal has arrived
+            if event is not None:
+                self.signum = self.signum or event
+            # the grace period has passed, or a signal has arrived
             for child in self.running:
                 child.signal(signal.SIGKILL)
             limit = None
+
+    def lost(self, *, was_reached: bool) -> Child | None:
+        """Return the lost role that made the job fail; None if no restart can help.
+
+        Args:
+          was_reached: True if every host ran its roles in an earlier attempt.
+        """
+        if self.failed is None or _is_lost(self.failed, was_reached):
+            return self.failed
+        if _by_peer(self.failed):  # perhaps of a trainer that the job dropped
+            return next((c for c in self._dropped.values() if _is_lost(c, was_reached)), None)
+        return None
+
+    def pause(self, seconds: float, limit: float | None) -> int | None:
+        """Wait before a restart, at most until the time limit; return a signal that comes."""
+        until = time.monotonic() + seconds
+        if limit is not None and limit <= until:
+            self.timed_out = self.failed.role.name if self.failed is not None else ""
+            until = limit
+        while time.monotonic() < until:
+            event = self._next(until)
+            if isinstance(event, int):
+                return event
+        return None
 
     def _find_cause(self, limit: float | None) -> int | None:
         """Wait a moment for the role that caused the failure, if that is a PeerError."""
@@ -397,8 +435,8 @@ class _Job:
         if not child.code or self._ending:
             return
         if role.name in self._optional:
-            self._lost.add(role.name)
-            if role.trainers > len(self._lost):
+            self._dropped[role.name] = child
+            if role.trainers > len(self._dropped):
                 say(f"{role.name}{child.where} failed with {how}; the others go on")
             else:  # the last trainer
                 self.failed = self.failed or child
@@ -415,27 +453,14 @@ def _by_peer(child: Child) -> bool:
     )
 
 
-def _is_lost(child: Child) -> bool:
+def _is_lost(child: Child, was_reached: bool) -> bool:
     """Return True if a signal or the loss of its host ended a role, not its own exception.
 
-    A role that a signal asks to end may exit with 128 + the signal's number, as shells do.
+    Shells and handlers of signals exit with 128 + the number of the signal. So a script that ends
+    by `sys.exit(143)` counts as lost.
     """
-    return child.returncode < 0 or child.code == 128 + signal.SIGTERM or child.is_host_lost
-
-
-def _back_off(events: SimpleQueue[Event], attempt: int) -> int | None:
-    """Wait before a restart, unless it is the first one; return a signal that comes meanwhile."""
-    if attempt == 0:
-        return None
-    limit = time.monotonic() + BACK_OFF * 2 ** (attempt - 1)
-    while (left := limit - time.monotonic()) > 0:
-        try:
-            event = events.get(timeout=left)
-        except queue.Empty:
-            return None
-        if isinstance(event, int):
-            return event
-    return None
+    by_signal = child.returncode < 0 or child.code - 128 in FATAL
+    return by_signal or child.is_host_lost(was_reached=was_reached)
 
 
 def _failure(child: Child) -> LaunchError:

@@ -159,12 +159,13 @@ class P2PChannels:
         return jax.random.wrap_key_data(jnp.asarray(array), impl=kind.impl) if kind.impl else array
 
     def _hear_until(self, until: float) -> bool:
-        """Take messages until a time; return True if there was one."""
+        """Take messages, and return True; return False if none comes until a time."""
         has_heard = False
-        for event in self._in.poll(until):
-            if event.kind == "message":
-                has_heard = True
-                self._hear(event)
+        while not has_heard and self._in.now() < until:
+            for event in self._in.poll(until):  # an event may be of a connection
+                if event.kind == "message":
+                    has_heard = True
+                    self._hear(event)
         return has_heard
 
     def _hear(self, event: Event) -> None:

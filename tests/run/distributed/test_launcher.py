@@ -888,3 +888,62 @@ launcher.launch({command!r}, trainers=2, restarts=9)
 def test_restarts_are_counted_from_0(script: Any) -> None:
     with pytest.raises(ConfigError, match="restarts must be 0 or more, it is -1"):
         launch(script(""), restarts=-1)
+
+
+def test_a_signal_counts_while_the_others_are_ended(script: Any) -> None:
+    """Trainer 1 takes its time, in which the launcher is told to end."""
+    command = script("""
+        if name == "trainer 1":
+            signal.signal(signal.SIGTERM, lambda *_: print("asked", flush=True))
+            threading.Event().wait(0.1)
+            print("ready", flush=True)
+            forever()
+        if name == "trainer 0":
+            sys.stdin.read()
+            open(sys.argv[1] + str(os.getpid()), "w").close()
+            while not os.path.exists(sys.argv[1] + "go"):
+                threading.Event().wait(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+        forever()
+    """)
+    with tempfile.TemporaryDirectory() as folder:
+        code = f"""
+from dtrans.run.distributed.launcher import launch
+launch({[*command, folder + "/"]!r}, trainers=2, restarts=3, grace={PATIENCE})
+"""
+        with subprocess.Popen(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as started:
+            assert started.stdout is not None and started.stderr is not None
+            for line in started.stdout:
+                if "ready" in line:
+                    (Path(folder) / "go").touch()
+                if "asked" in line:
+                    started.send_signal(signal.SIGTERM)
+            assert "start again" not in started.stderr.read()
+    assert started.returncode == 128 + signal.SIGTERM
+
+
+def test_a_pause_ends_at_the_time_limit(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dtrans.run.distributed.launcher.BACK_OFF", 900)
+    command = script(LOSES.format(losses=9, signal="SIGKILL"))
+    with pytest.raises(DeadlineError, match=r"trainer 1 had not ended|waited 5 s for the job"):
+        launch(command, trainers=2, restarts=9, deadline=5)
+
+
+def test_a_server_that_fails_by_a_dropped_trainer_is_restarted(
+    script: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = script("""
+        if os.environ["DTRANS_RESTARTS"] == "0":
+            if name == "trainer 1":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if kind.lower() == "pserver":
+                from dtrans.run.net.ended_roles import ended_roles
+                while not ended_roles():
+                    threading.Event().wait(0.01)
+                sys.exit("dtrans.errors.PeerError: trainer 1 is gone")
+            forever()
+    """)
+    launch(command, trainers=2, on_trainer_loss="drop", restarts=1)
+    assert "[launcher] trainer 1 failed with signal SIGKILL; all roles" in capsys.readouterr().err

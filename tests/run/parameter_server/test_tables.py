@@ -341,7 +341,7 @@ def test_a_table_is_written_to_a_file(
                 ConfigError, match="params/emb cannot be written to .*nowhere/emb.npy: No such file"
             ):
                 job.tables.export("params/emb", tmp_path / "nowhere" / "emb.npy")
-            monkeypatch.setattr(role_job, "_memory", lambda: 100)
+            monkeypatch.setattr(role_job, "_memory_bytes", lambda: 100)
             with pytest.raises(
                 StateError,
                 match=r"params/emb are 480 bytes, .* may have 100: job.tables.export\(name, path\)",

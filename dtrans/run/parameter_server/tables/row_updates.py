@@ -70,7 +70,7 @@ class RowUpdates:
         gradients = {n: x for n, x in grads.items() if n in update.update.grad_types}
         for n, t in self._tables.items():
             rows, size = (np.arange(t.rows), t.rows) if t.updates_all else (ids[n], sizes[n])
-            for name in gradients.keys() & set(t.gradients.values()):
+            for name in filter(set(t.gradients.values()).__contains__, gradients):
                 gradients[name] = scatter_rows(rows, size, gradients[name])
         inputs = dict(state)
         for n, t in self._by_rows.items():
