@@ -163,7 +163,7 @@ class MeshTrainerPrograms:
                 outs, differs = step.makes, self._differs(step)
             else:
                 outs, differs = step.eqn.outvars, step.eqn.primitive in OF_ROWS
-                differs &= any(v in self.kinds for v in step.eqn.invars)
+                differs &= any(self._kind(a) is not None for a in step.eqn.invars)
             if differs:
                 self.kinds |= dict.fromkeys(outs, "stacked")
         self.outs = program.outvars
