@@ -1,7 +1,8 @@
-"""Faults of `tests/faults.py` can be planted: their texts and their tests are there."""
+"""Faults of `tests/faults.py` and of random steps can be planted: their texts are there."""
 
 from __future__ import annotations
 
+import ast
 import re
 import runpy
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from paths import ROOT
 
 
 FAULTS = runpy.run_path(str(ROOT / "tests" / "faults.py"))["FAULTS"]
+RANDOM_STEPS = ROOT / "tests" / "verification" / "test_random_steps.py"
 
 
 def obstacles(fault: Any) -> Iterator[str]:
@@ -31,3 +33,16 @@ def obstacles(fault: Any) -> Iterator[str]:
 
 def test_faults_can_be_planted() -> None:
     assert not [obstacle for fault in FAULTS for obstacle in obstacles(fault)]
+
+
+def planted_in_random_steps() -> dict[str, tuple[str, str, str, str]]:
+    """Return the table of `test_random_steps.py`, without the import of its strategies."""
+    for statement in ast.parse(RANDOM_STEPS.read_text()).body:
+        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "PLANTED":
+            return ast.literal_eval(statement.value)
+    raise AssertionError("no table PLANTED")
+
+
+def test_faults_of_random_steps_can_be_planted() -> None:
+    for fault, (_, file, old, new) in planted_in_random_steps().items():
+        assert (ROOT / "dtrans" / file).read_text().count(old) == 1 and old != new, fault

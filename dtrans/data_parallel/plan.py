@@ -135,22 +135,24 @@ class CollectivePlan(Plan):
             traced without these types, so they replay only without the check.
         """
         per_trainer = realiser(self, "function")
-        refusal = ConfigError(
-            f"plan.function: {self.main.name} was traced without the varying types that shard_map "
-            "checks; write jax.shard_map(..., check_vma=False)"
-        )
+
+        def refusal() -> ConfigError:
+            return ConfigError(
+                f"plan.function: {self.main.name} was traced without the varying types that "
+                "shard_map checks; write jax.shard_map(..., check_vma=False)"
+            )
 
         def function(*args: Any) -> Any:
             flat = self.program.flatten(*args)
             program = self.program.specialize_flat(flat)
             if self.trainers > 1 and any(map(is_varying, flat)):
-                raise refusal
+                raise refusal()
             try:
                 return program.out.unflatten(per_trainer(program)(*flat))
             except ValueError as e:
                 if "varying manual axes" not in str(e):
                     raise
-                raise refusal from e
+                raise refusal() from e
 
         return function
 

@@ -49,8 +49,8 @@ def choose_averages(step: Cut, merge: Mapping[str, str]) -> tuple[str, ...]:
         t = step.program.outputs[n]
         if not jnp.issubdtype(t.dtype, jnp.inexact):
             raise ConfigError(
-                f"merge[{prefix!r}]='mean': {n} is {short_type(t)}, and integers have no mean; say "
-                "'own'"
+                f"merge[{prefix!r}]='mean': {n} is {short_type(t)}, and servers average "
+                "floating-point and complex numbers only; say 'own'"
             )
         chosen.append(n)
     return tuple(chosen)

@@ -195,7 +195,9 @@ def _specific(
 ) -> list[np.ndarray[Any, Any]]:
     """Lay out devices as `cluster.slices` lists them."""
     assert cluster.slices is not None
-    slices = cluster.slices
+    # rows may be arrays, which `+=` would add to the list entry by entry
+    slices = [list(map(list, stage)) for stage in cluster.slices]
+    known = set(devices)
     if len(slices) != len(counts):
         raise ConfigError(
             f"slices has {len(slices)} stages, and the model has {len(counts)}; give one entry for "
@@ -216,10 +218,10 @@ def _specific(
                     f"slices[{s}][{r}] has {len(row)} devices, and a replica of stage {s} uses "
                     f"{count}; list {count}"
                 )
-            unknown = next((d for d in row if d not in devices), None)
+            unknown = next((d for d in row if d not in known), None)
             if unknown is not None:
                 raise ConfigError(
-                    f"slices[{s}][{r}] has {unknown}, which is none of the {len({*devices})} "
+                    f"slices[{s}][{r}] has {unknown}, which is none of the {len(known)} "
                     "devices; list devices of the cluster"
                 )
             listed += row

@@ -343,9 +343,10 @@ def summed_gradients(
     read = {a for a in step.program.inner.outvars if isinstance(a, Var)}
     for eqn in eqns:
         read.update(a for a in eqn.invars if isinstance(a, Var))
+    unread = computed - read
     found: dict[Var, str] = {}
     for leaf, g in step.gradients.items():
-        if leaf in leaves and isinstance(g, Var) and g in computed - read:
+        if leaf in leaves and isinstance(g, Var) and g in unread:
             # leaves may share a gradient
             found.setdefault(g, leaf)
     return found

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import jax.numpy as jnp
 
 from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Var, linear_group
+from dtrans.engine.counted_values import CountedValues
 from dtrans.ir.array_fns import converted, times
 from dtrans.ir.builder import Builder
 from dtrans.ir.dataflow import is_zero_array
@@ -20,6 +21,13 @@ from dtrans.ir.program import DIST
 from dtrans.ops import all_reduce_p
 from dtrans.rows.layout import RowAxis
 from dtrans.zero.slice_analysis import GatherOptions, SliceAnalysis, SliceInputs
+
+
+class _EqualValues(CountedValues):
+    """Pieces of any value that is equal on all ranks."""
+
+    def _is_counted(self, var: Atom, axis: int) -> bool:
+        return True
 
 
 class SliceWriter(SliceAnalysis):
@@ -44,6 +52,7 @@ class SliceWriter(SliceAnalysis):
         ends: Iterable[Atom] = (),
     ) -> None:
         super().__init__(b, like, eqns, roles, inputs, how, ends)
+        self._counted = _EqualValues(self)
         self.env: dict[Var, Atom] = dict(inputs.summed)
         self.last_scattered: Atom | None = None
 
@@ -72,10 +81,6 @@ class SliceWriter(SliceAnalysis):
         if var not in self.rows or at not in self.ways:
             return var not in self.rows and at < i
         return all(self.is_available(a, i) for a in self.eqns[at].invars if isinstance(a, Var))
-
-    def _is_counted(self, var: Atom, axis: int) -> bool:
-        # the engine may compute the rows of any value that is equal on all ranks
-        return True
 
     # -- reductions and gradients ------------------------------------------------------------------
 

@@ -1080,6 +1080,20 @@ def test_the_function_of_a_plan_needs_a_shard_map_that_does_not_check_varying_ty
         jax.jit(checked)(params, plan.startup(params)[1], *batch)
 
 
+def test_each_refusal_of_the_function_of_a_plan_is_an_error_of_its_own() -> None:
+    params, (batch, _) = square_case()
+    plan = plan_of(square, optax.sgd(0.1), params, *batch)
+    mesh = Mesh(np.array(jax.devices()[:2]), ("trainers",))
+    specs = (P(), P(), P("trainers"), P("trainers"))
+    checked = jax.shard_map(plan.function, mesh=mesh, in_specs=specs, out_specs=P())
+    raised = []
+    for _ in range(2):
+        with pytest.raises(ConfigError) as info:
+            jax.jit(checked)(params, plan.startup(params)[1], *batch)
+        raised.append(info.value)
+    assert raised[0] is not raised[1], "one error would keep the frames of every call alive"
+
+
 def test_the_function_of_a_plan_is_traced_again_for_another_batch_size() -> None:
     params, _ = square_case()
     same_as_one_device(

@@ -144,7 +144,7 @@ def test_statistics_are_sent_when_they_are_made_and_are_nobodys_by_default() -> 
 
 @pytest.mark.parametrize("merge, message", [
     ({"params/stats": "mean"}, "merge['params/stats']='mean': params/stats/seen is i32[], and "
-     "integers have no mean; say 'own'"),
+     "servers average floating-point and complex numbers only; say 'own'"),
     ({"params/stats/mean": "sum"}, "merge['params/stats/mean'] must be 'mean' or 'own', it is "
 "'sum'"),
     ({"params/net/w": "mean"}, "merge['params/net/w']: no leaf of that name is computed by "

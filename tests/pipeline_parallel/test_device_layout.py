@@ -140,6 +140,10 @@ def test_specific_grids_are_taken_as_they_are():
     ]
     part = Cluster("specific", d, slices=np.array(grids)[:, :1]).virtual_devices([1, 1], 1)
     assert ids(part) == [[[3]], [[2]]] and [x.id for x in part.idle] == [0, 1]
+    rows = np.array(grids).transpose(0, 2, 1)
+    assert ids(Cluster("specific", d, slices=rows).virtual_devices([2, 2])) == [[[3, 0]], [[2, 1]]]
+    with pytest.raises(ConfigError, match=r"slices has .* twice"):
+        Cluster("specific", d, slices=rows[[0, 0]]).virtual_devices([2, 2])
 
 
 def test_aware_row_makes_neighbours_the_replicas_of_a_stage():

@@ -158,6 +158,14 @@ KEPT = {
         35,
         wide=True,
     ),
+    "a trainer sends a constant: it was looked up among variables": Case(
+        dataclasses.replace(MINIMAL, leaves=("scale",), readings=(Reading("rows", 3, 4, "rate"),)),
+        "pserver",
+        5,
+        35,
+        35,
+        wide=True,
+    ),
     "a penalty that the first micro-step has alone: it was taken for a gradient that every rank "
     "has": Case(
         dataclasses.replace(MINIMAL, leaves=("scale",), loss=("sum", 0), anchored=True),
@@ -259,23 +267,23 @@ BUSY_IN_PARTS = dataclasses.replace(
 # a strategy, a file, its text and what a fault puts in its place
 PLANTED = {
     "each trainer normalises by its own statistics": (
-        "nccl2", "engine/writer.py", "self._define(eqn, [PARTIAL] * len(eqn.outvars), made)",
-        "self._define(eqn, way.outs, made)",
+        "nccl2", "engine/writer.py", "self.define_outputs(eqn, [PARTIAL] * len(eqn.outvars), values)",
+        "self.define_outputs(eqn, way.outs, values)",
     ),
     "trainers draw the same mask": (
         "nccl2", "engine/pieces.py", "b.call(times(local), self.index())", "b.call(times(0), "
 "self.index())"
     ),
     "a replicated value is added up": (
-        "stage 1", "engine/values.py", "(made,) = self.b.call(on_first, value, "
-"self.pieces.index())", "made = value"
+        "stage 1", "engine/values.py", "(scaled,) = self.b.call(on_first, value, "
+"self.pieces.index())", "scaled = value"
     ),
     "what ranks gather is doubled": (
         "stage 3", "zero/all_gather.py", "sent.append(x)", "sent += b.call(times(2), x)"
     ),
     "groups add up nothing": (
         "groups", "zero/reduce_scatter.py",
-        "return self._sum(bucket.name, mine, (o.slices.replica_axis_name,))", "return mine",
+        "return self._sum(bucket.name, slices, (o.slices.replica_axis_name,))", "return slices",
     ),
     "a trainer's gradients are left out": (
         "pserver", "slicing/mean.py", "functools.reduce(jax.lax.add, grads)",

@@ -216,6 +216,19 @@ def test_a_leaf_that_is_read_again_much_later_is_gathered_again(others: int) -> 
     )
 
 
+def test_a_value_that_all_ranks_have_is_computed_as_slices() -> None:
+    const = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
+
+    def loss(p: Any, x: jax.Array) -> jax.Array:
+        prior = jnp.cumsum(jnp.tanh(const * p["t"]), axis=1)
+        return jnp.mean((x @ p["w"]) ** 2) + jnp.sum((p["w"] - prior) ** 2)
+
+    params = {"w": jnp.ones((16, 8)), "t": jnp.ones(())}
+    plan = plan_of(loss, ADAM, params, jnp.ones((8, 16)), degree=4, stage=3)
+    for name in ("tanh", "cumsum"):
+        assert (4, 8) in {e.outvars[0].aval.shape for _, e in of_type(plan, name)}, name
+
+
 def test_without_overlap_collectives_are_one_chain() -> None:
     for stage in (1, 2):
         plan = round_plan(stage=stage, degree=4, overlap=False, bucket_MB=0)

@@ -162,11 +162,8 @@ class MeshTrainerPrograms:
             if isinstance(step, Compute):
                 outs, differs = step.makes, self._differs(step)
             else:
-                outs = step.eqn.outvars
-                # operands of other primitives may be literals, which have no kind
-                differs = step.eqn.primitive in OF_ROWS and any(
-                    v in self.kinds for v in step.eqn.invars
-                )
+                outs, differs = step.eqn.outvars, step.eqn.primitive in OF_ROWS
+                differs &= any(self._kind(a) is not None for a in step.eqn.invars)
             if differs:
                 self.kinds |= dict.fromkeys(outs, "stacked")
         self.outs = program.outvars
