@@ -466,7 +466,11 @@ def check_first(name: str, old: np.ndarray, new: np.ndarray) -> None:
 def _locate_rows(
     target: VarDistributed, row: VarDistributed, ids: np.ndarray
 ) -> tuple[slice | np.ndarray, np.ndarray]:
-    """Return the positions of ids of `row` that are in `target`, and their numbers in `target`."""
+    """Return the positions in `ids` of rows that `target` also has, and their indices there.
+
+    Args:
+      ids: indices of rows in `row`.
+    """
     in_leaf = row.rows.in_leaf(ids)
     at = target.rows.among(in_leaf)
     return at, target.rows.local(in_leaf[at])
@@ -479,7 +483,7 @@ def _shared_rows(target: VarDistributed, row: VarDistributed) -> int:
 
 
 def _select_rows(target: VarDistributed, row: VarDistributed, segment: RowSegment) -> RowSegment:
-    """Return the rows of a segment that are in a slice, with their numbers there."""
+    """Return the rows of a segment that are in a slice, with their indices there."""
     at, local = _locate_rows(target, row, segment.ids)
     # `rows` has existing rows only, `ids` and `changed` evicted ones too
     positions = np.cumsum(segment.changed > 0) - 1

@@ -76,7 +76,8 @@ def slice_files(
         )
     if unbalanced and drop_last:
         raise ConfigError(
-            "unbalanced deals the files of an incomplete round and drop_last drops them; choose one"
+            "unbalanced=True deals out the files of an incomplete round, and drop_last=True drops "
+            "them; choose one"
         )
     divisor = math.gcd(*replicas)
     shares = [count // divisor for count in replicas]

@@ -631,8 +631,7 @@ class _Links:
         """Place all servers, the largest first, each where its link is the least busy."""
         for j in sorted(range(len(self.servers)), key=lambda j: -max(self.servers[j])):
             now, then = np.maximum(self.out, self.into), np.maximum(*self.with_server(j))
-            # the busiest link with the server behind each host: its own, or the busiest of the
-            # others
+            # the busiest link if a host took the server: the host's link, or the busiest other
             *_, second, first = np.sort(np.r_[0.0, now])
             busiest = np.maximum(then, np.where(now == first, second, first))
             unit = max(busiest.max(), 1e-30)  # equals are equal, whatever rounding says

@@ -406,8 +406,8 @@ def _retrace(program: Program, wanted: Signature) -> Program:
             inputs = zip(program.in_names, wanted, traced, strict=True)
             name, (shape, _), (old_shape, _) = next(x for x in inputs if x[1] != x[2])
             raise TraceError(
-                f"{program.name} was traced with {name} of shape {tuple(old_shape)}, and cannot be "
-                f"with {tuple(shape)}: {e}\n"
+                f"{program.name} was traced with {name} of shape {tuple(old_shape)}, and retracing "
+                f"it with {tuple(shape)} failed: {e}\n"
                 "A plan traces the step for the whole batch and for a part of it. A constant "
                 "may have the size of the first batch: make it from the shape of an argument, "
                 "or pass it as an argument"

@@ -362,7 +362,8 @@ def refuse_paddle_exit(on_trainer_exit: str, shared: ExactStep) -> Literal["erro
     if on_trainer_exit == "paddle":
         raise ConfigError(
             f"on_trainer_exit='paddle': the step has values of the whole batch ({shared.reason}), "
-            "which need the trainer that left; leave it out, or say batch='local'"
+            "which cannot be computed without the trainer that left; omit on_trainer_exit, or pass "
+            "batch='local'"
         )
     return "error"
 

@@ -250,7 +250,7 @@ def plan_pipeline(
         traced = micro_batch_of(main, o, _types(main))
     except DtransError:
         # a user's loop over micro-batches cannot be traced for fewer rows: `captured` refuses it
-        # as a loop, which is the better message
+        # as a loop, which is the clearer error
         captured(main)
         raise
     plain = cut(traced).with_reported()  # shows the operands of results

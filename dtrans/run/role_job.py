@@ -98,7 +98,7 @@ class _StepCall(NamedTuple):
       program: the trainer's program.
       batch: arguments of the program after its state.
       shared: the exact split of the batch over trainers, if the plan has one.
-      rows: number of rows of the global batch if trainers do not divide them, else 0.
+      rows: number of rows of the global batch; 0 if it is divisible by the number of trainers.
     """
 
     program: Program
@@ -205,11 +205,11 @@ class TrainerJob(RoleJob):
 
     @cached_property
     def _uneven_programs(self) -> dict[int, tuple[Program, ExactStep]]:
-        """The programs for batches that trainers do not divide, by the batch's rows."""
+        """The programs for unevenly split batches, by the number of rows of the batch."""
         return {}
 
     def _uneven_call(self, batch: Sequence[Any], rows: int) -> _StepCall:
-        """Return the program for a batch that trainers do not divide, and its padded arguments.
+        """Return the program for an unevenly split batch, and its padded arguments.
 
         Padding gives each trainer the same number of rows, and enters no result.
         """

@@ -67,7 +67,7 @@ Arrange = Callable[
 
 
 class HalfWriter(Protocol):
-    """Writer of the equations of a trainer half, if they are not copied unchanged."""
+    """Writer that changes the equations of a trainer half; the default copies them."""
 
     def emit(self, eqn: JaxprEqn) -> None:
         """Write the next equation."""

@@ -174,7 +174,7 @@ def name_result(out: Any, args: Sequence[Any], roots: Sequence[str]) -> tuple[Tr
             free.remove(match[0])
             places.append(key)
     ambiguous_outputs = ""
-    # in an unusual order, nothing else may look like the parameters
+    # if parts of the state are in an unusual order, nothing else may look like the parameters
     if places not in ([], [0], [0, 1]):
         of_state = [a for a in args[:2] if jax.tree.leaves(a)]
         like = []

@@ -109,7 +109,8 @@ class PendingEvictions:
         """Note an `evict` of trainer k, which has made `step` steps.
 
         Raises:
-          WireError: its last one was not answered. PeerError: another trainer evicts other rows.
+          WireError: its last `evict` was not answered.
+          PeerError: another trainer evicts different rows.
         """
         if k in self.asked:
             raise WireError("a second `evict`, and the first was not answered")
@@ -117,9 +118,9 @@ class PendingEvictions:
             if before != rows:
                 raise PeerError(
                     f"after step {step} trainer {k} gives up rows of {rows[0]} that were not used "
-                    f"for {rows[1]} steps, and trainer {other} those of {before[0]} for "
-                    f"{before[1]}: all trainers call job.tables.evict alike, between the same two "
-                    "steps"
+                    f"for {rows[1]} steps, and trainer {other} gives up rows of {before[0]} that "
+                    f"were not used for {before[1]} steps; all trainers must call "
+                    "job.tables.evict with the same arguments, between the same two steps"
                 )
         self.asked[k], self._requests[k] = rows, request
 

@@ -142,8 +142,8 @@ def reached_here(endpoint: str, endpoints: Sequence[str]) -> str:
         fault = f"whose name {host} resolves to {address} on this host"
     raise ConfigError(
         f"trainer {endpoints.index(endpoint)} is at {endpoint}, {fault}, and {elsewhere[0]} is on "
-        "another host, which cannot reach it; write an address of this host that the others reach "
-        "in DTRANS_TRAINER_ENDPOINTS, in all processes"
+        "another host, which cannot reach it; in DTRANS_TRAINER_ENDPOINTS, in all processes, give "
+        "an address of this host that other hosts can reach"
     )
 
 

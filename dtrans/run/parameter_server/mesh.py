@@ -61,10 +61,10 @@ class MeshJob(Job):
     """A job of parameter servers in this process.
 
     `init` and `step` are functions of a state; the job itself holds only compiled code. Results of
-    several trainers are merged. Where the batch is shared exactly, they are a single device's. With
-    batch="local" a result that grows with the batch is concatenated, and any other floating-point
-    result (the loss) is averaged. Any other result gets a leading axis, one row per trainer: it may
-    be a count or a flag, and only the caller knows how to merge these.
+    several trainers are merged. If the batch is split exactly, results equal those of a single
+    device. With batch="local" a result that grows with the batch is concatenated, and any other
+    floating-point result (the loss) is averaged. Any other result gets a leading axis, one row per
+    trainer: it may be a count or a flag, and only the caller knows how to merge these.
 
     Args:
       plan: a synchronous plan.

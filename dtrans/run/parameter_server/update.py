@@ -153,7 +153,7 @@ class ServerUpdate:
         """Return what the protocol needs of a block of a table."""
         t, gradients = self.types[name], table.gradients
         if not self.eqn.params["sync_mode"]:
-            # each trainer's gradient is an update, and all send it under one name
+            # each trainer's gradient is applied alone, and all trainers send it under one name
             gradients = dict.fromkeys(range(self.eqn.params["Fanin"]), *gradients.values())
         return TableSpec(
             table.rows,

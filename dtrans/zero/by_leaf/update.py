@@ -117,7 +117,10 @@ class OwnerWriter:
         return block.role != LR_SCHED and block.name in self.units
 
     def _output_name(self, name: str) -> str:
-        """Return the name of a block's output: blocks read the state from before the step."""
+        """Return the name of a block's output.
+
+        It is `new NAME` if NAME is also an input, because blocks read the value before the step.
+        """
         return f"new {name}" if name in self.analysis.inputs else name
 
     def _find_shared_work(self) -> None:
@@ -152,8 +155,11 @@ class OwnerWriter:
     # -- the program -----------------------------------------------------------------------------
 
     def half(self) -> OptimizeHalf:
-        """Write the update: bins of gradients (`grads/float32`), parameters and state to new
-        ones."""
+        """Write the update.
+
+        It maps binned gradients (`grads/float32`), binned state and whole parameters to new
+        parameters and new state.
+        """
         a, b = self.analysis, Builder(self.analysis.half.jaxpr)
         binned = {*self.rank_of, *map(Gradient, self.grads.places)}
         plain = {n: b.input(v.aval) for n, v in a.inputs.items() if n not in binned}
