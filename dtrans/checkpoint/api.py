@@ -491,7 +491,7 @@ def load(path: Folder, main: Program, startup: Program | None = None) -> tuple[A
 def latest(folder: Folder) -> Path | None:
     """Return the last complete checkpoint in a folder of checkpoints; None without one.
 
-    Incomplete and unreadable ones, and those with pieces of several runs or steps, are skipped with
+    Incomplete, unreadable and mixed ones (pieces of several runs or steps) are skipped with
     a `CheckpointWarning`.
 
     Args:

@@ -36,7 +36,7 @@ def slice_files(
 
     Args:
       files: the names of all files (or other things to read), the same on every worker.
-      worker: the number of the worker, from 0.
+      worker: the index of the worker, from 0.
       replicas: the number of replicas of each worker.
       unbalanced: deal the files of an incomplete round too; some workers then read more than their
         share.

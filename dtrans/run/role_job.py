@@ -47,7 +47,7 @@ from dtrans.step.batch_sharing import without_parts
 from dtrans.step_meter import metered
 
 
-RESULTS = -1  # the number of the round that merges results, before the rounds of the next step
+RESULTS = -1  # the index of the round that merges results, before the rounds of the next step
 ADD = ("all_reduce", "sum")
 
 
@@ -60,7 +60,7 @@ class RoleJob(Job):
       options: keyword arguments of `dtrans.Executor`.
 
     Raises:
-      ConfigError: the plan is for other trainers or servers than the environment names.
+      ConfigError: the environment names different trainers or servers than the plan.
     """
 
     def __init__(self, plan: PServerPlan, role: Role, options: dict[str, Any]) -> None:
@@ -170,7 +170,7 @@ class TrainerJob(RoleJob):
         The rows arrive while that step computes.
 
         Servers send rows again that an update changes meanwhile, so results are bitwise equal.
-        `dtrans.Rows(staleness=)` relaxes this. A step that looks up other rows requests them
+        `dtrans.Rows(staleness=)` relaxes this. A step that looks up different rows requests them
         itself.
 
         Args:

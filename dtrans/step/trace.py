@@ -43,7 +43,7 @@ def trace(fn: Callable[..., Any], *args: Any, name: str | None = None) -> Progra
     Args:
       fn: a pure function of pytrees of arrays. Leaves that are not arrays are static.
       *args: example arguments: arrays or `jax.ShapeDtypeStruct`; nothing is computed.
-      name: name of the program; that of the function by default.
+      name: name of the program; the name of the function by default.
 
     Raises:
       TraceError: the function returns a value that has neither arrays nor structure.
@@ -220,7 +220,7 @@ def _parts_of(out: Any, args: Sequence[Any]) -> list[Any]:
 
 
 def _with_arrays(out: Any, args: Sequence[Any]) -> Any:
-    """Replace numbers in a result by arrays, except static numbers of the state."""
+    """Replace Python numbers in a result by arrays, except static numbers of the state."""
     leaves: list[Any] = []
     for part in _parts_of(out, args):
         handed_on = any(_alike(part, a) for a in args[:2])

@@ -1,7 +1,7 @@
 """Requests about tables between two steps: reports, changed rows and evictions.
 
     tables          a report of each block
-    changed_since   row numbers that steps after one have changed, and those evicted since
+    changed_since   row ids that steps after one have changed, and those evicted since
     evict           evicts rows that none of the last steps has updated
 
 A synchronous server evicts rows when all trainers have asked for it between the same two steps, and
@@ -130,8 +130,8 @@ class PendingEvictions:
             other = min(self.asked)
             raise PeerError(
                 f"trainer {other} gives up rows of {self.asked[other][0]} after step {step}, and "
-                f"trainer {k} goes on without: all trainers call job.tables.evict, between the "
-                "same two steps"
+                f"trainer {k} goes on without: all trainers must call job.tables.evict, between "
+                "the same two steps"
             )
 
     def carry_out(self, stored: StoredTables | None) -> tuple[str, dict[int, dict[str, Any]]]:

@@ -41,7 +41,7 @@ class Address:
     def open_door(
         self, transport: ZmqTransport, users: Mapping[str, str], *, frame: int, messages: int
     ) -> ZmqDoor:
-        """Open a door at a free port. Others connect to its `endpoint`.
+        """Listen at a free port. Other processes connect to the `endpoint` of the result.
 
         Arguments are those of `dtrans.protocol.transport.Transport.bind`.
         """

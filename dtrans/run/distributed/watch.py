@@ -81,12 +81,12 @@ def is_by_peer(text: str) -> bool:
 
 
 class Watch:
-    """Connection of one trainer, or those of trainer 0.
+    """Connection of one trainer to trainer 0, or all connections in trainer 0.
 
     Args:
       cluster: the connected job.
       keys: of the job.
-      at: address of trainer 0: to bind for itself, to connect to for the others.
+      at: address of trainer 0, which binds it; the other trainers connect to it.
     """
 
     def __init__(self, cluster: Membership, keys: Keys, at: Address | str) -> None:

@@ -173,7 +173,7 @@ class ServerUpdate:
         return {} if tables is None else tables.blocks
 
     def sized(self, sizes: Mapping[str, int]) -> ServerUpdate:
-        """Return the update for other numbers of rows.
+        """Return the update for different numbers of rows.
 
         Args:
           sizes: the number of rows that it updates, by block of a table.

@@ -1,7 +1,7 @@
 """Optimize half for leaves with owners: one program for all ranks, whose branches differ by rank.
 
 Leaves are not cut. The equations differ between ranks, so they are the branches of a `switch` over
-the number of the rank. A rank's work is that of a parameter server with its leaves
+the index of the rank. A rank's work is that of a parameter server with its leaves
 (`dtrans.slicing.server_update`), level by level:
 
     level 0    switch        each rank: its parts of cross-server values; values for later levels
@@ -237,7 +237,7 @@ class OwnerWriter:
     # -- branches --------------------------------------------------------------------------------
 
     def _switch(self, level: int, names: Sequence[str]) -> Callable[..., Any]:
-        """Return the function of the rank's number and of values that all ranks run at a level."""
+        """Return the function of the rank's index and of values that all ranks run at a level."""
         branches = [partial(self._branch, level, k, names) for k in range(self.ranks)]
         return lambda index, *values: jax.lax.switch(index, branches, *values)
 

@@ -88,7 +88,7 @@ class TableMemory:
         """Store the rows of a checkpoint.
 
         Raises:
-          StateError: the init makes other rows than the init of the checkpoint's job.
+          StateError: the init makes different rows than the init of the checkpoint's job.
         """
         if self.maker is not None and isinstance(saved, SavedTable):
             ids, probe = saved.probe
