@@ -474,7 +474,7 @@ def _merges(
         if shared:
             raise ConfigError(
                 f"{n} is collected under {key}, which says how values of micro-batches are merged: "
-                "that is for batch='micro'. An exact result is that of the global batch; leave out "
+                "that is for batch='micro'. An exact result is for the global batch; leave out "
                 "the collection, or pass batch='micro'"
             )
         if n in o.batch.merge:

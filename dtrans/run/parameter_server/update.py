@@ -123,7 +123,7 @@ class ServerUpdate:
             if eqn.primitive is listen_and_serv_p:
                 return cls(eqn)
         raise ConfigError(
-            f"program {program.name} is not a pserver program (no listen_and_serv); take that of "
+            f"program {program.name} is not a pserver program (no listen_and_serv); take one from "
             "plan.servers"
         )
 
