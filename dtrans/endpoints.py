@@ -66,7 +66,7 @@ def parse_endpoints(endpoints: str | Sequence[str], role: str = "pserver") -> tu
 
 
 def parse_host_slots(text: str, where: str) -> list[tuple[str, int | None]]:
-    """Parse a list of hosts such as `gpu1:2,gpu2`: names with numbers of slots, None where omitted.
+    """Parse hosts such as `gpu1:2,gpu2`: names with slot counts, None where omitted.
 
     Args:
       text: the list.

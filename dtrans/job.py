@@ -93,7 +93,7 @@ class Job(abc.ABC):
         """Announce a later batch, so that a job can request its rows before the step.
 
         Trainers of synchronous parameter servers request rows of tables (docs/tables.md); other
-        jobs do nothing. It does not change the numbers of a step.
+        jobs do nothing. It does not change the results of a step.
 
         Args:
           batch: the arguments of `step` behind the state.
@@ -149,7 +149,7 @@ class Job(abc.ABC):
         """Return the job's state for single-device values, such as those of `checkpoint.load`.
 
         Raises:
-          TraceError: the structure differs from that of the step's arguments.
+          TraceError: the structure differs from the structure of the step's arguments.
           StateError: an array has another shape or dtype.
         """
 
@@ -163,7 +163,7 @@ class Job(abc.ABC):
         return self.meter.report(self.plan.costs())
 
     def trace(self, directory: str | os.PathLike[str]) -> AbstractContextManager[None]:
-        """Trace the steps of a `with` block with JAX's profiler, each with its number.
+        """Trace the steps of a `with` block with JAX's profiler, each with its index.
 
         Args:
           directory: output folder. `plugins/profile/<time>/` in it has `perfetto_trace.json.gz`,
@@ -204,7 +204,7 @@ class Job(abc.ABC):
         return {n: 0 for n in names if self.plan.main.inputs[n].ndim}
 
     def gather(self, state: Any) -> Any:
-        """Return the single-device state: (params, opt_state), or that of a step of one state.
+        """Return the single-device state: (params, opt_state), or the one state of the step.
 
         Example:
           >>> import jax, jax.numpy as jnp, dtrans
@@ -225,14 +225,14 @@ class Job(abc.ABC):
         """Return this job's state for the single-device state that `gather` returns.
 
         Raises:
-          TraceError: the structure differs from that of the step's arguments.
+          TraceError: the structure differs from the structure of the step's arguments.
           StateError: an array has another shape or dtype.
         """
         return self.state_of(*one_state.split_state(self.plan.main, state))
 
     @without_mesh
     def with_hyperparameters(self, state: Any, **values: float) -> Any:
-        """Return a state with other hyperparameters (`optax.inject_hyperparams`).
+        """Return a state with different hyperparameters (`optax.inject_hyperparams`).
 
         The state of this process must have them. The optimizer's state of parameter servers is in
         the servers' processes, and that of a pipeline's stage in the process of that stage. Such

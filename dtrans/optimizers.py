@@ -46,7 +46,7 @@ def rowwise_adagrad(
 ) -> optax.GradientTransformation:
     """Return Adagrad with one accumulator for each row.
 
-    The accumulator of a leaf of shape (rows, ...) has shape (rows,); that of a scalar is a scalar.
+    A leaf of shape (rows, ...) has an accumulator of shape (rows,), a scalar has a scalar.
 
     Args:
       learning_rate: a number or a schedule.

@@ -11,7 +11,7 @@ in one of these ways:
     "roles"      no job: a table of its processes
     "verify"     no job: the traced step, for `Plan.verify`
 
-`dtrans.job` has the interface of the jobs, and `dtrans.costs` that of their costs.
+`dtrans.job` has the interface of the jobs, and `dtrans.costs` the interface of their costs.
 
 `dtrans.run` is a layer above all plans, so no plan imports it. It registers its realisers here. The
 first plan that runs imports `dtrans.run`: the only import from a lower layer.
@@ -372,7 +372,7 @@ def realises(plan: type, way: str) -> Callable[[F], F]:
 
 
 def realiser(plan: Any, way: str) -> Callable[..., Any]:
-    """Return the realiser of a plan: that of its type, or of its nearest base class.
+    """Return the realiser that is registered for a plan's type, or for its nearest base class.
 
     Raises:
       ConfigError: no realiser runs such plans in this way.

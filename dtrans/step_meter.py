@@ -107,7 +107,7 @@ class StepMeter:
 
     @contextlib.contextmanager
     def trace(self, directory: str | os.PathLike[str]) -> Iterator[None]:
-        """Trace the steps of a `with` block with JAX's profiler, each with its number."""
+        """Trace the steps of a `with` block with JAX's profiler, each with its index."""
         with jax.profiler.trace(os.fspath(directory), create_perfetto_trace=True):
             self.is_traced = True
             try:

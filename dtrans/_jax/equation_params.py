@@ -60,7 +60,7 @@ def bodies(eqn: JaxprEqn) -> tuple[Any, ...]:
 
 
 def with_bodies(eqn: JaxprEqn, new: Iterable[Any]) -> dict[str, Any]:
-    """Return the parameters with other bodies."""
+    """Return the parameters with different bodies."""
     if eqn.primitive.name == COND:
         return {"branches": tuple(new)}
     return dict(zip(_BODIES[eqn.primitive.name], new, strict=True))
@@ -204,9 +204,9 @@ def rebuilt(
     outvars: Sequence[Var],
     first: Sequence[Atom] = (),
 ) -> JaxprEqn:
-    """Return a loop, a branch or a call with other bodies, operands and outputs.
+    """Return a loop, a branch or a call with different bodies, operands and outputs.
 
-    Carried operands and constants of a loop stay. A `scan` may have other stacks.
+    Carried operands and constants of a loop stay. A `scan` may have different stacks.
 
     Args:
       eqn: the equation.

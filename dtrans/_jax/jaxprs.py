@@ -95,7 +95,7 @@ def closed_with(
     outvars: Sequence[Atom] | None = None,
     eqns: Sequence[JaxprEqn] | None = None,
 ) -> ClosedJaxpr:
-    """Return a jaxpr, open or closed, as a closed one with other inputs, outputs or equations."""
+    """Return a closed jaxpr with different inputs, outputs or equations than a jaxpr."""
     inner = opened(jaxpr)
     ins, outs = (
         inner.invars if invars is None else invars,
@@ -107,7 +107,7 @@ def closed_with(
 
 
 def with_equations(jaxpr: Any, eqns: Sequence[JaxprEqn]) -> Any:
-    """Return a jaxpr, open or closed as before, with other equations that have the same effects."""
+    """Return a jaxpr, open or closed as before, with new equations of the same effects."""
     old: Any = jaxpr
     inner: Any = opened(old).replace(eqns=list(eqns))
     return inner if not isinstance(jaxpr, ClosedJaxpr) or ONE_CLASS else old.replace(jaxpr=inner)

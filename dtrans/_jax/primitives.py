@@ -375,7 +375,7 @@ def mixed_axes(eqn: JaxprEqn) -> tuple[int, ...] | None:
         return tuple(range(max(0, ndim - last), ndim))
     if not facts.axes:
         return None
-    axes = eqn.params.get(facts.axes, -1)  # `top_k` of older JAX has no parameter: the last axis
+    axes = eqn.params.get(facts.axes, -1)  # `top_k` of older JAX has no axis: it takes the last
     return tuple(int(d) % ndim for d in (axes if isinstance(axes, (tuple, list)) else (axes,)))
 
 

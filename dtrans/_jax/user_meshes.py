@@ -30,7 +30,7 @@ from dtrans.errors import TraceError
 
 # these return their operand with another placement
 _MOVES = frozenset({"sharding_constraint", "reshard", "mesh_cast"})
-_SAYS_WHERE = ("sharding", "out_sharding")  # placement parameters of other equations
+_SAYS_WHERE = ("sharding", "out_sharding")  # placement parameters of different equations
 
 P = ParamSpec("P")
 R = TypeVar("R")

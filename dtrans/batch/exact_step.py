@@ -216,7 +216,7 @@ def batch_axes(step: Cut, batch: Batch) -> dict[str, int]:
     """Return the sharded dimension of each sharded batch array.
 
     Raises:
-      ConfigError: an array lacks the dimension, or the number of axes is not that of the step's
+      ConfigError: an array lacks the dimension, or the number of axes differs from the step's
         batch arguments.
     """
     specs = step.program.args[2:]

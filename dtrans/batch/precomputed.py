@@ -73,8 +73,8 @@ class Precomputed:
         step = FlatStep(program)
         if step.primitives != self.equations:
             raise BatchError(
-                f"{program.name} has other equations for a batch of these shapes than for the one "
-                "it was planned for; make a plan for this batch"
+                f"{program.name} has different equations for a batch of these shapes than for the "
+                "batch that it was planned for; make a plan for this batch"
             )
         return step
 
@@ -82,7 +82,7 @@ class Precomputed:
         """Return a step with these values as its last arguments.
 
         Raises:
-          BatchError: the step has other equations than the one in which the values were found.
+          BatchError: the step has different equations than when the values were found.
         """
         step = self._flat(program)
         arguments = {s: Var(step.value(s).aval) for s in self.spots}

@@ -105,7 +105,7 @@ class WrittenParts:
         if not adds_up(found) or found.takes_index > self.numbered:
             raise BatchError(
                 f"{full_step.name} needs an exchange across a batch of these shapes, but none for "
-                "the one that it was planned for; make a plan for this batch"
+                "the batch that it was planned for; make a plan for this batch"
             )
         part = found.program
         b = Builder(part.jaxpr)
@@ -330,7 +330,7 @@ def _free(flat: FlatStep, fixed: Collection[str]) -> list[Spot]:
 
 
 def _moves_rows(eqn: JaxprEqn) -> bool:
-    """Return True for a transpose with other rows on dimension 0: parts transpose their rows."""
+    """Return True for a transpose that replaces dimension 0: parts transpose their rows."""
     return eqn.primitive.name == "transpose" and eqn.params["permutation"][0] != 0
 
 

@@ -109,8 +109,8 @@ class Checkpoint:
             if not _are_one_save([*abouts.values()][:count]):
                 raise StateError(
                     f"the checkpoint at {path} has pieces of several jobs, runs or steps: {name} "
-                    f"({_origin(first)}) and {other} ({_origin(about)}); restore another one, such "
-                    "as dtrans.checkpoint.latest finds"
+                    f"({_origin(first)}) and {other} ({_origin(about)}); restore another "
+                    "checkpoint, such as dtrans.checkpoint.latest finds"
                 )
         missing = [
             f"{piece} of {who}" for who, piece in first["pieces"].items() if piece not in abouts
@@ -211,8 +211,8 @@ class Checkpoint:
         wanted = [init.inputs[n] for n in init.in_names]
         if len(args) != len(wanted):
             raise StateError(
-                f"the init of this plan takes {len(wanted)} arrays, and that of the job that saved "
-                f"{self.path} took {len(args)}; plan with the init of that job"
+                f"the init of this plan takes {len(wanted)} arrays, and the init of the job that "
+                f"saved {self.path} took {len(args)}; plan with the init of that job"
             )
         return [as_jax(x, t.dtype) for x, t in zip(args, wanted, strict=True)]
 
@@ -470,19 +470,23 @@ def _write_errors(who: str, place: Path) -> Iterator[None]:
 
 
 def check_first(name: str, old: np.ndarray, new: np.ndarray) -> None:
-    """Raise StateError if an init generates other rows than in the job that saved."""
+    """Raise StateError if an init generates different rows than the init of the job that saved."""
     if not same_values(old, new):
         raise StateError(
-            f"the init of this plan generates other rows of {name} than that of the job that "
-            "saved, and the checkpoint lacks rows that no step has looked up; plan with the init "
-            "of that job"
+            f"the init of this plan generates different rows of {name} than the init of the job "
+            "that saved, and the checkpoint lacks rows that no step has looked up; plan with the "
+            "init of that job"
         )
 
 
 def _locate_rows(
     target: VarDistributed, row: VarDistributed, ids: np.ndarray
 ) -> tuple[slice | np.ndarray, np.ndarray]:
-    """Return the positions of ids of `row` that are in `target`, and their numbers in `target`."""
+    """Return the positions in `ids` of rows that `target` also has, and their indices there.
+
+    Args:
+      ids: indices of rows in `row`.
+    """
     in_leaf = row.rows.in_leaf(ids)
     at = target.rows.among(in_leaf)
     return at, target.rows.local(in_leaf[at])
@@ -495,7 +499,7 @@ def _shared_rows(target: VarDistributed, row: VarDistributed) -> int:
 
 
 def _select_rows(target: VarDistributed, row: VarDistributed, segment: RowSegment) -> RowSegment:
-    """Return the rows of a segment that are in a slice, with their numbers there."""
+    """Return the rows of a segment that are in a slice, with their indices there."""
     at, local = _locate_rows(target, row, segment.ids)
     # `rows` has existing rows only, `ids` and `changed` evicted ones too
     positions = np.cumsum(segment.changed > 0) - 1

@@ -149,7 +149,7 @@ def step_rows(main: Program, who: str = "") -> list[VarDistributed]:
 
 
 def trainer_rows(plan: PServerPlan) -> list[VarDistributed]:
-    """Return the leaves that trainer 0 has and no server, as rows of an overview."""
+    """Return the leaves that trainer 0 stores and no server does, as rows of an overview."""
     return [full_slice(n, plan.main.inputs[n], TRAINER) for n in plan.frozen]
 
 

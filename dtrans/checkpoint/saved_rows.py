@@ -53,7 +53,7 @@ class RowSegment:
     """Rows of a block.
 
     Attributes:
-      ids: row numbers in the block, increasing.
+      ids: row ids in the block, increasing.
       changed: n + 1 for a row that step n changed last (n is 0 if none did). -(n + 1) for a row
         that was evicted before step n and does not exist.
       rows: the existing rows of the block, and of each array of its state.

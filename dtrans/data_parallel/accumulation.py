@@ -4,7 +4,7 @@
     local steps   scan: forward, backward, optimize       --> parameters, optimizer state, results
 
 The scan carries parameters that trainers update locally (batch statistics), and in local steps all
-state. A random key is folded with the number of the micro-step.
+state. A random key is folded with the index of the micro-step.
 
 Source of local steps: Stich, Local SGD Converges Fast and Communicates Little (arXiv 1805.09767).
 Source of averaging the optimizer's state too: Yu, Jin, Yang (arXiv 1905.03817). Paddle's `LocalSGD`
@@ -47,7 +47,7 @@ class MicroSteps:
       ways: the merge of each result: "mean", "sum", "max", "concat", or "same" (the last one).
       example_count: the result that weights means over micro-steps; it is summed.
       axes: the dimension along which each array of the batch is cut. Other arrays are not cut.
-      keys: random keys of the batch, which are folded with the number of the micro-step.
+      keys: random keys of the batch, which are folded with the index of the micro-step.
       joined: the dimension along which "concat" concatenates a result, if not the first.
       carried: parameters that trainers update locally and that the scan carries, such as batch
         statistics. Others start from the state before the step, and are merged as results are.

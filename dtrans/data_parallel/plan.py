@@ -63,7 +63,7 @@ class CollectivePlan(Plan):
       buckets: the gradients that are reduced together, in order; the state, after local steps.
       merges: the merge rule of each result, and of each parameter that trainers update locally.
       callers: sentences that name the callers of each host callback of the step.
-      replan: plans the same step with other options.
+      replan: plans the same step with different options.
       shared: the split of an exact batch; None if each trainer takes the step on its part alone.
       for_uneven_batch: returns the program for a batch that trainers do not divide evenly, from the
         types of the step's inputs; None if they must.

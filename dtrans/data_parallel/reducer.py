@@ -37,7 +37,7 @@ class ReduceSpec:
     Attributes:
       compress: the type of the reduction, if it differs from the gradient's and from
         `Reduce.compress`.
-      group: the number of the place that computes the gradient, if there are several.
+      group: the index of the place that computes the gradient, if there are several.
       is_replicated: True if all trainers compute the same gradient, which needs no reduction.
     """
 

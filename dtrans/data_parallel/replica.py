@@ -1,6 +1,6 @@
 """Inputs of each trainer on an axis, and results computed from reduced gradients.
 
-A PRNG key of the batch is folded with the number of the trainer. Results of gradients (their norm)
+A PRNG key of the batch is folded with the id of the trainer. Results of gradients (their norm)
 are computed from the reduced gradients.
 """
 
@@ -51,7 +51,7 @@ def take_inputs(
 
 
 def fold_keys(b: Builder, keys: Mapping[Var, Var], o: Options) -> None:
-    """Fold random keys with the number of the trainer."""
+    """Fold random keys with the id of the trainer."""
     if not keys:
         return
     (index,) = b.bind(trainer_index_p, over=o.over)

@@ -48,7 +48,7 @@ class WrittenBody:
       outs: layouts of its outputs.
       gathers: values that it gathers.
       sliced: by position, the replicated inputs that it reads in one sharded layout only.
-      scaled: values that stand for others (`dtrans.engine.values`).
+      scaled: scaled values that stand for other values (`dtrans.engine.values`).
       takes_index: True if its first operand is the shard's index.
     """
 

@@ -57,7 +57,7 @@ class Pieces:
 
     @property
     def reads_index(self) -> bool:
-        """Return True if something needs the number of the shard."""
+        """Return True if something needs the index of the shard."""
         return self._index is not None
 
     @contextlib.contextmanager

@@ -61,8 +61,9 @@ class ShardValues(abc.ABC):
       built_as_rows: values that are computed in full, but read sharded.
       sliced: for each replicated input, the only layout in which it is read; `SHARED` before the
         first read, None after reads in several layouts.
-      scaled: values that stand for others: that value, and the power of the number of shards by
-        which it is smaller. A replicated value as a partial sum has 1, a local sum has -1.
+      scaled: `scaled[v] = (w, k)` if v stands for w, and equals w / shards**k. k is 1 for a
+        replicated w as a partial sum, and -1 for a local sum. (An integer w is not divided: the
+        first shard has it.)
       local_values: values that are computed in full, but differ between shards.
     """
 

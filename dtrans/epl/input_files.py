@@ -36,7 +36,7 @@ def slice_files(
 
     Args:
       files: the names of all files (or other things to read), the same on every worker.
-      worker: the number of the worker, from 0.
+      worker: the index of the worker, from 0.
       replicas: the number of replicas of each worker.
       unbalanced: deal the files of an incomplete round too; some workers then read more than their
         share.
@@ -76,7 +76,8 @@ def slice_files(
         )
     if unbalanced and drop_last:
         raise ConfigError(
-            "unbalanced deals the files of an incomplete round and drop_last drops them; choose one"
+            "unbalanced=True deals out the files of an incomplete round, and drop_last=True drops "
+            "them; choose one"
         )
     divisor = math.gcd(*replicas)
     shares = [count // divisor for count in replicas]

@@ -61,7 +61,7 @@ def launch_on_hosts(
       rsh: the command that reaches a host: `ssh`, or another that takes a host and a command.
       python: the interpreter of hosts that name none.
       carried: names of variables of this process's environment that roles get too.
-      **options: those of `dtrans.run.distributed.launcher.launch`.
+      **options: options of `dtrans.run.distributed.launcher.launch`.
 
     Raises:
       LaunchError: hosts cannot take part, or a role failed.

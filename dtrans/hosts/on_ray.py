@@ -205,7 +205,7 @@ class RayJob(Job):
         Raises:
           BatchError: a batch is passed with `batches`, or none without, or its rows cannot be
             divided among trainers.
-          StateError: the state is not that of the last step.
+          StateError: the state is not the result of the last step.
         """
         self.check(state)
         arrays = self._put(batch)

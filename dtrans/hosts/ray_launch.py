@@ -53,7 +53,7 @@ def launch_on_ray(
       command: program and arguments. This process's Python stands for that of each node, and the
         working directory for the one of the same path there.
       address, trainers_on, trainer_resources, server_resources: as in `plan.on_ray`.
-      **options: those of `dtrans.run.distributed.launcher.launch`.
+      **options: options of `dtrans.run.distributed.launcher.launch`.
 
     Raises:
       LaunchError: a role failed, or its node has gone. DeadlineError: the cluster has no room.

@@ -90,7 +90,7 @@ class RoleEntry:
 
     @property
     def index(self) -> int:
-        """Its number among those of its kind."""
+        """Its index among the roles of its kind."""
         return int(self.name.rpartition(" ")[2])
 
     @property
@@ -105,7 +105,7 @@ class RoleEntry:
 
     @property
     def user_environment(self) -> dict[str, str]:
-        """The variables that the user asked for: those that do not follow from its role."""
+        """The variables that the user asked for, without variables that follow from the role."""
         derived = _environment(self.role, None)
         names = (*VARIABLES, ALLOW_REMOTE)
         return {k: v for k, v in self.environment.items() if k not in names and derived.get(k) != v}
@@ -195,7 +195,7 @@ class RoleTable:
         return self.with_endpoints(endpoints)
 
     def with_endpoints(self, endpoints: Sequence[str]) -> RoleTable:
-        """Return the table with other endpoints.
+        """Return the table with different endpoints.
 
         Args:
           endpoints: one for each server; one for each trainer if there are no servers.
@@ -631,8 +631,7 @@ class _Links:
         """Place all servers, the largest first, each where its link is the least busy."""
         for j in sorted(range(len(self.servers)), key=lambda j: -max(self.servers[j])):
             now, then = np.maximum(self.out, self.into), np.maximum(*self.with_server(j))
-            # the busiest link with the server behind each host: its own, or the busiest of the
-            # others
+            # the busiest link if a host took the server: the host's link, or the busiest other
             *_, second, first = np.sort(np.r_[0.0, now])
             busiest = np.maximum(then, np.where(now == first, second, first))
             unit = max(busiest.max(), 1e-30)  # equals are equal, whatever rounding says

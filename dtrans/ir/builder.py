@@ -201,7 +201,7 @@ class Builder:
         first: Sequence[Atom] = (),
         **params: Any,
     ) -> list[Var]:
-        """Write a loop, a branch or a call of the old jaxpr with other bodies; return its outputs.
+        """Write a loop, a branch or a call of the old jaxpr with new bodies; return its outputs.
 
         Args:
           eqn: the equation.
@@ -222,7 +222,7 @@ class Builder:
         outvars: Sequence[Var],
         first: Sequence[Atom] = (),
     ) -> JaxprEqn:
-        """Return a loop, a branch or a call with other bodies; arguments as in
+        """Return a loop, a branch or a call with different bodies; arguments as in
         `copy_with_bodies`."""
         if eqn.primitive.name in REMAT:  # the body of remat cannot have constants
             (body,) = new

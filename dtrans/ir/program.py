@@ -79,7 +79,7 @@ class Program(NamedJaxpr):
         number: the step returns them (`dtrans.step.frozen`), and takes no other values.
       takes_one_state: True if its first two arguments are parts of one state
         (`dtrans.step.one_state`).
-      specializer: returns the same program for other input types (one `ShapeDtypeStruct` per
+      specializer: returns the same program for different input types (one `ShapeDtypeStruct` per
         input): the traced function, or a `Rewrite`; None for a program of fixed shapes.
       plan: the plan that has it as the program of a role. Roles compare the plan's fingerprint,
         `plan.identity`, when they connect.
@@ -278,7 +278,7 @@ class Program(NamedJaxpr):
     def with_jaxpr(self, jaxpr: ClosedJaxpr, **changed: Any) -> Program:
         """Return this program with another jaxpr, for its own shapes.
 
-        A jaxpr without the function that it was traced from cannot be retraced for other shapes.
+        A jaxpr without the function that it was traced from cannot be retraced for new shapes.
 
         Args:
           jaxpr: the jaxpr; by default each of its equations has the role "forward".
@@ -377,7 +377,7 @@ def signature(arrays: Sequence[Any]) -> Signature:
 
 
 def _retrace(program: Program, wanted: Signature) -> Program:
-    """Return a program for other shapes: its specializer traces it again.
+    """Return a program for different shapes: its specializer traces it again.
 
     Raises:
       TraceError: state has another shape, the shapes are fixed, or the function fails for them.
@@ -406,8 +406,8 @@ def _retrace(program: Program, wanted: Signature) -> Program:
             inputs = zip(program.in_names, wanted, traced, strict=True)
             name, (shape, _), (old_shape, _) = next(x for x in inputs if x[1] != x[2])
             raise TraceError(
-                f"{program.name} was traced with {name} of shape {tuple(old_shape)}, and cannot be "
-                f"with {tuple(shape)}: {e}\n"
+                f"{program.name} was traced with {name} of shape {tuple(old_shape)}, and retracing "
+                f"it with {tuple(shape)} failed: {e}\n"
                 "A plan traces the step for the whole batch and for a part of it. A constant "
                 "may have the size of the first batch: make it from the shape of an argument, "
                 "or pass it as an argument"

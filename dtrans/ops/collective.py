@@ -30,12 +30,12 @@ class Collective:
         `params`.
       fits: returns True if the values of `params`, from a message, suit a shape and a number of
         trainers.
-      result: result of one trainer, from the parts of all in their order. It also takes a function
-        that returns this trainer's piece of an array along a dimension, `jnp` or `np`, and the
-        values of `params`.
+      result: result of one trainer, called as `result(parts, mine, xp, *params)`. `parts` are the
+        operands of all trainers in order, `mine(x, axis)` returns this trainer's piece of an
+        array, `xp` is `jnp` or `np`.
       same_for_all: True if all trainers get the same result.
-      reduces: True if a result combines the parts of all entry by entry.
-      counts_results: True if bytes are those of results, as in a gather; else those of operands.
+      reduces: True if a result combines the parts of all trainers entry by entry.
+      counts_results: True if bytes of results are counted, as for a gather; else bytes of operands.
     """
 
     primitive: Primitive

@@ -86,7 +86,7 @@ class DistributeTranspiler:
         """Plan the job; change none of the arguments.
 
         Args:
-          trainer_id: the number of this trainer; any number in a pserver process.
+          trainer_id: the id of this trainer; any number in a pserver process.
           program: the traced step.
           pservers: the servers' endpoints, separated by commas; unused in nccl2 mode.
           trainers: the number of trainers; in nccl2 mode their endpoints, a sequence or separated

@@ -7,7 +7,7 @@ plan_notes         remarks of a printed plan
 dispatch           Paddle's slice rule and dispatchers
 placement          the server of each block
 overview           the arrays on servers, with their rows of the step's arrays
-server_balance     bytes of servers, also with other dispatchers
+server_balance     bytes of servers, also with different dispatchers
 step_traffic       the values that roles send in a step, and their costs
 trainer_program    the programs of trainers
 server_program     the programs of servers

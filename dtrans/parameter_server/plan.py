@@ -279,7 +279,7 @@ class PServerPlan(Plan):
         return imbalance([sum(sizes.values()) for sizes in self.server_bytes.values()])
 
     def compare(self, *split_methods: type[PSDispatcher]) -> dict[str, float]:
-        """Return the `balance` of this plan's blocks with other dispatchers, by their names.
+        """Return the `balance` of this plan's blocks with different dispatchers, by their names.
 
         The optimizer state of a block moves with it. State that belongs to no parameter, such as
         step counts, counts on every server with a block. A plan with that dispatcher may have it on
@@ -394,5 +394,5 @@ def check_trainer_endpoint(
         other = list(endpoints).index(current_endpoint)
         raise ConfigError(
             f"trainer {trainer_id} is at {endpoints[trainer_id]}; the current endpoint "
-            f"{current_endpoint} is that of trainer {other}"
+            f"{current_endpoint} belongs to trainer {other}"
         )

@@ -1,4 +1,4 @@
-"""Bytes of servers: the balance of a placement, and of other dispatchers' placements."""
+"""Bytes of servers: the balance of a placement, and of different dispatchers' placements."""
 
 from __future__ import annotations
 

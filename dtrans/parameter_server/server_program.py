@@ -39,7 +39,7 @@ class ServerProgramWriter:
       trainers, sync_mode, on_trainer_exit: as in the plan.
       adapt: a change of a server's work, such as delay compensation; None for none.
       tables: leaves whose rows trainers look up.
-      sized: returns the same analysis for other numbers of rows in blocks of tables.
+      sized: returns the same analysis for different numbers of rows in blocks of tables.
     """
 
     def __init__(

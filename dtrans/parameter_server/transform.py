@@ -114,7 +114,7 @@ def pserver(
         "drop": each later update averages the gradients of the remaining trainers, as on one device
         that sees only their rows. "paddle": as Paddle 1.8 mostly does: the last gradient of the
         closed trainer counts once more, then as zero, and the sum is still divided by `trainers`.
-        (It is one outcome of a race: in the other that gradient counts forever; see
+        (It is one outcome of a race: in the other outcome that gradient counts forever; see
         `dtrans.ops.listen_and_serv`.) "error": the job ends with a `PeerError` that names the
         trainer. A trainer that fails, or closes in the middle of a step, always ends a synchronous
         job. So does a trainer that closes early if the parts of the step do not add up.
@@ -362,7 +362,8 @@ def refuse_paddle_exit(on_trainer_exit: str, shared: ExactStep) -> Literal["erro
     if on_trainer_exit == "paddle":
         raise ConfigError(
             f"on_trainer_exit='paddle': the step has values of the whole batch ({shared.reason}), "
-            "which need the trainer that left; leave it out, or say batch='local'"
+            "which cannot be computed without the trainer that left; omit on_trainer_exit, or pass "
+            "batch='local'"
         )
     return "error"
 

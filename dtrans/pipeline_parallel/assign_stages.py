@@ -272,8 +272,8 @@ class _Row:
         paid = [k for k, cost in enumerate(costs) if cost > 0]
         if len(paid) < parts:
             return tuple(places[k] for k in rule(costs, self._crossing_at(places), parts))
-        # Between two units with a cost one cut is enough: where the least crosses, the earliest of
-        # these. That shortens the row, on whose square the rules' time depends.
+        # Only the cheapest cut between two consecutive units with a cost is a candidate, the
+        # earliest on ties: the rules take time quadratic in the number of candidates.
         best = [0]
         for a, b in itertools.pairwise(paid):
             best.append(min(places[a + 1 : b + 1], key=lambda i: (self.crossing[i], i)))

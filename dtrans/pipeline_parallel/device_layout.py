@@ -135,7 +135,7 @@ class Cluster:
 
         Raises:
           ConfigError: too few devices, idle devices with `use_all`, devices that do not divide into
-            replicas, or `slices` of other sizes.
+            replicas, or `slices` of different sizes.
         """
         counts = list(device_counts)
         if not counts or min(counts) < 1:

@@ -122,7 +122,7 @@ class StageMemory:
             )
         if not isinstance(names, str):
             object.__setattr__(self, "gradient_checkpoint", tuple(names))
-        end, what = self.last_checkpointed_stage, "the number of a stage, or -1 for all"
+        end, what = self.last_checkpointed_stage, "the index of a stage, or -1 for all"
         check_int("last_checkpointed_stage", end, what, least=-1)
         check_int("update_groups", self.update_groups)
         check_flag("offload", self.offload)
@@ -171,8 +171,8 @@ class PipelineOptions:
             self.batch.check_axes()
         if self.over_parts.batch.example_count is not None:
             raise ConfigError(
-                f"example_count={self.batch.example_count!r}: micro-batches of a pipeline count "
-                "the same; leave it out"
+                f"example_count={self.batch.example_count!r}: micro-batches of a pipeline have "
+                "equal weights; omit example_count"
             )
 
     @property

@@ -38,7 +38,7 @@ class Stage:
     """Summary of a stage.
 
     Attributes:
-      index: the number of the stage, from 0.
+      index: the index of the stage, from 0.
       ops: the number of its equations of the loss function.
       params: the parameters that it stores.
       flops: floating-point operations of its forward pass, for a micro-batch.
@@ -162,7 +162,7 @@ class PipelinePlan(Plan):
         return stage % self.options.num_stages
 
     def specialize(self, types: Sequence[jax.ShapeDtypeStruct]) -> StepPrograms:
-        """Return the programs of stages for a batch of other shapes.
+        """Return the programs of stages for a batch of different shapes.
 
         Args:
           types: the type of each input of the step, with the global batch.
@@ -192,14 +192,15 @@ class PipelinePlan(Plan):
         """Return a plan that runs the same programs in the order of another schedule.
 
         Raises:
-          ConfigError: the schedule is unknown, or needs other programs: interleaved stages, a
+          ConfigError: the schedule is unknown, or needs different programs: interleaved stages, a
             backward in two parts.
         """
         o, planned = self.options, self.schedule
         other = schedule(name, o.num_stages, o.num_micro_batch, o.chunks if o.chunks > 1 else None)
         if (other.chunks, other.splits_backward) != (planned.chunks, planned.splits_backward):
             raise ConfigError(
-                f"{name} needs other programs than {planned.name}: plan it with schedule={name!r}"
+                f"{name} needs different programs than {planned.name}: plan it with "
+                f"schedule={name!r}"
             )
         options = dataclasses.replace(o, schedule=other.name)
         return dataclasses.replace(self, options=options, schedule=other)

@@ -41,7 +41,7 @@ class StagePrograms:
     """Programs of a stage for one micro-batch.
 
     Attributes:
-      index: the number of the stage.
+      index: the index of the stage.
       forward, backward: its programs.
       weights: the program of the gradients of weights, if the backward program leaves them out.
       params: the leaves of the step that it reads.

@@ -1,8 +1,8 @@
 """Derivative of a stage: the residuals that its forward pass saves, and its backward pass.
 
 `jax.vjp` differentiates the stage by itself. The *residuals* are the values of the forward pass
-that the derivative reads. Three kinds are not saved. Inputs of the stage are read again. Numbers
-are constants of the program. Values that depend on state alone (a weight in another type) are
+that the derivative reads. Three kinds are not saved. Inputs of the stage are read again. Literals
+are part of the program. Values that depend on state alone (a weight in another type) are
 recomputed.
 
 With checkpoints, a stage saves four kinds of values and recomputes all others. It saves values with

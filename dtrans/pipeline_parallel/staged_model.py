@@ -70,7 +70,7 @@ class StagedModel:
     def specialize(
         self, types: Sequence[jax.ShapeDtypeStruct], planned: Mapping[str, Any]
     ) -> StepPrograms:
-        """Return the programs of the same stages for a batch of other types.
+        """Return the programs of the same stages for a batch of different types.
 
         Args:
           types: the types of the inputs of the step, with the global batch.
@@ -102,8 +102,8 @@ class StagedModel:
         if len(forward.eqns) != len(self.stage_of):
             raise BatchError(
                 f"{self.captured.name} has {len(forward.eqns)} equations for a batch of these "
-                f"shapes, and {len(self.stage_of)} for the one that it was planned for: plan it "
-                "for this batch"
+                f"shapes, and {len(self.stage_of)} for the batch that it was planned for; make a "
+                "plan for this batch"
             )
         stages = write_stages(forward, self.stage_of, self.options)
         return step_programs(forward, stages, self.merges, self.cuts, self.options)

@@ -128,9 +128,9 @@ def pipeline(
         computed from the whole batch, before the micro-batches (`dtrans.batch.precomputed`). If
         micro-batches still do not add up, the step is refused, by its line. "micro": each
         micro-batch takes the step alone, with its own batch statistics; each computes the
-        statistics that the model stores from those before the step. ("local" is another name of
-        it.) Or a `dtrans.Batch`, without `example_count`; with "micro" its `merge` says how results
-        are merged.
+        stored statistics from the values before the step. ("local" is another name of it.) Or a
+        `dtrans.Batch`, without `example_count`; with "micro" its `merge` says how results are
+        merged.
 
     Raises:
       ConfigError: an option that is out of range, more stages than equations, scopes that
@@ -250,7 +250,7 @@ def plan_pipeline(
         traced = micro_batch_of(main, o, _types(main))
     except DtransError:
         # a user's loop over micro-batches cannot be traced for fewer rows: `captured` refuses it
-        # as a loop, which is the better message
+        # as a loop, which is the clearer error
         captured(main)
         raise
     plain = cut(traced).with_reported()  # shows the operands of results
@@ -334,9 +334,9 @@ def _check_reads(step: Cut, o: PipelineOptions) -> None:
     for n in arguments_of(step) if o.parts > 1 else ():
         if step.program.inputs[n].ndim and not is_under(n, o.batch.unsplit_inputs):
             raise GradientError(
-                f"the update of {step.program.name} reads {n}, and each micro-batch has other rows "
-                "of it; compute values from rows in the loss function, or, if all micro-batches "
-                f"share {n}, pass dtrans.Batch(unsplit_inputs=({n!r},))"
+                f"the update of {step.program.name} reads {n}, and each micro-batch has different "
+                "rows of it; compute values from rows in the loss function, or, if all "
+                f"micro-batches share {n}, pass dtrans.Batch(unsplit_inputs=({n!r},))"
             )
     leaves = leaves_of_state(step.optimize, step.params) if step.state_read else {}
     for n, output in step.state_read.items():
@@ -474,7 +474,7 @@ def _merges(
         if shared:
             raise ConfigError(
                 f"{n} is collected under {key}, which says how values of micro-batches are merged: "
-                "that is for batch='micro'. An exact result is that of the global batch; leave out "
+                "that is for batch='micro'. An exact result is for the global batch; leave out "
                 "the collection, or pass batch='micro'"
             )
         if n in o.batch.merge:

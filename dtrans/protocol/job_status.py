@@ -50,7 +50,7 @@ class TrainerStatus:
     """One trainer, as the process that answers sees it.
 
     Attributes:
-      trainer: number of the trainer.
+      trainer: id of the trainer.
       state: one of `STATES`.
       doing: progress in its step; empty if it is not present.
       step: number of steps that it has made; None if the server counts none.

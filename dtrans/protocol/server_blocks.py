@@ -46,7 +46,7 @@ class RowGradient:
     """Rows of a block of a table that a trainer sends or receives.
 
     Attributes:
-      ids: increasing row numbers in the block.
+      ids: increasing row ids in the block.
       rows: the gradient of each row; or each row as it was received.
     """
 

@@ -16,8 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 
-SERVER = "server"  # the role of servers; every door has it
-DOOR = "a role of parameter servers"  # the user name of all roles at a server's door
+SERVER = "server"  # role name of servers, which every listening socket has
+DOOR = "a role of parameter servers"  # user name of all roles at a server
 LINGER = 5.0  # seconds that the last messages may take to leave
 # seconds in which a connection that a network has broken may be made again, with nothing lost
 RETRY = 5.0

@@ -68,9 +68,9 @@ one.
 `values` has [dtype, shape, way] for each value of a round. The names of their bytes are "0", "1"
 and so on. The answer has [dtype, shape] (`dtrans.protocol.server.trainer_rounds`).
 
-`prefetch` asks for rows of a block of a table: `count` increasing row numbers, as 32-bit integers
+`prefetch` asks for rows of a block of a table: `count` increasing row ids, as 32-bit integers
 under the name "ids". With `train` the gradient that follows in this step has the same rows, and no
-row numbers. An asynchronous trainer with a communicator merges gradients, whose rows differ:
+row ids. An asynchronous trainer with a communicator merges gradients, whose rows differ:
 `row_ids` sends their numbers first.
 
 With `ahead` the rows are for a later step, that many steps from now, and so is the gradient. The

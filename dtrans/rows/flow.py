@@ -192,7 +192,10 @@ class FlowPass:
     def _note_branches(
         self, flow: Flow, which: Layout, outs: Sequence[Layout], branches: Sequence[Flow]
     ) -> None:
-        """Record what branches bind and cross. A branch that reads several homes is split later."""
+        """Record the leaves that branches bind, and whether they send values between servers.
+
+        A branch that reads several homes is split later.
+        """
         for inside in branches:
             flow.bound += inside.bound
             flow.crosses |= inside.crosses

@@ -239,7 +239,7 @@ class Executor:
 
         Args:
           endpoint: the server that merges the values.
-          number: the number of the round in the step.
+          number: the index of the round in the step.
           ways: for each value, how it is merged; see `dtrans.ops.rpc`.
           values: this trainer's values.
 
@@ -310,7 +310,7 @@ def _computed(program: Program) -> Rules:
 
 
 def _trainer_index(program: Program, *, over: Any) -> list[Any]:
-    """Return the number of the trainer whose program this is."""
+    """Return the id of the trainer whose program this is."""
     index = next(e.params["trainer_id"] for e in program.eqns if "trainer_id" in e.params)
     return [jnp.int32(index)]
 

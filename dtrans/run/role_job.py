@@ -47,7 +47,7 @@ from dtrans.step.batch_sharing import without_parts
 from dtrans.step_meter import metered
 
 
-RESULTS = -1  # the number of the round that merges results, before the rounds of the next step
+RESULTS = -1  # the index of the round that merges results, before the rounds of the next step
 ADD = ("all_reduce", "sum")
 
 
@@ -60,7 +60,7 @@ class RoleJob(Job):
       options: keyword arguments of `dtrans.Executor`.
 
     Raises:
-      ConfigError: the plan is for other trainers or servers than the environment names.
+      ConfigError: the environment names different trainers or servers than the plan.
     """
 
     def __init__(self, plan: PServerPlan, role: Role, options: dict[str, Any]) -> None:
@@ -98,7 +98,7 @@ class _StepCall(NamedTuple):
       program: the trainer's program.
       batch: arguments of the program after its state.
       shared: the exact split of the batch over trainers, if the plan has one.
-      rows: number of rows of the global batch if trainers do not divide them, else 0.
+      rows: number of rows of the global batch; 0 if it is divisible by the number of trainers.
     """
 
     program: Program
@@ -170,7 +170,7 @@ class TrainerJob(RoleJob):
         The rows arrive while that step computes.
 
         Servers send rows again that an update changes meanwhile, so results are bitwise equal.
-        `dtrans.Rows(staleness=)` relaxes this. A step that looks up other rows requests them
+        `dtrans.Rows(staleness=)` relaxes this. A step that looks up different rows requests them
         itself.
 
         Args:
@@ -205,11 +205,11 @@ class TrainerJob(RoleJob):
 
     @cached_property
     def _uneven_programs(self) -> dict[int, tuple[Program, ExactStep]]:
-        """The programs for batches that trainers do not divide, by the batch's rows."""
+        """The programs for unevenly split batches, by the number of rows of the batch."""
         return {}
 
     def _uneven_call(self, batch: Sequence[Any], rows: int) -> _StepCall:
-        """Return the program for a batch that trainers do not divide, and its padded arguments.
+        """Return the program for an unevenly split batch, and its padded arguments.
 
         Padding gives each trainer the same number of rows, and enters no result.
         """

@@ -1,7 +1,7 @@
-"""Values that cross between servers, and the number of exchanges after which each is known.
+"""Cross-server values, and the number of exchanges after which each is known.
 
 A value is computed where its rows are (its *home*: a leaf, or a group of leaves). Shared values are
-computed on every server that reads them. A value crosses if a home provides it to others:
+computed on every server that reads them. A value is *cross-server* if a home provides it to others:
 
     a reduction over the rows of a leaf               each block has a part; the parts are combined
     a value of an unsliced leaf that others read      its one owner sends it
@@ -56,9 +56,9 @@ class ExchangeRounds:
       exact: leaves whose sums over rows are exact for floats (`dtrans.ops.exact_sum`).
 
     Attributes:
-      crossings: values that cross, by variable.
+      crossings: cross-server values, by variable.
       eqns_of: for each home, the positions of its equations, in order.
-      makers: equations by output, without values that cross.
+      makers: equations by output, without cross-server values.
     """
 
     def __init__(self, analysis: RowAnalysis, exact: Collection[str] = ()) -> None:

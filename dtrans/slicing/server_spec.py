@@ -1,7 +1,7 @@
 """Analysis of an update that servers divide: state, inputs and computed values of each server.
 
 The units of all servers are written first (`dtrans.slicing.unit_program`), which shows the shared
-values that each reads. A server computes these by itself, unless they cross between servers
+values that each reads. A server computes these by itself, unless they are cross-server values
 (`dtrans.slicing.rounds`). No row enters shared state except by reductions (Adafactor's column
 sums). It is on each server that reads it, and on all servers if none does. All copies are equal.
 """
@@ -29,7 +29,7 @@ class ServerSpec:
     Attributes:
       units: its units, written.
       computed: shared values that it computes.
-      crossings: values that it reads, and that cross between servers.
+      crossings: cross-server values that it reads.
       inputs: inputs of the update that it reads, other than those of its units.
       shared_state: shared state that it stores.
     """
@@ -48,7 +48,7 @@ class ServerSpec:
         return found
 
     def parts_of(self, crossing: CrossServerValue) -> list[str]:
-        """Return the names of this server's parts of a value that crosses."""
+        """Return the names of this server's parts of a cross-server value."""
         return [part_name(unit, crossing) for unit in self._units_of.get(crossing.home, ())]
 
 
@@ -64,9 +64,9 @@ class UpdateSpec:
       requested: shared state that trainers request before a step.
       exact: leaves whose sums over rows have the same bits for every placement.
       names: meaning of each name in the update.
-      owners: by home, the servers that have parts of crossing values.
+      owners: by home, the servers that have parts of cross-server values.
       servers: by endpoint, for servers that update something.
-      over: by crossing value, the servers that have parts of it or read it.
+      over: by cross-server value, the servers that have parts of it or read it.
     """
 
     rounds: ExchangeRounds

@@ -76,7 +76,7 @@ class UnitProgram:
 
 
 def part_name(unit: Unit, crossing: CrossServerValue) -> str:
-    """Return the name of a unit's part of a value that crosses."""
+    """Return the name of a unit's part of a cross-server value."""
     return f"{unit.name}/{crossing.name}"
 
 
@@ -220,7 +220,7 @@ class _UnitLevels:
         return name
 
     def emit(self, position: int) -> None:
-        """Write an equation of the unit, and its parts of values that cross."""
+        """Write an equation of the unit, and its parts of cross-server values."""
         rounds = self._rounds
         eqn, step, level = (
             rounds.eqns[position],

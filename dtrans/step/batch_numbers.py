@@ -51,7 +51,7 @@ class BatchNumbers:
         """Return the step with these numbers as inputs of its update.
 
         Raises:
-          BatchError: the update has other equations than the one in which the numbers were found.
+          BatchError: the update has different equations than when the numbers were found.
         """
         if not self.spots:
             return step
@@ -62,9 +62,9 @@ class BatchNumbers:
             values[n] = _number(found)
         if any(x is None for x in values.values()):
             raise BatchError(
-                f"the update of {step.program.name} has other equations for a batch of this size "
-                "than for the one it "
-                "was planned with; give batches of the size that the step was traced with"
+                f"the update of {step.program.name} has different equations for a batch of this "
+                "size than for the batch it was planned with; give batches of the size that the "
+                "step was traced with"
             )
         inputs = {n: Var(jax.typeof(x)) for n, x in values.items()}
         for n, spots in self.spots.items():

@@ -24,7 +24,7 @@ class Batch:
         numbers with rows of the batch equal one device's. Micro-batches of a pipeline, and trainers
         that do not wait for each other, cannot communicate: steps whose parts do not add up are
         refused there. "local": each trainer takes the step on its part alone, with its own
-        statistics, random numbers and counts, as Paddle's trainers and those of `dtrans.Geo` do.
+        statistics, random numbers and counts, as Paddle's trainers and trainers of `dtrans.Geo` do.
         "micro", for pipelines: each micro-batch takes the step alone; "local" is the same there.
       axes: the batch dimension of each batch argument, as `in_axes` of `jax.vmap`: a number, None
         for a replicated argument, or a tuple with one of these for each argument. 0-d arrays are

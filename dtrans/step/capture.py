@@ -131,7 +131,7 @@ def _captured(program: Program) -> Program:
 
 
 def _with_loss(traced: Program) -> Program:
-    """Return a traced program, traced again with its loss as one equation, for all shapes."""
+    """Retrace a program with its loss as one equation; retraces for different shapes keep it."""
     function: Any = dataclasses.replace(traced.specializer, captures=True)  # type: ignore[type-var]
     result: Program = function(
         [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in traced.inputs.values()]

@@ -602,5 +602,5 @@ class _Cutter:
         program = dataclasses.replace(
             self.s.source, jaxpr=self.s.jaxpr, roles=tuple(roles), guessed=False
         )
-        # for other shapes it is the uncut step; callers cut it if they need to
+        # for different shapes it is the uncut step; callers cut it if they need to
         return self.s.source.rewritten(lambda other: other, result=program)

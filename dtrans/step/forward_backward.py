@@ -23,10 +23,9 @@ def refuse_nested(step: Cut, trainers: int, noun: str = "trainer") -> None:
     if step.nested and trainers > 1:
         raise GradientError(
             f"the gradients of {step.program.name} are computed from another derivative "
-            f"({step.nested}), as a step "
-            f"does that perturbs its parameters by their gradient: with {trainers} {noun}s each "
-            "would use its own, not that of all. If that is intended, take the last gradient with "
-            "dtrans.value_and_grad"
+            f"({step.nested}), as a step does that perturbs its parameters by their gradient: with "
+            f"{trainers} {noun}s each would use its own gradient, not the gradient of all. If that "
+            "is intended, take the last gradient with dtrans.value_and_grad"
         )
 
 
@@ -67,7 +66,7 @@ Arrange = Callable[
 
 
 class HalfWriter(Protocol):
-    """Writer of the equations of a trainer half, if they are not copied unchanged."""
+    """Writer that changes the equations of a trainer half; the default copies them."""
 
     def emit(self, eqn: JaxprEqn) -> None:
         """Write the next equation."""

@@ -2,8 +2,8 @@
 
 The cut gives an update all equations that it needs, including those of forward. Where the update
 cannot compute them, forward does, and they become inputs (`Cut.handed`): servers have no row of the
-batch, and ranks have slices of parameters. A loop that computes gradients would run again for its
-other outputs.
+batch, and ranks have slices of parameters. Otherwise the update
+would also run a loop of forward again: XLA merges equal equations, but not loops.
 
 Invariant: an equation of the update that reads the batch also reads a gradient or optimizer state.
 """

@@ -45,7 +45,7 @@ def hyperparameter_leaf(leaves: Iterable[str], name: str) -> str:
 
 
 def replace_hyperparameters(leaves: Iterable[str], state: Any, values: Mapping[str, float]) -> Any:
-    """Return a job's state with other hyperparameters, on the devices of the replaced ones.
+    """Return a job's state with different hyperparameters, on the devices of the replaced ones.
 
     Args:
       leaves: names of the step's leaves.

@@ -43,7 +43,7 @@ def trace(fn: Callable[..., Any], *args: Any, name: str | None = None) -> Progra
     Args:
       fn: a pure function of pytrees of arrays. Leaves that are not arrays are static.
       *args: example arguments: arrays or `jax.ShapeDtypeStruct`; nothing is computed.
-      name: name of the program; that of the function by default.
+      name: name of the program; the name of the function by default.
 
     Raises:
       TraceError: the function returns a value that has neither arrays nor structure.
@@ -174,7 +174,7 @@ def name_result(out: Any, args: Sequence[Any], roots: Sequence[str]) -> tuple[Tr
             free.remove(match[0])
             places.append(key)
     ambiguous_outputs = ""
-    # in an unusual order, nothing else may look like the parameters
+    # if parts of the state are in an unusual order, nothing else may look like the parameters
     if places not in ([], [0], [0, 1]):
         of_state = [a for a in args[:2] if jax.tree.leaves(a)]
         like = []
@@ -220,7 +220,7 @@ def _parts_of(out: Any, args: Sequence[Any]) -> list[Any]:
 
 
 def _with_arrays(out: Any, args: Sequence[Any]) -> Any:
-    """Replace numbers in a result by arrays, except static numbers of the state."""
+    """Replace Python numbers in a result by arrays, except static numbers of the state."""
     leaves: list[Any] = []
     for part in _parts_of(out, args):
         handed_on = any(_alike(part, a) for a in args[:2])

@@ -70,7 +70,7 @@ def verify(
       distributed_step: the function under test; its collectives are in one `shard_map`, or several.
       step: the function for one device.
       *args: global arguments: pytrees of arrays, or of `jax.ShapeDtypeStruct`. Floats are drawn
-        near those of an array. Integers and keys of an array stay. Of a type, all are drawn.
+        near the elements of an array. Integers and keys of an array stay. Of a type, all are drawn.
       points: number of points.
       seed: seed of the points.
 

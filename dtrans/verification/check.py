@@ -114,7 +114,7 @@ class Comparison:
 
         Args:
           title: name of the plan.
-          start: a one-device state, arrays by name; by default that of the startup program.
+          start: a one-device state, arrays by name; by default the startup program's state.
           points: numbers of one-device steps after which states are compared.
           seed: seed of the points.
 

@@ -258,8 +258,8 @@ class Meanings:
 def _starts(matches: Sequence[Match | None]) -> tuple[list[float], int]:
     """Return the starts of parts of one value, and the size of a part.
 
-    Padding starts at infinity. Partial sums start at rows, and have one place in the value. Starts
-    are empty if a match is no part.
+    Padding starts at infinity. The start of a partial sum is its first row, and all partial sums
+    must be at the same offset in the value. Starts are empty if a match is no part.
     """
     known = [m for m in matches if m is not None]
     partial = known[0].value.rows is not None

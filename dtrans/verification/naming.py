@@ -201,7 +201,7 @@ class _Walk:
         the last step value, then any.
 
         Args:
-          number: number of the computation.
+          number: index of the computation.
           of, last: step value and factor of its operand; -1 for the first computation.
         """
         computation = self._log.computations[number]

@@ -285,7 +285,7 @@ def _choose_axis(shape: tuple[int, ...], degree: int, first: int = 0) -> int | N
 def _find_replicated_gradients(step: Cut) -> set[str]:
     """Return the leaves whose gradient is equal on all ranks, without a reduction.
 
-    It reads neither the batch nor the number of the rank. A term that only one rank adds must be
+    It reads neither the batch nor the index of the rank. A term that only one rank adds must be
     reduced.
     """
     batch = [v for n, v in step.program.invars.items() if n in step.batch]

@@ -61,15 +61,15 @@ class LiveRanges:
 
     Args:
       eqns: the equations.
-      roots: value with slices to the leaves and parts that it depends on.
-      reads: position of an equation to the sliced values that it reads completely.
+      roots: maps each sliced value to the leaves and parts that it depends on.
+      reads: maps the position of an equation to the sliced values that it reads completely.
       roles: the role of each equation.
-      ends: further values that are read: the position of the equation that computes it, and the
-        value.
+      ends: further values that are read, as pairs: the position of the equation that computes
+        the value, and the value.
       once: True if a leaf has one window, from its first use to its last.
 
     Attributes:
-      derived: derived value to the equation that computes it.
+      derived: maps a derived value to the equation that computes it.
       windows: the windows by their start.
     """
 

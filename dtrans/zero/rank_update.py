@@ -44,7 +44,7 @@ class RankUpdate:
         self.local, self.scale = local, scale
         self.o = layout.o
         self.leaves = layout.slices.leaves
-        self._index: Atom | None = None  # the number of the rank in its group
+        self._index: Atom | None = None  # the index of the rank in its group
 
     # -- the update ------------------------------------------------------------------------------
 

@@ -61,5 +61,5 @@ def _differing(completed: Collection[Primitive]) -> ForwardAnalysis[bool]:
 
 
 def _reads_rank_inside(eqn: JaxprEqn) -> bool:
-    """Return True if a nested jaxpr reads the number of the rank, to draw its rows of a batch."""
+    """Return True if a nested jaxpr reads the index of the rank, to draw its rows of a batch."""
     return any(e.primitive is trainer_index_p for e in equations_inside(eqn))

@@ -54,7 +54,7 @@ def scatter_specs(
       layers: leaves whose gradients loops scatter.
       compress: the type in which a gradient is reduced, if that is not its type.
       replicated: leaves whose gradients are equal on all ranks.
-      groups: the number of the place that computes a gradient, if there are several.
+      groups: the index of the place that computes a gradient, if there are several.
     """
     groups = groups or {}
 
@@ -150,5 +150,5 @@ class Scatterer(Reducer):
 def _take_slice(
     axis: int, part: int, padded_size: int
 ) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Return a function from an array and a rank's number to its slice."""
+    """Return a function from an array and a rank's index to its slice."""
     return lambda x, index: rows_from(axis, part, padded_size)(x, index * part)

@@ -349,7 +349,7 @@ class SliceAnalysis(SplitWriter):
           wires: the connections of its bodies.
           passed: operands that the body takes as slices, and their rows inside.
           wanted: outputs that are slices of gradients, and their rows inside.
-          number: the number of the body.
+          number: the index of the body.
           local: values of the body that differ from rank to rank.
         """
         old, role = bodies(self.eqns[i])[number], self.roles[i]

@@ -180,7 +180,7 @@ def _write_uneven(
     """Return a rank's program for a batch that ranks do not divide evenly, on the planned slices.
 
     Raises:
-      BatchError: the padded step would need other slices.
+      BatchError: the padded step would need different slices.
     """
     other = shared.for_types(types)
     other_options = options.with_shared(other)
@@ -188,7 +188,7 @@ def _write_uneven(
     layout = RankLayout.from_step(step, other_options, other.merges, planned.slices)
     if layout.cuts != planned.cuts:
         raise BatchError(
-            f"{step.program.name} needs other slices of the state for a batch that "
+            f"{step.program.name} needs different slices of the state for a batch that "
             f"{options.trainers} ranks do not divide; pass a batch that they divide"
         )
     return write_rank(step, layout)

@@ -95,7 +95,7 @@ def test_a_constant_with_the_rows_of_the_first_batch() -> None:
     weights = np.ones(4, np.float32)
     programs = given(lambda params, x: jnp.mean((x @ params["w"])[:, 0] * weights))
     match = (
-        r"with x of shape \(4, 6\), and cannot be with \(8, 6\): .*\n.*constant may have the "
+        r"with x of shape \(4, 6\), and retracing it with \(8, 6\) failed: .*\n.*constant may have the "
         r"size of the first batch"
     )
     with pytest.raises(TraceError, match=match):

@@ -873,7 +873,7 @@ def test_nccl2_trainers_must_be_endpoints(programs: Any, trainers: Any) -> None:
         ),
         (
             {"trainer_id": 1},
-            f"trainer 1 is at {SECOND}; the current endpoint {FIRST} is that of trainer 0",
+            f"trainer 1 is at {SECOND}; the current endpoint {FIRST} belongs to trainer 0",
         ),
         (
             {"current_endpoint": "127.0.0.1:9"},

@@ -129,7 +129,7 @@ def reported(params: Any, opt_state: Any, x: jax.Array) -> Any:
 @pytest.mark.parametrize("step", [by_rows, reported])
 def test_an_update_may_not_read_rows_of_micro_batches(step: Any) -> None:
     told = (
-        f"the update of {step.__name__} reads x, and each micro-batch has other rows "
+        f"the update of {step.__name__} reads x, and each micro-batch has different rows "
         ".*unsplit_inputs=.'x',."
     )
     with pytest.raises(GradientError, match=told):

@@ -211,7 +211,7 @@ def test_names_of_parts_that_values_do_not_have():
     for end in (-2, True, "1"):
         with pytest.raises(
             ConfigError,
-            match=f"last_checkpointed_stage must be the number of a stage, .* it is {end!r}",
+            match=f"last_checkpointed_stage must be the index of a stage, .* it is {end!r}",
         ):
             planned(of, gradient_checkpoint="auto", last_checkpointed_stage=end)
 
@@ -673,7 +673,7 @@ def test_a_schedule_of_the_users_own_is_exchanged_for_another():
         assert plan.scheduled(name).schedule == schedule_of(name, 2, 2)
     with pytest.raises(
         ConfigError,
-        match="ZeroBubble needs other programs than in turn: plan it with schedule='ZeroB",
+        match="ZeroBubble needs different programs than in turn: plan it with schedule='ZeroB",
     ):
         plan.scheduled("ZeroBubble")
     split = planned(of, schedule=in_turn(2, 2, split=True))

@@ -532,7 +532,7 @@ BAD = [
     (dict(unsplit_inputs=("z",)), "'?z'?"),
     (
         dict(example_count="loss"),
-        "example_count='loss': micro-batches of a pipeline count the same",
+        "example_count='loss': micro-batches of a pipeline have equal weights",
     ),
     (dict(min_slice_size=-1), "min_slice_size must be a number of elements, 0 or more"),
 ]
@@ -624,10 +624,10 @@ def test_too_few_devices():
 def test_schedules_that_need_other_programs():
     plan = plan_of(num_micro_batch=2)
     with pytest.raises(
-        ConfigError, match="ZeroBubble needs other programs than PreferBackward: plan it"
+        ConfigError, match="ZeroBubble needs different programs than PreferBackward: plan it"
     ):
         plan.scheduled("ZeroBubble")
-    with pytest.raises(ConfigError, match="Interleaved needs other programs"):
+    with pytest.raises(ConfigError, match="Interleaved needs different programs"):
         plan.scheduled("Interleaved")
     with pytest.raises(ConfigError, match="^schedule must be one of .* it is 'DualPipe'"):
         plan.scheduled("DualPipe")

@@ -17,7 +17,8 @@ Trainers = Sequence[SimulatedTrainer]
 def faults_of_returns(case: Case, servers: Servers, trainers: Trainers) -> Iterator[str]:
     """Yield trainers that continue with a new process of a killed server.
 
-    It has lost the updates of the first process, so each trainer of that one ends by name.
+    It has lost the updates of the first process. Each trainer of that process therefore fails, with
+    an error that names the server.
     """
     for event in case.events:
         server = servers[event.who.partition(" ")[2]] if event.kind == "return" else None

@@ -361,7 +361,7 @@ def _in_scan(
         scan = rebuilt(eqn, [ids_body], eqn.invars, [*carries, *stacks])
         (scan,) = numbers_first([scan], stacks, jaxpr)
         if wiring(scan).carried:
-            # forward and backward carry other values, and share no loop
+            # forward and backward carry different values, so they cannot share a scan
             extra.append(scan)
         else:
             key = (*map(id, scan.invars), str(bodies(scan)[0]))

@@ -65,7 +65,7 @@ class ServedTables:
 
     Attributes:
       blocks: the server's blocks of tables, by name.
-      sized: returns the `listen_and_serv` equation for blocks with other numbers of rows, by name.
+      sized: returns the `listen_and_serv` equation for blocks with these numbers of rows, by name.
     """
 
     blocks: Mapping[str, TableBlock]
@@ -99,7 +99,7 @@ def rooms(count: int) -> Iterator[tuple[int, int, int]]:
 
 
 def resized(placement: Placement, sizes: Mapping[str, int]) -> Placement:
-    """Return a placement whose blocks have other numbers of rows, by name."""
+    """Return a placement whose blocks have different numbers of rows, by name."""
 
     def resize(b: Block) -> Block:
         if b.name not in sizes:

@@ -57,7 +57,7 @@ class _Other:
     """Computed value.
 
     Attributes:
-      reads: inputs with rows that enter the value.
+      reads: row-wise inputs that the value depends on.
     """
 
     reads: frozenset[Var] = frozenset()
@@ -423,7 +423,7 @@ def _compares_integers(eqn: JaxprEqn | None) -> bool:
 
 
 def _reads(kind: _Kind) -> frozenset[Var]:
-    """Return the inputs with rows that enter a value."""
+    """Return the row-wise inputs that a value depends on."""
     if isinstance(kind, Alias):
         return frozenset([kind.var])
     return kind.reads if isinstance(kind, _Other) else frozenset()

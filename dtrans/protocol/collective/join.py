@@ -32,8 +32,8 @@ class JoinLeader:
       now: the time at which it begins.
 
     Attributes:
-      missing: numbers of the trainers that have not answered yet.
-      joined: numbers of the trainers that have joined.
+      missing: ids of the trainers that have not answered yet.
+      joined: ids of the trainers that have joined.
       reminder: the times at which trainer 0 logs for whom it waits.
 
     Example:
@@ -125,7 +125,7 @@ class JoinMember:
     """The side of another trainer.
 
     Args:
-      trainer: its number.
+      trainer: its id.
       endpoints: endpoints of all trainers, as this one knows them.
       secret: the job's token.
       deadline: seconds to wait for trainer 0, and again for the others.

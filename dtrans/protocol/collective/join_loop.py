@@ -127,7 +127,7 @@ class MemberLoop:
     """Loop of another trainer: answers trainer 0, and waits until all have joined.
 
     Args:
-      trainer: its number.
+      trainer: its id.
       endpoints: endpoints of all trainers, as this one knows them.
       secret: the job's token.
       deadline: seconds to wait for trainer 0, and again for the other trainers.
@@ -163,7 +163,7 @@ class MemberLoop:
 
         Raises:
           DeadlineError: trainer 0 or another trainer did not come.
-          PeerError: trainer 0 gave up, or has other endpoints.
+          PeerError: trainer 0 gave up, or has different endpoints.
         """
         has_heard = False
         for event in self._transport.poll(self.wakes):
@@ -185,7 +185,7 @@ class MemberLoop:
         if answer is not None:
             self._door.send(event.address, [answer])
         if self.machine.refused:
-            raise PeerError(f"trainer 0 has other endpoints: {self.machine.refused}")
+            raise PeerError(f"trainer 0 has different endpoints: {self.machine.refused}")
 
     def end(self, error: BaseException | None) -> None:
         """Close the door; a refusal has time to leave."""

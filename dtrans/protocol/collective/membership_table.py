@@ -45,7 +45,7 @@ class MembershipTable:
     """State of all trainers, as one of them knows it.
 
     Args:
-      me: number of this trainer.
+      me: id of this trainer.
       names: names of the trainers in messages.
 
     Attributes:

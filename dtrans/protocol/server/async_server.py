@@ -237,7 +237,7 @@ class AsyncServer:
             self._say(self._trainers.known[k].address, "rows", [(name, rows)], **at)
 
     def row_ids(self, k: int, message: wire.Message) -> None:
-        """Take the row numbers of the gradient that follows."""
+        """Take the row ids of the gradient that follows."""
         step = self._step_of(k)
         self._check_number(k, message)
         self._requests.follows(k, message, step.grads)

@@ -60,8 +60,8 @@ class Exchange:
 
     Attributes:
       me: endpoint of this server.
-      level: number of the exchange; those of a server ascend.
-      kinds: the reductions, one entry for those of one kind.
+      level: index of the exchange. Exchanges of a server have ascending levels.
+      kinds: the reductions, grouped by dtype, op, owners and `over`.
       local: the computation before the exchange, from the inputs of the block. It first returns the
         partial results of this server, in the order of `owned`. The outputs that need no other
         server follow, in the order of `plain`.

@@ -138,9 +138,8 @@ class ServerPeers:
             )
         if message["layout"] != self.known[ep].layout:
             raise WireError(
-                f"pserver {ep} would exchange other reductions with pserver {self.me} than are "
-                "planned here; every "
-                "role must plan the same step with the same options"
+                f"pserver {ep} would exchange different reductions with pserver {self.me} than "
+                "are planned here; every role must plan the same step with the same options"
             )
         if self._by_address.get(address, ep) != ep:
             raise WireError(f"pserver {ep} has already said that it is {self._by_address[address]}")

@@ -105,7 +105,7 @@ class StepWaits:
         return "gradients" if number is None else f"the exchange of round {number}"
 
     def look(self, now: float) -> None:
-        """Tell the trainers that wait for whom they wait.
+        """Tell each waiting trainer what it waits for.
 
         Raises:
           PeerError: a trainer or a server is lost.

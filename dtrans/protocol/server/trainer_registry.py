@@ -62,7 +62,7 @@ class TrainerRegistry:
     Attributes:
       count: number of trainers of the job.
       started: the time at which the server began to wait for them.
-      known: the trainers that have come, by their numbers and in that order; `by_address` has the
+      known: the trainers that have come, by their ids and in that order; `by_address` has the
         numbers.
       to_servers: bytes of all messages to other servers.
     """

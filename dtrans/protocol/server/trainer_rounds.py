@@ -76,10 +76,8 @@ class TrainerRounds:
             first = next(iter(self._parts))
             raise WireError(
                 f"an exchange of round {number} with {len(values)} values of trainer {k}, where "
-                f"trainer {first} is in "
-                f"round {self.number} with {len(self._values)} values, or these are others; every "
-                "role must plan the "
-                "same step with the same options"
+                f"trainer {first} is in round {self.number} with {len(self._values)} values, or "
+                "with different values; every role must plan the same step with the same options"
             )
         part = self._parts.get(k)
         if part is None:

@@ -33,7 +33,7 @@ class CachedRows:
 
     Args:
       types: of the table and of each array of its state, with any number of rows.
-      state: returns the initial state of rows by their numbers; None if there is no state.
+      state: returns the initial state of rows by their ids; None if there is no state.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class CachedRows:
 
     @property
     def ids(self) -> np.ndarray:
-        """Numbers of the stored rows, in the order in which they came."""
+        """Ids of the stored rows, in the order in which they came."""
         return self._slots.ids
 
     @property
@@ -126,15 +126,14 @@ class CachedRows:
     # Rows move here, and the functions above compute: a traced step replaces only the former.
 
     def _unpushed(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the rows looked up since the last push: their numbers, local and old values."""
+        """Return the rows looked up since the last push: their ids, local and old values."""
         slots = np.concatenate([np.empty(0, np.int32), *self._touched])
         self._is_touched[slots], self._touched = False, []
         slots = slots[np.argsort(self._slots.ids[slots])]
         return self._slots.ids[slots], self._stored[0][slots], self._old[slots]
 
     def _known(self, server: RowGradient) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Return those of some rows that are stored: their numbers, these values, local and old
-        ones."""
+        """Return the stored ones among some rows: ids, and received, local and old values."""
         slots = self._slots.find(server.ids)
         is_here = slots >= 0
         slots = slots[is_here]
@@ -150,10 +149,12 @@ class CachedRows:
     # -- as arrays -------------------------------------------------------------------------------
 
     def arrays(self, size: int) -> list[np.ndarray]:
-        """Return row numbers, which of them a push owes, local rows, their state, and old rows.
+        """Return row ids, a mask of the rows that the next push must send, and the rows.
+
+        Local rows are followed by their state and by old rows.
 
         Args:
-          size: of each array; row numbers are padded with it.
+          size: length of each array; row ids are padded with it.
         """
         count = len(self)
         parts = [x[:count] for x in (self._is_touched.astype(np.int32), *self._stored, self._old)]

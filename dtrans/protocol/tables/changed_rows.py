@@ -159,7 +159,7 @@ class ChangedInbox:
                 )
 
     def rows(self) -> dict[str, RowGradient]:
-        """Return the row numbers and values of all changes, by table."""
+        """Return the row ids and values of all changes, by table."""
         found: dict[str, list[RowGradient]] = {block.table: [] for block in self._blocks.values()}
         for key, inbox in self._inboxes.items():
             block, memory = self._blocks[key], inbox.memory

@@ -1,4 +1,4 @@
-"""A growing map from numbers of rows to slots: open addressing in NumPy's memory.
+"""A growing map from row ids to slots: open addressing in NumPy's memory.
 
 Its memory grows with the added numbers, and not with their range.
 """

@@ -55,7 +55,7 @@ class RowRequests:
         """Take a message of a `prefetch`.
 
         Returns:
-          The block, its row numbers and `train`, when the request is complete.
+          The block, its row ids and `train`, when the request is complete.
 
         Args:
           grads: gradients of the trainer; they get memory for those of these rows, unless a later
@@ -92,7 +92,7 @@ class RowRequests:
             self._backups[k, name] = RowGradient(ids, rows)
 
     def follows(self, k: int, message: wire.Message, grads: Inbox) -> None:
-        """Take a `row_ids`, which has the row numbers of a gradient that follows in this step."""
+        """Take a `row_ids`, which has the row ids of a gradient that follows in this step."""
         gradient = message["gradient"]
         found = next(((n, t) for n, t in self._tables.items() if t.gradients[k] == gradient), None)
         if found is None:
@@ -112,7 +112,7 @@ class RowRequests:
     def _numbers(
         self, k: int, message: wire.Message, name: str, table: TableSpec, train: bool
     ) -> tuple[bool, np.ndarray] | None:
-        """Return `train` of a request's first message and its row numbers, when all messages are
+        """Return `train` of a request's first message and its row ids, when all messages are
         here."""
         count, key = message["count"], (k, message.op, name, message.fields.get("ahead", 0))
         if not 0 <= count <= table.rows:
@@ -156,7 +156,7 @@ class RowRequests:
         return np.unique(np.concatenate([np.asarray(x, np.int32) for x in ids]))
 
     def gradients(self, k: int, grads: Inbox) -> dict[str, Any]:
-        """Return the gradients of trainer k by name, those of tables with their row numbers."""
+        """Return the gradients of trainer k by name, those of tables with their row ids."""
         none = np.empty(0, np.int32)
         rows = {
             n: RowGradient(self._ids.get((k, n), none), grads.memory[n]) for n in self.memory_of(k)

@@ -13,8 +13,8 @@ knows the rows that later updates change: they have gradients. Rows that are due
 leave before the answer to `recv` of the same step. So a step that begins has its rows, and waits
 for none.
 
-A step may look up other rows than were announced. Then it asks for them as usual, and both sides
-forget the announcement. They also forget announcements of a table whose rows are evicted
+A step may look up different rows than were announced. Then it asks for them as usual, and both
+sides forget the announcement. They also forget announcements of a table whose rows are evicted
 (`job.tables.evict`): all trainers wait for that, and no rows are on their way.
 """
 
@@ -46,7 +46,7 @@ class _Announced:
     """The rows of a block that a trainer has announced for a step.
 
     Attributes:
-      ids: row numbers in the block.
+      ids: row ids in the block.
       due: number of updates that have to be in the rows.
       changed: True for rows that updates have changed since they were sent.
     """
@@ -64,7 +64,7 @@ class DueRows:
       trainer: that has announced them.
       name: of the block.
       target: step that looks the rows up.
-      ids: row numbers to send.
+      ids: row ids to send.
       at: their places among the announced rows; None for all of them.
       is_last: no more rows follow.
     """
@@ -129,11 +129,11 @@ class RowsAhead:
         """Note the end of an update; yield the rows that are due.
 
         Args:
-          touched: for each block, row numbers of the gradients.
+          touched: for each block, row ids of the gradients.
         """
         for (k, name, target), x in list(self._of.items()):
             if target < step:
-                del self._of[k, name, target]  # its step looked up other rows, or was not made
+                del self._of[k, name, target]  # its step looked up different rows, or was not made
             elif x.due >= step and self._tables[name].moves:
                 if x.due == step:
                     yield DueRows(k, name, target, x.ids, None, True)
@@ -145,13 +145,13 @@ class RowsAhead:
                     yield DueRows(k, name, target, x.ids[at], at, True)
 
     def begin(self, k: int, step: int) -> list[tuple[str, np.ndarray]]:
-        """Return the blocks and row numbers of trainer k's gradients in this step, if it has
+        """Return the blocks and row ids of trainer k's gradients in this step, if it has
         announced them."""
         names = [n for i, n, target in self._of if (i, target) == (k, step)]
         return [(n, self._of.pop((k, n, step)).ids) for n in names]
 
     def drop(self, k: int, name: str, step: int) -> None:
-        """Forget trainer k's announcement of a block for this step: it looks up other rows."""
+        """Forget trainer k's announcement of a block for this step: it looks up different rows."""
         self._of.pop((k, name, step), None)
 
     def forget_rows(self, name: str) -> None:

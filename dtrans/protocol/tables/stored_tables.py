@@ -1,7 +1,7 @@
 """Requests about tables between two steps: reports, changed rows and evictions.
 
     tables          a report of each block
-    changed_since   row numbers that steps after one have changed, and those evicted since
+    changed_since   row ids that steps after one have changed, and those evicted since
     evict           evicts rows that none of the last steps has updated
 
 A synchronous server evicts rows when all trainers have asked for it between the same two steps, and
@@ -109,7 +109,8 @@ class PendingEvictions:
         """Note an `evict` of trainer k, which has made `step` steps.
 
         Raises:
-          WireError: its last one was not answered. PeerError: another trainer evicts other rows.
+          WireError: its last `evict` was not answered.
+          PeerError: another trainer evicts different rows.
         """
         if k in self.asked:
             raise WireError("a second `evict`, and the first was not answered")
@@ -117,9 +118,9 @@ class PendingEvictions:
             if before != rows:
                 raise PeerError(
                     f"after step {step} trainer {k} gives up rows of {rows[0]} that were not used "
-                    f"for {rows[1]} steps, and trainer {other} those of {before[0]} for "
-                    f"{before[1]}: all trainers call job.tables.evict alike, between the same two "
-                    "steps"
+                    f"for {rows[1]} steps, and trainer {other} gives up rows of {before[0]} that "
+                    f"were not used for {before[1]} steps; all trainers must call "
+                    "job.tables.evict with the same arguments, between the same two steps"
                 )
         self.asked[k], self._requests[k] = rows, request
 
@@ -129,8 +130,8 @@ class PendingEvictions:
             other = min(self.asked)
             raise PeerError(
                 f"trainer {other} gives up rows of {self.asked[other][0]} after step {step}, and "
-                f"trainer {k} goes on without: all trainers call job.tables.evict, between the "
-                "same two steps"
+                f"trainer {k} goes on without: all trainers must call job.tables.evict, between "
+                "the same two steps"
             )
 
     def carry_out(self, stored: StoredTables | None) -> tuple[str, dict[int, dict[str, Any]]]:

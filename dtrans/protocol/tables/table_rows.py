@@ -1,4 +1,4 @@
-"""Row numbers of a step's lookups, and the blocks of a table that have them."""
+"""Row ids of a step's lookups, and the blocks of a table that have them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from dtrans.errors import BatchError
 from dtrans.protocol.server_blocks import RowGradient
 
 
-# a lookup in a block: server, name, increasing row numbers in the block, and memory for the rows
+# a lookup in a block: server, name, increasing row ids in the block, and memory for the rows
 WantedRows = tuple[str, str, np.ndarray, np.ndarray]
 
 
 def unique_ids(
     ids: Sequence[Any], *, table: str, rows: int, size: int, whose: str = ""
 ) -> np.ndarray:
-    """Return the row numbers in several arrays, unique and sorted, and padded with `rows` to
+    """Return the row ids in several arrays, unique and sorted, and padded with `rows` to
     `size`.
 
     Args:
@@ -45,8 +45,7 @@ def unique_ids(
         if not np.issubdtype(x.dtype, np.integer):
             first = f"row {x.flat[0]} at [{', '.join('0' * x.ndim)}]{whose}, " if x.size else ""
             raise BatchError(
-                f"lookup {i} of {table} asks for {first}of {x.dtype.name}: numbers of rows are "
-                "integers"
+                f"lookup {i} of {table} asks for {first}of {x.dtype.name}: row ids are integers"
             )
         if x.size and (x.min() < 0 or x.max() >= rows):
             at = np.unravel_index(np.argmax((x < 0) | (x >= rows)), x.shape)
@@ -61,7 +60,7 @@ def unique_ids(
 
 
 def sorted_once(numbers: np.ndarray) -> np.ndarray:
-    """Return the unique numbers of a flat array, sorted: `numpy.unique` hashes them, in ten times
+    """Return the unique integers of a flat array, sorted: `numpy.unique` hashes them, in ten times
     the time."""
     found = np.sort(numbers)
     if not len(found):
@@ -89,13 +88,13 @@ class BlockRowSet(Protocol):
         """The number of rows."""
 
     def among(self, ids: np.ndarray) -> slice | np.ndarray:
-        """Return the positions of these rows in increasing row numbers of the table."""
+        """Return the positions of these rows in increasing row ids of the table."""
 
     def local(self, ids: np.ndarray) -> np.ndarray:
-        """Return the row numbers in the block from those in the table."""
+        """Return the row ids in the block from those in the table."""
 
     def in_leaf(self, places: np.ndarray) -> np.ndarray:
-        """Return the row numbers in the table from those in the block."""
+        """Return the row ids in the table from those in the block."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,15 +105,15 @@ class RowRun:
     rows: int
 
     def among(self, ids: np.ndarray) -> slice:
-        """Return the positions of these rows in increasing row numbers of the table."""
+        """Return the positions of these rows in increasing row ids of the table."""
         return slice(*np.searchsorted(ids, (self.start, self.start + self.rows)).tolist())
 
     def local(self, ids: np.ndarray) -> np.ndarray:
-        """Return the row numbers in the block from those in the table."""
+        """Return the row ids in the block from those in the table."""
         return ids - self.start
 
     def in_leaf(self, places: np.ndarray) -> np.ndarray:
-        """Return the row numbers in the table from those in the block."""
+        """Return the row ids in the table from those in the block."""
         return places + self.start
 
 
@@ -137,7 +136,7 @@ def wanted_of(
     If the rows of a block are not consecutive in `rows`, they get separate memory (`put_in_place`).
 
     Args:
-      uniq: increasing row numbers; numbers beyond the table are padding.
+      uniq: increasing row ids; ids beyond the table are padding.
       epmap, names, spans: server, name and rows of each block.
 
     Example:

@@ -29,7 +29,7 @@ class ServerConnection:
 
     Args:
       endpoint: of the server, `host:port`.
-      trainer, trainers: the trainer's number, and the number of trainers.
+      trainer, trainers: the trainer's id, and the number of trainers.
       session: a random word of this trainer, the same for all servers.
       sync_mode: the trainer makes synchronous steps.
       plan: the parts of the fingerprint of its plan.

@@ -241,7 +241,7 @@ class Traffic:
     def _split_rows(
         self, leaf: Leaf, values: Sequence[RowGradient]
     ) -> Iterator[tuple[str, str, np.ndarray]]:
-        """Yield the endpoint, name and rows of each block of a table; send their numbers."""
+        """Yield the endpoint, name and rows of each block of a table; send the row ids."""
         # arrays of a compiled step have a fixed size: zeros pad them
         parts = [RowGradient(x.ids, np.asarray(x.rows)[: len(x.ids)]) for x in values]
         total = merged_rows(parts, leaf.merge)

@@ -104,7 +104,7 @@ class TrainerLine(ServerConnection):
 
         Args:
           table: name of the block.
-          ids: row numbers in the block.
+          ids: row ids in the block.
           train: a step is made of the rows.
           ahead: number of steps until the step that uses them.
           request: number of the request, if it has one.
@@ -117,7 +117,7 @@ class TrainerLine(ServerConnection):
         self._send_ids("prefetch", ids, fields)
 
     def row_ids(self, gradient: str, ids: np.ndarray) -> None:
-        """Announce the row numbers, in a block of a table, of the gradient that follows."""
+        """Announce the row ids, in a block of a table, of the gradient that follows."""
         fields = {"step": self.step, "gradient": gradient, "count": len(ids)}
         self._send_ids("row_ids", ids, fields)
 

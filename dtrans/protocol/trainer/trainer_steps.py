@@ -48,7 +48,7 @@ class LookedUp:
 
     Attributes:
       table: name of the table.
-      uniq: row numbers.
+      uniq: row ids.
       rows: memory for the rows.
       wanted: the lookup in each block.
     """
@@ -161,7 +161,7 @@ class TrainerSteps:
         ones.
 
         Args:
-          uniq: row numbers that the step looks up.
+          uniq: row ids that the step looks up.
           now: number of the step.
         """
         for step in [x for x in self._announced if x < now]:

@@ -94,7 +94,8 @@ def shared_batch(
       unsplit_option: the user's option with these names, for errors.
 
     Raises:
-      BatchError: the arrays have different numbers of rows, or the trainers do not divide them.
+      BatchError: the arrays have different numbers of rows, or the number of trainers does not
+        divide these.
     """
     shared = [
         (x, share_of(name, x, trainers, unsplit)) for name, x in zip(names, arrays, strict=True)
@@ -130,7 +131,7 @@ def check_rows(
       noun: the strategy's word for a trainer, for errors.
 
     Raises:
-      BatchError: the numbers differ, or the trainers do not divide one of them.
+      BatchError: the numbers differ, or one is not divisible by the number of trainers.
     """
     rows: dict[int, str] = {}
     for name, count in counts.items():
@@ -203,7 +204,7 @@ def uneven_rows(
     Args:
       arrays: the arrays of this process, with their shares.
       rows: number of rows of the global batch.
-      part: number of this process.
+      part: index of this process.
       size: number of rows of a full part.
 
     Raises:

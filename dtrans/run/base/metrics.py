@@ -53,7 +53,7 @@ class MetricsWriter:
         """Write the metrics of a step.
 
         Args:
-          step: its number.
+          step: index of the step.
           values: a pytree of numbers, or of arrays with one element. Paths in the pytree are their
             names; a bare number is named `loss`.
 

@@ -66,7 +66,7 @@ class SummaryWriter:
         """Write the summaries of one step. Texts are written with the first step alone.
 
         Args:
-          step: its number.
+          step: index of the step.
           values: tag to value, as `merge` returns them. An image may also be [height, width,
             channels], and audio [frames] or [frames, channels].
           specs: the summaries to write. A text has no value: its spec contains it.

@@ -91,7 +91,7 @@ class CollectiveJob(Job):
         """Run one step on all trainers.
 
         Arrays of the batch are split over the trainers on dimension 0. 0-d arrays, and the plan's
-        `unsplit_inputs`, are replicated. Each trainer folds its number into a PRNG key
+        `unsplit_inputs`, are replicated. Each trainer folds its id into a PRNG key
         (`jax.random.key`).
 
         Args:
@@ -100,10 +100,11 @@ class CollectiveJob(Job):
             (`shard_batch`).
 
         Returns:
-          (state, loss[, aux]), or (state, *results) for a step with other results.
+          (state, loss[, aux]), or (state, *results) if the step returns other results.
 
         Raises:
-          BatchError: arrays have different numbers of rows, or the trainers do not divide them.
+          BatchError: arrays have different numbers of rows, or the number of trainers does not
+            divide these.
           StateError: the state belongs to another job, or an earlier step donated it.
           NonfiniteError: with on_nonfinite="error", for gradients of an earlier step.
           PeerError: another trainer has ended, or runs another program.

@@ -72,7 +72,7 @@ def on_mesh(
     donate: bool = True,
     on_nonfinite: str = "ignore",
 ) -> CollectiveJob:
-    """Return a job of trainers on devices, with the platform's choice of open options.
+    """Return a job of trainers on devices. Options left unset get the platform's default.
 
     Args:
       devices: the first `plan.trainers` are used; by default all devices of JAX.

@@ -41,7 +41,7 @@ class Address:
     def open_door(
         self, transport: ZmqTransport, users: Mapping[str, str], *, frame: int, messages: int
     ) -> ZmqDoor:
-        """Open a door at a free port. Others connect to its `endpoint`.
+        """Listen at a free port. Other processes connect to the `endpoint` of the result.
 
         Arguments are those of `dtrans.protocol.transport.Transport.bind`.
         """
@@ -142,8 +142,8 @@ def reached_here(endpoint: str, endpoints: Sequence[str]) -> str:
         fault = f"whose name {host} resolves to {address} on this host"
     raise ConfigError(
         f"trainer {endpoints.index(endpoint)} is at {endpoint}, {fault}, and {elsewhere[0]} is on "
-        "another host, which cannot reach it; write an address of this host that the others reach "
-        "in DTRANS_TRAINER_ENDPOINTS, in all processes"
+        "another host, which cannot reach it; in DTRANS_TRAINER_ENDPOINTS, in all processes, give "
+        "an address of this host that other hosts can reach"
     )
 
 

@@ -60,7 +60,7 @@ def all_gather_text(
       topic: the key; all processes use it, once in a job.
       text: this process's text.
       missed: the verb for a process that does not come, for the error: "connect".
-      check: called every half a second with the number of the process that is waited for.
+      check: called every half a second with the index of the process that is waited for.
 
     Returns:
       The texts by number of process.

@@ -98,12 +98,12 @@ def connect(
         default is DTRANS_ON_TRAINER_LOSS, or "abort".
 
     Returns:
-      The membership: the number of this trainer, and the trainers and options of the job.
+      The membership: the id of this trainer, and the trainers and options of the job.
 
     Raises:
       ConfigError: JAX was used already, the role is not known, or the endpoint cannot be bound.
       DeadlineError: trainers did not come in time; the message names them.
-      PeerError: another trainer has other endpoints.
+      PeerError: another trainer has different endpoints.
 
     Example (in each process that `dtrans launch --mode nccl2` starts):
 

@@ -38,7 +38,7 @@ class Loss(Exception):
     """Loss of trainers during a block of `all_or_none`.
 
     Attributes:
-      trainers: their numbers.
+      trainers: their ids.
     """
 
     def __init__(self, trainers: frozenset[int]) -> None:

@@ -308,7 +308,7 @@ class _Job:
     Args:
       events: the queue of ended roles and signals.
       grace: seconds between SIGTERM and SIGKILL.
-      optional: numbers of the trainers whose failure does not end the job.
+      optional: ids of the trainers whose failure does not end the job.
       ended_roles: the folder in which roles learn of ends.
       site: the hosts of the roles.
 

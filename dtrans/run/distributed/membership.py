@@ -15,8 +15,8 @@ class Membership:
     """Job that this process is connected to.
 
     Attributes:
-      trainer_id: number of this trainer.
-      members: numbers of the trainers, without those that were lost and dropped.
+      trainer_id: id of this trainer.
+      members: ids of the trainers, without those that were lost and dropped.
       endpoints: endpoints of all trainers, also of lost ones; empty if JAX detected the processes.
       deadline: seconds to wait for other trainers.
       on_trainer_loss: "abort" or "drop".

@@ -27,7 +27,7 @@ from dtrans.run.distributed.membership import current
 from dtrans.run.distributed.watch import KNOWN, is_by_peer, watch
 
 
-OTHER_STATE = "parameters or an optimizer state of other shapes"
+OTHER_STATE = "parameters or an optimizer state of different shapes"
 PARTS_DIFFER = "trainers must give parts of one size"
 
 
@@ -103,7 +103,7 @@ def broadcast(xs: Sequence[Any], root: int = 0) -> list[jax.Array]:
     """Return the arrays of trainer `root` on all trainers, with the same bits.
 
     Raises:
-      PeerError: trainers have arrays of other shapes or types.
+      PeerError: trainers have arrays of different shapes or types.
     """
     digest = _digest([f"{x.shape} {x.dtype}" for x in xs])
     _check_equal(_all_gather_words([digest]), 0, OTHER_STATE)

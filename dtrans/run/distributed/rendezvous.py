@@ -43,7 +43,7 @@ def rendezvous(
     Raises:
       ConfigError: this trainer's endpoint cannot be bound, or is not on loopback.
       DeadlineError: some did not come; the message names them.
-      PeerError: a trainer has other endpoints, or other keys.
+      PeerError: a trainer has different endpoints or keys.
     """
     me, keys = f"trainer {trainer_id}", Keys.from_environment(encryption)
     remedy = "dtrans.connect(allow_remote=True)"

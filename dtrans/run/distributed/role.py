@@ -4,7 +4,7 @@
     DTRANS_TRAINERS              number of trainers
     DTRANS_PSERVER_ENDPOINTS     pserver mode: endpoints of all pservers, separated by commas
     DTRANS_TRAINER_ENDPOINTS     nccl2 mode: endpoints of all trainers, separated by commas
-    DTRANS_TRAINER_ID            number of this trainer, from 0
+    DTRANS_TRAINER_ID            id of this trainer, from 0
     DTRANS_CURRENT_ENDPOINT      endpoint of this pserver, or of this trainer in nccl2 mode
     DTRANS_ON_TRAINER_LOSS       nccl2 mode: abort or drop; see `dtrans.connect`
     DTRANS_TOKEN                 secret of the job; see `dtrans.protocol.token`
@@ -19,8 +19,8 @@ variables follow Paddle's (TRAINING_ROLE, PADDLE_TRAINER_ID, ...;
 python/paddle/distributed/launch_ps.py), with other names. `Role.environment` is the inverse of
 `Role.from_env`.
 
-`dtrans.run.distributed.schedulers` derives these variables from those of Slurm, Open MPI, torchrun,
-JobSet and Paddle.
+`dtrans.run.distributed.schedulers` derives them from variables of Slurm, Open MPI, torchrun, JobSet
+and Paddle.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class Role:
       trainers: number of trainers.
       pserver_endpoints: endpoints of all pservers, in the same order in all processes; empty in
         nccl2 mode.
-      trainer_id: number of this trainer. It is 0 in a pserver, for `transpile`.
+      trainer_id: id of this trainer. It is 0 in a pserver, for `transpile`.
       current_endpoint: endpoint of this pserver, or of this trainer in nccl2 mode; else empty.
-      trainer_endpoints: in nccl2 mode, endpoints of all trainers, in the order of their numbers.
+      trainer_endpoints: in nccl2 mode, endpoints of all trainers, in the order of their ids.
 
     Raises:
       ConfigError: values contradict each other.
@@ -162,7 +162,7 @@ class Role:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Role:
-        """Return the role of this process, from DTRANS_* variables or those of a scheduler.
+        """Return the role of this process, from DTRANS_* or scheduler variables.
 
         Args:
           environ: environment variables; by default `os.environ`.

@@ -38,7 +38,7 @@ class _World:
 
     Attributes:
       name: the scheduler's name, for errors.
-      rank: number of this process.
+      rank: index of this process.
       size: number of processes.
       hosts: hosts of the first ranks, as far as the scheduler names them.
     """

@@ -2,7 +2,8 @@
 
 The launcher, or the user, says where in DTRANS_STATUS_ENDPOINT.
 
-Observers show the job's token alone, and trainers another secret, so the door has other keys.
+Observers show the job's token alone, and trainers another secret. The socket therefore has its own
+keys.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ class StatusDoor:
       allow_remote: bind an endpoint that is not loopback.
 
     Attributes:
-      door: the source of the events to `take`.
+      door: the listening socket, whose events to `take`.
 
     Raises:
       ConfigError: the endpoint may not be, or cannot be bound.

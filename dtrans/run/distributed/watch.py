@@ -81,12 +81,12 @@ def is_by_peer(text: str) -> bool:
 
 
 class Watch:
-    """Connection of one trainer, or those of trainer 0.
+    """Connection of one trainer to trainer 0, or all connections in trainer 0.
 
     Args:
       cluster: the connected job.
       keys: of the job.
-      at: address of trainer 0: to bind for itself, to connect to for the others.
+      at: address of trainer 0, which binds it; the other trainers connect to it.
     """
 
     def __init__(self, cluster: Membership, keys: Keys, at: Address | str) -> None:
@@ -113,7 +113,7 @@ class Watch:
             raise
         self._wake = threading.Event()
         self._doing = 0  # operations that the process is in the middle of
-        self._raised = False  # the process has been told by an error, and has itself in hand
+        self._raised = False  # an error was raised in this process: the watch need not end it
         self._known_since: float | None = None
         self._said = Progress(-1, "")
         self._next_word = 0.0
@@ -127,7 +127,7 @@ class Watch:
         atexit.register(self.close)
 
     def _open(self, cluster: Membership, at: Address | str) -> None:
-        """Open the door of trainer 0, or the link of another trainer to it."""
+        """Open the listening socket in trainer 0; connect to it in the other trainers."""
         if isinstance(at, Address):
             users = {_user(k): f"trainer {k}" for k in range(1, self._count)}
             self._door = at.open_door(self._transport, users, frame=wire.HELLO, messages=1000)

@@ -74,7 +74,7 @@ def new_socket(context: zmq.Context[Any], kind: int, patience: float = PATIENCE)
 
     Args:
       patience: seconds without a heartbeat of the other process after which ZeroMQ ends a
-        connection. `inf` is for a process that may not read its messages for long.
+        connection. `inf` suits a process that may leave its messages unread for long.
     """
     new = context.socket(kind)
     # ZeroMQ copies this option when a socket is bound, and uses the copy for peers that have gone.

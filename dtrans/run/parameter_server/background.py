@@ -101,7 +101,7 @@ class BackgroundComm:
     def prepare(self, program: Program) -> None:
         """Note what a program receives: a communicator requests all of it at once.
 
-        A communicator that runs for other parameters or servers is drained.
+        A communicator that runs for different parameters or servers is drained.
         """
         for eqn in program.eqns:
             if "communicator" not in eqn.params:

@@ -61,14 +61,14 @@ class MeshJob(Job):
     """A job of parameter servers in this process.
 
     `init` and `step` are functions of a state; the job itself holds only compiled code. Results of
-    several trainers are merged. Where the batch is shared exactly, they are a single device's. With
-    batch="local" a result that grows with the batch is concatenated, and any other floating-point
-    result (the loss) is averaged. Any other result gets a leading axis, one row per trainer: it may
-    be a count or a flag, and only the caller knows how to merge these.
+    several trainers are merged. If the batch is split exactly, results equal those of a single
+    device. With batch="local" a result that grows with the batch is concatenated, and any other
+    floating-point result (the loss) is averaged. Any other result gets a leading axis, one row per
+    trainer: it may be a count or a flag, and only the caller knows how to merge these.
 
     Args:
       plan: a synchronous plan.
-      devices: trainers take the first devices, servers those after them, round-robin if devices are
+      devices: trainers take the first devices, servers the next ones, round-robin if devices are
         fewer than roles. The default is all devices of this process.
       unsplit_inputs: with batch="local", names of batch arrays that every trainer gets unsplit,
         e.g. class weights.
@@ -156,8 +156,8 @@ class MeshJob(Job):
         """Take one step on a global batch: (state, loss[, aux]), or all other results of the step.
 
         The plan splits arrays of the batch over trainers. With batch="local" they are split on
-        dim 0, and every trainer gets 0-d arrays and those named in `unsplit_inputs`. A PRNG key
-        (`jax.random.key`) is folded with the trainer's number, so that noise differs between
+        dim 0, and every trainer gets 0-d arrays and the arrays in `unsplit_inputs`. A PRNG key
+        (`jax.random.key`) is folded with the trainer's id, so that noise differs between
         trainers, and from a single device's.
 
         Raises:

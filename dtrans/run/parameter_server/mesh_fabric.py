@@ -46,7 +46,7 @@ from dtrans.run.parameter_server.update import CompiledUpdate, ServerUpdate
 class MeshPlacement:
     """Placement of trainers and servers on devices.
 
-    Trainers take the first devices, servers those after them, round-robin if devices are fewer
+    Trainers take the first devices, servers the next ones, round-robin if devices are fewer
     than roles. The number of trainer devices divides the number of trainers.
 
     Args:

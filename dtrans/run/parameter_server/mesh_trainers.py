@@ -48,7 +48,7 @@ def _all_gather(x: jax.Array) -> list[jax.Array]:
 
 
 def _index() -> jax.Array:
-    """Return the number of this trainer."""
+    """Return the id of this trainer."""
     return jax.lax.axis_index(AXIS) * jax.lax.axis_size(TURN) + jax.lax.axis_index(TURN)
 
 
@@ -272,7 +272,7 @@ class MeshTrainerPrograms:
 
 
 def _communicates(piece: Compute) -> bool:
-    """Return True if trainers communicate in a piece, or if it reads the trainer's number."""
+    """Return True if trainers communicate in a piece, or if it reads the trainer's id."""
     return not AMONG_TRAINERS.keys().isdisjoint(piece.rules)
 
 

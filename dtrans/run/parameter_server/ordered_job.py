@@ -78,7 +78,7 @@ class Turn:
     """One step of one trainer.
 
     Attributes:
-      trainer: the trainer's number.
+      trainer: the trainer's id.
       batch: the index of its batch in the stack of batches.
       reports: True if `plan.verify()` compares the step's results.
     """
@@ -440,7 +440,7 @@ class _OrderedTrainer:
 
     Args:
       job: the job.
-      number: the trainer's number.
+      number: the trainer's id.
       servers: all servers, by endpoint.
       values: its arrays at the start, by name.
       local_rows: its local rows at the start, by table.

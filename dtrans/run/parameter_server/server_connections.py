@@ -52,7 +52,7 @@ class ServerConnections:
         self._encryption = encryption
         self._links: dict[str, ServerLink] = {}
         self._opened: ZmqTransport | None = None
-        self._me: tuple[int, int] | None = None  # number of this trainer, and of all trainers
+        self._me: tuple[int, int] | None = None  # id of this trainer, number of trainers
         self._session = new_run()
 
     @property
@@ -72,7 +72,7 @@ class ServerConnections:
         return self._opened
 
     def identify(self, eqn: JaxprEqn) -> None:
-        """Take the trainer's number from an equation of its program.
+        """Take the trainer's id from an equation of its program.
 
         Raises:
           ConfigError: an earlier program belongs to another trainer.

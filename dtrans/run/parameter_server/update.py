@@ -123,7 +123,7 @@ class ServerUpdate:
             if eqn.primitive is listen_and_serv_p:
                 return cls(eqn)
         raise ConfigError(
-            f"program {program.name} is not a pserver program (no listen_and_serv); take that of "
+            f"program {program.name} is not a pserver program (no listen_and_serv); take one from "
             "plan.servers"
         )
 
@@ -153,7 +153,7 @@ class ServerUpdate:
         """Return what the protocol needs of a block of a table."""
         t, gradients = self.types[name], table.gradients
         if not self.eqn.params["sync_mode"]:
-            # each trainer's gradient is an update, and all send it under one name
+            # each trainer's gradient is applied alone, and all trainers send it under one name
             gradients = dict.fromkeys(range(self.eqn.params["Fanin"]), *gradients.values())
         return TableSpec(
             table.rows,
@@ -173,7 +173,7 @@ class ServerUpdate:
         return {} if tables is None else tables.blocks
 
     def sized(self, sizes: Mapping[str, int]) -> ServerUpdate:
-        """Return the update for other numbers of rows.
+        """Return the update for different numbers of rows.
 
         Args:
           sizes: the number of rows that it updates, by block of a table.

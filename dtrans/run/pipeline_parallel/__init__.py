@@ -5,7 +5,7 @@
     instructions     a step as a list of instructions: run a program, move a value
     slots            the values that instructions work on, and the end of each value
     step_builder     a step while it is written
-    micro_batch      a program as a function of the global batch and a micro-batch's number
+    micro_batch      a program as a function of the global batch and a micro-batch's index
     compile_step     writes the tasks of the schedule
     compile_update   writes the update, and the merges of results
     state            the state between steps: its creation, checks and reads

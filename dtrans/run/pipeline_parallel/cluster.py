@@ -313,7 +313,9 @@ class ConnectedProcesses(OneProcess):
 
 
 class _LocalDevices(StageBackend):
-    """Backend with the devices of this process's stages; it leaves values of others in place.
+    """Backend with the devices of this process's stages.
+
+    It leaves values of other processes' stages where they are.
 
     Args:
       grids: the devices of each stage of this process.

@@ -75,7 +75,7 @@ class StepProgram:
       instructions: in order, each with the slots to empty after it.
       size: the number of slots.
       inputs: (place, name) of each array of the state and of the batch, to its slot.
-      fixed: slots with constants: numbers of micro-batches, constant outputs of the update.
+      fixed: slots with constants: indices of micro-batches, constant outputs of the update.
       state: (place, name) of each array of the new state, to its slot.
       results: name of each result, to its slot, its sharding, and the stage that computes it.
       saved: (stage, micro-batch) to the slots of values saved from forward to backward.

@@ -63,7 +63,7 @@ class PipelineJob(Job):
         The batch is the global one. In a job of N processes it is this process's part, 1/N of the
         rows. The job cuts arrays of the global batch on dim 0, first for replicas and then for
         micro-batches. Every micro-batch reads all of 0-d arrays and of the plan's `unsplit_inputs`,
-        which must be equal in all processes. The numbers of the replica and of the micro-batch are
+        which must be equal in all processes. The indices of the replica and of the micro-batch are
         folded into PRNG keys.
 
         Raises:
@@ -138,7 +138,7 @@ class PipelineJob(Job):
         """Return a job with another schedule, and with the compiled programs of this one.
 
         Raises:
-          ConfigError: the schedule is unknown, or needs other programs: interleaved stages, a
+          ConfigError: the schedule is unknown, or needs different programs: interleaved stages, a
             backward in two parts.
         """
         self.processes.check_reorder(name)

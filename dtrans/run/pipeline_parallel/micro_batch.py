@@ -1,4 +1,4 @@
-"""Program of a micro-batch, as a function of the global batch and the micro-batch's number."""
+"""Program of a micro-batch, as a function of the global batch and the micro-batch's index."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def of_micro_batch(
 ) -> Callable[..., Sequence[Any]]:
     """Return a program as a function of arrays of the global batch.
 
-    The number of the micro-batch is the last argument if the program `is_numbered`.
+    The index of the micro-batch is the last argument if the program `is_numbered`.
     """
     one, names, types, o = per_trainer(p), p.in_names, p.inputs, at.plan.options
     split = {i for i, n in enumerate(names) if n in batch and at.is_split(n, batch[n])}

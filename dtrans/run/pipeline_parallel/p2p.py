@@ -1,7 +1,7 @@
 """Channels between the processes of a pipeline: a connection from each process to each other one.
 
-Every process binds one door, and writes its address to the board of the job. A value is named by
-the step and by its number in the step, so that the order of arrival does not matter
+Every process binds one listening socket, and writes its address to the board of the job. A value is
+named by the step and by its index in the step, so that the order of arrival does not matter
 (`dtrans.protocol.collective.arrivals`). Sending never blocks: a thread waits for values to be
 computed, and cuts them into messages (`dtrans.protocol.wire`). Receiving waits up to a deadline,
 and then names the sender.

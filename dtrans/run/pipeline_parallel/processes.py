@@ -81,7 +81,7 @@ class OneProcess:
         """Carry out this process's part of a transfer.
 
         Args:
-          number: the number of the instruction.
+          number: the index of the instruction.
           ins: the transfer.
           env: the values in slots.
         """

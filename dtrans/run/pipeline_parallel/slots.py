@@ -78,7 +78,7 @@ class Slots:
         return found
 
     def number(self, stage: int, micro: int) -> int:
-        """Return the slot of the number of a micro-batch."""
+        """Return the slot that holds the index of a micro-batch."""
         found = self.slot(SAME, "number", self._at.plan.device_of(stage), micro)
         if found not in self.fixed:
             self.fixed[found] = self._at.backend.put(np.int32(micro), stage, SAME)

@@ -19,7 +19,7 @@ class TrainerRow:
     """Status of one trainer, merged over all servers that answered.
 
     Attributes:
-      trainer: its number.
+      trainer: its id.
       state: the worst state that a server reports.
       doing: its progress in the current step, at the server where it has completed the fewest.
       step: fewest steps that it has completed at a server; None if no server counts steps.
@@ -42,7 +42,7 @@ class TrainerRow:
 
 
 def merge_trainers(answers: Sequence[Answer]) -> list[TrainerRow]:
-    """Merge the status of each trainer over all servers, in the order of their numbers."""
+    """Merge the status of each trainer over all servers, in the order of their ids."""
     seen: dict[int, list[TrainerStatus]] = {}
     for answer in answers:
         for t in answer.trainers:

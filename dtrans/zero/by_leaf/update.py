@@ -1,7 +1,7 @@
 """Optimize half for leaves with owners: one program for all ranks, whose branches differ by rank.
 
 Leaves are not cut. The equations differ between ranks, so they are the branches of a `switch` over
-the number of the rank. A rank's work is that of a parameter server with its leaves
+the index of the rank. A rank's work is that of a parameter server with its leaves
 (`dtrans.slicing.server_update`), level by level:
 
     level 0    switch        each rank: its parts of cross-server values; values for later levels
@@ -117,7 +117,10 @@ class OwnerWriter:
         return block.role != LR_SCHED and block.name in self.units
 
     def _output_name(self, name: str) -> str:
-        """Return the name of a block's output: blocks read the state from before the step."""
+        """Return the name of a block's output.
+
+        It is `new NAME` if NAME is also an input, because blocks read the value before the step.
+        """
         return f"new {name}" if name in self.analysis.inputs else name
 
     def _find_shared_work(self) -> None:
@@ -152,8 +155,11 @@ class OwnerWriter:
     # -- the program -----------------------------------------------------------------------------
 
     def half(self) -> OptimizeHalf:
-        """Write the update: bins of gradients (`grads/float32`), parameters and state to new
-        ones."""
+        """Write the update.
+
+        It maps binned gradients (`grads/float32`), binned state and whole parameters to new
+        parameters and new state.
+        """
         a, b = self.analysis, Builder(self.analysis.half.jaxpr)
         binned = {*self.rank_of, *map(Gradient, self.grads.places)}
         plain = {n: b.input(v.aval) for n, v in a.inputs.items() if n not in binned}
@@ -231,7 +237,7 @@ class OwnerWriter:
     # -- branches --------------------------------------------------------------------------------
 
     def _switch(self, level: int, names: Sequence[str]) -> Callable[..., Any]:
-        """Return the function of the rank's number and of values that all ranks run at a level."""
+        """Return the function of the rank's index and of values that all ranks run at a level."""
         branches = [partial(self._branch, level, k, names) for k in range(self.ranks)]
         return lambda index, *values: jax.lax.switch(index, branches, *values)
 

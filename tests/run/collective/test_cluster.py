@@ -335,7 +335,7 @@ def test_trainers_with_other_endpoints(role_threads: RoleThreads) -> None:
         f"of '{listed}'"
     )
     assert str(errors[0]) == f"trainer 1 ({endpoints[1]}) refused trainer 0: {reason}"
-    assert str(errors[1]) == f"trainer 0 has other endpoints: {reason}"
+    assert str(errors[1]) == f"trainer 0 has different endpoints: {reason}"
     # told, or left to wait: it depends on who was asked first
     assert isinstance(errors[2], PeerError)
 

@@ -374,7 +374,7 @@ def test_what_a_server_says_wrongly_is_refused_and_changes_nothing(
             **as_other | {"order": "middle"},
         )
         wrong = (
-            f"pserver {other} would exchange other reductions with pserver {ep} than are "
+            f"pserver {other} would exchange different reductions with pserver {ep} than are "
             "planned here"
         )
         refused(line, wrong, "peer", **as_other | {"layout": "0" * 64})
@@ -601,7 +601,7 @@ def test_servers_of_different_plans_end_and_name_each_other(role_threads: RoleTh
         role_threads.start(ep, serve, plan, ep, params, deadline=3.0)
     role_threads.start("trainer", train, plans[0], 0, [mlp_batch(8)], params, deadline=3.0)
     errors = {ep: role_threads.end(ep) for ep in pservers}
-    told = "would exchange other reductions with pserver"
+    told = "would exchange different reductions with pserver"
     # the one that is refused ends; one that is not up yet then, or the trainer, may find nobody
     # there any more
     refused = {ep for ep, e in errors.items() if told in str(e)}

@@ -315,7 +315,7 @@ def test_a_trainer_that_goes_on_without_is_named(goes_on: Any) -> None:
     """Whichever of the two comes first."""
     why = (
         "trainer 0 gives up rows of params/emb after step 1, and trainer 1 goes on without: "
-        "all trainers call"
+        "all trainers must call"
     )
     for first, then in ((Said.evict, goes_on), (goes_on, Said.evict)):
         said = Said()
@@ -830,7 +830,10 @@ def test_an_init_that_makes_other_rows_is_refused(tmp_path: Path) -> None:
     tx = optax.adagrad(0.1)
     saved_table(tmp_path / "1", tx)
     other = planned(tx, emb=lambda key: 2 * drawn(key))
-    why = "the init of this plan generates other rows of params/emb than that of the job that saved"
+    why = (
+        "the init of this plan generates different rows of params/emb than the init of the job "
+        "that saved"
+    )
     with pytest.raises(StateError, match=why):
         dtrans.checkpoint.load(tmp_path / "1", other.main, other.startup)
     ((endpoint, programs),) = other.servers.items()

@@ -164,9 +164,9 @@ class JobTables(abc.ABC):
         optimizer state: it then differs from a single-device row. It counts towards no limit.
 
         All synchronous trainers call it, with the same arguments, between the same two steps:
-        servers evict when all have asked. With asynchronous trainers each call counts by itself.
-        Steps are then those of all trainers, as each server counts them. A row that a trainer has
-        looked up stays until its gradient arrives.
+        servers evict when all have asked. Asynchronous trainers call it independently, and each
+        server counts the steps of all trainers. A row that a trainer has looked up then stays
+        until its gradient arrives.
 
         Args:
           name: the table.

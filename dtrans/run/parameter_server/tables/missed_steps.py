@@ -91,7 +91,7 @@ class MissedSteps:
     Args:
       update: the server's update.
       table: the block.
-      state: the initial values by name; None if they are those of the init.
+      state: the initial values by name; None for the values of the init.
 
     Attributes:
       reads: types of the values that an update reads in addition to rows, by name.
@@ -136,7 +136,7 @@ class MissedSteps:
         return found
 
     def behind(self, ids: np.ndarray) -> np.ndarray:
-        """Return those of some rows that have missed steps."""
+        """Return the rows among some that have missed steps."""
         return ids[self._seen[ids] < self._records.now]
 
     @property

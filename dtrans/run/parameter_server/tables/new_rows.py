@@ -107,7 +107,9 @@ class NewRows(ArrayLike):
 
 
 class KnownRows(ArrayLike):
-    """A block, or an array of its state, with all rows; the init can make them again.
+    """A block, or an array of its state, that has all its rows.
+
+    `maker` can compute their initial values.
 
     Args:
       array: the rows.

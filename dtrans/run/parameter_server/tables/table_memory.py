@@ -88,7 +88,7 @@ class TableMemory:
         """Store the rows of a checkpoint.
 
         Raises:
-          StateError: the init makes other rows than the init of the checkpoint's job.
+          StateError: the init makes different rows than the init of the checkpoint's job.
         """
         if self.maker is not None and isinstance(saved, SavedTable):
             ids, probe = saved.probe
@@ -351,7 +351,7 @@ def scatter_rows(ids: np.ndarray, size: int, gradient: RowGradient) -> np.ndarra
       gradient: of some of these rows.
     """
     count = len(gradient.ids)
-    if count == len(ids):  # it has a gradient for each: no search
+    if count == len(ids):  # every row has a gradient: no search
         found = np.empty((size, *gradient.rows.shape[1:]), gradient.rows.dtype)
         found[:count], found[count:] = gradient.rows, 0
         return found
