@@ -35,6 +35,8 @@ class Model:
       around: what is put around an optimizer.
       exact: whether all is computed in the type that was asked for, so that a sum over ranks is
         that of one device.
+      rounded: leaves whose gradients a loop returns in 16 bits. From stage 2 on the loop sums them
+        over ranks, and rounds the sum.
     """
 
     params: Callable[[Any], Tree]
@@ -42,6 +44,7 @@ class Model:
     batch: Callable[[int, Any], tuple[jax.Array, ...]]
     around: Callable[[Any], Any] = lambda tx: tx
     exact: bool = True
+    rounded: tuple[str, ...] = ()
 
 
 def _drawn(dtype: Any, **shapes: tuple[int, ...]) -> dict[str, jax.Array]:
@@ -215,7 +218,8 @@ MODELS: Mapping[str, Model] = {
     "scan, cast inside, checkpoint": Model(
         stacked_params, functools.partial(stacked_loss, layer=jax.checkpoint(_half_layer)), numbers, exact=False),
     "scan, cast before": Model(
-        stacked_params, functools.partial(stacked_loss, layer=_cast_layer, before=_in_half), numbers, exact=False),
+        stacked_params, functools.partial(stacked_loss, layer=_cast_layer, before=_in_half), numbers, exact=False,
+        rounded=("kernel", "bias")),
 }  # fmt: skip
 
 # -- small models, each with one thing that is hard to gather or to scatter ------------------------
@@ -445,14 +449,24 @@ def on_host(tree: Tree) -> Tree:
     return jax.tree.map(as_numpy, tree)
 
 
-def mean_of_parts(loss: Any, tx: Any, ranks: int) -> Any:
-    """A step of one device that averages the gradients of the parts of a batch, each made alone."""
+def mean_of_parts(
+    loss: Any, tx: Any, ranks: int, degree: int = 1, rounded: Sequence[str] = ()
+) -> Any:
+    """Return a step of one device that averages the gradients of the parts of a batch.
+
+    The mean of `degree` parts is rounded to 16 bits for the leaves in `rounded`.
+    """
+    mean = lambda *xs: sum(xs[1:], start=xs[0]) / len(xs)
+    half = lambda x: x.astype(jnp.bfloat16).astype(x.dtype)
 
     def step(params: Tree, opt_state: Tree, *batch: Any) -> Any:
         parts = [x.reshape(ranks, -1, *x.shape[1:]) for x in batch]
         of = [jax.value_and_grad(loss)(params, *(x[k] for x in parts)) for k in range(ranks)]
-        mean = lambda *xs: sum(xs[1:], start=xs[0]) / ranks
         value, grads = jax.tree.map(mean, *of)
+        for n in rounded:
+            each = [g[n] for _, g in of]
+            groups = [half(mean(*each[k : k + degree])) for k in range(0, ranks, degree)]
+            grads[n] = mean(*groups)
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, value
 

@@ -80,18 +80,29 @@ def pairwise(factors: Sequence[Sequence[Any]]) -> list[Choice]:
 
 
 def on_one_device(
-    model: str, optimizer: str, ranks: int, dtype: Any = jnp.float64, steps: int = 3
+    model: str,
+    optimizer: str,
+    ranks: int,
+    dtype: Any = jnp.float64,
+    steps: int = 3,
+    degree: int = 0,
 ) -> Any:
+    """Return what one device computes; loops of `degree` ranks sum gradients, if it is not 0."""
     m = MODELS[model]
-    return _on_one_device(model, optimizer, 1 if m.exact else ranks, jnp.dtype(dtype).name, steps)
+    ranks, degree = 1 if m.exact else ranks, degree if m.rounded else 0
+    return _on_one_device(model, optimizer, ranks, jnp.dtype(dtype).name, steps, degree)
 
 
 @functools.cache
-def _on_one_device(model: str, optimizer: str, ranks: int, dtype: Any, steps: int) -> Any:
+def _on_one_device(
+    model: str, optimizer: str, ranks: int, dtype: Any, steps: int, degree: int
+) -> Any:
     """Parameters, state and losses; with several ranks of the mean of the gradients of each."""
     m = MODELS[model]
     tx, params = m.around(OPTIMIZERS[optimizer]()), m.params(dtype)
-    step = plain_step(m.loss, tx) if m.exact else mean_of_parts(m.loss, tx, ranks)
+    step = plain_step(m.loss, tx)
+    if not m.exact:
+        step = mean_of_parts(m.loss, tx, ranks, degree, m.rounded if degree else ())
     return alone(step, init_of(tx), params, [m.batch(s, dtype) for s in range(steps)])
 
 
@@ -107,7 +118,8 @@ def check(
         bucket_MB=fuse, **options,
     )  # fmt: skip
     got = trained(plan, way, params, batches)
-    want = on_one_device(model, optimizer, degree * replicas, dtype)
+    summing = degree if stage > 1 else 0
+    want = on_one_device(model, optimizer, degree * replicas, dtype, degree=summing)
     moved = [
         not np.array_equal(a, b)
         for a, b in zip(*map(jax.tree.leaves, (got[0], params)), strict=True)
