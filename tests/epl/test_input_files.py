@@ -103,7 +103,7 @@ def test_only_the_proportions_of_replicas_matter(count, replicas, times, options
         (
             (F, 0, [1]),
             {"unbalanced": True, "drop_last": True},
-            "unbalanced .* and drop_last .*; choose one",
+            "unbalanced=True .* and drop_last=True .*; choose one",
         ),
     ],
 )

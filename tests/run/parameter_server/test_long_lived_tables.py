@@ -330,7 +330,8 @@ def test_trainers_give_up_the_same_rows() -> None:
     said = Said()
     said.evict(0, 4)
     with pytest.raises(
-        PeerError, match="trainer 1 gives up .* 5 steps, and trainer 0 .* for 4: all trainers call"
+        PeerError,
+        match="trainer 1 gives up .* 5 steps, and trainer 0 .* for 4 steps; all trainers must",
     ):
         said.evict(1, 5)
 
