@@ -75,14 +75,10 @@ class Program(NamedJaxpr):
       labels: names for values that are neither input nor output, e.g. `params/w@GRAD.block0`.
       ambiguous_outputs: reason why the pairing of outputs with inputs is a guess, if it is.
       numbers: outputs that the function returned as Python numbers.
-      frozen_constants: state arrays with one number in all entries that never changes, and that
-        number: the step returns them (`dtrans.step.frozen`), and takes no other values.
-      takes_one_state: True if its first two arguments are parts of one state
-        (`dtrans.step.one_state`).
-      specializer: returns the same program for different input types (one `ShapeDtypeStruct` per
-        input): the traced function, or a `Rewrite`; None for a program of fixed shapes.
-      plan: the plan that has it as the program of a role. Roles compare the plan's fingerprint,
-        `plan.identity`, when they connect.
+      frozen_constants: the constant entry of state arrays that never change (`dtrans.step.frozen`).
+      takes_one_state: True if its first two arguments are parts of a state (`step.one_state`).
+      specializer: returns the program for other types, one per input; None if shapes are fixed.
+      plan: the plan of a role's program. Roles compare its `identity` when they connect.
 
     Example:
       >>> import jax.numpy as jnp, dtrans

@@ -62,8 +62,7 @@ class TrainerRegistry:
     Attributes:
       count: number of trainers of the job.
       started: the time at which the server began to wait for them.
-      known: the trainers that have come, by their ids and in that order; `by_address` has the
-        numbers.
+      known: the trainers that have come, by their ids. `by_address` has the ids.
       to_servers: bytes of all messages to other servers.
     """
 
@@ -142,8 +141,7 @@ class TrainerRegistry:
         Returns:
           The reason for which the trainer has to wait; empty if it has joined.
 
-        Raises:
-          WireError: it may not join.
+        Raises WireError if it may not join.
         """
         k = message["trainer"]
         self._check_job(k, message)
