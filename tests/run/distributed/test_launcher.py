@@ -329,7 +329,7 @@ GOOD_NCCL2 = {
         ),
         (
             {"DTRANS_TRAINER_ID": "0"},
-            "trainer 0 is at 127.0.0.1:6174; the current endpoint 127.0.0.1:6175 is that of",
+            "trainer 0 is at 127.0.0.1:6174; the current endpoint 127.0.0.1:6175 belongs to",
         ),
         (
             {"DTRANS_CURRENT_ENDPOINT": "127.0.0.1:1"},
