@@ -759,9 +759,9 @@ def page(results: Results) -> str:
 
 <!-- Written by benchmarks/delays.py. -->
 
-What does asynchronous training lose by gradients of old parameters, and how much does delay compensation
-(`enable_dc_asgd`) recover? A small version of the comparison in Zheng et al., Asynchronous Stochastic Gradient Descent
-with Delay Compensation (arXiv 1609.08326):
+Asynchronous training uses gradients of old parameters. This page measures the loss, and the part of it that delay
+compensation (`enable_dc_asgd`) recovers. It is a small version of the comparison in Zheng et al., Asynchronous
+Stochastic Gradient Descent with Delay Compensation (arXiv 1609.08326):
 
     .venv/bin/python benchmarks/delays.py --write
 

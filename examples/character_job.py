@@ -4,11 +4,10 @@ batches.
 Two engines: `mesh` has every stage of every replica on a device of its own; `simulate` has all of
 them on one.
 
-After training, on the mesh, a few more steps are run for their times alone. The plan is drawn
-beside them with as much work in all as they had: a forward costs the floating-point operations that
-the planner counted, a backward twice as many, and nothing is ever under way. So what differs is
-what a plan does not know: stages that take longer than their operations say, transfers, and devices
-that share the cores of this machine.
+After training on the mesh, the job times a few more steps. The plot shows the plan beside them,
+scaled to the same total work. In the plan a forward pass costs the operations that the planner
+counted, a backward pass twice as many, and transfers nothing. Differences come from slower stages,
+transfers, and devices that share the cores of this machine.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ class Trained:
     Attributes:
       losses: one per step.
       params: the parameters after the last step, on the host.
-      seconds: what the steps after the first took.
+      seconds: duration of the steps after the first.
     """
 
     losses: np.ndarray
@@ -92,7 +91,7 @@ class Watched:
     Attributes:
       planned: the schedule with the planner's costs; seconds, where it also `ran`.
       ran: the step of median length; None where all stages are on one device.
-      stored: what a step stored between forward and backward.
+      stored: activations between forward and backward, in a step.
     """
 
     planned: Play
@@ -108,7 +107,7 @@ def train(settings: CharactersSettings, *, plot: Path | None = None, check: bool
       check: train on one device too, and compare.
 
     Returns:
-      Whether the model has learnt from context, and the difference is within bounds. True where
+      True if the model has learnt from context, and the difference is within bounds. True if
       nothing is checked.
 
     Raises:
@@ -198,7 +197,7 @@ def planned_play(plan: dtrans.PipelinePlan, work: float = 1.0) -> Play:
     """Return the plan's schedule, at what its stages cost by their operations.
 
     Args:
-      work: how long all tasks take together.
+      work: duration of all tasks together.
     """
     forward = [stage.flops for stage in plan.stages]
     backward = [2 * cost for cost in forward]

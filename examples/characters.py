@@ -44,7 +44,7 @@ class Text:
     """The text as tokens, split.
 
     Attributes:
-      train: what is trained on.
+      train: the characters for training.
       validation: the tail, for validation.
     """
 
@@ -92,8 +92,7 @@ def load(library: Path | None = None) -> Text:
 def modules(library: Path) -> Iterator[Path]:
     """Return the library's modules that are one file of source, in the order of their names.
 
-    Python says which names are its own: what a distribution, or the build, put beside them is not
-    taken.
+    Python lists its modules. Modules that a distribution or the build added are left out.
     """
     return (
         path

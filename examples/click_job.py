@@ -32,8 +32,8 @@ def train(settings: ClickSettings, *, trainers: int, pservers: int, check: bool 
     one device.
 
     Returns:
-      Whether what was learnt, the difference and the memory of trainers are within bounds. True
-      where nothing is checked.
+      True if the area under the curve, the difference and the memory of trainers are within
+      bounds, or if nothing is checked.
 
     Raises:
       ConfigError, BatchError: settings that cannot be; LaunchError: a role failed.

@@ -58,7 +58,7 @@ class ClickSettings:
 
     Attributes:
       rows: of the first table; the others have `ROWS`.
-      steps: how many batches are trained on.
+      steps: number of training batches.
       batch_size: impressions in a global batch.
       seed: of the truth, the first parameters and the batches.
       deadline: seconds that a role may wait for another.
@@ -165,8 +165,9 @@ def test_set(settings: ClickSettings) -> tuple[np.ndarray, np.ndarray]:
 
 
 def auc(scores: np.ndarray, clicked: np.ndarray) -> float:
-    """Return the area under the receiver operating characteristic: how often a click is scored
-    above what is none.
+    """Return the area under the receiver operating characteristic.
+
+    It is the share of pairs in which a click has a higher score than an impression without one.
 
     Example:
       >>> import numpy as np
@@ -194,7 +195,7 @@ def scores(weights: Any, rows: Any) -> jax.Array:
     tables with its weight.
 
     Args:
-      weights: what is no table.
+      weights: the parameters that are not tables.
       rows: (impressions, tables, `WIDTH`).
     """
     crossed = jnp.einsum("nad,nbd->nab", rows, rows)

@@ -55,7 +55,7 @@ def train(
       check: train on one device too, and compare.
 
     Returns:
-      Whether the test accuracy and the difference are within bounds. True where nothing is checked.
+      True if the test accuracy and the difference are within bounds, or if nothing is checked.
 
     Raises:
       ConfigError, BatchError: settings that cannot be; LaunchError: a role failed.

@@ -22,7 +22,7 @@ class DigitsSettings:
 
     Attributes:
       optimizer: a name of `optimizer_choice`.
-      epochs: how often each image is seen.
+      epochs: passes over the images.
       batch_size: images in a global batch.
       seed: of the split, the first parameters and the batches.
       min_block_size: the fewest elements worth a block, with parameter servers.

@@ -104,7 +104,7 @@ def progress(
 
     Args:
       what: the loss it is.
-      shown: whether to show it.
+      shown: True to show it.
     """
     total = settings.epochs * settings.steps_per_epoch
     with _progress(total, "training", shown) as advance:

@@ -49,7 +49,7 @@ def launched(
     """Run a job, and return what each trainer has left.
 
     Args:
-      module: what every role runs, with a directory and the settings as its arguments.
+      module: the script of every role. Its arguments are a directory and the settings.
       leave: puts files for the roles into that directory.
     """
     with tempfile.TemporaryDirectory(prefix="dtrans-train-") as directory:
@@ -88,7 +88,7 @@ def be_role(
     Args:
       step, init: for one device.
       batch: gives the global batch of a step.
-      ask: what trainer 0 leaves beside, from its job and the last state.
+      ask: returns further results of trainer 0, from its job and the last state.
     """
     role, key = dtrans.Role.from_env(), jax.random.key(settings.seed)
     part = [x[: settings.batch_size // role.trainers] if x.ndim else x for x in batch(0)]

@@ -73,7 +73,7 @@ class WordSettings:
 
     Attributes:
       loss: "nce", or "tree" for hierarchical softmax.
-      steps: how many batches are trained on.
+      steps: number of training batches.
       batch_size: pairs in a global batch.
       seed: of the pairs, the first parameters and the batches.
       deadline: seconds that a role may wait for another.
@@ -112,7 +112,7 @@ class Words:
 
     Attributes:
       words: the vocabulary, the most frequent first.
-      counts: how often each word stands in the text.
+      counts: occurrences of each word in the text.
       centers, contexts: pairs of words that stand beside each other, by their numbers, int32.
     """
 

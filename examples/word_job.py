@@ -43,7 +43,7 @@ def train(
     """Train, print the nearest of some words, and compare the losses with those of one device.
 
     Returns:
-      Whether what was learnt, and the difference, are within bounds. True where nothing is checked.
+      True if the vectors and the difference are within bounds, or if nothing is checked.
 
     Raises:
       ConfigError, BatchError: settings that cannot be; LaunchError: a role failed.

@@ -41,6 +41,8 @@ NOT_VERBS = set(
         "nothing of on one other others some that the their these they this those to with",
     )
 )
+# words that no sentence starts with; "when" and "where" begin conditions, too
+QUESTIONS = {"what", "whether", "how"}
 # second words that follow nouns alone
 AFTER_NOUNS = {"of", "that", "which", "whose", "where"}
 # verbs that may precede these words
@@ -185,6 +187,8 @@ def check_text(text: str, line: int) -> Iterator[tuple[int, str]]:
             # code is one word
             words = re.sub(r"`[^`]*`", "x", sentence).split()
             count = sum(re.search(r"[^\W_]", word) is not None for word in words)
+            if words and words[0].lower() in QUESTIONS:
+                yield line + start, f"a sentence starts with {words[0]!r}: {sentence[:60]}"
             if count > MAX_WORDS:
                 yield line + start, f"{count} words, at most {MAX_WORDS}: {sentence[:60]}"
 

@@ -4,7 +4,7 @@ Batches are sharded over trainers, columns of parameters over devices.
 
 split             `split`: a program and its sharded dimensions to the program of one shard
 layout            layouts of a value: replicated, sharded, or a partial sum
-rules             strategies: how an equation runs on shards
+rules             strategies of an equation on shards
 values            values of a shard, converted to the layout that an equation reads
 counted_values    pieces of values that are computed from counters and fills
 writer            writer of the program, and of bodies of equations

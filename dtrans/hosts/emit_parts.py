@@ -24,7 +24,7 @@ class EmitParts:
       name: a DNS label from the script's name, such as `dtrans-train`.
       argv: the command of every role.
       environment: variables that are the same in every role and do not say which one it is.
-      servers, trainers: how many there are.
+      servers, trainers: numbers of servers and of trainers.
       variable: the variable that lists all endpoints.
       observed: trainer 0 of collectives answers `dtrans status`, one port above all endpoints.
       cores: processors for each role; None if unknown.

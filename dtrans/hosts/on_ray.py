@@ -77,7 +77,7 @@ class RayJob(Job):
         spread.
       trainer_resources, server_resources: for each of them, such as {"CPU": 4, "GPU": 1}; one CPU
         by default.
-      processes: how many trainers' actors there are; by default one for each trainer, rank or stage
+      processes: number of trainers' actors; by default one for each trainer, rank or stage
         of the plan. With fewer, each has several devices. Not with parameter servers.
       rows: of a trainer's batch, with a dataset.
       checkpoints: the folder of `job.save(path)`, which all nodes see. Parameter servers need it.

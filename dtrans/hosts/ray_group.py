@@ -104,7 +104,7 @@ def driver_environment(bundle: Mapping[str, float], devices: int) -> dict[str, s
 
     Args:
       bundle: the resources of a role.
-      devices: how many devices it has if it computes on CPUs.
+      devices: number of its devices if it computes on CPUs.
     """
     found = {
         n: x for n, x in os.environ.items() if n.startswith(CARRIED) and n not in ROLE_VARIABLES
@@ -137,7 +137,7 @@ class RayPlacement:
     """Needs of the roles, and the nodes that they may run on.
 
     Attributes:
-      trainers, pservers: how many of each.
+      trainers, pservers: numbers of trainers and of pservers.
       trainers_on: "PACK" puts trainers on as few nodes as possible, "SPREAD" on different ones.
       trainer_resources, server_resources: for each of them, as a bundle of a placement group:
         {"CPU": 1, "GPU": 1}.
@@ -177,7 +177,7 @@ class RayGroup:
     Args:
       ray: the module, connected.
       actor: the class of the actors (`dtrans.hosts.ray_actor.RoleProcess`).
-      placement: how many, and where.
+      placement: numbers and nodes of the actors.
       environment: gives the variables of a role's process, from its bundle.
       deadline: seconds to wait until there is room for all, and their processes have started.
       options: of Ray's for all actors.

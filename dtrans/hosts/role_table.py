@@ -289,7 +289,7 @@ def role_table(
 
     Args:
       mode: "pserver"; or "nccl2", "sharding" or "pipeline", where all processes are trainers.
-      trainers, pservers: how many of each; one pserver by default, and none in other modes.
+      trainers, pservers: numbers of both; one pserver by default, and none in other modes.
       command: program and arguments, the same for every process.
       endpoints: of the servers, or of the trainers where there are none; loopback from port 6174 by
         default.
@@ -540,7 +540,7 @@ def place(table: RoleTable, hosts: Iterable[tuple[str, int]]) -> tuple[str, ...]
     after host: neighbours exchange most.
 
     Args:
-      hosts: name and slots of each: how many processes it takes. The order decides between equals.
+      hosts: name of each, and its slots for processes. The order decides between equals.
 
     Raises:
       ConfigError: too few slots, or a host that is listed twice.

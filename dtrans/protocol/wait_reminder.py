@@ -9,7 +9,7 @@ SAY = 10.0  # seconds between two reminders
 
 
 class WaitReminder:
-    """Times at which a process logs that a wait goes on.
+    """Times at which a process logs a wait.
 
     Attributes:
       next: the next of these times.

@@ -12,7 +12,7 @@ one_state          steps of one state (a TrainState), split into parameters and 
 frozen             leaves whose update never changes them
 hyperparameters    hyperparameters in the optimizer's state: search and replacement
 batch_sharing      options for the batch, and the parts of processes
-observers          host callbacks: what each reads, and which trainer calls it
+observers          host callbacks: their operands, and the trainers that call them
 forward_backward   the first half, written with a callback for each gradient
 weight_gradients   transposes of weight gradients, fused into their products
 scopes             scopes of users in a model: stages, split layers, local reductions

@@ -16,7 +16,7 @@ from dtrans.ir.pytree import TreeSpec
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Options: how the batch is split, and how results of its parts are merged.
+    """Options to split the batch and to merge the results of its parts.
 
     Attributes:
       kind: "exact", the default: the job computes one device's numbers for every step. Values that

@@ -283,7 +283,7 @@ class Need:
 
     Attributes:
       what: the need, as the first half of a sentence.
-      advice: what to write instead.
+      advice: code to write instead.
       error: class of the error.
       why: reason for the error, if it is the same for all strategies.
     """

@@ -67,7 +67,7 @@ def drop_frozen_updates(main: Program, startup: Program) -> Program:
 def check_frozen(main: Program, name: str, x: Any) -> None:
     """Raise StateError for state that a step cannot take: constants must have their initial value.
 
-    The state may come from a job in which the leaf was trained: one device would then go on moving
+    The state may come from a job in which the leaf was trained: one device would then still move
     it by its moments.
     """
     constant = main.frozen_constants.get(name)

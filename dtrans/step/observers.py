@@ -147,7 +147,7 @@ def refuse_observers(
       observers: the callbacks.
       reads: kinds to refuse.
       why: the reason, after "which".
-      remedy: what to do instead of printing inside of the step.
+      remedy: an alternative to printing inside of the step.
 
     Raises:
       GradientError: there is one.

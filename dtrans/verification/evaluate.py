@@ -297,7 +297,7 @@ class World:
         return self._enter(World({"alone": count}, self.unknown, self.log))
 
     def _enter(self, world: World) -> World:
-        """Let another world go on counting equations."""
+        """Let another world continue the count of equations."""
         world.evaluated = self.evaluated
         return world
 

@@ -154,7 +154,7 @@ class RepairedWorld(World):
         factor = self.repair.factor
         if factor == 1:
             return outputs
-        # ranks that share an object go on sharing one
+        # ranks that share an object still share one
         multiples = {id(v): _multiple(v, factor) for x in outputs for v in x}
         found = []
         for x in outputs:

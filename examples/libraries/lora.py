@@ -1,7 +1,7 @@
 """Low-rank adapters beside frozen weights, by Equinox's `partition` and `combine`, on handwritten
 digits.
 
-What is frozen has no gradient and no optimizer's state; trainers hold it, and no server does. Here
+Frozen weights have no gradient and no optimizer state; trainers have them, and servers do not. Here
 it is random: a trained model's weights would come in by `job.scatter`.
 """
 

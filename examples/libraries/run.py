@@ -1,7 +1,7 @@
 """A library's step in a strategy: trained, shown, and compared with one device on the same batches.
 
-What distributes it are two calls of `dtrans.trace`, a plan, and its job (`planned`, `train`); all
-else is data and printing.
+Two calls of `dtrans.trace`, a plan and its job distribute it (`planned`, `train`). The rest is data
+and printing.
 """
 
 from __future__ import annotations
@@ -42,14 +42,13 @@ def run(
     Args:
       name: one of `EXAMPLES`.
       mode: one of `MODES`; `single` is the step on one device, without dtrans.
-      trainers: how many share the batch; also how many servers, ranks of sharding or stages of a
-        pipeline there are.
+      trainers: number of trainers; also that of servers, ranks of sharding or stages of a pipeline.
       stage: of sharding: 1, 2 or 3.
-      steps: how many batches are trained on.
+      steps: number of training batches.
       x64: compute in 64 bits, where what differs is rounding by some 1e-14.
 
     Returns:
-      Whether the difference is within bounds; in 32 bits there are none.
+      True if the difference is within bounds; in 32 bits there are none.
 
     Raises:
       ConfigError: no such example or mode, or a library is missing. A strategy that refuses the

@@ -323,8 +323,12 @@ def say(serving: Serving, op: str, **fields: Any) -> None:
     serving.take(b"0", [wire.header(op, **fields)], 1.0)
 
 
-def hello_again(job: Job, serving: Serving) -> list[str]:
-    """Let the trainer say hello on a connection that was made again, and return what it is told."""
+def hello_again(job: Job, serving: Serving, sent: int = 0) -> list[str]:
+    """Let the trainer greet the server on a new connection; return the kinds of the answers.
+
+    Args:
+      sent: messages that the trainer sent by the old connection.
+    """
     job.trainers.lose(b"0", 1.0)
     job.said.clear()
     say(
@@ -335,7 +339,7 @@ def hello_again(job: Job, serving: Serving) -> list[str]:
         session="",
         order=sys.byteorder,
         back=True,
-        sent=0,
+        sent=sent,
         leaves=True,
     )
     return [op for _, op, _ in job.said]
@@ -385,19 +389,8 @@ def test_by_a_unix_socket_no_goodbye_is_lost() -> None:
 def test_who_left_after_a_message_was_lost_is_refused() -> None:
     """Messages before the `complete` are missing, and so is a part of the training."""
     serving = ends_of(job := Job(1))
-    job.trainers.lose(b"0", 1.0)
-    say(
-        serving,
-        "hello",
-        trainer=0,
-        trainers=1,
-        session="",
-        order=sys.byteorder,
-        back=True,
-        sent=1,
-        leaves=True,
-    )
-    assert job.said[-1][1] == "refuse" and "1 messages are lost" in job.said[-1][2]["reason"]
+    assert hello_again(job, serving, sent=1) == ["refuse"]
+    assert "1 messages are lost" in job.said[-1][2]["reason"]
     assert not serving.ended
 
 

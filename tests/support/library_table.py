@@ -47,7 +47,7 @@ WHY = {  # in a few words
 
 HEAD = f"""# Steps of other libraries
 
-How do I distribute a step of flax, nnx or Equinox? `dtrans.trace(step, state, *batch)` takes one state of any
+dtrans distributes steps of flax, nnx and Equinox. `dtrans.trace(step, state, *batch)` takes one state of any
 structure: a flax `TrainState`, a state of nnx, an Equinox model with its optimizer, a dict of models.
 
     main = dtrans.trace(train_step, state, images, labels)

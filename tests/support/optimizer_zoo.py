@@ -576,7 +576,8 @@ INTRODUCTION = f"""# Optimizers
 
 <!-- Written by tests/support/optimizer_zoo.py: `make docs`. -->
 
-How do parameter servers run my optimizer? `print(plan)` answers for your step; these tables for all optimizers.
+Parameter servers run an optimizer in slices or whole. `print(plan)` shows this for your step, these tables for all
+optimizers.
 
 An optimizer is *sliced* if possible: each server updates blocks of rows of the leaves, with the optimizer's state for
 these rows. If an optimizer mixes the rows of a leaf, the leaf is stored whole on one server. The plan lists such leaves

@@ -28,8 +28,8 @@ TRAINERS, ROWS = 2, 12
 
 HEAD = f"""# What each step takes
 
-What does a step exchange to give the numbers of one device? `print(plan)` answers for your step, and this table for the
-steps of the tests ([exact.md](exact.md) explains it).
+Some steps exchange values to give the numbers of one device. `print(plan)` lists them for your step, and this table for
+the steps of the tests ([exact.md](exact.md) explains it).
 
 The tests compare parameters, optimizer state and results with one device, within 1e-12 in 64 bits. Each step runs on
 two trainers, and on three that do not divide the batch. It runs in nccl2 mode, in sharding stages 1 to 3 and with

@@ -81,7 +81,7 @@ class BetweenSteps:
         error = ""
         try:
             yield self._steps.saved()
-        except CheckpointError as e:  # the job may go on
+        except CheckpointError as e:  # the job may continue
             error = str(e)
         self.answers.append(Answered(request, error))
 

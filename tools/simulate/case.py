@@ -151,11 +151,11 @@ class Case:
       moves_rows: an update may move all rows of a table.
       every, waits: for "geo", the number of steps between pushes; and if a trainer waits for the
         answer.
-      events: what happens.
+      events: faults, and delays of connections.
       requests: of trainers, in the order in which each sends its own; one eviction at most, before
         other requests of its step.
       guests: that come.
-      is_followed: the processes of roles that end well go on to a second job on the same endpoints.
+      is_followed: the processes of roles that end well start a second job on the same endpoints.
     """
 
     seed: int
@@ -242,7 +242,7 @@ class Case:
         return self.sync_mode and request.kind == "evict" and not may <= {*request.trainers}
 
     def eviction_after(self, step: int) -> Request | None:
-        """Return the request to evict rows after a step, unless a trainer goes on without it."""
+        """Return the request to evict rows after a step, unless a trainer continues without it."""
         for x in self.requests:
             later = {k for k, n in enumerate(self.steps) if n > step}
             if x.kind == "evict" and x.step == step and later <= {*x.trainers}:

@@ -232,7 +232,7 @@ def _faults_of_rows(
     """Yield wrong rows that an asynchronous server sent from a block.
 
     Args:
-      after: how many steps of each trainer are in each value of the block.
+      after: for each value of the block, the number of steps of each trainer in it.
     """
     assert isinstance(server.update, SimulatedBlocks)
     values = [np.frombuffer(x, np.float32) for x in server.update.history[block]]

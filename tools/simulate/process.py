@@ -19,7 +19,7 @@ class Process:
     """A role. Its work is `step`; `spend` says that it takes time.
 
     Attributes:
-      error: what ended it, if anything did.
+      error: the exception that ended it; None without one.
       ended: when it ended, well or with an error; None while it runs, and of one that was killed.
       killed, killed_at: if it was, and when.
     """

@@ -104,7 +104,7 @@ class SimulatedTrainer(Process):
         self._script = self._run()
         self._wait: OperationWait | LastWords | Callable[[], bool] = lambda: True
         self._computes = False
-        self._failed: DtransError | None = None  # raised where the script goes on
+        self._failed: DtransError | None = None  # raised where the script continues
 
     def start(self) -> None:
         """Begin."""
@@ -243,7 +243,7 @@ class SimulatedTrainer(Process):
         """Make the turns of a communicator, if there is one."""
 
     def _is_ready(self) -> bool:
-        """Return True if the script may go on: with what it waits for, or with an error."""
+        """Return True if the script may continue, with an answer or with an error."""
         wait = self._wait
         if callable(wait):
             return wait() or (self._failed is not None and not self._computes)

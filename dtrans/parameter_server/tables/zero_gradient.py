@@ -411,7 +411,7 @@ class _FollowedRow:
 
 
 def _conditions_are_in_operands(eqn: JaxprEqn) -> bool:
-    """Return True if the search for conditions goes on in the operands of an equation."""
+    """Return True if the search for conditions continues in the operands of an equation."""
     is_logic = eqn.primitive.name in ("and", "or", "xor", "not")
     compares = any(v.aval.dtype == bool for v in eqn.outvars) and not is_logic
     return bool(moved_operands(eqn)) or (facts_of(eqn).elementwise and not compares)

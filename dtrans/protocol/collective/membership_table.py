@@ -1,4 +1,4 @@
-"""Table of a collective job's trainers: which ones have ended, and if this one can go on.
+"""Table of a collective job's trainers: which ones have ended, and if this one can continue.
 
 All trainers carry out the same operations in the same order. So a trainer waits in vain for one
 that has ended after fewer operations than it has begun.
@@ -129,7 +129,7 @@ class MembershipTable:
         )
 
     def failure(self) -> str:
-        """Return the reason for which this trainer cannot go on; empty if it can."""
+        """Return the reason for which this trainer cannot continue; empty if it can."""
         known = list(self.ended.items())  # a copy: another thread may note one meanwhile
         for k, how in known:
             if how.reason:

@@ -1,4 +1,4 @@
-"""Traffic of a communicator: what a trainer sends and receives in the background.
+"""Traffic of a communicator, which sends and receives in the background of a trainer.
 
 A turn takes gradients from the queue, merges those of several steps, and sends them. After some
 sends it asks for all parameters. It receives them while it continues to send, as far as

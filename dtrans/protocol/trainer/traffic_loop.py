@@ -1,7 +1,7 @@
 """The loop of a communicator: a queue of gradients around `Traffic`, one turn at a time.
 
 Steps put gradients into the queue, ask for rows and take the parameters that came last. They may do
-so in another thread than that of the turns: what both use is assigned as a whole.
+so in another thread than that of the turns. Attributes that both use are assigned as a whole.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class TrafficLoop:
     Args:
       links: of the trainer, by endpoint.
       traffic: with some of these servers.
-      config: how long the queue is, and so on.
-      changed: is called when steps may have waited for what has happened.
+      config: length of the queue, and the other options.
+      changed: is called after events for which steps may have waited.
 
     Attributes:
       newest: the parameters that came last, behind the number of steps that are in them.
@@ -199,7 +199,7 @@ class TrafficLoop:
     def _begin(self, request: TrafficRequest, begin: Callable[[], Operation[Any]]) -> None:
         try:
             self._operation = request, OperationWait(self._transport, self._links, begin())
-        except DtransError as e:  # the loop goes on; who has asked has to know
+        except DtransError as e:  # the loop continues; the caller gets the error
             self._end_request(request, None, e)
 
     def _turn_of_operation(self, request: TrafficRequest, wait: OperationWait) -> bool:

@@ -164,7 +164,8 @@ def launch(
       log_dir: a folder for the output of the roles, with a file for each (`trainer-0.log`).
       site: the hosts of the roles; by default this host.
       restarts: the number of times that all roles start again after a role is lost to a signal or
-        with its host. With restarts, the variable DTRANS_RESTARTS of each role counts them.
+        with its host. With restarts, the variable DTRANS_RESTARTS of each role counts them. No
+        restart begins after the deadline: the loss is the job's error.
 
     Raises:
       ConfigError: an argument has an invalid value.
@@ -236,15 +237,15 @@ def launch(
             lost = job.lost(was_reached=attempt > 0)
             if attempt == restarts or signum is not None or lost is None:
                 break
+            pause = _pause_before(attempt, lost)
+            if limit is not None and time.monotonic() + pause >= limit:
+                break
             say(
                 f"{lost.role.name}{lost.where} failed with {lost.how()}; all roles start again "
                 f"(restart {attempt + 1} of {restarts})"
             )
-            pause = BACK_OFF * 2 ** (attempt - 1) if attempt else 0.0
-            if lost.is_host_lost(was_reached=True):
-                pause = max(pause, HOST_PAUSE)
-            signum = job.pause(pause, limit)
-            if signum is not None or job.timed_out:
+            signum = job.pause(pause)
+            if signum is not None:
                 break
     if signum is not None:
         raise KeyboardInterrupt if signum == signal.SIGINT else SystemExit(128 + signum)
@@ -392,12 +393,9 @@ class _Job:
             return next((c for c in self._dropped.values() if _is_lost(c, was_reached)), None)
         return None
 
-    def pause(self, seconds: float, limit: float | None) -> int | None:
-        """Wait before a restart, at most until the time limit; return a signal that comes."""
+    def pause(self, seconds: float) -> int | None:
+        """Wait before a restart; return a signal that comes."""
         until = time.monotonic() + seconds
-        if limit is not None and limit <= until:
-            self.timed_out = self.failed.role.name if self.failed is not None else ""
-            until = limit
         while time.monotonic() < until:
             event = self._next(until)
             if isinstance(event, int):
@@ -451,6 +449,12 @@ def _by_peer(child: Child) -> bool:
         or (("Error: " in line or "distributed service" in line) and is_by_peer(line))
         for line in child.tail
     )
+
+
+def _pause_before(attempt: int, lost: Child) -> float:
+    """Return the seconds to wait before the restart that follows an attempt."""
+    pause = BACK_OFF * 2 ** (attempt - 1) if attempt else 0.0
+    return max(pause, HOST_PAUSE) if lost.is_host_lost(was_reached=True) else pause
 
 
 def _is_lost(child: Child, was_reached: bool) -> bool:

@@ -36,10 +36,10 @@ class WatchedTrainers:
 
     Args:
       endpoint: where trainer 0 answers.
-      count: how many trainers there are.
-      members: what trainer 0 knows of the others.
-      me: returns what it does itself.
-      awaited: returns for what it has waited long.
+      count: number of trainers.
+      members: the other trainers, as trainer 0 knows them.
+      me: returns the state of trainer 0 itself.
+      awaited: returns the event for which it has waited long.
 
     Attributes:
       heard: when each trainer said something last.

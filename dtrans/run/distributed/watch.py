@@ -181,7 +181,7 @@ class Watch:
             self._doing -= 1
 
     def check(self, origin: int | None = None) -> None:
-        """Raise PeerError if this process cannot go on, or if `origin`, which it waits for, has
+        """Raise PeerError if this process cannot continue, or if `origin`, which it waits for, has
         ended."""
         why = self.members.failure() or ("" if origin is None else self.members.why(origin))
         if why:
@@ -189,7 +189,7 @@ class Watch:
             raise PeerError(f"{self.me} cannot go on: {why}")
 
     def failure(self, wait: float) -> str:
-        """Return the reason for which this process cannot go on; empty if it can.
+        """Return the reason for which this process cannot continue; empty if it can.
 
         Args:
           wait: seconds that it may take to be known.

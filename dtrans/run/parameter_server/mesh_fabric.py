@@ -173,7 +173,7 @@ class _MeshServer:
     """The updates of one server on its device.
 
     Args:
-      update: what it computes.
+      update: the update of its blocks.
       at: the device.
       trainers: the number of trainers.
       donate: as in `MeshJob`.

@@ -924,11 +924,15 @@ launch({[*command, folder + "/"]!r}, trainers=2, restarts=3, grace={PATIENCE})
     assert started.returncode == 128 + signal.SIGTERM
 
 
-def test_a_pause_ends_at_the_time_limit(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_restart_begins_after_the_deadline(
+    script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("dtrans.run.distributed.launcher.BACK_OFF", 900)
     command = script(LOSES.format(losses=9, signal="SIGKILL"))
-    with pytest.raises(DeadlineError, match=r"trainer 1 had not ended|waited 5 s for the job"):
-        launch(command, trainers=2, restarts=9, deadline=5)
+    with pytest.raises(LaunchError, match="trainer 1 failed with signal SIGKILL"):
+        launch(command, trainers=2, restarts=9, deadline=600)
+    assert "(restart 1 of 9)" in (printed := capsys.readouterr().err)
+    assert "(restart 2 of 9)" not in printed
 
 
 def test_a_server_that_fails_by_a_dropped_trainer_is_restarted(
