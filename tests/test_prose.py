@@ -32,6 +32,11 @@ def found(source: str) -> list[str]:
         ("x = 1  # a list of which one is read", 'a comment has "of which"'),
         ('raise ValueError("w is of no table")', 'a string has "is of"'),
         (f'"""{"word " * 26}."""', "26 words, at most 25"),
+        ('"""A row. What it has."""', "a sentence starts with 'What'"),
+        (
+            'def fn():\n    """Return it.\n\n    Args:\n      a: how many.\n    """',
+            "starts with 'how'",
+        ),
         ("def told_to(x): ...", "told_to is named by a participle"),
         ("class Made: ...", "Made is named by a participle"),
         ("def fn(x_given): ...", "x_given is named by a participle"),
