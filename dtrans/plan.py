@@ -37,6 +37,7 @@ from dtrans.errors import BatchError, ConfigError
 from dtrans.ir import display, fingerprint
 from dtrans.ir.program import Program
 from dtrans.ir.pytree import TreeSpec
+from dtrans.ir.selection import subset, values_at
 from dtrans.verification.check import STEPS, Comparison
 from dtrans.verification.outcome import Report
 
@@ -317,11 +318,11 @@ class Plan(abc.ABC):
         # the single-device step: of asynchronous modes and GEO-SGD a sequential replay
         if traced.replay is None:
             state_names = [n for spec in main.args[:2] for n in spec.names]
-            state_types = [main.inputs[n] for n in state_names]
+            state_types = values_at(main.inputs, state_names)
             expected = main.specialize_flat([*state_types, *input_types.values()])
         else:
             expected = traced.replay
-            input_types = {n: expected.inputs[n] for n in input_types}
+            input_types = subset(expected.inputs, input_types)
             values = {n: jnp.broadcast_to(x, input_types[n].shape) for n, x in values.items()}
         startup: Program = self.startup  # type: ignore[attr-defined]
         comparison = Comparison(
@@ -337,7 +338,7 @@ class Plan(abc.ABC):
 
 def _traced_types(program: Program, spec: TreeSpec) -> Any:
     """Return the types with which an argument was traced, in its structure."""
-    return spec.unflatten([program.inputs[n] for n in spec.names])
+    return spec.unflatten(values_at(program.inputs, spec.names))
 
 
 def _type_of(x: Any) -> jax.ShapeDtypeStruct:

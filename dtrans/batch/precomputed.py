@@ -25,10 +25,11 @@ import jax.numpy as jnp
 from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Var, closed, constants, opened
 from dtrans.errors import BatchError
 from dtrans.ir.builder import Builder
-from dtrans.ir.dataflow import backward_slice
+from dtrans.ir.dataflow import avals, backward_slice
 from dtrans.ir.inline import eliminate_dead, inline_calls
 from dtrans.ir.program import FORWARD, Program
 from dtrans.ir.pytree import TreeSpec
+from dtrans.ir.selection import values_at
 from dtrans.step.capture import value_and_grad_p
 from dtrans.step.collect import COLLECT
 
@@ -99,7 +100,7 @@ class Precomputed:
             eqns,
             inner,
         )
-        types = tuple(v.aval for v in arguments.values())
+        types = tuple(avals(arguments.values()))
         args = (*program.args, TreeSpec.from_tree(types, ROOT))
         return program.with_jaxpr(jaxpr, args=args, labels={})
 
@@ -139,7 +140,7 @@ class Precomputed:
             f"values of the whole batch of {program.name}",
             jaxpr,
             args,
-            TreeSpec.from_tree(tuple(v.aval for v in inner.outvars), ROOT),
+            TreeSpec.from_tree(tuple(avals(inner.outvars)), ROOT),
             (FORWARD,) * len(opened(jaxpr).eqns),
         )
         return program.rewritten(self.precompute_program, result=result)
@@ -230,7 +231,7 @@ class FlatStep:
             [*self.constants, *constants(self.body)],
             self.inner.invars,
             outs,
-            [eqns[i] for i in positions],
+            values_at(eqns, positions),
             self.inner,
         )
         return jaxpr, used

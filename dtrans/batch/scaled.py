@@ -48,6 +48,7 @@ from dtrans.ir.dataflow import backward_slice
 from dtrans.ir.display import without_addresses
 from dtrans.ir.inline import eliminate_dead, inline_calls
 from dtrans.ir.program import Program
+from dtrans.ir.selection import subset, values_at
 from dtrans.step.capture import value_and_grad_p
 from dtrans.step.cut import Cut
 from dtrans.step.marks import mark_p
@@ -91,7 +92,7 @@ def scale_of_parts(step: Cut, part: TrainerStep, trainers: int) -> tuple[PartSca
     asked = [n for n in (*results, *step.frozen) if n in part.merges]
 
     # gradients first, then the results
-    part_marks = {n: marks[n] for n in step.gradients}
+    part_marks = subset(marks, step.gradients)
     halves = _half(step.program, step.gradients, asked), _half(part.program, part_marks, asked)
     try:
         powers = _Pairing(trainers, part.scaled).powers(halves, [0] * len(step.program.in_names))
@@ -115,9 +116,9 @@ def scale_of_parts(step: Cut, part: TrainerStep, trainers: int) -> tuple[PartSca
 def _half(program: Program, gradients: Mapping[str, Atom], results: Sequence[str]) -> ClosedJaxpr:
     """Return the equations of the forward and backward pass that gradients and results need."""
     inner = program.inner
-    outs = [*gradients.values(), *(program.outvars[n] for n in results)]
+    outs = [*gradients.values(), *values_at(program.outvars, results)]
     positions, _ = backward_slice(inner.eqns, outs)
-    eqns = [inner.eqns[i] for i in positions]
+    eqns = values_at(inner.eqns, positions)
     return eliminate_dead(
         closed(inner.constvars, program.jaxpr.consts, inner.invars, outs, eqns, inner)
     )

@@ -31,14 +31,16 @@ from dtrans._jax import (
     line_of,
     opened,
 )
-from dtrans.engine.layout import PARTIAL, Gathered, Partial, ShardLayout, Shards, cut_along, nbytes
+from dtrans.engine.layout import PARTIAL, Gathered, Partial, ShardLayout, Shards, cut_along
 from dtrans.engine.open_sums import linear_terms
 from dtrans.engine.writer import SplitWriter, written
 from dtrans.errors import BatchError
-from dtrans.ir.dataflow import backward_slice, propagate
+from dtrans.ir.cost import total_bytes
+from dtrans.ir.dataflow import avals, backward_slice, bits_of, propagate, variables
 from dtrans.ir.inline import eliminate_dead
 from dtrans.ir.program import FORWARD, Program
 from dtrans.ir.pytree import TreeSpec
+from dtrans.ir.selection import values_at
 from dtrans.ops import collective_of, moved_values
 from dtrans.rows.layout import SHARED, RowAxis
 from dtrans.step.cut import Cut
@@ -118,7 +120,7 @@ def trainer_step(
     eqns = source.eqns
     ins, outs = source.invars, source.outvars
     behind = propagate(eqns, dict.fromkeys(step.boundary.values(), 1), {})
-    is_behind = lambda e: any(isinstance(a, Var) and behind.get(a) for a in e.invars)
+    is_behind = lambda e: bits_of(behind, *e.invars) != 0
     late = [a for i in step.late for a in eqns[i].invars]
     positions, _ = backward_slice(eqns, [*outs.values(), *late], step.boundary.values())
     after = [
@@ -127,20 +129,20 @@ def trainer_step(
     update_values = {v for e in after for v in e.outvars} | set(step.boundary.values())
 
     graded = [n for n in step.params if n in step.gradients]
-    terms = [step.gradients[n] for n in graded]
+    terms = values_at(step.gradients, graded)
     before = [n for n, a in outs.items() if not (isinstance(a, Var) and a in update_values)]
     crossing = list(
         dict.fromkeys(
             a for e in after for a in e.invars if isinstance(a, Var) and a not in update_values
         )
     )
-    watched = [eqns[i] for i in step.early]
-    wanted: list[Atom] = [*terms, *(outs[n] for n in before), *crossing]
+    watched = values_at(eqns, step.early)
+    wanted: list[Atom] = [*terms, *values_at(outs, before), *crossing]
     read = list(wanted)
     for eqn in watched:
         read += eqn.invars
     needed, _ = backward_slice(eqns, read)
-    half = [eqns[i] for i in sorted({*needed, *step.early})]
+    half = values_at(eqns, sorted({*needed, *step.early}))
 
     local = _is_local(half, source, axes, trainers, noun)
     inner = closed(
@@ -148,12 +150,11 @@ def trainer_step(
     )
     ours = [*step.results, *(n for n in step.frozen if outs[n] is not ins[n])]
     opened = [n for n in before if n in step.results or (open_state and n in ours)]
-    are_values = lambda atoms: [a for a in atoms if isinstance(a, Var)]
     # a sum over iterations of a loop is reduced once, after the loop
     of_loops = {v for e in half if e.primitive.name in LOOPS for v in e.outvars}
-    ends = [*terms, *(outs[n] for n in opened)]
+    ends = [*terms, *values_at(outs, opened)]
     ends += [v for v in crossing if v in of_loops]
-    added = linear_terms(inner.jaxpr, are_values(ends), are_values(terms))
+    added = linear_terms(inner.jaxpr, variables(ends), variables(terms))
 
     shards = Shards(trainers, tuple(over), noun, finite_padding=takes_index)
     rows = {source.inputs[n].shape[axis] for n, axis in axes.items()}
@@ -188,13 +189,11 @@ def trainer_step(
             atoms = [
                 a if isinstance(a, Literal) or b.is_constant(a) else env[a] for a in eqn.invars
             ]
-            env.update(
-                zip(eqn.outvars, b.copy(eqn, atoms, [v.aval for v in eqn.outvars]), strict=True)
-            )
+            env.update(zip(eqn.outvars, b.copy(eqn, atoms, avals(eqn.outvars)), strict=True))
         found: dict[str, Atom] = dict(zip(before, values[len(terms) :], strict=False))
         found |= {n: env[a] for n, a in outs.items() if n not in found and isinstance(a, Var)}
         how = dict(zip(before, layouts[len(terms) :], strict=False))
-        jaxpr = eliminate_dead(b.build([found[n] for n in source.out_names]))
+        jaxpr = eliminate_dead(b.build(values_at(found, source.out_names)))
         roles = (FORWARD,) * len(jaxpr.jaxpr.eqns)  # the cut of this program assigns them
         numbered = takes_index and w.pieces.reads_index
         args = source.args
@@ -258,6 +257,4 @@ def _exchanged(jaxpr: Any) -> Iterator[Exchanged]:
         line = line_of(eqn) or next(filter(None, around), "")
         lines |= dict.fromkeys(eqn.outvars, line)
         if collective_of(eqn) is not None:
-            yield Exchanged(
-                eqn.primitive.name, line, sum(nbytes(a.aval) for a in moved_values(eqn))
-            )
+            yield Exchanged(eqn.primitive.name, line, total_bytes(moved_values(eqn)))

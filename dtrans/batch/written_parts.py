@@ -33,11 +33,12 @@ from dtrans.engine.layout import Partial, ShardLayout, Shards, cut_along
 from dtrans.engine.writer import SplitWriter, written
 from dtrans.errors import BatchError
 from dtrans.ir.builder import Builder
-from dtrans.ir.dataflow import backward_slice, propagate
+from dtrans.ir.dataflow import avals, backward_slice, bits_of, propagate
 from dtrans.ir.fingerprint import value_digests
 from dtrans.ir.inline import eliminate_dead
 from dtrans.ir.program import FORWARD, Program, is_communication
 from dtrans.ir.pytree import TreeSpec, is_under
+from dtrans.ir.selection import values_at
 from dtrans.rows.layout import SHARED, RowAxis
 from dtrans.step.capture import captured
 from dtrans.step.cut import cut
@@ -110,9 +111,7 @@ class WrittenParts:
         part = found.program
         b = Builder(part.jaxpr)
         args = part.args[:-1] if found.takes_index else part.args
-        types_of_part = [v.aval for v in part.inner.invars][
-            : len(part.in_names) - found.takes_index
-        ]
+        types_of_part = avals(part.inner.invars)[: len(part.in_names) - found.takes_index]
         operands: list[Atom] = [b.input(t) for t in types_of_part]
         if self.numbered:
             rows = b.input(_numbers_type(_rows(part, self.axes)))
@@ -241,7 +240,7 @@ def _ways(
     for i, (spot, a, layout) in enumerate(zip(spots, program.outvars, layouts, strict=True)):
         needed, read = backward_slice(program.eqns, [a])
         inside = itertools.chain.from_iterable(equations_inside(program.eqns[k]) for k in needed)
-        is_exchanged = any(map(is_communication, (*(program.eqns[k] for k in needed), *inside)))
+        is_exchanged = any(map(is_communication, (*values_at(program.eqns, needed), *inside)))
         # rows in another order are not those of the part
         is_reordered = isinstance(layout, RowAxis) and layout.order is not None
         if (
@@ -316,7 +315,7 @@ def _free(flat: FlatStep, fixed: Collection[str]) -> list[Spot]:
                 found[where[a]] = None
 
     def is_bound(eqn: JaxprEqn, bits: Mapping[Var, int]) -> bool:
-        return bool(eqn.effects) or any(isinstance(a, Var) and bits.get(a) for a in eqn.invars)
+        return bool(eqn.effects) or bits_of(bits, *eqn.invars) != 0
 
     for eqn in body.eqns:
         if is_bound(eqn, inside):

@@ -42,6 +42,7 @@ from dtrans.checkpoint.saved_rows import TableArray
 from dtrans.data_parallel.plan import CollectivePlan
 from dtrans.errors import CheckpointWarning, StateError
 from dtrans.ir.program import Program
+from dtrans.ir.selection import values_at
 from dtrans.job import Job
 from dtrans.ops import init_on_use_p, listen_and_serv_p
 from dtrans.parameter_server.overview import VarDistributed
@@ -367,7 +368,7 @@ def _table_arrays(
         names = [n for n in block.arrays if n in targets]
         if block.updates_all or len(names) < len(block.arrays):
             continue
-        table = saved.table([targets[n] for n in names], on_use.get(block.name), args)
+        table = saved.table(values_at(targets, names), on_use.get(block.name), args)
         if table is None:
             continue
         for i, n in enumerate(names):

@@ -21,6 +21,8 @@ from pathlib import Path
 
 import numpy as np
 
+from dtrans.ir.selection import number_items
+
 
 CHUNK = 4 << 20  # bytes of one write
 DIRECT = getattr(os, "O_DIRECT", 0)  # only Linux has it
@@ -46,7 +48,7 @@ def read_arrays(
       types: the result of `write_arrays`.
       names: the arrays to read.
     """
-    numbers = {name: i for i, name in enumerate(types)}
+    numbers = number_items(types)
     return {n: np.load(folder / f"{numbers[n]}.npy").view(np.dtype(types[n])) for n in names}
 
 

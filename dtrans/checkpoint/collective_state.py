@@ -27,6 +27,7 @@ from dtrans.checkpoint.pserver_state import TRAINER, check_type
 from dtrans.data_parallel.plan import CollectivePlan
 from dtrans.data_parallel.state import CollectiveState
 from dtrans.errors import StateError
+from dtrans.ir.selection import subset
 from dtrans.parameter_server.overview import VarDistributed
 from dtrans.zero.plan import ShardingPlan
 
@@ -235,7 +236,7 @@ def build_state(
     params, opt_state = plan.program.args[:2]
     fields = []
     for names in (params.names, opt_state.names, plan.extra_state):
-        fields.append({n: arrays[n] for n in names})
+        fields.append(subset(arrays, names))
     return CollectiveState(*fields)
 
 

@@ -60,6 +60,7 @@ from dtrans.checkpoint.table_files import SavedBlock, write_tables
 from dtrans.errors import CheckpointError, ConfigError, DtransError, StateError, missing_extra
 from dtrans.ir.array_fns import words
 from dtrans.ir.program import Program
+from dtrans.ir.selection import values_at
 from dtrans.parameter_server.overview import VarDistributed
 from dtrans.rows.row_buckets import RowBuckets
 from dtrans.step.frozen import check_frozen
@@ -208,7 +209,7 @@ class Checkpoint:
             return None
         with _read_errors(block.folder):
             args = block.args()
-        wanted = [init.inputs[n] for n in init.in_names]
+        wanted = values_at(init.inputs, init.in_names)
         if len(args) != len(wanted):
             raise StateError(
                 f"the init of this plan takes {len(wanted)} arrays, and the init of the job that "

@@ -28,6 +28,7 @@ from dtrans.checkpoint.assemble import (
 from dtrans.errors import ConfigError, StateError
 from dtrans.ir.program import Program
 from dtrans.ir.pytree import TreeSpec, unflatten_all
+from dtrans.ir.selection import subset
 from dtrans.parameter_server.overview import VarDistributed
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.step.frozen import check_frozen
@@ -277,7 +278,7 @@ def frozen_values(plan: PServerPlan, params: Any) -> dict[str, Any]:
     values = name_leaves(plan.main.args[0], params, "params")
     for name in plan.frozen:
         check_type(values[name], plan.main.inputs[name], name, "a trainer has")
-    return {name: values[name] for name in plan.frozen}
+    return subset(values, plan.frozen)
 
 
 def check_type(x: Any, wanted: Any, name: str, who: str) -> None:

@@ -25,11 +25,13 @@ from dtrans.batch.precomputed_micro_steps import PrecomputedMicroSteps
 from dtrans.data_parallel.options import Options
 from dtrans.data_parallel.reducer import clip_to_norm
 from dtrans.errors import BatchError
-from dtrans.ir.array_fns import in_one, is_key, parts_of, sum_type
+from dtrans.ir.array_fns import array_type, in_one, is_key, parts_of, sum_type
 from dtrans.ir.builder import Builder
+from dtrans.ir.dataflow import avals
 from dtrans.ir.inline import inline_calls
 from dtrans.ir.program import BACKWARD, FORWARD, Program
 from dtrans.ir.pytree import is_under, unused_name
+from dtrans.ir.selection import subset, values_at
 from dtrans.step.cut import GRAD, Cut, cut
 from dtrans.step.forward_backward import write_trainer_half
 
@@ -133,7 +135,7 @@ def write_micro_steps(
 
     # one micro-step, from its inputs to results and gradients
     inner = Builder(source.jaxpr)
-    inner.invars += [vars_of[n] for n in plain_names]
+    inner.invars += values_at(vars_of, plain_names)
     grads: Mapping[str, Atom] = micro.gradients
     if half is None:
         write_trainer_half(inner, micro, results, lambda leaf, grad: None)
@@ -150,9 +152,9 @@ def write_micro_steps(
     outs_of |= {name: grads[n] for n, name in grad_names.items()}
     merged = [n for n in step.frozen if n in window.ways and n not in window.carried]
     ways = dict.fromkeys(grad_names.values(), window.reduce)
-    ways |= {n: window.ways[n] for n in (*results, *merged)}
+    ways |= subset(window.ways, (*results, *merged))
     outs = [*ways, *window.carried]
-    body = _Body(inner.build([outs_of[n] for n in outs]), names, outs)
+    body = _Body(inner.build(values_at(outs_of, outs)), names, outs)
 
     inputs |= _write_precomputed(b, step, window)
     scan = _Scan(names, body, ways, window.carried, window)
@@ -170,11 +172,11 @@ def write_local_steps(b: Builder, step: Cut, window: MicroSteps) -> dict[str, At
     """
     micro = _micro_program(step.program, window)
     state = [*step.params, *step.opt_state]
-    ways = {n: window.ways[n] for n in step.results}
+    ways = subset(window.ways, step.results)
     outs = [*ways, *state]
     outs_of = micro.outvars
     names = list(micro.in_names)
-    body = _Body(closed_with(micro.jaxpr, outvars=[outs_of[n] for n in outs]), names, outs)
+    body = _Body(closed_with(micro.jaxpr, outvars=values_at(outs_of, outs)), names, outs)
     return _write_scan(b, step, _Scan(names, body, ways, state, window), {})
 
 
@@ -191,10 +193,10 @@ def _write_precomputed(b: Builder, step: Cut, window: MicroSteps) -> dict[str, A
     if window.precomputed is None:
         return {}
     source = step.program
-    types = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in source.inputs.values()]
+    types = list(map(array_type, source.inputs.values()))
     prelude = window.precomputed.of_trainer(types)
     b.role = FORWARD
-    values = b.inline(prelude.jaxpr, *(source.invars[n] for n in prelude.in_names))
+    values = b.inline(prelude.jaxpr, *values_at(source.invars, prelude.in_names))
     return dict(zip(prelude.out_names, values, strict=True))
 
 
@@ -231,12 +233,12 @@ class _Body:
     """Micro-step as a function of arrays by name."""
 
     def __init__(self, jaxpr: ClosedJaxpr, ins: Sequence[str], outs: Sequence[str]) -> None:
-        self.types = dict(zip(outs, [a.aval for a in opened(jaxpr).outvars], strict=True))
+        self.types = dict(zip(outs, avals(opened(jaxpr).outvars), strict=True))
         self._ins, self._outs = ins, outs
         self._fn: Callable[..., list[Any]] = jaxpr_as_fun(jaxpr)
 
     def __call__(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        return dict(zip(self._outs, self._fn(*(values[n] for n in self._ins)), strict=True))
+        return dict(zip(self._outs, self._fn(*values_at(values, self._ins)), strict=True))
 
 
 class _Scan:
@@ -285,8 +287,8 @@ class _Scan:
         start = self._start(), _select(values, self.carried)
         (merged, state), stacks = jax.lax.scan(run_micro_step, start, (jnp.arange(count), parts))
         found = self._finish(merged, stacks)
-        outputs = [found[n] for n in self.ways]
-        return outputs + [state[n] for n in self.carried]
+        outputs = values_at(found, self.ways)
+        return outputs + values_at(state, self.carried)
 
     def _start(self) -> dict[str, jax.Array]:
         """Return the neutral elements of sums and maxima."""
@@ -334,7 +336,7 @@ class _Scan:
 
 
 def _select(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    return {n: values[n] for n in names}
+    return subset(values, names)
 
 
 def _write_scan(b: Builder, step: Cut, scan: _Scan, inputs: Mapping[str, Atom]) -> dict[str, Atom]:
@@ -347,8 +349,8 @@ def _write_scan(b: Builder, step: Cut, scan: _Scan, inputs: Mapping[str, Atom]) 
       inputs: inputs that are not the step's variables, by name.
     """
     atoms_of = {**step.program.invars, **inputs}
-    atoms = [atoms_of[n] for n in scan.names]
-    jaxpr = inline_calls(small_jaxpr(scan, [a.aval for a in atoms]))
+    atoms = values_at(atoms_of, scan.names)
+    jaxpr = inline_calls(small_jaxpr(scan, avals(atoms)))
     outputs = b.inline(jaxpr, *atoms)
     return dict(zip((*scan.ways, *scan.carried), outputs, strict=True))
 

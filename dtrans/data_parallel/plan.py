@@ -12,7 +12,7 @@ import numpy as np
 from dtrans._jax import SCAN, JaxprEqn, is_varying, jaxprs_in_params, opened, scan_length
 from dtrans.costs import Costs, RoleCost, program_flops
 from dtrans.errors import ConfigError
-from dtrans.ir.cost import nbytes
+from dtrans.ir.cost import nbytes, total_bytes
 from dtrans.ir.program import Program
 from dtrans.ops import collective_of
 from dtrans.plan import Plan, realiser
@@ -176,8 +176,8 @@ class CollectivePlan(Plan):
     def costs(self) -> Costs:
         sent = received = rounds = 0
         for eqn, times in collectives(self.program.jaxpr):
-            sent += times * sum(nbytes(a.aval) for a in eqn.invars)
-            received += times * sum(nbytes(a.aval) for a in eqn.outvars)
+            sent += times * total_bytes(eqn.invars)
+            received += times * total_bytes(eqn.outvars)
             rounds += times
         names = [n for spec in self.program.args[:2] for n in spec.names]
         state = sum(nbytes(self.program.inputs[n]) for n in names)

@@ -26,7 +26,9 @@ from dtrans.data_parallel.options import COMPRESSED, REDUCED, Options
 from dtrans.data_parallel.plan import Bucket
 from dtrans.ir.array_fns import together
 from dtrans.ir.builder import Builder
+from dtrans.ir.dataflow import avals
 from dtrans.ir.program import DIST
+from dtrans.ir.selection import number_items, subset
 from dtrans.ops import all_gather_p, all_reduce_p, reduce_scatter_p
 
 
@@ -69,7 +71,7 @@ def assign_buckets(
     groups = _group_leaves(reduced, o, kind)
 
     # a bucket is reduced as soon as its last value is computed
-    position = {leaf: i for i, leaf in enumerate(reduced)}
+    position = number_items(reduced)
     groups.sort(key=lambda leaves: position[leaves[-1]])
 
     buckets = []
@@ -86,7 +88,7 @@ def _group_leaves(
     values: Mapping[str, Atom], o: Options, kind: Callable[[str], ReduceSpec]
 ) -> list[list[str]]:
     """Group values of one dtype and spec, up to the size of a bucket; shared ones go together."""
-    limits = bucket_sizes([v.aval for v in values.values()], o)
+    limits = bucket_sizes(avals(values.values()), o)
     open_groups: dict[Any, list[str]] = {}
     sizes: dict[Any, int] = {}
     full: list[list[str]] = []
@@ -233,7 +235,7 @@ class Reducer:
     def _reduce(self, bucket: Bucket) -> None:
         """Write the reduction of a bucket, and the operations before and after it."""
         if self.o.trainers == 1:
-            self.means |= {n: self.grads[n] for n in bucket.leaves}
+            self.means |= subset(self.grads, bucket.leaves)
             return
         # leaves may share a variable; literals cannot be keys
         leaf_of = {id(self.grads[n]): n for n in bucket.leaves}

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 from dtrans._jax import Atom, Var
 from dtrans.data_parallel.options import Options
 from dtrans.ir.builder import Builder, read_from
-from dtrans.ir.dataflow import backward_slice
+from dtrans.ir.dataflow import avals, backward_slice
 from dtrans.ir.pytree import is_under
+from dtrans.ir.selection import values_at
 from dtrans.ops import trainer_index_p
 from dtrans.step.cut import Cut
 from dtrans.step.observers import refuse_twice
@@ -72,7 +73,7 @@ def write_from_gradients(
     boundary = {v: means[n] for n, v in step.boundary.items() if n in means}
     env: dict[Var, Atom] = dict(boundary)
     here = {v for e in b.eqns for v in e.outvars}
-    wanted = [outs[n] for n in step.from_gradients]
+    wanted = values_at(outs, step.from_gradients)
     for i in step.late:
         wanted += inner.eqns[i].invars
     needed, _ = backward_slice(inner.eqns, wanted, boundary)
@@ -80,9 +81,9 @@ def write_from_gradients(
     for i in sorted({*needed, *step.late}):
         eqn = inner.eqns[i]
         if any(isinstance(a, Var) and a in env for a in eqn.invars):
-            copies = b.copy(eqn, read_from(env, eqn.invars), [v.aval for v in eqn.outvars])
+            copies = b.copy(eqn, read_from(env, eqn.invars), avals(eqn.outvars))
             env.update(zip(eqn.outvars, copies, strict=True))
         elif i in step.late or not here.issuperset(eqn.outvars):
             b.keep(eqn)
-    found = read_from(env, [outs[n] for n in step.from_gradients])
+    found = read_from(env, values_at(outs, step.from_gradients))
     return dict(zip(step.from_gradients, found, strict=True))

@@ -52,6 +52,7 @@ from dtrans.ir.builder import Builder
 from dtrans.ir.dataflow import backward_slice
 from dtrans.ir.program import BACKWARD, FORWARD, OPTIMIZE, Program
 from dtrans.ir.pytree import is_under
+from dtrans.ir.selection import subset
 from dtrans.plan import with_recipe
 from dtrans.rows.analysis import leaves_of_state
 from dtrans.step.batch_sharing import Batch
@@ -386,7 +387,7 @@ def refuse_collectives(main: Program) -> None:
 def reduced_values(step: Cut, o: Options, merges: Mapping[str, str]) -> dict[str, Atom]:
     """Return gradients by leaf, in the order of the backward pass; state with local steps."""
     if o.local_sgd is None:
-        return {n: step.gradients[n] for n in ready_order(step)}
+        return subset(step.gradients, ready_order(step))
     outs = step.program.outvars
     return {n: outs[n] for n in (*step.params, *step.opt_state) if merges.get(n) == "mean"}
 
@@ -444,7 +445,7 @@ def _write_shared_update(
     if o.num_micro_batch == 1:
         reducer = Reducer(b, values, o, outs.get(o.batch.example_count or ""), GRAD, kind)
         outputs = write_trainer_half(b, step, results, reducer.add)
-        inputs |= {n: outputs[n] for n in step.handed}
+        inputs |= subset(outputs, step.handed)
     else:
         window = MicroSteps.from_options(step, o, merges)
         outputs, grads = write_micro_steps(b, step, window, results)

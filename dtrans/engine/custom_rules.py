@@ -34,6 +34,8 @@ from dtrans._jax import (
     small_jaxpr,
 )
 from dtrans.engine.layout import PARTIAL, ShardLayout
+from dtrans.ir.dataflow import avals
+from dtrans.ir.selection import values_at
 from dtrans.rows.layout import RowAxis
 
 
@@ -86,14 +88,14 @@ class _Call:
         operands."""
         operands, tangents = args[: len(self.types)], args[len(self.types) :]
         outs, found = jax.jvp(
-            self._outs(operands), [operands[i] for i in self.floats], list(tangents)
+            self._outs(operands), values_at(operands, self.floats), list(tangents)
         )
-        return [*outs, *(found[i] for i in self.float_outs)]
+        return [*outs, *values_at(found, self.float_outs)]
 
     def vjp(self, *args: Any) -> list[Any]:
         """Return the cotangents of operands, from all operands and the cotangents of outputs."""
         operands, cotangents = args[: len(self.types)], args[len(self.types) :]
-        outs, pull = jax.vjp(self._outs(operands), *(operands[i] for i in self.floats))
+        outs, pull = jax.vjp(self._outs(operands), *values_at(operands, self.floats))
         present = iter(cotangents)
         zeros = lambda x: np.zeros(np.shape(x), jax.dtypes.float0)
         return list(
@@ -125,14 +127,14 @@ def call_on_pieces(
       write: rewrites the rule for one shard.
     """
     call = _Call.from_eqn(eqn)
-    out_types = [v.aval for v in eqn.outvars]
+    out_types = avals(eqn.outvars)
     is_jvp = eqn.primitive.name == CUSTOM_JVP
     if is_jvp:
-        full_rule = small_jaxpr(call.jvp, [*call.types, *(call.types[i] for i in call.floats)])
-        rule_ins = [*ins, *(ins[i] for i in call.floats)]
-        rule = write(full_rule, rule_ins, [*outs, *(outs[i] for i in call.float_outs)])
+        full_rule = small_jaxpr(call.jvp, [*call.types, *values_at(call.types, call.floats)])
+        rule_ins = [*ins, *values_at(ins, call.floats)]
+        rule = write(full_rule, rule_ins, [*outs, *values_at(outs, call.float_outs)])
     else:
-        full_rule = small_jaxpr(call.vjp, [*call.types, *(out_types[i] for i in call.float_outs)])
+        full_rule = small_jaxpr(call.vjp, [*call.types, *values_at(out_types, call.float_outs)])
         rule_ins = [*ins, *(_cotangent(outs[i]) for i in call.float_outs)]
         rule = write(full_rule, rule_ins, [_cotangent(ins[i]) for i in call.floats])
     if rule is None:
@@ -151,7 +153,7 @@ def call_on_pieces(
 
 
 def _in_types(jaxpr: ClosedJaxpr) -> list[Any]:
-    return [v.aval for v in opened(jaxpr).invars]
+    return avals(opened(jaxpr).invars)
 
 
 _INDEX = ShapedArray((), np.dtype(np.int32))
@@ -190,7 +192,7 @@ def _with_vjp(
         return fn(*args), args
 
     def backward(args: Sequence[Any], cotangents: Sequence[Any]) -> tuple[Any, ...]:
-        in_cotangents = iter(rule(*args, *(cotangents[i] for i in call.float_outs)))
+        in_cotangents = iter(rule(*args, *values_at(cotangents, call.float_outs)))
         return tuple(
             next(in_cotangents) if i - skipped in call.floats else None for i in range(len(args))
         )

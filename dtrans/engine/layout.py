@@ -138,11 +138,6 @@ def _longest_runs(size: int, entries: np.ndarray) -> int:
     )
 
 
-def nbytes(aval: Any) -> int:
-    """Return the bytes of a value; a key of a random generator counts as one word."""
-    return int(aval.size) * int(getattr(aval.dtype, "itemsize", 4))
-
-
 @dataclasses.dataclass(frozen=True)
 class Gathered:
     """Record of a sharded value that an equation or output needs in full.

@@ -32,7 +32,8 @@ from dtrans._jax import (
     scan_length,
     wiring,
 )
-from dtrans.engine.layout import PARTIAL, Gathered, Partial, ShardLayout, nbytes, rows_only
+from dtrans.engine.layout import PARTIAL, Gathered, Partial, ShardLayout, rows_only
+from dtrans.ir.cost import nbytes, total_bytes
 from dtrans.ir.interpret import ForwardAnalysis, enter
 from dtrans.ir.program import is_communication
 from dtrans.ops import collective_of, moved_values
@@ -73,7 +74,7 @@ def moved_bytes(eqns: Iterable[JaxprEqn]) -> dict[str, int]:
     for eqn in eqns:
         if collective_of(eqn) is not None:
             name = eqn.primitive.name
-            found[name] = found.get(name, 0) + sum(nbytes(a.aval) for a in moved_values(eqn))
+            found[name] = found.get(name, 0) + total_bytes(moved_values(eqn))
     return found
 
 

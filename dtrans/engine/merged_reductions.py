@@ -6,6 +6,8 @@ from typing import Any
 
 from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Var, opened
 from dtrans.ir.builder import Builder, read_from
+from dtrans.ir.dataflow import all_operands
+from dtrans.ir.selection import values_at
 from dtrans.ops import all_reduce_p
 
 
@@ -32,7 +34,7 @@ def merge_reductions(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
             else:
                 b.keep(eqn, read_from(found, eqn.invars))
         for params, eqns in waiting.items():
-            terms = read_from(found, [a for e in eqns for a in e.invars])
+            terms = read_from(found, all_operands(eqns))
             reduced = b.bind(all_reduce_p, *terms, **dict(params))
             found.update(zip((v for e in eqns for v in e.outvars), reduced, strict=True))
     return b.build(read_from(found, inner.outvars))
@@ -50,4 +52,4 @@ def _levels(eqns: list[JaxprEqn]) -> list[list[int]]:
         level = max((known.get(a, 0) for a in eqn.invars if isinstance(a, Var)), default=0)
         found.setdefault(level, []).append(i)
         known.update(dict.fromkeys(eqn.outvars, level + _is_reduction(eqn)))
-    return [found[level] for level in sorted(found)]
+    return values_at(found, sorted(found))

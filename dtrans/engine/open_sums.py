@@ -22,8 +22,10 @@ from dtrans._jax import (
     linear_group,
     linear_operands,
 )
-from dtrans.engine.layout import Partial, ShardLayout, nbytes
+from dtrans.engine.layout import Partial, ShardLayout
 from dtrans.engine.values import ShardValues
+from dtrans.ir.cost import nbytes
+from dtrans.ir.dataflow import variables
 from dtrans.rows.layout import RowAxis
 
 
@@ -82,7 +84,7 @@ def linear_terms(inner: Jaxpr, outs: Collection[Var], summed: Collection[Var] = 
     found, anyway = set(outs), set(summed)
     needed: set[Var] = set()  # as sums
     for eqn in reversed(inner.eqns):
-        operands = [a for a in eqn.invars if isinstance(a, Var)]
+        operands = variables(eqn.invars)
         is_summed = anyway.issuperset(eqn.outvars)
         if _rounds(eqn) and needed.issuperset(eqn.outvars) and not is_summed:
             found.difference_update(eqn.outvars)

@@ -21,8 +21,10 @@ import numpy as np
 from jax.lax import GatherScatterMode as Mode
 
 from dtrans._jax import JaxprEqn, warn_if_unknown
-from dtrans.engine.layout import Partial, ShardLayout, Shards, cut_along, nbytes, rows_only
+from dtrans.engine.layout import Partial, ShardLayout, Shards, cut_along, rows_only
 from dtrans.engine.row_moves import RowMoves, moves_of, regroup
+from dtrans.ir.cost import nbytes, total_bytes
+from dtrans.ir.dataflow import avals
 from dtrans.rows.layout import SHARED, RowAxis, Shared
 from dtrans.rows.rules import step_of
 
@@ -118,7 +120,7 @@ def _cost(
             moved += size / shards.count if exchanged else size
             gathered += 0 if exchanged or not operand.is_input else size
     if way.reduce and not (as_term and way.reduce == "sum"):
-        moved += 2 * sum(nbytes(v.aval) for v in eqn.outvars)
+        moved += 2 * total_bytes(eqn.outvars)
     return gathered, moved
 
 
@@ -205,7 +207,7 @@ def _gather(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
     The sharded dimension is one of single entries that are selected, one that slices keep in full,
     or one of the indices.
     """
-    (x, indices), (found, of) = (a.aval for a in eqn.invars), ins
+    (x, indices), (found, of) = avals(eqn.invars), ins
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     out = eqn.outvars[0].aval
     # dimensions of the indices, but for the last
@@ -252,7 +254,7 @@ def _scatter(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
     The sharded dimension is one of single entries that are written, one that windows cover in full,
     or one of the indices.
     """
-    x, indices, updates = (a.aval for a in eqn.invars)
+    x, indices, updates = avals(eqn.invars)
     numbers = eqn.params["dimension_numbers"]
     batch = [d for d in range(updates.ndim) if d not in numbers.update_window_dims]
     gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}

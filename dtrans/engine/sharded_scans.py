@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from dtrans._jax import SCAN, Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Var, bodies, opened, scan_counts
 from dtrans.engine.layout import ShardLayout
 from dtrans.ir.builder import Builder
+from dtrans.ir.dataflow import all_operands, variables
 from dtrans.ir.inline import inline_calls
 from dtrans.rows.layout import RowAxis
 
@@ -46,8 +47,8 @@ def sharded_iterations(
 
 def _added(inner: Jaxpr, consts: int, carried: int) -> list[bool] | None:
     """Return for each carried value if iterations add to it; None if one is read and changed."""
-    reads: Counter[Atom] = Counter(a for a in inner.outvars if isinstance(a, Var))
-    reads.update(a for e in inner.eqns for a in e.invars if isinstance(a, Var))
+    reads: Counter[Atom] = Counter(variables(inner.outvars))
+    reads.update(variables(all_operands(inner.eqns)))
     found = []
     for v, out in zip(inner.invars[consts : consts + carried], inner.outvars, strict=False):
         if v is not out and not _adds_only(inner, v, out, reads):

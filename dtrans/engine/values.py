@@ -32,7 +32,6 @@ from dtrans.engine.layout import (
     Partial,
     ShardLayout,
     Shards,
-    nbytes,
     rows_or_none,
 )
 from dtrans.engine.pieces import Pieces
@@ -40,7 +39,8 @@ from dtrans.engine.rules import Operand, Strategy
 from dtrans.errors import ConfigError
 from dtrans.ir.array_fns import padded, times
 from dtrans.ir.builder import Builder
-from dtrans.ir.dataflow import is_zero_array
+from dtrans.ir.cost import nbytes
+from dtrans.ir.dataflow import all_operands, is_zero_array, variables
 from dtrans.ir.display import short_type
 from dtrans.ops import all_gather_p, all_reduce_p, reduce_scatter_p
 from dtrans.ops.all_to_all import all_to_all_p
@@ -81,8 +81,8 @@ class ShardValues(abc.ABC):
         self.inputs: set[Var] = set()  # sharded inputs, and values with the same numbers
         self._values: dict[Any, Atom] = {}  # by value and layout
         self._producers = {v: e for e in inner.eqns for v in e.outvars}
-        reads: Iterable[Atom] = (*inner.outvars, *(a for e in inner.eqns for a in e.invars))
-        self._uses = Counter(a for a in reads if isinstance(a, Var))
+        reads: Iterable[Atom] = (*inner.outvars, *all_operands(inner.eqns))
+        self._uses = Counter(variables(reads))
         self.pieces = Pieces(self.b, shards)
         self.built_as_rows: dict[Var, RowAxis] = {}
         self.sliced: dict[Var, RowAxis | Shared | None] = {}

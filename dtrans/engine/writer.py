@@ -47,7 +47,6 @@ from dtrans.engine.layout import (
     Partial,
     ShardLayout,
     Shards,
-    nbytes,
     rows_only,
 )
 from dtrans.engine.loops import LoopPlan, WrittenBody, moved_bytes, plan_loop
@@ -56,8 +55,11 @@ from dtrans.engine.rules import Strategy, choose
 from dtrans.engine.sharded_scans import mask_padding, sharded_iterations
 from dtrans.engine.strategy_writers import write_strategy
 from dtrans.engine.values import ShardValues
+from dtrans.ir.cost import nbytes
+from dtrans.ir.dataflow import avals
 from dtrans.ir.display import short_type
 from dtrans.ir.inline import eliminate_dead, inline_calls
+from dtrans.ir.selection import number_items
 from dtrans.ops import collective_of
 from dtrans.rows.layout import SHARED, RowAxis
 from dtrans.step.capture import value_and_grad_p
@@ -316,7 +318,7 @@ class BodyWriter:
                 if reads_local and x is SHARED:
                     w.local_values.add(v)
             results, layouts = w.write(opened(flat), lambda i, x: x if outs is None else outs[i])
-            numbers = {v: i for i, v in enumerate(opened(flat).invars)}
+            numbers = number_items(opened(flat).invars)
             sliced = {numbers[v]: row for v, row in w.sliced.items() if isinstance(row, RowAxis)}
             return WrittenBody(
                 eliminate_dead(w.b.build(results)),
@@ -516,4 +518,4 @@ def _with_an_operand(jaxpr: ClosedJaxpr, operand: Atom) -> ClosedJaxpr:
 
 
 def _types(eqn: JaxprEqn) -> list[Any]:
-    return [v.aval for v in eqn.outvars]
+    return avals(eqn.outvars)

@@ -19,6 +19,7 @@ from dtrans.checks import check_int
 from dtrans.errors import ConfigError
 from dtrans.hosts.emit_parts import EmitParts, parts_of
 from dtrans.hosts.role_table import RoleTable, place
+from dtrans.ir.selection import number_items
 from dtrans.run.distributed.schedulers import PORT
 from dtrans.run.distributed.status_door import VARIABLE as STATUS
 
@@ -146,7 +147,7 @@ def _shared_nodes(table: RoleTable, parts: EmitParts, nodes: int) -> str:
     slots = -(-len(table) // nodes)
     names = [(str(n), slots) for n in range(nodes)]
     places = [int(p) for p in place(table, names)]
-    used = {p: i for i, p in enumerate(sorted(set(places)))}
+    used = number_items(sorted(set(places)))
     node = [f"${{node[{used[p]}]}}" for p in places]
 
     # a job of one node stays on loopback

@@ -21,6 +21,7 @@ from dtrans.hosts.host_list import HostEntry
 from dtrans.hosts.remote_child import RemoteChild
 from dtrans.hosts.role_states import RoleStates
 from dtrans.hosts.role_table import place, role_table
+from dtrans.ir.selection import values_at
 from dtrans.run.distributed.child_process import Child, Emit
 from dtrans.run.distributed.launcher import Site, jax_variables, launch, roles_at, say
 from dtrans.run.distributed.role import Role
@@ -123,7 +124,7 @@ class SeveralHosts(Site):
         listening = [name for name, entry in zip(named, table, strict=True) if entry.endpoint]
         endpoints = [found[name].endpoint(next(self._ports[name])) for name in listening]
         roles = roles_at(mode, trainers, endpoints)
-        places = [found[name] for name in named]
+        places = values_at(found, named)
         self._places = {role.name: at for role, at in zip(roles, places, strict=True)}
         self._states.begin((name, at.host.name) for name, at in self._places.items())
         return roles

@@ -33,6 +33,7 @@ from dtrans.hosts.ray_group import (
     ray_of,
     secret_environment,
 )
+from dtrans.ir.selection import values_at
 from dtrans.job import Job
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.pipeline_parallel.plan import PipelinePlan
@@ -335,7 +336,7 @@ def _split_dataset(dataset: Any, group: RayGroup) -> dict[str, Any]:
             "or a dataset of Ray Data; other batches go to job.step(state, *batch)"
         )
     names = group.trainers
-    at = [group.node_ids[n] for n in names]
+    at = values_at(group.node_ids, names)
     parts = dataset.streaming_split(len(names), equal=True, locality_hints=at)
     return dict(zip(names, parts, strict=True))
 

@@ -28,6 +28,7 @@ from dtrans.errors import (
     PeerError,
     missing_extra,
 )
+from dtrans.ir.selection import subset
 from dtrans.protocol import token
 from dtrans.run.distributed.role import (
     LOSS,
@@ -332,7 +333,7 @@ class RayGroup:
         args = dict.fromkeys(self.actors, ()) if args is None else args
         calls = {getattr(self.actors[n], method).remote(*x): n for n, x in args.items()}
         found = self._collect(calls, limit)
-        return {n: found[n] for n in args}
+        return subset(found, args)
 
     def start(self, method: str, args: Mapping[str, Sequence[Any]]) -> None:
         """Call a method of some actors that lasts until the job ends; waits raise its error."""

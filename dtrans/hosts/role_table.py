@@ -37,6 +37,7 @@ from dtrans.data_parallel.plan import CollectivePlan
 from dtrans.endpoints import is_loopback, split_endpoint
 from dtrans.errors import ConfigError
 from dtrans.ir import display
+from dtrans.ir.selection import values_at
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.pipeline_parallel.plan import PipelinePlan
 from dtrans.plan import realises
@@ -584,7 +585,7 @@ def place(table: RoleTable, hosts: Iterable[tuple[str, int]]) -> tuple[str, ...]
         if best is None or links.busiest < best.busiest * (1 - 1e-9):
             best = links
     assert best is not None
-    return tuple(names[h] for h in (*best.servers_at, *best.trainers_at))
+    return tuple(values_at(names, (*best.servers_at, *best.trainers_at)))
 
 
 def _dealt(count: int, hosts: np.ndarray, slots: np.ndarray) -> list[int]:

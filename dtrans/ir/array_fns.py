@@ -35,6 +35,11 @@ def times(by: float) -> Callable[[jax.Array], jax.Array]:
     return lambda x: x * by
 
 
+def array_type(x: Any) -> jax.ShapeDtypeStruct:
+    """Return the shape and dtype of an array or of a type, without its weak type."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
 def padded_to(x: jax.Array, axis: int, size: int) -> jax.Array:
     """Append zeros along one axis; for random keys, copies of the first key."""
     if x.shape[axis] == size:

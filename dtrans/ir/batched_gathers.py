@@ -32,8 +32,10 @@ from dtrans._jax import (
     with_bodies,
 )
 from dtrans.ir.builder import Builder, extract_part, read_from
+from dtrans.ir.dataflow import variables, variables_read
 from dtrans.ir.interpret import Facts
 from dtrans.ir.row_numbers import Count, Fact, known_of, numbers_of
+from dtrans.ir.selection import values_at
 
 
 _PICKS = frozenset(
@@ -111,15 +113,13 @@ def _without_unread(jaxpr: ClosedJaxpr, old: Any) -> ClosedJaxpr:
     """Drop equations that became unread; those that were unread before stay."""
     inner = opened(jaxpr)
     unread = {v for e in old.eqns for v in e.outvars}
-    unread.difference_update(a for a in old.outvars if isinstance(a, Var))
-    for eqn in old.eqns:
-        unread.difference_update(a for a in eqn.invars if isinstance(a, Var))
-    read = {a for a in inner.outvars if isinstance(a, Var)}
+    unread.difference_update(variables_read(old.eqns, old.outvars))
+    read = set(variables(inner.outvars))
     eqns: list[JaxprEqn] = []
     for eqn in reversed(inner.eqns):
         if eqn.effects or unread.intersection(eqn.outvars) or read.intersection(eqn.outvars):
             eqns.append(eqn)
-            read.update(a for a in eqn.invars if isinstance(a, Var))
+            read.update(variables(eqn.invars))
     return extract_part(jaxpr, inner.invars, eqns[::-1], inner.outvars)
 
 
@@ -188,7 +188,7 @@ def _batched(
 
     # batch dimensions leave the index, the collapsed dimensions and the window
     remaining = [component for component, d in enumerate(dims) if d not in found]
-    new_dims = tuple(dims[component] for component in remaining)
+    new_dims = tuple(values_at(dims, remaining))
     new_gone = tuple(d for d in gone if d not in found)
     dropped = [place[d] for d in found if d in place]
     new_windows = []

@@ -31,6 +31,7 @@ from dtrans._jax import (
     rebuilt,
     small_jaxpr,
 )
+from dtrans.ir.dataflow import avals
 from dtrans.ir.inline import inline_calls
 
 
@@ -103,7 +104,7 @@ class Builder:
     def call(self, fn: Callable[..., Any], *atoms: Atom) -> list[Atom]:
         """Write the equations of a small pure function, traced once per signature: pass no new
         lambda."""
-        return self.inline(_traced(fn, tuple(a.aval for a in atoms)), *atoms)
+        return self.inline(_traced(fn, tuple(avals(atoms))), *atoms)
 
     def call_as(self, var: Var, fn: Callable[..., Any], *atoms: Atom) -> None:
         """Write a function as `call` does, with an output variable of the old jaxpr."""
@@ -140,7 +141,7 @@ class Builder:
         known |= zip(opened(jaxpr).constvars, map(self.constant, constants(jaxpr)), strict=True)
         for eqn in eqns:
             eqn = eqn if self.source is None else from_line_of(eqn, self.source)
-            types = [v.aval for v in eqn.outvars]
+            types = avals(eqn.outvars)
             outputs = self.copy(eqn, read_from(known, eqn.invars), types)
             known.update(zip(eqn.outvars, outputs, strict=True))
         return read_from(known, wanted)
@@ -151,7 +152,7 @@ class Builder:
         Use it for primitives of this package and a few of `jax.lax`, whose parameters are known.
         Others get new parameters between releases; use `call`.
         """
-        types = abstract_eval(primitive, [a.aval for a in atoms], params)
+        types = abstract_eval(primitive, avals(atoms), params)
         outs = [Var(t) for t in types]
         eqn = new_jaxpr_eqn(list(atoms), outs, primitive, params, set())
         self._append(eqn if self.source is None else from_line_of(eqn, self.source), atoms)
@@ -184,9 +185,9 @@ class Builder:
         if types is not None:
             pass
         elif not params and all(a.aval == b.aval for a, b in zip(atoms, eqn.invars, strict=True)):
-            types = [v.aval for v in eqn.outvars]
+            types = avals(eqn.outvars)
         else:
-            types = abstract_eval(eqn.primitive, [a.aval for a in atoms], {**eqn.params, **params})
+            types = abstract_eval(eqn.primitive, avals(atoms), {**eqn.params, **params})
         outs = [Var(t) for t in types]
         changed = {**eqn.params, **params} if params else eqn.params
         self._append(eqn.replace(invars=list(atoms), outvars=outs, params=changed), atoms)

@@ -16,6 +16,7 @@ from typing import Any
 from dtrans._jax import (
     COND,
     SCAN,
+    Atom,
     JaxprEqn,
     bodies,
     facts_of,
@@ -23,6 +24,7 @@ from dtrans._jax import (
     opened,
     scan_length,
 )
+from dtrans.ir.selection import values_at
 
 
 def nbytes(aval: Any) -> int:
@@ -36,6 +38,11 @@ def nbytes(aval: Any) -> int:
     """
     dtype = getattr(aval, "dtype", None)
     return 0 if dtype is None else _product(aval.shape) * int(dtype.itemsize)
+
+
+def total_bytes(atoms: Iterable[Atom]) -> int:
+    """Return the bytes of values together."""
+    return sum(nbytes(a.aval) for a in atoms)
 
 
 def flops(eqn: JaxprEqn) -> int:
@@ -87,7 +94,7 @@ def _terms(eqn: JaxprEqn) -> int:
         kernel = eqn.invars[1].aval
         return _size(kernel) // max(1, int(kernel.shape[out_features]))
     (contracted, _), _ = eqn.params["dimension_numbers"]
-    return _product(eqn.invars[0].aval.shape[d] for d in contracted)
+    return _product(values_at(eqn.invars[0].aval.shape, contracted))
 
 
 def _size(aval: Any) -> int:

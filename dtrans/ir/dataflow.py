@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from dtrans._jax import Atom, JaxprEqn, Var, zeros_by
+from dtrans.ir.selection import values_at
 
 
 def backward_slice(
@@ -18,7 +20,7 @@ def backward_slice(
     at the variables in `stop`.
     """
     stops = set(stop)
-    wanted = {a for a in outputs if isinstance(a, Var)}
+    wanted = set(variables(outputs))
     positions: list[int] = []
     for i in range(len(eqns) - 1, -1, -1):
         eqn = eqns[i]
@@ -26,7 +28,7 @@ def backward_slice(
         if computed:
             positions.append(i)
             wanted.difference_update(computed)
-            wanted.update(a for a in eqn.invars if isinstance(a, Var))
+            wanted.update(variables(eqn.invars))
     return positions[::-1], wanted
 
 
@@ -35,7 +37,7 @@ def needed_equations(
 ) -> list[JaxprEqn]:
     """Return the equations that `outputs` need, in order; arguments as for `backward_slice`."""
     positions, _ = backward_slice(eqns, outputs, stop)
-    return [eqns[i] for i in positions]
+    return values_at(eqns, positions)
 
 
 def live_equations(eqns: Sequence[JaxprEqn], outputs: Iterable[Atom]) -> list[JaxprEqn]:
@@ -45,7 +47,12 @@ def live_equations(eqns: Sequence[JaxprEqn], outputs: Iterable[Atom]) -> list[Ja
     for i in with_effects:
         wanted += eqns[i].invars
     needed, _ = backward_slice(eqns, wanted)
-    return [eqns[i] for i in sorted({*needed, *with_effects})]
+    return values_at(eqns, sorted({*needed, *with_effects}))
+
+
+def avals(atoms: Iterable[Atom]) -> list[Any]:
+    """Return the types of values."""
+    return [a.aval for a in atoms]
 
 
 def variables(atoms: Iterable[Atom]) -> list[Var]:
@@ -53,12 +60,29 @@ def variables(atoms: Iterable[Atom]) -> list[Var]:
     return [a for a in atoms if isinstance(a, Var)]
 
 
+def all_operands(eqns: Iterable[JaxprEqn]) -> list[Atom]:
+    """Return the operands of all equations, in order."""
+    return [a for e in eqns for a in e.invars]
+
+
+def variables_read(eqns: Iterable[JaxprEqn], outputs: Iterable[Atom] = ()) -> list[Var]:
+    """Return the variables that equations read or `outputs` contain, once each, in order."""
+    return list(dict.fromkeys(variables([*all_operands(eqns), *outputs])))
+
+
 def free_variables(eqns: Sequence[JaxprEqn]) -> list[Var]:
     """Return the variables that equations read and do not compute, in the order of reads."""
     computed = {v for e in eqns for v in e.outvars}
-    return list(
-        dict.fromkeys(a for e in eqns for a in e.invars if isinstance(a, Var) and a not in computed)
-    )
+    return [v for v in variables_read(eqns) if v not in computed]
+
+
+def bits_of(bits: Mapping[Var, int], *atoms: Atom) -> int:
+    """Return the union of the bits of values; literals and variables not in `bits` have none."""
+    union = 0
+    for a in atoms:
+        if isinstance(a, Var):
+            union |= bits.get(a, 0)
+    return union
 
 
 def propagate(
@@ -70,10 +94,7 @@ def propagate(
     """
     bits = {**seeds, **fixed}
     for eqn in eqns:
-        entering = 0
-        for a in eqn.invars:
-            if isinstance(a, Var):
-                entering |= bits.get(a, 0)
+        entering = bits_of(bits, *eqn.invars)
         if entering:
             for v in eqn.outvars:
                 bits.setdefault(v, entering)

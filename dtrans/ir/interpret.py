@@ -34,6 +34,7 @@ from dtrans._jax import (
     opened,
     wiring,
 )
+from dtrans.ir.selection import invert, values_at
 
 
 Fact = TypeVar("Fact")
@@ -156,7 +157,7 @@ def enter(
     def turn(operands: Sequence[Fact]) -> list[Fact]:
         each: list[Sequence[Fact]] = []
         for k in numbers:
-            found[k], facts = run(k, inner[k], [operands[i] for i in wires.ins[k]])
+            found[k], facts = run(k, inner[k], values_at(operands, wires.ins[k]))
             if wires.outs[k] is None:
                 decision[:] = facts
             else:
@@ -201,14 +202,14 @@ def enter_backward(
         operands = dict(zip([0], decision, strict=False)) if eqn.primitive.name == COND else {}
         for k, (read, body_outs) in enumerate(zip(wires.ins, wires.outs, strict=True)):
             found[k], facts = run(
-                k, inner[k], decision if body_outs is None else [ends[j] for j in body_outs]
+                k, inner[k], decision if body_outs is None else values_at(ends, body_outs)
             )
             for i, x in zip(read, facts, strict=True):
                 operands[i] = analysis.join(operands[i], x) if i in operands else x
-        return [operands[i] for i in range(len(eqn.invars))]
+        return values_at(operands, range(len(eqn.invars)))
 
     ends = [analysis.turn(x) if j in wires.stacks else x for j, x in enumerate(outs)]
-    ends, operands = _settle(analysis.join, ends, {j: i for i, j in wires.carried.items()}, turn)
+    ends, operands = _settle(analysis.join, ends, invert(wires.carried), turn)
     for i, j in wires.carried.items():
         operands[i] = ends[j]
     outs = [

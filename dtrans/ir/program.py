@@ -40,8 +40,10 @@ from dtrans._jax import (
 from dtrans.errors import DtransError, NotRealisedError, TraceError
 from dtrans.ir import display, fingerprint
 from dtrans.ir.builder import Builder
+from dtrans.ir.dataflow import avals, variables_read
 from dtrans.ir.op_list import Op, check_names, list_ops, name_values
 from dtrans.ir.pytree import TreeSpec, as_array
+from dtrans.ir.selection import values_at
 
 
 FORWARD, BACKWARD, OPTIMIZE, LR_SCHED, RPC, DIST = (
@@ -130,9 +132,7 @@ class Program(NamedJaxpr):
           out: structure of the result.
           values: values by name; those in `out` are the outputs.
         """
-        return cls(
-            name, b.build([values[n] for n in out.names]), args, out, tuple(b.roles), b.labels
-        )
+        return cls(name, b.build(values_at(values, out.names)), args, out, tuple(b.roles), b.labels)
 
     # -- what it is ------------------------------------------------------------------------------
 
@@ -159,8 +159,7 @@ class Program(NamedJaxpr):
     @cached_property
     def read(self) -> frozenset[str]:
         """Names of the inputs that it reads."""
-        used = {a for e in self.eqns for a in e.invars if isinstance(a, Var)}
-        used |= {a for a in self.inner.outvars if isinstance(a, Var)}
+        used = set(variables_read(self.eqns, self.inner.outvars))
         return frozenset(n for n, v in self.invars.items() if v in used)
 
     @cached_property
@@ -268,7 +267,7 @@ class Program(NamedJaxpr):
           changed: other fields.
         """
         values = self.outvars
-        jaxpr = closed_with(self.jaxpr, outvars=[values[n] for n in names])
+        jaxpr = closed_with(self.jaxpr, outvars=values_at(values, names))
         return self.with_jaxpr(jaxpr, out=out, roles=self.roles, **changed)
 
     def with_jaxpr(self, jaxpr: ClosedJaxpr, **changed: Any) -> Program:
@@ -320,7 +319,7 @@ class Program(NamedJaxpr):
 
     @cached_property
     def _signature(self) -> Signature:
-        return signature([v.aval for v in self.inner.invars])
+        return signature(avals(self.inner.invars))
 
     @cached_property
     def _family(self) -> dict[Signature, Program]:
@@ -378,7 +377,7 @@ def _retrace(program: Program, wanted: Signature) -> Program:
     Raises:
       TraceError: state has another shape, the shapes are fixed, or the function fails for them.
     """
-    state, traced = set(program.state), signature([v.aval for v in program.inner.invars])
+    state, traced = set(program.state), signature(avals(program.inner.invars))
     for name, (shape, dtype), (old_shape, old_dtype) in zip(
         program.in_names, wanted, traced, strict=True
     ):

@@ -21,6 +21,7 @@ from jax.tree_util import PyTreeDef, keystr
 
 from dtrans._jax import plain_array
 from dtrans.errors import BatchError, TraceError
+from dtrans.ir.selection import values_at
 
 
 NUMBERS = (bool, int, float, complex)
@@ -127,7 +128,7 @@ class TreeSpec:
 
     def unflatten_named(self, values: Mapping[str, Any]) -> Any:
         """Return the pytree of these values by name; other names may be there as well."""
-        return self.unflatten([values[n] for n in self.names])
+        return self.unflatten(values_at(values, self.names))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # a pickled PyTreeDef loses sentinels in its nodes (Equinox); a pickled tree does not

@@ -19,6 +19,7 @@ from dtrans.errors import ConfigError
 from dtrans.ir.builder import Builder
 from dtrans.ir.display import short_type
 from dtrans.ir.pytree import is_under
+from dtrans.ir.selection import values_at
 from dtrans.step.cut import Cut, Gradient, Name, OptimizeHalf
 
 
@@ -80,7 +81,7 @@ def add_averages(step: Cut, leaves: Sequence[str]) -> Cut:
             gradients[n] = outs[n]
         elif n in step.gradients:
             gradients[n] = step.gradients[n]
-    jaxpr = b.build([outputs[n] for n in names])
+    jaxpr = b.build(values_at(outputs, names))
     return dataclasses.replace(
         step,
         gradients=gradients,

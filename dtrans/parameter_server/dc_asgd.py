@@ -31,6 +31,7 @@ from dtrans._jax import ShapedArray
 from dtrans.errors import ConfigError
 from dtrans.ir.builder import Builder
 from dtrans.ir.program import OPTIMIZE
+from dtrans.ir.selection import values_at
 from dtrans.ops import BACKUP, OptimizeBlock, backup_of
 from dtrans.parameter_server.options import Async, DelayCompensation, HalfAsync, Mode
 from dtrans.slicing.blocks import Block, Unit
@@ -136,7 +137,7 @@ def _compensated_update(
             inputs[name] = b.input(aval)
             adaptive = _adaptive(delay.strength, delay.decay)
             values[gradient], mean_squares[name] = b.call(adaptive, *operands, inputs[name])
-    outputs = b.inline(update.jaxpr, *(values[n] for n in update.in_names))
+    outputs = b.inline(update.jaxpr, *values_at(values, update.in_names))
     return dataclasses.replace(
         update,
         jaxpr=b.build([*outputs, *mean_squares.values()]),

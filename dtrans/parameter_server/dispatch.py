@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from dtrans.errors import ConfigAssertionError, ConfigError
+from dtrans.ir.selection import values_at
 
 
 class Variable(Protocol):
@@ -224,7 +225,7 @@ class SizeBalanced(PSDispatcher):
         sizes = [_size(v) for v in varlist]
         largest_first = sorted(range(len(sizes)), key=lambda i: -sizes[i])
         endpoints = {i: self.assign(sizes[i]) for i in largest_first}
-        return [endpoints[i] for i in range(len(sizes))]
+        return values_at(endpoints, range(len(sizes)))
 
 
 def check_dispatcher(split_method: Any) -> None:

@@ -22,8 +22,10 @@ from dtrans._jax import REMAT, Atom, JaxprEqn, Var, bodies, equations, jaxprs_in
 from dtrans.batch.trainer_step import TrainerStep
 from dtrans.errors import ConfigError
 from dtrans.ir.builder import Builder
+from dtrans.ir.dataflow import variables
 from dtrans.ir.inline import inline_calls
 from dtrans.ir.program import RPC
+from dtrans.ir.selection import values_at
 from dtrans.ops import all_reduce_p, collective_of, exchange_p, way_of
 from dtrans.step.forward_backward import Arrange
 
@@ -62,7 +64,7 @@ def reduce_results(part: TrainerStep) -> TrainerStep:
             params = {"op": "sum", "name": name, "owners": (), "over": TRAINERS}
             (outs[name],) = b.bind(all_reduce_p, outs[name], **params)
             merges[name] = "same"
-    reduced = b.build([outs[n] for n in part.program.out_names])
+    reduced = b.build(values_at(outs, part.program.out_names))
     role = part.program.roles[0] if part.program.roles else ""
     roles = (role,) * len(reduced.jaxpr.eqns)
     program = dataclasses.replace(part.program, jaxpr=reduced, roles=roles)
@@ -81,7 +83,7 @@ def sort_by_rounds(endpoints: Sequence[str], trainer_id: int, trainers: int) -> 
         collectives: dict[int, list[JaxprEqn]] = {}
         others: dict[int, list[int]] = {}
         for i, eqn in enumerate(eqns):
-            inputs = [a for a in eqn.invars if isinstance(a, Var)]
+            inputs = variables(eqn.invars)
             level = max((rounds_before.get(a, 0) for a in inputs), default=0)
             if _is_collective(eqn):
                 collectives.setdefault(level, []).append(eqn)

@@ -37,6 +37,7 @@ from dtrans.errors import ConfigError
 from dtrans.ir.builder import Builder
 from dtrans.ir.dataflow import propagate
 from dtrans.ir.program import DIST, RPC, Program
+from dtrans.ir.selection import subset, values_at
 from dtrans.ops import DELTA, geo_init_p, geo_send_p
 from dtrans.parameter_server.options import Geo
 from dtrans.parameter_server.placement import place
@@ -99,7 +100,7 @@ def plan_geo_sgd(
     analysis = analyse(adding.optimize, adding.optimized)
     startup = match_startup(step, startup)
     tables = choose_trainer_tables(full_step, startup, options.sparse)
-    types = {n: step.program.inputs[n] for n in step.optimized}
+    types = subset(step.program.inputs, step.optimized)
     placement = place(analysis, types, endpoints, options.placement, tables.buckets)
     placement = mark_tables(placement, tables.of)
     servers = ServerProgramWriter(
@@ -161,7 +162,7 @@ def with_added_changes(step: Cut) -> Cut:
     for leaf in step.optimized:
         sums += b.call(jax.lax.add, inputs[leaf], inputs[Gradient(leaf)])
     half = OptimizeHalf(b.build(sums), tuple(inputs), step.optimized)
-    gradients = {leaf: outs[leaf] for leaf in step.optimized}
+    gradients = subset(outs, step.optimized)
     return dataclasses.replace(step, optimize=half, gradients=gradients, opt_state=())
 
 
@@ -226,7 +227,7 @@ class GeoTrainerSide:
         for eqn, role in zip(source.eqns, source.roles, strict=True):
             b.role = role
             b.keep(eqn)
-        outs |= self._send(b, {n: outs[n] for n in step.optimized}, trainer_id)
+        outs |= self._send(b, subset(outs, step.optimized), trainer_id)
         program = Program.written(f"trainer {trainer_id}", b, source.args, source.out, outs)
         return source.rewritten(
             lambda other: self._without_tables(with_shared_leaves(cut(other)), trainer_id),
@@ -259,10 +260,10 @@ class GeoTrainerSide:
         full = {n: new[n] for n in shared if n not in tables.of}
         row_groups = {}
         for n, t in tables.of.items():
-            row_groups[n] = (rows.uniq[n], *(new[m] for m in (n, *t.zero.state)))
+            row_groups[n] = (rows.uniq[n], *values_at(new, (n, *t.zero.state)))
         received = self._send(b, full, trainer_id, row_groups)
         outs = {**source.outvars, **results, **new, **received, **empty}
-        without_unused(b, [outs[n] for n in source.out_names])
+        without_unused(b, values_at(outs, source.out_names))
         program = Program.written(f"trainer {trainer_id}", b, source.args, source.out, outs)
         return source.rewritten(
             lambda other: self._with_tables(cut(other), trainer_id), result=program
@@ -279,11 +280,11 @@ class GeoTrainerSide:
         source, tables = step.program, self.tables
         found = find_lookups(step, tables.names)
         assert not found.refused, found.refused
-        table_vars = {n: source.invars[n] for n in tables.of}
+        table_vars = subset(source.invars, tables.of)
         locations = {n: self._row_location(n, trainer_id) for n in tables.of}
         state = {}
         for n, t in tables.of.items():
-            state[n] = {m: source.invars[m] for m in t.zero.state}
+            state[n] = subset(source.invars, t.zero.state)
         writers: list[TableWriter] = []
 
         def writer(eqns: Sequence[JaxprEqn], roles: Sequence[str], ends: Any) -> TableWriter:
@@ -310,14 +311,14 @@ class GeoTrainerSide:
         b.role = DIST
         for n, t in self.tables.of.items():
             names = (n, *t.zero.state)
-            types = tuple(empty[m] for m in names)
+            types = tuple(values_at(empty, names))
             # the initial state of rows is computed at their first lookup
             write = initial_state_rows(startup, t.zero.state)
             args = startup.inner.invars if t.zero.state else ()
             location = self._row_location(n, trainer_id)
             tables = b.bind(geo_init_p, *args, **location, types=types, write=write)
             outs |= zip(names, tables, strict=True)
-        outs |= self._send(b, {n: outs[n] for n in full}, trainer_id, starts=True)
+        outs |= self._send(b, subset(outs, full), trainer_id, starts=True)
         return Program.written(f"trainer {trainer_id} startup", b, startup.args, startup.out, outs)
 
     def _row_location(self, table: str, trainer_id: int) -> dict[str, Any]:
@@ -353,7 +354,7 @@ class GeoTrainerSide:
             tables.append((n, len(group) - 1))
         # a plan without tables has equations without this parameter, as before there were tables
         optional = {"tables": tuple(tables)} if tables else {}
-        blocks = [self.placement.blocks[leaf] for leaf in params]
+        blocks = values_at(self.placement.blocks, params)
         new = b.bind(
             geo_send_p,
             *params.values(),

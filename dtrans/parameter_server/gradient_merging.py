@@ -17,8 +17,8 @@ from typing import Any, Literal, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from dtrans._jax import COND, LOOPS, JaxprEqn, Var, has_bodies, linear_group, same_operand, zeros_by
-from dtrans.ir.dataflow import propagate
+from dtrans._jax import COND, LOOPS, JaxprEqn, has_bodies, linear_group, same_operand, zeros_by
+from dtrans.ir.dataflow import bits_of, propagate
 from dtrans.ir.interpret import ForwardAnalysis, forward_jaxpr
 from dtrans.step.cut import Cut, Gradient
 
@@ -34,17 +34,17 @@ def merging(step: Cut) -> Literal["sum", "mean", "none"]:
         elif n in step.opt_state:
             seeds[v] = of_state
     enters = propagate(half.inner.eqns, seeds, {})
-    bits = lambda a: enters.get(a, 0) if isinstance(a, Var) else 0
     for eqn in half.inner.eqns:
-        if any(bits(v) & of_gradient for v in eqn.outvars):
+        if bits_of(enters, *eqn.outvars) & of_gradient:
             # only state, not gradients, decides: a count, for example
-            selects_by_state = eqn.primitive.name == "select_n" and bits(eqn.invars[0]) == of_state
+            which = bits_of(enters, eqn.invars[0])
+            selects_by_state = eqn.primitive.name == "select_n" and which == of_state
             if selects_by_state or eqn.primitive.name in (COND, *LOOPS):
                 return "none"
 
     terms = _terms(step)
     for n in step.optimized:
-        if not bits(half.outvars[n]) & of_gradient and terms[n] != _Term("old", n):
+        if not bits_of(enters, half.outvars[n]) & of_gradient and terms[n] != _Term("old", n):
             return "none"
     # "sum": each new parameter is the old one plus a term that is linear in the gradients and in
     # which no parameter enters; and no gradient enters the state

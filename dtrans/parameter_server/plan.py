@@ -21,6 +21,7 @@ from dtrans.ir import fingerprint
 from dtrans.ir.display import short_type
 from dtrans.ir.program import Program
 from dtrans.ir.pytree import TreeSpec
+from dtrans.ir.selection import number_items
 from dtrans.parameter_server.dispatch import HashName, PSDispatcher, RoundRobin, SizeBalanced
 from dtrans.parameter_server.options import BlockPlacement, Geo, Mode, Sync
 from dtrans.parameter_server.overview import VarsDistributed, overview_of
@@ -235,7 +236,7 @@ class PServerPlan(Plan):
 
         A server is identified by its index, since roles may use different addresses for it.
         """
-        index = {ep: i for i, ep in enumerate(self.servers)}
+        index = number_items(self.servers)
         blocks = [(b.name, b.span, index[b.endpoint]) for b in self.placement.table]
         options = {n: fingerprint.canonical_text(x) for n, x in vars(self.options).items()}
         update = {}

@@ -14,6 +14,7 @@ from dtrans.ir.builder import Builder
 from dtrans.ir.inline import eliminate_dead
 from dtrans.ir.program import FORWARD, LR_SCHED, RPC, Program
 from dtrans.ir.pytree import TreeSpec
+from dtrans.ir.selection import subset, values_at
 from dtrans.ops import RowsProgram, init_on_use_p, listen_and_serv_p
 from dtrans.parameter_server.plan import ServerPrograms
 from dtrans.parameter_server.tables.choose import Table
@@ -68,7 +69,7 @@ class ServerProgramWriter:
         """Return the main and startup program of one server."""
         work = self.work(endpoint)
         main, startup = self.main(endpoint, work), self.init(endpoint, work)
-        return ServerPrograms(main, startup, {n: work.variables[n] for n in main.in_names})
+        return ServerPrograms(main, startup, subset(work.variables, main.in_names))
 
     def work(self, endpoint: str) -> ServerWork:
         """Return one server's updates and arrays."""
@@ -200,7 +201,7 @@ class ServerProgramWriter:
                 b.labels.setdefault(value, name)
         return Program(
             f"pserver {endpoint} startup",
-            b.build([found[n] for n in spec.names]),
+            b.build(values_at(found, spec.names)),
             self.startup.args,
             spec,
             tuple(b.roles),

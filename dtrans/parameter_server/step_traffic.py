@@ -12,7 +12,7 @@ import numpy as np
 
 from dtrans._jax import JaxprEqn
 from dtrans.costs import Costs, RoleCost, program_flops
-from dtrans.ir.cost import flops, nbytes
+from dtrans.ir.cost import flops, nbytes, total_bytes
 from dtrans.ir.program import DIST, Program
 from dtrans.ops import OptimizeBlock, all_reduce_p, exchange_p, send_rows_p
 from dtrans.parameter_server.tables.choose import ID, Tables, table_notes
@@ -240,5 +240,5 @@ class StepTraffic:
 
 def _exchange_bytes(eqn: JaxprEqn) -> tuple[int, int]:
     """Return the bytes that a trainer sends and receives in a round."""
-    sent = sum(nbytes(a.aval) for a in eqn.invars)
-    return sent, sum(nbytes(v.aval) for v in eqn.outvars)
+    sent = total_bytes(eqn.invars)
+    return sent, total_bytes(eqn.outvars)

@@ -25,6 +25,7 @@ from dtrans.ir.builder import Builder
 from dtrans.ir.dataflow import backward_slice
 from dtrans.ir.program import DIST, FORWARD, RPC, Program
 from dtrans.ir.pytree import without
+from dtrans.ir.selection import subset, values_at
 from dtrans.ops import (
     CommunicatorConfig,
     concat_p,
@@ -167,7 +168,7 @@ def write_trainer(
     writer = TrainerCommWriter(b, placement, trainer_id, comm)
 
     # before forward: state that it reads
-    writer.receive_state({n: vars_of[n] for n in comm.state_servers})
+    writer.receive_state(subset(vars_of, comm.state_servers))
 
     # forward and backward, with a send after each gradient
     rounds = sort_by_rounds(placement.endpoints, trainer_id, comm.trainers)
@@ -185,7 +186,7 @@ def write_trainer(
     new = writer.finish([n for n in step.optimized if n not in comm.tables])
     outs = {**source.outvars, **results, **new, **empty}
     if comm.tables:
-        without_unused(b, [outs[n] for n in out_names(step)])
+        without_unused(b, values_at(outs, out_names(step)))
     if comm.calls_once and comm.trainers > 1:
         call_once(b, TRAINERS)
 
@@ -232,7 +233,7 @@ def write_start(startup: Program, leaves: Sequence[str]) -> tuple[Builder, dict[
     b = Builder(startup.jaxpr)
     b.invars += inner.invars
     b.role = FORWARD
-    needed, _ = backward_slice(inner.eqns, [outs[n] for n in leaves])
+    needed, _ = backward_slice(inner.eqns, values_at(outs, leaves))
     for i in needed:
         b.keep(inner.eqns[i])
     return b, outs
@@ -284,7 +285,7 @@ class TrainerCommWriter:
             return None
         found = find_lookups(step, self.comm.tables)
         assert not found.refused, found.refused
-        tables = {n: step.program.invars[n] for n in self.comm.tables}
+        tables = subset(step.program.invars, self.comm.tables)
         locations = {}
         for n in tables:
             names = _names(self.placement.blocks[n])

@@ -29,12 +29,13 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
-from dtrans._jax import JaxprEqn, Var, equations, jaxprs_in_params, line_of, without_mesh
+from dtrans._jax import JaxprEqn, equations, jaxprs_in_params, line_of, without_mesh
 from dtrans.batch.exact_step import ExactStep, batch_axes, full_type, shard_alone, shard_step
 from dtrans.endpoints import parse_endpoints
 from dtrans.errors import ConfigError, GradientError, TraceError
-from dtrans.ir.dataflow import backward_slice, propagate
+from dtrans.ir.dataflow import backward_slice, bits_of, propagate
 from dtrans.ir.program import DIST, Program, is_communication
+from dtrans.ir.selection import subset, values_at
 from dtrans.ops import CommunicatorConfig
 from dtrans.parameter_server.averaged_leaves import choose_averages
 from dtrans.parameter_server.dc_asgd import compensate, moving_suffixes
@@ -194,7 +195,7 @@ def pserver(
     analysis = analyse(step.optimize, step.optimized)
     startup = match_startup(step, startup)
     tables = choose_tables(step, analysis, startup, sparse, moving_suffixes(mode))
-    types = {n: step.program.inputs[n] for n in step.optimized}
+    types = subset(step.program.inputs, step.optimized)
     placed = place(analysis, types, endpoints, placement, tables.buckets)
     placed = mark_tables(placed, tables.of)
     # a trainer receives state from one server, so state with rows, in several blocks, is refused
@@ -349,7 +350,7 @@ def batch_size_numbers(step: Cut, batch: Batch, comm: TrainerCommConfig) -> Batc
 def source_line(step: Cut, handed: str) -> str:
     """Return the user's line that computes a value of forward."""
     eqns = step.program.eqns
-    makers = [eqns[i] for i in backward_slice(eqns, [step.handed[handed]])[0]]
+    makers = values_at(eqns, backward_slice(eqns, [step.handed[handed]])[0])
     return next(filter(None, map(line_of, reversed(makers))), "an unknown line")
 
 
@@ -404,8 +405,7 @@ def refuse_exchange_in_update(step: Cut) -> None:
         return
     outputs = [v for e in exchanges for v in e.outvars]
     depends = propagate(eqns, dict.fromkeys(outputs, 1), {})
-    reads = lambda e: any(isinstance(a, Var) and depends.get(a) for a in e.invars)
-    readers = list(filter(reads, eqns))
+    readers = [e for e in eqns if bits_of(depends, *e.invars)]
     line = next(filter(None, map(line_of, [*exchanges, *readers])), "an unknown line")
     raise GradientError(
         f"the update of {step.program.name} reads values with the rows of the batch ({line}), and "

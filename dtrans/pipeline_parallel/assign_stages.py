@@ -48,6 +48,7 @@ from dtrans._jax import ClosedJaxpr, JaxprEqn, Var, facts_of, jaxprs_in_params
 from dtrans.errors import ConfigError
 from dtrans.ir.cost import flops, nbytes
 from dtrans.ir.dataflow import propagate, variables
+from dtrans.ir.selection import values_at
 from dtrans.pipeline_parallel.balance import (
     SLACK,
     balanced,
@@ -221,8 +222,8 @@ class _Row:
         batch: Collection[Var] | None,
     ) -> None:
         self.order = order
-        self.eqns = [forward.jaxpr.eqns[i] for i in order]
-        self.costs = [costs[i] for i in order]
+        self.eqns = values_at(forward.jaxpr.eqns, order)
+        self.costs = values_at(costs, order)
         count = len(order)
         last: dict[Var, int] = {}
         for i, eqn in enumerate(self.eqns):
@@ -254,7 +255,7 @@ class _Row:
 
     def _crossing_at(self, places: Sequence[int]) -> list[float]:
         """Return the cost of a cut in front of each place."""
-        return [self.crossing[i] for i in places]
+        return values_at(self.crossing, places)
 
     def cut(self, parts: int, rule: Rule, blocks: Blocks | None = None) -> tuple[int, ...]:
         """Return the start of each part.
@@ -271,14 +272,14 @@ class _Row:
         costs = self.work(places)
         paid = [k for k, cost in enumerate(costs) if cost > 0]
         if len(paid) < parts:
-            return tuple(places[k] for k in rule(costs, self._crossing_at(places), parts))
+            return tuple(values_at(places, rule(costs, self._crossing_at(places), parts)))
         # Only the cheapest cut between two consecutive units with a cost is a candidate, the
         # earliest on ties: the rules take time quadratic in the number of candidates.
         best = [0]
         for a, b in itertools.pairwise(paid):
             best.append(min(places[a + 1 : b + 1], key=lambda i: (self.crossing[i], i)))
-        starts = rule([costs[k] for k in paid], self._crossing_at(best), parts)
-        return tuple(best[k] for k in starts)
+        starts = rule(values_at(costs, paid), self._crossing_at(best), parts)
+        return tuple(values_at(best, starts))
 
 
 def _reads(eqn: JaxprEqn) -> list[Var]:

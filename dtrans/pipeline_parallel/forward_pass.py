@@ -27,6 +27,7 @@ from dtrans._jax import (
 from dtrans.errors import GradientError
 from dtrans.ir.builder import Builder, read_from
 from dtrans.ir.dataflow import (
+    all_operands,
     backward_slice,
     live_equations,
     needed_equations,
@@ -34,6 +35,7 @@ from dtrans.ir.dataflow import (
     variables,
 )
 from dtrans.ir.inline import inline_calls
+from dtrans.ir.selection import invert, subset, values_at
 from dtrans.step.capture import loss_of, operands_of, value_and_grad_p
 from dtrans.step.collect import COLLECT, collected
 from dtrans.step.cut import Cut
@@ -107,7 +109,7 @@ def forward_pass(step: Cut) -> ForwardPass:
     # the equations of the step outside of the loss that results and callbacks need
     from_forward = [n for n in step.frozen if outs[n] is not ins[n]]
     names = [n for n in (*step.results, *from_forward) if n not in step.from_gradients]
-    wanted: list[Atom] = [outs[n] for n in names]
+    wanted: list[Atom] = values_at(outs, names)
     for i in step.early:
         wanted += inner.eqns[i].invars
     needed = sorted({*backward_slice(inner.eqns, wanted)[0], *step.early, at})
@@ -131,9 +133,9 @@ def forward_pass(step: Cut) -> ForwardPass:
 
     # results, among them summaries, whose equations go
     shown = summaries(closed([], [], [], [], eqns, body))
-    results = dict(zip(names, read_from(env, [outs[n] for n in names]), strict=True))
+    results = dict(zip(names, read_from(env, values_at(outs, names)), strict=True))
     results |= {summary_name(s.tag): s.atom for s in shown if s.atom is not None}
-    keys = _collected(marked, body, eqn, {n: outs[n] for n in names}, shown)
+    keys = _collected(marked, body, eqn, subset(outs, names), shown)
     plain = [e for e in eqns if e.primitive is not summary_p]
     eqns = live_equations(plain, [loss, *results.values()])
 
@@ -144,7 +146,7 @@ def forward_pass(step: Cut) -> ForwardPass:
     local = {*sources, *constant_of}
     for e in eqns:
         local.update(e.outvars)
-    reads = [a for e in eqns for a in e.invars] + list(results.values())
+    reads = [*all_operands(eqns), *results.values()]
     for v in dict.fromkeys(variables(reads)):
         if v in steps_constants and v not in local:
             constant_of[v] = steps_constants[v]
@@ -159,7 +161,7 @@ def forward_pass(step: Cut) -> ForwardPass:
         source.jaxpr,
     )
 
-    leaf_of = {v: leaf for leaf, v in step.gradients.items()}
+    leaf_of = invert(step.gradients)
     gradients = zip(differentiated, eqn.outvars[count:], strict=True)
     diff = {v: leaf_of[g] for v, g in gradients if g in leaf_of}
     values = variables(sources.values())

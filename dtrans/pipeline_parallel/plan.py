@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from dtrans.costs import Costs, RoleCost, program_flops
 from dtrans.errors import BatchError, ConfigError
 from dtrans.ir.cost import flops, nbytes
+from dtrans.ir.selection import values_at
 from dtrans.pipeline_parallel.schedule import Schedule, schedule
 from dtrans.plan import Plan
 
@@ -186,7 +187,7 @@ class PipelinePlan(Plan):
         if self.values is None:
             return None
         state = self.values.args[-1].names
-        return self.values.specialize_flat([*batch.values(), *(self.types[n] for n in state)])
+        return self.values.specialize_flat([*batch.values(), *values_at(self.types, state)])
 
     def scheduled(self, name: str) -> PipelinePlan:
         """Return a plan that runs the same programs in the order of another schedule.

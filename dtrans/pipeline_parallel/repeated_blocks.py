@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from dtrans._jax import JaxprEqn, Literal, Var, facts_of, is_jaxpr, opened, scope_of
+from dtrans.ir.selection import values_at
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +84,7 @@ def repeated_blocks(
     # Equations between scopes do not count: the first and the last layer of a model may be alike,
     # and would then cover all that is between them.
     for blocks, members in _scoped(eqns, at_least):
-        work[blocks] = float(sum(costs[i] for i in members))
+        work[blocks] = float(sum(values_at(costs, members)))
     order = lambda b: (-work[b], -len(b), b.how != "name scopes", b.starts)
     return sorted((b for b in work if work[b] > 0), key=order)
 

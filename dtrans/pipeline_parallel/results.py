@@ -28,6 +28,7 @@ from dtrans.errors import ConfigError
 from dtrans.ir.array_fns import sum_type
 from dtrans.ir.builder import Builder
 from dtrans.ir.program import FORWARD, Program
+from dtrans.ir.selection import values_at
 from dtrans.pipeline_parallel.options import PipelineOptions
 from dtrans.pipeline_parallel.stage_programs import StagePrograms, program_of
 from dtrans.step.collect import KEYS, merged
@@ -75,7 +76,7 @@ def results_program(
     # over replicas
     reduced = Reducer(b, {}, o.over_replicas, None).reduce_results(local, over_replicas, {})
     merged_results = local | reduced
-    jaxpr = b.build([merged_results[n] for n in stage.results])
+    jaxpr = b.build(values_at(merged_results, stage.results))
     return program_of(f"results of stage {stage.index}", jaxpr, ins, stage.results, FORWARD)
 
 

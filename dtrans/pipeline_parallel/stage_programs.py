@@ -25,9 +25,10 @@ import jax.numpy as jnp
 from dtrans._jax import Atom, ClosedJaxpr, Literal, ShapedArray, Var, closed_with, opened
 from dtrans.ir.array_fns import padded, sum_type
 from dtrans.ir.builder import Builder, extract_part
-from dtrans.ir.dataflow import backward_slice, needed_equations, propagate, variables
+from dtrans.ir.dataflow import avals, backward_slice, needed_equations, propagate, variables
 from dtrans.ir.program import BACKWARD, FORWARD, Program
 from dtrans.ir.pytree import TreeSpec, unused_name
+from dtrans.ir.selection import values_at
 from dtrans.ops import reduce_scatter_p
 from dtrans.pipeline_parallel.forward_pass import ForwardPass
 from dtrans.pipeline_parallel.options import AXIS, PipelineOptions
@@ -95,8 +96,8 @@ def program_of(
     arg = TreeSpec.from_tree({n: v.aval for n, v in invars.items()})
     out = TreeSpec.from_tree({n: v.aval for n, v in outvars.items()})
     # in the order of the trees: leaves of a dict are sorted by key
-    ordered_ins = [invars[n] for n in arg.names]
-    ordered_outs = [outvars[n] for n in out.names]
+    ordered_ins = values_at(invars, arg.names)
+    ordered_outs = values_at(outvars, out.names)
     ordered = closed_with(jaxpr, invars=ordered_ins, outvars=ordered_outs)
     return Program(name, ordered, (arg,), out, (role,) * len(inner.eqns))
 
@@ -174,19 +175,19 @@ class StageProgramWriter:
 
         # the equations of the stage
         outs = [v for v in sent if self.home[v] == s]
-        outputs: list[Atom] = [*outs, *(f.results[n] for n in results)]
+        outputs: list[Atom] = [*outs, *values_at(f.results, results)]
         wanted = [*outputs, f.loss] if self.loss_at == s else outputs
         body, reads, operands = self._body(local, received, wanted)
 
         # its inputs: of the step, then from the stage before
-        sources = [f.sources[v] for v in reads]
+        sources = values_at(f.sources, reads)
         step_names, types = f.inputs_of(sources), f.step.program.inputs
         params = tuple(n for n in step_names if n in f.step.params)
         state = tuple(n for n in step_names if n in f.step.opt_state)
         batch = tuple(n for n in step_names if n in f.step.batch)
         step_ins = (*params, *state, *batch)
         ins = [*step_ins, *map(names.__getitem__, received)]
-        in_types = [*map(types.__getitem__, step_ins), *(v.aval for v in received)]
+        in_types = [*map(types.__getitem__, step_ins), *avals(received)]
 
         # its derivative: with respect to `diff` and received values, of sent values and the loss
         diff = [v for v in reads if v in f.diff]
@@ -217,7 +218,7 @@ class StageProgramWriter:
         forward = program_of(f"forward of stage {s}", forward_jaxpr, ins, [*outvars], FORWARD)
 
         # backward
-        leaves = tuple(f.diff[v] for v in diff)
+        leaves = tuple(values_at(f.diff, diff))
         sums = {unused_name(n + GRAD, types): n for n in leaves}
         cotangents = {v: names[v] + GRAD for v in (*front, *back)}
         backward_jaxpr = self._backward(vjp, has_loss, ahead, through, back, operands, leaves)
@@ -424,7 +425,7 @@ def _live(name: str, jaxpr: ClosedJaxpr, ins: Sequence[str], outs: Sequence[str]
     used = {*leaves, *variables(inner.outvars)}
     named = dict(zip(ins, inner.invars, strict=True))
     reads = {n: v for n, v in named.items() if v in used}
-    eqns = [inner.eqns[i] for i in needed]
+    eqns = values_at(inner.eqns, needed)
     live = extract_part(jaxpr, [*reads.values()], eqns, inner.outvars)
     return program_of(name, live, [*reads], outs, BACKWARD)
 

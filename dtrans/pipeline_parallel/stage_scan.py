@@ -34,9 +34,10 @@ from dtrans._jax import (
     wiring,
 )
 from dtrans.ir.builder import Builder, read_from
-from dtrans.ir.dataflow import variables
+from dtrans.ir.dataflow import avals, variables
 from dtrans.ir.program import FORWARD, Program
 from dtrans.ir.pytree import TreeSpec, tuple_of
+from dtrans.ir.selection import invert, subset, values_at
 from dtrans.pipeline_parallel.forward_pass import ForwardPass
 from dtrans.rows.analysis import RowAnalysis, analyse
 from dtrans.rows.slices import Slice
@@ -75,7 +76,7 @@ def loops_of(forward: ForwardPass) -> list[int]:
     found = []
     for i, eqn in enumerate(forward.eqns):
         if eqn.primitive.name == SCAN and not is_reversed(eqn) and scan_length(eqn) > 1:
-            xs = variables(eqn.invars[k] for k in wiring(eqn).slices)
+            xs = variables(values_at(eqn.invars, wiring(eqn).slices))
             if not forward.diff.keys().isdisjoint(xs):
                 found.append(i)
     return found
@@ -116,7 +117,7 @@ def _write_parts(b: Builder, eqn: JaxprEqn, bounds: Sequence[int]) -> Iterator[i
     for k, (start, stop) in enumerate(itertools.pairwise(bounds)):
         for i in wires.slices:
             operands[i] = b.part(eqn.invars[i], 0, start, stop)
-        types = [v.aval for v in eqn.outvars]
+        types = avals(eqn.outvars)
         for j in stacked:
             types[j] = resized(types[j], 0, stop - start)
         outputs = b.copy(eqn, operands, types, **scan_iterations(stop - start))
@@ -274,7 +275,7 @@ def unstack_params(
     step = _step_of_rows(forward.step, every, half)
 
     # inputs: the rows of a stack instead of the stack
-    leaf_var = {leaf: v for v, leaf in forward.diff.items()}
+    leaf_var = invert(forward.diff)
     row_var: dict[tuple[Atom, tuple[int, int]], Var] = {}
     diff, sources = dict(forward.diff), dict(forward.sources)
     for leaf, runs in rows.items():
@@ -307,7 +308,7 @@ def unstack_params(
         sources=sources,
         prelude=closed_with(forward.prelude, invars=step.program.inner.invars, outvars=values),
     )
-    return Unstacked(unstacked, every, tuple(stage_of[i] for i in left) if stage_of else ())
+    return Unstacked(unstacked, every, tuple(values_at(stage_of, left)) if stage_of else ())
 
 
 def _half_of_blocks(
@@ -383,7 +384,7 @@ def _step_of_rows(step: Cut, rows: Mapping[str, tuple[StageRows, ...]], half: Op
         for n in specs[-1].names:
             invars[n] = vars_of[n] if n in vars_of else Var(types[n])
             b.invars.append(invars[n])
-    b.invars += [vars_of[n] for n in step.batch]
+    b.invars += values_at(vars_of, step.batch)
     for n, runs in rows.items():
         parts = [invars[r.name] for r in runs]
         b.call_as(vars_of[n], concatenate_along(runs[0].part.axis), *parts)
@@ -398,7 +399,7 @@ def _step_of_rows(step: Cut, rows: Mapping[str, tuple[StageRows, ...]], half: Op
         assert not isinstance(out, Literal), n
         for r in runs:
             new[r.name] = r.part.cut(b, out)
-    results = TreeSpec.from_tree({n: source.outputs[n] for n in step.results})
+    results = TreeSpec.from_tree(subset(source.outputs, step.results))
     args, out_spec = (*specs, *source.args[2:]), tuple_of(*specs, results)
 
     def row_names(names: Iterable[str]) -> dict[str, str]:

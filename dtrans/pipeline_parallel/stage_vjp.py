@@ -32,9 +32,10 @@ from dtrans._jax import (
     small_jaxpr,
 )
 from dtrans.ir.builder import Builder
-from dtrans.ir.dataflow import live_equations, needed_equations, propagate, variables
+from dtrans.ir.dataflow import avals, live_equations, needed_equations, propagate, variables
 from dtrans.ir.inline import inline_calls
 from dtrans.ir.program import is_communication
+from dtrans.ir.selection import values_at
 
 
 class StageVjp:
@@ -88,10 +89,10 @@ class StageVjp:
 
             def function(*wrt_values: Any) -> tuple[list[Any], list[Any]]:
                 local = {**values, **dict(zip(wrt, wrt_values, strict=True))}
-                outputs = evaluate(body, *(local[v] for v in (*reads, *operands)))
+                outputs = evaluate(body, *values_at(local, (*reads, *operands)))
                 return [outputs[places[a]] for a in ahead], outputs[: len(outs)]
 
-            _, vjp, outputs = jax.vjp(function, *(values[v] for v in wrt), has_aux=True)
+            _, vjp, outputs = jax.vjp(function, *values_at(values, wrt), has_aux=True)
             leaves, tree = jax.tree.flatten(vjp)
             structure.append(tree)
             return [*outputs, *leaves]
@@ -127,7 +128,7 @@ class StageVjp:
         def backward(*args: Any) -> Any:
             return tree.unflatten(args[:n_leaves])(list(args[n_leaves:]))
 
-        types = [a.aval for a in self._residuals]
+        types = avals(self._residuals)
         types += [a.aval.update(weak_type=False) for a in ahead]
         self.backward = inline_calls(small_jaxpr(backward, types))
 

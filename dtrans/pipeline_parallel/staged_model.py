@@ -14,6 +14,7 @@ from dtrans.errors import BatchError
 from dtrans.ir.dataflow import variables
 from dtrans.ir.program import Program
 from dtrans.ir.pytree import is_under
+from dtrans.ir.selection import values_at
 from dtrans.pipeline_parallel.forward_pass import ForwardPass, forward_pass
 from dtrans.pipeline_parallel.options import PipelineOptions
 from dtrans.pipeline_parallel.results import results_program
@@ -163,7 +164,7 @@ def _in_low_precision(
     params = [v for v, a in forward.sources.items() if forward.is_state(a)]
     jaxpr, origin = low_products(forward.jaxpr, amp, params)
     lowered = dataclasses.replace(forward, jaxpr=jaxpr)
-    stages = [stage_of[i] for i in origin]
+    stages = values_at(stage_of, origin)
     known = {v for e in forward.eqns for v in e.outvars}
     first: dict[Var, int] = {}  # the first stage that reads a value
     for i, eqn in reversed(list(enumerate(lowered.eqns))):

@@ -28,6 +28,7 @@ from dtrans.data_parallel.merge_rules import infer_merges
 from dtrans.data_parallel.options import Reduce
 from dtrans.data_parallel.transform import check_names, refuse_collectives
 from dtrans.errors import ConfigError, DtransError, GradientError
+from dtrans.ir.array_fns import array_type
 from dtrans.ir.inline import inline_calls
 from dtrans.ir.program import Program
 from dtrans.ir.pytree import is_under
@@ -398,7 +399,7 @@ def shared_by(
 
 
 def _types(program: Program) -> list[jax.ShapeDtypeStruct]:
-    return [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in program.inputs.values()]
+    return list(map(array_type, program.inputs.values()))
 
 
 def _assign_stages(

@@ -26,6 +26,7 @@ from dtrans.ir.builder import Builder
 from dtrans.ir.dataflow import backward_slice, needed_equations
 from dtrans.ir.program import FORWARD, OPTIMIZE, Program
 from dtrans.ir.pytree import TreeSpec, tuple_of, unused_name
+from dtrans.ir.selection import subset, values_at
 from dtrans.pipeline_parallel.balance import contiguous, part_of_each
 from dtrans.pipeline_parallel.options import PipelineOptions
 from dtrans.pipeline_parallel.split_stages import Cuts, split_update
@@ -131,7 +132,7 @@ def update_of(
     leaf_of = leaves_of_state(step.optimize, step.params)
     home: dict[str, int | None] = dict.fromkeys(step.opt_state)
     home |= {n: homes[leaf] for n, leaf in leaf_of.items()}
-    home |= {n: homes[n] for n in step.params}
+    home |= subset(homes, step.params)
     out_at = {**dict.fromkeys(program.out_names, o.model_stages - 1), **home}
     home |= dict.fromkeys(arguments_of(step))
     home |= {n: stage for n, (_, stage, _) in inputs.items()}
@@ -144,7 +145,7 @@ def update_of(
 
 def arguments_of(step: Cut) -> tuple[str, ...]:
     """Return the arguments that the update, or a result of gradients, reads."""
-    of_results = [step.program.outvars[n] for n in step.from_gradients]
+    of_results = values_at(step.program.outvars, step.from_gradients)
     _, leaves = backward_slice(step.program.eqns, of_results, step.boundary.values())
     return tuple(n for n in step.batch if n in step.arguments or step.program.invars[n] in leaves)
 
@@ -201,7 +202,7 @@ def _on_sliced_sums(
     def gradients(b: Builder, local: Mapping[str, Atom]) -> Iterator[tuple[str, Atom]]:
         sums_of_leaf: dict[str, list[Atom]] = {}
         for n, by_micro in parts.items():
-            sums_of_leaf[n] = [local[name] for name in itertools.chain(*by_micro)]
+            sums_of_leaf[n] = values_at(local, itertools.chain(*by_micro))
         return _means(b, step, sums_of_leaf, o)
 
     return write_rank(step, dataclasses.replace(layout, sums=sliced), gradients)
@@ -235,7 +236,7 @@ def _step_of_sums(
     vars_of = source.invars
     b = Builder(source.jaxpr)
     b.role = FORWARD
-    b.invars += [vars_of[n] for n in (*step.params, *step.opt_state)]
+    b.invars += values_at(vars_of, (*step.params, *step.opt_state))
     arguments = arguments_of(step)
     types = {n: vars_of[n].aval for n in arguments}
     for n, by_micro in parts.items():
@@ -260,15 +261,15 @@ def _step_of_sums(
     # the optimize half
     b.role = OPTIMIZE
     half = step.optimize
-    read = {**vars_of, **{n: inputs[n] for n in arguments}}
+    read = {**vars_of, **subset(inputs, arguments)}
     atoms = [grads[n.leaf] if isinstance(n, Gradient) else read[n] for n in half.in_names]
-    found: dict[str, Atom] = {n: vars_of[n] for n in (*step.params, *step.opt_state)}
+    found: dict[str, Atom] = subset(vars_of, (*step.params, *step.opt_state))
     found |= zip(half.out_names, b.inline(half.jaxpr, *atoms), strict=True)
     for n, a in found.items():
         if a in inputs.values():  # state may be donated, so it must not share memory with an input
             (found[n],) = b.call(jnp.copy, a)
     found |= _of_gradients(b, step, grads, rows, {vars_of[n]: inputs[n] for n in arguments})
-    results = TreeSpec.from_tree({n: source.outputs[n] for n in step.from_gradients})
+    results = TreeSpec.from_tree(subset(source.outputs, step.from_gradients))
     out = tuple_of(*source.args[:2], results)
     return Program.written(f"update of {source.name}", b, (*source.args[:2], spec), out, found)
 
@@ -313,7 +314,7 @@ def _of_gradients(
         if n in rows:
             (env[v],) = b.call(concatenate_along(0), *(grads[r.name] for r in rows[n]))
     read: Callable[[Atom], Atom] = lambda a: a if isinstance(a, Literal) else env.get(a, a)
-    wanted = [outs[n] for n in step.from_gradients]
+    wanted = values_at(outs, step.from_gradients)
     for eqn in needed_equations(inner.eqns, wanted, list(env)):
         if eqn.primitive is value_and_grad_p:
             raise GradientError(

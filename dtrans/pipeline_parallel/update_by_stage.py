@@ -29,6 +29,7 @@ from dtrans.ir.builder import extract_part
 from dtrans.ir.cost import nbytes
 from dtrans.ir.dataflow import backward_slice, free_variables, variables
 from dtrans.ir.program import Program
+from dtrans.ir.selection import values_at
 
 
 HUB = -1  # the place of values that depend on several places: the hub, as a mark
@@ -141,7 +142,7 @@ def _split_piece(
 def _part(jaxpr: ClosedJaxpr, at: int, which: Sequence[int], makes: Sequence[Var]) -> StagePart:
     """Return some equations of a jaxpr as a piece of one place."""
     inner = opened(jaxpr)
-    eqns = [inner.eqns[i] for i in which]
+    eqns = values_at(inner.eqns, which)
     reads = [v for v in free_variables(eqns) if v not in inner.constvars]
     return StagePart(at, extract_part(jaxpr, reads, eqns, makes), tuple(reads), tuple(makes))
 
@@ -245,7 +246,7 @@ class _Placer:
                 if missing:
                     stack += missing
                     continue
-                level = max((self.level[k] for k in operands), default=0)
+                level = max(values_at(self.level, operands), default=0)
                 if (number, here) not in self.done:
                     self.done[number, here] = level
                     self.wanted.setdefault(level, {}).setdefault(here, []).append(number)

@@ -44,7 +44,9 @@ from dtrans._jax import (
 )
 from dtrans.ir.array_fns import converted
 from dtrans.ir.builder import Builder, extract_part, read_from
+from dtrans.ir.dataflow import avals, variables_read
 from dtrans.ir.inline import inline_calls
+from dtrans.ir.selection import number_items, values_at
 from dtrans.rows.layout import SHARED, Layout, RowAxis, leaves_of
 
 
@@ -102,8 +104,7 @@ class _Rewriter:
         self.b = Builder(self.jaxpr)
         self.b.invars += inner.invars
         self.env: dict[Var, Atom] = {}
-        self.read_by_others = {a for e in inner.eqns for a in e.invars if isinstance(a, Var)}
-        self.read_by_others.update(a for a in inner.outvars if isinstance(a, Var))
+        self.read_by_others = set(variables_read(inner.eqns, inner.outvars))
         for i, eqn in enumerate(inner.eqns):
             atoms = read_from(self.env, eqn.invars)
             step = flow.steps.get(i)
@@ -141,9 +142,7 @@ class _Rewriter:
         if len(places) == 1 and all(a is b for a, b in zip(branches, old, strict=True)):
             return None
         if len(places) == 1:
-            return self.b.copy(
-                eqn, atoms, [v.aval for v in eqn.outvars], **with_bodies(eqn, branches)
-            )
+            return self.b.copy(eqn, atoms, avals(eqn.outvars), **with_bodies(eqn, branches))
         outputs: list[Atom] = list(eqn.outvars)
         readers = [_Branch(b) for b in branches]
         for wanted in places.values():
@@ -197,7 +196,7 @@ class _Rewriter:
             s and v in self.read_by_others for s, v in zip(shared, eqn.outvars, strict=True)
         ):
             return None
-        types = [v.aval for v in eqn.outvars]
+        types = avals(eqn.outvars)
         ours, theirs = self.b.copy(eqn, atoms, types), self.b.copy(eqn, atoms, types)
         return [a if s else b for s, a, b in zip(shared, ours, theirs, strict=True)]
 
@@ -248,7 +247,7 @@ class _Branch:
         self.branch = branch
         self.inner = opened(branch)
         self.producers = {v: i for i, e in enumerate(self.inner.eqns) for v in e.outvars}
-        self.operand = {v: i for i, v in enumerate(self.inner.invars)}
+        self.operand = number_items(self.inner.invars)
 
     def needed(self, wanted: Sequence[int]) -> tuple[list[int], set[int]]:
         """Return the positions of equations and operands that some outputs need.
@@ -257,7 +256,7 @@ class _Branch:
         """
         eqns: set[int] = set()
         operands: set[int] = set()
-        ahead: list[Atom] = [self.inner.outvars[i] for i in wanted]
+        ahead: list[Atom] = values_at(self.inner.outvars, wanted)
         while ahead:
             atom = ahead.pop()
             if isinstance(atom, Literal):
@@ -274,6 +273,6 @@ class _Branch:
         self, eqns: Sequence[int], operands: Sequence[int], wanted: Sequence[int]
     ) -> ClosedJaxpr:
         """Return the branch with some of its equations, operands and outputs."""
-        invars = [self.inner.invars[i] for i in operands]
-        outvars = [self.inner.outvars[i] for i in wanted]
-        return extract_part(self.branch, invars, [self.inner.eqns[i] for i in eqns], outvars)
+        invars = values_at(self.inner.invars, operands)
+        outvars = values_at(self.inner.outvars, wanted)
+        return extract_part(self.branch, invars, values_at(self.inner.eqns, eqns), outvars)

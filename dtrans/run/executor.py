@@ -20,6 +20,7 @@ import numpy as np
 
 from dtrans.errors import ConfigError, StateError
 from dtrans.ir.program import Program
+from dtrans.ir.selection import values_at
 from dtrans.ops import (
     broadcast_p,
     gen_nccl_id_p,
@@ -222,7 +223,7 @@ class Executor:
         self._check_complete()
         state = program.args[0]
         # ids do not depend on the state: its types stand in for its arrays
-        types = [program.inputs[n] for n in state.names]
+        types = values_at(program.inputs, state.names)
         flat = program.flatten(state.unflatten(types), *batch)
         program = program.specialize_flat(flat)
         if program not in self._batch_rows:
@@ -325,7 +326,7 @@ def _put_on_device(values: list[Any]) -> list[Any]:
     positions = [i for i, x in enumerate(values) if isinstance(x, np.ndarray)]
     if not positions:
         return values
-    arrays = [values[i] for i in positions]
+    arrays = values_at(values, positions)
     if sum(x.nbytes for x in arrays) <= COPIED_BYTES:
         # the guard is for transfers that a user did not intend; results must be transferred
         with jax.transfer_guard_host_to_device("allow"):

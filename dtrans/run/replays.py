@@ -16,8 +16,10 @@ import jax.numpy as jnp
 from dtrans._jax import closed, constants, evaluate, jaxpr_as_fun, live_part, opened
 from dtrans.data_parallel.plan import CollectivePlan
 from dtrans.errors import ConfigError
+from dtrans.ir.array_fns import array_type
 from dtrans.ir.program import Program
 from dtrans.ir.pytree import TreeSpec, is_under
+from dtrans.ir.selection import subset, values_at
 from dtrans.parameter_server.options import Async, Geo, HalfAsync
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.parameter_server.tables.choose import Table
@@ -60,14 +62,14 @@ def replay_local_steps(plan: CollectivePlan, full_step: Program) -> Program:
 
     def run_trainer(trainer: int, inputs: Values) -> list[Values]:
         """Take the local steps of one trainer; return the outputs of each."""
-        state = {n: inputs[n] for n in state_names}
+        state = subset(inputs, state_names)
         outputs: list[Values] = []
         for turn in range(steps):
             parts = {n: _part(inputs[n], trainer, turn, trainers, steps) for n in cut}
             operands = {**inputs, **state, **parts}
-            found = step(*(operands[n] for n in part.in_names))
+            found = step(*values_at(operands, part.in_names))
             outputs.append(dict(zip(part.out_names, found, strict=True)))
-            state = {n: outputs[-1][n] for n in state_names}
+            state = subset(outputs[-1], state_names)
         return outputs
 
     def replay(*arrays: Any) -> list[Any]:
@@ -85,7 +87,7 @@ def replay_local_steps(plan: CollectivePlan, full_step: Program) -> Program:
                 merged.append(_merge(n, values, ways[n], weights))
         return merged
 
-    types = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in full_step.inputs.values()]
+    types = list(map(array_type, full_step.inputs.values()))
     jaxpr: Any = jax.make_jaxpr(replay)(*types)
     return _replace_jaxpr(full_step, jaxpr)
 
@@ -169,12 +171,12 @@ def replay_turns(plan: PServerPlan, batch: Values, init_args: Sequence[Any] = ()
         jax.eval_shape(lambda x, n=n: part_of_trainer(x, axes.get(n), 0, trainers), t)
         for n, t in batch.items()
     ]
-    step = plan.main.specialize_flat([*map(_plain_type, [*state_types.values(), *part_types])])
+    step = plan.main.specialize_flat([*map(array_type, [*state_types.values(), *part_types])])
     device = _GeoDevice(plan, step, init_args) if plan.push_every else _AsyncDevice(plan, step)
 
     def replay(*arrays: Any) -> dict[str, Any]:
         inputs = dict(zip(step.in_names, arrays, strict=True))
-        device.begin({n: inputs[n] for n in state_types})
+        device.begin(subset(inputs, state_types))
         results: dict[str, Any] = {}
         for turn, ends in order.halves:
             if not ends:
@@ -189,18 +191,14 @@ def replay_turns(plan: PServerPlan, batch: Values, init_args: Sequence[Any] = ()
         return {**device.final_state(), **results, **device.final_trainers()}
 
     types = [*state_types.values(), *(stacked_type(t, order.batches) for t in batch.values())]
-    out = TreeSpec.from_tree(jax.eval_shape(replay, *map(_plain_type, types)))
+    out = TreeSpec.from_tree(jax.eval_shape(replay, *map(array_type, types)))
 
     def replay_flat(*arrays: Any) -> list[Any]:
         outputs = replay(*arrays)
-        return [outputs[n] for n in out.names]
+        return values_at(outputs, out.names)
 
-    jaxpr: Any = jax.make_jaxpr(replay_flat)(*map(_plain_type, types))
+    jaxpr: Any = jax.make_jaxpr(replay_flat)(*map(array_type, types))
     return _replace_jaxpr(step, jaxpr, out=out)
-
-
-def _plain_type(t: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(t.shape, t.dtype)
 
 
 class LazyRows:
@@ -259,7 +257,7 @@ class LazyRows:
         """Return a mask of the rows that a step looks up, for each lazy table: bool [rows]."""
         if not self._tables:
             return {}
-        numbers = iter(evaluate(self._numbers, *(inputs[n] for n in self._inputs)))
+        numbers = iter(evaluate(self._numbers, *values_at(inputs, self._inputs)))
         masks = {}
         for n, components in self._components.items():
             mask = jnp.zeros(self._tables[n].lookups.rows, jnp.int32)
@@ -302,9 +300,9 @@ def replay_lazy(plan: PServerPlan, batch: Sequence[Any]) -> Program | None:
         inputs = dict(zip(step.in_names, arrays, strict=True))
         new = dict(zip(step.out_names, evaluate(step.jaxpr, *arrays), strict=True))
         lazy = keep_rows(new, inputs, inputs)
-        return [lazy[n] for n in step.out_names]
+        return values_at(lazy, step.out_names)
 
-    jaxpr: Any = jax.make_jaxpr(lazy_step)(*map(_plain_type, step.inputs.values()))
+    jaxpr: Any = jax.make_jaxpr(lazy_step)(*map(array_type, step.inputs.values()))
     return _replace_jaxpr(step, jaxpr)
 
 
@@ -330,7 +328,7 @@ class _ReplayedDevice:
         on_trainers = set(self.plan.main.args[0].names)
         if self.plan.push_every:  # with GEO-SGD, trainers have the optimizer state
             on_trainers |= state.keys()
-        self.servers = {n: state[n] for n in self.served}
+        self.servers = subset(state, self.served)
         self.rest = {n: x for n, x in state.items() if n not in on_trainers}
         of_trainer = {n: x for n, x in state.items() if n in on_trainers}
         self.trainers = [dict(of_trainer) for _ in range(self.plan.trainers)]
@@ -354,7 +352,7 @@ class _ReplayedDevice:
         """Return the state of the job as one device has it, by name."""
         of_first = self.trainers[0] | self.cached_rows(0)
         state = {n: x for n, x in of_first.items() if n not in self.served}
-        state |= {n: self.servers[n] for n in self.served}
+        state |= subset(self.servers, self.served)
         return state | self.rest
 
     def final_trainers(self) -> dict[str, Any]:
@@ -370,7 +368,7 @@ class _ReplayedDevice:
 
     def run(self, inputs: Values) -> dict[str, Any]:
         """Take the step of one device, and return its outputs by name."""
-        outputs = evaluate(self.step.jaxpr, *(inputs[n] for n in self.step.in_names))
+        outputs = evaluate(self.step.jaxpr, *values_at(inputs, self.step.in_names))
         return dict(zip(self.step.out_names, outputs, strict=True))
 
 
@@ -405,16 +403,16 @@ class _AsyncDevice(_ReplayedDevice):
 
     def begin_turn(self, turn: Turn, batch: Values) -> None:
         # a trainer has no table: it looks up the rows of the servers when its step begins
-        received = self.trainers[turn.trainer] | {n: self.servers[n] for n in self.plan.tables.of}
+        received = self.trainers[turn.trainer] | subset(self.servers, self.plan.tables.of)
         inputs = {**received, **self.rest, **batch}
-        found = evaluate(self._differentiated, *(inputs[n] for n in self.step.in_names))
+        found = evaluate(self._differentiated, *values_at(inputs, self.step.in_names))
         outs = dict(zip(self._names, found, strict=False))
         self._computed[turn.trainer] = inputs, outs, found[len(outs) :]
 
     def end_turn(self, turn: Turn) -> Values:
         inputs, outs, grads = self._computed.pop(turn.trainer)
         state = {**self.servers, **self.rest}
-        new = {n: outs[n] for n in state}
+        new = subset(outs, state)
         squares = dict(self._squares)
         compensated: dict[str, Any] = {}
         for n, g in zip(self._halves.gradients, grads, strict=True):
@@ -435,8 +433,8 @@ class _AsyncDevice(_ReplayedDevice):
 
         new = self._keep_rows(new, state, inputs)
         self._squares = self._keep_rows.select(self._squares, squares, inputs)
-        self.servers = {n: new[n] for n in self.served}
-        self.rest = {n: new[n] for n in self.rest}
+        self.servers = subset(new, self.served)
+        self.rest = subset(new, self.rest)
         received = self.trainers[turn.trainer]
         self.trainers[turn.trainer] = {n: self.servers.get(n, outs[n]) for n in received}
         return {n: x for n, x in outs.items() if n not in received and n not in self.rest}
@@ -513,7 +511,7 @@ class _GeoDevice(_ReplayedDevice):
     def end_turn(self, turn: Turn) -> Values:
         k, trainers = turn.trainer, self.plan.trainers
         outs = self._outs[k]
-        self.trainers[k] = {n: outs[n] for n in self.trainers[k]}
+        self.trainers[k] = subset(outs, self.trainers[k])
         self._pull(k)
         self._steps[k] += 1
         if self._steps[k] == local_steps(self.plan.push_every):

@@ -29,8 +29,10 @@ from dtrans.checkpoint.pserver_state import (
 from dtrans.checkpoint.runs import run_of
 from dtrans.checks import check_one_of
 from dtrans.errors import BatchError, ConfigError, StateError
+from dtrans.ir.array_fns import array_type
 from dtrans.ir.cost import nbytes
 from dtrans.ir.program import Program
+from dtrans.ir.selection import values_at
 from dtrans.job import Job
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.plan import realises
@@ -225,7 +227,7 @@ class TrainerJob(RoleJob):
         # one program for each number of rows
         if rows not in self._uneven_programs:
             state = [main.inputs[n] for spec in main.args[:2] for n in spec.names]
-            types = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in state]
+            types = list(map(array_type, state))
             types += [resize(x, share, lambda _: rows) for x, share in arrays]
             shared, program = plan.for_uneven_batch(types, k)
             program = dataclasses.replace(program, plan=plan)
@@ -257,7 +259,7 @@ class TrainerJob(RoleJob):
         values = dict(zip(out.names, out.flatten(outputs), strict=True))
         size = np.array([[call.rows, self._part_rows(call)]], np.int32)
         server = next(iter(plan.servers))
-        operands = [size, *(values[n] for n in merges)]
+        operands = [size, *values_at(values, merges)]
         sizes, *found = self._executor.exchange(server, RESULTS, ways, operands)
         _check_parts(sizes.tolist())
 

@@ -15,6 +15,7 @@ from functools import cached_property
 
 from dtrans._jax import Atom, Var
 from dtrans.errors import ConfigError
+from dtrans.ir.selection import values_at
 from dtrans.rows.analysis import RowAnalysis
 from dtrans.slicing.blocks import Placement, Unit
 from dtrans.slicing.rounds import CrossServerValue, ExchangeRounds
@@ -221,7 +222,7 @@ def _server_spec(
     ahead: list[Atom] = [v for u in units for v in u.shared]
     while ahead or new:
         state_names |= new
-        ahead += [analysis.outputs[n] for n in new]
+        ahead += values_at(analysis.outputs, new)
         while ahead:
             var = ahead.pop()
             if not isinstance(var, Var) or var in computed or var in crossings:

@@ -26,7 +26,9 @@ import jax.numpy as jnp
 
 from dtrans._jax import Atom, Var
 from dtrans.ir.builder import Builder
+from dtrans.ir.dataflow import avals
 from dtrans.ir.program import DIST, LR_SCHED, OPTIMIZE
+from dtrans.ir.selection import values_at
 from dtrans.ops import OptimizeBlock, all_reduce_p, combine, identity_of
 from dtrans.rows.layout import RowAxis
 from dtrans.rows.row_buckets import RowBuckets
@@ -138,7 +140,7 @@ def inline_update(b: Builder, work: ServerWork, values: Mapping[str, Atom]) -> d
     values, new = dict(values), dict[str, Atom]()
     for block in work.blocks:
         b.role = block.role if block.role == LR_SCHED else OPTIMIZE
-        outputs = b.inline(block.jaxpr, *(values[n] for n in block.in_names))
+        outputs = b.inline(block.jaxpr, *values_at(values, block.in_names))
         for name, value in zip(block.out_names, outputs, strict=True):
             # no block reads new state: its name stands for the state before the step
             (new if name in work.variables else values)[name] = value
@@ -212,8 +214,8 @@ def _write_shared(
             writers[level] = LevelWriter(rounds, computes=computes)
         return writers[level]
 
-    positions = {rounds.producers[v] for v in server.computed}
-    eqns = [rounds.eqns[i] for i in sorted(positions)]
+    positions = set(values_at(rounds.producers, server.computed))
+    eqns = values_at(rounds.eqns, sorted(positions))
     read = {v for u in server.units for v in u.shared}
     for eqn in eqns:
         level = level_of(eqn.outvars[0])
@@ -222,7 +224,7 @@ def _write_shared(
         if rounds.depends(eqn.outvars[0]):
             w = at(level_of(eqn.outvars[0])).writer
             operands = [w.read_full(a) for a in eqn.invars]
-            outputs = w.b.copy(eqn, operands, [v.aval for v in eqn.outvars])
+            outputs = w.b.copy(eqn, operands, avals(eqn.outvars))
             w.shared.update(zip(eqn.outvars, outputs, strict=True))
     for name in (n for n in analysis.input_names.values() if n in server.shared_state):
         out = analysis.outputs[name]

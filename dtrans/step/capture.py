@@ -39,17 +39,19 @@ from dtrans._jax import (
     opened,
 )
 from dtrans.errors import GradientError
+from dtrans.ir.array_fns import array_type
 from dtrans.ir.batched_gathers import batched_gathers
 from dtrans.ir.builder import Builder, read_from
-from dtrans.ir.dataflow import backward_slice, propagate
+from dtrans.ir.dataflow import avals, backward_slice, propagate
 from dtrans.ir.inline import inline_calls
 from dtrans.ir.program import Program, rewrite_root
+from dtrans.ir.selection import values_at
 from dtrans.step.collect import COLLECT
 
 
 def _types(*operands: Any, loss: ClosedJaxpr, count: int) -> list[Any]:
     gradients = [t.update(weak_type=False) for t in operands[:count]]
-    return [a.aval for a in opened(loss).outvars] + gradients
+    return avals(opened(loss).outvars) + gradients
 
 
 value_and_grad_p = new_primitive("value_and_grad", types=_types, multiple_results=True)
@@ -133,9 +135,7 @@ def _captured(program: Program) -> Program:
 def _with_loss(traced: Program) -> Program:
     """Retrace a program with its loss as one equation; retraces for different shapes keep it."""
     function: Any = dataclasses.replace(traced.specializer, captures=True)  # type: ignore[type-var]
-    result: Program = function(
-        [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in traced.inputs.values()]
-    )
+    result: Program = function(list(map(array_type, traced.inputs.values())))
     return result
 
 
@@ -164,7 +164,7 @@ def _with_counters_first(program: Program) -> Program:
     inside = propagate(loss.eqns, seeds, {})
     wanted = [i for i, v in enumerate(eqn.outvars[: len(loss.outvars)]) if i and v in read]
     free = [i for i in wanted if isinstance(a := loss.outvars[i], Literal) or not inside.get(a)]
-    before, _ = backward_slice(loss.eqns, [loss.outvars[i] for i in free])
+    before, _ = backward_slice(loss.eqns, values_at(loss.outvars, free))
     if not free or any(loss.eqns[i].effects for i in before):
         return program
 
@@ -173,9 +173,9 @@ def _with_counters_first(program: Program) -> Program:
     b.invars += inner.invars
     for e in inner.eqns[:at]:
         b.keep(e)
-    eqns = [loss.eqns[i] for i in before]
-    values = b.inline_part(body, operand, eqns, [loss.outvars[i] for i in free])
-    computed = dict(zip([eqn.outvars[i] for i in free], values, strict=True))
+    eqns = values_at(loss.eqns, before)
+    values = b.inline_part(body, operand, eqns, values_at(loss.outvars, free))
+    computed = dict(zip(values_at(eqn.outvars, free), values, strict=True))
     b.keep(eqn)
     for e in inner.eqns[at + 1 :]:
         b.keep(e, read_from(computed, e.invars))

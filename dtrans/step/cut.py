@@ -10,7 +10,8 @@ to new parameters and state must pass through a gradient. Only this module decid
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import functools
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,10 +20,11 @@ import jax.numpy as jnp
 from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, NamedJaxpr, Var, line_of, origin_of
 from dtrans.errors import BatchError, GradientError, OptimizerError
 from dtrans.ir.builder import extract_part
-from dtrans.ir.dataflow import backward_slice, propagate
+from dtrans.ir.dataflow import backward_slice, bits_of, propagate
 from dtrans.ir.fingerprint import number, value_digests
 from dtrans.ir.inline import eliminate_dead
 from dtrans.ir.program import BACKWARD, FORWARD, OPTIMIZE, Program
+from dtrans.ir.selection import invert, subset, values_at
 from dtrans.step.gradients import (
     Gradients,
     OpenStep,
@@ -149,7 +151,7 @@ class Cut:
     @property
     def observed(self) -> OptimizeHalf:
         """Values that callbacks read, as a half with gradients and the inputs of the step."""
-        eqns, boundary = self.program.eqns, {v: n for n, v in self.boundary.items()}
+        eqns, boundary = self.program.eqns, invert(self.boundary)
         read = [a for x in self.observers if x.calls for a in eqns[x.position].invars]
         names: tuple[Name, ...] = (*map(Gradient, boundary.values()), *self.program.in_names)
         half = _from_gradients(self.program, boundary, read)
@@ -215,7 +217,7 @@ class OptimizeHalf(NamedJaxpr):
         known = {*theirs.values()}
         eqns = self.eqns
         needed, _ = backward_slice(eqns, [self.outvars[name]])
-        for eqn in (eqns[i] for i in needed):
+        for eqn in values_at(eqns, needed):
             line = line_of(eqn)
             if line and any(mine[v] not in known for v in eqn.outvars):
                 return line
@@ -232,7 +234,7 @@ def _beside(eqn: JaxprEqn, inputs: Collection[Var]) -> JaxprEqn:
 def _results_half(step: Cut, names: Sequence[str]) -> OptimizeHalf:
     """Return the half that computes results from gradients."""
     program = step.program
-    half = _from_gradients(program, step.boundary.values(), [program.outvars[n] for n in names])
+    half = _from_gradients(program, step.boundary.values(), values_at(program.outvars, names))
     return OptimizeHalf(half, (*map(Gradient, step.boundary), *program.in_names), tuple(names))
 
 
@@ -344,7 +346,7 @@ class _Cutter:
         by_batch, by_gradient = 1, 2
         seeds = {self.s.vars[n]: by_batch for n in self.s.batch}
         enters = propagate(self.s.eqns, seeds, dict.fromkeys(boundary, by_gradient))
-        bits: Callable[[Atom], int] = lambda a: enters.get(a, 0) if isinstance(a, Var) else 0
+        bits = functools.partial(bits_of, enters)
         optimized: list[str] = []
         frozen: list[str] = []
         for name in self.s.params:
@@ -374,7 +376,7 @@ class _Cutter:
         # other outputs
         behind = set(
             self.s.derivatives_behind(
-                [self.s.outs[n] for n in (*optimized, *self.s.opt_state)], boundary
+                values_at(self.s.outs, (*optimized, *self.s.opt_state)), boundary
             )
         )
         positions = [i for i in positions if not self.s.derived[i] or i in behind]
@@ -384,12 +386,12 @@ class _Cutter:
             n: self.unmarked(gradients[n]) for n in self.s.params if n in gradients
         }
         from_gradients = tuple(n for n in self.s.results if bits(self.s.outs[n]) & by_gradient)
-        read_outside = [self.s.outs[n] for n in from_gradients]
+        read_outside = values_at(self.s.outs, from_gradients)
         for x in observers:
             if x.calls:
                 read_outside += self.s.eqns[x.position].invars
         _, seen = backward_slice(self.s.eqns, read_outside, boundary)
-        seen -= {gradients[n] for n in used}
+        seen -= set(values_at(gradients, used))
         reported = {n: a for n, a in atoms.items() if gradients[n] in seen}
         return Cut(
             program=self.with_roles(positions, found),
@@ -416,15 +418,14 @@ class _Cutter:
     ) -> tuple[OptimizeHalf, set[str], list[int]]:
         """Return the optimize half, the parameters whose gradient it reads, and its positions."""
         out_names = (*optimized, *self.s.opt_state)
-        outs = [self.s.outs[n] for n in out_names]
+        outs = values_at(self.s.outs, out_names)
         positions, leaves = backward_slice(self.s.eqns, outs, gradients.values())
         hidden = [n for n in (*self.s.batch, *computed_frozen) if self.s.vars[n] in leaves]
         loss = self.loss_need(positions)
         # an optimizer that evaluates the loss may differentiate it, after the gradients
         behind = propagate(self.s.eqns, {}, dict.fromkeys(gradients.values(), 1))
-        is_behind = lambda e: any(isinstance(a, Var) and behind.get(a) for a in e.invars)
-        derived = [self.s.eqns[i] for i in self.s.derivatives_behind(outs, gradients.values())]
-        around = [e for e in derived if not is_behind(e)]
+        derived = values_at(self.s.eqns, self.s.derivatives_behind(outs, gradients.values()))
+        around = [e for e in derived if not bits_of(behind, *e.invars)]
         if hidden or around:
             first = None if around else self.s.vars[hidden[0]]
             culprit, what = self.who_uses(outs, out_names, gradients, first, around)
@@ -445,15 +446,15 @@ class _Cutter:
                 self.across = loss or need
             else:
                 self.argument_need = need
-        owners = {v: n for n, v in gradients.items()}
+        owners = invert(gradients)
         used = {owners[v] for v in leaves if v in owners}
         grad_names = [n for n in self.s.params if n in used]
         optimized_set = set(optimized)
         params = [n for n in self.s.params if n in optimized_set or self.s.vars[n] in leaves]
         batch = [n for n in hidden if n in self.s.batch]
         params += [n for n in hidden if n not in batch and n not in params]
-        invars = [gradients[n] for n in grad_names]
-        invars += [self.s.vars[n] for n in (*params, *self.s.opt_state, *batch)]
+        invars = values_at(gradients, grad_names)
+        invars += values_at(self.s.vars, (*params, *self.s.opt_state, *batch))
         eqns = [_beside(self.s.eqns[i], gradients.values()) for i in positions]
         jaxpr = eliminate_dead(extract_part(self.s.jaxpr, invars, eqns, outs))
         in_names: tuple[Name, ...] = (
@@ -520,8 +521,8 @@ class _Cutter:
 
     def check_frozen(self, gradients: Mapping[str, Var], computed_frozen: Sequence[str]) -> None:
         """Refuse parameters that trainers update by their own gradient; statistics are allowed."""
-        outs = [self.s.outs[n] for n in computed_frozen]
-        around = [self.s.eqns[i] for i in self.s.derivatives_behind(outs, gradients.values())]
+        outs = values_at(self.s.outs, computed_frozen)
+        around = values_at(self.s.eqns, self.s.derivatives_behind(outs, gradients.values()))
         if around:
             culprit, what = self.who_uses(outs, computed_frozen, gradients, None, around)
             raise GradientError(
@@ -537,11 +538,11 @@ class _Cutter:
     ) -> None:
         """Record outputs that need optimizer state, or an update, which servers have."""
         proper = {n: self.unmarked(v) for n, v in gradients.items()}
-        outputs: dict[Name, Atom] = {n: self.s.outs[n] for n in (*self.s.results, *frozen)}
+        outputs: dict[Name, Atom] = subset(self.s.outs, (*self.s.results, *frozen))
         outputs |= {Gradient(n): proper[n] for n in used}
         state = {self.s.vars[n]: n for n in self.s.opt_state}
         boundary = set(gradients.values())
-        taken_at = {n: proper[n] for n in sorted(used)}
+        taken_at = subset(proper, sorted(used))
         self.across = self.one_after_the_other(taken_at, boundary) or self.across
         enters = propagate(self.s.eqns, dict.fromkeys(state, 1), {})
         for name, atom in outputs.items():

@@ -9,6 +9,7 @@ from dtrans._jax import Atom, JaxprEqn, Var
 from dtrans.errors import GradientError
 from dtrans.ir.builder import Builder
 from dtrans.ir.dataflow import backward_slice
+from dtrans.ir.selection import subset, values_at
 from dtrans.step.cut import Cut, asks_for
 
 
@@ -97,12 +98,12 @@ def half_equations(
     """
     source = step.program
     inner, outs_of = source.inner, source.outvars
-    wanted = [outs_of[n] for n in (*results, *step.frozen)]
+    wanted = values_at(outs_of, (*results, *step.frozen))
     wanted += [*step.gradients.values(), *step.handed.values()]
     wanted += [a for i in step.early for a in inner.eqns[i].invars]
     positions = sorted({*backward_slice(inner.eqns, wanted)[0], *step.early})
-    eqns = [inner.eqns[i] for i in positions]
-    return eqns, [source.roles[i] for i in positions], wanted
+    eqns = values_at(inner.eqns, positions)
+    return eqns, values_at(source.roles, positions), wanted
 
 
 def write_trainer_half(
@@ -139,7 +140,7 @@ def write_trainer_half(
     maker: Callable[[Atom], int] = lambda a: (
         at.get(a, len(eqns)) if isinstance(a, Var) else len(eqns)
     )
-    outs = {**{n: outs_of[n] for n in (*results, *step.frozen)}, **step.handed}
+    outs = {**subset(outs_of, (*results, *step.frozen)), **step.handed}
     ends = [(maker(a), a) for a in (*step.gradients.values(), *outs.values())]
     w: HalfWriter = _Copies(b) if writer is None else writer(eqns, roles, ends)
     for k, (eqn, role) in enumerate(zip(eqns, roles, strict=True)):

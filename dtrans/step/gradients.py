@@ -42,11 +42,12 @@ from dtrans._jax import (
     scope_of,
 )
 from dtrans.errors import GradientError
-from dtrans.ir.dataflow import backward_slice, is_zero_array, propagate
+from dtrans.ir.dataflow import backward_slice, bits_of, is_zero_array, propagate, variables
 from dtrans.ir.display import short_type
 from dtrans.ir.inline import inline_calls
 from dtrans.ir.interpret import ForwardAnalysis, forward, forward_jaxpr
 from dtrans.ir.program import Program
+from dtrans.ir.selection import invert
 from dtrans.step.marks import mark_p
 
 
@@ -92,7 +93,7 @@ class OpenStep(HoldsJaxpr):
     @cached_property
     def names(self) -> dict[Var, str]:
         """Input to name."""
-        return {v: n for n, v in self.vars.items()}
+        return invert(self.vars)
 
     @cached_property
     def outs(self) -> dict[str, Atom]:
@@ -314,7 +315,7 @@ def _leaf_behind(step: OpenStep, atom: Atom) -> str | None:
     """Return the parameter that a value equals, up to unary equations such as casts."""
     while isinstance(atom, Var) and atom in step.producers:
         eqn = step.eqns[step.producers[atom]]
-        operands = [a for a in eqn.invars if isinstance(a, Var)]
+        operands = variables(eqn.invars)
         if len(operands) != 1 or operands[0].aval.shape != atom.aval.shape:
             return None
         atom = operands[0]
@@ -424,7 +425,7 @@ def crossing(step: OpenStep) -> set[Var]:
         for a in e.invars
         if isinstance(a, Var)
     }
-    used |= {a for a in step.inner.outvars if isinstance(a, Var)}
+    used |= set(variables(step.inner.outvars))
     return used & step.derivatives
 
 
@@ -458,7 +459,7 @@ def counts_rows(step: OpenStep, count: Var, out: Atom) -> bool:
         return False
     enters = propagate(step.eqns, {count: 1}, {})
     others = [a for n, a in step.outs.items() if n in step.vars and a is not out]
-    return not any(isinstance(a, Var) and enters.get(a) for a in others)
+    return not bits_of(enters, *others)
 
 
 def describe(step: OpenStep, var: Var) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Collection
 
 from dtrans._jax import LOOPS, Atom, JaxprEqn, Var, equations_inside
 from dtrans.ir.builder import extract_part
+from dtrans.ir.dataflow import all_operands, variables
 from dtrans.ir.inline import eliminate_dead
 from dtrans.ir.program import FORWARD, OPTIMIZE, Program, is_communication
 from dtrans.ir.pytree import unused_name
@@ -34,8 +35,8 @@ def hand_over(step: Cut, parts: Collection[str], *, drawn: bool = False) -> Cut:
     if not values:
         return step
     eqns = [e for e in half.eqns if not values.issuperset(e.outvars)]
-    atoms = [*(a for e in eqns for a in e.invars), *half.inner.outvars]
-    read = dict.fromkeys(a for a in atoms if isinstance(a, Var))
+    atoms = [*all_operands(eqns), *half.inner.outvars]
+    read = dict.fromkeys(variables(atoms))
 
     taken = {*map(str, half.in_names), *step.program.in_names, *step.program.out_names}
     handed: dict[str, Atom] = {}
@@ -72,7 +73,7 @@ def _forward_values(step: Cut, parts: Collection[str], drawn: bool = False) -> s
     of_batch = {v for n, v in half.invars.items() if n in parts}
     values: set[Var] = set()
     for eqn in half.eqns:
-        read = {a for a in eqn.invars if isinstance(a, Var)}
+        read = set(variables(eqn.invars))
         if read & late:
             late.update(eqn.outvars)
         elif read & (of_batch | values) or (drawn and _is_drawn(eqn)):

@@ -41,8 +41,9 @@ from dtrans._jax import (
 )
 from dtrans.errors import GradientError
 from dtrans.ir.builder import Builder
-from dtrans.ir.dataflow import propagate
+from dtrans.ir.dataflow import avals, bits_of, propagate
 from dtrans.ir.program import Program
+from dtrans.ir.selection import values_at
 from dtrans.ops import trainer_index_p
 
 
@@ -102,7 +103,7 @@ def observers_of(
     if not positions:
         return ()
     by_batch, by_gradient, by_update = 1, 2, 4
-    seeds = dict.fromkeys((step.vars[n] for n in step.batch), by_batch)
+    seeds = dict.fromkeys(values_at(step.vars, step.batch), by_batch)
     seeds |= dict.fromkeys((step.vars[n] for n in step.opt_state if n not in asked), by_update)
     seeds |= dict.fromkeys(gradients, by_gradient)
     enters = propagate(step.eqns, seeds, {})
@@ -113,9 +114,8 @@ def observers_of(
     in_update = set(optimize)
 
     def observer(i: int) -> Observer:
-        eqn, bits = step.eqns[i], 0
-        for a in eqn.invars:
-            bits |= enters.get(a, 0) if isinstance(a, Var) else 0
+        eqn = step.eqns[i]
+        bits = bits_of(enters, *eqn.invars)
         if bits & by_update or (i in in_update and bits & by_gradient):
             reads = UPDATE
         else:
@@ -230,7 +230,7 @@ def _for_first(eqn: JaxprEqn, over: tuple[str, ...]) -> list[JaxprEqn]:
         # each callback gets its own equation for the index, so that bodies need no new input
         number = Builder(small_jaxpr(lambda: [], []))
         (index,) = number.bind(trainer_index_p, over=over)
-        traced = small_jaxpr(_calling(eqn), [index.aval, *(a.aval for a in eqn.invars)])
+        traced = small_jaxpr(_calling(eqn), [index.aval, *avals(eqn.invars)])
         (call,) = opened(traced).eqns
         return [
             *number.eqns,

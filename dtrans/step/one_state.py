@@ -42,10 +42,11 @@ from dtrans._jax import (
     scope_of,
 )
 from dtrans.errors import GradientError, TraceError
-from dtrans.ir.dataflow import backward_slice, propagate
+from dtrans.ir.dataflow import backward_slice, bits_of, propagate, variables, variables_read
 from dtrans.ir.inline import inline_calls
 from dtrans.ir.program import Program
 from dtrans.ir.pytree import TreeSpec, as_array, combine, is_array, unused_name
+from dtrans.ir.selection import number_items, values_at
 from dtrans.step.gradients import OpenStep, candidates_for, counts_rows, crossing, marked
 from dtrans.step.trace import children
 
@@ -117,14 +118,14 @@ def split_spec(spec: TreeSpec, names: Collection[str]) -> tuple[TreeSpec, TreeSp
 def _split_program(program: Program, params: Collection[str]) -> Program:
     state, *batch = program.args
     args = (*split_spec(state, params), *batch)
-    place = {n: i for i, n in enumerate(program.in_names)}
+    place = number_items(program.in_names)
     order = [place[n] for spec in args for n in spec.names]
     out = _result(program, args[:2])
     outputs = dict(program.outvars)
     inner = program.inner
     outputs |= {unused_name(f"new_{n}", place): v for n, v in outputs.items() if n in place}
-    invars = [inner.invars[i] for i in order]
-    jaxpr = closed_with(program.jaxpr, invars=invars, outvars=[outputs[n] for n in out.names])
+    invars = values_at(inner.invars, order)
+    jaxpr = closed_with(program.jaxpr, invars=invars, outvars=values_at(outputs, out.names))
     return dataclasses.replace(program, jaxpr=jaxpr, args=args, out=out, takes_one_state=True)
 
 
@@ -168,7 +169,7 @@ def kinds_of(step: OpenStep) -> dict[str, str]:
 
     def kind(name: str) -> str:
         v, out = step.vars[name], step.outs[name]
-        bits = enters.get(out, 0) if isinstance(out, Var) else 0
+        bits = bits_of(enters, out)
         if name in parameters:
             return PARAMETER
         if out is v:
@@ -179,20 +180,19 @@ def kinds_of(step: OpenStep) -> dict[str, str]:
             return FOLLOWER
         return KEY if jnp.issubdtype(v.aval.dtype, jax.dtypes.extended) and not bits else OPTIMIZER
 
-    used = {a for e in step.eqns for a in e.invars if isinstance(a, Var)}
+    used = set(variables_read(step.eqns))
     return {n: kind(n) for n in names}
 
 
 def _read_by_forward(step: OpenStep, gradients: Collection[Var], names: Sequence[str]) -> set[str]:
     """Return the inputs whose original values enter differentiated equations."""
     new: list[Atom] = [step.outs[n] for n in names if step.outs[n] is not step.vars[n]]
-    fixed = dict.fromkeys([*gradients, *(a for a in new if isinstance(a, Var))], 0)
+    fixed = dict.fromkeys([*gradients, *variables(new)], 0)
     enters = propagate(step.eqns, {step.vars[n]: 1 << i for i, n in enumerate(names)}, fixed)
     bits = 0
     for eqn, derived in zip(step.eqns, step.derived, strict=True):
         if derived or "jvp(" in scope_of(eqn):
-            for a in eqn.invars:
-                bits |= enters.get(a, 0) if isinstance(a, Var) else 0
+            bits |= bits_of(enters, *eqn.invars)
     return {n for i, n in enumerate(names) if bits >> i & 1}
 
 
@@ -366,7 +366,7 @@ class Applied:
 
         def of_leaves(leaves: Mapping[str, Any], flat: Sequence[Any]) -> list[Any]:
             found = self._unpacked(leaves)
-            return [*run(*(found[n] for n in names), *flat)]
+            return [*run(*values_at(found, names), *flat)]
 
         return names, jax.jit(of_leaves), result[-1]
 

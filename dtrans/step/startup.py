@@ -13,6 +13,7 @@ from dtrans.errors import ConfigError, TraceError
 from dtrans.ir.inline import inline_calls
 from dtrans.ir.program import Program
 from dtrans.ir.pytree import Static, TreeSpec
+from dtrans.ir.selection import values_at
 from dtrans.step.cut import Cut
 from dtrans.step.frozen import drop_frozen_updates
 from dtrans.step.one_state import is_train_state_step, leaf_types, split_startup, split_step
@@ -93,7 +94,7 @@ def match_startup(step: Cut, startup: Program) -> Program:
         keys, found = list(types_by_key), list(types_by_key.values())
         is_reversed = found == wanted[::-1] and found != wanted
         order = keys[::-1] if is_reversed else keys
-    if not order or [types_by_key[k] for k in order] != wanted:
+    if not order or values_at(types_by_key, order) != wanted:
         if leaf_types(result) == wanted[0]:
             reason = f"it returns {roots[0]} alone, expected ({roots[0]}, {roots[1]})"
         else:

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 
-from dtrans._jax import Atom, JaxprEqn, Literal, Var
+from dtrans._jax import Atom, JaxprEqn, Literal
+from dtrans.ir.dataflow import all_operands, variables
 
 
 def fuse_transposes(
@@ -23,8 +24,8 @@ def fuse_transposes(
       roles: role of each.
       wanted: values that are read outside of these equations.
     """
-    read = Counter(a for e in eqns for a in e.invars if isinstance(a, Var))
-    read.update(a for a in wanted if isinstance(a, Var))
+    read = Counter(variables(all_operands(eqns)))
+    read.update(variables(wanted))
     products = {e.outvars[0]: k for k, e in enumerate(eqns) if e.primitive.name == "dot_general"}
     found: list[JaxprEqn | None] = list(eqns)
     for k, eqn in enumerate(eqns):

@@ -25,6 +25,7 @@ from dtrans._jax import REMAT, Atom, ClosedJaxpr, JaxprEqn, Literal, Var, bodies
 from dtrans.engine.layout import ShardLayout, Shards, cut_along
 from dtrans.engine.rules import Operand, choose
 from dtrans.ir.inline import eliminate_dead, inline_calls
+from dtrans.ir.selection import values_at
 from dtrans.rows.layout import SHARED, RowAxis
 
 
@@ -182,7 +183,7 @@ def _map_dimensions(eqn: JaxprEqn, dims: tuple[int | None, ...]) -> tuple[int | 
     """Return the parameter's dimension for each dimension of a value after a change of shape."""
     out, name = eqn.outvars[0].aval, eqn.primitive.name
     if name == "transpose":
-        return tuple(dims[d] for d in eqn.params["permutation"])
+        return tuple(values_at(dims, eqn.params["permutation"]))
     if name == "broadcast_in_dim":
         old, new = eqn.invars[0].aval.shape, tuple(eqn.params["broadcast_dimensions"])
         same = {axis: dims[d] for d, axis in enumerate(new) if old[d] == out.shape[axis]}

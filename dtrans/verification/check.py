@@ -17,7 +17,9 @@ from typing import Any
 import numpy as np
 
 from dtrans._jax import opened
+from dtrans.ir.dataflow import avals
 from dtrans.ir.program import Program
+from dtrans.ir.selection import subset, values_at
 from dtrans.verification import field_values as values
 from dtrans.verification.evaluate import World
 from dtrans.verification.field import Array
@@ -76,7 +78,7 @@ class Comparison:
     def leaf_types(self) -> dict[str, Any]:
         """Types of the leaves of the one-device state, by name."""
         names = [n for spec in self.main.args[:2] for n in spec.names]
-        return {n: self.main.inputs[n] for n in names}
+        return subset(self.main.inputs, names)
 
     @cached_property
     def result_names(self) -> list[str]:
@@ -98,7 +100,7 @@ class Comparison:
         found = []
         for name, where in zip(self.traced.state_names, self.placement.where, strict=True):
             leaves = np.searchsorted(starts, where[where >= 0], "right") - 1
-            by_place = {names[k] for k in np.flatnonzero(np.bincount(leaves))}
+            by_place = set(values_at(names, np.flatnonzero(np.bincount(leaves))))
             found.append(by_place | {n for n in by_name if holds_leaf(name, n)})
         return found
 
@@ -179,7 +181,7 @@ class Comparison:
             return {}
         leaves = dict(zip(self.leaf_types, wanted, strict=True))
         lost = {n for n, x in leaves.items() if isinstance(x, Unknown)}
-        types = [v.aval for v in opened(init).outvars]
+        types = avals(opened(init).outvars)
         # zeros stand for unknown leaves, which are not compared
         for n in lost:
             t = self.leaf_types[n]
@@ -253,7 +255,7 @@ class Comparison:
         for name, (axis, count) in self.traced.equal_parts.items():
             repeated = functools.partial(_repeated_part, axis=axis, count=count)
             point[name] = mapped(repeated, point[name])
-        outputs = found.evaluate(self.main.jaxpr, [point[n] for n in self.main.inputs])
+        outputs = found.evaluate(self.main.jaxpr, values_at(point, self.main.inputs))
         wanted = dict(zip(self.main.out_names, outputs, strict=True))
         if compared:
             self._compare(found, point, wanted)
@@ -264,15 +266,15 @@ class Comparison:
     ) -> None:
         """Compare the job's outputs with the one-device outputs at a point."""
         state_names, count = self.traced.state_names, len(self.traced.state_names)
-        types = [v.aval for v in opened(self.traced.jaxpr).invars[:count]]
-        old = {n: point[n] for n in self.leaf_types}
+        types = avals(opened(self.traced.jaxpr).invars[:count])
+        old = subset(point, self.leaf_types)
         arguments = place_leaves(self.placement, old, types, state_names)
-        arguments += [point[n] for n in self.batch_types]
+        arguments += values_at(point, self.batch_types)
         outputs = found.evaluate(self.traced.jaxpr, arguments)
         found.points += 1
 
         # the new state: an unknown leaf keeps its old value here, and is not compared
-        new = {n: wanted[n] for n in self.leaf_types}
+        new = subset(wanted, self.leaf_types)
         lost = {n for n, x in new.items() if isinstance(x, Unknown)}
         known = {n: old[n] if n in lost else x for n, x in new.items()}
         expected = place_leaves(self.placement, known, types, state_names)
@@ -287,7 +289,7 @@ class Comparison:
 
         for name, x in zip(self.result_names, outputs[count:], strict=True):
             found.note(name, x, wanted[name])
-        inputs = {n: point[n] for n in self.main.inputs}
+        inputs = subset(point, self.main.inputs)
         names = [*state_names, *self.result_names]
         found.name_causes(names, (self.main.jaxpr, inputs), (self.traced.jaxpr, arguments))
 

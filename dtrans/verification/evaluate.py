@@ -37,6 +37,7 @@ from dtrans._jax import (
     shard_map_of,
     wiring,
 )
+from dtrans.ir.selection import values_at
 from dtrans.verification import field_values as values
 from dtrans.verification.complex_rules import COMPLEX, is_of_complex
 from dtrans.verification.exact_rules import EXACT_SUMS
@@ -249,7 +250,7 @@ class World:
         for x in operands:
             outputs: list[Any] = [None] * self.count
             for ranks in groups:
-                parts = [x[r] for r in ranks]
+                parts = values_at(x, ranks)
                 unknown = next((p for p in parts if isinstance(p, Unknown)), None)
                 outs = rule(parts, eqn.params) if unknown is None else [unknown] * len(parts)
                 for r, out in zip(ranks, outs, strict=True):
@@ -309,7 +310,7 @@ def _split_groups(
     found = []
     for ranks in groups:
         for places in subgroups:
-            found.append([ranks[k] for k in places])
+            found.append(values_at(ranks, places))
     return found
 
 
@@ -329,7 +330,7 @@ def run_scan(world: World, eqn: JaxprEqn, operands: Sequence[Ranked]) -> list[Ra
     if is_reversed(eqn):
         iterations.reverse()
 
-    outs = [now[i] for i in wires.carried]
+    outs = values_at(now, wires.carried)
     for j in wires.stacks:
         rows = [outputs[j] for outputs in iterations]
         outs += world.log_outputs(eqn, rows, [_stack_of_ranks(world, rows, eqn.outvars[j].aval)])
@@ -340,14 +341,14 @@ def run_while(world: World, eqn: JaxprEqn, operands: Sequence[Ranked]) -> list[R
     """Evaluate a loop until no rank's condition holds."""
     (condition, body), wires, now = bodies(eqn), wiring(eqn), list(operands)
     while True:
-        (continues,) = world.run(condition, [now[i] for i in wires.ins[0]])
+        (continues,) = world.run(condition, values_at(now, wires.ins[0]))
         if any(isinstance(c, Unknown) for c in continues):
             return [world.replicate(_first_unknown(continues)) for _ in eqn.outvars]
         if not any(map(bool, continues)):
-            return [now[i] for i in wires.carried]
+            return values_at(now, wires.carried)
         if world.evaluated > MOST_EQUATIONS:
             return world.unknown_outputs(eqn, "the loop is too long")
-        new = world.run(body, [now[i] for i in wires.ins[1]])
+        new = world.run(body, values_at(now, wires.ins[1]))
         if not all(map(bool, continues)) and _communicates(body):
             raise UnfollowedError("ranks leave a loop that communicates at different iterations")
         for i, j in wires.carried.items():
@@ -371,7 +372,7 @@ def run_cond(world: World, eqn: JaxprEqn, operands: Sequence[Ranked]) -> list[Ra
         inner = world if len(ranks) == world.count else world.without_mesh(len(ranks))
         arguments = []
         for x in inputs:
-            arguments.append(tuple(x[r] for r in ranks))
+            arguments.append(tuple(values_at(x, ranks)))
         for output, row in zip(inner.run(branches[k], arguments), outputs, strict=True):
             for r, value in zip(ranks, output, strict=True):
                 row[r] = value
@@ -421,7 +422,7 @@ def _reduced_in_front(x: Ranked, axes: Sequence[int]) -> Ranked:
 
     def move(a: Any) -> Any:
         free = [d for d in range(a.ndim) if d not in axes]
-        sizes = [a.shape[d] for d in free]
+        sizes = values_at(a.shape, free)
         return a.transpose(*axes, *free).reshape(-1, *sizes)
 
     return _once_for_each(lambda v: mapped(move, v), x)

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from dtrans.ir.selection import values_at
 from dtrans.verification import field
 from dtrans.verification.field import Array, P
 from dtrans.verification.field_values import Real, Unknown
@@ -252,7 +253,7 @@ class Meanings:
             return [Fraction(1)]
         found = self._values.contains(field.multiply(flat[places[0]], INVERSES))
         found |= self._values.contains(field.multiply(flat[places[-1]], INVERSES))
-        return [Fraction(1), *(FACTORS[k] for k in np.flatnonzero(found))]
+        return [Fraction(1), *values_at(FACTORS, np.flatnonzero(found))]
 
 
 def _starts(matches: Sequence[Match | None]) -> tuple[list[float], int]:
@@ -317,7 +318,7 @@ def _sums_over(parts: Sequence[Array], axes: Mapping[str, int] | None) -> Iterat
         for over in itertools.combinations(axes, count):
             sums = []
             for ranks in groups_of(axes, over):
-                sums.append(_sum([parts[r] for r in ranks]))
+                sums.append(_sum(values_at(parts, ranks)))
             if all(np.array_equal(x, sums[0]) for x in sums):
                 yield sums[0]
 

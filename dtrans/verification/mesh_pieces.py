@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from dtrans.ir.selection import values_at
 from dtrans.verification.field_values import Replicas, Unknown, same
 from dtrans.verification.rank_collectives import groups_of, joined, mapped
 
@@ -30,7 +31,7 @@ def shard(axes: Mapping[str, int], x: Any, spec: Any) -> Ranked:
         names = _axis_names(entry)
         if not names:
             continue
-        size = math.prod(axes[n] for n in names)
+        size = math.prod(values_at(axes, names))
         for ranks in groups_of(axes, names):
             for k, r in enumerate(ranks):
                 cut = functools.partial(_part, count=size, axis=d, number=k)
@@ -41,7 +42,7 @@ def shard(axes: Mapping[str, int], x: Any, spec: Any) -> Ranked:
     keys = [_coordinates(axes, spec, r) for r in range(count)]
     for key, piece in zip(keys, pieces, strict=True):
         first.setdefault(key, piece)
-    return tuple(first[key] for key in keys)
+    return tuple(values_at(first, keys))
 
 
 def assemble(axes: Mapping[str, int], pieces: Ranked, spec: Any) -> Any:
@@ -56,7 +57,7 @@ def assemble(axes: Mapping[str, int], pieces: Ranked, spec: Any) -> Any:
             continue
         larger: list[Any] = [None] * len(parts)
         for ranks in groups_of(axes, names):
-            one = joined([parts[r] for r in ranks], d)
+            one = joined(values_at(parts, ranks), d)
             for r in ranks:
                 larger[r] = one
         parts = larger

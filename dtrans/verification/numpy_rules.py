@@ -12,6 +12,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from dtrans.ir.selection import values_at
+
 
 def _quotient(x: Any, y: Any) -> Any:
     """Divide integers and round toward zero; floats would lose bits of 64-bit integers."""
@@ -109,7 +111,7 @@ def _dot_general(p: Any, operands: Any, out: Any) -> list[Any]:
             right[j] = left[i]
     free = [n for i, n in enumerate(left) if i not in contract[0] and i not in batch[0]]
     free += [n for j, n in enumerate(right) if j not in contract[1] and j not in batch[1]]
-    to = [*(left[i] for i in batch[0]), *free]
+    to = [*values_at(left, batch[0]), *free]
     formula = f"{''.join(left)},{''.join(right)}->{''.join(to)}"
     return [np.einsum(formula, a.astype(out.dtype), b.astype(out.dtype))]
 
@@ -209,7 +211,7 @@ def gather_places(
         last = shape[d] - sizes[d]
         inside &= (start >= 0) & (start <= last)
         first = first + strides[d] * (start if fills else np.clip(start, 0, last))
-    offsets = np.zeros([sizes[d] for d in window], np.int64)
+    offsets = np.zeros(values_at(sizes, window), np.int64)
     for k, d in enumerate(window):
         offsets = offsets + strides[d] * _along(np.arange(sizes[d]), k, len(window))
 

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dtrans.ir.selection import values_at
 from dtrans.verification import field
 from dtrans.verification.field_values import Complex, Real, choose, is_key, ordered, real
 
@@ -35,7 +36,7 @@ def groups_of(axes: Mapping[str, int], over: Sequence[str]) -> list[list[int]]:
     ranks = np.arange(math.prod(sizes)).reshape(sizes)
     others = [k for k, n in enumerate(names) if n not in over]
     joined_axes = [names.index(n) for n in over]
-    group_size = math.prod(axes[n] for n in over)
+    group_size = math.prod(values_at(axes, over))
     groups: list[list[int]] = (
         ranks.transpose(*others, *joined_axes).reshape(-1, group_size).tolist()
     )

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from dtrans.ir.selection import subset, values_at
 from dtrans.verification import field
 from dtrans.verification.field import Array, P
 from dtrans.verification.field_values import Real, Replicas, Unknown, from_integers, is_key, same
@@ -98,7 +99,7 @@ def subsets(axes: Mapping[str, int]) -> Iterator[dict[str, int]]:
     """Yield the nonempty sets of axes, small ones first."""
     for count in range(1, len(axes) + 1):
         for names in itertools.combinations(axes, count):
-            yield {name: axes[name] for name in names}
+            yield subset(axes, names)
 
 
 def varying_axes(x: Replicas) -> dict[str, int]:
@@ -172,7 +173,7 @@ def _order_of_rows(x: Real, y: Real, dimension: int) -> list[int] | None:
 def _order_of_blocks(order: Sequence[int], count: int) -> list[int]:
     """Return the order of blocks of equal size; empty if rows also move within blocks."""
     size = len(order) // count
-    starts = [order[k] for k in range(0, len(order), size)]
+    starts = values_at(order, range(0, len(order), size))
     wanted = [start + k for start in starts for k in range(size)]
     if wanted != list(order) or any(s % size for s in starts):
         return []

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from dtrans._jax import JaxprEqn, line_of, scope_of
+from dtrans.ir.selection import subset, values_at
 from dtrans.verification.evaluate import MOST_EQUATIONS, World
 from dtrans.verification.field_values import NearTie, Real, Replicas, Unknown, same
 from dtrans.verification.mesh_pieces import Ranked
@@ -110,7 +111,7 @@ class ObservedWorld(World):
         return found
 
     def _collective(self, eqn: JaxprEqn, operands: list[Ranked]) -> list[Ranked]:
-        name, over = eqn.primitive.name, {a: self.axes[a] for a in self.mesh_axes(eqn)}
+        name, over = eqn.primitive.name, subset(self.axes, self.mesh_axes(eqn))
         transposed, line = "transpose(" in scope_of(eqn), line_of(eqn)
         group = CollectiveGroup(name, line, over, self.axes, transposed)
         group = self.groups.setdefault((name, line, tuple(over), transposed), group)
@@ -218,7 +219,7 @@ def _reduced(x: Replicas, *, mean: bool) -> Any:
     """Return the sum or mean of copies over the axes along which they vary."""
     over = varying_axes(x)
     first = groups_of(x.axes, [*over])[0]
-    total = summed([x.copies[r] for r in first])
+    total = summed(values_at(x.copies, first))
     return _multiple(total, Fraction(1, len(first))) if mean else total
 
 
@@ -312,5 +313,5 @@ def _differs(x: Any, y: Any) -> bool:
 
 def _listed(places: set[int], names: Sequence[str]) -> str:
     """Return the names of outputs, at most three of them."""
-    found = [names[k] for k in sorted(places)]
+    found = values_at(names, sorted(places))
     return ", ".join(found[:3]) + (f" and {len(found) - 3} others" if len(found) > 3 else "")

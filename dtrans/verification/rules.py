@@ -20,6 +20,7 @@ import numpy as np
 
 from dtrans._jax import JaxprEqn, is_reversed
 from dtrans.errors import BatchError
+from dtrans.ir.selection import values_at
 from dtrans.verification import field, field_values as values
 from dtrans.verification.field import Array
 from dtrans.verification.field_values import (
@@ -80,7 +81,7 @@ def _shadows(eqn: JaxprEqn, operands: Sequence[Any]) -> Any:
 def axes_last(x: Real, axes: Sequence[int]) -> Real:
     """Return an array with some dimensions merged into the last one, to reduce over it."""
     others = [d for d in range(len(x.shape)) if d not in axes]
-    shape = [x.shape[d] for d in others]
+    shape = values_at(x.shape, others)
     merge = lambda a: a.transpose(*others, *axes).reshape(*shape, -1)
     return Real(merge(x.elements), merge(x.shadow))
 
@@ -135,9 +136,9 @@ def _as_matrices(x: Array, batch: Sequence[int], contract: Sequence[int], *, las
     free = [d for d in range(x.ndim) if d not in (*batch, *contract)]
     order = (*batch, *free, *contract) if last else (*batch, *contract, *free)
     moved = x.transpose(order)
-    rows = math.prod(x.shape[d] for d in free)
-    inner = math.prod(x.shape[d] for d in contract)
-    stack = [x.shape[d] for d in batch]
+    rows = math.prod(values_at(x.shape, free))
+    inner = math.prod(values_at(x.shape, contract))
+    stack = values_at(x.shape, batch)
     return moved.reshape(*stack, rows, inner) if last else moved.reshape(*stack, inner, rows)
 
 
@@ -316,7 +317,7 @@ def _bitcast(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 def _scatter_places(eqn: JaxprEqn, x: Any, indices: Any, updates: Any) -> Array:
     """Return the place in the flat operand of each entry of a scatter's updates, or -1."""
     d = eqn.params["dimension_numbers"]
-    window = iter(updates.shape[k] for k in d.update_window_dims)
+    window = iter(values_at(updates.shape, d.update_window_dims))
     without_window = (*d.inserted_window_dims, *getattr(d, "operand_batching_dims", ()))
     sizes = [1 if k in without_window else next(window) for k in range(len(x.shape))]
     batching = [getattr(d, f"{k}_batching_dims", ()) for k in ("operand", "scatter_indices")]

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from dtrans._jax import JaxprEqn
+from dtrans.ir.selection import values_at
 from dtrans.verification.field import Array, P
 from dtrans.verification.field_values import Real, take
 from dtrans.verification.rank_collectives import summed
@@ -188,7 +189,7 @@ class StepValues:
             if low == high:
                 continue  # the element may be padding
             numbers = dict.fromkeys(int(n) for n in self._owners[low:high])
-            holders = [self.values[n] for n in numbers]
+            holders = values_at(self.values, numbers)
             holders.sort(key=lambda v: v.elements.size != x.size)
             yield from holders[:CANDIDATES]
             return

@@ -38,6 +38,8 @@ from dtrans._jax import (
     wiring,
 )
 from dtrans.ir.array_fns import converted
+from dtrans.ir.dataflow import avals
+from dtrans.ir.selection import values_at
 from dtrans.ops import after_p, all_gather_p
 from dtrans.rows.layout import RowAxis
 from dtrans.zero.live_ranges import LiveRange, LiveRanges, is_cast
@@ -265,7 +267,7 @@ class Gatherer(SliceWriter):
             self.b.keep(loop, loop.invars)
         else:
             gather, stack = prefetch
-            types = [a.aval for a in atoms]
+            types = avals(atoms)
             self.b.keep(prefetch_layers(eqn, body, gather, stack, types, outvars), atoms)
 
     def write_body(
@@ -289,7 +291,7 @@ class Gatherer(SliceWriter):
         self.begin(full_ends, ())
         prefetch = None
         if self.how.prefetch and not self.how.once:
-            prefetch = self._prefetch_first([self.inner.invars[k] for k in wires.slices])
+            prefetch = self._prefetch_first(values_at(self.inner.invars, wires.slices))
         for eqn in self.eqns:
             self.emit(eqn)
         outs: list[Atom] = []

@@ -34,7 +34,9 @@ from dtrans._jax import JaxprEqn, Literal, Var, resized
 from dtrans.engine.layout import cut_along
 from dtrans.errors import UnknownPrimitiveWarning
 from dtrans.ir.builder import Builder
+from dtrans.ir.dataflow import variables_read
 from dtrans.ir.program import BACKWARD, FORWARD
+from dtrans.ir.selection import values_at
 from dtrans.rows.analysis import RowAnalysis, analyse
 from dtrans.rows.layout import SHARED, RowAxis, leaves_of
 from dtrans.rows.normalize import inline_inside
@@ -306,7 +308,7 @@ def _choose_layer_axes(step: Cut, axes: Mapping[str, int], degree: int) -> dict[
     eqns, roles = trainer_equations(step)
     jaxpr = step.program.jaxpr
     vars_of = step.program.invars
-    local = local_values(eqns, [vars_of[n] for n in step.batch])
+    local = local_values(eqns, values_at(vars_of, step.batch))
     gradients = summed_gradients(step, eqns, axes)
     most_dims = max((vars_of[n].aval.ndim for n in axes), default=0)
 
@@ -340,10 +342,7 @@ def summed_gradients(
 ) -> dict[Var, str]:
     """Return the gradients that only the update reads, which loops may compute as slices."""
     computed = {v for e in eqns for v in e.outvars}
-    read = {a for a in step.program.inner.outvars if isinstance(a, Var)}
-    for eqn in eqns:
-        read.update(a for a in eqn.invars if isinstance(a, Var))
-    unread = computed - read
+    unread = computed.difference(variables_read(eqns, step.program.inner.outvars))
     found: dict[Var, str] = {}
     for leaf, g in step.gradients.items():
         if leaf in leaves and isinstance(g, Var) and g in unread:

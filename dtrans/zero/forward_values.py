@@ -16,6 +16,7 @@ from dtrans._jax import Literal, Primitive, Var, origin_of
 from dtrans.data_parallel.options import Options
 from dtrans.ir.array_fns import is_key
 from dtrans.ir.pytree import is_under
+from dtrans.ir.selection import values_at
 from dtrans.ops import COLLECTIVES
 from dtrans.rows.analysis import RowAnalysis
 from dtrans.rows.layout import Colocated, Layout, leaves_of
@@ -48,7 +49,7 @@ def differing_batch(step: Cut, o: Options) -> set[str]:
 
 def differing_values(step: Cut, o: Options) -> set[Var]:
     """Return the values of the step that differ from rank to rank, before gradients are reduced."""
-    seeds = [step.program.invars[n] for n in differing_batch(step, o)]
+    seeds = values_at(step.program.invars, differing_batch(step, o))
     return local_values(step.program.inner.eqns, seeds, completed=_completed())
 
 
@@ -72,7 +73,7 @@ def leaves_that_meet_the_batch(
       Leaf to the reason, as the end of a sentence.
     """
     eqns = analysis.half.eqns
-    local = local_values(eqns, [analysis.inputs[n] for n in differing], completed=_completed())
+    local = local_values(eqns, values_at(analysis.inputs, differing), completed=_completed())
     found: dict[str, str] = {}
     for i, eqn in enumerate(eqns):
         if local.isdisjoint(a for a in eqn.invars if not isinstance(a, Literal)):

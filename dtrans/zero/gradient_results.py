@@ -9,8 +9,9 @@ from collections.abc import Collection, Mapping, Sequence
 
 from dtrans._jax import Atom, JaxprEqn, Var
 from dtrans.ir.builder import Builder
-from dtrans.ir.dataflow import backward_slice
+from dtrans.ir.dataflow import all_operands, backward_slice
 from dtrans.ir.pytree import unused_name
+from dtrans.ir.selection import values_at
 from dtrans.rows.analysis import analyse
 from dtrans.step.cut import Cut, Gradient, Name, OptimizeHalf
 from dtrans.zero.choose_slices import Sliced
@@ -41,7 +42,7 @@ class GradientResults:
         differing: Collection[Var],
     ) -> None:
         outs = step.program.outvars
-        wanted = [outs[n] for n in step.from_gradients]
+        wanted = values_at(outs, step.from_gradients)
         eqns = self._equations(step, leaves, here, wanted)
 
         b = Builder(step.program.jaxpr)
@@ -76,7 +77,7 @@ class GradientResults:
         known = {*step.boundary.values(), *(set(here) - cut_params)}
         inner = step.program.inner
         needed, _ = backward_slice(inner.eqns, wanted, known)
-        return [inner.eqns[i] for i in needed]
+        return values_at(inner.eqns, needed)
 
     def _name_inputs(
         self, step: Cut, b: Builder, eqns: Sequence[JaxprEqn], wanted: Sequence[Atom]
@@ -85,7 +86,7 @@ class GradientResults:
         names: dict[Var, Name] = {v: Gradient(n) for n, v in step.boundary.items()}
         names |= {v: n for n, v in step.program.invars.items() if n in step.params}
         computed = {v for e in eqns for v in e.outvars}
-        reads = [a for e in eqns for a in e.invars]
+        reads = all_operands(eqns)
         inputs: dict[Var, Name] = {}
         for a in (*reads, *wanted):
             if not isinstance(a, Var) or a in computed or a in inputs or b.is_constant(a):

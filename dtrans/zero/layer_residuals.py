@@ -27,6 +27,7 @@ from dtrans._jax import (
     wiring,
     with_bodies,
 )
+from dtrans.ir.selection import values_at
 from dtrans.zero.slice_analysis import SliceAnalysis, is_cheap
 
 
@@ -74,8 +75,8 @@ def rematerialize_layers(analysis: SliceAnalysis, wanted: Collection[Atom]) -> l
                 eqns[j] = _recompute(eqns[j], eqn, body, residual)
         if removed:
             stored = [k for k in range(len(eqn.outvars)) if k not in removed]
-            new = closed_with(*bodies(eqn), outvars=[body.outvars[k] for k in stored])
-            outvars = [eqns[i].outvars[k] for k in stored]
+            new = closed_with(*bodies(eqn), outvars=values_at(body.outvars, stored))
+            outvars = values_at(eqns[i].outvars, stored)
             eqns[i] = rebuilt(eqns[i], [new], eqns[i].invars, outvars)
     return eqns
 
@@ -115,7 +116,7 @@ def _find_residuals(
             continue
         if is_cheap(e) and not e.effects:
             stack_of[e.outvars[0]] = stack_of[ins[0]]
-            chains[e.outvars[0]] = _join([chains[a] for a in ins], e)
+            chains[e.outvars[0]] = _join(values_at(chains, ins), e)
     for k in wires.stacks:
         out = body.outvars[k]
         if isinstance(out, Var) and out in stack_of:

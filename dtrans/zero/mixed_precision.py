@@ -47,11 +47,12 @@ from dtrans.data_parallel.options import COMPRESSED
 from dtrans.errors import ConfigError, GradientError
 from dtrans.ir.array_fns import converted, scalar, times
 from dtrans.ir.builder import Builder, read_from
-from dtrans.ir.dataflow import propagate
+from dtrans.ir.dataflow import bits_of, propagate, variables
 from dtrans.ir.inline import eliminate_dead, inline_calls
 from dtrans.ir.interpret import ForwardAnalysis, forward
 from dtrans.ir.program import BACKWARD, FORWARD, Program
 from dtrans.ir.pytree import TreeSpec
+from dtrans.ir.selection import values_at
 from dtrans.step.cut import Cut, cut
 from dtrans.step.marks import SEED
 from dtrans.zero.live_ranges import is_cast
@@ -118,7 +119,7 @@ def _check_seeds(
         check_scale(scaling, eqn.outvars[0].aval.dtype, main.name)
     reached = propagate(eqns, {eqn.outvars[0]: 1 for eqn in seeds}, {})
     for eqn in seeds:
-        if any(isinstance(a, Var) and reached.get(a) for a in eqn.invars):
+        if bits_of(reached, *eqn.invars):
             raise GradientError(
                 f"{main.name} takes a derivative of a derivative, which would contain the scale of "
                 "the first; pass precision='bf16', which needs no scale"
@@ -155,12 +156,12 @@ def low_precision(main: Program, step: Cut, amp: str, scaling: LossScaling | Non
         if scaling.dynamic:
             first = sum(len(spec.names) for spec in main.args[:2])
             state = {n: Var(jax.typeof(x)) for n, x in scale_types(scaling).items()}
-            b.invars[first:first] = [state[n] for n in scale_spec().names]
+            b.invars[first:first] = values_at(state, scale_spec().names)
             args.insert(2, scale_spec())
             scale = state[SCALE]
 
     params = dict(zip(main.in_names, inner.invars, strict=True))
-    writer = _LowWriter(b, COMPRESSED[amp], [params[n] for n in main.args[0].names])
+    writer = _LowWriter(b, COMPRESSED[amp], values_at(params, main.args[0].names))
     roles = iter(step.program.roles)  # the cut program has these equations, without the seeds
     found: list[str] = []
     for eqn in inner.eqns:
@@ -285,7 +286,7 @@ class _LowWriter:
             self.b.keep(eqn, atoms)
         for v in eqn.outvars:
             self._producers[v] = eqn
-        known = [a for a in eqn.invars if isinstance(a, Var)]
+        known = variables(eqn.invars)
         if len(eqn.outvars) == 1 and is_rearrangement(eqn) and all(a in self.params for a in known):
             self.params.update(eqn.outvars)
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from dtrans.data_parallel.plan import CollectivePlan, collectives
 from dtrans.errors import ConfigError
-from dtrans.ir.cost import nbytes
+from dtrans.ir.cost import nbytes, total_bytes
+from dtrans.ir.selection import values_at
 from dtrans.ops import moved_values
 from dtrans.zero.mixed_precision import scale_types
 
@@ -87,7 +88,7 @@ class ShardingPlan(CollectivePlan):
         sizes = {n: nbytes(t) for n, t in self.program.inputs.items()}
         found = {}
         for kind, spec in (("params", params), ("opt_state", opt_state)):
-            found[kind] = sum(sizes[n] for n in spec.names)
+            found[kind] = sum(values_at(sizes, spec.names))
         return {**found, "padding": padding}
 
     def traffic(self) -> dict[tuple[str, str], int]:
@@ -100,7 +101,7 @@ class ShardingPlan(CollectivePlan):
         found: dict[tuple[str, str], int] = {}
         for eqn, times in collectives(self.program.jaxpr):
             key = (eqn.primitive.name, " and ".join(eqn.params["over"]))
-            moved = sum(nbytes(a.aval) for a in moved_values(eqn))
+            moved = total_bytes(moved_values(eqn))
             found[key] = found.get(key, 0) + times * moved
         return found
 

@@ -29,6 +29,7 @@ from dtrans._jax import (
     small_jaxpr,
     wiring,
 )
+from dtrans.ir.dataflow import avals
 
 
 def prefetch_layers(
@@ -54,7 +55,7 @@ def prefetch_layers(
     first_stack, carried = wires.slices[0], len(wires.carried)
     consts = first_stack - carried
     run: Callable[..., Any] = jaxpr_as_fun(body)
-    stacked_types = [a.aval for a in opened(body).outvars[carried:]]
+    stacked_types = avals(opened(body).outvars[carried:])
     first, last, step = (length - 1, 0, -1) if is_reversed(eqn) else (0, length - 1, 1)
 
     def loop(*operands: Any) -> Any:

@@ -11,6 +11,7 @@ from dtrans.data_parallel.plan import Bucket
 from dtrans.data_parallel.reducer import assign_buckets
 from dtrans.engine.layout import Gathered
 from dtrans.errors import ConfigError
+from dtrans.ir.selection import subset, values_at
 from dtrans.rows.analysis import analyse
 from dtrans.rows.layout import RowAxis
 from dtrans.step.cut import Cut, OptimizeHalf, check_same_update
@@ -141,7 +142,7 @@ class RankLayout:
         leaves = [n for n in self.slices.leaves if n not in self.replicated]
         gradients = summed_gradients(step, eqns, leaves)
         rows = {g: RowAxis(n, self.slices.leaves[n].axis) for g, n in gradients.items()}
-        local = local_values(eqns, [step.program.invars[n] for n in step.batch])
+        local = local_values(eqns, values_at(step.program.invars, step.batch))
         flow, makers = scatter_flow(eqns, rows, local), makers_of(eqns)
         found = {}
         for g, n in gradients.items():
@@ -164,7 +165,7 @@ class RankLayout:
         """Return the gradients that each collective moves, in the order of the collectives."""
         if self.owned is not None:
             return self.owned.buckets(step, self.o)
-        gradients = {n: step.gradients[n] for n in ready_order(step)}
+        gradients = subset(step.gradients, ready_order(step))
         return assign_buckets(gradients, self.o, self.spec_of(step))
 
     @property

@@ -21,8 +21,10 @@ from dtrans.data_parallel.options import COMPRESSED
 from dtrans.data_parallel.plan import Bucket
 from dtrans.data_parallel.replica import fold_keys, take_inputs
 from dtrans.ir.builder import Builder
+from dtrans.ir.dataflow import variables
 from dtrans.ir.program import DIST, FORWARD, Program, is_communication
 from dtrans.ir.pytree import tuple_of
+from dtrans.ir.selection import subset, values_at
 from dtrans.rows.layout import RowAxis
 from dtrans.rows.normalize import inline_inside
 from dtrans.step.cut import GRAD, Cut, cut
@@ -123,7 +125,7 @@ class RankWriter:
             roles.append(DIST if is_communication(eqn) else role)
         program = Program(
             f"rank of {self.source.name}",
-            b.build([found[n] for n in out.names]),
+            b.build(values_at(found, out.names)),
             args,
             out,
             tuple(roles),
@@ -145,7 +147,7 @@ class RankWriter:
           The writer of the reductions, with the reduced gradients.
         """
         step, b, o = self.step, self.b, self.o
-        values: dict[str, Atom] = {n: step.gradients[n] for n in ready_order(step)}
+        values: dict[str, Atom] = subset(step.gradients, ready_order(step))
         count = o.batch.example_count or ""
         results = [n for n in step.results if n not in step.from_gradients]
         if self.gradients is not None:
@@ -224,11 +226,11 @@ class RankWriter:
             eqns, roles = fuse_transposes(eqns, roles, wanted)
             if rows:
                 eqns = list(map(inline_inside, eqns))
-                local = local_values(eqns, [vars_of[n] for n in step.batch])
+                local = local_values(eqns, values_at(vars_of, step.batch))
                 inputs = SliceInputs(rows, local, wanted={})
                 options = GatherOptions(o.axis_name, o.degree)
                 analysis = SliceAnalysis(Builder(jaxpr), jaxpr, eqns, roles, inputs, options)
-                eqns = rematerialize_layers(analysis, {a for a in wanted if isinstance(a, Var)})
+                eqns = rematerialize_layers(analysis, set(variables(wanted)))
             return eqns, roles
 
         return arrange
@@ -248,7 +250,7 @@ class RankWriter:
         def writer(
             eqns: Sequence[JaxprEqn], roles: Sequence[str], ends: Sequence[tuple[int, Atom]]
         ) -> HalfWriter:
-            local_vars = local_values(eqns, [vars_of[n] for n in step.batch])
+            local_vars = local_values(eqns, values_at(vars_of, step.batch))
             inputs = SliceInputs(params, local_vars, wanted, slices)
             plain = list(map(inline_inside, eqns))
             atoms = [a for _, a in ends]
@@ -287,7 +289,7 @@ class RankWriter:
         """Write forward and backward of all micro-steps; from stage 2 on, gradients are slices."""
         o, step = self.o, self.step
         window = MicroSteps.from_options(step, o, self.layout.merges)
-        slices = {n: self.local[n] for n in self.leaves} if o.slices_params else {}
+        slices = subset(self.local, self.leaves) if o.slices_params else {}
 
         def write_micro_step(inner: Builder, micro: Cut) -> Outputs:
             local = {n: inner.input(a.aval) for n, a in slices.items()}
@@ -295,7 +297,7 @@ class RankWriter:
             if o.stage == 1:
                 grads: dict[str, Atom] = {}
                 return self._write_half(inner, micro, results, grads.__setitem__, local), grads
-            values: dict[str, Atom] = {n: micro.gradients[n] for n in ready_order(micro)}
+            values: dict[str, Atom] = subset(micro.gradients, ready_order(micro))
             one_group = dataclasses.replace(self.reduce_options, replicas=1)
             spec_of = self.layout.spec_of(micro)
             scatterer = _MicroStepScatterer(

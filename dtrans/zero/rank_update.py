@@ -11,6 +11,7 @@ from dtrans._jax import Atom
 from dtrans.ir.array_fns import rows_from, times, together
 from dtrans.ir.builder import Builder
 from dtrans.ir.program import DIST, OPTIMIZE
+from dtrans.ir.selection import values_at
 from dtrans.ops import all_gather_p, all_reduce_p, trainer_index_p
 from dtrans.step.cut import Cut, Gradient, Name
 from dtrans.zero.choose_slices import Sliced
@@ -86,7 +87,7 @@ class RankUpdate:
         found: dict[str, Atom] = {}
         previous: Sequence[Atom] = ()
         for i, bucket in enumerate(self._gather_buckets(slices)):
-            sent: Sequence[Atom] = [slices[n] for n in bucket]
+            sent: Sequence[Atom] = values_at(slices, bucket)
             if previous and not o.slices.overlap:
                 sent = b.call(together, *sent, *previous)[: len(sent)]
             gathered = b.bind(
@@ -204,7 +205,7 @@ class RankUpdate:
                 if found[n] is not self.local[n]:
                     (selected[n],) = b.call(_select, finite, found[n], self.local[n])
         names = (GOOD, SCALE, SKIPPED)
-        state = [self.step.program.invars[n] for n in names]
+        state = values_at(self.step.program.invars, names)
         new = b.call(next_scale(scaling), finite, *state)
         return selected | dict(zip(names, new, strict=True))
 

@@ -30,6 +30,8 @@ from dtrans._jax import (
     opened,
     wiring,
 )
+from dtrans.ir.dataflow import variables
+from dtrans.ir.selection import values_at
 from dtrans.rows.layout import RowAxis
 from dtrans.rows.rules import Step, rows_of_operands
 from dtrans.zero.rank_values import local_inside
@@ -124,10 +126,10 @@ class _Search:
         self.eqns, self.wanted, self.local = eqns, wanted, local
         self.flow = ScatterFlow(dict(wanted))
         self.sliceable = set(inputs)
-        self.reads: Counter[Atom] = Counter(a for a in ends if isinstance(a, Var))
+        self.reads: Counter[Atom] = Counter(variables(ends))
         for eqn in eqns:
             self.sliceable.update(eqn.outvars)
-            self.reads.update(a for a in eqn.invars if isinstance(a, Var))
+            self.reads.update(variables(eqn.invars))
 
     def visit(self, i: int) -> None:
         """Propagate the rows that are wanted of an equation's outputs to its operands."""
@@ -200,8 +202,8 @@ def _prune(
         if i in flow.loops:
             size |= {eqn.outvars[k]: 0 for k in flow.loops[i]}
             continue
-        operands = [eqn.invars[k] for k in flow.operands_at(i, eqn)]
-        terms = [a for a in operands if isinstance(a, Var)]
+        operands = values_at(eqn.invars, flow.operands_at(i, eqn))
+        terms = variables(operands)
         sizes = [size.get(a, int(a.aval.size)) for a in terms if a in local]
         largest = max(sizes, default=0)
         (out,) = eqn.outvars
@@ -219,8 +221,8 @@ def _prune(
             flow.steps.pop(i, None)
             flow.loops.pop(i, None)
             continue
-        operands = [eqn.invars[k] for k in flow.operands_at(i, eqn)]
-        reached.update(a for a in operands if isinstance(a, Var))
+        operands = values_at(eqn.invars, flow.operands_at(i, eqn))
+        reached.update(variables(operands))
     flow.rows = {v: row for v, row in flow.rows.items() if v in reached}
 
 

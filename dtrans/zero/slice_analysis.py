@@ -45,6 +45,7 @@ from dtrans.engine.rules import Strategy, strategy_of
 from dtrans.engine.writer import SplitWriter
 from dtrans.errors import UnknownPrimitiveWarning
 from dtrans.ir.builder import Builder
+from dtrans.ir.selection import values_at
 from dtrans.ops import LAYERS
 from dtrans.rows.layout import SHARED, RowAxis
 from dtrans.step.weight_gradients import fuse_transposes
@@ -373,7 +374,7 @@ class SliceAnalysis(SplitWriter):
         how = dataclasses.replace(self.how, prefetch=self.how.prefetch_in_loops)
         inputs = SliceInputs(rows, local, targets, slices, summed)
         body = type(self)(b, like, eqns, roles, inputs, how, inner.outvars)
-        body.read_full(inner.outvars[k] for k in wires.carried.values())
+        body.read_full(values_at(inner.outvars, wires.carried.values()))
         return body
 
 

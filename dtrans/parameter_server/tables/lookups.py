@@ -48,9 +48,10 @@ from dtrans._jax import (
     scan_length,
     wiring,
 )
-from dtrans.ir.dataflow import backward_slice, free_variables
+from dtrans.ir.dataflow import backward_slice, free_variables, variables
 from dtrans.ir.display import short_type
 from dtrans.ir.interpret import BackwardAnalysis, ForwardAnalysis, backward, forward
+from dtrans.ir.selection import values_at
 from dtrans.rows.flow import Flow, FlowPass
 from dtrans.rows.layout import SHARED, Colocated, Layout, RowAxis
 from dtrans.rows.normalize import inline_inside
@@ -201,7 +202,7 @@ def find_lookups(step: Cut, leaves: Iterable[str] | None = None) -> Lookups:
         flow = _LookupPass(zeros).over(eqns, start)
         picks, numbering = _lookups_in(eqns, flow)
         reasons = {n: _refusal(step, eqns, flow, n, picks) for n in chosen}
-        tables = {vars_of[n] for n in chosen}
+        tables = set(values_at(vars_of, chosen))
         reasons |= _refused_numbers([*eqns, *numbering], picks, tables, step.program.jaxpr)
         if not any(reasons.values()):
             break
@@ -219,8 +220,8 @@ def numbers_first(eqns: Sequence[JaxprEqn], numbers: Iterable[Atom], like: Any) 
       numbers: the wanted values.
       like: the jaxpr that contains the equations.
     """
-    wanted = [a for a in dict.fromkeys(numbers) if isinstance(a, Var)]
-    needed = [eqns[i] for i in backward_slice(eqns, wanted)[0]]
+    wanted = variables(dict.fromkeys(numbers))
+    needed = values_at(eqns, backward_slice(eqns, wanted)[0])
     if not any(e.primitive.name in _WITH_BODIES for e in needed):
         return needed
     computed = {v for e in needed for v in e.outvars}
@@ -322,7 +323,7 @@ def _in_branches(
     extra: list[JaxprEqn] = []
     branches = zip(map(opened, bodies(eqn)), wiring(eqn).ins, step.bodies, strict=True)
     for body, read, flow in branches:
-        env: dict[Var, Atom] = dict(zip(body.invars, [eqn.invars[i] for i in read], strict=True))
+        env: dict[Var, Atom] = dict(zip(body.invars, values_at(eqn.invars, read), strict=True))
         inside, new = _lookups_in(body.eqns, flow)
         candidates = [*body.eqns, *new]
         # ids of every branch are needed, whichever branch runs

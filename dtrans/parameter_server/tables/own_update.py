@@ -18,6 +18,7 @@ from dtrans.errors import ConfigError
 from dtrans.ir.builder import Builder
 from dtrans.ir.inline import eliminate_dead
 from dtrans.ir.program import Program
+from dtrans.ir.selection import subset
 from dtrans.ops import RowsProgram
 from dtrans.parameter_server.options import BlockPlacement
 from dtrans.parameter_server.placement import place
@@ -105,7 +106,7 @@ def write_update(
       New parameters and state, by name.
     """
     analysis = analyse(step.optimize, step.optimized)
-    types = {n: step.program.inputs[n] for n in step.optimized}
+    types = subset(step.program.inputs, step.optimized)
     placed = mark_tables(place(analysis, types, (TRAINER,), BlockPlacement()), sizes)
     work = write_server(analyse_update(analysis, resized(placed, sizes)), TRAINER)
     inputs = dict(read)

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from dtrans._jax import Atom, JaxprEqn, Literal, Var
 from dtrans.ir.builder import Builder
+from dtrans.ir.dataflow import avals, variables
 from dtrans.ir.program import DIST, FORWARD, RPC, is_communication
 from dtrans.ops import geo_prefetch_p, prefetch_p, split_ids_p
 from dtrans.parameter_server.tables.lookups import Lookups, RowPick, TableLookups, numbers_first
@@ -146,7 +147,7 @@ class TableWriter:
                 self._done.add(id(e))
             else:  # the part of a loop that computes ids
                 atoms = [self.writer.read_full(a) for a in e.invars]
-                new = self.b.copy(e, atoms, [v.aval for v in e.outvars])
+                new = self.b.copy(e, atoms, avals(e.outvars))
                 self.writer.shared.update(zip(e.outvars, new, strict=True))
 
     # -- HalfWriter ------------------------------------------------------------------------------
@@ -247,11 +248,11 @@ def without_unused(b: Builder, outs: Sequence[Atom]) -> None:
     Args:
       outs: the outputs of its program.
     """
-    used = {a for a in outs if isinstance(a, Var)}
+    used = set(variables(outs))
     eqns, roles = [], []
     for eqn, role in zip(reversed(b.eqns), reversed(b.roles), strict=True):
         if is_communication(eqn) or eqn.effects or used.intersection(eqn.outvars):
             eqns.append(eqn)
             roles.append(role)
-            used.update(a for a in eqn.invars if isinstance(a, Var))
+            used.update(variables(eqn.invars))
     b.eqns[:], b.roles[:] = eqns[::-1], roles[::-1]

@@ -45,6 +45,7 @@ from dtrans._jax import (
 from dtrans.ir.folding import Alias, are_equal, fold, is_number, number_by_jax
 from dtrans.ir.interpret import ForwardAnalysis, enter
 from dtrans.ir.program import Program
+from dtrans.ir.selection import invert, values_at
 from dtrans.rows.analysis import RowAnalysis
 from dtrans.rows.flow import Flow
 from dtrans.rows.layout import RowAxis, Shared, leaves_of
@@ -172,12 +173,12 @@ def find_waiting(analysis: RowAnalysis, leaf: str) -> str:
         if len(cases) + len(pending) > MOST_CASES:
             return "its update has too many conditions to follow a row through all of them"
 
-    names = {v: n for n, v in rows.items()}
+    names = invert(rows)
     for n, v in rows.items():
         reads = [_reads(case.kind(outputs[n])) for case in cases]
         others = frozenset[Var]().union(*reads) - {v}
         if cause := _decider(cases, [bool(x - {v}) for x in reads], text_of):
-            waiting = ", ".join(sorted(names[x] for x in others))
+            waiting = ", ".join(sorted(values_at(names, others)))
             verb = "enter" if len(others) > 1 else "enters"
             return f"{waiting} {verb} {n} only in steps that {cause} selects"
         if cause := _decider(cases, [v in x for x in reads], text_of):

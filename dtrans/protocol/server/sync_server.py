@@ -36,6 +36,7 @@ from typing import Any
 import numpy as np
 
 from dtrans.errors import PeerError, StateError, WireError
+from dtrans.ir.selection import subset
 from dtrans.protocol import wire
 from dtrans.protocol.buffers import BufferPool
 from dtrans.protocol.inbox import Inbox
@@ -100,7 +101,7 @@ class SyncServer:
         """Return memory for the gradients of trainer k, which may send no other ones."""
         of_rows = {n for t in self._served.tables.values() for n in t.gradients.values()}
         names = {sent[k] for sent in self._served.sent} - of_rows
-        memory = {n: self._grads[n] for n in names} | self._rows.requests.memory_of(k)
+        memory = subset(self._grads, names) | self._rows.requests.memory_of(k)
         refusal = f"is not a gradient that trainer {k} sends to pserver {self.endpoint}"
         return Inbox(memory, lambda name: f"{name} {refusal}")
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from dtrans._jax import is_traced
 from dtrans.errors import BatchError
+from dtrans.ir.array_fns import array_type
 from dtrans.ir.pytree import TreeSpec, as_array
 
 
@@ -245,7 +246,7 @@ def resize(x: Any, share: Share, rows: Callable[[int], int]) -> jax.ShapeDtypeSt
       rows: maps the array's number of rows to the new one.
     """
     if isinstance(share, str):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return array_type(x)
     return jax.ShapeDtypeStruct(
         (*x.shape[:share], rows(x.shape[share]), *x.shape[share + 1 :]), x.dtype
     )

@@ -38,7 +38,9 @@ from dtrans._jax import (
     small_jaxpr,
 )
 from dtrans.ir.builder import extract_part
+from dtrans.ir.dataflow import avals, variables
 from dtrans.ir.program import Program, is_communication
+from dtrans.ir.selection import values_at
 from dtrans.ops import concat_p, send_p, send_rows_p, split_byref_p
 
 
@@ -126,7 +128,7 @@ class Segments:
 
         for step, dropped in zip(self.steps, self.dropped, strict=True):
             if isinstance(step, Compute):
-                values = [env[v] for v in step.reads]
+                values = values_at(env, step.reads)
                 outs = step.jitted(*values) if compute is None else compute(step, values)
                 env.update(zip(step.makes, outs, strict=True))
                 del values
@@ -162,7 +164,7 @@ def cut_program(
         for eqn in step if isinstance(step, list) else [step]:
             last.update((a, i) for a in eqn.invars if isinstance(a, Var))
             last.update((v, i) for v in eqn.outvars if v not in last)
-    outs = {a for a in program.inner.outvars if isinstance(a, Var)}
+    outs = set(variables(program.inner.outvars))
     dropped: list[list[Var]] = [[] for _ in order]
     for v, i in last.items():
         if v not in outs:
@@ -288,7 +290,7 @@ def _retrace_bodies(eqn: JaxprEqn, rules: Rules) -> dict[str, Any]:
             env = {**values, **dict(zip(inner.invars, args, strict=True))}
             return interpret(inner.eqns, env, inner.outvars, rules)
 
-        traced = small_jaxpr(run, [v.aval for v in inner.invars])
+        traced = small_jaxpr(run, avals(inner.invars))
         return traced if isinstance(body, ClosedJaxpr) else opened(traced)
 
     return map_bodies(eqn.params, retrace)

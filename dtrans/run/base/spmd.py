@@ -20,6 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec as P
 
+from dtrans.ir.selection import number_items, values_at
+
 
 Function = Callable[..., Sequence[Any]]
 Axes = Sequence[tuple[str, int]]  # names and sizes, the outermost first
@@ -197,12 +199,12 @@ def _map_in_turn(fn: Function, in_axes: Sequence[int | None], size: int) -> Func
 def _to_leading(x: Any, sharding: AxisSharding, axes: Axes) -> Any:
     """Reshape a global array for vmap: one leading dimension for each axis that varies."""
     sizes, cut = dict(axes), dict(sharding.cut)
-    shape = [sizes[name] for name in sharding.stacked]
-    position = {name: k for k, name in enumerate(sharding.stacked)}
+    shape = values_at(sizes, sharding.stacked)
+    position = number_items(sharding.stacked)
     for dim, size in enumerate(x.shape[bool(sharding.stacked) :]):
         names = cut.get(dim, ())
         position |= {name: len(shape) + k for k, name in enumerate(names)}
-        parts = [sizes[name] for name in names]
+        parts = values_at(sizes, names)
         shape += [*parts, size // math.prod(parts)]
     leading = [position[name] for name, _ in axes if name in position]
     return jnp.moveaxis(jnp.reshape(x, shape), leading, range(len(leading)))
@@ -222,9 +224,9 @@ def _from_leading(x: Any, sharding: AxisSharding, axes: Axes) -> Any:
     order = [leading.index(name) for name in sharding.stacked]
     shape = []
     if sharding.stacked:
-        shape.append(math.prod(sizes[name] for name in sharding.stacked))
+        shape.append(math.prod(values_at(sizes, sharding.stacked)))
     for dim, size in enumerate(x.shape[len(leading) :]):
         names = cut.get(dim, ())
         order += [*map(leading.index, names), len(leading) + dim]
-        shape.append(size * math.prod(sizes[name] for name in names))
+        shape.append(size * math.prod(values_at(sizes, names)))
     return jnp.reshape(jnp.transpose(x, order), shape)

@@ -26,8 +26,10 @@ from dtrans.checkpoint.pserver_state import arrays_of
 from dtrans.data_parallel.plan import CollectivePlan
 from dtrans.data_parallel.state import CollectiveState
 from dtrans.errors import ConfigError
+from dtrans.ir.array_fns import array_type
 from dtrans.ir.program import Program
 from dtrans.ir.pytree import TreeSpec, result_of, without
+from dtrans.ir.selection import subset, values_at
 from dtrans.job import Job
 from dtrans.ops import OVER_AXIS
 from dtrans.run.base.merge import Merge
@@ -154,8 +156,8 @@ class CollectiveJob(Job):
             main = self.plan.main
             types = []
             for spec in main.args[:2]:
-                state = [main.inputs[n] for n in spec.names]
-                types += [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in state]
+                state = values_at(main.inputs, spec.names)
+                types += list(map(array_type, state))
             types += self.batches.global_types(arrays, rows)
             assert self.plan.for_uneven_batch is not None
             program, single_device = self.plan.for_uneven_batch(types), main.specialize_flat(types)
@@ -193,12 +195,12 @@ class CollectiveJob(Job):
             if way == "concat" and types is not None:
                 merge = Merge("joined", axis or 0, types[name].shape[axis or 0])
                 values[name] = merge(values[name])
-        return self._state.state(values), [values[n] for n in self._rest.names]
+        return self._state.state(values), values_at(values, self._rest.names)
 
     def _program(self, state: CollectiveState, arrays: Sequence[Any]) -> Program:
         """Return the program for a trainer's part of a batch."""
         check_types(self._state.arrays(state), self._state.types)
-        types = [self.plan.program.inputs[n] for n in self._state.names]
+        types = values_at(self.plan.program.inputs, self._state.names)
         return self.plan.program.specialize_flat([*types, *self.batches.part_types(arrays)])
 
     def _rules(self) -> Rules:
@@ -300,7 +302,7 @@ class CollectiveJob(Job):
         if self.plan.owned is not None or self.trainers.here != self.plan.trainers:
             return super()._leaves(state, names)
         arrays = self._state.arrays(state)
-        return {n: arrays[n] for n in names}
+        return subset(arrays, names)
 
     def _opened(self, leaves: Mapping[str, Any]) -> Mapping[str, Any]:
         return {n: self._state.unpad(n, x) for n, x in leaves.items()}

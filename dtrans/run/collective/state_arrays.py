@@ -11,6 +11,7 @@ import jax
 from dtrans.data_parallel.plan import CollectivePlan
 from dtrans.data_parallel.state import CollectiveState
 from dtrans.errors import StateError
+from dtrans.ir.selection import subset
 
 
 class StateArrays:
@@ -59,7 +60,7 @@ class StateArrays:
         """Return the state that has these arrays."""
         parts = []
         for names in self._parts:
-            parts.append({n: arrays[n] for n in names})
+            parts.append(subset(arrays, names))
         return CollectiveState(*parts)
 
     def unpad(self, name: str, x: Any) -> Any:

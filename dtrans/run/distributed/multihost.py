@@ -22,6 +22,7 @@ from dtrans._jax import bulletin_board
 from dtrans.errors import BatchError, ConfigError, DeadlineError, PeerError
 from dtrans.ir import fingerprint
 from dtrans.ir.program import Program
+from dtrans.ir.selection import values_at
 from dtrans.run.distributed.board import read
 from dtrans.run.distributed.membership import current
 from dtrans.run.distributed.watch import KNOWN, is_by_peer, watch
@@ -83,7 +84,7 @@ def local_shard(x: jax.Array) -> jax.Array:
 def all_reduce_sum(*xs: np.ndarray) -> list[np.ndarray]:
     """Sum arrays over all processes, and return the sums on the host."""
     first = {d.process_index: d for d in reversed(trainer_devices())}
-    mesh = Mesh(np.array([first[k] for k in sorted(first)]), ("trainers",))
+    mesh = Mesh(np.array(values_at(first, sorted(first))), ("trainers",))
     replicated = NamedSharding(mesh, P())
     # The operands are declared replicated, though each process has another value: `psum` alone
     # reads them, and adds the values of all devices.

@@ -19,6 +19,7 @@ from dtrans._jax import evaluate, is_traced
 from dtrans.errors import ConfigError
 from dtrans.ir.display import without_addresses
 from dtrans.ir.program import DIST, LR_SCHED
+from dtrans.ir.selection import subset, values_at
 from dtrans.ops import BACKUP, OptimizeBlock
 from dtrans.run.parameter_server.tables.server_tables import ServerTables
 from dtrans.run.parameter_server.tables.table_memory import (
@@ -109,7 +110,7 @@ class BlockUpdates:
         Returns:
           New state, and the values that this step's blocks read.
         """
-        values = {n: state[n] for n in self._replaced}
+        values = subset(state, self._replaced)
         new: dict[str, Any] = {}
         for block in self._first:
             outs = self._jitted[block.name](_pick(block.in_names, values, state), {})
@@ -181,7 +182,7 @@ class BlockUpdates:
     def _run(
         self, block: str, run: RunBlock, grads: State, state: State, values: State
     ) -> dict[str, Any]:
-        spent = {n: state[n] for n in self._spent[block]}
+        spent = subset(state, self._spent[block])
         names = [n for n in self._blocks[block].in_names if n not in spent]
         return jax.block_until_ready(run(_pick(names, grads, values, state), spent))
 
@@ -209,8 +210,8 @@ class BlockUpdates:
         jitted = self._compiled[key]
 
         def run_by_name(read_state: State, spent_state: State) -> dict[str, Any]:
-            operands = [read_state[n] for n in read]
-            outs = jitted(operands, [spent_state[n] for n in spent])
+            operands = values_at(read_state, read)
+            outs = jitted(operands, values_at(spent_state, spent))
             return dict(zip(block.out_names, outs, strict=True))
 
         return run_by_name

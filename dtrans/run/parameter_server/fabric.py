@@ -36,6 +36,7 @@ from dtrans._jax import JaxprEqn, Primitive
 from dtrans.checks import check_number
 from dtrans.errors import ConfigError, DtransError, StateError
 from dtrans.ir.program import Program
+from dtrans.ir.selection import values_at
 from dtrans.ops import (
     concat_p,
     exchange_p,
@@ -322,7 +323,7 @@ class EndpointFabric:
             keep_last=self.keep_last,
         )
         final = server.serve()
-        return [final[n] for n in names]
+        return values_at(final, names)
 
     def close(self, error: BaseException | None) -> None:
         """Leave every server, with the error as the reason if there is one.

@@ -33,6 +33,7 @@ from dtrans.checkpoint.pserver_state import TRAINER, arrays_of, scatter
 from dtrans.checkpoint.runs import THIS_PROCESS
 from dtrans.errors import ConfigError
 from dtrans.ir.pytree import is_under
+from dtrans.ir.selection import subset, values_at
 from dtrans.job import Job
 from dtrans.parameter_server.overview import VarDistributed
 from dtrans.parameter_server.plan import PServerPlan
@@ -173,16 +174,16 @@ class MeshJob(Job):
         fabric = MeshStepFabric(
             self.placement, servers, self.plan, self._servers, runner, self.watch
         )
-        params = [state.params[n] for n in runner.param_names]
+        params = values_at(state.params, runner.param_names)
         shared = [self.placement.put_batch(x, share) for x, share in arrays]
         found = fabric.run(runner.pieces, [*params, *shared], runner.compute)
 
         values = dict(zip(runner.program.out_names, found, strict=True))
-        results = runner.results({n: values[n] for n in runner.result_names})
+        results = runner.results(subset(values, runner.result_names))
         for n in self._local:
             if not runner.is_stacked(runner.outs[n]):
                 values[n] = self.placement.stack(values[n])
-        return (self._newest(MeshState({n: values[n] for n in state.params}, servers)), *results)
+        return (self._newest(MeshState(subset(values, state.params), servers)), *results)
 
     def _newest(self, state: MeshState) -> MeshState:
         """Record a state that the job returns."""
@@ -254,7 +255,7 @@ class MeshJob(Job):
     @cached_property
     def _param_types(self) -> dict[str, Any]:
         """Types of a state's parameters, by name."""
-        types = {n: self.plan.main.inputs[n] for n in self.plan.main.args[0].names}
+        types = subset(self.plan.main.inputs, self.plan.main.args[0].names)
         types |= {n: types[n].update(shape=(0, *types[n].shape[1:])) for n in self.plan.tables.of}
         for n in self._local:
             types[n] = types[n].update(shape=(self.plan.trainers, *types[n].shape))

@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, Sharding, Sing
 from dtrans._jax import JaxprEqn, Primitive, is_traced
 from dtrans.errors import ConfigError
 from dtrans.ir.array_fns import parts_of, words
+from dtrans.ir.selection import subset
 from dtrans.ops import (
     fake_init_p,
     fetch_barrier_p,
@@ -225,7 +226,7 @@ class _MeshServer:
         ids: dict[str, Any] = {}
         memory: dict[str, TracedMemory] = {}
         for n, t in self._tables.items():
-            padded, arrays = gradients_with_room(t, {g: grads[g] for g in t.gradients.values()})
+            padded, arrays = gradients_with_room(t, subset(grads, t.gradients.values()))
             gradients |= arrays
             if not t.updates_all:
                 ids[n] = padded
@@ -259,7 +260,7 @@ def _unstack(sent: Sequence[Mapping[int, str]], grads: Mapping[str, Any]) -> dic
     each: dict[str, Any] = {}
     for names in sent:
         if all(n in grads for n in names.values()):
-            each |= {n: grads[n] for n in names.values()}
+            each |= subset(grads, names.values())
             continue
         x = grads[names[0]]
         if isinstance(x, list):

@@ -26,8 +26,10 @@ from jax.sharding import Mesh
 from dtrans._jax import Var, is_traced
 from dtrans.batch.exact_step import ExactStep
 from dtrans.errors import BatchError
+from dtrans.ir.array_fns import array_type
 from dtrans.ir.program import Program
 from dtrans.ir.pytree import result_of, without
+from dtrans.ir.selection import values_at
 from dtrans.ops import exchange_p, exchanged, prefetch_p, split_ids_p, trainer_index_p
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.run.base.batch import Share, part_types
@@ -95,12 +97,12 @@ def shared_program(
     if shared is not None and any(is_uneven(x, share) for x, share in arrays):
         inputs = [main.inputs[n] for spec in main.args[:2] for n in spec.names]
         inputs += [x for x, _ in arrays]
-        types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs]
+        types = list(map(array_type, inputs))
         shared, program = plan.for_uneven_batch(types, 0)
         full = main.specialize_flat(types).outputs
         rows = {n: full[n].shape[axis] for n, axis in shared.joined.items()}
         return program, _merges(shared, rows)
-    state = [plan.trainer.inputs[n] for n in main.args[0].names]
+    state = values_at(plan.trainer.inputs, main.args[0].names)
     program = plan.trainer.specialize_flat([*state, *part_types(arrays, plan.trainers)])
     return program, None if shared is None else _merges(shared, {})
 
@@ -206,7 +208,7 @@ class MeshTrainerPrograms:
             return piece.jitted
         each = self.plan.trainers // self.mesh.size
         kinds = [self.kinds.get(v) for v in piece.reads]
-        ins = [_TURN_OF[kind] for kind in kinds]
+        ins = values_at(_TURN_OF, kinds)
         outs = [_TURN_OF["stacked"]] * len(piece.makes)
 
         # Trainers of one device run in turn, unless they communicate in the piece.
@@ -230,7 +232,7 @@ class MeshTrainerPrograms:
         full: Mapping[str, Any] = local
         if any(t.ndim for t in local.values()):
             main = self.plan.main
-            state = [main.inputs[n] for n in (*main.args[0].names, *main.args[1].names)]
+            state = values_at(main.inputs, (*main.args[0].names, *main.args[1].names))
             full = main.specialize_flat([*state, *batch]).outputs
         how = []
         for n in self.result_names:
@@ -264,11 +266,11 @@ class MeshTrainerPrograms:
 
     def results(self, values: Mapping[str, Any]) -> tuple[Any, ...]:
         """Return the step's results without its state, merged, in their pytree structure."""
-        found = [values[n] for n in self.result_names]
+        found = values_at(values, self.result_names)
         if self.merge is not None:
             found = self.merge(found)
         merged = dict(zip(self.result_names, found, strict=True))
-        return result_of(self.rest, [merged[n] for n in self.rest.names])
+        return result_of(self.rest, values_at(merged, self.rest.names))
 
 
 def _communicates(piece: Compute) -> bool:

@@ -26,8 +26,9 @@ import numpy as np
 
 from dtrans._jax import JaxprEqn, Primitive, evaluate
 from dtrans.checkpoint.pserver_state import arrays_of, server_state
-from dtrans.ir.array_fns import words
+from dtrans.ir.array_fns import array_type, words
 from dtrans.ir.program import Program
+from dtrans.ir.selection import subset, values_at
 from dtrans.ops import (
     BACKUP,
     backup_of,
@@ -153,11 +154,6 @@ def local_steps(push_every: int) -> int:
     return min(push_every, MOST_LOCAL_STEPS)
 
 
-def type_of(x: Any) -> jax.ShapeDtypeStruct:
-    """Return the type of an array."""
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
-
-
 def stacked_type(t: Any, count: int) -> jax.ShapeDtypeStruct:
     """Return the type of `count` arrays in a stack."""
     return jax.ShapeDtypeStruct((count, *t.shape), t.dtype)
@@ -187,7 +183,7 @@ def initial_state(eqn: JaxprEqn, args: Sequence[Any]) -> Sequence[Any]:
 
 def table_types(plan: PServerPlan) -> dict[str, Any]:
     """Return the types of tables, by name."""
-    return {n: plan.main.inputs[n] for n in plan.tables.of}
+    return subset(plan.main.inputs, plan.tables.of)
 
 
 def part_axes(plan: PServerPlan) -> dict[str, int]:
@@ -249,7 +245,7 @@ class OrderedJob:
         """Return the state in which all roles hold the arrays of one device."""
         arrays = arrays_of(self.plan.main, params, opt_state)
         servers = {ep: server_state(self.plan, ep, arrays) for ep in self.plan.servers}
-        local = {n: arrays[n] for n in self.local}
+        local = subset(arrays, self.local)
         return self._state(local, servers, [arrays] * self.plan.trainers)
 
     def init(self, *args: Any) -> OrderedState:
@@ -264,7 +260,7 @@ class OrderedJob:
             startup = self.plan.trainer_startup_program(k)
             trainer = _OrderedTrainer(self, k, servers, {}, {})
             params.append(trainer.start(startup, startup.flatten(*args)))
-        local = {n: params[0][n] for n in self.local}
+        local = subset(params[0], self.local)
         return self._state(local, {ep: x.state for ep, x in servers.items()}, params)
 
     def step(self, state: OrderedState, *batch: Any) -> tuple[OrderedState, Values]:
@@ -290,7 +286,7 @@ class OrderedJob:
             # trainer 0's local arrays are in the state
             names = (*self.served, *self.state_of_rows, *(self.local if k else ()))
             results |= {f"trainer {k}/{n}": values[n] for n in names}
-        local = {n: arrays[0][n] for n in self.local}
+        local = subset(arrays[0], self.local)
         newest = {n: trainers[0].newest_of(n) for n in self.served}
         settled = {ep: x.settled(self.plan.trainers) for ep, x in servers.items()}
         return self._state(local, settled, [newest] * self.plan.trainers), results
@@ -326,8 +322,8 @@ class OrderedJob:
         types = table_types(self.plan)
         local_rows = {}
         for table, names in self.state_of_rows.items():
-            types |= {n: self.plan.main.inputs[n] for n in names}
-            rows = [self._table(table, servers), *(state["own"][n] for n in names)]
+            types |= subset(self.plan.main.inputs, names)
+            rows = [self._table(table, servers), *values_at(state["own"], names)]
             ids = rows_at_start(types[table].shape[0], number)
             local_rows[table] = TracedCachedRows(ids, rows)
         # a program takes tables without rows, and looks rows up
@@ -362,7 +358,7 @@ class OrderedJob:
     ) -> OrderedState:
         received = {}
         for k, values in enumerate(trainers):
-            received[str(k)] = {n: values[n] for n in self.served}
+            received[str(k)] = subset(values, self.served)
         return {"own": local, "servers": servers, "trainers": received}
 
 
@@ -474,9 +470,9 @@ class _OrderedTrainer:
         name."""
         arrays = {**self.values, **batch}
         program = self._job.plan.trainer_program(self._number)
-        inputs = [arrays[n] for n in program.in_names]
-        outs = yield from self._run(program.specialize_flat(list(map(type_of, inputs))), inputs)
-        self.values |= {n: outs[n] for n in self.values}
+        inputs = values_at(arrays, program.in_names)
+        outs = yield from self._run(program.specialize_flat(list(map(array_type, inputs))), inputs)
+        self.values |= subset(outs, self.values)
         return {n: x for n, x in outs.items() if n not in self.values}
 
     def start(self, program: Program, args: Sequence[Any]) -> Values:
@@ -578,7 +574,7 @@ class _OrderedTrainer:
         found: dict[str, Any] = {}
         for table, local in self._local_rows.items():
             t, names = self._job.plan.main.inputs[table], self._job.state_of_rows[table]
-            rows = [jnp.zeros(t.shape, t.dtype), *(self._job.initial_state[n] for n in names)]
+            rows = [jnp.zeros(t.shape, t.dtype), *values_at(self._job.initial_state, names)]
             found |= zip((table, *names), local.over(rows), strict=True)
         return found
 
@@ -604,7 +600,7 @@ class _OrderedTrainer:
             of_block = {b.name: b.leaf for b in self._job.plan.placement.table}
             self._pushed = [of_block[names[0]] for names in p["names"]]
             deltas = [as_deltas(leaf) for leaf in pushed_leaves(eqn)]
-            start = [self.values[n] for n in self._pushed]
+            start = values_at(self.values, self._pushed)
             self._geo = GeoTrainer(self, deltas, self._job.plan.trainers, start, self._tables)
         for table, uniq, rows in rows_of_tables:
             self._geo.rows(table).put(uniq, rows)

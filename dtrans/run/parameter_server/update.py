@@ -23,6 +23,7 @@ from dtrans._jax import JaxprEqn, evaluate, is_traced
 from dtrans.errors import ConfigError
 from dtrans.ir.array_fns import words_type
 from dtrans.ir.program import Program
+from dtrans.ir.selection import subset, values_at
 from dtrans.ops import BACKUP, OptimizeBlock, backup_of, listen_and_serv_p
 from dtrans.parameter_server.tables.touched_rows import TableBlock
 from dtrans.protocol.server.exchange import Exchange
@@ -85,7 +86,7 @@ class Phase:
         for block in self.blocks:
             reduced = {}
             for g in block.grads:
-                reduced[g.name] = reduce_gradients(g.op, [grads[n] for n in g.sent.values()])
+                reduced[g.name] = reduce_gradients(g.op, values_at(grads, g.sent.values()))
             inputs = [reduced[n] if n in reduced else values[n] for n in block.in_names]
             if self.ends is not None and block is self.blocks[-1]:
                 outs = evaluate(self.ends.local, *inputs)
@@ -97,7 +98,7 @@ class Phase:
             # No block reads new state: its name stands for the state before the step.
             for n, x in outputs.items():
                 (new if n in new_names else values)[n] = x
-        return new, {n: values[n] for n in self.gives}, packed
+        return new, subset(values, self.gives), packed
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -378,9 +379,9 @@ class CompiledUpdate:
         in_trace: bool,
     ) -> Any:
         phase, jitted = self.update.phases[number], self._jitted[number]
-        reads = {n: state[n] for n in phase.reads}
-        spent = {n: state[n] for n in phase.spent}
-        takes = {n: values[n] for n in phase.takes}
+        reads = subset(state, phase.reads)
+        spent = subset(state, phase.spent)
+        takes = subset(values, phase.takes)
         return call_recorded(
             lambda: f"{self.update.endpoint} phase {number}",
             jitted.__wrapped__ if in_trace else jitted,  # type: ignore[attr-defined]

@@ -19,6 +19,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from dtrans.ir.program import Program
+from dtrans.ir.selection import values_at
 from dtrans.pipeline_parallel.stage_programs import StagePrograms
 from dtrans.pipeline_parallel.staged_model import StepPrograms
 from dtrans.pipeline_parallel.task import Task
@@ -107,7 +108,7 @@ def _write_zeros(d: StepBuilder, s: StagePrograms) -> None:
     if not s.leaves or d.at.plan.options.clip_of_each is not None:
         return
     inputs = (s.weights or s.backward).inputs
-    types = [inputs[n] for n in s.sums]
+    types = values_at(inputs, s.sums)
 
     def zeros() -> list[Any]:
         return [jnp.zeros(t.shape, t.dtype) for t in types]

@@ -10,6 +10,8 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from dtrans._jax import Atom, Literal, Var, constants
+from dtrans.ir.dataflow import variables
+from dtrans.ir.selection import values_at
 from dtrans.ops import OVER_AXIS, collective_of, trainer_index_p
 from dtrans.pipeline_parallel.options import AXIS, SPLIT
 from dtrans.pipeline_parallel.results import micro_name
@@ -240,7 +242,7 @@ def write_results(d: StepBuilder) -> tuple[ResultSlots, StateSlots]:
             for micro in range(plan.options.num_micro_batch):
                 slot_of[micro_name(n, micro)] = slots.value(s.index, n, micro)
         kinds = {n: d.at.result_kind(n) for n in p.out_names}
-        reads = [slot_of[n] for n in p.in_names]
+        reads = values_at(slot_of, p.in_names)
         makes = [slots.slot(kind, "result", n) for n, kind in kinds.items()]
         d.run(p, lambda p=p: per_trainer(p), s.index, reads, makes, p.name)  # type: ignore[misc]
         for (n, kind), slot in zip(kinds.items(), makes, strict=True):
@@ -271,7 +273,7 @@ def _kinds(at: StagePlacement, name_of: Mapping[Var, str]) -> dict[Any, AxisShar
     program = at.plan.update.placed.program
     kinds: dict[Any, AxisSharding] = {v: at.update_kind(n) for v, n in name_of.items()}
     for eqn in program.inner.eqns:
-        operands = [a for a in eqn.invars if isinstance(a, Var)]
+        operands = variables(eqn.invars)
         differs = any(AXIS in kinds.get(a, SAME).varies for a in operands)
         differs = differs or eqn.primitive is trainer_index_p
         record = collective_of(eqn)

@@ -13,7 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from dtrans.checkpoint.pserver_state import arrays_of
+from dtrans.ir.array_fns import array_type
 from dtrans.ir.pytree import TreeSpec, is_under, result_of, without
+from dtrans.ir.selection import values_at
 from dtrans.job import Job
 from dtrans.pipeline_parallel.forward_pass import summary_name
 from dtrans.pipeline_parallel.plan import PipelinePlan
@@ -214,7 +216,7 @@ class PipelineJob(Job):
                 self.processes.move(number, ins, env)
             elif ins.stage in self.at.mine:
                 name: Callable[[], str] = functools.partial(str, ins)
-                outputs = call_recorded(name, ins.fn, *[env[i] for i in ins.reads])
+                outputs = call_recorded(name, ins.fn, *values_at(env, ins.reads))
                 for slot, x in zip(ins.makes, outputs, strict=True):
                     env[slot] = x
             if look is not None:
@@ -234,7 +236,7 @@ class PipelineJob(Job):
             values[n] = self._merged(n, env[slot], kind)
             if self.plan.model.merges.get(n) == STACK:
                 self._shown[n] = env[slot]
-        return (new, *result_of(self._rest, [values[n] for n in self._rest.names]))
+        return (new, *result_of(self._rest, values_at(values, self._rest.names)))
 
     def _merged(self, name: str, x: Any, kind: AxisSharding) -> Any:
         """Return a result, merged over the replicas if each of them has another value."""
@@ -254,7 +256,7 @@ class PipelineJob(Job):
 
 
 def _structs(types: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
-    return {n: jax.ShapeDtypeStruct(t.shape, t.dtype) for n, t in types.items()}
+    return {n: array_type(t) for n, t in types.items()}
 
 
 def _widen(x: Any, dtype: Any) -> Any:

@@ -11,6 +11,8 @@ from typing import Any
 import jax
 
 from dtrans.checkpoint.runs import THIS_PROCESS
+from dtrans.ir.array_fns import array_type
+from dtrans.ir.selection import values_at
 from dtrans.run.base.lowered import call_recorded
 from dtrans.run.pipeline_parallel.instructions import StepProgram, Transfer
 from dtrans.run.pipeline_parallel.stage_devices import SAME
@@ -38,7 +40,7 @@ class OneProcess:
 
     def global_types(self, arrays: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the types of the global batch, from this process's part."""
-        return {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in arrays.items()}
+        return {n: array_type(x) for n, x in arrays.items()}
 
     def check_program(
         self, program: StepProgram, types: Mapping[str, jax.ShapeDtypeStruct]
@@ -71,7 +73,7 @@ class OneProcess:
         values = program.values
         if values is None:
             return {}
-        reads = [arrays[n] for n in self.at.plan.batch]
+        reads = values_at(arrays, self.at.plan.batch)
         reads += [state[self.at.first_place(n), n] for n in values.args[-1].names]
         args = [self.at.backend.put(x, 0, SAME) for x in reads]
         outputs = call_recorded(lambda: "values of the whole batch", values.compiled, *args)

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 
 from dtrans.errors import ConfigError
+from dtrans.ir.selection import values_at
 from dtrans.pipeline_parallel.task import Play, TimedTask
 from dtrans.run.pipeline_parallel.instructions import Instruction, RunStage, StepProgram, Transfer
 from dtrans.run.pipeline_parallel.job import PipelineJob
@@ -149,7 +150,7 @@ class _Threads:
         if isinstance(ins, Transfer):
             env[ins.target] = jax.block_until_ready(self.job.at.put(ins, env[ins.source]))
             return
-        outputs = jax.block_until_ready(ins.fn(*[env[i] for i in ins.reads]))
+        outputs = jax.block_until_ready(ins.fn(*values_at(env, ins.reads)))
         end = time.perf_counter()
         for slot, x in zip(ins.makes, outputs, strict=True):
             env[slot] = x

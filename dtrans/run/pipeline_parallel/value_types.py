@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dtrans.ir.array_fns import array_type
+from dtrans.ir.selection import values_at
 from dtrans.protocol.collective.arrivals import ValueType
 from dtrans.run.pipeline_parallel.instructions import StepProgram, Transfer
 
@@ -29,7 +31,7 @@ def value_types(
     """
     env: list[Any] = [None] * program.size
     for slot, x in program.fixed.items():
-        env[slot] = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        env[slot] = array_type(x)
     for (_, name), slot in program.inputs.items():
         env[slot] = types[name]
     known: dict[tuple[Any, ...], Any] = {}
@@ -39,7 +41,7 @@ def value_types(
             env[ins.target] = env[ins.source]
             found[number] = value_type(env[ins.source])
             continue
-        reads = [env[i] for i in ins.reads]
+        reads = values_at(env, ins.reads)
         # all micro-batches run one function on equal types
         key = (ins.fn, *((x.shape, x.dtype) for x in reads))
         if key not in known:
@@ -65,6 +67,6 @@ def value_type(x: Any, *, any_size: bool = False) -> ValueType:
         return jax.random.key_data(key)
 
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        x = jax.eval_shape(data, jax.ShapeDtypeStruct(x.shape, x.dtype))
+        x = jax.eval_shape(data, array_type(x))
     shape = (None,) * len(x.shape) if any_size else tuple(x.shape)
     return ValueType(shape, np.dtype(x.dtype), "".join(impls))

@@ -8,6 +8,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from dtrans.ir.selection import values_at
 from dtrans.protocol.job_status import ServerStatus
 from dtrans.run.status.job_view import TrainerRow, merge_trainers
 from dtrans.run.status.observer import Answer
@@ -82,7 +83,7 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[Text]]) -> Table:
             overflow="fold",
         )
     for row in rows:
-        table.add_row(*(row[i] for i in shown))
+        table.add_row(*values_at(row, shown))
     return table
 
 

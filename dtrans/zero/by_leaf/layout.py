@@ -33,6 +33,7 @@ from dtrans.errors import ConfigError
 from dtrans.ir.builder import Builder
 from dtrans.ir.program import DIST, FORWARD, Program
 from dtrans.ir.pytree import TreeSpec, tuple_of, without
+from dtrans.ir.selection import number_items, subset, values_at
 from dtrans.rows.analysis import analyse
 from dtrans.step.cut import GRAD, Cut, OptimizeHalf
 from dtrans.step.forward_backward import ready_order
@@ -140,7 +141,7 @@ class LeafOwners:
 
     def buckets(self, step: Cut, o: ShardingOptions) -> tuple[Bucket, ...]:
         """Return the leaves that are reduced together."""
-        values: dict[str, Atom] = {n: step.gradients[n] for n in ready_order(step)}
+        values: dict[str, Atom] = subset(step.gradients, ready_order(step))
         parts = _scattered_parts(self.grads, o)
         found = []
         for bucket in assign_buckets(_parts_of(values, self.grads, parts), o, _spec_of(parts)):
@@ -154,7 +155,7 @@ class LeafOwners:
         self, b: Builder, means: Mapping[str, Atom], o: ShardingOptions
     ) -> dict[str, Atom]:
         """Write the gather of reduced gradients; return those of all leaves."""
-        bins = {n: means[n] for n in self.grads.types}
+        bins = subset(means, self.grads.types)
         return {**means, **gather_bins(b, self.grads, bins, o, "grads")}
 
     # -- the first state -------------------------------------------------------------------------
@@ -174,7 +175,7 @@ class LeafOwners:
         out = tuple_of(*self.args[:2])
         return Program(
             startup.name,
-            b.build([found[n] for n in out.names]),
+            b.build(values_at(found, out.names)),
             startup.args,
             out,
             tuple(b.roles),
@@ -236,7 +237,7 @@ class _BinScatterer(Scatterer):
             return [bins.pack_part(part, dict(zip(leaves, xs, strict=True)))]
 
         role, self.b.role = self.b.role, DIST
-        (x,) = write_function(self.b, pack, *(self.owned[n] for n in leaves))
+        (x,) = write_function(self.b, pack, *values_at(self.owned, leaves))
         self.b.role = role
         super().add(name, x)
 
@@ -269,10 +270,10 @@ def _parts_of(
 
     Parts come last, in the order in which their last gradient is computed.
     """
-    at = {n: i for i, n in enumerate(values)}
+    at = number_items(values)
     ends: dict[str, int] = {}
     for name, part in parts.items():
-        ends[name] = max((at[leaf] for leaf in bins.arrays_in(part)), default=len(at))
+        ends[name] = max(values_at(at, bins.arrays_in(part)), default=len(at))
     found: dict[str, Atom] = {n: v for n, v in values.items() if n not in bins.places}
     for name in sorted(parts, key=ends.__getitem__):
         part = parts[name]
@@ -295,7 +296,7 @@ def _half_of_owners(step: Cut) -> tuple[list[str], OptimizeHalf]:
     inner, inputs = half.inner, half.invars
     new = {n: Var(step.program.inputs[n]) for n in more if n not in inputs}
     variables = inputs | new
-    outvars = [*inner.outvars, *(variables[n] for n in more)]
+    outvars = [*inner.outvars, *values_at(variables, more)]
     jaxpr = closed_with(half.jaxpr, invars=[*inner.invars, *new.values()], outvars=outvars)
     leaves = [n for n in step.params if n in more or n in step.optimized]
     return leaves, OptimizeHalf(jaxpr, (*half.in_names, *new), (*half.out_names, *more))

@@ -29,9 +29,10 @@ import jax.numpy as jnp
 from dtrans._jax import Atom, ShapedArray, Var, evaluate, small_jaxpr
 from dtrans.ir.array_fns import together
 from dtrans.ir.builder import Builder
-from dtrans.ir.dataflow import backward_slice
+from dtrans.ir.dataflow import avals, backward_slice
 from dtrans.ir.inline import eliminate_dead, inline_calls
 from dtrans.ir.program import DIST, LR_SCHED, OPTIMIZE
+from dtrans.ir.selection import subset, values_at
 from dtrans.ops import OptimizeBlock, all_gather_p, all_reduce_p, identity_of, trainer_index_p
 from dtrans.rows.analysis import RowAnalysis
 from dtrans.slicing.blocks import Block, Placement
@@ -109,7 +110,7 @@ class OwnerWriter:
         for leaf, names in a.state_of.items():
             if leaf is not None:
                 self.rank_of |= dict.fromkeys(names, owner[leaf])
-        state_types = {n: types[n] for n in self.rank_of}
+        state_types = subset(types, self.rank_of)
         self.state = Bins.from_types(state_types, self.rank_of, self.ranks, root)
 
     def _is_unit(self, block: OptimizeBlock) -> bool:
@@ -126,7 +127,7 @@ class OwnerWriter:
     def _find_shared_work(self) -> None:
         """Find the equations for new state that belongs to no leaf, and the values to reduce."""
         rounds, crossings = self.spec.rounds, self.spec.rounds.crossings
-        outs = [self.analysis.outputs[n] for n in self.spec.shared_state]
+        outs = values_at(self.analysis.outputs, self.spec.shared_state)
         self.shared_eqns, read = backward_slice(rounds.eqns, outs, crossings)
         self.reduced: dict[int, list[CrossServerValue]] = {}
         for v, c in crossings.items():
@@ -227,7 +228,7 @@ class OwnerWriter:
         read: Callable[[Atom], Atom] = lambda x: env.get(x, x) if isinstance(x, Var) else x
         b.role = OPTIMIZE
         for i in self.shared_eqns:
-            types = [v.aval for v in eqns[i].outvars]
+            types = avals(eqns[i].outvars)
             outputs = b.copy(eqns[i], list(map(read, eqns[i].invars)), types)
             for v, x in zip(eqns[i].outvars, outputs, strict=True):
                 if v not in known:
@@ -294,7 +295,7 @@ def write_function(b: Builder, fn: Callable[..., Any], *atoms: Atom) -> list[Ato
 
     `Builder.call` would store the function for the life of the process.
     """
-    return b.inline(inline_calls(small_jaxpr(fn, [x.aval for x in atoms])), *atoms)
+    return b.inline(inline_calls(small_jaxpr(fn, avals(atoms))), *atoms)
 
 
 def gather_bins(
@@ -335,7 +336,7 @@ def pack_bins(b: Builder, bins: Bins, atoms: Mapping[str, Atom]) -> dict[str, At
     def pack(*xs: Any) -> list[Any]:
         return list(bins.pack(dict(zip(names, xs, strict=True))).values())
 
-    outputs = write_function(b, pack, *(atoms[n] for n in names))
+    outputs = write_function(b, pack, *values_at(atoms, names))
     return dict(zip(bins.types, outputs, strict=True))
 
 

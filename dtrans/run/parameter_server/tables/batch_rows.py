@@ -12,6 +12,7 @@ from dtrans._jax import JaxprEqn, constants
 from dtrans.errors import ConfigError
 from dtrans.ir.dataflow import backward_slice
 from dtrans.ir.program import Program, is_communication
+from dtrans.ir.selection import values_at
 from dtrans.ops import prefetch_p, split_ids_p
 from dtrans.protocol.tables.table_rows import unique_ids
 from dtrans.run.base.segments import Rules, interpret
@@ -37,7 +38,7 @@ class BatchRows:
                 self._lookups += [(split, prefetch) for prefetch in prefetches]
                 operands += [*split.invars] * len(prefetches)
         numbers, read = backward_slice(program.eqns, operands)
-        eqns = [program.eqns[i] for i in numbers]
+        eqns = values_at(program.eqns, numbers)
         self._check(program, eqns, read, rules)
         names = program.in_names
         self._places = [i for i, v in enumerate(program.inner.invars) if v in read]
@@ -77,7 +78,7 @@ class BatchRows:
         Raises:
           BatchError: an id that the table does not have.
         """
-        operands = iter(self._run(*(flat[i] for i in self._places)))
+        operands = iter(self._run(*values_at(flat, self._places)))
         found = []
         for split, prefetch in self._lookups:
             ids = [next(operands) for _ in split.invars]

@@ -19,6 +19,7 @@ import numpy as np
 from dtrans._jax import ClosedJaxpr, JaxprEqn, Literal, Var, evaluate, jaxpr_as_fun, opened
 from dtrans.checkpoint.saved_rows import ArrayLike
 from dtrans.ir.builder import Builder
+from dtrans.ir.dataflow import variables
 from dtrans.parameter_server.tables.touched_rows import rooms
 from dtrans.run.base.lowered import jitted_once
 
@@ -84,7 +85,7 @@ def split_keys(jaxpr: ClosedJaxpr) -> tuple[ClosedJaxpr, ClosedJaxpr]:
             rest.keep(eqn)
     read: dict[Var, None] = {}
     for atoms in (*(e.invars for e in rest.eqns), inner.outvars):
-        read |= dict.fromkeys(a for a in atoms if isinstance(a, Var))
+        read |= dict.fromkeys(variables(atoms))
     passed = [v for v in read if v in known and v not in inner.constvars]
     rest.invars += [ids, *passed]
     return first.build(passed), rest.build(inner.outvars)

@@ -22,6 +22,7 @@ import numpy as np
 from dtrans.checkpoint.orbax_io import check_first
 from dtrans.checkpoint.saved_rows import ArrayLike, SavedTable, TableArray, TableRows
 from dtrans.errors import StateError, WireError
+from dtrans.ir.selection import values_at
 from dtrans.parameter_server.tables.touched_rows import TableBlock
 from dtrans.protocol.server_blocks import RowGradient
 from dtrans.run.parameter_server.tables.lazy_memory import LazyArray
@@ -57,7 +58,7 @@ class TableMemory:
 
     def __init__(self, update: ServerUpdate, table: TableBlock, state: Mapping[str, Any]) -> None:
         self.table = table
-        initial = [state[n] for n in table.arrays]
+        initial = values_at(state, table.arrays)
         saved = _saved_rows(table, initial)
         self.maker = _maker_of(saved, initial)
         self._lazy: list[LazyArray] = []

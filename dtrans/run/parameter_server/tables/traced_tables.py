@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dtrans._jax import JaxprEqn, is_traced
+from dtrans.ir.selection import subset
 from dtrans.ops.moved_rows import trace_move
 from dtrans.parameter_server.tables.touched_rows import TableBlock, room_for
 from dtrans.protocol.server_blocks import RowGradient
@@ -49,7 +50,7 @@ class TracedMemory:
 
     def __init__(self, table: TableBlock, missed: MissedSteps | None, state: Rows) -> None:
         self._table, self._missed = table, missed
-        self.arrays: Rows = {n: state[n] for n in table.arrays}
+        self.arrays: Rows = subset(state, table.arrays)
         self.reads = () if missed is None else tuple(missed.reads)
 
     def take(self, ids: Any, size: int) -> dict[str, Any]:
@@ -88,7 +89,7 @@ def fetch_rows(eqn: JaxprEqn, uniq: Any, give: Callable[[str, str, Any], Any]) -
       give: returns rows of a block, from its server, its name and padded ids.
     """
     p, (t, *_) = eqn.params, eqn.params["types"]
-    where = {x: p[x] for x in ("epmap", "names", "spans")}
+    where = subset(p, ("epmap", "names", "spans"))
 
     def ask(numbers: Sequence[Any], _: Sequence[Any]) -> list[np.ndarray]:
         wanted = wanted_of(numbers[0], np.zeros(len(numbers[0])), **where)
