@@ -81,7 +81,7 @@ def test_launch_in_nccl2_mode(
         ),
         (
             ["--mode", "nccl2", "--pservers", "1"],
-            "there are no pservers in mode='nccl2', pservers=1",
+            "pservers=1: mode='nccl2' has no parameter servers; leave pservers out",
         ),
         (
             ["--ray-address", "auto"],
@@ -122,8 +122,8 @@ def test_launch_deadline(command: Any, capsys: pytest.CaptureFixture[str], tmp_p
     script.write_text("import threading; threading.Event().wait()")
     assert command("launch", "--time-limit", "0.5", str(script)) == 1
     message = (
-        "dtrans: the launcher waited 0.5 s for the job: pserver 0, trainer 0 had not ended, "
-        "and was stopped"
+        "dtrans: the job ran longer than its deadline of 0.5 s; the launcher stopped pserver 0, "
+        "trainer 0"
     )
     assert capsys.readouterr().err.splitlines()[1:] == [message]
 

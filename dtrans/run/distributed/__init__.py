@@ -1,18 +1,18 @@
 """Processes of a job: their roles, launcher, rendezvous and failures.
 
-role            role of a process, from environment variables
-schedulers      role, from variables of Slurm, Open MPI, torchrun, JobSet and Paddle
-rendezvous      rendezvous of the trainers of nccl2 mode
-connect         connection of the trainers by `jax.distributed`
-gloo            address that Gloo binds
+role            the role of a process, from environment variables
+schedulers      the role, from variables of Slurm, Open MPI, torchrun, JobSet and Paddle
+rendezvous      trainers of nccl2 mode wait until all trainers have joined
+connect         `dtrans.connect`: trainers join `jax.distributed`
+gloo            the address that Gloo binds
 address         addresses of dtrans's own connections between trainers
 membership      the job that this process is connected to
 board           messages between processes on the key-value store of JAX's coordinator
-multihost       global arrays, sums and agreements of all trainers
-watch           notice of processes that end
+multihost       global arrays, and sums, broadcasts and checks over all trainers
+watch           connections by which trainers learn that another trainer has ended
 elastic         training that continues without lost trainers
-status_door     answers of trainer 0 to `dtrans status`
-launcher        launcher of a job's processes, here or at a `Site`
-child_process   process of the launcher, with its output
-orphan_guard    end of all processes when the launcher itself is killed
+status_door     replies of trainer 0 to `dtrans status`
+launcher        starts the processes of a job, on this host or at a `Site`
+child_process   one process of the launcher, and its output
+orphan_guard    kills all processes if the launcher itself is killed
 """

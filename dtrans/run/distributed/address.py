@@ -1,11 +1,11 @@
-"""Addresses of dtrans's connections between trainers, besides those of JAX.
+"""Addresses of dtrans's own connections between trainers; JAX's connections are separate.
 
     endpoints are known             each process binds the host of its endpoint (`reached_here`)
     all processes are on one host   loopback
-    otherwise                       the source address of messages to the coordinator
+    otherwise                       the source address of messages to JAX's coordinator
 
-On the coordinator's host, that source address may be loopback. A process there binds all addresses,
-and others connect to the coordinator's name.
+On the coordinator's host, the source address may be loopback. Then a process binds all addresses of
+its host, and other processes connect to the coordinator's name.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dtrans.run.distributed.membership import Membership
 from dtrans.run.net.zmq_transport import ZmqDoor, ZmqTransport
 
 
-# Linux has a random id for each boot: it distinguishes hosts with the same name
+# Linux creates a random id at each boot, which differs on hosts with the same name
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -31,8 +31,8 @@ class Address:
     """Address of a process, without a port.
 
     Attributes:
-      bind: the host that it binds; "*" for all addresses of its machine.
-      reach: the host that others connect to.
+      bind: the host that the process binds; "*" for all addresses of its machine.
+      reach: the host that other processes connect to.
     """
 
     bind: str
@@ -43,7 +43,7 @@ class Address:
     ) -> ZmqDoor:
         """Listen at a free port. Other processes connect to the `endpoint` of the result.
 
-        Arguments are those of `dtrans.protocol.transport.Transport.bind`.
+        The arguments are the same as those of `dtrans.protocol.transport.Transport.bind`.
         """
         return transport.bind(
             f"{_in_endpoint(self.bind)}:*",
@@ -59,7 +59,7 @@ def _in_endpoint(host: str) -> str:
 
 
 def this_host() -> str:
-    """Return a text that differs on every host."""
+    """Return a string that identifies this host."""
     boot = ""
     with contextlib.suppress(OSError):
         boot = BOOT.read_text().strip()
@@ -67,7 +67,14 @@ def this_host() -> str:
 
 
 def may_bind(cluster: Membership, hosts: Sequence[str]) -> bool:
-    """Return True if processes have endpoints, share a host, or may bind for other hosts."""
+    """Return True if the processes of a job may listen for each other.
+
+    They may if they have endpoints, if all are on one host, or with `allow_remote`.
+
+    Args:
+      cluster: the job.
+      hosts: `this_host` of each trainer.
+    """
     return bool(cluster.endpoints) or len(set(hosts)) == 1 or cluster.allow_remote
 
 
@@ -98,8 +105,9 @@ def _address_of(cluster: Membership, hosts: Sequence[str], coordinator: str) -> 
         return Address("127.0.0.1", "127.0.0.1")
     if not may_bind(cluster, hosts):
         raise ConfigError(
-            f"the {len(hosts)} trainers are on {len(set(hosts))} hosts: to bind an address that "
-            "other hosts reach needs dtrans.connect(allow_remote=True), or DTRANS_ALLOW_REMOTE=1"
+            f"the {len(hosts)} trainers are on {len(set(hosts))} hosts, so they must bind "
+            "addresses that other hosts can reach; allow it by dtrans.connect(allow_remote=True) "
+            "or DTRANS_ALLOW_REMOTE=1"
         )
     source = route_to_coordinator(cluster, coordinator)
     if is_loopback(source):
@@ -108,17 +116,19 @@ def _address_of(cluster: Membership, hosts: Sequence[str], coordinator: str) -> 
 
 
 def reached_here(endpoint: str, endpoints: Sequence[str]) -> str:
-    """Return the endpoint that a process on this host binds, or connects to.
+    """Return an endpoint with a host that processes can bind and connect to.
 
-    Debian resolves the name of the host to 127.0.1.1, which other hosts cannot reach. If some
-    endpoints are on other hosts, such a name is replaced by the source address of messages to them.
+    Debian resolves a host's own name to 127.0.1.1, which other hosts cannot reach. If some
+    endpoints are on other hosts, such a name is replaced by the source address of messages to those
+    hosts.
 
     Args:
       endpoint: one of `endpoints`.
       endpoints: endpoints of all trainers, in their order.
 
     Raises:
-      ConfigError: the endpoint is loopback on all hosts, or this host has no route to the others.
+      ConfigError: the endpoint is loopback although other endpoints are on other hosts, or this
+        host has no route to these.
 
     Example:
       >>> from dtrans.run.distributed.address import reached_here
@@ -134,16 +144,16 @@ def reached_here(endpoint: str, endpoints: Sequence[str]) -> str:
         return endpoint
     if not is_loopback(host):
         for other in elsewhere:
-            with contextlib.suppress(OSError):  # another one may have a name that resolves here
+            with contextlib.suppress(OSError):  # another endpoint's name may have a route
                 source = _in_endpoint(route_to(*split_endpoint(other)))
                 return f"{source}:{port}"
     fault = "which is loopback"
     if host != address:
         fault = f"whose name {host} resolves to {address} on this host"
     raise ConfigError(
-        f"trainer {endpoints.index(endpoint)} is at {endpoint}, {fault}, and {elsewhere[0]} is on "
-        "another host, which cannot reach it; in DTRANS_TRAINER_ENDPOINTS, in all processes, give "
-        "an address of this host that other hosts can reach"
+        f"trainer {endpoints.index(endpoint)} is at {endpoint}, {fault}. The trainer at "
+        f"{elsewhere[0]} is on another host and cannot reach it; set DTRANS_TRAINER_ENDPOINTS, in "
+        "all processes, to addresses that other hosts can reach"
     )
 
 
@@ -151,13 +161,13 @@ def route_to_coordinator(cluster: Membership, coordinator: str) -> str:
     """Return the source address of this host's messages to the coordinator.
 
     Raises:
-      ConfigError: this host has no route to it.
+      ConfigError: this host has no route to the coordinator.
     """
     try:
         return route_to(*split_endpoint(coordinator))
     except OSError as e:
         raise ConfigError(
-            f"{cluster.name} finds no way from this host to the coordinator at {coordinator}: {e}"
+            f"{cluster.name} has no network route to JAX's coordinator at {coordinator}: {e}"
         ) from e
 
 
@@ -167,7 +177,7 @@ def route_to(host: str, port: int) -> str:
     Raises:
       OSError: this host has no route to it.
     """
-    # connecting a UDP socket chooses the route, and sends nothing
+    # connecting a UDP socket selects the route without sending a packet
     family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as s:
         s.connect(where)

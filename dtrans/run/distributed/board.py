@@ -18,11 +18,11 @@ from dtrans.run.net.keys import Keys
 from dtrans.run.net.net_options import ENCRYPTION
 
 
-CHECK_EVERY = 0.5  # seconds between two checks that a process that is waited for still lives
+CHECK_EVERY = 0.5  # seconds between two calls of `check` during a wait
 
 
 def read(place: str, limit: float, check: Callable[[], None]) -> str | None:
-    """Wait for the value at a key.
+    """Wait for the value at a key of the store.
 
     Args:
       place: the key.
@@ -30,7 +30,7 @@ def read(place: str, limit: float, check: Callable[[], None]) -> str | None:
       check: called every half a second of the wait. An exception that it raises ends the wait.
 
     Returns:
-      The value; None if there is none by `limit`.
+      The value; None if the key has no value by `limit`.
     """
     while True:
         left = limit - time.monotonic()
@@ -54,19 +54,20 @@ def all_gather_text(
     missed: str,
     check: Callable[[int], None] = lambda k: None,
 ) -> dict[int, str]:
-    """Gather a text of each process on all processes.
+    """All-gather one text per process.
 
     Args:
-      topic: the key; all processes use it, once in a job.
+      cluster: the job.
+      topic: a key that all processes use, once in a job.
       text: this process's text.
-      missed: the verb for a process that does not come, for the error: "connect".
-      check: called every half a second with the index of the process that is waited for.
+      missed: a verb that completes the error "waited for trainer 1 to ...", such as "connect".
+      check: called every half a second of a wait, with the id of the trainer that it waits for.
 
     Returns:
-      The texts by number of process.
+      The text of each trainer, by its id.
 
     Raises:
-      DeadlineError: a process did not come in time.
+      DeadlineError: a process did not write its text in time.
     """
     me, found = cluster.trainer_id, {cluster.trainer_id: text}
     bulletin_board().key_value_set(f"dtrans/{topic}/{me}", text)
@@ -84,17 +85,18 @@ def all_gather_text(
 def shared_keys(
     cluster: Membership, topic: str, missed: str, check: Callable[[int], None] = lambda k: None
 ) -> Keys:
-    """Return keys that only the processes of this run have.
+    """Return encryption keys that only the processes of this run have.
 
-    They are derived from the job's token and a random word of the first process. The word keeps out
-    processes of another run with the same token.
+    They are derived from the job's token and a random word of the first process. Processes of
+    another run with the same token do not know the word, and cannot connect.
 
     Args:
+      cluster: the job.
       topic, missed, check: as for `all_gather_text`.
 
     Raises:
-      ConfigError: another process has another setting of encryption.
-      DeadlineError: a process did not come in time.
+      ConfigError: another process has a different `transport_encryption`.
+      DeadlineError: a process did not write its word in time.
     """
     keys = cluster.keys
     text = f"{token.new_token()} {keys.setting}"
@@ -104,6 +106,6 @@ def shared_keys(
         if setting != keys.setting:
             raise ConfigError(
                 f"trainer {cluster.trainer_id} has {keys.setting}, and trainer {k} has {setting}; "
-                f"give all processes of a job the same, or {ENCRYPTION}"
+                f"give all processes of a job the same value, or set {ENCRYPTION}"
             )
     return dataclasses.replace(keys, word=words[min(words)].partition(" ")[0])

@@ -1,10 +1,11 @@
-"""Role as a child process: a session for each, output by lines, and its end as an event.
+"""A role as a child process of the launcher: start, output by lines, signals and end.
 
 Each child leads a session, and so a process group. A Ctrl-C on the terminal then reaches only the
-launcher, and processes that a role starts are ended with the role. A thread for each output stream
-reads lines. Another thread waits for the end of the process. Nothing polls.
+launcher, and processes that a role has started are ended with the role. One thread per output
+stream reads lines. Another thread waits for the end of the process, and puts it into the launcher's
+queue of events.
 
-This module loads without JAX, for agents on other hosts.
+This module does not import JAX, so that agents on other hosts load it fast.
 """
 
 from __future__ import annotations
@@ -31,26 +32,26 @@ if TYPE_CHECKING:
 
 
 TAIL = 60  # lines of standard error in the error message of a failed role
-# seconds to wait for the last lines of a role whose process group has ended; a process that left
-# the group may still have the stream open
+# Seconds to wait for the last output of a role whose process group has ended. A process that left
+# the group may still have the stream open, so the wait is bounded.
 DRAIN = 5.0
 
 Emit = Callable[[str, str], None]
 
 
 class Child:
-    """Role as a process, which waits for `begin` before it runs its command.
+    """A role's process. It waits for `begin` before it runs its command.
 
     Args:
       role: the role.
       command: program and arguments.
-      env: the environment of the process. It contains the variables of the role.
-      events: a queue that gets this object when the process has ended, before it is reaped.
-      emit: called with a stream, `stdout` or `stderr`, and a line.
-      inherit_stdout: True to inherit this process's standard output, a terminal say.
+      env: the environment of the process, with the variables of the role.
+      events: a queue. When the process has ended, this object is put into it, before `reap`.
+      emit: called with the name of a stream, `stdout` or `stderr`, and a line.
+      inherit_stdout: True to let the role write directly to this process's standard output.
 
     Attributes:
-      tail: the last lines of its standard error.
+      tail: the last lines of the role's standard error.
       where: ` on gpu1` for a role on a host that the user named; else empty.
 
     Raises:
@@ -88,9 +89,9 @@ class Child:
         self._thread(self._wait, events)
 
     def begin(self) -> None:
-        """Start the command, after the guard has learned the process id."""
+        """Start the command. Call it when the guard knows the process id."""
         assert self.process.stdin is not None
-        # a broken pipe: the process was killed, and its end is an event
+        # a broken pipe means that the process was killed, which `events` reports
         with self.process.stdin as gate, contextlib.suppress(BrokenPipeError):
             gate.write(b"\n")
 
@@ -110,7 +111,7 @@ class Child:
         return 128 - self.returncode if self.returncode < 0 else self.returncode
 
     def is_host_lost(self, *, was_reached: bool) -> bool:
-        """Return True if an ended role was lost with its host: never on this host.
+        """Return True if an ended role was lost with its host. On this host it is always False.
 
         Args:
           was_reached: True if the host ran the role in an earlier attempt.
@@ -118,21 +119,21 @@ class Child:
         return False
 
     def how(self) -> str:
-        """Return the cause of a failure, for messages: the words after `failed with`."""
+        """Return the cause of a role's failure, as the words after `failed with` in messages."""
         if self.returncode < 0:
             return f"signal {signal.Signals(-self.returncode).name}"
         return f"exit code {self.returncode}"
 
     def tell_ended(self, role: str, how: str) -> None:
-        """Tell this role that another one has ended.
+        """Inform this role that another role has ended.
 
-        Roles on this host read it from a folder (`dtrans.run.net.ended_roles`), so there is nothing
-        to do.
+        Here it does nothing: roles on this host read the ends of roles from a folder
+        (`dtrans.run.net.ended_roles`).
         """
 
     def signal(self, signum: int) -> None:
-        """Send a signal to the role and to all processes of its group, before `reap`."""
-        # until the process is reaped, no other group can have its id
+        """Send a signal to the role and to all processes of its group. Call it before `reap`."""
+        # the system reuses the group's id only after the process is reaped
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signum)
 
@@ -144,7 +145,7 @@ class Child:
             reader.join(DRAIN)
 
     def last_words(self) -> str:
-        """Return the last lines of its standard error, from the first traceback on if any."""
+        """Return the last lines of standard error, from the first traceback on if there is one."""
         lines = list(self.tail)
         for i, line in enumerate(lines):
             if line.startswith("Traceback (most recent call last)"):
@@ -179,7 +180,7 @@ class Child:
 def _check_command(role: Role, program: str, env: Mapping[str, str]) -> None:
     """Raise LaunchError unless a program exists and is executable.
 
-    The gate starts the command later, and could not report the error.
+    The process starts the command only after `begin`, and could not report the error.
     """
     path = env.get("PATH", os.defpath)
     if shutil.which(program, path=path) is not None:
@@ -190,12 +191,12 @@ def _check_command(role: Role, program: str, env: Mapping[str, str]) -> None:
 
 
 class Guard:
-    """Process that kills registered roles if this process dies. A context manager.
+    """A separate process that kills the registered roles if this process dies.
 
-    See `dtrans.run.distributed.orphan_guard`.
+    It is a context manager. See `dtrans.run.distributed.orphan_guard`.
 
     Args:
-      python: the interpreter of the guard.
+      python: the interpreter that runs the guard.
     """
 
     def __init__(self, python: str) -> None:
@@ -228,6 +229,6 @@ class Guard:
     def _write(self, line: str) -> None:
         pipe = self._process.stdin
         assert pipe is not None
-        # if somebody killed the guard, the job continues: only the death of the launcher needs it
+        # if the guard was killed, the job continues: the guard acts only if the launcher dies
         with contextlib.suppress(BrokenPipeError):
             pipe.write(line.encode())

@@ -1,23 +1,22 @@
-"""Connection of the trainers of an nccl2 job: `connect()`, and the effects of failures.
+"""`dtrans.connect()`: connects the trainers of an nccl2 job, and defines the effects of failures.
 
-The trainers find each other by `dtrans.run.distributed.rendezvous`. Then `jax.distributed` connects
-them, with trainer 0's endpoint as coordinator.
+The trainers wait for each other (`dtrans.run.distributed.rendezvous`). Then `jax.distributed`
+connects them, with trainer 0's endpoint as coordinator.
 
-Failures, and their effects on the other trainers:
+Failures of one trainer, and their effects on the other trainers:
 
-    a trainer does not come     `connect` raises DeadlineError, which names it
-    a trainer raises            its process ends at once, without JAX's barrier at exit; the others
+    it does not connect         `connect` raises DeadlineError, which names the missing trainer
+    it raises an exception      its process ends at once, without JAX's barrier at exit; the others
                                 raise PeerError with its error (`dtrans.run.distributed.watch`)
-    a trainer is killed         the others raise PeerError in less than a second; `dtrans launch`
+    it is killed                the others raise PeerError in less than a second; `dtrans launch`
                                 names the trainer that was killed
-    a trainer stops, or its     the others raise PeerError after `patience` seconds of silence
-    host is lost
-    a trainer takes fewer       the others raise PeerError when it has ended
-    steps
-    a trainer is slow           no effect. For a new batch shape, and at the end of the job, all
-                                wait for it up to the deadline
+    it is stopped (SIGSTOP),    the others raise PeerError after `patience` seconds of silence
+    or its host is lost
+    it takes fewer steps        the others raise PeerError when it has ended
+    it is slow                  no error. For a new batch shape, and at the end of the job, the
+                                others wait for it up to the deadline
 
-If trainers may not bind addresses that other hosts reach, only JAX's heartbeats notice a failure.
+If trainers are on several hosts without `allow_remote`, only JAX's heartbeats notice a failure.
 They end processes with SIGABRT and lines of C++ log, later than `patience` (`heartbeat_timeout`).
 Trainer 0 is JAX's coordinator. When it is killed, JAX may end the others before they raise an
 error.
@@ -56,8 +55,9 @@ from dtrans.run.net.net_options import allows_remote, choose_encryption
 from dtrans.run.net.sockets import DEADLINE, PATIENCE
 
 
-MTLS = "JAX_MTLS_CERT_FILE"  # JAX reads it, and JAX_MTLS_KEY_FILE and others
-# seconds by which JAX's patience exceeds the job's: JAX ends processes with SIGABRT, and names none
+MTLS = "JAX_MTLS_CERT_FILE"  # one of the variables by which JAX's coordinator uses mutual TLS
+# Seconds by which JAX's heartbeat timeout exceeds the job's patience, so that dtrans's error comes
+# first. JAX would end processes with SIGABRT, without naming the lost process.
 AFTER = 10
 BEATS = 2  # heartbeats that a process sends within JAX's timeout
 
@@ -73,8 +73,8 @@ def connect(
 ) -> Membership:
     """Connect the trainers of an nccl2 job, before JAX creates devices.
 
-    The environment names the role of this process, as `dtrans launch --mode nccl2` sets it (see
-    `Role`). Without these variables, JAX detects the processes of Slurm, Open MPI, Kubernetes or
+    Environment variables name the role of this process (see `Role`). `dtrans launch --mode nccl2`
+    sets them. Without these variables, JAX detects the processes of Slurm, Open MPI, Kubernetes or
     TPU. Set DTRANS_PSERVERS=0 to derive endpoints from the variables of a scheduler instead.
 
     Trainer 0's endpoint becomes the coordinator of `jax.distributed`. A second call can only set
@@ -84,15 +84,15 @@ def connect(
       role: the role of this process; by default from the environment.
       deadline: seconds to wait for the other trainers: at `connect`, for a new batch shape, and at
         the end of the job.
-      patience: seconds without a message from another process after which it counts as dead. It is
-        at most the deadline. A process that stops for a shorter time ends no job.
+      patience: seconds without a message from another process after which that process counts as
+        dead; at most the deadline. The job survives shorter pauses of a process.
       allow_remote: True to allow endpoints on other hosts, and connections between pipeline stages
         on several hosts. All processes then need the same DTRANS_TOKEN. The default is True if
-        DTRANS_ALLOW_REMOTE is 1. JAX's own connections use no token and are not encrypted: use it
-        only on a trusted network (docs/keys.md).
-      transport_encryption: "auto" encrypts dtrans's connections to other hosts, "required" all of
-        its connections, "disabled" none. All processes must have the same. The default is
-        DTRANS_TRANSPORT_ENCRYPTION, or "auto".
+        DTRANS_ALLOW_REMOTE is 1. JAX's own connections use no token and are not encrypted, so set
+        it only on a trusted network (docs/keys.md).
+      transport_encryption: "auto" encrypts dtrans's connections to other hosts, "required" all
+        connections of dtrans, "disabled" none. All processes must use the same value. The default
+        is DTRANS_TRANSPORT_ENCRYPTION, or "auto".
       on_trainer_loss: "abort" ends all trainers when one ends early. With "drop",
         `plan.on_cluster()` continues with the survivors (`dtrans.run.distributed.elastic`). The
         default is DTRANS_ON_TRAINER_LOSS, or "abort".
@@ -102,7 +102,7 @@ def connect(
 
     Raises:
       ConfigError: JAX was used already, the role is not known, or the endpoint cannot be bound.
-      DeadlineError: trainers did not come in time; the message names them.
+      DeadlineError: trainers did not connect in time; the message names them.
       PeerError: another trainer has different endpoints.
 
     Example (in each process that `dtrans launch --mode nccl2` starts):
@@ -125,26 +125,7 @@ def connect(
         )
     member = known()
     if member is None:
-        if jax.distributed.is_initialized():
-            # too late to configure JAX for it
-            if loss == "drop":
-                raise ConfigError(
-                    "on_trainer_loss='drop' needs dtrans.connect() to connect the trainers; leave "
-                    "out jax.distributed.initialize()"
-                )
-        else:
-            _connect(role, deadline, patience, allow_remote, encryption, loss)
-            atexit.register(_leave)
-        endpoints = role.trainer_endpoints if role else ()
-        bind_gloo(endpoints, deadline)
-        everyone = tuple(range(jax.process_count()))
-        member = Membership(jax.process_index(), everyone, endpoints, deadline, loss, allow_remote)
-        member = join(dataclasses.replace(member, patience=patience, encryption=encryption))
-        member = join(dataclasses.replace(member, run=_share_run_name(member)))
-        watch.start(member)
-        if loss == "drop":
-            with elastic.all_or_none():  # JAX notices losses after the first block
-                pass
+        member = _join_job(role, deadline, patience, allow_remote, encryption, loss)
     if allow_remote and not member.allow_remote:
         member = join(dataclasses.replace(member, allow_remote=True))
     if role is not None:
@@ -163,15 +144,50 @@ def connect(
 
 
 def connected() -> Membership:
-    """Return the job that this process is connected to, by `connect` or `jax.distributed`.
+    """Return the membership of this process; call `connect` if only `jax.distributed` is connected.
 
     Raises:
       ConfigError: this process is not connected.
     """
-    return connect() if known() is None and jax.distributed.is_initialized() else current()
+    if known() is None and jax.distributed.is_initialized():
+        return connect()
+    return current()
+
+
+def _join_job(
+    role: Role | None,
+    deadline: float,
+    patience: float,
+    allow_remote: bool,
+    encryption: str,
+    loss: str,
+) -> Membership:
+    """Connect this process to the other trainers, and store and return its membership."""
+    if not jax.distributed.is_initialized():
+        _connect(role, deadline, patience, allow_remote, encryption, loss)
+        atexit.register(_leave)
+    elif loss == "drop":
+        # this option has to be set before jax.distributed.initialize
+        raise ConfigError(
+            "on_trainer_loss='drop' needs dtrans.connect() to connect the trainers; leave "
+            "out jax.distributed.initialize()"
+        )
+    endpoints = role.trainer_endpoints if role else ()
+    bind_gloo(endpoints, deadline)
+    everyone = tuple(range(jax.process_count()))
+    member = Membership(jax.process_index(), everyone, endpoints, deadline, loss, allow_remote)
+    member = join(dataclasses.replace(member, patience=patience, encryption=encryption))
+    member = join(dataclasses.replace(member, run=_share_run_name(member)))
+    watch.start(member)
+    if loss == "drop":
+        # JAX notices lost processes only after its first `live_devices` block
+        with elastic.all_or_none():
+            pass
+    return member
 
 
 def _check_same(role: Role, member: Membership) -> None:
+    """Raise ConfigError if this process is connected as another role than `role`."""
     found = (role.trainer_id, role.trainers)
     if found != (member.trainer_id, jax.process_count()) or member.endpoints not in (
         (),
@@ -196,16 +212,17 @@ def _connect(
     config: Any = jax.config
     if os.environ.get(MTLS) and not has_coordinator_mtls():
         raise ConfigError(
-            f"{MTLS} is set, and jax {jax.__version__} has no mTLS: its coordinator would admit "
-            f"all who reach it; take a newer jax (0.12.0.1 has it), or leave {MTLS} out"
+            f"{MTLS} is set, and jax {jax.__version__} has no mTLS: its coordinator would accept "
+            f"every process that can reach it; use a newer jax (0.12.0.1 has mTLS), or unset {MTLS}"
         )
     if backends_started():
         raise ConfigError(
-            "JAX was used already, and cannot connect its devices any more: call dtrans.connect() "
-            "before anything that creates an array or asks for devices, jax.random.key for instance"
+            "JAX was used already, so its devices can no longer be connected: call "
+            "dtrans.connect() before anything that creates an array or lists devices, such as "
+            "jax.random.key"
         )
     if "JAX_ENABLE_PREEMPTION_SERVICE" not in os.environ:
-        # the service handles SIGTERM as a request to save: such a trainer would not end
+        # with the service a trainer would not end at SIGTERM: JAX treats it as a request to save
         config.update("jax_enable_preemption_service", False)
     if config.jax_cpu_collectives_implementation in (None, "none"):
         raise ConfigError("jax_cpu_collectives_implementation is 'none': set it to 'gloo' or 'mpi'")
@@ -217,18 +234,19 @@ def _connect(
         "heartbeat_timeout_seconds": heartbeat_timeout(patience, loss),
         "shutdown_timeout_seconds": seconds,
     }
-    # by default JAX's coordinator binds every address of this machine
-    binds = "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ
+    # JAX's coordinator would bind every address of this machine, so its address is set here
+    # unless the user has set it
+    sets_bind_address = "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ
     if role is None:
         try:
-            if binds and (address := bind_address(detected_coordinator(seconds))):
+            if sets_bind_address and (address := bind_address(detected_coordinator(seconds))):
                 options["coordinator_bind_address"] = address
             jax.distributed.initialize(**options)
         except ValueError as e:
             raise ConfigError(
-                "nothing says which trainer this process is: start it with `dtrans launch --mode "
-                "nccl2`, set DTRANS_ROLE and the other variables of `dtrans.Role`, or start it "
-                f"under Slurm, Open MPI or Kubernetes (JAX says: {e})"
+                "the environment does not name the trainer of this process: start it with `dtrans "
+                "launch --mode nccl2`, set DTRANS_ROLE and the other variables of `dtrans.Role`, or "
+                f"start it under Slurm, Open MPI or Kubernetes (JAX's error: {e})"
             ) from e
         return
     rendezvous(
@@ -239,7 +257,7 @@ def _connect(
         encryption=encryption,
     )
     first = reached_here(role.trainer_endpoints[0], role.trainer_endpoints)
-    if binds:
+    if sets_bind_address:
         options["coordinator_bind_address"] = first
     jax.distributed.initialize(
         first, role.trainers, role.trainer_id, cluster_detection_method="deactivate", **options
@@ -249,13 +267,12 @@ def _connect(
 def heartbeat_timeout(patience: float, loss: str) -> int:
     """Return JAX's heartbeat timeout in seconds.
 
-    A process sends a heartbeat twice within the timeout. The last one may come half of the timeout
-    before the process falls silent. A process ends itself if a heartbeat gets no answer for half of
-    the timeout. That half is longer than `patience`, so that the job itself names the silent
-    process first.
+    JAX's processes send two heartbeats per timeout. A process ends itself if a heartbeat gets no
+    answer for half of the timeout. With "abort", this half is longer than `patience`, so that
+    dtrans's error, which names the silent process, comes first.
 
-    With "drop", these heartbeats are the only notice of a loss. The timeout is `patience`, and a
-    pause of half of it may count as a loss.
+    With "drop", only these heartbeats detect a loss, so the timeout is `patience`. A pause of half
+    of it may already count as a loss.
 
     Args:
       patience: seconds without a message from another process after which it counts as dead.
@@ -266,18 +283,20 @@ def heartbeat_timeout(patience: float, loss: str) -> int:
       >>> heartbeat_timeout(30.0, "abort"), heartbeat_timeout(30.0, "drop")
       (80, 30)
     """
-    return math.ceil(patience) if loss == "drop" else BEATS * (math.ceil(patience) + AFTER)
+    if loss == "drop":
+        return math.ceil(patience)
+    return BEATS * (math.ceil(patience) + AFTER)
 
 
 def bind_address(coordinator: str) -> str:
-    """Return the one address that the coordinator of a scheduler's job should bind.
+    """Return the address that JAX's coordinator should bind in a job of a scheduler.
 
     Args:
       coordinator: the address that JAX detected, `host:port`.
 
     Returns:
-      The address; empty if it is not this host's. It is also empty if the name resolves to
-      loopback, as on Debian: no other host could reach it.
+      The address. It is empty if the address is another host's. It is also empty if the name
+      resolves to loopback, as on Debian, because other hosts could not reach the coordinator.
 
     Example:
       >>> from dtrans.run.distributed.connect import bind_address
@@ -293,7 +312,7 @@ def bind_address(coordinator: str) -> str:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         socket.create_server((address, 0), family=family).close()
-    except OSError:  # it belongs to another host, or this host is behind NAT
+    except OSError:  # the address belongs to another host, or this host is behind NAT
         return ""
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
@@ -301,8 +320,8 @@ def bind_address(coordinator: str) -> str:
 def _share_run_name(member: Membership) -> str:
     """Return trainer 0's name of this run, by a first reduction over all trainers.
 
-    The first reduction opens Gloo's connections, and fails if a trainer joins more than 30 seconds
-    late. Here all trainers are known to be ready. Later reductions wait as long as a trainer lives.
+    The first reduction opens Gloo's connections, and fails if a trainer joins it more than 30
+    seconds late. It runs here because all trainers are ready now. Later reductions have no timeout.
     """
     name = np.frombuffer(new_run().encode(), np.uint8).astype(np.int32)
     one = np.ones((1,), np.int32)
@@ -312,16 +331,16 @@ def _share_run_name(member: Membership) -> str:
 
 
 def _leave() -> None:
-    """Leave the job when this process exits; a trainer that failed exits at once.
+    """Disconnect from the job when this process exits. If it failed, end the process at once.
 
-    JAX has a barrier at exit. A failed trainer would wait there for the others, which wait for its
-    gradients.
+    JAX has a barrier at exit. A failed trainer would wait there for the other trainers, which wait
+    for its gradients.
     """
     member = known()
     drops = member is not None and member.on_trainer_loss == "drop"
     if getattr(sys, "last_value", None) is not None:
         if drops:
-            jax.distributed.shutdown()  # the others notice it without waiting for a heartbeat
+            jax.distributed.shutdown()  # then the others notice the loss at once
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()

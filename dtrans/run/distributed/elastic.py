@@ -1,21 +1,20 @@
 """Training that continues without lost trainers: `on_trainer_loss="drop"`.
 
-    all_or_none()   a block that all live trainers complete, or none; after it they wait for each
-                    other and agree on the live trainers
-    Loss            raised after the block on all survivors, if a trainer has ended; they repeat the
-                    step without it
+    all_or_none()   a block of code that either all live trainers complete, or none. At its end
+                    trainers wait for each other and agree on the live trainers.
+    Loss            the exception after the block on all survivors, if a trainer has ended. They
+                    repeat the step without that trainer.
 
-The lost trainer's part of the batch is lost, and means are over the survivors. Trainer 0 is JAX's
-coordinator: when it ends, JAX ends all processes. A trainer counts as lost when it has been silent
-for `connect(patience=...)` seconds, or at once if it left by itself.
+The lost trainer's part of the batch is skipped, and means are over the survivors. Trainer 0 is
+JAX's coordinator: when it ends, JAX ends all processes. A trainer counts as lost when it has been
+silent for `connect(patience=...)` seconds, or at once if it closed its connection.
 
-A dead process breaks the collectives of the processes that it exchanged messages with. With four or
-more trainers, another process may wait for one of these, which has given up. On CPUs, XLA ends such
-a wait after a timeout, which is set to the deadline. So a trainer that keeps others waiting for
-longer than the deadline ends the job.
+When a process dies, its neighbours in a collective fail at once. With four or more trainers, a
+third process may wait for a neighbour that has already failed. On CPUs, XLA ends this wait after a
+timeout, which is set to the deadline. So a trainer that delays others for longer than the deadline
+ends the job.
 
-Source: JAX's fault tolerance, `jax.experimental.multihost_utils.live_devices`, which is
-  experimental.
+Source: JAX's experimental fault tolerance, `jax.experimental.multihost_utils.live_devices`.
 """
 
 from __future__ import annotations
@@ -57,7 +56,8 @@ def prepare(seconds: int) -> None:
     config: Any = jax.config
     config.update("jax_enable_recoverability", True)
     flags = os.environ.get("XLA_FLAGS", "")
-    if TIMEOUT_FLAG not in flags:  # XLA reads the flags when it creates devices
+    if TIMEOUT_FLAG not in flags:
+        # XLA reads the flags when it creates devices, which is later
         os.environ["XLA_FLAGS"] = f"{flags} {TIMEOUT_FLAG}={seconds}".strip()
 
 
@@ -72,9 +72,13 @@ def all_or_none() -> Iterator[None]:
 
 
 def leave(trainer_id: int, deadline: float) -> None:
-    """Leave a job that has ended: wait for the other trainers, and let trainer 0 leave last.
+    """Leave a job that has ended: wait until all trainers have ended their work, then disconnect.
 
-    Trainer 0 is the coordinator, whose end would end the others.
+    Trainer 0 disconnects last: it is JAX's coordinator, and its end would end the other processes.
+
+    Args:
+      trainer_id: this trainer.
+      deadline: seconds that trainer 0 waits for the other trainers to disconnect.
     """
     while True:
         try:
@@ -85,7 +89,7 @@ def leave(trainer_id: int, deadline: float) -> None:
     if trainer_id == 0:
         limit = time.monotonic() + deadline
         everyone = list(range(jax.process_count()))
-        # each call blocks until the other processes call it, too, or have ended
+        # each call blocks until every other process has called it or has ended
         while len(bulletin_board().get_live_nodes(everyone)) > 1 and time.monotonic() < limit:
             pass
     jax.distributed.shutdown()

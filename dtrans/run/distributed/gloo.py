@@ -1,14 +1,14 @@
-"""Address that Gloo binds. Gloo carries out collectives on CPUs.
+"""Choice of the address that Gloo binds. Gloo runs JAX's collectives on CPUs.
 
-Gloo binds one address and sends it to the other processes. Its default is the address of the host's
-name. On Debian that is 127.0.1.1, which other hosts cannot reach, and all processes end with
+Gloo binds one address and sends it to the other processes. By default it resolves the host's own
+name. On Debian the result is 127.0.1.1, which other hosts cannot reach, and all processes end with
 SIGABRT. dtrans chooses the address instead:
 
     endpoints are known             the host of this process's endpoint (`reached_here`)
     all processes are on one host   loopback
-    otherwise                       the source address of this host's messages to the coordinator
+    otherwise                       the source address of messages to JAX's coordinator
 
-On the coordinator's host, that source address may be loopback. Then dtrans chooses the address to
+On the coordinator's host, the source address may be loopback. Then dtrans chooses the address to
 which another host resolves the coordinator's name.
 """
 
@@ -33,7 +33,7 @@ HOSTS = "/etc/hosts"
 
 
 def bind_gloo(endpoints: Sequence[str], deadline: float) -> None:
-    """Make Gloo bind an address that the other processes reach.
+    """Make Gloo bind an address that the other processes can reach.
 
     Call it before JAX creates devices.
 
@@ -42,8 +42,8 @@ def bind_gloo(endpoints: Sequence[str], deadline: float) -> None:
       deadline: seconds to wait for another process.
 
     Raises:
-      ConfigError: trainers are on several hosts, and no address is known.
-      DeadlineError: another process did not send its host.
+      ConfigError: trainers are on several hosts, and no reachable address is known.
+      DeadlineError: another process did not write its host to JAX's coordinator.
     """
     config: Any = jax.config
     me, count = job_size()
@@ -65,7 +65,7 @@ def bind_gloo(endpoints: Sequence[str], deadline: float) -> None:
     started = backends_started()
     if found and not started and let_gloo_bind(found):
         return
-    # Gloo binds the address of this host's name
+    # dtrans could not set the address, so Gloo will bind the address of this host's name
     if spread and (not started or jax.default_backend() == "cpu"):
         check_host_name(me)
 
@@ -74,9 +74,10 @@ def reachable(me: int, source: str, hosts: Mapping[int, str], addresses: Mapping
     """Return an address at which other hosts reach this host; empty if none is known.
 
     Args:
-      source: the source address of this host's messages to the coordinator.
+      me: the id of this trainer.
+      source: the source address of this host's messages to JAX's coordinator.
       hosts: the host of each trainer (`this_host`).
-      addresses: the address of the coordinator, as each trainer resolves its name.
+      addresses: for each trainer, the address to which it resolves the coordinator's name.
 
     Example:
       >>> from dtrans.run.distributed.gloo import reachable
@@ -88,7 +89,7 @@ def reachable(me: int, source: str, hosts: Mapping[int, str], addresses: Mapping
     """
     if not is_loopback(source):
         return source
-    # this is the coordinator's host: other hosts know its address
+    # a loopback source means that the coordinator is on this host, so its address is this host's
     for k in sorted(hosts):
         if hosts[k] != hosts[me] and addresses[k] and not is_loopback(addresses[k]):
             return addresses[k]
@@ -102,9 +103,9 @@ def check_host_name(me: int) -> None:
     if address and not is_loopback(address):
         return
     raise ConfigError(
-        f"trainer {me} cannot be reached from other hosts: Gloo, which carries out collectives on "
-        f"CPUs, binds the address of the host's name, and {name} resolves to "
-        f"{address or 'nothing'} there; write the host's address beside {name} in its {HOSTS}, or "
-        "call dtrans.connect() before JAX is used, with endpoints (DTRANS_TRAINER_ENDPOINTS) that "
-        "are addresses of the hosts"
+        f"trainer {me} cannot be reached from other hosts: Gloo, which runs collectives on CPUs, "
+        f"binds the address of the host's name, and {name} resolves to {address or 'nothing'}. "
+        f"Either write the host's real address beside {name} in its {HOSTS}, or call "
+        "dtrans.connect() before JAX is used, with the hosts' addresses in "
+        "DTRANS_TRAINER_ENDPOINTS"
     )

@@ -2,30 +2,30 @@
 
     launch -> Child (one process per role) -> events -> launch
 
-One loop reads one queue of events: a role has ended, a signal has arrived, or the time limit has
-passed. Signal handlers only put a number into the queue. So no exception can strike between the
-start of a process and its registration.
+One loop reads one queue with two kinds of events: a role has ended, or a signal has arrived. Signal
+handlers only put the signal's number into the queue. So no exception can interrupt the launcher
+between the start of a process and its registration.
 
-In nccl2 mode there are only trainers, and each sees one GPU of its host. JAX's preemption service
-is disabled: it handles SIGTERM as a request to save, and the launcher could not end such a trainer.
+In nccl2 mode there are only trainers, and each sees one GPU of its host. The launcher disables
+JAX's preemption service, which handles SIGTERM as a request to save: such a trainer would not end.
 
 Only `Site` knows where roles run; `dtrans.hosts` has subclasses for other hosts.
 
 When a role fails, the launcher sends SIGTERM to the others, and SIGKILL after a grace period. It
 reports the role that failed *first*. Roles notice each other's failures, so a role may end with a
-`PeerError` before the role that caused it has printed its traceback. The launcher waits a moment
-for a role that fails with another error, and reports that one.
+`PeerError` before the role that caused it has printed its traceback. After a `PeerError`, the
+launcher waits a few seconds for a role that fails with another error, and reports that role.
 
-The launcher announces each end to the other roles (`dtrans.run.net.ended_roles`). Otherwise servers
-would wait up to their deadline for a role that ended before it connected.
+When a role ends, the launcher informs the other roles (`dtrans.run.net.ended_roles`). Otherwise
+servers would wait up to their deadline for a role that ended before it connected.
 
-With `restarts`, a lost role does not end the job. A role is lost if a signal or the loss of its
-host ended it. The launcher ends the other roles and starts all of them again, with the same
-endpoints and a new run: pieces of checkpoints from different attempts never mix. The script
-continues from its newest checkpoint. A role that ends by an exception ends the job, since it would
-raise it again.
+With `restarts`, a lost role does not end the job. A role is lost if a signal ended it, or if its
+host was lost. The launcher ends the other roles and starts all of them again, with the same
+endpoints. Each attempt has its own run name, so pieces of checkpoints from different attempts never
+mix. The script continues from its newest checkpoint. A role that raised an exception ends the job,
+since it would raise the exception again.
 
-If the launcher itself is killed, `dtrans.run.distributed.orphan_guard` ends the roles.
+If the launcher itself is killed, `dtrans.run.distributed.orphan_guard` kills the roles.
 
 Source of the behaviour: torch/distributed/elastic/multiprocessing/api.py,
 python/paddle/distributed/launch_ps.py.
@@ -34,6 +34,8 @@ python/paddle/distributed/launch_ps.py.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import os
 import queue
 import signal
@@ -59,20 +61,20 @@ from dtrans.run.net.started_jobs import announce_job
 
 GRACE = 5.0  # seconds between SIGTERM and SIGKILL
 BACK_OFF = 1.0  # seconds before the second restart; each further pause is twice as long
-# seconds before a restart after the loss of a host: its agent ends the role there within 5 seconds,
-# and the role holds its port until then
+# Seconds before a restart after the connection to a host was lost. The agent on that host ends its
+# role within 5 seconds, and the role's port is in use until then.
 HOST_PAUSE = 8.0
 BLAME = 3.0  # seconds to wait, after a role's PeerError, for the role that caused it
 RESTARTS = "DTRANS_RESTARTS"  # the number of restarts before this one, in each role's environment
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# signals that end a role for a cause outside of it, or by a crash
+# signals that count as the loss of a role: sent from outside the process, or by a crash
 FATAL = {signal.SIGTERM, signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS}
 
-Event = Child | int  # a role that has ended, or a signal
+Event = Child | int  # a role that has ended, or the number of a signal
 
 
 class Site:
-    """Hosts on which a job's roles run: this host, or those of a subclass."""
+    """The hosts on which a job's roles run. This class is for this host; subclasses have others."""
 
     _reserved: ReservedEndpoints | None = None
 
@@ -92,7 +94,7 @@ class Site:
         return roles_at(mode, trainers, self._choose_endpoints(count))
 
     def status_endpoint(self, roles: Sequence[Role]) -> str:
-        """Return an endpoint at which trainer 0 of collectives can answer `dtrans status`.
+        """Return an endpoint at which trainer 0 of an nccl2 job can answer `dtrans status`.
 
         Args:
           roles: every role of the job, from `roles`.
@@ -104,7 +106,9 @@ class Site:
 
     def variables(self, role: Role) -> dict[str, str]:
         """Return default variables of a role, which the user and the launcher may override."""
-        return jax_variables(role.trainer_id) if role.mode == "nccl2" else {}
+        if role.mode != "nccl2":
+            return {}
+        return jax_variables(role.trainer_id)
 
     def start(
         self,
@@ -116,14 +120,14 @@ class Site:
         *,
         inherit_stdout: bool,
     ) -> Child:
-        """Start a role. Arguments are those of `Child`."""
+        """Start a role. The arguments are the same as those of `Child`."""
         return Child(role, command, env, events, emit, inherit_stdout=inherit_stdout)
 
     def ended(self, child: Child, *, stopped: bool) -> None:
-        """Note that a role has ended.
+        """Update what the site shows about a role that has ended.
 
         Args:
-          stopped: True if the launcher has ended it.
+          stopped: True if the launcher ended the role.
         """
 
 
@@ -144,9 +148,10 @@ def launch(
 ) -> None:
     """Run one command as every role of a job, and wait until all roles have ended.
 
-    Each role reads its role from the environment (`Role.from_env`). The launcher prints its output
-    by lines, with its name in front: standard output on `sys.stdout`, standard error on
-    `sys.stderr`. No process of the job is left when `launch` returns or raises.
+    Each process reads its role from the environment (`Role.from_env`). The launcher prints the
+    output of all roles by lines, with the role's name in front: standard output on `sys.stdout`,
+    standard error on `sys.stderr`. When `launch` returns or raises, all processes of the job have
+    ended.
 
     Args:
       command: program and arguments, the same for every role.
@@ -154,26 +159,26 @@ def launch(
       pservers: number of pservers; by default one, and none in nccl2 mode.
       mode: "pserver" or "nccl2".
       on_trainer_loss: "abort" ends all roles when one fails. With "drop", the job continues after
-        the failure of a trainer while another one lives. In nccl2 mode the survivors drop it
-        (`dtrans.connect`), and trainer 0 must live. Asynchronous parameter servers continue, too.
+        the failure of a trainer while another trainer runs. This works in nccl2 mode, if trainer 0
+        does not fail (see `dtrans.connect`), and with asynchronous parameter servers.
       deadline: seconds that the whole job may take.
       grace: seconds between SIGTERM and SIGKILL.
       env: variables of the roles, in addition to this process's environment.
       inherit_stdout: True to let trainer 0 inherit this process's standard output, for programs
         that draw on a terminal.
-      log_dir: a folder for the output of the roles, with a file for each (`trainer-0.log`).
+      log_dir: a folder for the output of the roles, one file per role (`trainer-0.log`).
       site: the hosts of the roles; by default this host.
-      restarts: the number of times that all roles start again after a role is lost to a signal or
-        with its host. With restarts, the variable DTRANS_RESTARTS of each role counts them. No
-        restart begins after the deadline: the loss is the job's error.
+      restarts: the largest number of restarts of all roles, after a signal or the loss of a host
+        ended a role. If it is not 0, the variable DTRANS_RESTARTS of each role has the number of
+        restarts so far. After the deadline no restart begins, and the loss is the job's error.
 
     Raises:
       ConfigError: an argument has an invalid value.
-      LaunchError: a role failed, or cannot be started. The message has the last lines of its
+      LaunchError: a role failed, or cannot be started. The message has the last lines of the role's
         standard error, and `code` is its exit status.
       DeadlineError: the job took longer than the deadline.
-      KeyboardInterrupt, SystemExit: this process got a signal. They are raised when every role has
-        ended; a second signal kills the roles at once.
+      KeyboardInterrupt, SystemExit: this process received a signal. It is raised when every role
+        has ended; a second signal kills the roles at once.
 
     Example:
       >>> import sys
@@ -181,27 +186,21 @@ def launch(
       >>> launch([sys.executable, "-c", "print('hello')"], mode="nccl2")
       [trainer 0] hello
     """
-    _check_arguments(command, mode, trainers, pservers, on_trainer_loss)
-    if restarts < 0:
-        raise ConfigError(f"restarts must be 0 or more, it is {restarts}")
+    _check_arguments(command, mode, trainers, pservers, on_trainer_loss, restarts)
     site = site or Site()
     roles = site.roles(mode, trainers, 1 if pservers is None else pservers)
     events: SimpleQueue[Event] = SimpleQueue()
     limit = None if deadline is None else time.monotonic() + deadline
     drops = on_trainer_loss == "drop"
-
-    base = {k: v for k, v in os.environ.items() if k not in (*VARIABLES, LOSS)}
-    base |= {
-        "PYTHONUNBUFFERED": "1",  # lines arrive when they are printed
-        token.VARIABLE: token.job_token() or token.new_token(),
-        **(env or {}),
-    }
+    base = _base_environment(env or {})
     if drops and mode == "nccl2":
         base[LOSS] = on_trainer_loss
     # servers answer observers at their endpoints; trainer 0 of collectives needs another one
     if mode == "nccl2" and trainers > 1 and not drops and not base.get(STATUS):
         base[STATUS] = site.status_endpoint(roles)
     observed = roles[0].pserver_endpoints or base.get(STATUS, "").split()
+    # without trainer 0, JAX's coordinator, no trainer of nccl2 mode can continue
+    optional = range(mode == "nccl2", trainers) if drops else ()
 
     with (
         contextlib.closing(site),
@@ -210,79 +209,163 @@ def launch(
         Guard(sys.executable) as guard,
         _announce(observed, base[token.VARIABLE]),
     ):
-        logs = {role.name: open_log(role.name) for role in roles}
-        optional = range(mode == "nccl2", trainers) if drops else ()
-        for attempt in range(restarts + 1):
-            with EndedRoles() as ended_roles:
-                job = _Job(events, grace, optional, ended_roles, site)
-                shared = base | ended_roles.environment
-                shared[RUN] = (env or {}).get(RUN) or new_run()
-                if restarts:
-                    shared[RESTARTS] = str(attempt)
-                try:
-                    for role in roles:
-                        child = site.start(
-                            role,
-                            command,
-                            site.variables(role) | shared | role.environment(),
-                            events,
-                            logs[role.name],
-                            inherit_stdout=inherit_stdout and role.name == "trainer 0",
-                        )
-                        job.begin(child, guard)
-                    signum = job.wait(limit)
-                finally:
-                    job.end()
-            signum = signum or job.signum
+        attempts = _Attempts(
+            command=command,
+            roles=roles,
+            site=site,
+            base=base,
+            run_name=(env or {}).get(RUN),
+            logs={role.name: open_log(role.name) for role in roles},
+            inherit_stdout=inherit_stdout,
+            guard=guard,
+            new_job=functools.partial(_Job, events, grace, optional, site),
+            limit=limit,
+            restarts=restarts,
+        )
+        job = attempts.run()
+    _raise_failure(job, deadline)
+
+
+def _base_environment(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that all roles of all attempts share.
+
+    Args:
+      env: the user's variables, which override this process's environment.
+    """
+    inherited = {k: v for k, v in os.environ.items() if k not in (*VARIABLES, LOSS)}
+    return inherited | {
+        "PYTHONUNBUFFERED": "1",  # a role's lines arrive as soon as it prints them
+        token.VARIABLE: token.job_token() or token.new_token(),
+        **env,
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class _Attempts:
+    """Attempts at a job: the first start of its roles, and the restarts after lost roles.
+
+    Attributes:
+      command: program and arguments of every role.
+      roles: every role of the job.
+      site: the hosts of the roles.
+      base: variables that all roles of all attempts share.
+      run_name: the user's name for the run; None to generate one for each attempt.
+      logs: for each role, by name, the function that prints and logs its lines.
+      inherit_stdout: True to let trainer 0 inherit this process's standard output.
+      guard: kills the roles if this process is killed.
+      new_job: returns a job without roles, for the folder in which roles learn of ends.
+      limit: end of the job's deadline, in seconds of the monotonic clock; None without a deadline.
+      restarts: the largest number of restarts.
+    """
+
+    command: Sequence[str]
+    roles: Sequence[Role]
+    site: Site
+    base: Mapping[str, str]
+    run_name: str | None
+    logs: Mapping[str, Emit]
+    inherit_stdout: bool
+    guard: Guard
+    new_job: Callable[[EndedRoles], _Job]
+    limit: float | None
+    restarts: int
+
+    def run(self) -> _Job:
+        """Start the roles, and again after losses; return the last attempt with its outcome."""
+        for attempt in range(self.restarts + 1):
+            job = self._run_once(attempt)
             lost = job.lost(was_reached=attempt > 0)
-            if attempt == restarts or signum is not None or lost is None:
+            if attempt == self.restarts or job.signum is not None or lost is None:
                 break
             pause = _pause_before(attempt, lost)
-            if limit is not None and time.monotonic() + pause >= limit:
+            if self.limit is not None and time.monotonic() + pause >= self.limit:
                 break
             say(
                 f"{lost.role.name}{lost.where} failed with {lost.how()}; all roles start again "
-                f"(restart {attempt + 1} of {restarts})"
+                f"(restart {attempt + 1} of {self.restarts})"
             )
-            signum = job.pause(pause)
-            if signum is not None:
+            if job.pause(pause):
                 break
-    if signum is not None:
-        raise KeyboardInterrupt if signum == signal.SIGINT else SystemExit(128 + signum)
+        return job
+
+    def _run_once(self, attempt: int) -> _Job:
+        """Start all roles, and wait until all have ended or were ended."""
+        with EndedRoles() as ended_roles:
+            job = self.new_job(ended_roles)
+            shared = {**self.base, **ended_roles.environment, RUN: self.run_name or new_run()}
+            if self.restarts:
+                shared[RESTARTS] = str(attempt)
+            try:
+                for role in self.roles:
+                    job.begin(self._start(job, role, shared), self.guard)
+                job.wait(self.limit)
+            finally:
+                job.end()
+        return job
+
+    def _start(self, job: _Job, role: Role, shared: Mapping[str, str]) -> Child:
+        return self.site.start(
+            role,
+            self.command,
+            {**self.site.variables(role), **shared, **role.environment()},
+            job.events,
+            self.logs[role.name],
+            inherit_stdout=self.inherit_stdout and role.name == "trainer 0",
+        )
+
+
+def _raise_failure(job: _Job, deadline: float | None) -> None:
+    """Raise the error of a job that failed, or the exception for a signal that ended it."""
+    if job.signum is not None:
+        raise KeyboardInterrupt if job.signum == signal.SIGINT else SystemExit(128 + job.signum)
     if job.timed_out:
         raise DeadlineError(
-            f"the launcher waited {deadline:g} s for the job: {job.timed_out} had not ended, and "
-            "was stopped"
+            f"the job ran longer than its deadline of {deadline:g} s; the launcher stopped "
+            f"{job.timed_out}"
         )
     if job.failed is not None:
         raise _failure(job.failed)
 
 
 def _check_arguments(
-    command: Sequence[str], mode: str, trainers: int, pservers: int | None, on_trainer_loss: str
+    command: Sequence[str],
+    mode: str,
+    trainers: int,
+    pservers: int | None,
+    on_trainer_loss: str,
+    restarts: int,
 ) -> None:
-    """Check arguments of `launch`. Raises ConfigError."""
+    """Raise ConfigError if an argument of `launch` has an invalid value."""
     if not command:
-        raise ConfigError("launch was given no command")
+        raise ConfigError("launch needs a command, such as ['python', 'train.py']")
     if mode not in ("pserver", "nccl2"):
         raise ConfigError(
             f"mode must be 'pserver', or 'nccl2' (also for sharding and pipelines), it is {mode!r}"
         )
     if mode == "nccl2" and pservers is not None:
-        raise ConfigError(f"there are no pservers in mode='nccl2', pservers={pservers}")
+        raise ConfigError(
+            f"pservers={pservers}: mode='nccl2' has no parameter servers; leave pservers out"
+        )
     if on_trainer_loss not in ("abort", "drop"):
         raise ConfigError(f"on_trainer_loss must be 'abort' or 'drop', it is {on_trainer_loss!r}")
     for name, count in (("trainers", trainers), ("pservers", pservers)):
         if count is not None and count < 1:
-            raise ConfigError(f"a job needs at least one of {name}, {name}={count}")
+            raise ConfigError(f"{name} must be 1 or more, it is {count}")
+    if restarts < 0:
+        raise ConfigError(f"restarts must be 0 or more, it is {restarts}")
 
 
 @contextlib.contextmanager
 def _announce(endpoints: Sequence[str], secret: str) -> Iterator[None]:
-    """Print the command that observes the job, and publish a generated token to this user."""
+    """Print the `dtrans status` command of the job; let this user's `dtrans status` find its token.
+
+    Args:
+      endpoints: the endpoints that answer; empty if the job does not answer.
+      secret: the job's token.
+    """
     with contextlib.ExitStack() as stack:
         if endpoints:
-            # a token of the user's environment is in that of `dtrans status`, too
+            # `dtrans status` itself finds a token that is in the user's environment
             if not token.job_token():
                 stack.enter_context(announce_job(endpoints, secret))
             say(f"this job answers: dtrans status {' '.join(endpoints)}")
@@ -295,28 +378,30 @@ def roles_at(mode: str, trainers: int, endpoints: Sequence[str]) -> tuple[Role, 
     Args:
       endpoints: endpoints of the pservers; in nccl2 mode, of the trainers.
     """
-    return trainer_roles(endpoints) if mode == "nccl2" else roles_of(trainers, endpoints)
+    if mode == "nccl2":
+        return trainer_roles(endpoints)
+    return roles_of(trainers, endpoints)
 
 
 def jax_variables(device: int) -> dict[str, str]:
-    """Return JAX's variables for a trainer of nccl2 mode with one device of its host."""
+    """Return JAX's variables for a trainer of nccl2 mode that uses one device of its host."""
     return {"JAX_ENABLE_PREEMPTION_SERVICE": "0", "JAX_LOCAL_DEVICE_IDS": str(device)}
 
 
 class _Job:
-    """Running roles of a job, and the outcome.
+    """One attempt at a job: its running roles, and its outcome.
 
     Args:
       events: the queue of ended roles and signals.
       grace: seconds between SIGTERM and SIGKILL.
       optional: ids of the trainers whose failure does not end the job.
-      ended_roles: the folder in which roles learn of ends.
       site: the hosts of the roles.
+      ended_roles: the folder in which each role reads which other roles have ended.
 
     Attributes:
       failed: the role that made the job fail; None while there is none.
-      timed_out: the roles that ran at the time limit; empty before it.
-      signum: a signal that arrived while the roles were ended; None without one.
+      timed_out: names of the roles that still ran at the time limit; empty before it.
+      signum: the first signal that this process received; None without one.
     """
 
     def __init__(
@@ -324,8 +409,8 @@ class _Job:
         events: SimpleQueue[Event],
         grace: float,
         optional: Collection[int],
-        ended_roles: EndedRoles,
         site: Site,
+        ended_roles: EndedRoles,
     ) -> None:
         self._ended_roles = ended_roles
         self._site = site
@@ -340,31 +425,28 @@ class _Job:
         self._ending = False
 
     def begin(self, child: Child, guard: Guard) -> None:
-        """Register a started role with the guard, and let it run its command."""
+        """Register a started role with the guard, then start the role's command."""
         self.running[child] = guard
         guard.add(child)
         child.begin()
 
-    def wait(self, limit: float | None) -> int | None:
-        """Wait until all roles have ended, one has failed, or the limit has passed.
-
-        Returns:
-          The number of a signal that arrived first; else None.
-        """
+    def wait(self, limit: float | None) -> None:
+        """Wait until all roles have ended, one has failed, a signal came, or the limit passed."""
         while self.running:
             event = self._next(limit)
             if event is None:
-                self.timed_out = ", ".join(c.role.name for c in self.running)
-                return None
+                self.timed_out = ", ".join(child.role.name for child in self.running)
+                return
             if isinstance(event, int):
-                return event
+                self.signum = event
+                return
             self._on_end(event)
             if self.failed is not None:
-                return self._find_cause(limit)
-        return None
+                self._find_cause(limit)
+                return
 
     def end(self) -> None:
-        """End the running roles: by SIGTERM, then by SIGKILL."""
+        """End the running roles: send SIGTERM, and SIGKILL after the grace period or a signal."""
         self._ending = True
         for child in self.running:
             child.signal(signal.SIGTERM)
@@ -376,46 +458,54 @@ class _Job:
                 continue
             if event is not None:
                 self.signum = self.signum or event
-            # the grace period has passed, or a signal has arrived
             for child in self.running:
                 child.signal(signal.SIGKILL)
             limit = None
 
     def lost(self, *, was_reached: bool) -> Child | None:
-        """Return the lost role that made the job fail; None if no restart can help.
+        """Return the lost role that made the job fail; None if the job did not fail by a loss.
 
         Args:
           was_reached: True if every host ran its roles in an earlier attempt.
         """
         if self.failed is None or _is_lost(self.failed, was_reached):
             return self.failed
-        if _by_peer(self.failed):  # perhaps of a trainer that the job dropped
-            return next((c for c in self._dropped.values() if _is_lost(c, was_reached)), None)
+        if _by_peer(self.failed):
+            # the peer may be a trainer that the job has dropped before
+            for child in self._dropped.values():
+                if _is_lost(child, was_reached):
+                    return child
         return None
 
-    def pause(self, seconds: float) -> int | None:
-        """Wait before a restart; return a signal that comes."""
+    def pause(self, seconds: float) -> bool:
+        """Wait before a restart. Return True if a signal ended the wait."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             event = self._next(until)
             if isinstance(event, int):
-                return event
-        return None
+                self.signum = event
+                return True
+        return False
 
-    def _find_cause(self, limit: float | None) -> int | None:
-        """Wait a moment for the role that caused the failure, if that is a PeerError."""
-        moment = time.monotonic() + BLAME
-        limit = moment if limit is None else min(limit, moment)
+    def _find_cause(self, limit: float | None) -> None:
+        """If a role failed by a PeerError, wait up to BLAME seconds for the role that caused it."""
+        blame_limit = time.monotonic() + BLAME
+        if limit is not None:
+            blame_limit = min(limit, blame_limit)
         while self.running and self.failed is not None and _by_peer(self.failed):
-            event = self._next(limit)
-            if event is None or isinstance(event, int):
-                return event
+            event = self._next(blame_limit)
+            if event is None:
+                return
+            if isinstance(event, int):
+                self.signum = event
+                return
             self._on_end(event)
-        return None
 
     def _next(self, limit: float | None) -> Event | None:
         """Wait for the next event; return None at the limit."""
-        timeout = None if limit is None else max(0.0, limit - time.monotonic())
+        timeout = None
+        if limit is not None:
+            timeout = max(0.0, limit - time.monotonic())
         try:
             return self.events.get(timeout=timeout)
         except queue.Empty:
@@ -435,33 +525,38 @@ class _Job:
         if role.name in self._optional:
             self._dropped[role.name] = child
             if role.trainers > len(self._dropped):
-                say(f"{role.name}{child.where} failed with {how}; the others go on")
-            else:  # the last trainer
+                say(f"{role.name}{child.where} failed with {how}; the others continue")
+            else:  # no trainer is left
                 self.failed = self.failed or child
         elif self.failed is None or (_by_peer(self.failed) and not _by_peer(child)):
             self.failed = child
 
 
 def _by_peer(child: Child) -> bool:
-    """Return True if a role failed because of another: by `PeerError`, or JAX lost its peers."""
-    return any(
-        line.startswith("dtrans.errors.PeerError")
-        or (("Error: " in line or "distributed service" in line) and is_by_peer(line))
-        for line in child.tail
-    )
+    """Return True if a role's last lines blame another role: by a PeerError, or an error of JAX."""
+    for line in child.tail:
+        if line.startswith("dtrans.errors.PeerError"):
+            return True
+        if ("Error: " in line or "distributed service" in line) and is_by_peer(line):
+            return True
+    return False
 
 
 def _pause_before(attempt: int, lost: Child) -> float:
     """Return the seconds to wait before the restart that follows an attempt."""
-    pause = BACK_OFF * 2 ** (attempt - 1) if attempt else 0.0
-    return max(pause, HOST_PAUSE) if lost.is_host_lost(was_reached=True) else pause
+    pause = 0.0
+    if attempt:
+        pause = BACK_OFF * 2 ** (attempt - 1)
+    if lost.is_host_lost(was_reached=True):
+        pause = max(pause, HOST_PAUSE)
+    return pause
 
 
 def _is_lost(child: Child, was_reached: bool) -> bool:
-    """Return True if a signal or the loss of its host ended a role, not its own exception.
+    """Return True if a signal or the loss of its host ended a role.
 
-    Shells and handlers of signals exit with 128 + the number of the signal. So a script that ends
-    by `sys.exit(143)` counts as lost.
+    Shells and signal handlers exit with 128 + the signal's number. So a script that calls
+    `sys.exit(143)` counts as lost.
     """
     by_signal = child.returncode < 0 or child.code - 128 in FATAL
     return by_signal or child.is_host_lost(was_reached=was_reached)
@@ -470,10 +565,10 @@ def _is_lost(child: Child, was_reached: bool) -> bool:
 def _failure(child: Child) -> LaunchError:
     """Return the error of a role that failed, with the last lines of its standard error."""
     words = child.last_words()
-    said = f"it said:\n{words}" if words else "it wrote nothing to standard error"
+    output = f"its last output was:\n{words}" if words else "it wrote nothing to standard error"
     message = (
         f"{child.role.name}{child.where} failed with {child.how()}, and the other roles were "
-        f"ended; {said}"
+        f"ended; {output}"
     )
     return LaunchError(message, role=child.role.name, code=child.code)
 
@@ -483,7 +578,11 @@ _output = threading.Lock()
 
 @contextlib.contextmanager
 def _logs(folder: str | Path | None) -> Iterator[Callable[[str], Emit]]:
-    """Yield a function from the name of a role to the function that prints and logs its lines."""
+    """Yield a function that opens the log of a role, by name, and returns its line writer.
+
+    Args:
+      folder: the folder of the log files; None to print lines without log files.
+    """
     with contextlib.ExitStack() as files:
 
         def open_log(name: str) -> Emit:
@@ -496,22 +595,24 @@ def _logs(folder: str | Path | None) -> Iterator[Callable[[str], Emit]]:
             try:
                 Path(folder).mkdir(parents=True, exist_ok=True)
             except OSError as e:
-                raise ConfigError(f"log_dir={str(folder)!r} cannot be made: {e.strerror}") from e
+                raise ConfigError(f"log_dir={str(folder)!r} cannot be created: {e.strerror}") from e
         yield open_log
 
 
 def _line_writer(name: str, log: TextIO | None) -> Emit:
     """Return a function that prints the lines of a role, and writes them to its log.
 
-    A lock keeps the lines of different roles apart.
+    A lock keeps lines of different roles from being mixed.
     """
 
     def emit(stream: str, line: str) -> None:
-        out = sys.stdout if stream == "stdout" else sys.stderr
+        out = sys.stderr
+        if stream == "stdout":
+            out = sys.stdout
         with _output:
             out.write(f"[{name}] {line}\n")
             out.flush()
-            # a process that a role left in another session may write after the log is closed
+            # a background process that a role has started may write after the log is closed
             if log is not None and not log.closed:
                 log.write(f"{line}\n")
 
@@ -519,15 +620,15 @@ def _line_writer(name: str, log: TextIO | None) -> Emit:
 
 
 def say(line: str) -> None:
-    """Print a line of the launcher on standard error."""
+    """Print a line with the prefix `[launcher]` on standard error."""
     _line_writer("launcher", None)("stderr", line)
 
 
 @contextlib.contextmanager
 def _signals_to(events: SimpleQueue[Event]) -> Iterator[None]:
-    """Put signals into the queue while the block runs.
+    """Put the numbers of signals into the queue while the block runs.
 
-    Only the main thread can set handlers; in other threads, a notebook's say, signals keep their
+    Only the main thread can set handlers; in another thread (of a notebook, say) signals keep their
     handlers. Ignored signals stay ignored: a shell ignores SIGINT for background jobs, and nohup
     SIGHUP.
     """

@@ -1,4 +1,4 @@
-"""Membership of this process in a job: `dtrans.connect()` stores it, and others read it."""
+"""Membership of this process in a job. `dtrans.connect()` stores it for the other modules."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from dtrans.run.net.sockets import DEADLINE, PATIENCE
 
 @dataclasses.dataclass(frozen=True)
 class Membership:
-    """Job that this process is connected to.
+    """The job that this process is connected to.
 
     Attributes:
       trainer_id: id of this trainer.
-      members: ids of the trainers, without those that were lost and dropped.
-      endpoints: endpoints of all trainers, also of lost ones; empty if JAX detected the processes.
+      members: ids of the trainers that have not been lost.
+      endpoints: endpoints of all trainers, including lost ones; empty if JAX detected the
+        processes.
       deadline: seconds to wait for other trainers.
       on_trainer_loss: "abort" or "drop".
-      allow_remote: True if processes may bind addresses that other hosts reach.
-      run: name of this run, which its trainers share and no other run has.
+      allow_remote: True if processes may bind addresses that other hosts can reach.
+      run: unique name of this run; all its trainers have the same.
       patience: seconds without a message from another process after which it counts as dead.
       encryption: `transport_encryption`: "auto", "required" or "disabled".
     """
@@ -43,12 +44,12 @@ class Membership:
 
     @property
     def keys(self) -> Keys:
-        """The keys of the job, from this process's environment."""
+        """The token and encryption keys of the job, from this process's environment."""
         return Keys.from_environment(self.encryption)
 
     @property
     def name(self) -> str:
-        """The name of this trainer in messages."""
+        """The name of this trainer in messages: `trainer 0`."""
         return f"trainer {self.trainer_id}"
 
 
@@ -56,19 +57,19 @@ _current: Membership | None = None
 
 
 def join(membership: Membership) -> Membership:
-    """Store the job that this process is a member of from now on, and return it."""
+    """Store the membership of this process, and return it."""
     global _current
     _current = membership
     return membership
 
 
 def known() -> Membership | None:
-    """Return the job that this process is a member of; None if there is none."""
+    """Return the stored membership of this process; None before `join`."""
     return _current
 
 
 def current() -> Membership:
-    """Return the job that this process is a member of. Raises ConfigError if there is none."""
+    """Return the stored membership of this process. Raises ConfigError before `join`."""
     if _current is None:
         raise ConfigError(
             "this process is not connected to other trainers: call dtrans.connect() first"
@@ -77,7 +78,7 @@ def current() -> Membership:
 
 
 def lost(trainers: Collection[int]) -> Membership:
-    """Remove lost trainers from the job, and return the job of the survivors."""
+    """Remove lost trainers from the stored membership, and return the new membership."""
     now = current()
     survivors = tuple(k for k in now.members if k not in trainers)
     return join(dataclasses.replace(now, members=survivors))

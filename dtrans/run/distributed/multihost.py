@@ -1,7 +1,7 @@
-"""Global arrays, sums, broadcasts and agreements of trainers that are processes.
+"""Global arrays, and sums, broadcasts and checks over trainers that are processes.
 
-A trainer's part of the batch is its piece of a global array. Parameters and results that it gets
-are arrays on its first device.
+A trainer's part of the batch is its shard of a global array. Parameters and results that a trainer
+reads are arrays on its first device.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 import functools
 import hashlib
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,7 +25,7 @@ from dtrans.ir.program import Program
 from dtrans.ir.selection import values_at
 from dtrans.run.distributed.board import read
 from dtrans.run.distributed.membership import current
-from dtrans.run.distributed.watch import KNOWN, is_by_peer, watch
+from dtrans.run.distributed.watch import KNOWN, Watch, is_by_peer, watch
 
 
 OTHER_STATE = "parameters or an optimizer state of different shapes"
@@ -53,10 +53,10 @@ def trainer_devices() -> list[jax.Device]:
 
 
 def to_global_array(x: Any, sharding: NamedSharding) -> jax.Array:
-    """Return the global array that has this process's array as its piece.
+    """Return the global array to which this process contributes its array.
 
     Args:
-      x: this process's array: the value of a replicated array, or its rows of a sharded one.
+      x: this process's array: the full value for a replicated sharding, else its rows.
       sharding: the sharding of the global array, along one dimension at most.
     """
     if isinstance(x, jax.Array) and x.sharding == sharding:
@@ -77,7 +77,7 @@ def to_global_array(x: Any, sharding: NamedSharding) -> jax.Array:
 
 
 def local_shard(x: jax.Array) -> jax.Array:
-    """Return the piece of a global array on this process's first device."""
+    """Return the shard of a global array on this process's first device."""
     return x.addressable_data(0)
 
 
@@ -86,8 +86,8 @@ def all_reduce_sum(*xs: np.ndarray) -> list[np.ndarray]:
     first = {d.process_index: d for d in reversed(trainer_devices())}
     mesh = Mesh(np.array(values_at(first, sorted(first))), ("trainers",))
     replicated = NamedSharding(mesh, P())
-    # The operands are declared replicated, though each process has another value: `psum` alone
-    # reads them, and adds the values of all devices.
+    # The operands are declared replicated although their values differ between processes. This is
+    # safe because only `psum` reads them, which adds the values of all devices.
     added = jax.shard_map(
         lambda xs: jax.lax.psum(xs, "trainers"),
         mesh=mesh,
@@ -103,23 +103,34 @@ def all_reduce_sum(*xs: np.ndarray) -> list[np.ndarray]:
 def broadcast(xs: Sequence[Any], root: int = 0) -> list[jax.Array]:
     """Return the arrays of trainer `root` on all trainers, with the same bits.
 
+    Args:
+      xs: this trainer's arrays. On trainers other than `root` only shapes and types are read.
+      root: the trainer whose values are sent.
+
     Raises:
       PeerError: trainers have arrays of different shapes or types.
     """
     digest = _digest([f"{x.shape} {x.dtype}" for x in xs])
     _check_equal(_all_gather_words([digest]), 0, OTHER_STATE)
+
     is_root = jax.process_index() == root
     is_key = [jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in xs]
     host: list[np.ndarray] = []
     for x, key in zip(xs, is_key, strict=True):
-        host.append(np.asarray(jax.random.key_data(x) if key else x))
+        if key:
+            x = jax.random.key_data(x)
+        host.append(np.asarray(x))
 
-    # The root's bytes plus zeros: every backend can add bytes, and sums of floats would turn -0.0
-    # into 0.0.
-    sent = {i: np.frombuffer(x.tobytes(), np.uint8) for i, x in enumerate(host) if x.nbytes}
-    if not is_root:
-        sent = {i: np.zeros_like(x) for i, x in sent.items()}
-    received = dict(zip(sent, all_reduce_sum(*sent.values()) if sent else [], strict=True))
+    # The broadcast is a sum of the root's bytes and zeros of the others. Bytes are summed because
+    # every backend can add them, and because a sum of floats would turn -0.0 into 0.0.
+    sent: dict[int, np.ndarray] = {}
+    for i, x in enumerate(host):
+        if x.nbytes:
+            bytes_of_x = np.frombuffer(x.tobytes(), np.uint8)
+            sent[i] = bytes_of_x if is_root else np.zeros_like(bytes_of_x)
+    received: dict[int, np.ndarray] = {}
+    if sent:
+        received = dict(zip(sent, all_reduce_sum(*sent.values()), strict=True))
 
     arrays: list[jax.Array] = []
     for i, x in enumerate(host):
@@ -139,22 +150,22 @@ def check_consistent(
     *,
     rows: int | None = None,
 ) -> None:
-    """Check that all trainers are about to run the same program on parts of one size.
+    """Check that all trainers are about to run the same program on equal parts of the batch.
 
-    Trainers compare digests on the coordinator's key-value store. A reduction would wait forever
-    for a trainer that runs another program; this ends with the deadline.
+    Trainers compare digests on the key-value store of JAX's coordinator. Without this check, a
+    reduction would wait forever for a trainer that runs a different program.
 
     Args:
       program: the program of this trainer.
       split: names of the arrays that are split over the trainers.
       merges: rules that merge results, by name.
-      rows: number of rows of this trainer's part; by default, those that the program was traced
-        with.
+      rows: number of rows of this trainer's part. By default it is the number with which the
+        program was traced.
 
     Raises:
-      PeerError: a trainer has another program, or has ended; the message names it.
+      PeerError: a trainer has a different program, or has ended; the message names it.
       BatchError: parts have different sizes.
-      DeadlineError: a trainer did not come in time.
+      DeadlineError: a trainer did not start the step in time.
     """
     state = []
     for spec in program.args[:2]:
@@ -167,50 +178,58 @@ def check_consistent(
     digests = [text.rpartition(" ")[2] for text in parts.values()]
     words = _all_gather_words([_digest(state), str(rows), *digests])
 
-    # State and rows come first: a trainer that differs in them has another program, too, and the
-    # error should name the cause.
+    # State and rows are compared first, because a difference in them also makes the programs
+    # differ, and the error should name the cause.
     _check_equal(words, 0, OTHER_STATE)
     counts = {k: theirs[1] for k, theirs in words.items()}
     if len({*counts.values()}) > 1:
         listed = ", ".join(f"trainer {k} gives {n}" for k, n in counts.items())
         raise BatchError(
-            f"{PARTS_DIFFER}; of {first} {listed} rows; take parts with job.shard_batch(*batch)"
+            f"{PARTS_DIFFER}; of {first} {listed} rows; split the batch by job.shard_batch(*batch)"
         )
     for i, part in enumerate(parts, 2):
-        _check_equal(words, i, f"another step, or other options: part '{part}' differs")
+        _check_equal(words, i, f"a different step or options: part '{part}' differs")
 
 
-def _check_equal(words: Mapping[int, Sequence[str]], i: int, what: str) -> None:
-    """Raise PeerError for trainers whose word `i` differs from trainer 0's: they have `what`."""
-    others = [k for k, theirs in words.items() if theirs[i] != words[0][i]]
+def _check_equal(words: Mapping[int, Sequence[str]], i: int, difference: str) -> None:
+    """Raise PeerError if word `i` of a trainer differs from trainer 0's.
+
+    Args:
+      words: the words of each trainer.
+      i: the index of the word.
+      difference: what such a trainer has, for the error.
+    """
+    others = [f"trainer {k}" for k, theirs in words.items() if theirs[i] != words[0][i]]
     if others:
-        who = " and ".join(f"trainer {k}" for k in others)
         raise PeerError(
-            f"{who} disagrees with trainer 0 about what is being trained: it has {what}"
+            f"{' and '.join(others)} disagrees with trainer 0 about what is being trained: it has "
+            f"{difference}"
         )
 
 
-_rounds: dict[tuple[int, ...], int] = {}  # number of agreements of these trainers
+_rounds: dict[tuple[int, ...], int] = {}  # calls of `_all_gather_words`, by the trainers in the job
 
 
 def _all_gather_words(words: Sequence[str]) -> dict[int, list[str]]:
-    """Gather words of each trainer on all trainers, by number.
+    """All-gather words: return each trainer's words, by its id.
 
     Raises:
-      DeadlineError: a trainer did not come in time.
+      DeadlineError: a trainer did not write its words in time.
       PeerError: a trainer has ended.
     """
     cluster, board = current(), bulletin_board()
     me, among = cluster.trainer_id, cluster.members
     now = _rounds.get(among, 0)
     topic = f"dtrans/agree/{'-'.join(map(str, among))}"
-    # an earlier attempt at this round may have ended with DeadlineError
+    # the key exists already if an earlier attempt at this round ended with DeadlineError
     board.key_value_set(f"{topic}/{now}/{me}", " ".join(words), allow_overwrite=True)
     limit = time.monotonic() + cluster.deadline
     found: dict[int, list[str]] = {}
     missing, watched = [], watch()
     for k in among:
-        check = functools.partial(watched.check, k) if watched else lambda: None
+        check: Callable[[], None] = lambda: None
+        if watched:
+            check = functools.partial(watched.check, k)
         theirs = read(f"{topic}/{now}/{k}", limit, check)
         if theirs is None:
             missing.append(f"trainer {k}")
@@ -219,10 +238,10 @@ def _all_gather_words(words: Sequence[str]) -> dict[int, list[str]]:
     if missing:
         raise DeadlineError(
             f"{cluster.name} waited {cluster.deadline:g} s for {' and '.join(missing)} to start "
-            "the same step: they are at another, or give parts of the earlier shape; take parts "
-            "with job.shard_batch(*batch)"
+            "the same step: either they are at another step, or only this trainer's batch has a "
+            "new shape; split each batch by job.shard_batch(*batch)"
         )
-    # all trainers have read the round before the last one, since they have started the last one
+    # All trainers have written round now - 1, so they have read round now - 2: its keys can go.
     if now > 1:
         board.key_value_delete(f"{topic}/{now - 2}/{me}")
     _rounds[among] = now + 1
@@ -237,25 +256,32 @@ def _digest(lines: Sequence[str]) -> str:
 def peers() -> Iterator[None]:
     """Run an operation of all trainers; raise PeerError if it fails because a trainer has ended."""
     watched = watch()
-    with contextlib.nullcontext() if watched is None else watched.operation():
+    operation: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if watched is not None:
+        operation = watched.operation()
+    with operation:
         try:
             yield
         except (jax.errors.JaxRuntimeError, ValueError) as e:  # JAX raises either
             if not is_by_peer(str(e)):
                 raise
-            me, reason = f"trainer {jax.process_index()}", str(e).splitlines()[0]
-            if "Timed out" in str(e):
-                raise PeerError(
-                    f"{me} waited too long for the other trainers in the middle of a reduction "
-                    f"({reason})"
-                ) from e
-            others = [f"trainer {k}" for k in current().members if k != jax.process_index()]
-            who = others[0] if len(others) == 1 else f"one of {', '.join(others)}"
-            how = "it has ended"
-            # JAX does not name the trainer; the watch learns it, if it is given a moment
-            if watched is not None and (failure := watched.failure(wait=KNOWN)):
-                who = " and ".join(f"trainer {k}" for k in watched.members.failed()) or who
-                how = failure
-            raise PeerError(
-                f"{me} lost {who} in the middle of a reduction: {how} ({reason})"
-            ) from e
+            raise _peer_error(e, watched) from e
+
+
+def _peer_error(error: Exception, watched: Watch | None) -> PeerError:
+    """Return the PeerError for an error of JAX, which does not name the trainer that has ended."""
+    me, reason = f"trainer {jax.process_index()}", str(error).splitlines()[0]
+    if "Timed out" in str(error):
+        return PeerError(
+            f"{me} waited too long for the other trainers in the middle of a reduction ({reason})"
+        )
+    others = [f"trainer {k}" for k in current().members if k != jax.process_index()]
+    who = f"one of {', '.join(others)}"
+    if len(others) == 1:
+        (who,) = others
+    how = "it has ended"
+    # trainer 0 tells the watch which trainer has ended, possibly a moment after JAX's error
+    if watched is not None and (failure := watched.failure(wait=KNOWN)):
+        who = " and ".join(f"trainer {k}" for k in watched.members.failed()) or who
+        how = failure
+    return PeerError(f"{me} lost {who} in the middle of a reduction: {how} ({reason})")

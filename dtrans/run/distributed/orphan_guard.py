@@ -1,15 +1,16 @@
-"""Guard that kills the roles of a launcher which was itself killed.
+"""Guard process that kills the roles of a launcher if the launcher itself is killed.
 
-It runs as a script, by path, and imports nothing of dtrans.
+It runs as a script, by path, and does not import dtrans.
 
 A launcher that gets SIGKILL, or runs out of memory, cannot end its roles. The guard reads a pipe
 whose only writer is the launcher. It reads `+pid` when a role starts, and `-pid` when a role has
-ended. The pipe ends when the launcher ends, for whatever reason. The guard then kills the remaining
+ended. The pipe closes when the launcher ends for any reason. The guard then kills the remaining
 process groups.
 
-With arguments, the script is the gate of a role. It waits for a line, and then executes its
-arguments as a command. A role starts after it is registered. If the launcher is killed before that,
-the line does not come, and the gate ends.
+With arguments, the script is the *gate* of a role: the first program of the role's process. It
+waits for a line on standard input, and then executes its arguments as a command. The launcher
+registers the process with the guard before it writes the line. If the launcher is killed before
+that, standard input closes, and the gate exits.
 
 PR_SET_PDEATHSIG in each role was the alternative. It exists only on Linux, and needs code between
 fork and exec. It fires when the *thread* that started the role ends, and does not reach processes
@@ -23,7 +24,7 @@ import sys
 
 
 def main() -> None:
-    """Read process ids from standard input until it ends, then kill the remaining groups."""
+    """Read process ids from standard input until it closes, then kill the remaining groups."""
     alive = set()
     for line in sys.stdin.buffer:
         pid = int(line[1:])
@@ -38,11 +39,11 @@ def main() -> None:
 
 
 def begin(command: list[str]) -> None:
-    """Execute a command when a line arrives on standard input; exit if that ends before."""
+    """Execute a command when a line arrives on standard input; exit if standard input closes."""
     if not os.read(0, 1):
         sys.exit(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    # Python ignores these signals, and the command would inherit that
+    # Python ignores these signals at its start, and the command would inherit the setting
     for signum in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(signum, signal.SIG_DFL)
     os.execvp(command[0], command)

@@ -1,11 +1,12 @@
 """Rendezvous of the trainers of an nccl2 job, before JAX connects them.
 
-    trainer 0   asks every other trainer at its endpoint until all have joined
-    trainer k   listens at its endpoint for trainer 0, until that says that all have joined
+    trainer 0   connects to the endpoint of every other trainer, until all have joined
+    trainer k   listens at its endpoint, until trainer 0 announces that all have joined
 
-`dtrans.protocol.collective.join_loop` drives the messages. JAX's wait for processes ends them
-with SIGABRT when one does not come, and does not name it. Here trainer 0 names it to those that
-came. Then trainer 0's endpoint is the coordinator of `jax.distributed`, and the others are unused.
+`dtrans.protocol.collective.join_loop` drives the messages. If a process is missing, JAX's own wait
+ends all processes with SIGABRT, without the name of the missing one. Here trainer 0 sends that name
+to the trainers that have joined. Afterwards, trainer 0's endpoint is the coordinator of
+`jax.distributed`, and the other endpoints are unused.
 
 Source of the direction: paddle/fluid/operators/collective/gen_nccl_id_op.cc.
 """
@@ -40,9 +41,16 @@ def rendezvous(
 ) -> None:
     """Wait until all trainers have joined.
 
+    Args:
+      trainer_id: this trainer.
+      endpoints: endpoints of all trainers.
+      deadline: seconds to wait.
+      allow_remote: True to allow an endpoint that is not on loopback.
+      encryption: `transport_encryption` of `dtrans.connect`.
+
     Raises:
-      ConfigError: this trainer's endpoint cannot be bound, or is not on loopback.
-      DeadlineError: some did not come; the message names them.
+      ConfigError: this trainer's endpoint cannot be bound, or is not allowed.
+      DeadlineError: some trainers did not join; the message names them.
       PeerError: a trainer has different endpoints or keys.
     """
     me, keys = f"trainer {trainer_id}", Keys.from_environment(encryption)
@@ -50,7 +58,7 @@ def rendezvous(
     check_host(me, endpoints[trainer_id], remedy, keys, allow_remote=allow_remote)
     endpoint = reached_here(endpoints[trainer_id], endpoints)
     how: Mapping[str, Any] = {"secret": keys.secret, "deadline": deadline}
-    # `close` waits until the last messages have left, for LINGER at most
+    # `close` waits up to LINGER seconds until the last messages are sent
     with contextlib.closing(ZmqTransport(keys)) as transport:
         if trainer_id == 0:
             reached = [reached_here(e, endpoints) for e in endpoints]
@@ -80,7 +88,7 @@ def _run(loop: LeaderLoop | MemberLoop) -> None:
 
 @contextlib.contextmanager
 def _reserve(endpoint: str) -> Iterator[None]:
-    """Hold the coordinator's port until JAX takes it, so that a port in use is named here."""
+    """Bind the coordinator's port during the block, so that a port in use raises ConfigError."""
     host, port = split_endpoint(endpoint)
     with contextlib.ExitStack() as stack:
         try:

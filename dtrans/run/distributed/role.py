@@ -1,4 +1,4 @@
-"""Role of a launched process, from environment variables.
+"""The role of a process, from environment variables.
 
     DTRANS_ROLE                  trainer or pserver
     DTRANS_TRAINERS              number of trainers
@@ -9,18 +9,17 @@
     DTRANS_ON_TRAINER_LOSS       nccl2 mode: abort or drop; see `dtrans.connect`
     DTRANS_TOKEN                 secret of the job; see `dtrans.protocol.token`
     DTRANS_TOKEN_FILE            path of a file with the secret, if DTRANS_TOKEN is not set
-    DTRANS_STATUS_ENDPOINT       endpoint at which trainer 0 of collectives answers `dtrans status`
+    DTRANS_STATUS_ENDPOINT       nccl2 mode: endpoint at which trainer 0 answers `dtrans status`
     DTRANS_KEYS                  folder of separate keys; see `dtrans.run.net.keys`
     DTRANS_TRANSPORT_ENCRYPTION  required, auto or disabled; see `dtrans.run.net.keys`
     DTRANS_ALLOW_REMOTE          1 for several hosts; see `dtrans.run.net.net_options`
 
-`dtrans launch`, or a scheduler, sets them. The mode is nccl2 if trainers have endpoints. The
-variables follow Paddle's (TRAINING_ROLE, PADDLE_TRAINER_ID, ...;
-python/paddle/distributed/launch_ps.py), with other names. `Role.environment` is the inverse of
-`Role.from_env`.
+`dtrans launch` sets these variables. Under a scheduler, `dtrans.run.distributed.schedulers` derives
+them from the variables of Slurm, Open MPI, torchrun, JobSet and Paddle. The mode is nccl2 if
+trainers have endpoints. `Role.environment` is the inverse of `Role.from_env`.
 
-`dtrans.run.distributed.schedulers` derives them from variables of Slurm, Open MPI, torchrun, JobSet
-and Paddle.
+The variables correspond to Paddle's (TRAINING_ROLE, PADDLE_TRAINER_ID, ...) in
+python/paddle/distributed/launch_ps.py.
 """
 
 from __future__ import annotations
@@ -45,8 +44,7 @@ VARIABLES = (
     "DTRANS_TRAINER_ENDPOINTS",
     "DTRANS_CURRENT_ENDPOINT",
 )
-# an option of `dtrans.connect`, and no part of the role
-LOSS = "DTRANS_ON_TRAINER_LOSS"
+LOSS = "DTRANS_ON_TRAINER_LOSS"  # default of `dtrans.connect(on_trainer_loss=)`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +56,7 @@ class Role:
       trainers: number of trainers.
       pserver_endpoints: endpoints of all pservers, in the same order in all processes; empty in
         nccl2 mode.
-      trainer_id: id of this trainer. It is 0 in a pserver, for `transpile`.
+      trainer_id: id of this trainer. A pserver has 0, as `transpile` expects.
       current_endpoint: endpoint of this pserver, or of this trainer in nccl2 mode; else empty.
       trainer_endpoints: in nccl2 mode, endpoints of all trainers, in the order of their ids.
 
@@ -89,7 +87,7 @@ class Role:
 
     def __post_init__(self) -> None:
         if self.trainers < 1:
-            raise ConfigError(f"a job needs a trainer, DTRANS_TRAINERS is {self.trainers}")
+            raise ConfigError(f"DTRANS_TRAINERS is {self.trainers}; it must be 1 or more")
         if self.trainer_endpoints:
             self._check_nccl2()
             return
@@ -106,13 +104,14 @@ class Role:
         parse_endpoints(self.trainer_endpoints, "trainer")
         if self.pserver_endpoints or not self.is_trainer:
             raise ConfigError(
-                "DTRANS_TRAINER_ENDPOINTS is for nccl2 mode, which has no pservers; "
-                f"this is a {self.kind}, and DTRANS_PSERVER_ENDPOINTS is {self.pservers!r}"
+                "DTRANS_TRAINER_ENDPOINTS is set, which is for nccl2 mode without pservers, but "
+                f"this is a {self.kind} and DTRANS_PSERVER_ENDPOINTS is {self.pservers!r}; unset "
+                "one of the two variables"
             )
         if len(self.trainer_endpoints) != self.trainers:
             raise ConfigError(
-                f"DTRANS_TRAINERS is {self.trainers}, and DTRANS_TRAINER_ENDPOINTS has "
-                f"{len(self.trainer_endpoints)}: {','.join(self.trainer_endpoints)}"
+                f"DTRANS_TRAINERS is {self.trainers}, but DTRANS_TRAINER_ENDPOINTS has "
+                f"{len(self.trainer_endpoints)} endpoints: {','.join(self.trainer_endpoints)}"
             )
         check_trainer_endpoint(self.trainer_id, self.current_endpoint, self.trainer_endpoints)
 
@@ -123,17 +122,17 @@ class Role:
 
     @property
     def is_trainer(self) -> bool:
-        """True for a trainer."""
+        """True if the process is a trainer."""
         return self.kind == TRAINER
 
     @property
     def is_pserver(self) -> bool:
-        """True for a parameter server."""
+        """True if the process is a parameter server."""
         return self.kind == PSERVER
 
     @property
     def pservers(self) -> str:
-        """The endpoints of the pservers as one string with commas, for `transpile`."""
+        """The endpoints of the pservers, separated by commas, as `transpile` takes them."""
         return ",".join(self.pserver_endpoints)
 
     @property
@@ -196,17 +195,21 @@ class Role:
 def roles_of(trainers: int, endpoints: Sequence[str]) -> tuple[Role, ...]:
     """Return every role of a job: the pservers, then the trainers."""
     every = tuple(endpoints)
-    servers = [Role("pserver", trainers, every, current_endpoint=e) for e in every]
-    return (*servers, *(Role("trainer", trainers, every, trainer_id=i) for i in range(trainers)))
+    roles = [Role("pserver", trainers, every, current_endpoint=e) for e in every]
+    roles += [Role("trainer", trainers, every, trainer_id=i) for i in range(trainers)]
+    return tuple(roles)
 
 
 def trainer_roles(endpoints: Sequence[str]) -> tuple[Role, ...]:
-    """Return every role of an nccl2 job."""
+    """Return every role of an nccl2 job, from the endpoints of its trainers."""
     every = tuple(endpoints)
-    return tuple(
-        Role("trainer", len(every), (), trainer_id=i, current_endpoint=e, trainer_endpoints=every)
-        for i, e in enumerate(every)
-    )
+    roles = []
+    for i, e in enumerate(every):
+        role = Role(
+            "trainer", len(every), (), trainer_id=i, current_endpoint=e, trainer_endpoints=every
+        )
+        roles.append(role)
+    return tuple(roles)
 
 
 def _read(env: Mapping[str, str], name: str) -> str:

@@ -1,12 +1,13 @@
-"""Roles from variables of Slurm, Open MPI, torchrun, JobSet and Paddle's launchers.
+"""Roles of processes from variables of Slurm, Open MPI, torchrun, JobSet and Paddle's launchers.
 
 `role_variables` translates an environment into the DTRANS_* variables that `Role.from_env` reads.
-A DTRANS_* variable always wins.
+A DTRANS_* variable that is set already takes precedence. These variables of the user control the
+translation:
 
-    DTRANS_ROLE        set: schedulers give the index of a JobSet's pod only
-    DTRANS_PSERVERS    number of servers, the scheduler's first processes; 0 is nccl2 mode
-    DTRANS_HOSTS       host of each process in order of rank, `a:2,b:2`
-    DTRANS_PORT        first port on every host; further endpoints on a host take the next ports
+    DTRANS_ROLE        if it is set, only the index of a Kubernetes pod comes from the scheduler
+    DTRANS_PSERVERS    number of servers, which are the first processes; 0 is nccl2 mode
+    DTRANS_HOSTS       hosts in the order of ranks, with the number of processes: `a:2,b:2`
+    DTRANS_PORT        first port on every host; further endpoints on a host use the next ports
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dtrans.endpoints import parse_endpoints, parse_host_slots
 from dtrans.errors import ConfigError
 
 
-PORT = 6174  # port of the first endpoint on a host, as in Paddle; further endpoints take the next
+PORT = 6174  # default port of the first endpoint on a host, as in Paddle
 PADDLE = {  # set by python/paddle/distributed/launch_ps.py and launch.py
     "DTRANS_ROLE": "TRAINING_ROLE",
     "DTRANS_TRAINERS": "PADDLE_TRAINERS_NUM",
@@ -34,13 +35,13 @@ _USER_VARIABLES = ("DTRANS_PSERVERS", "DTRANS_HOSTS", "DTRANS_TRAINER_ENDPOINTS"
 
 @dataclasses.dataclass(frozen=True)
 class _World:
-    """Processes of a scheduler.
+    """The processes that a scheduler has started.
 
     Attributes:
       name: the scheduler's name, for errors.
       rank: index of this process.
       size: number of processes.
-      hosts: hosts of the first ranks, as far as the scheduler names them.
+      hosts: the hosts of ranks 0, 1, ...; it is shorter than `size` if some hosts are unknown.
     """
 
     name: str
@@ -50,16 +51,16 @@ class _World:
 
 
 def names_role(env: Mapping[str, str]) -> bool:
-    """Return True if variables of dtrans or Paddle name the role of this process.
+    """Return True if variables of dtrans or Paddle determine the role of this process.
 
-    Otherwise JAX detects the processes of a scheduler.
+    If not, `dtrans.connect` lets JAX detect the processes of a scheduler.
     """
     names = ("DTRANS_ROLE", *_USER_VARIABLES, "TRAINING_ROLE", "PADDLE_TRAINER_ENDPOINTS")
     return any(name in env for name in names)
 
 
 def role_variables(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment with the DTRANS_* variables that a scheduler's variables imply.
+    """Add the DTRANS_* variables that follow from a scheduler's variables to an environment.
 
     Raises:
       ConfigError: variables are missing or contradict each other.
@@ -92,7 +93,7 @@ def expand_nodes(text: str) -> tuple[str, ...]:
     """
     part = r"[^\[\],\s]+|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\]"
     if not re.fullmatch(rf"(?:{part})+(?:,(?:{part})+)*", text):
-        raise ConfigError(f"{text!r} is not a list of Slurm's nodes; write one such as n[1-3],m2")
+        raise ConfigError(f"{text!r} is not a Slurm node list; expected a list such as n[1-3],m2")
     hosts: list[str] = []
     for item in re.findall(rf"(?:{part})+", text):
         names = [""]
@@ -104,10 +105,10 @@ def expand_nodes(text: str) -> tuple[str, ...]:
 
 
 def expand_tasks(text: str) -> tuple[int, ...]:
-    """Return the number of tasks on each node, from Slurm's short form.
+    """Return the number of tasks on each node, from Slurm's compressed form.
 
     Raises:
-      ConfigError: the text does not have that form.
+      ConfigError: the text is not in this form.
 
     Example:
       >>> from dtrans.run.distributed.schedulers import expand_tasks
@@ -119,13 +120,14 @@ def expand_tasks(text: str) -> tuple[int, ...]:
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item)
         if match is None:
             raise ConfigError(
-                f"{text!r} is not a list of tasks per node; write one such as 2(x3),1"
+                f"{text!r} is not Slurm's list of tasks per node; expected a list such as 2(x3),1"
             )
         counts += [int(match[1])] * int(match[2] or 1)
     return tuple(counts)
 
 
 def _numbers(text: str) -> list[str]:
+    """Expand the numbers in the brackets of a node list: `1-3,05`. Leading zeros are kept."""
     found = []
     for item in text.split(","):
         first, _, last = item.partition("-")
@@ -135,9 +137,10 @@ def _numbers(text: str) -> list[str]:
 
 def _integer(env: Mapping[str, str], name: str, why: str) -> int:
     value = env.get(name, "")
+    if not value:
+        raise ConfigError(f"{name} is not set; {why}")
     if not value.isdecimal():
-        state = f"is {value!r}, expected a number" if value else "is not set"
-        raise ConfigError(f"{name} {state}; {why}")
+        raise ConfigError(f"{name} is {value!r}, expected a number; {why}")
     return int(value)
 
 
@@ -146,30 +149,36 @@ def _torchrun(env: Mapping[str, str]) -> _World | None:
         return None
     why = "torchrun sets RANK, WORLD_SIZE and MASTER_ADDR in every process"
     rank, size = _integer(env, "RANK", why), _integer(env, "WORLD_SIZE", why)
-    # MASTER_ADDR is the host of rank 0; the others' hosts are known only if all share it
+    # MASTER_ADDR is the host of rank 0. It is the host of all ranks if they share one host.
     known = size if env.get("LOCAL_WORLD_SIZE") == str(size) else 1
     address = env.get("MASTER_ADDR", "")
-    return _World("torchrun", rank, size, (address,) * known if address else ())
+    hosts: tuple[str, ...] = ()
+    if address:
+        hosts = (address,) * known
+    return _World("torchrun", rank, size, hosts)
 
 
 def _open_mpi(env: Mapping[str, str]) -> _World | None:
     if not env.get("OMPI_COMM_WORLD_RANK"):
         return None
     why = "mpirun sets OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE in every process"
-    rank, size = (_integer(env, f"OMPI_COMM_WORLD_{n}", why) for n in ("RANK", "SIZE"))
-    alone = env.get("OMPI_COMM_WORLD_LOCAL_SIZE") == str(size)
-    return _World("Open MPI", rank, size, ("127.0.0.1",) * size if alone else ())
+    rank = _integer(env, "OMPI_COMM_WORLD_RANK", why)
+    size = _integer(env, "OMPI_COMM_WORLD_SIZE", why)
+    hosts: tuple[str, ...] = ()
+    if env.get("OMPI_COMM_WORLD_LOCAL_SIZE") == str(size):
+        hosts = ("127.0.0.1",) * size
+    return _World("Open MPI", rank, size, hosts)
 
 
 def _slurm(env: Mapping[str, str]) -> _World | None:
     if not env.get("SLURM_PROCID"):
         return None
     why = "srun sets SLURM_PROCID and SLURM_NTASKS in every process"
-    rank, size = (_integer(env, name, why) for name in ("SLURM_PROCID", "SLURM_NTASKS"))
+    rank, size = _integer(env, "SLURM_PROCID", why), _integer(env, "SLURM_NTASKS", why)
     hosts: list[str] = []
     if not env.get("DTRANS_HOSTS"):
         hosts = _of_groups(env)
-        # a step of one group has only the tasks of that group
+        # the numbers differ if the step runs on a part of the job, or the job has no groups
         if len(hosts) != size:
             nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
             tasks = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE", "")
@@ -177,24 +186,26 @@ def _slurm(env: Mapping[str, str]) -> _World | None:
     node = env.get("SLURMD_NODENAME", "")
     if hosts and node and rank < size and hosts[rank] != node:
         raise ConfigError(
-            f"Slurm's process {rank} runs on {node}, and its node list gives {hosts[rank]}; start "
-            "one step with `srun --distribution=block`, or set DTRANS_HOSTS"
+            f"Slurm's process {rank} runs on {node}, but Slurm's node list has {hosts[rank]} for "
+            "it; start one step with `srun --distribution=block`, or set DTRANS_HOSTS"
         )
     return _World("Slurm", rank, size, tuple(hosts))
 
 
 def _of_groups(env: Mapping[str, str]) -> list[str]:
-    """Return the host of each task of a heterogeneous job.
+    """Return the host of each task of a heterogeneous job; empty for another job.
 
-    A step of all groups numbers its tasks group by group.
+    Slurm numbers the tasks group by group.
     """
     hosts: list[str] = []
-    groups = _integer(env, "SLURM_HET_SIZE", "Slurm sets it") if env.get("SLURM_HET_SIZE") else 0
+    if not env.get("SLURM_HET_SIZE"):
+        return hosts
+    groups = _integer(env, "SLURM_HET_SIZE", "Slurm sets it to the number of groups")
     for group in range(groups):
         nodes = env.get(f"SLURM_JOB_NODELIST_HET_GROUP_{group}", "")
         if not nodes:
             raise ConfigError(
-                f"SLURM_HET_SIZE is {groups}, and SLURM_JOB_NODELIST_HET_GROUP_{group} is not "
+                f"SLURM_HET_SIZE is {groups}, but SLURM_JOB_NODELIST_HET_GROUP_{group} is not "
                 "set; set the DTRANS_* variables of this process"
             )
         hosts += _per_task(nodes, env.get(f"SLURM_TASKS_PER_NODE_HET_GROUP_{group}", ""), None)
@@ -202,14 +213,21 @@ def _of_groups(env: Mapping[str, str]) -> list[str]:
 
 
 def _per_task(nodes: str, tasks: str, size: int | None) -> list[str]:
+    """Return the host of each task.
+
+    Args:
+      nodes: Slurm's node list.
+      tasks: Slurm's list of tasks per node; one task per node if empty.
+      size: the number of tasks; None if unknown.
+    """
     if not nodes:
         return []
     hosts = expand_nodes(nodes)
     counts = expand_tasks(tasks or f"1(x{len(hosts)})")
     if len(counts) != len(hosts) or sum(counts) != (size or sum(counts)):
         raise ConfigError(
-            f"Slurm's nodes are {nodes}, its tasks per node {tasks or 'not set'}, and its tasks "
-            f"{size or sum(counts)}, which do not fit; set DTRANS_HOSTS, such as a:2,b:2"
+            f"Slurm's variables contradict each other: nodes {nodes}, tasks per node "
+            f"{tasks or 'not set'}, {size or sum(counts)} tasks; set DTRANS_HOSTS, such as a:2,b:2"
         )
     found: list[str] = []
     for host, count in zip(hosts, counts, strict=True):
@@ -218,7 +236,7 @@ def _per_task(nodes: str, tasks: str, size: int | None) -> list[str]:
 
 
 def _of_pod(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the index of a Kubernetes pod among the pods with the same role."""
+    """Return the variables that follow from a Kubernetes pod's index among pods of its role."""
     if not env.get("JOB_COMPLETION_INDEX"):
         return {}
     index = _integer(env, "JOB_COMPLETION_INDEX", "an indexed Job of Kubernetes sets it")
@@ -229,8 +247,8 @@ def _of_pod(env: Mapping[str, str]) -> dict[str, str]:
         endpoints = parse_endpoints(env[name])
         if index >= len(endpoints):
             raise ConfigError(
-                f"JOB_COMPLETION_INDEX is {index}, and {name} has {len(endpoints)}: {env[name]}; "
-                "give the Job as many completions as there are endpoints"
+                f"JOB_COMPLETION_INDEX is {index}, but {name} has {len(endpoints)} endpoints: "
+                f"{env[name]}; set the Job's completions to the number of endpoints"
             )
         found["DTRANS_CURRENT_ENDPOINT"] = endpoints[index]
     return {variable: value for variable, value in found.items() if not env.get(variable)}
@@ -244,7 +262,7 @@ def _of_paddle(env: Mapping[str, str]) -> dict[str, str]:
     found["DTRANS_ROLE"] = role.lower()
     needed = ["DTRANS_TRAINERS", "DTRANS_TRAINER_ID" if role == "TRAINER" else ""]
     if found["DTRANS_PSERVER_ENDPOINTS"] or role == "PSERVER":
-        # Paddle's fleet sets the endpoints of trainers as well as those of servers
+        # Paddle's fleet also sets endpoints of trainers in jobs with servers, so they are ignored
         found["DTRANS_TRAINER_ENDPOINTS"] = env.get("DTRANS_TRAINER_ENDPOINTS", "")
         needed.append("DTRANS_PSERVER_ENDPOINTS")
     elif found["DTRANS_TRAINER_ENDPOINTS"]:
@@ -254,19 +272,21 @@ def _of_paddle(env: Mapping[str, str]) -> dict[str, str]:
     if role == "PSERVER" and not found["DTRANS_CURRENT_ENDPOINT"]:
         if not (env.get("POD_IP") and env.get("PADDLE_PORT")):
             raise ConfigError(
-                f"TRAINING_ROLE is PSERVER, POD_IP is {env.get('POD_IP', '')!r} and PADDLE_PORT is "
-                f"{env.get('PADDLE_PORT', '')!r}; set both, or DTRANS_CURRENT_ENDPOINT"
+                f"TRAINING_ROLE is PSERVER, but POD_IP is {env.get('POD_IP', '')!r} and "
+                f"PADDLE_PORT is {env.get('PADDLE_PORT', '')!r}; set both, or "
+                "DTRANS_CURRENT_ENDPOINT"
             )
         found["DTRANS_CURRENT_ENDPOINT"] = f"{env['POD_IP']}:{env['PADDLE_PORT']}"
     for name in filter(None, needed):
         if not found[name]:
             raise ConfigError(
-                f"this is Paddle's {role}, and {PADDLE[name]} is not set; set it, or {name}"
+                f"TRAINING_ROLE is {role}, but {PADDLE[name]} is not set; set it, or {name}"
             )
     return {**env, **found}
 
 
 def _of_world(env: Mapping[str, str], world: _World) -> dict[str, str]:
+    """Return the variables of the role of one of a scheduler's numbered processes."""
     started = f"{world.name} started this process as rank {world.rank} of {world.size}"
     if world.rank >= world.size:
         raise ConfigError(
@@ -276,17 +296,17 @@ def _of_world(env: Mapping[str, str], world: _World) -> dict[str, str]:
     servers = _servers(env, started)
     if servers >= world.size:
         raise ConfigError(
-            f"{started}, and {servers} are servers, expected one trainer or more; start more "
+            f"{started}, but {servers} of them are servers, so no trainer is left; start more "
             "processes, or lower DTRANS_PSERVERS"
         )
     trainers = world.size - servers
     if env.get("DTRANS_TRAINERS", "") not in ("", str(trainers)):
         raise ConfigError(
             f"{started}, {servers} of them servers: DTRANS_TRAINERS is {env['DTRANS_TRAINERS']}, "
-            f"expected {trainers}; leave it out"
+            f"expected {trainers}; unset it"
         )
 
-    # endpoints of servers, or in nccl2 mode of trainers
+    # endpoints of servers, or of trainers in nccl2 mode
     name, count = "DTRANS_PSERVER_ENDPOINTS", servers
     if not servers:
         name, count = "DTRANS_TRAINER_ENDPOINTS", trainers
@@ -306,26 +326,32 @@ def _of_world(env: Mapping[str, str], world: _World) -> dict[str, str]:
     found |= {"DTRANS_ROLE": "trainer", "DTRANS_TRAINER_ID": str(world.rank - servers)}
     if not servers:
         found["DTRANS_CURRENT_ENDPOINT"] = endpoints[world.rank]
-    # the user's variables win
-    return found | {
-        n: env[n] for n in ("DTRANS_TRAINER_ID", "DTRANS_CURRENT_ENDPOINT") if env.get(n)
-    }
+    # variables that the user has set take precedence
+    for n in ("DTRANS_TRAINER_ID", "DTRANS_CURRENT_ENDPOINT"):
+        if env.get(n):
+            found[n] = env[n]
+    return found
 
 
 def _servers(env: Mapping[str, str], started: str) -> int:
     if env.get("DTRANS_PSERVERS"):
-        return _integer(env, "DTRANS_PSERVERS", "it is the number of servers")
+        return _integer(env, "DTRANS_PSERVERS", "set it to the number of servers")
     if env.get("DTRANS_PSERVER_ENDPOINTS"):
         return len(parse_endpoints(env["DTRANS_PSERVER_ENDPOINTS"]))
     if env.get("DTRANS_TRAINER_ENDPOINTS"):
         return 0
     raise ConfigError(
-        f"{started}, and DTRANS_PSERVERS is not set; set it to the number of servers, which are "
+        f"{started}, but DTRANS_PSERVERS is not set; set it to the number of servers, which are "
         "the first processes, or to 0 for nccl2 mode"
     )
 
 
 def _endpoints(env: Mapping[str, str], world: _World, count: int, started: str) -> list[str]:
+    """Return the endpoints of the first `count` ranks.
+
+    Args:
+      started: the start of errors: the scheduler, and the rank of this process.
+    """
     hosts = list(world.hosts)
     if env.get("DTRANS_HOSTS"):
         hosts = []
@@ -333,17 +359,18 @@ def _endpoints(env: Mapping[str, str], world: _World, count: int, started: str) 
             hosts += [host] * (1 if slots is None else slots)
         if len(hosts) != world.size:
             raise ConfigError(
-                f"{started}: DTRANS_HOSTS={env['DTRANS_HOSTS']} has {len(hosts)} places, expected "
-                f"{world.size}; write the number of processes on each host, such as a:2,b:2"
+                f"{started}: DTRANS_HOSTS={env['DTRANS_HOSTS']} is for {len(hosts)} processes, "
+                f"expected {world.size}; write the number of processes on each host, such as "
+                "a:2,b:2"
             )
     if len(hosts) < count:
         raise ConfigError(
-            f"{started}, and names the hosts of {len(hosts)} processes, expected {count}; set "
-            "DTRANS_HOSTS to the hosts in order of rank, such as a:2,b:2"
+            f"{started}, but its variables have the hosts of {len(hosts)} processes, expected "
+            f"{count}; set DTRANS_HOSTS to the hosts in the order of ranks, such as a:2,b:2"
         )
     port = PORT
     if env.get("DTRANS_PORT"):
-        port = _integer(env, "DTRANS_PORT", "it is the first port on every host")
+        port = _integer(env, "DTRANS_PORT", "set it to the first port on every host")
     used = collections.Counter[str]()
     endpoints = []
     for host in hosts[:count]:

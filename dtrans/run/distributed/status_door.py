@@ -1,9 +1,9 @@
-"""The socket by which trainer 0 of collectives answers observers (`dtrans status`).
+"""Socket by which trainer 0 of an nccl2 job answers `dtrans status`.
 
-The launcher, or the user, says where in DTRANS_STATUS_ENDPOINT.
+The launcher, or the user, sets its endpoint by DTRANS_STATUS_ENDPOINT.
 
-Observers show the job's token alone, and trainers another secret. The socket therefore has its own
-keys.
+A process that asks for the status is an *observer*. Observers only have the job's token, but
+trainers connect with a secret of this run (`board.shared_keys`). So this socket has separate keys.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from dtrans.run.net.zmq_transport import ZmqTransport
 
 log = logging.getLogger(__name__)
 VARIABLE = "DTRANS_STATUS_ENDPOINT"
-QUEUE = 100  # messages of one observer
+QUEUE = 100  # pending messages of one observer
 
 
 class WatchedTrainers:
     """The trainers of a job as trainer 0 sees them, for a `StatusReporter`.
 
     Args:
-      endpoint: where trainer 0 answers.
+      endpoint: the endpoint at which trainer 0 answers.
       count: number of trainers.
-      members: the other trainers, as trainer 0 knows them.
-      me: returns the state of trainer 0 itself.
-      awaited: returns the event for which it has waited long.
+      members: progress and ends of the other trainers.
+      me: returns the progress of trainer 0 itself.
+      awaited: returns a description of the operation in which trainer 0 waits; empty without one.
 
     Attributes:
-      heard: when each trainer said something last.
+      heard: the time of each trainer's last message, by its id.
     """
 
     word, idle = "collective", "training"
@@ -65,7 +65,7 @@ class WatchedTrainers:
 
     @property
     def known(self) -> dict[int, Trainer]:
-        """Those that have said something, or have ended."""
+        """The trainers from which a message has arrived, or which have ended."""
         now = time.monotonic()
         found = {0: Trainer("", b"", heard_at=now)}
         for k in sorted({*self.heard, *self._members.ended}):
@@ -84,7 +84,7 @@ class WatchedTrainers:
         return {0: self._me(), **self._members.doing}
 
     def progress(self) -> dict[int, int]:
-        """Return the number of steps of each trainer that has said it."""
+        """Return the number of steps of each trainer that has reported it."""
         return {k: d.steps for k, d in self._doing().items() if d.steps is not None}
 
     def staleness(self, k: int) -> None:
@@ -93,23 +93,25 @@ class WatchedTrainers:
     def doing(self, k: int) -> str:
         """Describe the operation of a trainer, and its line in the user's code."""
         found = self._doing().get(k)
-        return "connected" if found is None else f"operation {found.operations}, at {found.where}"
+        if found is None:
+            return "connected"
+        return f"operation {found.operations}, at {found.where}"
 
 
 class StatusDoor:
-    """Answers observers.
+    """Listening socket that answers observers.
 
     Args:
-      trainers: whose status it is.
-      transport: its polls have requests among their events.
-      keys: of the job.
-      allow_remote: bind an endpoint that is not loopback.
+      trainers: the trainers whose status it sends.
+      transport: the transport that binds the socket. Its polls return the observers' requests.
+      keys: the job's token and encryption keys.
+      allow_remote: True to allow an endpoint that is not on loopback.
 
     Attributes:
-      door: the listening socket, whose events to `take`.
+      door: the socket. The caller passes its events to `take`.
 
     Raises:
-      ConfigError: the endpoint may not be, or cannot be bound.
+      ConfigError: the endpoint cannot be bound, or `allow_remote` does not allow it.
     """
 
     def __init__(
@@ -135,14 +137,14 @@ class StatusDoor:
         )
 
     def look(self, now: float) -> None:
-        """Note the counts of the job."""
+        """Sample the counts of the job, from which the report computes rates."""
         self.reporter.look(now)
 
     def take(self, event: Event, now: float) -> None:
-        """Answer a message of an observer, or count one that was not let in."""
+        """Answer a message of an observer, or count a refused connection."""
         if event.kind == "refused":
             self.reporter.barred.note(
-                "trainer 0 refused a connection of an observer that has not the job's token"
+                "trainer 0 refused a `dtrans status` connection without the job's token"
             )
         if event.kind != "message":
             return
@@ -155,5 +157,5 @@ class StatusDoor:
 
 
 def status_endpoint() -> str:
-    """Read the endpoint at which trainer 0 answers observers; empty if it does not."""
+    """Read the endpoint at which trainer 0 answers observers; empty if it answers nowhere."""
     return os.environ.get(VARIABLE, "").strip()

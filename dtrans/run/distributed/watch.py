@@ -1,24 +1,28 @@
-"""Connections of collective trainers to trainer 0, by which all learn at once which trainer ends.
+"""Connections of an nccl2 job's trainers to trainer 0, by which all learn that a trainer has ended.
 
-    trainer k    says that it is here, now and then its progress, and at its end the reason
-    trainer 0    tells all others, also of a trainer whose connection ends without a word
+    trainer k    sends `here` at its start, `doing` with its progress every few seconds, and `ended`
+                 with the reason at its end
+    trainer 0    sends `ended` to all others, also for a trainer whose connection is lost
 
-An operation of Gloo or NCCL fails if a process is gone, and does not name it. If a process is
-stopped, or ends after fewer steps, the operation never fails. JAX ends all processes with SIGABRT
-in the end. These connections know: the kernel reports a process that is gone. ZeroMQ's threads
-notice one that is stopped for longer than the job's patience.
+An *operation* is a computation in which all trainers take part, such as a reduction. If a process
+has died, an operation of Gloo or NCCL fails, without the name of the process. If a process is
+stopped, or ends after fewer steps, the operation waits until JAX ends all processes with SIGABRT.
+These connections name the trainer: the kernel reports the end of a process, and ZeroMQ's heartbeats
+notice a process that is stopped for longer than the job's patience. Then the other trainers end:
 
-    a trainer about to begin an operation     gets a PeerError (`operation`)
-    one that waits for a pipeline's value     gets a PeerError (`check`)
-    one in the middle of an operation         cannot be interrupted: it writes its stack after
-                                              PATIENCE seconds, and ends with exit code 1
+    a trainer that begins an operation        raises PeerError (`operation`)
+    a trainer that waits for a pipeline's     raises PeerError (`check`)
+    value
+    a trainer in the middle of an operation   cannot be interrupted: it writes its stack after
+                                              PATIENCE seconds, and exits with code 1
 
-A trainer that waits long in an operation logs the trainers that have not begun it, and the places
-in their code. All report their progress every few seconds.
+A trainer that runs Python code continues until its next operation, since it may be saving its
+state.
 
-Python code of a process is left alone: it may be saving its state. If trainers may be lost
-(`on_trainer_loss="drop"`) there are no such connections; JAX's own heartbeats say which trainers
-are left.
+If a trainer waits for long in an operation, it logs which trainers have not begun the operation,
+and their current lines of code.
+
+With `on_trainer_loss="drop"` there are no such connections: JAX's heartbeats detect lost trainers.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ import os
 import sys
 import threading
 import traceback
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -57,36 +62,30 @@ from dtrans.step_meter import completed_steps
 
 
 log = logging.getLogger(__name__)
-PATIENCE = 3.0  # seconds that a process in JAX has after another has ended
-LINGER = 2.0  # seconds that the last message may take to leave
+PATIENCE = 3.0  # seconds from another trainer's end until a process that waits in JAX exits
+LINGER = 2.0  # seconds to send the last message
 SAY = 2.0  # seconds between two reports of progress
-SLOW = 20.0  # seconds of a wait until it is logged; then twice as many, and so on
-LOOK = (
-    0.1  # seconds between two looks at what the process does, once it is known that it cannot go on
-)
-KNOWN = (
-    1.0  # seconds that it may take to know which process has ended, where an operation has failed
-)
+SLOW = 20.0  # seconds until a wait is logged; each further log comes after twice the time
+LOOK = 0.1  # seconds between two checks whether the process waits in JAX, after a trainer has ended
+KNOWN = 1.0  # seconds to wait for the name of the lost trainer after an operation has failed
 MISSED = "connect"
-UNWATCHED = (
-    "a job of one trainer, or with on_trainer_loss='drop', has nobody who knows of all trainers"
-)
+UNWATCHED = "a job of one trainer, or with on_trainer_loss='drop', does not answer `dtrans status`"
 JAX = str(Path(jax.__file__).parent)
-HERE = str(Path(__file__).parents[2])  # of dtrans
+HERE = str(Path(__file__).parents[2])  # the folder of dtrans
 
 
 def is_by_peer(text: str) -> bool:
-    """Return True if an error or log line of JAX is a consequence of another process's end."""
+    """Return True if an error or log line of JAX was caused by the end of another process."""
     return "Gloo" in text or "NCCL" in text or "distributed service detected fatal errors" in text
 
 
 class Watch:
-    """Connection of one trainer to trainer 0, or all connections in trainer 0.
+    """One trainer's connection to trainer 0; in trainer 0, the connections of all other trainers.
 
     Args:
-      cluster: the connected job.
-      keys: of the job.
-      at: address of trainer 0, which binds it; the other trainers connect to it.
+      cluster: the membership of this trainer.
+      keys: keys of this run.
+      at: in trainer 0, the address that it binds; in other trainers, trainer 0's endpoint.
     """
 
     def __init__(self, cluster: Membership, keys: Keys, at: Address | str) -> None:
@@ -96,31 +95,35 @@ class Watch:
         self.members = MembershipTable(
             self._number, [f"trainer {k}" + f" ({x})" * bool(x) for k, x in enumerate(where)]
         )
-        self._addresses: dict[bytes, int] = {}  # of the others, at trainer 0
-        self._heard: dict[int, float] = {}  # when they said something last
+        self._addresses: dict[bytes, int] = {}  # in trainer 0: trainer ids by transport address
+        self._heard: dict[int, float] = {}  # in trainer 0: the time of each trainer's last message
         self._transport = ZmqTransport(keys, cluster.patience)
-        self._status = self._status_door(cluster) if self._leads and status_endpoint() else None
+        self._status: StatusDoor | None = None
+        if self._leads and status_endpoint():
+            self._status = self._status_door(cluster)
+        # seconds to wait for a lost connection to be restored; within one host it never is,
+        # because only the end of a process closes a connection
+        self._retry = GRACE
         reach = at.reach if isinstance(at, Address) else at
-        # on one host nothing but the end of a process ends a connection
-        self._retry = GRACE if is_local(reach) else max(GRACE, min(RETRY, cluster.patience))
+        if not is_local(reach):
+            self._retry = max(GRACE, min(RETRY, cluster.patience))
         self._refusals = Refusals(log)
-        self._door: Door | None = None  # of trainer 0
-        self._link: Link | None = None  # of another
+        self._door: Door | None = None  # in trainer 0
+        self._link: Link | None = None  # in the other trainers
         try:
             self._open(cluster, at)
         except BaseException:
             self._transport.close()
             raise
-        self._wake = threading.Event()
-        self._doing = 0  # operations that the process is in the middle of
-        self._raised = False  # an error was raised in this process: the watch need not end it
-        self._known_since: float | None = None
-        self._said = Progress(-1, "")
-        self._next_word = 0.0
-        self._waits_since: tuple[float, int] | None = (
-            None  # in one operation; and how many it has begun by then
-        )
-        self._patience = SLOW
+        self._wake = threading.Event()  # set when this process knows that it cannot continue
+        self._doing = 0  # number of operations that have begun and not ended
+        self._raised = False  # True if the user's code got an error, so the watch need not exit
+        self._known_since: float | None = None  # the time since which `_wake` is set
+        self._said = Progress(-1, "")  # the last report of progress
+        self._next_word = 0.0  # the time of the next report
+        # start of the current wait, and the number of operations that had begun then
+        self._waits_since: tuple[float, int] | None = None
+        self._patience = SLOW  # seconds until the current wait is logged
         self._stops = self._is_closed = False
         self._thread = threading.Thread(target=self._listen, name="dtrans watch", daemon=True)
         self._thread.start()
@@ -152,22 +155,25 @@ class Watch:
         return door
 
     def _now_doing(self) -> Progress:
+        """Return this process's progress: operations, line of code and steps."""
         return Progress(self.members.begun, _where(), completed_steps())
 
     def _awaited(self) -> str:
-        """Return a description of the operation that this process waits in; empty if it does not
-        wait."""
+        """Describe the operation in which this process waits; return "" if it does not wait."""
         since = self._waits_since
         if since is None or since[1] != self.members.begun or not (behind := self.members.behind()):
             return ""
         return f"operation {since[1]} of the job: {behind}"
 
-    # -- what the process asks -------------------------------------------------------------------
+    # -- calls of the process --------------------------------------------------------------------
 
     @contextlib.contextmanager
     def operation(self) -> Iterator[None]:
-        """Enter an operation of all trainers. Raises PeerError if a trainer that has to take part
-        has ended."""
+        """Run an operation of all trainers as the block.
+
+        Raises:
+          PeerError: another trainer has ended, so the operation cannot complete.
+        """
         self.members.begun += 1
         self._doing += 1
         try:
@@ -181,21 +187,23 @@ class Watch:
             self._doing -= 1
 
     def check(self, origin: int | None = None) -> None:
-        """Raise PeerError if this process cannot continue, or if `origin`, which it waits for, has
-        ended."""
-        why = self.members.failure() or ("" if origin is None else self.members.why(origin))
+        """Raise PeerError if this process cannot continue, or if trainer `origin` has ended."""
+        why = self.members.failure()
+        if not why and origin is not None:
+            why = self.members.why(origin)
         if why:
             self._raised = True
-            raise PeerError(f"{self.me} cannot go on: {why}")
+            raise PeerError(f"{self.me} cannot continue: {why}")
 
     def failure(self, wait: float) -> str:
-        """Return the reason for which this process cannot continue; empty if it can.
+        """Return the reason why this process cannot continue; empty if it can.
 
         Args:
-          wait: seconds that it may take to be known.
+          wait: seconds to wait for a reason.
         """
         if not self._wake.wait(wait) and self.members.due() is not None:
-            self._wake.wait(self._retry)  # a connection has ended, which may be made again
+            # A connection is lost. If it is not restored, the reason is known after `_retry`.
+            self._wake.wait(self._retry)
         return self.members.failure()
 
     # -- the thread ------------------------------------------------------------------------------
@@ -213,9 +221,12 @@ class Watch:
             self._say_doing(now)
 
     def _wakes(self) -> float:
-        # one that has begun an operation too many is seen at the next look
-        soon = bool(self.members.ended) or self.members.due() is not None
-        return self._transport.now() + (LOOK if soon else SAY)
+        """Return the end of the next poll."""
+        seconds = SAY
+        if self.members.ended or self.members.due() is not None:
+            # a trainer has ended: `_look` must soon notice if this process waits in an operation
+            seconds = LOOK
+        return self._transport.now() + seconds
 
     def _take(self, event: Event, now: float) -> None:
         if self._status is not None and event.source is self._status.door:
@@ -223,13 +234,11 @@ class Watch:
         elif event.kind == "message":
             self._hear(event, now)
         elif event.kind == "lost":
-            # who has said nothing is nobody yet
+            # before its first message, the trainer behind a connection is unknown
             if event.address in self._addresses:
                 self.members.broken(self._addresses[event.address], now, self._retry)
         elif event.kind == "refused":
-            self._refusals.note(
-                "%s refused a connection of somebody who is not of this job", self.me
-            )
+            self._refusals.note("%s refused a connection without the keys of this job", self.me)
         elif event.kind == "broken":
             self.members.broken(0, now, self._retry - GRACE)
         elif event.kind == "connected" and self._link is not None:
@@ -245,7 +254,8 @@ class Watch:
                 self._heard[speaker] = now
             if message.op == "here":
                 self.members.back(speaker)
-                for k in self.members.ended:  # it may have missed them
+                for k in self.members.ended:
+                    # sent again: messages before a reconnection may be lost
                     self._tell(k)
             if message.op == "doing":
                 steps = message.fields.get("steps")
@@ -260,7 +270,7 @@ class Watch:
             self._refusals.note("%s dropped %s", self.me, e)
 
     def _tell(self, k: int) -> None:
-        """Tell the other trainers how one has ended, if this is trainer 0."""
+        """If this is trainer 0, send the end of trainer `k` to the other trainers."""
         if not self._leads:
             return
         how = self.members.ended[k]
@@ -295,6 +305,7 @@ class Watch:
             self._patience *= 2
 
     def _look(self, now: float) -> None:
+        """Exit if this process cannot continue and waits in JAX, which cannot be interrupted."""
         why = self.members.failure()
         if not why:
             return
@@ -302,36 +313,38 @@ class Watch:
             self._known_since = now
             log.error("%s: %s", self.me, why)
             self._wake.set()
-        # trainer 0 last: JAX ends the others when it has gone
-        if (
-            now - self._known_since > PATIENCE + 0.5 * self._leads
-            and not self._raised
-            and self._waits_in_jax()
-        ):
-            frame = sys._current_frames().get(threading.main_thread().ident or 0)
-            stack = "".join(traceback.format_stack(frame))
-            error = (
-                f"{PeerError.__module__}.PeerError: {self.me} cannot go on, and waits in JAX "
-                "for what does not come: "
-            )
-            sys.stderr.write(f"Waiting (most recent call last):\n{stack}{error}{why}\n")
-            self._say_end(why)
-            for stream in (sys.stdout, sys.stderr):
-                with contextlib.suppress(OSError, ValueError):
-                    stream.flush()
-            os._exit(1)
+        # trainer 0 exits last, because its end makes JAX end the other processes
+        patience = PATIENCE + 0.5 * self._leads
+        if now - self._known_since > patience and not self._raised and self._waits_in_jax():
+            self._exit(why)
+
+    def _exit(self, why: str) -> None:
+        """Write the main thread's stack and a PeerError to standard error, and end the process."""
+        stack = "".join(traceback.format_stack(_main_frame()))
+        error = (
+            f"{PeerError.__module__}.PeerError: {self.me} cannot continue, because it waits in JAX "
+            f"for a trainer that has ended: {why}"
+        )
+        sys.stderr.write(f"Waiting (most recent call last):\n{stack}{error}\n")
+        self._say_end(why)
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(1)
 
     def _waits_in_jax(self) -> bool:
-        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        """Return True if the main thread is in an operation, or in JAX's code."""
+        frame = _main_frame()
         return self._doing > 0 or (frame is not None and frame.f_code.co_filename.startswith(JAX))
 
     # -- the end ---------------------------------------------------------------------------------
 
     def _say_end(self, reason: str) -> None:
+        """Send the end of this process; `reason` is empty if it has not failed."""
         self._say("ended", operations=self.members.begun, reason=reason)
 
     def _say(self, op: str, **fields: Any) -> None:
-        """Send a message to trainer 0, or from it to all others."""
+        """Send a message to trainer 0, or from trainer 0 to all other trainers."""
         words = wire.header(op, trainer=self._number, **fields)
         if self._link is not None:
             self._link.send([words])
@@ -345,25 +358,34 @@ class Watch:
             return
         self._is_closed = True
         failed = getattr(sys, "last_value", None)
-        reason = (
-            "" if failed is None else traceback.format_exception_only(failed)[-1].strip()[:1000]
-        )
-        if is_by_peer(reason):  # JAX's error does not say whose; the log does
+        reason = ""
+        if failed is not None:
+            reason = traceback.format_exception_only(failed)[-1].strip()[:1000]
+        if is_by_peer(reason):
+            # JAX's error does not name the lost trainer; `failure` does
             reason = self.failure(KNOWN) or reason
         self._stops = True
         self._transport.wake()
         self._thread.join()
         self._say_end(reason)
-        if self._status is not None:  # nobody waits for an observer that does not read
+        if self._status is not None:
+            # closed without a linger time, so that an observer cannot delay the end
             self._status.door.close()
-        # trainer 0 may have gone before, and then nobody hears it
-        self._transport.close(0.0 if 0 in self.members.ended else LINGER)
+        linger = LINGER
+        if 0 in self.members.ended:
+            linger = 0.0  # trainer 0 has ended, so no process receives the last message
+        self._transport.close(linger)
         atexit.unregister(self.close)
 
 
+def _main_frame() -> types.FrameType | None:
+    """Return the current frame of the main thread."""
+    return sys._current_frames().get(threading.main_thread().ident or 0)
+
+
 def _where() -> str:
-    """Return the place of the process in its own code: `train.py:12 in load`."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    """Return the main thread's line in the user's code: `train.py:12 in load`."""
+    frame = _main_frame()
     while (
         frame is not None
         and frame.f_back is not None
@@ -371,11 +393,12 @@ def _where() -> str:
     ):
         frame = frame.f_back
     if frame is None:
-        return "its end"
+        return "its exit"
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
 def _user(trainer: int) -> str:
+    """Return the name with which a trainer connects."""
     return f"watched trainer {trainer}"
 
 
@@ -383,19 +406,18 @@ _watch: Watch | None = None
 
 
 def start(cluster: Membership) -> None:
-    """Open the connection of this process.
+    """Open the watch of this process, and in trainer 0 the socket for `dtrans status`.
 
-    There is none if trainer 0 may not bind an address that the others reach.
+    If trainers are on several hosts without `allow_remote`, no watch is opened.
 
     Raises:
-      ConfigError: `dtrans status` is to be answered at an endpoint that may not be bound, or
-        cannot.
+      ConfigError: DTRANS_STATUS_ENDPOINT cannot be bound, or is not allowed.
       DeadlineError: another trainer does not connect.
     """
     global _watch
     if cluster.trainers == 1 or cluster.on_trainer_loss == "drop" or _watch is not None:
         if status_endpoint() and cluster.trainer_id == 0 and _watch is None:
-            log.warning("%s is set, and nobody answers there: %s", STATUS, UNWATCHED)
+            log.warning("%s has no effect: %s", STATUS, UNWATCHED)
         return
     keys = shared_keys(cluster, "watch", MISSED)
     hosts = [*all_gather_text(cluster, "watch/hosts", this_host(), MISSED).values()]
@@ -407,5 +429,5 @@ def start(cluster: Membership) -> None:
 
 
 def watch() -> Watch | None:
-    """Return the connection of this process, if it has one."""
+    """Return the watch of this process; None if it has none."""
     return _watch

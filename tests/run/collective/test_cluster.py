@@ -194,8 +194,8 @@ def test_every_option_between_four_trainers(tmp_path: Path) -> None:
     [
         (
             "nobody",
-            "ConfigError: nothing says which trainer this process is: start it with `dtrans launch "
-            "--mode nccl2`",
+            "ConfigError: the environment does not name the trainer of this process: start it with "
+            "`dtrans launch --mode nccl2`",
         ),
         (
             "pserver",
@@ -229,17 +229,17 @@ def test_every_option_between_four_trainers(tmp_path: Path) -> None:
         (
             "plan",
             "PeerError: trainer 1 disagrees with trainer 0 about what is being trained: it has "
-            "another step",
+            "a different step",
         ),
         (
             "merge",
             "PeerError: trainer 1 disagrees with trainer 0 about what is being trained: it has "
-            "another step",
+            "a different step",
         ),
         (
             "rate",
             "PeerError: trainer 1 disagrees with trainer 0 about what is being trained: it has "
-            "another step, or other "
+            "a different step or "
             "options: part 'update' differs",
         ),
         ("dtype", "BatchError: x is float"),
@@ -580,9 +580,9 @@ def test_a_trainer_that_changes_its_part_alone_is_told_so() -> None:
     assert first.returncode == 1 and second.returncode != 0
     want = (
         "dtrans.errors.DeadlineError: trainer 0 waited 5 s for trainer 1 to start the same "
-        "step: they are at another, "
+        "step: either they are at another step, "
     )
-    assert want + "or give parts of the earlier shape" in said
+    assert want + "or only this trainer's batch has a new shape" in said
 
 
 # -- going on with those left ----------------------------------------------------------------------
@@ -647,7 +647,7 @@ def test_the_launcher_goes_on_with_those_left(
     command = [*COMMAND, "survive", str(tmp_path), "1@2:raise"]
     launch(command, trainers=3, mode="nccl2", on_trainer_loss="drop", deadline=PATIENCE)
     assert (
-        "[launcher] trainer 1 failed with exit code 1; the others go on" in capfd.readouterr().err
+        "[launcher] trainer 1 failed with exit code 1; the others continue" in capfd.readouterr().err
     )
     assert sorted(p.name for p in tmp_path.iterdir()) == ["trainer-0.npz", "trainer-2.npz"]
 

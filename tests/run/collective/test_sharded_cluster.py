@@ -138,7 +138,7 @@ def paths(plan: Any) -> dict[str, str]:
         (
             "stage",
             "PeerError: trainer 1 disagrees with trainer 0 about what is being trained: it has "
-            "another step",
+            "a different step",
         ),
         (
             "init",

@@ -113,7 +113,7 @@ def test_an_endpoint_that_no_other_host_reaches_is_named(monkeypatch: pytest.Mon
     resolving(monkeypatch, DEBIAN)
     with pytest.raises(
         ConfigError,
-        match=r"127\.0\.0\.1:6000, which is loopback, and 10\.0\.0\.2:6001 is on another",
+        match=r"127\.0\.0\.1:6000, which is loopback. The trainer at 10\.0\.0\.2:6001 is on another",
     ):
         reached_here("127.0.0.1:6000", ("127.0.0.1:6000", "10.0.0.2:6001"))
     no_way(monkeypatch)
@@ -125,7 +125,7 @@ def test_an_endpoint_that_no_other_host_reaches_is_named(monkeypatch: pytest.Mon
 
 def test_other_hosts_must_be_allowed() -> None:
     with pytest.raises(
-        ConfigError, match=r"the 2 trainers are on 2 hosts: .* needs dtrans\.connect\(allow"
+        ConfigError, match=r"the 2 trainers are on 2 hosts, .*; allow it by dtrans\.connect\(allow"
     ):
         address_of(member(allow_remote=False), FAR, COORDINATOR)
 
@@ -134,7 +134,7 @@ def test_a_coordinator_that_cannot_be_reached_is_named(monkeypatch: pytest.Monke
     no_way(monkeypatch)
     with pytest.raises(
         ConfigError,
-        match="trainer 1 finds no way .* to the coordinator at node001:61440: .*not known",
+        match="trainer 1 has no network route to JAX's coordinator at node001:61440: .*not known",
     ):
         address_of(member(), FAR, COORDINATOR)
 

@@ -57,7 +57,7 @@ def test_a_host_that_does_not_know_itself_is_named(monkeypatch: pytest.MonkeyPat
     for address, told in (("127.0.1.1", r"127\.0\.1\.1"), ("", "nothing")):
         resolving(monkeypatch, {"debian": address})
         with pytest.raises(
-            ConfigError, match=rf"debian resolves to {told} there; write the host's address"
+            ConfigError, match=rf"debian resolves to {told}. Either write the host's real address"
         ):
             check_host_name(1)
     resolving(monkeypatch, {"debian": "10.0.0.1"})

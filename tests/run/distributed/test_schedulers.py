@@ -72,7 +72,7 @@ def test_a_step_over_one_group_of_a_heterogeneous_job() -> None:
     step = {"SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "s1", "SLURM_STEP_TASKS_PER_NODE": "2"}
     role = Role.from_env(HET | step | {"SLURM_PROCID": "1", "DTRANS_PSERVERS": "1"})
     assert (role.name, role.trainers, role.pserver_endpoints) == ("trainer 0", 1, ("s1:6174",))
-    with pytest.raises(ConfigError, match="tasks 3, which do not fit; set DTRANS_HOSTS"):
+    with pytest.raises(ConfigError, match="tasks per node 2, 3 tasks; set DTRANS_HOSTS"):
         Role.from_env(
             HET | step | {"SLURM_NTASKS": "3", "SLURM_PROCID": "1", "DTRANS_PSERVERS": "1"}
         )
@@ -152,10 +152,10 @@ def test_variables_of_dtrans_win() -> None:
     [
         (
             SLURM,
-            "Slurm started this process as rank 1 of 4, and DTRANS_PSERVERS is not set; set it",
+            "Slurm started this process as rank 1 of 4, but DTRANS_PSERVERS is not set; set it",
         ),
         (SLURM | {"DTRANS_PSERVERS": "two"}, "DTRANS_PSERVERS is 'two', expected a number"),
-        (SLURM | {"DTRANS_PSERVERS": "4"}, "of 4, and 4 are servers, expected one trainer or more"),
+        (SLURM | {"DTRANS_PSERVERS": "4"}, "of 4, but 4 of them are servers, so no trainer is left"),
         (
             SLURM | {"DTRANS_PSERVERS": "1", "SLURM_PROCID": "4"},
             "rank 4 of 4, expected ranks 0 to 3",
@@ -174,7 +174,7 @@ def test_variables_of_dtrans_win() -> None:
         ),
         (
             SLURM | {"DTRANS_PSERVERS": "1", "DTRANS_HOSTS": "a,b"},
-            "DTRANS_HOSTS=a,b has 2 places, expected 4",
+            "DTRANS_HOSTS=a,b is for 2 processes, expected 4",
         ),
         (
             SLURM | {"DTRANS_PSERVERS": "1", "DTRANS_HOSTS": "a:x"},
@@ -183,14 +183,14 @@ def test_variables_of_dtrans_win() -> None:
         (SLURM | {"SLURM_NTASKS": ""}, "SLURM_NTASKS is not set; srun sets"),
         (
             SLURM | {"SLURM_STEP_TASKS_PER_NODE": "3,2"},
-            "nodes are n.*per node 3,2, and its tasks 4",
+            "nodes n.*per node 3,2, 4 tasks",
         ),
-        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(x3"}, "is not a list of tasks per node"),
-        (SLURM | {"SLURM_STEP_NODELIST": "n[1-"}, "is not a list of Slurm's nodes"),
-        (SLURM | {"SLURMD_NODENAME": "n3"}, "process 1 runs on n3, and its node list gives n1"),
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(x3"}, "is not Slurm's list of tasks per node"),
+        (SLURM | {"SLURM_STEP_NODELIST": "n[1-"}, "is not a Slurm node list"),
+        (SLURM | {"SLURMD_NODENAME": "n3"}, "process 1 runs on n3, but Slurm's node list has n1"),
         (
             {"SLURM_HET_SIZE": "2", "SLURM_NTASKS": "2"},
-            "SLURM_HET_SIZE is 2, and SLURM_JOB_NODELIST_HET_GROUP_0 is not set",
+            "SLURM_HET_SIZE is 2, but SLURM_JOB_NODELIST_HET_GROUP_0 is not set",
         ),
         (
             MPI | {"OMPI_COMM_WORLD_RANK": "1", "DTRANS_PSERVERS": "1"},
@@ -204,7 +204,7 @@ def test_variables_of_dtrans_win() -> None:
         ({"TORCHELASTIC_RUN_ID": "1", "RANK": "1"}, "WORLD_SIZE is not set; torchrun sets"),
         (
             PODS | {"DTRANS_ROLE": "pserver", "JOB_COMPLETION_INDEX": "2"},
-            "JOB_COMPLETION_INDEX is 2, and DTRANS_PSERVER_ENDPOINTS has 2",
+            "JOB_COMPLETION_INDEX is 2, but DTRANS_PSERVER_ENDPOINTS has 2",
         ),
         (
             SERVER | {"TRAINING_ROLE": "WORKER"},
@@ -213,7 +213,7 @@ def test_variables_of_dtrans_win() -> None:
         (SERVER | {"PADDLE_PORT": ""}, "PADDLE_PORT is ''; set both, or DTRANS_CURRENT_ENDPOINT"),
         (
             TRAINER | {"PADDLE_TRAINER_ID": ""},
-            "Paddle's TRAINER, and PADDLE_TRAINER_ID is not set; set it, or",
+            "TRAINING_ROLE is TRAINER, but PADDLE_TRAINER_ID is not set; set it, or",
         ),
         (TRAINER | {"PADDLE_PSERVERS_IP_PORT_LIST": ""}, "PADDLE_PSERVERS_IP_PORT_LIST is not set"),
     ],

@@ -48,7 +48,7 @@ def test_two_processes_make_the_numbers_of_one_device(
         said = dict(process["said"])
         assert "stages, which 2 processes do not divide" in said["odd"]
         assert said["rows"].startswith("BatchError: trainers must give parts of one size; of ")
-        assert "trainer 0 gives 1, trainer 1 gives 2 rows; take parts with" in str(said["rows"])
+        assert "trainer 0 gives 1, trainer 1 gives 2 rows; split the batch" in str(said["rows"])
         assert "has 1 rows in each of 2 processes, 2 in all, which " in said["few"]
     # each holds its own part: beside the count of steps, nothing is held by both
     first, second = (set(process["held"]) for process in found)
