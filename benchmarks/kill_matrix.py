@@ -1,13 +1,12 @@
-"""Reactions of a job to the end of one of its processes: who notices, how soon, the message, and
-what is left behind.
+"""Reactions of a job's processes to the end of one of them: messages, times, and leftover files.
 
     python benchmarks/kill_matrix.py                        the table, as it comes
     python benchmarks/kill_matrix.py docs/reliability.md    the same, between the marks of that page
 
-Each row is a job of processes on this host. One of them is sent a signal when it has come to a
-moment. `known` is the seconds from the signal until the last of the others has said what has
-happened, `ended` those until the last has ended, with XLA's and Python's own ends; of asynchronous
-jobs, whose others go on, the servers say that they do.
+Each row is a job of processes on this host. One process, `who`, gets a signal at the moment `when`.
+`known` is the seconds from the signal until every other process has logged the end of that process.
+`ended` is the seconds until every other process has exited, including the exit of XLA and Python.
+Asynchronous jobs continue without a lost trainer, and their servers log this.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ PATIENCE = 60.0  # seconds
 SILENCE = 3.5  # seconds after which the processes of a job take a silent one for dead
 # a line in which a process says that another has ended
 KNOWS = re.compile(
-    r"has ended|has left|went away|goes on without|ended without a "
+    r"has ended|has left|went away|continues without|ended without a "
     r"goodbye|PeerError|DeadlineError|detected fatal"
 )
 BEGIN, END = "<!-- kill matrix -->", "<!-- end of the kill matrix -->"
@@ -178,7 +177,7 @@ class Job:
             x for x in own if "has ended" in x
         ]
         errors = [x for x in own if re.match(r"F\d{4} |(jax\.\S*Error|\w*Error)\b", x)]
-        what = (named or [x for x in own if "goes on" in x] or errors or own or [""])[-1]
+        what = (named or [x for x in own if "continues" in x] or errors or own or [""])[-1]
         what = re.sub(r"127\.0\.0\.1:\d+", "127.0.0.1:PORT", re.sub(r"^dtrans\.errors\.", "", what))
         code = self.processes[name].poll()
         return (what[:200] or "nothing") + ("" if code is None else f" (exit code {code})")
@@ -207,23 +206,23 @@ def row(mode: str, victim: str, how: signal.Signals, moment: str) -> Row:
                 return Row(mode, victim, how.name, moment, "did not come to it", "", {}, "")
             begin = time.monotonic()
             job.processes[victim].send_signal(how)
-            goes_on = mode == "async" and victim.startswith("trainer")
-            survivors = [n for n in others if n.startswith("pserver")] if goes_on else others
+            continues = mode == "async" and victim.startswith("trainer")
+            survivors = [n for n in others if n.startswith("pserver")] if continues else others
             job.follow(lambda: all(n in job.knew or n in job.ended for n in survivors))
             since = lambda when: f"{max((when[n] for n in survivors), default=begin) - begin:.1f}"
             known = since(job.knew) if job.knew.keys() >= {*survivors} else "never"
             ended = f"over {PATIENCE:.0f}"
-            if goes_on:
-                ended = "goes on"
+            if continues:
+                ended = "continues"
             elif job.follow(lambda: all(n in job.ended for n in others)):
                 ended = since(job.ended)
             said = {n: job.last_words(n) for n in others}
             if how == signal.SIGSTOP:
                 job.processes[victim].kill()
-            job.follow(lambda: len(job.ended) == len(job.processes) or goes_on)
+            job.follow(lambda: len(job.ended) == len(job.processes) or continues)
             names = {re.sub(r"-.*", "-*", x) for x in os.listdir(folder)}
             left = "nothing"
-            if names and not goes_on:  # those who go on have folders of their own
+            if names and not continues:  # roles that continue still use their folders
                 left = f"{', '.join(sorted(names))}, which the next server removes"
             return Row(mode, victim, how.name, moment, known, ended, said, left)
         finally:
@@ -243,7 +242,7 @@ def rows() -> Iterator[Row]:
 
 
 HEAD = (
-    "| mode | who | signal | when | known | ended | what the others say | left behind |\n"
+    "| mode | who | signal | when | known | ended | messages of the others | left behind |\n"
     "| --- | --- | --- | --- | --- | --- | --- | --- |"
 )
 

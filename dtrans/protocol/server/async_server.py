@@ -335,7 +335,7 @@ class AsyncServer:
         self._changed.forget(k)
         if len(self._failed) == self._trainers.count:
             raise PeerError(reason)
-        log.warning("pserver %s goes on without a trainer: %s", self.endpoint, reason)
+        log.warning("pserver %s continues without a trainer: %s", self.endpoint, reason)
 
     # -- others ----------------------------------------------------------------------------------
 

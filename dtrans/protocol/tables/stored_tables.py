@@ -130,8 +130,8 @@ class PendingEvictions:
             other = min(self.asked)
             raise PeerError(
                 f"trainer {other} gives up rows of {self.asked[other][0]} after step {step}, and "
-                f"trainer {k} goes on without: all trainers must call job.tables.evict, between "
-                "the same two steps"
+                f"trainer {k} continues without it: all trainers must call job.tables.evict "
+                "between the same two steps"
             )
 
     def carry_out(self, stored: StoredTables | None) -> tuple[str, dict[int, dict[str, Any]]]:

@@ -237,7 +237,7 @@ def on_cluster(plan: CollectivePlan, *, donate: bool, on_nonfinite: str = "ignor
     devices = trainer_devices()
     if drop and isinstance(plan, ShardingPlan):
         raise ConfigError(
-            "a sharded job cannot go on without the ranks that are lost, which had the only copy "
+            "a sharded job cannot continue without lost ranks, because they had the only copy "
             'of their slices; connect without on_trainer_loss="drop", and continue from a '
             "checkpoint"
         )

@@ -245,8 +245,8 @@ def _connect(
         except ValueError as e:
             raise ConfigError(
                 "the environment does not name the trainer of this process: start it with `dtrans "
-                "launch --mode nccl2`, set DTRANS_ROLE and the other variables of `dtrans.Role`, or "
-                f"start it under Slurm, Open MPI or Kubernetes (JAX's error: {e})"
+                "launch --mode nccl2`, set DTRANS_ROLE and the other variables of `dtrans.Role`, "
+                f"or start it under Slurm, Open MPI or Kubernetes (JAX's error: {e})"
             ) from e
         return
     rendezvous(

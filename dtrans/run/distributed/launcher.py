@@ -488,7 +488,7 @@ class _Job:
         return False
 
     def _find_cause(self, limit: float | None) -> None:
-        """If a role failed by a PeerError, wait up to BLAME seconds for the role that caused it."""
+        """Wait up to BLAME seconds for the role that caused the failure, if it is a PeerError."""
         blame_limit = time.monotonic() + BLAME
         if limit is not None:
             blame_limit = min(limit, blame_limit)

@@ -197,7 +197,7 @@ def _check_equal(words: Mapping[int, Sequence[str]], i: int, difference: str) ->
     Args:
       words: the words of each trainer.
       i: the index of the word.
-      difference: what such a trainer has, for the error.
+      difference: the words after "it has" in the error.
     """
     others = [f"trainer {k}" for k, theirs in words.items() if theirs[i] != words[0][i]]
     if others:

@@ -270,7 +270,7 @@ class Watch:
             self._refusals.note("%s dropped %s", self.me, e)
 
     def _tell(self, k: int) -> None:
-        """If this is trainer 0, send the end of trainer `k` to the other trainers."""
+        """Send the end of trainer `k` to the other trainers; do nothing unless in trainer 0."""
         if not self._leads:
             return
         how = self.members.ended[k]

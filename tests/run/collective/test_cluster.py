@@ -647,7 +647,8 @@ def test_the_launcher_goes_on_with_those_left(
     command = [*COMMAND, "survive", str(tmp_path), "1@2:raise"]
     launch(command, trainers=3, mode="nccl2", on_trainer_loss="drop", deadline=PATIENCE)
     assert (
-        "[launcher] trainer 1 failed with exit code 1; the others continue" in capfd.readouterr().err
+        "[launcher] trainer 1 failed with exit code 1; the others continue"
+        in capfd.readouterr().err
     )
     assert sorted(p.name for p in tmp_path.iterdir()) == ["trainer-0.npz", "trainer-2.npz"]
 

@@ -155,7 +155,7 @@ def test_what_is_refused(two: Any, what: str, message: str) -> None:
 def test_a_job_that_would_go_on_without_its_slices_is_refused(tmp_path: Path) -> None:
     for of in outcome(2, tmp_path, "drop"):
         assert dict(of["said"].tolist())["drop"].startswith(
-            "ConfigError: a sharded job cannot go on without the ranks that are lost"
+            "ConfigError: a sharded job cannot continue without lost ranks"
         )
 
 

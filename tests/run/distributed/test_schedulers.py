@@ -155,7 +155,10 @@ def test_variables_of_dtrans_win() -> None:
             "Slurm started this process as rank 1 of 4, but DTRANS_PSERVERS is not set; set it",
         ),
         (SLURM | {"DTRANS_PSERVERS": "two"}, "DTRANS_PSERVERS is 'two', expected a number"),
-        (SLURM | {"DTRANS_PSERVERS": "4"}, "of 4, but 4 of them are servers, so no trainer is left"),
+        (
+            SLURM | {"DTRANS_PSERVERS": "4"},
+            "of 4, but 4 of them are servers, so no trainer is left",
+        ),
         (
             SLURM | {"DTRANS_PSERVERS": "1", "SLURM_PROCID": "4"},
             "rank 4 of 4, expected ranks 0 to 3",

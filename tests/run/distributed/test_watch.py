@@ -53,7 +53,7 @@ def test_the_other_says_who_has_ended(fate: str) -> None:
     assert named, said
     if fate in ("stop", "fewer"):
         assert said.splitlines()[-1].startswith(
-            "dtrans.errors.PeerError: trainer 0 cannot go on"
+            "dtrans.errors.PeerError: trainer 0 cannot continue"
         ), said
 
 

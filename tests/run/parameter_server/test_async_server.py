@@ -484,7 +484,7 @@ def test_others_go_on_when_a_trainer_fails(
     assert isinstance(role_threads.end("trainer 1"), KeyError)
     until(
         lambda: (
-            "goes on without a trainer: trainer 1 failed: KeyError: 'this is why'" in caplog.text
+            "continues without a trainer: trainer 1 failed: KeyError: 'this is why'" in caplog.text
         ),
         "a warning",
     )

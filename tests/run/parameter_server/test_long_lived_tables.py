@@ -314,7 +314,7 @@ def test_rows_are_given_up_when_all_trainers_say_so() -> None:
 def test_a_trainer_that_goes_on_without_is_named(goes_on: Any) -> None:
     """Whichever of the two comes first."""
     why = (
-        "trainer 0 gives up rows of params/emb after step 1, and trainer 1 goes on without: "
+        "trainer 0 gives up rows of params/emb after step 1, and trainer 1 continues without it: "
         "all trainers must call"
     )
     for first, then in ((Said.evict, goes_on), (goes_on, Said.evict)):
