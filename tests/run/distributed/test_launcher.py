@@ -312,16 +312,16 @@ GOOD_NCCL2 = {
     [
         (
             {"DTRANS_ROLE": "pserver"},
-            "DTRANS_TRAINER_ENDPOINTS is for nccl2 mode, which has no pservers; this is a",
+            "DTRANS_TRAINER_ENDPOINTS is set, which is for nccl2 mode without pservers, but this is a",
         ),
         (
             {"DTRANS_PSERVER_ENDPOINTS": "127.0.0.1:1"},
-            "and DTRANS_PSERVER_ENDPOINTS is '127.0.0.1:1'",
+            "and DTRANS_PSERVER_ENDPOINTS is '127.0.0.1:1'; unset one",
         ),
         ({"DTRANS_ROLE": "worker"}, "DTRANS_ROLE is 'worker'; it must be trainer or pserver"),
         (
             {"DTRANS_TRAINERS": "3"},
-            "DTRANS_TRAINERS is 3, and DTRANS_TRAINER_ENDPOINTS has 2: 127.0.0.1:6174,127",
+            "DTRANS_TRAINERS is 3, but DTRANS_TRAINER_ENDPOINTS has 2 endpoints: 127.0.0.1:6174,127",
         ),
         (
             {"DTRANS_TRAINER_ID": "2"},
