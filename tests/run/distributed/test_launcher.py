@@ -362,7 +362,7 @@ GOOD = {
         ({"DTRANS_TRAINERS": ""}, "DTRANS_TRAINERS is not set"),
         ({"DTRANS_TRAINERS": "two"}, "DTRANS_TRAINERS is 'two'; it must be a number"),
         ({"DTRANS_TRAINERS": "-2"}, "DTRANS_TRAINERS is '-2'; it must be a number"),
-        ({"DTRANS_TRAINERS": "0"}, "a job needs a trainer, DTRANS_TRAINERS is 0"),
+        ({"DTRANS_TRAINERS": "0"}, "DTRANS_TRAINERS is 0; it must be 1 or more"),
         ({"DTRANS_TRAINER_ID": None}, "DTRANS_TRAINER_ID is not set"),
         (
             {"DTRANS_TRAINER_ID": "2"},
