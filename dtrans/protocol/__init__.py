@@ -1,18 +1,19 @@
-"""State machines of the protocol: messages and the time in, messages and updates out.
+"""State machines of the protocol.
 
-They hold no socket, no thread and no clock. Drivers send and wait by a `transport`: ZeroMQ in jobs
+The inputs of a state machine are messages and the time. Its outputs are messages and updates. It
+uses no sockets, threads or clocks. A driver connects it to a `transport`: ZeroMQ in real jobs
 (`dtrans.run.net.zmq_transport`), a virtual network in tests and in `tools.simulate`.
 
-transport        the interface to links, doors and a clock
-wire             messages: a msgpack header and raw frames
-token            the job's secret, and the proofs that processes show of it
-buffers, inbox   memory that blocks arrive in
+transport        the interface to links, listeners and the clock
+wire             the format of messages: a msgpack header and raw frames
+token            the job's secret, and the proofs that a process knows it
+buffers, inbox   memory into which blocks are received
 refusals         a count of refused messages
 server_blocks    the blocks and tables of one server
-wait_reminder    the times at which a process logs for whom it waits
-job_status       the status of a job, for observers
-trainer          a trainer of parameter servers: its steps, its connections, its communicator
+wait_reminder    the times at which a waiting process logs what it waits for
+job_status       the status of a job for observers
+trainer          a trainer of parameter servers: its steps, connections and communicator
 server           a parameter server: its trainers, its updates, its connections to other servers
-tables           rows of tables, as trainers and servers exchange them
-collective       trainers of collective jobs: rendezvous, membership, values of pipelines
+tables           the exchange of table rows between trainers and servers
+collective       trainers of collective jobs: rendezvous, membership, pipeline values
 """

@@ -1,10 +1,9 @@
 """Memory for received blocks, reused between steps.
 
-Received parameters become JAX arrays without a copy. On CPU, `jax.device_put` takes host memory
-that is aligned to 64 bytes as it is. It keeps the memory for as long as the array, or a computation
-that reads it, lives. So the memory may be written again only if nothing else refers to it, and
-CPython's reference count of the memory's owner tells that exactly. Fresh memory in every step would
-cost more than the transfer, because of page faults.
+On CPU, `jax.device_put` does not copy host memory that is aligned to 64 bytes. The JAX array refers
+to that memory until the array, and each computation that reads it, is deleted. So the pool reuses
+memory only if CPython's reference count shows that nothing else refers to it. New memory in every
+step would cause page faults, which take longer than the transfer.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from typing import Any
 import numpy as np
 
 
-ALIGNMENT = 64  # XLA:CPU takes memory with this alignment without a copy
+ALIGNMENT = 64  # bytes; XLA:CPU does not copy host memory with this alignment
 
 
 class BufferPool:
-    """Aligned memory by key, handed out again when nothing refers to it.
+    """Pool of aligned arrays, each reused when nothing else refers to it.
 
     Args:
-      alignment: of the first byte of each array, a power of two.
+      alignment: alignment of each array in bytes, a power of two.
 
     Example:
       >>> from dtrans.protocol.buffers import BufferPool
@@ -37,15 +36,19 @@ class BufferPool:
     def __init__(self, alignment: int = ALIGNMENT) -> None:
         self._alignment = alignment
         self._owners: dict[tuple[Any, ...], list[np.ndarray]] = {}
-        self._starts: dict[int, int] = {}  # the first aligned byte of each owner, by its id
+        self._starts: dict[int, int] = {}  # id of an owner to the index of its first aligned byte
 
     def take(self, key: str, shape: Sequence[int], dtype: Any) -> np.ndarray:
-        """Return an array with undefined contents, which nothing else refers to."""
+        """Return an array of undefined contents to which nothing else refers.
+
+        Args:
+          key: arrays are reused only under the same key.
+        """
         dtype = np.dtype(dtype)
         nbytes = math.prod(shape) * dtype.itemsize
         owners = self._owners.setdefault((key, nbytes), [])
         for i in range(len(owners)):
-            # the list and getrefcount's own argument: nobody else refers to the owner
+            # 2 references: the list, and the argument of getrefcount
             if sys.getrefcount(owners[i]) == 2:
                 break
         else:

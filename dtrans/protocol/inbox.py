@@ -1,4 +1,4 @@
-"""Blocks that arrive in pieces: their memory, and the bytes that are here."""
+"""Reception of blocks in pieces: their memory, and the number of received bytes."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from dtrans.protocol import wire
 
 
 class Inbox:
-    """Memory of blocks that arrive in several messages.
+    """Memory for blocks that arrive in several messages.
 
     Args:
-      memory: name to contiguous memory of each block.
-      refusal: returns the error text for the name of a block without memory.
+      memory: block name to contiguous memory.
+      refusal: returns the error text for a block name that is not in `memory`.
     """
 
     def __init__(self, memory: Mapping[str, np.ndarray], refusal: Callable[[str], str]) -> None:
@@ -24,27 +24,30 @@ class Inbox:
         self._refusal = refusal
 
     def take(self, message: wire.Message) -> None:
-        """Copy a message's pieces to their memory. Raises WireError, and copies nothing, if one is
-        not due."""
+        """Copy the pieces of a message to the blocks' memory.
+
+        Raises:
+          WireError: a piece is not expected; then nothing is copied.
+        """
         wire.unpack(message, self._target, self._arrived)
 
     def _target(self, name: str) -> np.ndarray:
         if name not in self.memory:
             raise WireError(self._refusal(name))
-        # a new view each time, so that a copy of this inbox writes to the copy of its memory
+        # A stored view would make a deep copy of this inbox write to the original memory.
         return self.memory[name].reshape(-1).view(np.uint8)
 
     @property
     def begun(self) -> bool:
-        """Return True if bytes of any block are here."""
+        """Return True if bytes of any block have arrived."""
         return bool(self._arrived)
 
     def missing(self) -> list[str]:
-        """List the blocks that are not complete."""
+        """Return the names of the incomplete blocks."""
         return [n for n, x in self.memory.items() if self._arrived.get(n) != x.nbytes]
 
     def has_begun(self, name: str) -> bool:
-        """Return True if bytes of a block are here."""
+        """Return True if bytes of this block have arrived."""
         return name in self._arrived
 
     def progress(self, name: str) -> str:
@@ -52,15 +55,18 @@ class Inbox:
         return f"{self._arrived.get(name, 0)} of {self.memory[name].nbytes} bytes"
 
     def renew(self, name: str, memory: np.ndarray) -> None:
-        """Receive a block into other memory, before its first byte."""
+        """Replace the memory of a block, before its first byte arrives."""
         self.memory = {**self.memory, name: memory}
 
     def clear(self) -> None:
-        """Forget all bytes that are here."""
+        """Expect all blocks again from their first byte."""
         self._arrived.clear()
 
     def phase(self) -> str:
-        """Return the phase of the trainer that sends these gradients: it computes, or sends."""
+        """Return the progress of the trainer that sends these gradients, for the job's status.
+
+        The text is "computing" until the first byte arrives.
+        """
         if not self.begun:
             return "computing"
         due = len(self.memory)

@@ -1,4 +1,4 @@
-"""A count of refused messages; the log has the first ones and some later ones."""
+"""Count of refused messages. Only some of them are logged."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import logging
 from typing import Any
 
 
-EACH = 100  # logged refusals; later the 128th, the 256th, the 512th and so on
+EACH = 100  # the first refusals are all logged, then only the 128th, the 256th, the 512th, ...
 
 
 class Refusals:
-    """Count of refusals with few lines in the log, however many there are.
+    """Count of refusals. The number of log lines grows only with its logarithm.
 
     Example:
       >>> import logging
@@ -26,7 +26,7 @@ class Refusals:
         self._log = log
 
     def note(self, message: str, *args: Any) -> None:
-        """Count a refusal, and log it if it is among the first or due."""
+        """Count a refusal, and log it if it is one of the first `EACH` or its number is 2**n."""
         self.count += 1
         if self.count <= EACH:
             self._log.warning(message, *args)

@@ -1,12 +1,12 @@
-"""The job's token: a secret of its processes, and the proofs that they show of it.
+"""The job's token: a secret that its processes share, and proofs that a process knows it.
 
-`dtrans launch` makes a token for each job. Other launchers set the same DTRANS_TOKEN for all
-processes, or DTRANS_TOKEN_FILE, the path of a file with the token. A job without a token stays on
-loopback.
+`dtrans launch` generates a token for each job. Other launchers set the same DTRANS_TOKEN for all
+processes, or set DTRANS_TOKEN_FILE to the path of a file with the token. A job without a token can
+use loopback addresses only.
 
-The token itself is never sent. A process that connects shows a key or a password that is derived
-from it. The other end checks that before it reads any message (`dtrans.run.net.keys`). A server
-that welcomes a trainer shows a proof that only an owner of the token can compute.
+The token itself is never sent. A process that connects presents a key or a password derived from
+the token. The other process verifies it before it reads any message (`dtrans.run.net.keys`). A
+server that welcomes a trainer adds a proof that only a process with the token can compute.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from dtrans.errors import ConfigError
 VARIABLE, FILE = "DTRANS_TOKEN", "DTRANS_TOKEN_FILE"
 NEW_TOKEN = "the output of `dtrans keygen --token`"
 NEEDED = f"{VARIABLE}, the same secret in all processes, for instance {NEW_TOKEN}"
-BITS = 128  # random bits of a token that nobody can guess
+BITS = 128  # random bits that a token needs on a network
 
 
 def new_token() -> str:
-    """Return a new token that nobody can guess."""
+    """Return a new token of 256 random bits."""
     return secrets.token_hex(32)
 
 
 def job_token(environ: Mapping[str, str] | None = None) -> str:
-    """Return the token of this process's job; an empty text if it has none.
+    """Return the token of this process's job, or an empty text if it has none.
 
-    DTRANS_TOKEN holds it, or else the file that DTRANS_TOKEN_FILE names.
+    The token is the value of DTRANS_TOKEN, or else the content of the file DTRANS_TOKEN_FILE.
 
     Raises:
       ConfigError: the file cannot be read, or is empty.
@@ -53,47 +53,48 @@ def job_token(environ: Mapping[str, str] | None = None) -> str:
         raise ConfigError(f"{FILE} is {path!r}, which cannot be read: {why}") from e
     if not found:
         raise ConfigError(
-            f"{FILE} is {path!r}, and this file is empty; write the job's token into it"
+            f"{FILE} is {path!r}, which is an empty file; write the job's token into it"
         )
     return found
 
 
 def shown(token: str, purpose: str) -> str:
-    """Return the proof that its sender knows a token, for one purpose.
+    """Return a proof that its sender knows the token: an HMAC of the purpose.
 
-    Without the token nobody can compute the proof for another purpose.
+    Someone who has seen this proof cannot compute the proof for another purpose.
     """
     return hmac.new(token.encode(), purpose.encode(), hashlib.sha256).hexdigest()
 
 
 def is_shown(proof: object, token: str, purpose: str) -> bool:
-    """Return True if `proof` is the output of `shown` for these arguments."""
+    """Return True if `proof` equals `shown(token, purpose)`."""
     return isinstance(proof, str) and hmac.compare_digest(
         proof.encode(), shown(token, purpose).encode()
     )
 
 
 def check_strong(token: str, where: str) -> None:
-    """Raise ConfigError for a token that is too short to hold 128 random bits.
+    """Raise ConfigError if the token is too short to contain 128 random bits.
 
     Args:
-      where: place where a process uses it, for the message.
+      where: start of the error message: the process and the address that it uses.
     """
     is_hex = all(c in string.hexdigits for c in token)
-    least, kind = math.ceil(BITS / 6), "characters"  # of 64 different ones
+    # A character of base 64 has 6 bits, a hexadecimal digit 4.
+    least, kind = math.ceil(BITS / 6), "characters"
     if is_hex:
         least, kind = BITS // 4, "hexadecimal digits"
     if len(token) < least:
         raise ConfigError(
-            f"{where}, and {VARIABLE} has {len(token)} {kind}, where {least} hold {BITS} random "
-            f"bits; take {NEW_TOKEN}"
+            f"{where}, and {VARIABLE} has {len(token)} {kind}; expected at least {least}, which "
+            f"contain {BITS} random bits. Use {NEW_TOKEN}"
         )
 
 
 def hkdf(secret: bytes, salt: bytes, purpose: bytes, length: int) -> bytes:
-    """Return bytes that are derived from a secret for one purpose (HKDF-SHA256, RFC 5869).
+    """Derive bytes from a secret for one purpose (HKDF-SHA256, RFC 5869).
 
-    They reveal neither the secret nor the bytes for another purpose.
+    The bytes reveal neither the secret nor the bytes derived for another purpose.
     """
     key = hmac.digest(salt, secret, "sha256")
     block, derived = b"", b""

@@ -1,13 +1,16 @@
-"""Interface by which drivers of the protocol's machines send, wait and read the clock.
+"""Interface through which the protocol's state machines send messages, wait and read the clock.
 
-    link    a connection to a door; the transport makes it again where it ends
-    door    an endpoint that others connect to; whoever connects has an address there
+    link        this process's end of a connection to a listener of another process; when the
+                connection breaks, the transport connects again
+    listener    an endpoint of this process to which other processes connect; the listener assigns
+                an address to each connected process
 
-`dtrans.run.net.zmq_transport` implements it over ZeroMQ and `tools.simulate.network` over a virtual
-network.
+`dtrans.run.net.zmq_transport` implements the interface over ZeroMQ, and `tools.simulate.network`
+implements it over a virtual network.
 
-Messages of one connection keep their order. The last messages of a connection come before the event
-of its end. A transport belongs to one thread at a time; only `wake` may be called from another.
+A connection keeps its messages in order. When it ends, its last messages are delivered before the
+event that reports the end. Only one thread at a time may use a transport, but any thread may call
+`wake`.
 """
 
 from __future__ import annotations
@@ -16,27 +19,29 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 
-SERVER = "server"  # role name of servers, which every listening socket has
-DOOR = "a role of parameter servers"  # user name of all roles at a server
-LINGER = 5.0  # seconds that the last messages may take to leave
-# seconds in which a connection that a network has broken may be made again, with nothing lost
-RETRY = 5.0
+SERVER = "server"  # role whose key every listener uses
+ROLE_USER = (
+    "a role of parameter servers"  # user name with which trainers and servers connect to servers
+)
+LINGER = 5.0  # seconds for which a closed link or listener still sends its last messages
+RETRY = 5.0  # seconds until a process whose connection broke counts as gone
 
 EventKind = Literal["message", "connected", "broken", "barred", "lost", "refused"]
 
 
 class Event(NamedTuple):
-    """Something that has happened at a link or at a door.
+    """Event at a link or at a listener.
 
     Attributes:
-      kind: `message` at both. At a link: the connection is `connected` (each time that it is made),
-        it is `broken`, or the other end has `barred` this one. At a door: an address has
-        `connected`, its connection is `lost`, or a stranger was `refused`.
-      source: the link or door.
-      frames: of a message, without an address. Their memory lives as long as somebody holds them.
-      address: of the sender, at a door.
-      user: the user name of the sender of a message, at a door.
-      reason: for which the other end has barred this one.
+      kind: the kind of the event. Both have `message`. Events of a link: `connected` (after each
+        reconnection, too), `broken`, and `barred` if the listener rejects this process. Events of
+        a listener: `connected`, `lost` if the connection of an address ended, and `refused` if the
+        listener rejected a process.
+      source: the link or the listener.
+      frames: the frames of a message, without the address.
+      address: at a listener, the address of the other process.
+      user: at a listener, the user name of a message's sender.
+      reason: the reason of a `barred` event.
     """
 
     kind: EventKind
@@ -48,90 +53,97 @@ class Event(NamedTuple):
 
 
 class Link(Protocol):
-    """A connection to a door."""
+    """Connection to a listener of another process."""
 
     def send(self, frames: Sequence[Any], /) -> None:
-        """Send a message. Its frames may not be written to before it has left.
+        """Send a message. The caller may not write to its frames until it has been sent.
 
-        A message is dropped if the transport has given up the connection.
+        The transport drops the message if it has given up the connection.
         """
 
     def changes(self) -> Iterator[Event]:
-        """Take the events of the connection that have happened, ahead of messages before them."""
+        """Yield the `connected`, `broken` and `barred` events, even if earlier messages are unread.
+
+        The messages remain for the next `poll`.
+        """
 
     def close(self, linger: float = 0.0) -> None:
-        """Close it. Sent messages have `linger` seconds to leave."""
+        """Close the link, after at most `linger` seconds in which pending messages are sent."""
 
 
-class Door(Protocol):
-    """An endpoint of this process that others connect to.
+class Listener(Protocol):
+    """Endpoint of this process to which other processes connect.
 
     Attributes:
-      endpoint: where others connect to it.
-      local: where processes of the same host may connect instead; empty, if nowhere.
+      endpoint: the `host:port` to connect to.
+      local: a local address, which only processes on the same host can use; empty if there is none.
     """
 
     endpoint: str
     local: str
 
     def send(self, address: bytes, frames: Sequence[Any], /) -> None:
-        """Send a message to an address; it is dropped if its connection has ended."""
+        """Send a message to an address, or drop it if the connection has ended."""
 
     def close(self, linger: float = 0.0) -> None:
-        """Close it, and free the endpoint. Sent messages have `linger` seconds to leave."""
+        """Close the listener and release its endpoint.
+
+        Pending messages are sent for at most `linger` seconds.
+        """
 
 
 class Transport(Protocol):
-    """Links and doors of one process, and its clock."""
+    """Links and listeners of one process, and its clock."""
 
     def now(self) -> float:
         """Return the time in seconds."""
 
     def connect(self, endpoint: str, /, *, user: str, role: str, name: str = "") -> Link:
-        """Open a link to a door.
+        """Open a link to a listener.
 
         Args:
-          endpoint: `host:port`, or where a door is `local`.
-          user: the name as which the door knows this process.
-          role: of this process; its key is shown where roles have separate keys.
-          name: of this process in messages; the role by default.
+          endpoint: the listener's `host:port`, or its local address.
+          user: user name under which this process connects.
+          role: role of this process; it selects the key if roles have separate keys.
+          name: name of this process in error messages; by default its role.
 
         Raises:
-          ConfigError: nothing protects messages to this endpoint.
+          ConfigError: the endpoint is on another host, and neither a token nor keys protect the
+            messages.
         """
 
     def bind(
         self, endpoint: str, /, users: Mapping[str, str], *, frame: int, messages: int
-    ) -> Door:
-        """Open a door.
+    ) -> Listener:
+        """Open a listener.
 
         Args:
-          endpoint: `host:port`; port `*` stands for a free one.
-          users: names as which others may connect, each with the role that may; an empty role
-            stands for all.
-          frame: bytes of the largest frame; the sender of a larger one is cut off.
-          messages: messages of one address that may wait to be read, and to be sent.
+          endpoint: `host:port`; the port `*` selects a free port.
+          users: user name to the role that may connect under it; an empty role admits all roles.
+          frame: bytes of the largest accepted frame. The connection of a process that sends a
+            larger frame is closed.
+          messages: capacity of the receive queue, and of the send queue, of each address.
 
         Raises:
-          ConfigError: it cannot be bound.
+          ConfigError: the endpoint cannot be bound.
         """
 
     def reaches(self, local: str, /) -> bool:
-        """Return True if this process can connect to the local address of another one."""
+        """Return True if this process can connect to this local address of another process."""
 
     def poll(self, until: float, link: Link | None = None) -> Iterator[Event]:
-        """Wait until something happens, or until a time; take what has happened.
+        """Wait for an event, and yield the pending events.
 
-        It ends early, with no event, after `wake`. Events that are not taken from the iterator
-        come with the next poll.
+        The wait ends without an event at the time `until`, and after `wake`. Events that the
+        caller does not read from the iterator are returned by the next poll.
 
         Args:
-          until: the time; events that have happened are taken also if it has passed.
-          link: the only one whose events are taken; all links and doors by default.
+          until: time at which the wait ends. If it has passed, pending events are still returned.
+          link: the only link to poll; by default all links and listeners are polled.
         """
 
     def wake(self) -> None:
-        """End the poll that another thread is in, or the next one."""
+        """Interrupt the poll of another thread, or the next poll if there is none now."""
 
     def close(self, linger: float = 0.0) -> None:
-        """Close all links and doors. Sent messages have `linger` seconds to leave."""
+        """Close all links and listeners, after at most `linger` seconds for pending messages."""

@@ -1,18 +1,18 @@
-"""Reminders of a process that waits: every ten seconds it logs for whom."""
+"""Timing of log lines: a process that waits logs every ten seconds what it waits for."""
 
 from __future__ import annotations
 
 import math
 
 
-SAY = 10.0  # seconds between two reminders
+SAY = 10.0  # seconds between two log lines
 
 
 class WaitReminder:
-    """Times at which a process logs a wait.
+    """Times at which a waiting process writes a log line.
 
     Attributes:
-      next: the next of these times.
+      next: time of the next log line.
 
     Example:
       >>> from dtrans.protocol.wait_reminder import WaitReminder
@@ -27,12 +27,12 @@ class WaitReminder:
         self._since = math.nan
 
     def begin(self, now: float) -> None:
-        """Begin a wait; the same wait may begin several times."""
+        """Start a wait at time `now`. A second call with the same time changes nothing."""
         if now != self._since:
             self._since, self.next = now, now + SAY
 
     def due(self, now: float) -> float:
-        """Return the seconds that the wait has lasted if a reminder is due, else 0."""
+        """Return the duration of the wait in seconds if a log line is due, else 0."""
         if now < self.next:
             return 0.0
         self.next = now + SAY

@@ -1,6 +1,8 @@
-"""Messages of the protocol, and the frames that they travel in.
+"""Format of the protocol's messages.
 
-A message is a multipart of ZeroMQ: a msgpack map, then raw frames. Its `op` names the kind:
+A message is a multipart message of ZeroMQ: a header, which is a msgpack map, and raw frames. The
+header's field `op` names the kind of the message, and the header has these other fields (optional
+ones are in brackets):
 
     trainer to server                                  server to trainer
     hello          trainer, trainers, session, order   welcome   step, local
@@ -52,55 +54,54 @@ A message is a multipart of ZeroMQ: a msgpack map, then raw frames. Its `op` nam
     process to process (pipelines)
     value          process, step, key, dtype, shape, impl, pieces + frames
 
-`plan` has the parts of the plan's fingerprint (`dtrans.ir.fingerprint`); a role with another plan
-is refused. `proof` is derived from `nonce` and the job's token (`dtrans.protocol.token`), and
-proves that the sender of a welcome has the token.
+Admission: `plan` contains the parts of the plan's fingerprint (`dtrans.ir.fingerprint`), and a role
+with another plan is refused. `proof` is derived from `nonce` and the job's token
+(`dtrans.protocol.token`). It proves that the sender of a welcome has the token.
 
-A trainer that has sent `complete` waits for the server's `goodbye`, and answers it with its own. A
-server ends when it has received that answer, or when the trainer has not come back in time after
-its connection broke. If the connection is made again before, `leaves` in the `hello` stands for the
-`complete`, and the server sends `goodbye` once more.
+End of a job: a trainer sends `complete`, receives `goodbye`, and answers with its own `goodbye`. A
+server ends when it has received this answer. It also ends if the trainer's connection broke and the
+trainer does not reconnect in time. A trainer that reconnects sets `leaves` in its `hello`, which
+replaces a lost `complete`, and the server sends `goodbye` again.
 
-A trainer ends a step with one message. Its field `then` lists the messages that follow,
-`send_barrier` and `recv`, whose fields are in the same map. The step of that `recv` is the next
-one.
+End of a step: a trainer sends one message. Its field `then` lists the messages that follow it,
+`send_barrier` and `recv`, and the header also contains their fields. The step of this `recv` is
+the next step.
 
-`values` has [dtype, shape, way] for each value of a round. The names of their bytes are "0", "1"
-and so on. The answer has [dtype, shape] (`dtrans.protocol.server.trainer_rounds`).
+Rounds: `values` contains [dtype, shape, way] for each value, where `way` is the collective with its
+arguments (`dtrans.protocol.server.trainer_rounds`). The blocks have the names "0", "1", and so on.
+The answer contains [dtype, shape] for each value.
 
-`prefetch` asks for rows of a block of a table: `count` increasing row ids, as 32-bit integers
-under the name "ids". With `train` the gradient that follows in this step has the same rows, and no
-row ids. An asynchronous trainer with a communicator merges gradients, whose rows differ:
-`row_ids` sends their numbers first.
+Table rows: `prefetch` requests `count` rows of a table's block. Their increasing row ids are 32-bit
+integers in the block "ids". If `train` is true, the trainer later sends the gradient of the same
+rows without row ids. An asynchronous trainer with a communicator merges gradients of different
+rows, so it sends their row ids in `row_ids` before the gradient.
 
-With `ahead` the rows are for a later step, that many steps from now, and so is the gradient. The
-answer has `ahead`, the number of that step. Rows that have changed since follow, `count` of them,
-with their places in the lookup under the name "at". The field `last` marks the last answer
-(`dtrans.protocol.tables.rows_ahead`).
+Announced rows: with `ahead`, the rows and their gradient belong to a later step, `ahead` steps from
+now. In the answer, `ahead` is the number of that step. Later answers contain `count` rows that have
+changed since, and the block "at" contains their positions in the lookup. The field `last` marks the
+last answer (`dtrans.protocol.tables.rows_ahead`).
 
-A trainer of GEO-SGD stores the rows that it has asked for. If `changed` in its `recv` is true, a
-`changed` for each of the server's table blocks precedes the answer. It has the increasing 32-bit
-numbers ("ids") and the values ("rows") of `count` rows. These are rows that the trainer stores, and
-that others have changed since the last `changed`. If the field is false, the trainer stores no
-rows, and no `changed` comes.
+GEO-SGD: a trainer stores the rows that it has requested. If `changed` is true in its `recv`, the
+server first sends one `changed` for each of its table blocks. It contains the 32-bit row ids
+("ids") and values ("rows") of `count` stored rows that other trainers have changed since the
+last `changed`. If the field is false, the trainer stores no rows, so the server sends no `changed`.
 
-Between two steps a trainer may ask for the state of tables
-(`dtrans.protocol.tables.stored_tables`). `changes` has the numbers of `count` changed rows in the
-block under the name "ids", and of `gone` evicted ones under "gone", as 32-bit integers.
+Tables between two steps (`dtrans.protocol.tables.stored_tables`): `changes` contains the 32-bit row
+ids of `count` changed rows in the block "ids", and of `gone` evicted rows in the block "gone".
 
-An answer repeats the `request` that it answers, a number that its trainer uses once. A trainer that
-no longer waits drops the answer when it comes.
+Requests: an answer repeats the `request` number of the message that it answers. A trainer uses each
+number once, and drops an answer that it no longer waits for.
 
-`saved` may come many steps after its `save`, since servers write in the background. A trainer that
-waits for it sends `saving` to all servers whenever one of them is still writing, and so is not
-late. In a `save`, `made` is the number of steps that the trainer has made: the same for all
-servers. Several trainers may ask for one checkpoint after the same number of steps.
+Checkpoints: servers write in the background, so `saved` may arrive many steps after `save`. While a
+trainer waits for `saved`, it sends `saving` to all servers, so that they do not count it as late.
+In a `save`, `made` is the number of steps that the trainer has made, which is the same for all
+servers. Several trainers may request the same checkpoint after the same number of steps.
 
-`pieces` has one list for each frame, of [name, offset, nbytes] in the order in which they lie in
-the frame: nbytes of the block called name, from byte `offset` on. Blocks larger than
-`MESSAGE_BYTES` travel as several messages, because ZeroMQ delivers a message when all of it is
-here. Small blocks share a frame. The bytes are those of the array in C order and in this machine's
-byte order. Both ends must be little-endian, which `hello` and `peer` state.
+Arrays: `pieces` contains one list for each frame. Each [name, offset, nbytes] in the list describes
+the next bytes of the frame: `nbytes` bytes of block `name`, from byte `offset` on. A block larger
+than `MESSAGE_BYTES` is sent in several messages, because ZeroMQ delivers only complete messages.
+Small blocks share a frame. Arrays are in C order and in the machine's byte order. Both processes
+must be little-endian: `order` in `hello` and `peer` states the byte order.
 """
 
 from __future__ import annotations
@@ -117,16 +118,16 @@ from dtrans.errors import WireError
 
 
 VERSION = 2
-MESSAGE_BYTES = 4 << 20  # above a few MB, fresh allocations take most of the time
-SMALL = 16 << 10  # blocks below this share a frame: a copy is cheaper than a frame
-# bytes of a frame of any job; a role that knows the plan has a lower limit
-MAX_MESSAGE = 16 << 20
-HELLO = 512 << 10  # bytes of a header without rows: the fingerprint of a plan is the longest field
-ROW = 256  # bytes of a header for one block, without its name
+# bytes of arrays in a message; allocating larger messages takes longer than copying them
+MESSAGE_BYTES = 4 << 20
+SMALL = 16 << 10  # bytes; smaller blocks share a frame, because a copy is cheaper than a frame
+MAX_MESSAGE = 16 << 20  # bytes of the largest frame; `limits` computes a lower limit from the plan
+HELLO = 512 << 10  # bytes of the largest header without blocks; the plan's fingerprint is longest
+ROW = 256  # bytes that a block adds to a header, without its name
 
 Piece = tuple[str, int, int]
 
-# op to the fields it must have, with their types
+# op to its required fields, with their types
 FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "hello": {"trainer": int, "trainers": int, "session": str, "order": str},
     "send": {"step": int, "pieces": list},
@@ -175,7 +176,7 @@ FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
 }
 
 
-# op to the optional fields, with their types
+# op to its optional fields, with their types
 OPTIONAL: dict[str, dict[str, type | tuple[type, ...]]] = {
     "hello": {
         **{"sync_mode": bool, "plan": dict, "nonce": str, "sent": int, "heard": int},
@@ -204,16 +205,16 @@ OPTIONAL: dict[str, dict[str, type | tuple[type, ...]]] = {
     "here": {"proof": str},
 }
 
-# messages that may be lost with a connection: they are sent again, or nobody needs them
+# messages that may be lost with a connection, because they are sent again or are not needed
 UNCOUNTED = ("hello", "welcome", "waiting", "refuse", "complete", "goodbye")
 
-# messages that others may follow, in `then`
+# messages that may have the field `then`
 FOLLOWED = ("send", "send_barrier")
 
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """A received message: its op, fields, and raw frames."""
+    """Received message: its op, the fields of its header, and its raw frames."""
 
     op: str
     fields: dict[str, Any]
@@ -224,21 +225,21 @@ class Message:
 
     @property
     def request(self) -> dict[str, int]:
-        """The field that the answer repeats, if there is one."""
-        return {n: x for n, x in self.fields.items() if n == "request"}
+        """The field `request`, which the answer must repeat; empty if the message has none."""
+        return {"request": self.fields["request"]} if "request" in self.fields else {}
 
 
 def header(op: str, **fields: Any) -> bytes:
-    """Return the first frame of a message."""
+    """Return the header of a message, which is its first frame."""
     return msgpack.packb({"v": VERSION, "op": op, **fields})
 
 
 def parse(parts: Sequence[Any]) -> Message:
-    """Parse a message from its frames: bytes, or objects with a `buffer`.
+    """Parse a message from its frames, which are bytes or objects with a `buffer`.
 
     Raises:
-      WireError: the frames are malformed, or of another version; or a field is missing, or of
-        another type.
+      WireError: the header is malformed or has another protocol version, or a field is missing or
+        has the wrong type.
     """
     if not parts:
         raise WireError("an empty message")
@@ -246,28 +247,36 @@ def parse(parts: Sequence[Any]) -> Message:
         fields = msgpack.unpackb(_view(parts[0]), raw=False, strict_map_key=True)
     except (ValueError, msgpack.UnpackException) as e:  # msgpack raises both kinds
         raise WireError(f"a message whose header is not msgpack ({e or type(e).__name__})") from e
-    if not isinstance(fields, dict) or fields.get("v") != VERSION:
-        version = fields.get("v") if isinstance(fields, dict) else None
+    version = fields.get("v") if isinstance(fields, dict) else None
+    if version != VERSION:
         raise WireError(
-            f"a message of protocol version {brief(version)}; this is version {VERSION}"
+            f"a message of protocol version {brief(version)}; this process uses version {VERSION}"
         )
     op = fields.get("op")
     if not isinstance(op, str) or op not in FIELDS:
         raise WireError(f"a message of unknown kind {brief(op)}")
-    optional = {n: kind for n, kind in OPTIONAL.get(op, {}).items() if n in fields}
-    for name, kind in {**FIELDS[op], **optional}.items():
-        value = fields.get(name)
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise WireError(f"a `{op}` message without a proper {name}")
+    for name, kind in FIELDS[op].items():
+        _check_field(op, name, fields.get(name), kind)
+    for name, kind in OPTIONAL.get(op, {}).items():
+        if name in fields:
+            _check_field(op, name, fields[name], kind)
     return Message(op, fields, parts[1:])
 
 
+def _check_field(op: str, name: str, value: Any, kind: type | tuple[type, ...]) -> None:
+    # bool is a subclass of int
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise WireError(f"a `{op}` message whose field `{name}` is missing or has the wrong type")
+
+
 def limits(blocks: Mapping[str, int]) -> tuple[int, int]:
-    """Return the limits of a job's messages: bytes of the largest frame, and messages to one peer
-    that may be on their way.
+    """Return the limits of a job's messages.
 
     Args:
-      blocks: name to size in bytes, of all blocks that are sent and received in a step.
+      blocks: name to size in bytes of each block that is sent or received in a step.
+
+    Returns:
+      The bytes of the largest frame, and the largest number of unread messages to one peer.
     """
     header = HELLO + sum(len(n.encode()) + ROW for n in blocks)
     steps = len(blocks) + sum(blocks.values()) // MESSAGE_BYTES
@@ -275,7 +284,7 @@ def limits(blocks: Mapping[str, int]) -> tuple[int, int]:
 
 
 def brief(value: Any) -> str:
-    """Return the text of a value for a message, in at most 80 characters."""
+    """Return the repr of a value, cut to 80 characters, for an error message."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
@@ -288,12 +297,12 @@ def _view(part: Any) -> memoryview:
 
 
 def as_bytes(array: Any) -> np.ndarray:
-    """Return the bytes of an array, as a flat view of its memory if that is contiguous."""
+    """Return the bytes of an array: a flat view of its memory, or of a copy in C order."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def messages(blocks: Iterable[tuple[str, Any]]) -> Iterator[tuple[list[list[Piece]], list[Any]]]:
-    """Cut named arrays into messages; yield the `pieces` of each header, and its frames."""
+    """Split named arrays into messages; yield the field `pieces` and the frames of each one."""
     pieces: list[list[Piece]] = []
     frames: list[Any] = []
     size = 0
@@ -333,7 +342,7 @@ def messages(blocks: Iterable[tuple[str, Any]]) -> Iterator[tuple[list[list[Piec
 
 
 def framed(op: str, blocks: Sequence[tuple[str, Any]] = (), **fields: Any) -> Iterator[list[Any]]:
-    """Yield the frames of a message, and of those that follow if the named arrays are large."""
+    """Yield the frames of a message, or of several messages if the arrays need more than one."""
     if not blocks:
         yield [header(op, **fields)]
     for pieces, frames in messages(blocks):
@@ -341,19 +350,20 @@ def framed(op: str, blocks: Sequence[tuple[str, Any]] = (), **fields: Any) -> It
 
 
 def unpack(message: Message, target: Callable[[str], np.ndarray], arrived: dict[str, int]) -> None:
-    """Copy the pieces of a message to their blocks: all of them, or none if it raises.
+    """Copy the pieces of a message to their blocks. If it raises, it has copied nothing.
 
     Args:
-      target: returns the bytes of a block by name; raises WireError for an unknown name.
-      arrived: number of bytes of each block that are here, from its start on; updated in place.
+      target: returns the memory of a block by name, or raises WireError for an unknown name.
+      arrived: block name to the number of bytes received so far; updated in place.
 
     Raises:
-      WireError: pieces and frames disagree, or bytes lie outside a block or are not its next ones.
+      WireError: the pieces do not match the frames, or a piece is not the next one of its block, or
+        ends outside the block.
     """
     tables = message["pieces"]
     if len(tables) != len(message.frames):
         raise WireError(
-            f"a `{message.op}` message with {len(message.frames)} frames where its header lists "
+            f"a `{message.op}` message with {len(message.frames)} frames, but its header lists "
             f"{len(tables)}"
         )
     here: dict[str, int] = {}
@@ -365,29 +375,35 @@ def unpack(message: Message, target: Callable[[str], np.ndarray], arrived: dict[
             block = target(name)
             if offset + nbytes > block.nbytes:
                 raise WireError(
-                    f"bytes {offset} to {offset + nbytes} of {name}, which has {block.nbytes}"
+                    f"bytes {offset} to {offset + nbytes} of {name}, which has {block.nbytes} bytes"
                 )
             if at + nbytes > data.nbytes:
                 raise WireError(
-                    f"a truncated frame: {name} ends at byte {at + nbytes} of {data.nbytes}"
+                    f"a truncated frame: its header lists {at + nbytes} bytes up to the end of "
+                    f"{name}, but it has {data.nbytes}"
                 )
             before = here.get(name, arrived.get(name, 0))
             if offset != before:
                 raise WireError(
-                    f"bytes {offset} to {offset + nbytes} of {name}, which has {before} here"
+                    f"bytes {offset} to {offset + nbytes} of {name}; expected its bytes from "
+                    f"{before} on"
                 )
             copies.append((block[offset : offset + nbytes], data[at : at + nbytes]))
             at += nbytes
             here[name] = offset + nbytes
         if at != data.nbytes:
-            raise WireError(f"a frame of {data.nbytes} bytes where its header lists {at}")
+            raise WireError(f"a frame of {data.nbytes} bytes, but its header lists {at}")
     for rows, data in copies:
         rows[:] = data
     arrived.update(here)
 
 
 def checked_pieces(table: Any) -> list[Piece]:
-    """Return the pieces of one frame. Raises WireError if they are not [name, offset, nbytes]."""
+    """Return the pieces of one frame after a check of their types.
+
+    Raises:
+      WireError: a piece is not [name, offset, nbytes].
+    """
     if not isinstance(table, list):
         raise WireError("pieces that are not a list")
     for piece in table:

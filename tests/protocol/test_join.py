@@ -68,7 +68,7 @@ def test_who_was_told_other_endpoints_refuses() -> None:
     one, stray = first(), JoinMember(1, ("a:1", "x:9"), SECRET, deadline=60.0, now=0.0)
     answer = stray.heard(b"the first", [one.question(1)], 1.0)
     reason = (
-        "this is trainer 1 of a:1,x:9, and trainer 0 takes it for trainer 1 of 'a:1,b:2,c:3,d:4'"
+        "this process is trainer 1 of a:1,x:9, but trainer 0 expects trainer 1 of 'a:1,b:2,c:3,d:4'"
     )
     assert answer is not None and stray.refused == reason
     with pytest.raises(PeerError, match=f"^trainer 1 \\(b:2\\) refused trainer 0: {reason}$"):
@@ -80,21 +80,22 @@ def test_the_first_gives_up_and_says_so_to_who_was_asked_by_it() -> None:
     waiting = other(2)
     waiting.heard(b"the first", [first().question(2)], 1.0)
     assert waiting.heard(b"a stranger", [wire.header("abort", reason="no")], 2.0) is None
-    with pytest.raises(PeerError, match="^trainer 2 was told to give up: no$"):
+    with pytest.raises(PeerError, match="^trainer 2 stopped because trainer 0 gave up: no$"):
         waiting.heard(b"the first", [wire.header("abort", reason="no")], 2.0)
-    with pytest.raises(DeadlineError, match="^trainer 2 was told to give up: late$"):
+    with pytest.raises(DeadlineError, match="^trainer 2 stopped because trainer 0 gave up: late$"):
         waiting.heard(b"the first", [wire.header("abort", reason="late", late=True)], 2.0)
 
 
 def test_time_is_up() -> None:
     waiting, one = other(1), first()
     assert waiting.limit == 60.0
-    assert str(waiting.late()) == "trainer 1 waited 60 s at b:2 for trainer 0 (a:1) to come"
+    assert str(waiting.late()) == "trainer 1 waited 60 s at b:2 for trainer 0 (a:1) to connect"
     waiting.heard(b"the first", [one.question(1)], 10.0)
     waiting.heard(b"the first", [one.question(1)], 50.0)  # asked again, which gives it no more time
     assert waiting.limit == 70.0 + GRACE
     assert (
-        str(waiting.late()) == "trainer 1 waited 65 s at b:2 for trainer 0 (a:1) to find the others"
+        str(waiting.late())
+        == "trainer 1 waited 65 s at b:2 for trainer 0 (a:1) to reach the other trainers"
     )
     waiting.heard(b"another first", [one.question(1)], 50.0)  # it was started anew
     assert waiting.limit == 110.0 + GRACE
@@ -104,7 +105,7 @@ def test_time_is_up() -> None:
         "trainer 0 waited 5 s for trainer 1 (b:2) and trainer 2 (c:3) and trainer 3"
     )
     assert (
-        "; at d:4 is something that is not of this job: a message whose header is not msgpack"
+        "; the process at d:4 is not part of this job: it sent a message whose header is not msgpack"
         in str(one.late(5.0))
     )
 
@@ -115,7 +116,7 @@ def test_who_waits_says_for_whom_every_ten_seconds(caplog: pytest.LogCaptureFixt
     assert one.reminder.next == waiting.wakes == 10.0
     for now in range(25):
         one.say_that_it_waits(float(now))
-    told = "trainer 0 has waited {} s for trainer 2 (c:3) and trainer 3 (d:4) to come".format
+    told = "trainer 0 has waited {} s for trainer 2 (c:3) and trainer 3 (d:4) to join".format
     assert caplog.messages == [told(10), told(20)]
     caplog.clear()
     waiting.say_that_it_waits(11.0)
@@ -123,7 +124,7 @@ def test_who_waits_says_for_whom_every_ten_seconds(caplog: pytest.LogCaptureFixt
     waiting.say_that_it_waits(20.0)
     waiting.say_that_it_waits(21.0)
     told = "trainer 1 has waited {} s at b:2 for trainer 0 (a:1) {}".format
-    assert caplog.messages == [told(11, "to come"), told(21, "to find the others")]
+    assert caplog.messages == [told(11, "to connect"), told(21, "to reach the other trainers")]
 
 
 def test_who_waits_looks_again_at_its_deadline() -> None:

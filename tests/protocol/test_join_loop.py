@@ -91,7 +91,7 @@ def test_the_others_are_given_up_where_one_refuses(seed: int) -> None:
     one, two = sorted(others, key=lambda x: x.name)
     assert "trainer 2 (c:3) refused trainer 0" in str(first.error)
     assert "trainer 0 has different endpoints" in str(two.error)
-    assert "trainer 1 was told to give up: trainer 2 (c:3) refused" in str(one.error)
+    assert "trainer 1 stopped because trainer 0 gave up: trainer 2 (c:3) refused" in str(one.error)
 
 
 @pytest.mark.parametrize("seed", range(5))

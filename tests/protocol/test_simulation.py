@@ -246,7 +246,7 @@ def test_rows_of_steps_that_a_communicator_has_not_sent_stay() -> None:
     ("kind", "why"),
     [
         ("second", "is DTRANS_TRAINER_ID, or trainer_id, the same in two processes?"),
-        ("stranger", "does not let trainer 1 in: it has not the job's token"),
+        ("stranger", "does not admit trainer 1: it does not have the job's token"),
     ],
 )
 def test_another_process_is_refused_by_name_and_the_job_goes_on(

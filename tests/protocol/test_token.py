@@ -26,7 +26,7 @@ def test_a_token_is_in_the_environment_or_in_a_file(tmp_path: Path) -> None:
     [
         (None, "which cannot be read: No such file or directory"),
         (b"\xff\xfe", "which cannot be read: it is not text"),
-        (b" \n", "and this file is empty; write the job's token into it"),
+        (b" \n", "which is an empty file; write the job's token into it"),
     ],
 )
 def test_a_file_without_a_token_is_named(tmp_path: Path, content: bytes | None, why: str) -> None:
@@ -72,12 +72,13 @@ def test_keys_are_derived_as_rfc_5869_says(
         ("Zm9vYmFyYmF6cXV4Zm9vYg", None),
         (
             "0" * 31,
-            "DTRANS_TOKEN has 31 hexadecimal digits, where 32 hold 128 random bits; take the "
-            "output of",
+            "DTRANS_TOKEN has 31 hexadecimal digits; expected at least 32, which contain 128 "
+            "random bits. Use the output of",
         ),
         (
             "Zm9vYmFyYmF6cXV4Zm9vY",
-            "DTRANS_TOKEN has 21 characters, where 22 hold 128 random bits; take the output of",
+            "DTRANS_TOKEN has 21 characters; expected at least 22, which contain 128 random bits. "
+            "Use the output of",
         ),
     ],
 )

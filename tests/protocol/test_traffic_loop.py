@@ -159,7 +159,9 @@ def test_a_server_that_ends_behind_its_answer_is_found() -> None:
     server.comes("broken")
     loop.turn()
     assert loop.received == 0
-    with pytest.raises(PeerError, match="pserver here:1 went away while trainer 0 waited for grad"):
+    with pytest.raises(
+        PeerError, match="pserver here:1 went away while trainer 0 waited for the gradients"
+    ):
         loop.turn()
 
 
@@ -190,7 +192,9 @@ def test_who_waits_for_a_server_that_has_gone_reads_its_last_words() -> None:
     link.line.broken(0.0)
     server.comes("message", "report", tables=[], request=0)
     assert wait.turn()
-    with pytest.raises(PeerError, match="went away while trainer 0 waited for what it has"):
+    with pytest.raises(
+        PeerError, match="went away while trainer 0 waited for its report of tables"
+    ):
         wait.turn()
 
 

@@ -198,14 +198,17 @@ def test_limits_let_every_message_of_a_plan_pass() -> None:
             [msgpack.packb({"v": wire.VERSION, "op": "complete"}) + b"x"],
             r"^a message whose header is not msgpack \(.*extra data",
         ),
-        ([msgpack.packb([1, 2])], "^a message of protocol version None; this is version 2$"),
+        (
+            [msgpack.packb([1, 2])],
+            "^a message of protocol version None; this process uses version 2$",
+        ),
         (
             [msgpack.packb({"v": 1, "op": "complete"})],
-            "^a message of protocol version 1; this is version 2$",
+            "^a message of protocol version 1; this process uses version 2$",
         ),
         (
             [msgpack.packb({"v": "x" * 999, "op": "complete"})],
-            r"^a message of protocol version 'x{76}\.\.\.; this is",
+            r"^a message of protocol version 'x{76}\.\.\.; this process",
         ),
         ([msgpack.packb({"v": wire.VERSION})], "^a message of unknown kind None$"),
         (
@@ -218,23 +221,23 @@ def test_limits_let_every_message_of_a_plan_pass() -> None:
         ),
         (
             [msgpack.packb({"v": wire.VERSION, "op": "send_barrier"})],
-            "^a `send_barrier` message without a proper step$",
+            "^a `send_barrier` message whose field `step` is missing or has the wrong type$",
         ),
         (
             [msgpack.packb({"v": wire.VERSION, "op": "send_barrier", "step": True})],
-            "without a proper step$",
+            "whose field `step` is missing or has the wrong type$",
         ),
         (
             [msgpack.packb({"v": wire.VERSION, "op": "recv", "step": 0, "blocks": {}})],
-            "without a proper blocks$",
+            "whose field `blocks` is missing or has the wrong type$",
         ),
         (
             [msgpack.packb({"v": wire.VERSION, "op": "refuse", "reason": "", "last": 1})],
-            "without a proper last$",
+            "whose field `last` is missing or has the wrong type$",
         ),
         (
             [msgpack.packb({"v": wire.VERSION, "op": "send_barrier", "step": 1.0})],
-            "without a proper step$",
+            "whose field `step` is missing or has the wrong type$",
         ),
         # a key that is not a string
         (
@@ -255,15 +258,19 @@ def test_a_header_that_is_not_ours_is_refused(parts: list[bytes], reason: str) -
 @pytest.mark.parametrize(
     "pieces, frames, reason",
     [
-        ([[["w", 0, 8]]], [], "^a `send` message with 0 frames where its header lists 1$"),
-        ([[["w", 0, 8]]], [b"1234567"], "^a truncated frame: w ends at byte 8 of 7$"),
-        ([[["w", 0, 8]]], [b"123456789"], "^a frame of 9 bytes where its header lists 8$"),
+        ([[["w", 0, 8]]], [], "^a `send` message with 0 frames, but its header lists 1$"),
+        (
+            [[["w", 0, 8]]],
+            [b"1234567"],
+            "^a truncated frame: its header lists 8 bytes up to the end of w, but it has 7$",
+        ),
+        ([[["w", 0, 8]]], [b"123456789"], "^a frame of 9 bytes, but its header lists 8$"),
         ([[["w", 9, 8]]], [b"12345678"], "^bytes 9 to 17 of w, which has 16$"),
-        ([[["w", 2, 8]]], [b"12345678"], "^bytes 2 to 10 of w, which has 0 here$"),
+        ([[["w", 2, 8]]], [b"12345678"], "^bytes 2 to 10 of w; expected its bytes from 0 on$"),
         (
             [[["w", 0, 8]], [["w", 0, 8]]],
             [b"12345678"] * 2,
-            "^bytes 0 to 8 of w, which has 8 here$",
+            "^bytes 0 to 8 of w; expected its bytes from 8 on$",
         ),
         ([[["w", 0, 4], ["u", 0, 4]]], [b"12345678"], "^unknown block u$"),
         (

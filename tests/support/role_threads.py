@@ -20,7 +20,7 @@ from dtrans.endpoints import ReservedEndpoints
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.protocol import token, wire
 from dtrans.protocol.collective.join_loop import FIRST
-from dtrans.protocol.transport import DOOR
+from dtrans.protocol.transport import ROLE_USER
 from dtrans.run.net.keys import Keys
 from dtrans.run.net.net_options import choose_encryption
 from dtrans.run.net.sockets import Authenticator, bind, connect, new_socket
@@ -181,7 +181,7 @@ class Peer:
       encryption: as the `transport_encryption` of a process; by default that of the environment.
     """
 
-    def __init__(self, endpoint: str, user: str = DOOR, encryption: str | None = None) -> None:
+    def __init__(self, endpoint: str, user: str = ROLE_USER, encryption: str | None = None) -> None:
         self._context = zmq.Context()
         self._endpoint = endpoint
         self._socket = new_socket(self._context, zmq.DEALER)
@@ -255,7 +255,7 @@ class FakeServer:
     def __init__(self, endpoint: str) -> None:
         self._context = zmq.Context()
         keys = Keys(token.job_token(), choose_encryption(None))
-        self._authenticator = Authenticator(self._context, keys, {DOOR: "", FIRST: ""})
+        self._authenticator = Authenticator(self._context, keys, {ROLE_USER: "", FIRST: ""})
         self._socket = new_socket(self._context, zmq.ROUTER)
         bind(self._socket, f"tcp://{endpoint}", keys)
         self._last, self._nonce = b"", ""

@@ -13,7 +13,7 @@ from tools.simulate.trainer_role import SimulatedTrainer
 REFUSALS = {
     "second": ("is here already", "has left, and cannot come back"),
     "stale": ("plans something else than", "is here already", "has left, and cannot come back"),
-    "stranger": ("does not let trainer",),
+    "stranger": ("does not admit trainer",),
 }
 
 

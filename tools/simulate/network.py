@@ -34,7 +34,7 @@ class Network:
       bandwidth: bytes a second.
 
     Attributes:
-      doors: that are open, by their endpoints.
+      listeners: that are open, by their endpoints.
       doubled: name of a connection to the number of its client's message that arrives twice.
       garbled: the same, of a message that arrives malformed; it is taken out when it arrives.
       late: name of a connection to the time before which it does not come up.
@@ -47,7 +47,7 @@ class Network:
         self.delay, self.patience = delay, patience
         self.bandwidth = bandwidth
         self.connections: list[SimulatedLink] = []
-        self.doors: dict[str, SimulatedDoor] = {}
+        self.listeners: dict[str, SimulatedListener] = {}
         self.doubled: dict[str, int] = {}
         self.garbled: dict[str, int] = {}
         self.late: dict[str, float] = {}
@@ -60,20 +60,20 @@ class Network:
                 c.break_off(seconds)
 
     def address(self) -> bytes:
-        """Return a new address of a client at a door."""
+        """Return a new address of a client at a listener."""
         return b"%d" % next(self._addresses)
 
 
 class SimulatedTransport:
-    """Links and doors of a process, as `dtrans.protocol.transport.Transport`.
+    """Links and listeners of a process, as `dtrans.protocol.transport.Transport`.
 
     Args:
-      token: of the job that the process belongs to; doors bar links with another one.
+      token: of the job that the process belongs to; listeners bar links with another one.
     """
 
     def __init__(self, network: Network, process: Process, token: str = "") -> None:
         self._network, self._process, self._token = network, process, token
-        self._opened: list[SimulatedLink | SimulatedDoor] = []
+        self._opened: list[SimulatedLink | SimulatedListener] = []
 
     def now(self) -> float:
         """Return the time of the process: of the event that it handles, and what it has spent."""
@@ -95,13 +95,13 @@ class SimulatedTransport:
         frame: int = 0,
         messages: int = 0,
         has_local: bool = False,
-    ) -> SimulatedDoor:
-        """Open a door, to which anybody may connect."""
-        door = SimulatedDoor(
+    ) -> SimulatedListener:
+        """Open a listener, to which anybody may connect."""
+        listener = SimulatedListener(
             self._network, self._process, endpoint, self._token, has_local=has_local
         )
-        self._opened.append(door)
-        return door
+        self._opened.append(listener)
+        return listener
 
     def reaches(self, local: str, /) -> bool:
         """Return True: all processes are on one host."""
@@ -118,13 +118,13 @@ class SimulatedTransport:
         self._process.wake_at(self._network.clock.now)
 
     def close(self, linger: float = 0.0) -> None:
-        """Close all links and doors; what was sent still arrives."""
+        """Close all links and listeners; what was sent still arrives."""
         for opened in self._opened:
             opened.close()
         self._opened.clear()
 
 
-class SimulatedDoor:
+class SimulatedListener:
     """An endpoint of a process."""
 
     def __init__(
@@ -140,7 +140,7 @@ class SimulatedDoor:
         self.process, self.token = process, token
         self.connections: dict[bytes, SimulatedLink] = {}
         self._network = network
-        network.doors[endpoint] = self
+        network.listeners[endpoint] = self
 
     def send(self, address: bytes, frames: Sequence[Any], /) -> None:
         """Send a message; it is lost if the connection is gone."""
@@ -149,19 +149,19 @@ class SimulatedDoor:
 
     def close(self, linger: float = 0.0) -> None:
         """Close it, and all connections to it."""
-        if self._network.doors.get(self.endpoint) is self:
-            del self._network.doors[self.endpoint]
+        if self._network.listeners.get(self.endpoint) is self:
+            del self._network.listeners[self.endpoint]
         for connection in list(self.connections.values()):
             connection.close_by_server()
 
 
 class SimulatedLink:
-    """A connection of a process to a door. Made by `SimulatedTransport.connect`.
+    """A connection of a process to a listener. Made by `SimulatedTransport.connect`.
 
     Attributes:
       client, server_name: its two ends.
       up: it is established.
-      address: the name by which the door knows it.
+      address: the name by which the listener knows it.
       paused_until: for each direction, the time until which nothing passes: to the server, and to
         the client.
     """
@@ -172,7 +172,7 @@ class SimulatedLink:
         self.up = False
         self.address = network.address()
         self.paused_until = [0.0, 0.0]
-        self._door: SimulatedDoor
+        self._listener: SimulatedListener
         self._doubled = network.doubled.get(self.name, -1)
         self._closed = False
         self._epoch = 0  # changes with each establishment and break
@@ -189,25 +189,25 @@ class SimulatedLink:
 
     def establish(self) -> None:
         """Come up if the server is there; else try again."""
-        clock, door = self.network.clock, self.network.doors.get(self._endpoint)
+        clock, listener = self.network.clock, self.network.listeners.get(self._endpoint)
         late = self.network.late.get(self.name, 0.0)
         if self.up or self._closed or not self.client.there:
             return
         if clock.now < late:
             clock.at(late, self.establish)
             return
-        if door is None:
+        if listener is None:
             clock.at(clock.now + RETRY, self.establish)
             return
-        if door.token != self._token:
-            door.process.deliver(Event("refused", door))
-            self.client.deliver(Event("barred", self, reason="it has not the job's token"))
+        if listener.token != self._token:
+            listener.process.deliver(Event("refused", listener))
+            self.client.deliver(Event("barred", self, reason="it does not have the job's token"))
             return
-        self.up, self._door = True, door
+        self.up, self._listener = True, listener
         self._epoch += 1
         self._last = [clock.now, clock.now]
-        door.connections[self.address] = self
-        self._arrive(0, Event("connected", door, address=self.address), clock.now)
+        listener.connections[self.address] = self
+        self._arrive(0, Event("connected", listener, address=self.address), clock.now)
         self._arrive(1, Event("connected", self), clock.now)
         pending, self._pending = self._pending, []
         for frames in pending:
@@ -225,13 +225,13 @@ class SimulatedLink:
             del self.network.garbled[self.name]
             frames = garble(frames, self._sent)
         for _ in range(1 + (self._sent == self._doubled)):
-            self._arrive(0, Event("message", self._door, frames, self.address), now)
+            self._arrive(0, Event("message", self._listener, frames, self.address), now)
         self._sent += 1
 
     def to_client(self, frames: Sequence[Any]) -> None:
         """Send a message of the server."""
         if self.up:
-            self._arrive(1, Event("message", self, frames), self._door.process.now)
+            self._arrive(1, Event("message", self, frames), self._listener.process.now)
 
     def changes(self) -> Iterator[Event]:
         """Take the events of the connection, ahead of messages before them."""
@@ -251,9 +251,9 @@ class SimulatedLink:
             return
         self.up = False
         self._epoch += 1
-        clock, door = self.network.clock, self._door
-        del door.connections[self.address]
-        door.process.deliver(Event("lost", door, address=self.address))
+        clock, listener = self.network.clock, self._listener
+        del listener.connections[self.address]
+        listener.process.deliver(Event("lost", listener, address=self.address))
         if self.client.there:
             heard = clock.now + self.network.delay()
             clock.at(heard, self._broken)
@@ -294,7 +294,7 @@ class SimulatedLink:
             self._last[way],
             start + network.delay() + sum(map(_size, event.frames)) / network.bandwidth,
         )
-        epoch, to = self._epoch, self.client if way else self._door.process
+        epoch, to = self._epoch, self.client if way else self._listener.process
 
         def deliver() -> None:
             if self._epoch == epoch and not (way and self._closed):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from dtrans.protocol import wire
-from dtrans.protocol.transport import DOOR, Event
+from dtrans.protocol.transport import ROLE_USER, Event
 from tools.simulate.case import Case, Guest
 from tools.simulate.clock import Clock
 from tools.simulate.network import Network, SimulatedTransport
@@ -31,7 +31,7 @@ class NoiseMaker(Process):
         """Connect to the servers, and end when the job may have ended."""
         self.begun = True
         for endpoint in self._case.endpoints:
-            link = self._transport.connect(endpoint, user=DOOR, role=self.name)
+            link = self._transport.connect(endpoint, user=ROLE_USER, role=self.name)
             for _ in range(3):
                 link.send(malformed(self._random, self._guest.trainer))
         self._until = self.clock.now + self._case.deadline

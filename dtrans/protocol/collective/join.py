@@ -1,10 +1,11 @@
-"""Rendezvous of the trainers of a collective job: the questions of trainer 0 and their answers.
+"""Rendezvous of the trainers of a collective job.
 
-    leader (trainer 0)    asks every other trainer until all have joined, and then tells them so
-    member (any other)    answers the leader if both have the same endpoints, and waits for its word
+    leader (trainer 0)      asks each member to join, and sends `go` when all members have joined
+    member (any other)      answers the leader if both have the same endpoints, and waits for `go`
 
-The list of endpoints says which process is which trainer. Both sides prove that they have the job's
-token.
+All trainers have the same list of endpoints, and the position of an endpoint is the trainer's id.
+Keys or passwords admit the leader to a member, and the members' answers prove that they have the
+job's token.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dtrans.protocol.wait_reminder import WaitReminder
 
 
 log = logging.getLogger("dtrans.rendezvous")
-GRACE = 5.0  # seconds that members give the leader to tell them that its deadline has passed
+GRACE = 5.0  # seconds that a member waits longer than the leader's deadline, for its `abort`
 
 
 class JoinLeader:
@@ -28,13 +29,14 @@ class JoinLeader:
     Args:
       endpoints: endpoints of all trainers.
       secret: the job's token.
-      nonce: random word of this rendezvous; the members' answers prove the token with it.
-      now: the time at which it begins.
+      nonce: random word of this rendezvous, from which members derive their proofs.
+      now: time at which the rendezvous begins.
 
     Attributes:
       missing: ids of the trainers that have not answered yet.
       joined: ids of the trainers that have joined.
-      reminder: the times at which trainer 0 logs for whom it waits.
+      strangers: id of a missing trainer to the reason why the process at its endpoint cannot join.
+      reminder: times at which trainer 0 logs the missing trainers.
 
     Example:
       >>> from dtrans.protocol import wire
@@ -52,29 +54,28 @@ class JoinLeader:
         self._endpoints, self._secret, self._nonce = endpoints, secret, nonce
         self.missing = list(range(1, len(endpoints)))
         self.joined: list[int] = []
-        # of missing trainers: the reason for which another process answers at their endpoint
         self.strangers: dict[int, str] = {}
         self.reminder = WaitReminder()
         self.reminder.begin(now)
 
     def question(self, k: int) -> bytes:
-        """Return the question to trainer k."""
+        """Return the message that asks trainer k to join."""
         return wire.header("meet", trainer=k, endpoints=list(self._endpoints), nonce=self._nonce)
 
     def heard(self, k: int, parts: Sequence[Any]) -> None:
-        """Take an answer of trainer k.
+        """Handle an answer of the process at trainer k's endpoint.
 
         Raises:
-          PeerError: the trainer refuses.
-          WireError: an answer of another job, which changes nothing.
+          PeerError: trainer k refuses to join.
+          WireError: the process belongs to another job, or its answer is malformed.
         """
         if k not in self.missing:
-            return  # it was asked on two connections, and answers twice
+            return  # a second answer, after a question on a second connection
         try:
             message = self._answer(parts)
         except WireError as e:
             self.strangers[k] = (
-                f"; at {self._endpoints[k]} is something that is not of this job: {e}"
+                f"; the process at {self._endpoints[k]} is not part of this job: it sent {e}"
             )
             raise
         self.missing.remove(k)
@@ -86,12 +87,18 @@ class JoinLeader:
         self.joined.append(k)
 
     def barred(self, k: int, why: str) -> None:
-        """Note that a process at trainer k's endpoint refuses this connection; another may replace
-        it."""
-        self.strangers[k] = f"; {self._endpoints[k]} does not let trainer 0 in: {why}"
+        """Handle a refused connection to trainer k's endpoint.
+
+        The wait continues, because the right process may start there later.
+
+        Args:
+          k: id of the trainer.
+          why: reason of the refusal.
+        """
+        self.strangers[k] = f"; {self._endpoints[k]} does not admit trainer 0: {why}"
 
     def lost(self, k: int) -> None:
-        """Note that the connection to trainer k has ended: another process may replace it."""
+        """Handle the end of the connection to trainer k, which then has to join again."""
         if k in self.joined:
             self.joined.remove(k)
             self.missing.append(k)
@@ -99,55 +106,50 @@ class JoinLeader:
     def _answer(self, parts: Sequence[Any]) -> wire.Message:
         message = wire.parse(parts)
         if message.op not in ("here", "refuse"):
-            raise WireError(f"it says `{message.op}`")
-        if not token.is_shown(
-            message.fields.get("proof"), self._secret, f"{message.op} {self._nonce}"
-        ):
-            raise WireError(f"it says `{message.op}`, and has not the job's token")
+            raise WireError(f"a `{message.op}` message, expected `here` or `refuse`")
+        proof = message.fields.get("proof")
+        if not token.is_shown(proof, self._secret, f"{message.op} {self._nonce}"):
+            raise WireError(f"a `{message.op}` message without a proof of the job's token")
         return message
 
     def say_that_it_waits(self, now: float) -> None:
-        """Log for whom trainer 0 waits, if that is due."""
+        """Log the missing trainers, if a log line is due."""
         waited = self.reminder.due(now)
         if waited:
             log.warning("trainer 0 has waited %.0f s for %s", waited, self._absent())
 
     def late(self, deadline: float) -> DeadlineError:
-        """Return the error for a deadline that has passed; it names the missing trainers."""
+        """Return the error for a passed deadline, which names the missing trainers."""
         return DeadlineError(f"trainer 0 waited {deadline:g} s for {self._absent()}")
 
     def _absent(self) -> str:
         absent = " and ".join(f"trainer {k} ({self._endpoints[k]})" for k in self.missing)
-        return f"{absent} to come{''.join(self.strangers.values())}"
+        return f"{absent} to join{''.join(self.strangers.values())}"
 
 
 class JoinMember:
-    """The side of another trainer.
+    """A member's side of the rendezvous: any trainer except trainer 0.
 
     Args:
-      trainer: its id.
-      endpoints: endpoints of all trainers, as this one knows them.
+      trainer: id of this trainer.
+      endpoints: endpoints of all trainers, as configured in this process.
       secret: the job's token.
-      deadline: seconds to wait for trainer 0, and again for the others.
-      now: the time at which it begins.
+      deadline: seconds to wait for the question of trainer 0, and then again for `go`.
+      now: time at which the rendezvous begins.
 
     Attributes:
-      limit: the time at which it gives up.
+      limit: time at which this trainer gives up.
       met: True once all trainers have joined.
-      refused: the reason for which it has refused trainer 0, if it has.
-      reminder: the times at which it logs for whom it waits.
+      refused: reason for which this trainer has refused trainer 0; empty if it has not.
+      reminder: times at which this trainer logs what it waits for.
     """
 
     def __init__(
         self, trainer: int, endpoints: Sequence[str], secret: str, *, deadline: float, now: float
     ) -> None:
-        self._trainer, self._endpoints, self._secret, self._deadline = (
-            trainer,
-            endpoints,
-            secret,
-            deadline,
-        )
-        self._asked = b""
+        self._trainer, self._endpoints = trainer, endpoints
+        self._secret, self._deadline = secret, deadline
+        self._asked = b""  # address of the process that asked last, as trainer 0
         self.limit = now + deadline
         self.met = False
         self.refused = ""
@@ -156,22 +158,30 @@ class JoinMember:
 
     @property
     def wakes(self) -> float:
-        """The time of the next reminder, or of the deadline."""
+        """Time of the next log line or of the deadline, whichever is earlier."""
         return min(self.limit, self.reminder.next)
 
     def heard(self, sender: bytes, parts: Sequence[Any], now: float) -> bytes | None:
-        """Take a message; return the answer to it, if there is one.
+        """Handle a message. Return the answer to send, or None.
+
+        Args:
+          sender: address of the sender.
+          parts: frames of the message.
+          now: the time.
 
         Raises:
-          PeerError, DeadlineError: trainer 0 gave up.
-          WireError: the message is malformed; it changes nothing.
+          PeerError: trainer 0 gave up because of an error.
+          DeadlineError: trainer 0 gave up at its deadline.
+          WireError: the message is malformed.
         """
         message = wire.parse(parts)
         if message.op == "meet":
             return self._meet(sender, message, now)
         if sender == self._asked and message.op == "abort":
             kind = DeadlineError if message.fields.get("late") else PeerError
-            raise kind(f"trainer {self._trainer} was told to give up: {message['reason']}")
+            raise kind(
+                f"trainer {self._trainer} stopped because trainer 0 gave up: {message['reason']}"
+            )
         self.met = self.met or (sender == self._asked and message.op == "go")
         return None
 
@@ -179,31 +189,29 @@ class JoinMember:
         nonce = message.fields.get("nonce", "")
         trainer, endpoints = message["trainer"], message["endpoints"]
         if [trainer, endpoints] != [self._trainer, list(self._endpoints)]:
-            said = f"trainer {trainer} of {wire.brief(','.join(map(str, endpoints)))}"
+            expected = f"trainer {trainer} of {wire.brief(','.join(map(str, endpoints)))}"
             mine = f"trainer {self._trainer} of {','.join(self._endpoints)}"
-            self.refused = f"this is {mine}, and trainer 0 takes it for {said}"
+            self.refused = f"this process is {mine}, but trainer 0 expects {expected}"
             return wire.header(
                 "refuse", reason=self.refused, proof=token.shown(self._secret, f"refuse {nonce}")
             )
         if sender != self._asked:
-            # the leader's deadline passes first, and its word says which trainers are missing
+            # The leader's deadline passes first, because its `abort` names the missing trainers.
             self._asked, self.limit = sender, now + self._deadline + GRACE
         return wire.header("here", proof=token.shown(self._secret, f"here {nonce}"))
 
     def say_that_it_waits(self, now: float) -> None:
-        """Log for whom this trainer waits, if that is due."""
+        """Log what this trainer waits for, if a log line is due."""
         waited = self.reminder.due(now)
         if waited:
             log.warning("trainer %d has waited %.0f s %s", self._trainer, waited, self._awaited())
 
     def late(self) -> DeadlineError:
-        """Return the error for a deadline that has passed; it says what trainer 0 has not done."""
+        """Return the error for a passed deadline, which says what trainer 0 has not done."""
         waited = self._deadline + (GRACE if self._asked else 0.0)
         return DeadlineError(f"trainer {self._trainer} waited {waited:g} s {self._awaited()}")
 
     def _awaited(self) -> str:
         here, first = self._endpoints[self._trainer], self._endpoints[0]
-        return (
-            f"at {here} for trainer 0 ({first}) "
-            f"{'to find the others' if self._asked else 'to come'}"
-        )
+        action = "to reach the other trainers" if self._asked else "to connect"
+        return f"at {here} for trainer 0 ({first}) {action}"

@@ -1,7 +1,7 @@
 """Loops of the rendezvous (`dtrans.protocol.collective.join`) over a transport.
 
-`LeaderLoop` runs in trainer 0 and `MemberLoop` in each other trainer. Both count and drop messages
-that are malformed or of another job.
+`LeaderLoop` runs in trainer 0, and `MemberLoop` runs in each other trainer. Both drop and count
+malformed messages, and messages from processes of another job.
 """
 
 from __future__ import annotations
@@ -13,25 +13,28 @@ from dtrans.errors import DeadlineError, PeerError, WireError
 from dtrans.protocol import token, wire
 from dtrans.protocol.collective.join import JoinLeader, JoinMember
 from dtrans.protocol.refusals import Refusals
-from dtrans.protocol.transport import LINGER, Door, Event, Link, Transport
+from dtrans.protocol.transport import LINGER, Event, Link, Listener, Transport
 
 
 log = logging.getLogger("dtrans.rendezvous")
-FIRST = "the first trainer"  # the user name of trainer 0 at the other trainers
-AGAIN = 1.0  # seconds until trainer 0 asks again a trainer that answered with another job's message
+FIRST = "the first trainer"  # user name under which trainer 0 connects to the other trainers
+AGAIN = 1.0  # seconds until trainer 0 repeats its question to a process of another job
 
 
 class LeaderLoop:
-    """Loop of trainer 0: asks every other trainer, and tells them when all have joined.
+    """Loop of trainer 0: asks all other trainers to join, and sends `go` when they have joined.
 
     Args:
       endpoints: endpoints of all trainers.
-      reached: the same, as this process connects to them.
+      reached: for each endpoint, the endpoint to which this process connects instead.
       secret: the job's token.
-      deadline: seconds until which all have to answer.
+      deadline: seconds within which all trainers must answer.
+
+    Attributes:
+      machine: state machine of the rendezvous.
 
     Raises:
-      ConfigError: nothing protects a connection to another trainer.
+      ConfigError: a trainer is on another host, and neither a token nor keys protect the messages.
     """
 
     def __init__(
@@ -49,41 +52,41 @@ class LeaderLoop:
         self._limit, self._next_question = start + deadline, start + AGAIN
         self._refusals = Refusals(log)
         self._links: dict[int, Link] = {}
-        self._trainers: dict[object, int] = {}  # link to the trainer at its other end
+        self._trainers: dict[object, int] = {}  # link to the id of the trainer
         for k, endpoint in enumerate(reached[1:], 1):
             link = transport.connect(endpoint, user=FIRST, role="trainer 0")
             self._links[k], self._trainers[link] = link, k
 
     @property
     def is_done(self) -> bool:
-        """Return True once all trainers have joined."""
+        """True once all trainers have joined."""
         return not self.machine.missing
 
     @property
     def wakes(self) -> float:
-        """Time until which `step` waits at most."""
+        """Time at which `step` must be called, even without an event."""
         return min(self._limit, self._next_question)
 
     def step(self) -> None:
-        """Wait until something comes, or until `wakes`, and take it.
+        """Wait for events until the time `wakes`, and handle them.
 
         Raises:
           DeadlineError: the deadline has passed, and some trainers have not answered.
-          PeerError: a trainer refuses.
+          PeerError: a trainer refuses to join.
         """
         has_heard = False
         for event in self._transport.poll(self.wakes):
             has_heard |= event.kind == "message"
             self._take(event)
         now = self._transport.now()
-        # an answer that came in time may be behind the message of this step
+        # After a message, another poll may find an answer that arrived in time.
         if self.machine.missing and not has_heard and now >= self._limit:
             raise self.machine.late(self._deadline)
         self.machine.say_that_it_waits(now)
         if now >= self._next_question:
             self._next_question = now + AGAIN
-            for k in self.machine.strangers:  # the right process may listen there by now
-                self._ask(k)
+            for k in self.machine.strangers:
+                self._ask(k)  # the right process may have started by now
 
     def _ask(self, k: int) -> None:
         self._links[k].send([self.machine.question(k)])
@@ -101,68 +104,80 @@ class LeaderLoop:
                 self.machine.heard(k, event.frames)
             except WireError as e:
                 where = self._endpoints[k]
-                self._refusals.note("trainer 0 dropped what came from %s: %s", where, e)
+                self._refusals.note("trainer 0 dropped a message from %s: %s", where, e)
 
     def end(self, error: BaseException | None) -> None:
-        """Tell the other trainers that all have joined, or why trainer 0 gives up."""
-        is_late = isinstance(error, DeadlineError)
-        reason = f"trainer 0 failed: {type(error).__name__}: {error}"
-        if isinstance(error, PeerError):
-            reason = str(error)
-        # A trainer that refused has ended. One that has yet to come hears of an error. It does not
-        # hear of a deadline: its own says which trainer it waited for.
-        listeners = [*self.machine.joined, *([] if is_late else self.machine.missing)]
-        words = wire.header("go")
+        """Send `go` to the other trainers, or `abort` if the rendezvous failed.
+
+        Args:
+          error: error of the rendezvous; None if it succeeded.
+        """
+        message = wire.header("go")
+        listeners = list(self.machine.joined)
         if error is not None:
-            words = wire.header("abort", reason=reason, late=is_late)
+            is_late = isinstance(error, DeadlineError)
+            reason = f"trainer 0 failed: {type(error).__name__}: {error}"
+            if isinstance(error, PeerError):
+                reason = str(error)
+            message = wire.header("abort", reason=reason, late=is_late)
+            # A missing trainer also receives an error, but not a passed deadline: its own deadline
+            # error says which trainer it waited for.
+            if not is_late:
+                listeners += self.machine.missing
         for k, link in self._links.items():
-            if k in self.machine.missing and k in listeners:
-                self._ask(k)  # a trainer hears only the one that has asked it
-            if k in listeners:
-                link.send([words])
-            link.close(LINGER if k in listeners else 0.0)
+            if k not in listeners:
+                link.close()
+                continue
+            if k in self.machine.missing:
+                self._ask(k)  # a trainer accepts `abort` only from a process that has asked it
+            link.send([message])
+            link.close(LINGER)
 
 
 class MemberLoop:
-    """Loop of another trainer: answers trainer 0, and waits until all have joined.
+    """Loop of any other trainer: answers trainer 0, and waits until all trainers have joined.
 
     Args:
-      trainer: its id.
-      endpoints: endpoints of all trainers, as this one knows them.
+      listener: this trainer's listener, to which trainer 0 connects.
+      trainer: id of this trainer.
+      endpoints: endpoints of all trainers, as configured in this process.
       secret: the job's token.
-      deadline: seconds to wait for trainer 0, and again for the other trainers.
+      deadline: seconds to wait for the question of trainer 0, and then again for `go`.
+
+    Attributes:
+      machine: state machine of the rendezvous.
     """
 
     def __init__(
         self,
         transport: Transport,
-        door: Door,
+        listener: Listener,
         trainer: int,
         endpoints: Sequence[str],
         *,
         secret: str,
         deadline: float,
     ) -> None:
-        self._transport, self._door, self._me = transport, door, f"trainer {trainer}"
+        self._transport, self._listener, self._me = transport, listener, f"trainer {trainer}"
         now = transport.now()
         self.machine = JoinMember(trainer, endpoints, secret, deadline=deadline, now=now)
         self._refusals = Refusals(log)
 
     @property
     def is_done(self) -> bool:
-        """Return True once all trainers have joined."""
+        """True once all trainers have joined."""
         return self.machine.met
 
     @property
     def wakes(self) -> float:
-        """Time until which `step` waits at most."""
+        """Time at which `step` must be called, even without an event."""
         return self.machine.wakes
 
     def step(self) -> None:
-        """Wait until something comes, or until `wakes`, and take it.
+        """Wait for events until the time `wakes`, and handle them.
 
         Raises:
-          DeadlineError: trainer 0 or another trainer did not come.
+          DeadlineError: trainer 0 did not connect in time, or another trainer did not join in time.
           PeerError: trainer 0 gave up, or has different endpoints.
         """
         has_heard = False
@@ -183,10 +198,10 @@ class MemberLoop:
             self._refusals.note("%s dropped %s", self._me, e)
             return
         if answer is not None:
-            self._door.send(event.address, [answer])
+            self._listener.send(event.address, [answer])
         if self.machine.refused:
             raise PeerError(f"trainer 0 has different endpoints: {self.machine.refused}")
 
     def end(self, error: BaseException | None) -> None:
-        """Close the door; a refusal has time to leave."""
-        self._door.close(LINGER if isinstance(error, PeerError) else 0.0)
+        """Close the listener. After a PeerError, a pending refusal is still sent."""
+        self._listener.close(LINGER if isinstance(error, PeerError) else 0.0)

@@ -1,8 +1,8 @@
 """One server's connection to another: the greeting, and messages that wait for the welcome.
 
-A connection that breaks loses the messages on their way, also if ZeroMQ makes it again. So each new
-connection begins with a greeting that has the number of messages sent before. The other server
-refuses it if it has received fewer. All other messages wait until the welcome.
+When a connection breaks, ZeroMQ reconnects, but loses the messages in transit. So each connection
+begins with a greeting that contains the number of messages sent before. The other server refuses
+this server if it has received fewer. All other messages are sent after the welcome.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from dtrans.protocol.transport import RETRY, Event
 
 
 class PeerLine:
-    """Connection of one server to another; marks in `peer` if that one is there.
+    """Connection of one server to another. It updates the state `peer` of the other server.
 
     Args:
-      me: endpoint of the server that sends.
-      greeting: fields of its greeting (`ServerPeers.greeting`).
+      me: endpoint of this server.
+      peer: state of the other server.
+      greeting: fields of the greeting (`ServerPeers.greeting`).
       secret: the job's token.
-      say: sends the frames of one message.
-      retry: seconds in which a broken connection may be made again.
+      say: function that sends the frames of one message.
+      retry: seconds for which this server waits for a reconnection.
     """
 
     def __init__(
@@ -46,36 +47,48 @@ class PeerLine:
         self._say = say
 
     def send(self, step: int, messages: Iterable[list[Any]]) -> None:
-        """Send the vectors of one exchange. Raises PeerError if the other server is gone."""
+        """Send partial results of one exchange.
+
+        Args:
+          step: number of the step, for the error.
+          messages: frames of each message.
+
+        Raises:
+          PeerError: the other server has ended.
+        """
         if self.peer.gone:
             raise PeerError(
-                f"pserver {self.peer.endpoint} went away before pserver {self.me} came to step "
-                f"{step + 1}"
+                f"pserver {self.peer.endpoint} went away before pserver {self.me} completed step "
+                f"{step}"
             )
         self._outbox += messages
         self._empty()
 
     def connected(self) -> None:
-        """Greet the other server on a new connection, also after a break."""
+        """Send the greeting on a new connection, also after a reconnection."""
         if not self.peer.welcomed or self._lost:
             counts = {"sent": self._sent, "back": self._lost}
             self._say([wire.header("peer", **self._greeting, **counts)])
 
     def broken(self, now: float) -> None:
-        """Note that an established connection has ended."""
+        """Handle the end of the connection. Messages in transit are lost."""
         if self.peer.welcomed and not self._lost:
             self._lost, self._lost_since = True, now
 
     def look(self, now: float) -> None:
-        """Mark the other server as gone if the connection was not made again in time."""
+        """Mark the other server as gone if the time for a reconnection has passed."""
         self.peer.gone = self.peer.gone or (self._lost and now - self._lost_since > self._retry)
 
     def barred(self, why: str) -> PeerError:
-        """Return the error for a server that does not let this one in."""
-        return PeerError(f"pserver {self.peer.endpoint} does not let pserver {self.me} in: {why}")
+        """Return the error for a server that rejects this server's key or password."""
+        return PeerError(f"pserver {self.peer.endpoint} does not admit pserver {self.me}: {why}")
 
     def take(self, event: Event, now: float) -> None:
-        """Take an event of the link. Raises PeerError if the other server refuses this one."""
+        """Handle an event of the link.
+
+        Raises:
+          PeerError: the other server refused this one, or sent a malformed message.
+        """
         if event.kind == "message":
             self.heard(event.frames)
         elif event.kind == "connected":
@@ -86,7 +99,11 @@ class PeerLine:
             raise self.barred(event.reason)
 
     def heard(self, frames: Sequence[Any]) -> None:
-        """Take a message. Raises PeerError for a refusal and for a malformed message."""
+        """Handle a message from the other server.
+
+        Raises:
+          PeerError: the other server refused this one, or the message is malformed.
+        """
         peer = self.peer
         try:
             message = wire.parse(frames)
@@ -97,19 +114,20 @@ class PeerLine:
                 f"pserver {peer.endpoint} refused pserver {self.me}: {message['reason']}"
             )
         if message.op == "welcome" and (self._lost or not peer.welcomed):
-            if not token.is_shown(
-                message.fields.get("proof"), self._secret, f"welcome {self._nonce}"
-            ):
+            proof = message.fields.get("proof")
+            if not token.is_shown(proof, self._secret, f"welcome {self._nonce}"):
                 raise PeerError(
-                    f"what welcomes pserver {self.me} as pserver {peer.endpoint} has not the job's "
-                    "token"
+                    f"the process that welcomes pserver {self.me} as pserver {peer.endpoint} does "
+                    "not have the job's token"
                 )
             peer.welcomed, self._lost = True, False
         self._empty()
 
     def _empty(self) -> None:
-        """Send waiting messages once the other server has welcomed this one: before, it would lose
-        them."""
+        """Send the waiting messages if the other server has welcomed this one.
+
+        The other server ignores messages before its welcome.
+        """
         while self.peer.welcomed and not self._lost and self._outbox:
             self._sent += 1
             self._say(self._outbox.pop(0))

@@ -1,11 +1,11 @@
-"""Loop of one server over a transport: messages, connections to other servers, and the clock.
+"""Loop of one server over a transport.
 
-    message, connected, lost, refused    at the door: trainers, other servers and observers
-    events of a link                     a connection to another server (`peer_line`)
-    each second                          the machine looks who is late
+    events of the listener     messages and connections of trainers, other servers and observers
+    events of a link           the connection to another server (`peer_line`)
+    every second               a check of the deadlines of trainers and servers
 
-`step` does one turn, so the driver of a server decides when: real servers loop, and simulated ones
-take a step when something happens.
+Each call of `step` waits for events and handles them. Real servers call it in a loop, and the
+simulator calls it at each event.
 """
 
 from __future__ import annotations
@@ -20,27 +20,36 @@ from dtrans.protocol.refusals import Refusals
 from dtrans.protocol.server.peer_line import PeerLine
 from dtrans.protocol.server.serving import Serving
 from dtrans.protocol.server.trainer_registry import TrainerRegistry, log
-from dtrans.protocol.transport import DOOR, LINGER, RETRY, SERVER, Door, Event, Link, Transport
+from dtrans.protocol.transport import (
+    LINGER,
+    RETRY,
+    ROLE_USER,
+    SERVER,
+    Event,
+    Link,
+    Listener,
+    Transport,
+)
 
 
-TICK = 1.0  # seconds between two looks at who is late
-BURST = 1000  # messages per trainer that are read before a look at who is late
+TICK = 1.0  # seconds between two checks of deadlines
+BURST = 1000  # maximum number of messages per trainer that are read before a check of deadlines
 
 
 class ServerLoop:
-    """The loop of one server.
+    """Loop of one server.
 
     Args:
-      trainers: of the server.
+      trainers: the server's trainers.
       secret: the job's token.
-      retry: seconds in which a broken connection may be made again.
-      ended_saves: returns the checkpoints that have ended since the last call: the name, and the
-        reason if it could not be written.
-      ended_roles: returns the processes of the job that have ended, and their exits.
+      retry: seconds for which the server waits for the reconnection of another server.
+      ended_saves: returns the checkpoint writes that have ended since its last call: the name of
+        the checkpoint, and the error if the write failed, else an empty text.
+      ended_roles: returns the roles of the job whose processes have ended, with their exit status.
 
     Attributes:
-      wakes: the time of the next look.
-      barred: counts the connections that the door has refused.
+      wakes: time of the next check of deadlines.
+      barred: count of the connections that the listener has refused.
     """
 
     def __init__(
@@ -61,24 +70,25 @@ class ServerLoop:
         self._lines: dict[str, tuple[PeerLine, Link]] = {}
         self._by_link: dict[object, PeerLine] = {}
         self._serving: Serving
-        self._door: Door
+        self._listener: Listener
 
-    def begin(self, serving: Serving, door: Door) -> None:
-        """Connect to the other servers, and begin to wait for trainers.
+    def begin(self, serving: Serving, listener: Listener) -> None:
+        """Connect to the other servers, and start to wait for trainers.
 
         Args:
-          serving: the machine of the server; it sends by `say`.
-          door: of the server.
+          serving: state machine of the server; it sends messages by `say`.
+          listener: listener of the server.
 
         Raises:
-          ConfigError: nothing protects a connection to another server.
+          ConfigError: another server is on another host, and neither a token nor keys protect the
+            messages.
         """
-        self._serving, self._door = serving, door
-        serving.local, serving.status.barred = door.local, self.barred
+        self._serving, self._listener = serving, listener
+        serving.local, serving.status.barred = listener.local, self.barred
         peers, now = serving.kind.peers, self._transport.now()
         for peer in peers.known.values():
             link = self._transport.connect(
-                peer.endpoint, user=DOOR, role=SERVER, name=f"pserver {peers.me}"
+                peer.endpoint, user=ROLE_USER, role=SERVER, name=f"pserver {peers.me}"
             )
             line = PeerLine(
                 peers.me, peer, peers.greeting(peer), self._secret, link.send, self._retry
@@ -89,12 +99,12 @@ class ServerLoop:
         self.wakes = now + TICK
 
     def step(self) -> None:
-        """Wait until something comes or the next look is due, and take it.
+        """Wait for events, handle them, and check deadlines if a check is due.
 
         Raises:
-          DeadlineError: a trainer or a server did not come, fell silent, or let the others wait too
-            long.
-          PeerError: one failed, refused, or left before the others.
+          DeadlineError: a trainer or server did not connect in time, fell silent, or let others
+            wait for too long.
+          PeerError: a trainer or server failed, refused a message, or left too early.
         """
         self._take_all(self.wakes)
         for name, error in self._ended_saves():
@@ -103,8 +113,8 @@ class ServerLoop:
             self._look()
 
     def _look(self) -> None:
-        # A message that came while an update was made may be what somebody is about to be missed
-        # for. No more than a burst is read: somebody may flood this server.
+        # Messages that arrived during an update are read before deadlines are checked, because
+        # their senders are not late. The limit keeps a flood of messages from delaying the check.
         for _ in range(BURST * self._trainers.count):
             if not self._take_all(self._transport.now()):
                 break
@@ -119,8 +129,10 @@ class ServerLoop:
         self.wakes = self._transport.now() + TICK
 
     def _take_all(self, until: float) -> bool:
-        """Take the events of one poll; return True if there was one. Their frames are freed with
-        this call."""
+        """Handle the events of one poll. Return True if there was an event.
+
+        It is a separate function so that the memory of the last frames is released at its end.
+        """
         any_came = False
         for event in self._transport.poll(until):
             any_came = True
@@ -141,32 +153,39 @@ class ServerLoop:
             self._serving.lose(event.address, now)
         else:
             self.barred.note(
-                "pserver %s refused a connection that does not speak the protocol, or has not the "
-                "job's token or keys",
+                "pserver %s refused a connection: the other process uses another protocol, or does "
+                "not have the job's token or keys",
                 self._serving.kind.endpoint,
             )
 
     def say(
         self, to: bytes | str, op: str, /, blocks: Sequence[tuple[str, Any]] = (), **fields: Any
     ) -> None:
-        """Send a message to a trainer or another server, as `Say` of the registry.
+        """Send a message to a trainer or another server. See `trainer_registry.Say`.
+
+        Args:
+          to: address of a trainer, or endpoint of another server.
+          op: kind of the message.
+          blocks: name and array of each block.
+          fields: fields of the header.
 
         Raises:
           PeerError: the other server has ended.
         """
-        # an iterator, which waits until arrays are computed
+        # a lazy iterator: each array is awaited only when its message is sent
         messages = self._trainers.counted(to, op, wire.framed(op, blocks, **fields))
         if isinstance(to, str):
             self._lines[to][0].send(fields["step"], messages)
             return
         for frames in messages:
-            self._door.send(to, frames)
+            self._listener.send(to, frames)
 
     def close(self, *, failed: bool) -> None:
-        """Close the connections to other servers, and the door; last messages leave.
+        """Close the links to other servers, and the listener after its pending messages are sent.
 
-        Nobody waits for what was said to another server once a job has ended well.
+        Args:
+          failed: True if the server failed; pending messages to other servers are then dropped.
         """
         for line, link in self._lines.values():
             link.close(0.0 if failed or line.peer.gone else LINGER)
-        self._door.close(LINGER)
+        self._listener.close(LINGER)

@@ -1,13 +1,13 @@
-"""The other servers, with which a server exchanges partial results.
+"""Peers of a server: the other servers with which it exchanges partial results.
 
-Each server has a connection to every other one that it shares a reduction with. Its greeting has a
-fingerprint of all that the two exchange. Partial results leave by these connections
-(`dtrans.protocol.server.peer_line`), and arrive at the server's own door. Nothing here waits: the
-server's loop asks what is missing.
+A server connects to each server that computes a part of the same reduction. Its greeting contains a
+fingerprint of everything that the two exchange. A server sends partial results over its own
+connection to the peer (`dtrans.protocol.server.peer_line`), and receives the peer's partial results
+at its listener. No function here waits: the server's loop checks `missing`.
 
-Vectors that come early are stored: those of later levels, and of the next step, since no server can
-be further ahead. The vectors of a step stay until its update is complete, so that one that comes
-twice is noticed.
+A level is one exchange of a step. Partial results of later levels and of the next step may arrive
+early, and are stored. All partial results of a step are kept until its update is complete, so that
+a second message with the same contents is detected.
 """
 
 from __future__ import annotations
@@ -34,10 +34,12 @@ class ServerPeer:
     """State of another server.
 
     Attributes:
-      layout: fingerprint of all that the two servers exchange.
-      address: from which it sends; None before its greeting.
-      welcomed: it has welcomed this server.
-      gone: it has ended, or its connection is lost for good.
+      endpoint: `host:port` of the server.
+      layout: fingerprint of everything that the two servers exchange.
+      address: address from which it sends; None before its greeting.
+      welcomed: True if it has welcomed this server.
+      gone: True if it has ended, or did not reconnect in time.
+      heard: number of `partials` messages received from it.
     """
 
     endpoint: str
@@ -45,17 +47,20 @@ class ServerPeer:
     address: bytes | None = None
     welcomed: bool = False
     gone: bool = False
-    heard: int = 0  # messages from it
+    heard: int = 0
 
 
 class ServerPeers:
-    """Peers of one server, and the vectors that they have sent.
+    """Peers of one server, and the partial results that they have sent.
 
     Args:
-      me: endpoint of the server.
-      exchanges: of the server in each step.
-      on_trainer_exit: rule for trainers that leave; the same on all servers.
-      plan: the parts of the plan's fingerprint; the same on all servers.
+      me: endpoint of this server.
+      exchanges: exchanges of this server in each step.
+      on_trainer_exit: the job's option `on_trainer_exit`; it must be the same on all servers.
+      plan: parts of the plan's fingerprint; they must be the same on all servers.
+
+    Attributes:
+      known: endpoint to the state of each peer.
     """
 
     def __init__(
@@ -75,7 +80,7 @@ class ServerPeers:
         self._on_trainer_exit = on_trainer_exit
         self._plan = plan
 
-    # -- who they are ----------------------------------------------------------------------------
+    # -- identities ------------------------------------------------------------------------------
 
     def greeting(self, peer: ServerPeer) -> dict[str, Any]:
         """Return the fields of the greeting to another server."""
@@ -89,47 +94,55 @@ class ServerPeers:
 
     @property
     def unsettled(self) -> list[str]:
-        """The servers that have not greeted or welcomed this one, and may yet.
+        """Endpoints of the peers that have not yet greeted and welcomed this server.
 
-        While there are any, this server may not end: one would greet it instead of the next server
-        on this endpoint.
+        This server may not end before: such a peer would greet the next job's server on the same
+        endpoint.
         """
-        return [
-            ep
-            for ep, p in self.known.items()
-            if not p.gone and not (p.welcomed and p.address is not None)
-        ]
+        found = []
+        for endpoint, peer in self.known.items():
+            is_settled = peer.welcomed and peer.address is not None
+            if not is_settled and not peer.gone:
+                found.append(endpoint)
+        return found
 
     def check(self, wanted: Collection[str], what: str) -> None:
-        """Raise PeerError if one of the awaited servers is gone."""
+        """Check that the awaited peers are alive.
+
+        Args:
+          wanted: endpoints of the peers.
+          what: description of what this server waits for.
+
+        Raises:
+          PeerError: a peer has ended.
+        """
         for ep in wanted:
             if self.known[ep].gone:
                 raise PeerError(f"pserver {ep} went away while pserver {self.me} waited for {what}")
 
     def name(self, address: bytes) -> str | None:
-        """Return the endpoint of the server that sends from an address, if it has greeted."""
+        """Return the endpoint of the peer at an address; None if it has not greeted this server."""
         return self._by_address.get(address)
 
     @property
     def addresses(self) -> list[bytes]:
-        """Addresses of all servers that have greeted this one."""
+        """Addresses of all peers that have greeted this server."""
         return list(self._by_address)
 
     def meet(self, address: bytes, message: wire.Message) -> bool:
-        """Take the greeting of a server.
+        """Register a peer from its greeting.
 
         Returns:
-          False if the server belongs to another job on this endpoint.
+          False if the peer belongs to the previous or next job on the same endpoint.
 
         Raises:
-          WireError: it cannot be that server, or has another plan.
+          WireError: the sender is not a peer, has another plan, or messages from it were lost.
         """
         ep = message["endpoint"]
         if ep not in self.known:
             raise WireError(
-                f"pserver {wire.brief(ep)} shares no reduction with pserver {self.me}; every role "
-                "must plan the same "
-                "step with the same options"
+                f"pserver {wire.brief(ep)} has no reduction in common with pserver {self.me}; "
+                "every role must plan the same step with the same options"
             )
         if message["order"] != sys.byteorder:
             raise WireError(
@@ -138,42 +151,49 @@ class ServerPeers:
             )
         if message["layout"] != self.known[ep].layout:
             raise WireError(
-                f"pserver {ep} would exchange different reductions with pserver {self.me} than "
-                "are planned here; every role must plan the same step with the same options"
+                f"pserver {ep} plans other reductions with pserver {self.me} than pserver "
+                f"{self.me} does; every role must plan the same step with the same options"
             )
         if self._by_address.get(address, ep) != ep:
-            raise WireError(f"pserver {ep} has already said that it is {self._by_address[address]}")
+            raise WireError(
+                f"a greeting of pserver {ep} from the process that has greeted as pserver "
+                f"{self._by_address[address]}"
+            )
         on_trainer_exit = message.fields.get("on_trainer_exit", self._on_trainer_exit)
         if on_trainer_exit != self._on_trainer_exit:
             raise WireError(
                 f"pserver {ep} is planned with on_trainer_exit={wire.brief(on_trainer_exit)}, "
-                f"pserver {self.me} "
-                f"with {self._on_trainer_exit!r}; every role must plan the same step with the same "
-                "options"
+                f"pserver {self.me} with {self._on_trainer_exit!r}; every role must plan the same "
+                "step with the same options"
             )
         check_plan(f"pserver {self.me}", self._plan, f"pserver {ep}", message)
         is_new = self.known[ep].address is None and not message.fields.get("back", False)
         if address not in self._by_address and not is_new:
-            # it belongs to the next job, or, if it comes back here, to the one before
+            # A second process greets as this peer, so it belongs to the next job; or a peer of the
+            # previous job has reconnected.
             return False
         missed = message.fields.get("sent", 0) - self.known[ep].heard
         if missed:
             raise WireError(
-                f"the connection of pserver {ep} to pserver {self.me} broke, and was made again, "
-                f"but {missed} messages "
-                "are lost"
+                f"the connection of pserver {ep} to pserver {self.me} broke, and {missed} messages "
+                "were lost"
             )
         self._by_address[address] = ep
         self.known[ep].address = address
         return True
 
-    # -- what comes ------------------------------------------------------------------------------
+    # -- partial results -------------------------------------------------------------------------
 
     def take(self, address: bytes, message: wire.Message, step: int) -> None:
-        """Store partial results. Raises WireError, and stores nothing, if they are not due.
+        """Store partial results from a peer.
 
         Args:
-          step: of this server.
+          address: address of the peer.
+          message: a `partials` message.
+          step: current step of this server.
+
+        Raises:
+          WireError: this server expects no such partial results; then nothing is stored.
         """
         source = self._by_address[address]
         self.known[source].heard += 1
@@ -181,61 +201,72 @@ class ServerPeers:
         exchange = self._levels.get(level)
         if exchange is None or source not in exchange.sources:
             raise WireError(
-                f"`partials` of level {level}, at which pserver {self.me} needs nothing of {source}"
+                f"`partials` of level {level} from pserver {source}; pserver {self.me} expects "
+                "none from it at this level"
             )
         if message["step"] not in (step, step + 1):
-            raise WireError(f"`partials` of step {message['step']}, pserver {self.me} is at {step}")
+            raise WireError(
+                f"`partials` of step {message['step']} from pserver {source}; pserver {self.me} is "
+                f"at step {step}"
+            )
         key = (message["step"], level, source)
         arrival = self._arrivals.get(key) or self._room(exchange, source)
         arrival.take(message)
         self._arrivals[key] = arrival
 
     def _room(self, exchange: Exchange, source: str) -> Inbox:
-        """Return memory for the vectors of one exchange from one peer, by dtype."""
-        take = lambda dtype, size: self._pool.take(
-            f"{source} {exchange.level} {dtype}", (size,), dtype
-        )
+        """Return an inbox for a peer's vectors in one exchange: one vector for each dtype."""
+        vectors: dict[str, np.ndarray] = {}
+        for dtype, size in vector_types(exchange.sources[source]):
+            key = f"{source} {exchange.level} {dtype}"
+            vectors[dtype] = self._pool.take(key, (size,), dtype)
         return Inbox(
-            {dtype: take(dtype, size) for dtype, size in vector_types(exchange.sources[source])},
+            vectors,
             lambda name: (
-                f"`partials` of {wire.brief(name)}, which is not due from pserver {source}"
+                f"`partials` of dtype {wire.brief(name)} from pserver {source}, expected "
+                f"{', '.join(vectors)}"
             ),
         )
 
     def missing(self, step: int, exchange: Exchange) -> list[str]:
-        """Return the servers whose vectors are not all here."""
-        arrivals = {ep: self._arrivals.get((step, exchange.level, ep)) for ep in exchange.sources}
-        return [ep for ep, inbox in arrivals.items() if inbox is None or inbox.missing()]
+        """Return the endpoints of the peers whose vectors are incomplete."""
+        found = []
+        for endpoint in exchange.sources:
+            inbox = self._arrivals.get((step, exchange.level, endpoint))
+            if inbox is None or inbox.missing():
+                found.append(endpoint)
+        return found
 
     def collected(self, step: int, exchange: Exchange) -> dict[str, list[np.ndarray]]:
-        """Return the vectors of every other server, when all of them are here."""
-        return {
-            ep: list(self._arrivals[step, exchange.level, ep].memory.values())
-            for ep in exchange.sources
-        }
+        """Return the complete vectors of every peer, by endpoint."""
+        found = {}
+        for endpoint in exchange.sources:
+            found[endpoint] = list(self._arrivals[step, exchange.level, endpoint].memory.values())
+        return found
 
     def end_step(self, step: int) -> None:
-        """Release the vectors of a step, whose update is complete."""
+        """Release the vectors of a step whose update is complete."""
         self._arrivals = {key: a for key, a in self._arrivals.items() if key[0] > step}
 
     def named(self, endpoints: Sequence[str]) -> str:
-        """Return the names of servers for a message about waiting for them."""
-        absent = [ep for ep in endpoints if self.known[ep].address is None]
+        """Return the names of peers for a message, and which of them have not connected."""
         servers = ("pserver " if len(endpoints) == 1 else "pservers ") + ", ".join(endpoints)
-        return servers + (f" ({', '.join(absent)} has not come yet)" if absent else "")
+        absent = [ep for ep in endpoints if self.known[ep].address is None]
+        return f"{servers} (not connected: {', '.join(absent)})" if absent else servers
 
 
 class JointUpdate:
-    """The update of a synchronous server, which may need partial results of other servers.
+    """Update of a synchronous server, which may need partial results of other servers.
 
     Args:
-      update: computes new state from gradients.
+      update: computes the new state from the gradients.
       peers: the other servers.
       trainers: the server's trainers.
-      say: sends a message.
+      say: function that sends a message.
 
     Attributes:
-      step: the number of updates that are complete.
+      peers: the other servers.
+      step: number of complete updates.
     """
 
     def __init__(
@@ -247,31 +278,40 @@ class JointUpdate:
 
     @property
     def exchange(self) -> Exchange | None:
-        """Return the exchange that the update waits for, if any."""
+        """The exchange that the update waits for; None if it does not wait."""
         return self._update.exchange
 
     def missing(self) -> list[str]:
-        """Return the servers whose partial results the update waits for."""
+        """Return the endpoints of the servers whose partial results the update waits for."""
         exchange = self.exchange
         return [] if exchange is None else self.peers.missing(self.step, exchange)
 
     @property
     def can_go_on(self) -> bool:
-        """Return True if the partial results that the update waits for are here."""
+        """True if the update waits for an exchange, and its partial results have arrived."""
         return self.exchange is not None and not self.missing()
 
     def begin(self, grads: Mapping[str, Any], trainers: Collection[int]) -> bool:
-        """Begin the update with the gradients of some trainers; return True if it is complete."""
+        """Start an update. Return True if it is already complete.
+
+        Args:
+          grads: name to gradient.
+          trainers: ids of the trainers that sent them.
+        """
         return self._exchange(self._update.begin(grads, frozenset(trainers), self.step))
 
     def go_on(self) -> bool:
-        """Continue the update with partial results; return True if it is complete."""
+        """Continue the update with the received partial results. Return True if it is complete."""
         exchange = self.exchange
         assert exchange is not None
         return self._exchange(self._update.go_on(self.peers.collected(self.step, exchange)))
 
     def _exchange(self, outgoing: Vectors | None) -> bool:
-        """Send partial results, and continue as far as those of other servers are here."""
+        """Send vectors, and continue the update until the vectors of a peer are missing.
+
+        Returns:
+          True if the update is complete.
+        """
         while outgoing is not None:
             exchange = self.exchange
             assert exchange is not None
@@ -286,13 +326,21 @@ class JointUpdate:
         return True
 
     def take(self, address: bytes, message: wire.Message) -> bool:
-        """Take a message of another server; return False for anyone else's."""
+        """Handle a message if it comes from another server. Return False if it does not.
+
+        Raises:
+          WireError: the message is not expected.
+        """
+        sender = self.peers.name(address)
         if message.op == "peer":
             self._welcome(address, message)
-        elif self.peers.name(address) is None:
+        elif sender is None:
             return False
         elif message.op != "partials":
-            raise WireError(f"a `{message.op}` message, which servers do not take from each other")
+            raise WireError(
+                f"a `{message.op}` message from pserver {sender}; servers send each other only "
+                "`peer` and `partials`"
+            )
         else:
             self.peers.take(address, message, self.step)
         return True
@@ -301,16 +349,16 @@ class JointUpdate:
         """Answer the greeting of another server."""
         k = self._trainers.by_address.get(address)
         if k is not None:
-            raise WireError(f"trainer {k} cannot be a pserver too")
+            raise WireError(f"a greeting as a pserver from trainer {k}")
         if self.peers.meet(address, message):
             self._say(address, "welcome", **self._trainers.welcome(message, self.step))
             return
-        before = f"the end of a job that pserver {message['endpoint']} is in already"
-        self._say(address, "waiting", reason=before)
+        reason = f"the end of another job in which pserver {message['endpoint']} takes part"
+        self._say(address, "waiting", reason=reason)
 
 
 def _layouts(exchanges: Sequence[Exchange]) -> dict[str, str]:
-    """Return each peer, with the fingerprint of all that is exchanged with it."""
+    """Return the endpoint of each peer, with a fingerprint of everything exchanged with it."""
     found: dict[str, str] = {}
     for x in exchanges:
         for ep in x.peers:

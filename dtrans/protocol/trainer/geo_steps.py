@@ -1,15 +1,16 @@
-"""GEO-SGD: the steps after which a trainer sends its changes, and receives those of others.
+"""GEO-SGD: exchange of parameter changes between a trainer and the servers every few steps.
 
-    old      the values on which local parameters and the servers' last agreed
-    push     puts d = (local - old) / trainers into the communicator's queue; old + d is the new old
-    pull     takes the parameters received since: local + (server - old) is the new local, and the
-             server's value is the new old
+    local    the trainer's parameters
+    old      the value on which the trainer and the servers last agreed
+    push     sends d = (local - old) / trainers, and sets old = old + d
+    pull     receives the servers' value `server`, and sets local = local + (server - old) and
+             old = server
 
-A push sends 1/trainers of a trainer's changes. The remainder stays between local and old, and the
-next push divides it again: so does Paddle's code. In the end the servers have all changes of every
-trainer: their parameters move by the sum of the trainers' changes, and not by the mean.
+A push sends 1/trainers of the difference between local and old, as Paddle does. The remainder is
+part of the difference at the next push. In the limit, the servers add up the full changes of all
+trainers, and not their mean.
 
-One push is on its way at a time. A step that has to push waits for the one before.
+Only one push is pending at a time: a step that must push waits for the answer to the previous push.
 
 Source: `GeoSgdCommunicator::SendUpdateDenseVars` and `RecvUpdateDenseVars` in
 paddle/fluid/operators/distributed/communicator.cc.
@@ -21,46 +22,46 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 
-Values = Sequence[Any]  # the parameters, in the caller's order
+Values = Sequence[Any]  # value of each parameter, in the caller's order
 
 
 class GeoQueue(Protocol):
-    """A trainer's communicator."""
+    """Interface to a trainer's communicator."""
 
     def put(self, deltas: Values, /) -> None:
-        """Put a push into the queue."""
+        """Put the deltas of a push into the queue."""
 
     def received(self) -> int:
-        """Return the number of pushes that the newest parameters have."""
+        """Return the number of pushes that the newest parameters include."""
 
     def newest(self) -> Values:
         """Return the newest parameters."""
 
 
 class GeoArithmetic(Protocol):
-    """Arithmetic on parameters."""
+    """Interface to arithmetic on the trainer's arrays."""
 
     def copied(self, values: Values, /) -> Values:
-        """Copy parameters to memory that nothing else writes to."""
+        """Copy parameters to new memory."""
 
     def pushed(self, local: Values, old: Values, trainers: int, /) -> tuple[Values, Values]:
-        """Return the deltas of a push, rounded as they are sent, and the new old values."""
+        """Return the deltas of a push, rounded to the dtype that is sent, and the new `old`."""
 
     def pulled(self, local: Values, server: Values, old: Values, /) -> Values:
-        """Return local parameters with the changes of other trainers."""
+        """Return local + (server - old)."""
 
 
 class GeoSteps:
-    """Local side of one trainer.
+    """Pushes and pulls of one trainer.
 
     Args:
-      queue: its communicator.
-      arithmetic: on its arrays.
+      queue: the trainer's communicator.
+      arithmetic: arithmetic on the trainer's arrays.
       trainers: number of trainers.
-      values: the initial parameters.
+      values: initial parameters.
 
     Attributes:
-      local: the parameters after the last step.
+      local: parameters after the last step.
     """
 
     def __init__(
@@ -69,16 +70,21 @@ class GeoSteps:
         self._queue, self._arithmetic, self._trainers = queue, arithmetic, trainers
         self._old = arithmetic.copied(values)
         self.local: Values = self._old
-        self._steps = 0  # since the last push
-        self._pushed = 0
-        self._taken = 0  # pushes whose answer is in the parameters
-        self._due = False  # a push is to be put into the queue
-        self._blocks = False  # the step ends when its push is answered
+        self._steps = 0  # number of steps since the last push
+        self._pushed = 0  # number of pushes
+        self._taken = 0  # number of pushes that were followed by a pull
+        self._due = False  # True if a push must be made
+        self._blocks = False  # True if the step ends only after the pull that follows its push
 
     def step(self, values: Values, every: int, *, block_on_pull: bool) -> None:
-        """Take the parameters after a step; push them after every `every` steps.
+        """Set the parameters after a step, and push every few steps.
 
-        The next step begins with `local` when this no longer `waits`.
+        When `waits` is False, the next step may begin with the parameters `local`.
+
+        Args:
+          values: parameters after the step.
+          every: number of steps between two pushes.
+          block_on_pull: True if the step also waits for the pull after its own push.
         """
         self._steps += 1
         self._due, self._blocks, self.local = self._steps == every, block_on_pull, values
@@ -91,17 +97,17 @@ class GeoSteps:
 
     @property
     def waits(self) -> bool:
-        """True if the answer to the last push has to come before `go_on`."""
+        """True if the caller must wait for the answer to the last push before it calls `go_on`."""
         return self._taken < self._pushed and (self._due or self._blocks)
 
     def finish(self) -> None:
-        """Push the remaining changes, when this no longer `waits`."""
+        """Push the changes since the last push. May be called only when `waits` is False."""
         if self.owes:
             self._due, self._blocks = True, False
             self.go_on()
 
     def go_on(self) -> None:
-        """Take in received parameters, and push if that is due and no push is on its way."""
+        """Pull if new parameters have arrived, then push if a push is due and none is pending."""
         self.local = self._pull(self.local)
         if self._due and self._taken == self._pushed:
             self._due = False

@@ -1,8 +1,8 @@
-"""Requests of a trainer and the answers that it waits for, as explicit state.
+"""Pending answers to a trainer's requests, as explicit state.
 
-An operation is a queue of answers. Whoever runs it hands it each message of the line that it
-waits for (`waits_for`), until it is `done`. It holds no generator and no closure: it can be copied
-together with the lines and the memory that it writes to.
+An operation is a queue of pending answers. Its caller passes it each message of the line in
+`waits_for` until the operation is `done`. It contains no generators or closures, so the simulator
+can deep-copy it together with the lines and the memory that it writes to.
 """
 
 from __future__ import annotations
@@ -25,21 +25,23 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(eq=False)
 class PendingAnswer:
-    """A server's answer to one request, in one message or several.
+    """Pending answer of a server to one request, in one or several messages.
 
     Attributes:
-      line: to the server.
-      request: description of the request, for errors.
-      op, fields: of each of its messages.
-      what: description of the answer, for errors.
-      number: of the request; 0 if it has none.
-      ask: op and fields of the request, if it is sent when its turn comes and not before.
-      memory: for its blocks, by name; None if the answer has no blocks.
-      room: makes the memory from the first message, if that says how large the blocks are.
-      lists_blocks: the description lists the missing blocks.
-      skips: messages with another op are ignored.
-      ends: takes the fields of a message that is whole, and returns True if it is the last one.
-      saving: lines that hear of it when the server says that this trainer has to wait.
+      line: line to the server.
+      request: description of the request for errors.
+      op: op that each message of the answer must have.
+      fields: values of header fields that each message of the answer must have.
+      what: description of the answer for errors and log lines.
+      number: number of the request; 0 if it has none.
+      ask: op and fields of a request that is sent only when the previous answers are complete.
+      memory: block name to the memory for the block; None if the answer has no blocks.
+      room: function that allocates `memory` from the first message, which contains the sizes.
+      lists_blocks: True to append the names of missing blocks to the description.
+      skips: True to ignore messages with another op.
+      ends: returns True if the message with these fields is the last one; by default, the first
+        message is the last one.
+      saving: lines on which the trainer sends `saving` whenever this server sends `waiting`.
       reply: fields of the last message.
     """
 
@@ -72,7 +74,7 @@ class PendingAnswer:
         return f"{self.what} ({some or 'no blocks'})"
 
     def begin(self) -> bool:
-        """Begin to wait; send the request if that is due. Return True if the answer is here."""
+        """Start to wait, and send the request `ask`. Return True if the answer has arrived."""
         if self.ask is not None:
             self.number = self.line.ask(self.ask[0], **self.ask[1])
         self.line.awaited, self.line.saving = self.number, self.saving
@@ -80,10 +82,11 @@ class PendingAnswer:
         return early is not None and self.take(early)
 
     def take(self, message: wire.Message) -> bool:
-        """Take a message. Return True if it completes the answer.
+        """Handle a message. Return True if it completes the answer.
 
         Raises:
-          PeerError: the message answers something else. WireError: its blocks do not fit.
+          PeerError: the message answers another request.
+          WireError: a block is not expected, or has another size.
         """
         if message.op != self.op and self.skips:
             return False
@@ -105,15 +108,15 @@ _NOT_ASKED = "pserver {} sent {}, which was not asked for".format
 
 
 class Operation(Generic[T]):
-    """Answers that are awaited one after the other.
+    """Sequence of pending answers, and the result computed from them.
 
     Args:
-      answers: in this order.
-      finish: makes the result from them, or raises for answers that say that a server could not.
+      answers: the answers, in the order in which they are awaited.
+      finish: computes the result from the complete answers. It raises if a server reports an error.
 
     Attributes:
-      done: all answers are here.
-      result: of `finish`.
+      done: True if all answers are complete.
+      result: result of `finish`.
     """
 
     def __init__(
@@ -126,11 +129,15 @@ class Operation(Generic[T]):
 
     @property
     def waits_for(self) -> PendingAnswer:
-        """Return the answer whose messages come next."""
+        """The first incomplete answer."""
         return self._answers[self._at]
 
     def take(self, message: wire.Message) -> None:
-        """Take a message of the awaited line. Raises as `PendingAnswer.take` and `finish`."""
+        """Handle a message of the line in `waits_for`.
+
+        Raises:
+          DtransError: an error of `PendingAnswer.take` or of `finish`.
+        """
         if self.waits_for.take(message):
             self._at += 1
             self._begin()
@@ -145,7 +152,7 @@ class Operation(Generic[T]):
         self.done = True
 
     def close(self) -> None:
-        """Await nothing more: messages that still come are answers to nobody."""
+        """Stop waiting for answers; the lines drop those that still arrive."""
         for answer in self._answers:
             answer.line.stop_waiting(answer.number)
 

@@ -1,15 +1,16 @@
-"""A trainer's connection to one server, which may break and be made again with nothing lost.
+"""A trainer's connection to one server, which detects messages lost with a broken connection.
 
-ZeroMQ makes a broken connection again, and loses the messages that were on their way. So both ends
-count the messages that they send and receive. `hello` tells the server these counts on each new
-connection. The server refuses it if a message is missing, since a step without it would be wrong.
+When a connection breaks, ZeroMQ reconnects, but loses the messages in transit. So both processes
+count the messages that they send and receive. After a reconnection, the trainer's `hello` contains
+its counts, and the server refuses the trainer if a message is missing: a step without it would be
+wrong.
 
-Before the server's welcome, `hello` alone was sent: the trainer
-sends it on every new connection, because the first may be to a server of the job before. After
-`complete`, the field `leaves` of `hello` repeats it. A Unix socket breaks only with its process, so
-the trainer does not wait for it.
+Until the server's welcome, the trainer sends `hello` on every new connection, because the first
+connection may be to a server of the previous job. After `complete`, `hello` has the field
+`leaves`. A Unix socket breaks only when its process ends, so the trainer does not wait for a
+reconnection there.
 
-Read `trainer_line` next: requests and answers over this connection.
+Read `trainer_line` next: it sends requests and receives answers over this connection.
 """
 
 from __future__ import annotations
@@ -25,23 +26,24 @@ from dtrans.protocol.transport import RETRY
 
 
 class ServerConnection:
-    """One trainer's end of a connection to one server.
+    """Connection of one trainer to one server, from the trainer's side.
 
     Args:
-      endpoint: of the server, `host:port`.
-      trainer, trainers: the trainer's id, and the number of trainers.
-      session: a random word of this trainer, the same for all servers.
-      sync_mode: the trainer makes synchronous steps.
-      plan: the parts of the fingerprint of its plan.
+      endpoint: `host:port` of the server.
+      trainer: id of the trainer.
+      trainers: number of trainers.
+      session: random word that identifies this trainer process to all servers.
+      sync_mode: True if the trainer makes synchronous steps.
+      plan: parts of the fingerprint of the trainer's plan.
       secret: the job's token.
-      say: sends the frames of one message.
-      retry: seconds in which a broken connection may be made again.
+      say: function that sends the frames of one message.
+      retry: seconds for which the trainer waits for a reconnection.
 
     Attributes:
-      me: name of the trainer in messages.
-      welcomed: the server has welcomed the trainer on this connection.
-      gone: the server has ended, or the connection is lost for good.
-      before_it_speaks: called before each message; it takes pending events of the connection.
+      me: name of the trainer in messages, such as "trainer 0".
+      welcomed: True if the server has welcomed the trainer.
+      gone: True if the server has ended, or did not reconnect in time.
+      before_it_speaks: called before each message is sent; it handles pending connection events.
     """
 
     def __init__(
@@ -65,9 +67,9 @@ class ServerConnection:
         self._secret, self._say_now, self._retry = secret, say, retry
         self._lost_since: float | None = None
         self._sent = self._received = 0
-        self._leaves = False  # `complete` was sent
-        self._aborts = False  # `abort` was sent, and the trainer only waits until it is heard
-        # messages for the next connection, as arguments of `_say`
+        self._leaves = False  # True if `complete` was sent
+        self._aborts = False  # True if `abort` was sent; then the trainer does not reconnect
+        # arguments of `_say` for messages that wait for a reconnection
         self._pending: list[tuple[list[Any], str]] = []
         self._hello = {
             "trainer": trainer,
@@ -82,20 +84,26 @@ class ServerConnection:
     # -- the connection --------------------------------------------------------------------------
 
     def opened(self, *, local: bool = False) -> None:
-        """Begin again on another connection; a `local` one is a Unix socket."""
+        """Reset the state for a new link to the server.
+
+        Args:
+          local: True if the link uses a Unix socket.
+        """
         self.welcomed = self.gone = False
         self._lost_since, self._hello["local"] = None, local
 
     def connected(self) -> None:
-        """Send `hello` on a new connection, unless the server has welcomed this trainer on it."""
-        if not self.welcomed or self._lost_since is not None:
-            is_back = self._lost_since is not None
-            counts = {"sent": self._sent, "heard": self._received, "back": is_back}
-            leaves = {"leaves": True} if self._leaves else {}
-            self._say_now([wire.header("hello", **self._hello, **counts, **leaves)])
+        """Send `hello` on a new connection, unless the server has already answered one on it."""
+        is_back = self._lost_since is not None
+        if self.welcomed and not is_back:
+            return
+        counts = {"sent": self._sent, "heard": self._received, "back": is_back}
+        if self._leaves:
+            counts["leaves"] = True
+        self._say_now([wire.header("hello", **self._hello, **counts)])
 
     def broken(self, now: float) -> None:
-        """Note that the connection has ended; messages on their way are lost."""
+        """Handle the end of the connection. Messages in transit are lost."""
         if self.welcomed and (self._hello["local"] or self._aborts):
             self.gone = True
         elif self.welcomed and self._lost_since is None:
@@ -103,20 +111,22 @@ class ServerConnection:
 
     @property
     def retries_until(self) -> float:
-        """The time at which a broken connection is given up."""
-        return math.inf if self._lost_since is None or self.gone else self._lost_since + self._retry
+        """Time until which the trainer waits for a reconnection; infinity if it does not wait."""
+        if self._lost_since is None or self.gone:
+            return math.inf
+        return self._lost_since + self._retry
 
     def give_up(self, now: float) -> None:
-        """Mark the server as gone if a broken connection was not made again in time."""
+        """Set `gone` if the time for a reconnection has passed."""
         self.gone = self.gone or now >= self.retries_until
 
     # -- messages --------------------------------------------------------------------------------
 
     def _say(self, frames: list[Any], op: str = "") -> None:
-        """Send a message, now or on the next connection.
+        """Send a message, or keep it until the reconnection if the connection is broken.
 
         Args:
-          op: of the message, if it may be one that is not counted.
+          op: kind of the message; may be omitted for messages that are counted.
         """
         if self.before_it_speaks is not None:
             self.before_it_speaks()
@@ -128,20 +138,23 @@ class ServerConnection:
         self._say_now(frames)
 
     def tell(self, op: str, **fields: Any) -> None:
-        """Send a message that needs no answer."""
+        """Send a message without arrays."""
         self._aborts |= op == "abort"
         self._say([wire.header(op, **fields)], op)
 
     def answer_goodbye(self) -> None:
-        """Let the server end. By a Unix socket no message is lost: there it has ended already."""
+        """Answer the server's `goodbye`, so that the server can end.
+
+        A server does not wait for this answer on a Unix socket, where no message can be lost.
+        """
         if not self._hello["local"]:
             self.tell("goodbye")
 
     def _count(self, message: wire.Message) -> bool:
-        """Count a message of the server. Return True if it concerns the connection alone.
+        """Count a message from the server. Return True for the welcome after a reconnection.
 
         Raises:
-          PeerError: the server refuses the trainer, or does not have the job's token.
+          PeerError: the server refused the trainer, or does not have the job's token.
         """
         if message.op == "refuse":
             self.gone = bool(message.fields.get("last"))
@@ -149,7 +162,7 @@ class ServerConnection:
         self._received += message.op not in wire.UNCOUNTED
         if message.op != "welcome" or not self.welcomed:
             return False
-        if self._lost_since is not None:  # else `hello` was sent twice
+        if self._lost_since is not None:  # otherwise this answers a second `hello`
             self._check_proof(message.fields)
             self._lost_since = None
             pending, self._pending = self._pending, []
@@ -160,10 +173,13 @@ class ServerConnection:
     # -- admission -------------------------------------------------------------------------------
 
     def admit(self, welcome: Mapping[str, Any]) -> str:
-        """Take the fields of a welcome; return the server's local address, or an empty text.
+        """Accept a welcome if its sender has the job's token.
+
+        Returns:
+          The server's local address; empty if it has none.
 
         Raises:
-          PeerError: the server does not have the job's token.
+          PeerError: the sender does not have the job's token.
         """
         self._check_proof(welcome)
         self.welcomed = True
@@ -174,9 +190,10 @@ class ServerConnection:
         proof, purpose = welcome.get("proof"), f"welcome {self._hello['nonce']}"
         if not token.is_shown(proof, self._secret, purpose):
             raise PeerError(
-                f"what welcomes {self.me} as pserver {self.endpoint} has not the job's token"
+                f"the process that welcomes {self.me} as pserver {self.endpoint} does not have the "
+                "job's token"
             )
 
     def barred(self, why: str) -> PeerError:
-        """Return the error for a server that does not let this trainer in."""
-        return PeerError(f"pserver {self.endpoint} does not let {self.me} in: {why}")
+        """Return the error for a server that rejects this trainer's key or password."""
+        return PeerError(f"pserver {self.endpoint} does not admit {self.me}: {why}")

@@ -1,10 +1,11 @@
-"""A trainer's links to its servers, and what waits for their answers, one turn at a time.
+"""A trainer's links to its servers, and the loops that wait for the servers' answers.
 
-A link is made to the server's endpoint; a server on the same host answers with a local address, and
-the trainer moves there.
+The trainer first connects to the server's endpoint. If the server's welcome contains a local
+address that the trainer can reach, the trainer reconnects there.
 
-Each turn waits until something comes or a time has come (`wakes`), and takes it. Real trainers make
-turns until what they wait for is `done`; simulated ones make a turn when something happens.
+A loop is driven by its method `turn`, which waits for an event, or until the time `wakes`, and
+handles it. Real trainers call it until the loop is `done`, and the simulator calls it at each
+event.
 """
 
 from __future__ import annotations
@@ -18,21 +19,21 @@ from dtrans.errors import WireError
 from dtrans.protocol import wire
 from dtrans.protocol.trainer.operation import Operation, PendingAnswer, nothing
 from dtrans.protocol.trainer.trainer_line import TrainerLine
-from dtrans.protocol.transport import DOOR, LINGER, Event, Link, Transport
+from dtrans.protocol.transport import LINGER, ROLE_USER, Event, Link, Transport
 
 
 class ServerLink:
-    """A trainer's connection to one server.
+    """A trainer's line to one server, over a transport.
 
     Args:
-      terms: arguments of `TrainerLine`, without `say`.
+      terms: arguments of `TrainerLine` except `say`.
 
     Attributes:
-      line: the messages of both.
-      link: that they are sent by.
+      line: requests and answers of the trainer.
+      link: link over which they are sent.
 
     Raises:
-      ConfigError: nothing protects messages to this endpoint.
+      ConfigError: the server is on another host, and neither a token nor keys protect the messages.
     """
 
     def __init__(self, transport: Transport, **terms: Any) -> None:
@@ -40,12 +41,12 @@ class ServerLink:
         self.line.before_it_speaks = self._note_changes
         self.link: Link
         self._transport = transport
-        self._first: Link | None = None  # the server is not yet known to miss nothing of it
+        self._first: Link | None = None  # link to the endpoint, until the local one is welcomed
         self._open(self.line.endpoint)
 
     def _open(self, address: str) -> None:
         self.line.opened(local=address != self.line.endpoint)
-        self.link = self._transport.connect(address, user=DOOR, role=self.line.me)
+        self.link = self._transport.connect(address, user=ROLE_USER, role=self.line.me)
 
     def _say(self, frames: list[Any]) -> None:
         self.link.send(frames)
@@ -55,14 +56,14 @@ class ServerLink:
             self.take(event)
 
     def greet(self) -> Operation[None]:
-        """Wait until the server has welcomed this trainer, and move to its local address."""
+        """Return the operation that waits for the welcome, and moves to the local address."""
         what = "an answer to `hello` (is it running, and is this its endpoint?)"
         request = f"`hello` of {self.line.me}"
         answer = PendingAnswer(self.line, request, "welcome", {}, what, ends=self._is_settled)
         return Operation([answer], nothing)
 
     def _is_settled(self, welcome: Mapping[str, Any]) -> bool:
-        """Take a welcome. Return False if another is to come by the local address."""
+        """Accept a welcome. Return False if the trainer now connects to the local address."""
         local = self.line.admit(welcome)
         if self._first is not None:
             self._first.close()
@@ -74,10 +75,11 @@ class ServerLink:
         return True
 
     def take(self, event: Event) -> wire.Message | None:
-        """Take an event of the link. Return the message if it is an answer.
+        """Handle an event of the link. Return the message if it is the awaited answer.
 
         Raises:
-          PeerError: the server refuses. WireError: not a message of this protocol.
+          PeerError: the server refused the trainer.
+          WireError: the message is malformed.
         """
         if event.kind == "message":
             return self.line.heard(event.frames, self._transport.now())
@@ -90,18 +92,18 @@ class ServerLink:
         return None
 
     def close(self, linger: float = 0.0) -> None:
-        """Close it. Sent messages have so many seconds to leave, unless the server has ended."""
+        """Close the link. Pending messages are sent for `linger` seconds if the server is alive."""
         if self._first is not None:
             self._first.close()
         self.link.close(0.0 if self.line.gone else linger)
 
 
 class OperationWait:
-    """Waits for the answers of an operation.
+    """Loop that waits for the answers of an operation.
 
     Args:
-      links: by endpoint, to all servers that the operation asks.
-      operation: closed if an error ends the wait.
+      links: endpoint to the link of each server that takes part in the operation.
+      operation: the operation; an error closes it.
     """
 
     def __init__(
@@ -118,22 +120,23 @@ class OperationWait:
 
     @property
     def done(self) -> bool:
-        """Return True if all answers are here."""
+        """True if all answers have arrived."""
         return self.operation.done
 
     @property
     def wakes(self) -> float:
-        """Return the time of the next turn, if nothing comes before."""
+        """Time at which `turn` must be called, even without an event."""
         line = self.operation.waits_for.line
-        # a connection that has ended is looked at once more, for the last words of the server
+        # After the end of a connection, one poll without a wait reads the server's last messages.
         return -math.inf if line.gone else line.wakes
 
     def turn(self) -> bool:
-        """Make one turn. Return True if something has come.
+        """Wait for an event and handle it. Return True if there was an event.
 
         Raises:
-          DeadlineError: an answer is late. PeerError: a server refuses, or has gone. WireError: not
-            a message of this protocol.
+          DeadlineError: an answer is late.
+          PeerError: a server has refused the trainer, or has ended.
+          WireError: a message is malformed.
         """
         try:
             return self._turn()
@@ -161,9 +164,10 @@ class OperationWait:
 
 
 class LastWords:
-    """Says why a trainer ends, and waits until the server has heard it.
+    """Loop that sends `abort`, the reason of a trainer's failure, and waits for the server.
 
-    A synchronous server ends, another says goodbye. No error of the server counts any more.
+    A synchronous server then ends, and an asynchronous one sends `goodbye`. Errors from the server
+    are ignored.
     """
 
     def __init__(self, transport: Transport, link: ServerLink, reason: str) -> None:
@@ -173,11 +177,11 @@ class LastWords:
 
     @property
     def done(self) -> bool:
-        """Return True if the server has heard it, or had its time."""
+        """True if the server has answered or ended, or the time `wakes` has passed."""
         return self._link.line.gone or self._transport.now() >= self.wakes
 
     def turn(self) -> bool:
-        """Make one turn. Return True if something has come."""
+        """Wait for events and handle them. Return True if there were any."""
         any_came, line = False, self._link.line
         for event in self._transport.poll(self.wakes, self._link.link):
             any_came = True

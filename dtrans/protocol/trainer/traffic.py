@@ -1,17 +1,16 @@
-"""Traffic of a communicator, which sends and receives in the background of a trainer.
+"""Messages of a communicator, which sends and receives in the background of a trainer.
 
-A turn takes gradients from the queue, merges those of several steps, and sends them. After some
-sends it asks for all parameters. It receives them while it continues to send, as far as
-`CommunicatorConfig` lets it run ahead of the servers.
+The communicator takes gradients from its queue, merges the gradients of several steps, and sends
+them. After a number of sends it requests all parameters. While it waits for them, it continues to
+send, up to the limits in `CommunicatorConfig`.
 
-The answer to a request for parameters also acknowledges everything sent before it. So the messages
-on their way are bounded. If servers are slower than steps, the queue fills, its gradients merge,
-and in the end steps wait.
+The answer to a request for parameters also acknowledges all messages sent before the request, so
+the number of unacknowledged messages is bounded. If the servers are slower than the steps, the
+queue fills, its gradients are merged, and finally the steps wait.
 
-Rows of tables are asked for at once, whatever waits in the queue, and have the newest values.
-Gradients of rows wait as others do. A merged gradient has the rows of all its parts, and their
-numbers are sent first. A trainer of GEO-SGD stores rows: it asks for changes of these together with
-its parameters.
+Rows of tables are requested at once, before the gradients in the queue are sent. A merged gradient
+of a table contains the rows of all merged gradients, and its row ids are sent first. A trainer of
+GEO-SGD stores rows, and requests their changes together with the parameters.
 
 Source: `AsyncCommunicator` and `HalfAsyncCommunicator` in
   paddle/fluid/operators/distributed/communicator.cc.
@@ -43,14 +42,16 @@ log = logging.getLogger("dtrans.trainer")
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """A leaf that is cut into blocks to send, and joined when it is received.
+    """Leaf whose blocks are sent to, and received from, several servers.
 
     Attributes:
-      endpoints, names: of each block.
+      endpoints: endpoint of each block's server.
+      names: name of each block.
       sections: number of rows of each block; 1 for a 0-d leaf.
-      shape, dtype: of the leaf.
-      merge: the way to merge gradients of several steps: "sum", "mean" or "newest".
-      spans: rows of each block of a table.
+      shape: shape of the leaf.
+      dtype: dtype of the leaf.
+      merge: operation that merges gradients of several steps: "sum", "mean" or "newest".
+      spans: for a table, the row ids of each block.
     """
 
     endpoints: tuple[str, ...]
@@ -62,31 +63,41 @@ class Leaf:
     spans: tuple[BlockRowSet, ...] = ()
 
     def blocks(self, array: np.ndarray) -> list[tuple[str, str, np.ndarray]]:
-        """Return the endpoint, name and rows of each block."""
+        """Return the endpoint, name and rows of each block of an array."""
         if len(self.names) == 1:
             return [(self.endpoints[0], self.names[0], array)]
         return list(zip(self.endpoints, self.names, rows_of(array, self.sections), strict=True))
 
 
 def rows_of(array: np.ndarray, sections: Sequence[int]) -> list[np.ndarray]:
-    """Split an array into views with these numbers of rows."""
+    """Split an array along dimension 0 into views with these numbers of rows."""
     return [array[end - n : end] for n, end in zip(sections, np.cumsum(sections), strict=True)]
 
 
-# gradients of a step: leaves with their values, for a table a `RowGradient`
+# The gradients of one step: each leaf with its gradient, which is a `RowGradient` for a table.
 Group = Sequence[tuple[Leaf, Any]]
 
 
 @dataclasses.dataclass
 class _Pull:
-    """Parameters that are on their way."""
+    """Pending request for all parameters.
+
+    Attributes:
+      since: time of the request.
+      steps: number of steps whose gradients were sent before the request.
+      arrays: key of each leaf to the array that receives it.
+      missing: endpoint of each server whose blocks are incomplete to the inbox for these blocks.
+      at: endpoint to the step in the request to this server.
+      changed: inbox for table rows that other trainers have changed.
+      reminder: times at which the trainer logs that it waits.
+    """
 
     since: float
-    steps: int  # sent before
+    steps: int
     arrays: dict[str, np.ndarray]
-    missing: dict[str, Inbox]  # by the endpoints whose blocks are not all here
-    at: dict[str, int]  # the step at which each endpoint was asked
-    changed: ChangedInbox  # rows that others have changed
+    missing: dict[str, Inbox]
+    at: dict[str, int]
+    changed: ChangedInbox
     reminder: WaitReminder = dataclasses.field(default_factory=WaitReminder)
 
     def __post_init__(self) -> None:
@@ -94,17 +105,24 @@ class _Pull:
 
     @property
     def late(self) -> list[str]:
-        """The servers that have not answered."""
+        """Endpoints of the servers that have not completed their answer."""
         return list(self.missing)
 
 
 @dataclasses.dataclass
 class _Lookup:
-    """Rows that are on their way."""
+    """Pending request for rows of tables.
+
+    Attributes:
+      since: time of the request.
+      missing: endpoint and name of each incomplete block to the inbox for its rows.
+      at: endpoint to the step in the request to this server.
+      reminder: times at which the trainer logs that it waits.
+    """
 
     since: float
-    missing: dict[tuple[str, str], Inbox]  # by server and block
-    at: dict[str, int]  # the step at which each endpoint was asked
+    missing: dict[tuple[str, str], Inbox]
+    at: dict[str, int]
     reminder: WaitReminder = dataclasses.field(default_factory=WaitReminder)
 
     def __post_init__(self) -> None:
@@ -112,23 +130,25 @@ class _Lookup:
 
     @property
     def late(self) -> list[str]:
-        """The servers that have not answered."""
+        """Endpoints of the servers that have not completed their answer."""
         return list(dict.fromkeys(ep for ep, _ in self.missing))
 
 
 class Traffic:
-    """Traffic of one trainer with its servers.
+    """Messages between one trainer's communicator and its servers.
 
     Args:
-      lines: by endpoint; every server is asked for parameters, also one without any of the leaves.
-      leaves: leaves to receive, by the caller's keys.
+      lines: endpoint to line of each server. All of them receive each request for parameters, even
+        servers without blocks of `leaves`.
+      leaves: caller's key to each leaf to receive.
       config: limits of the communicator.
-      deadline: seconds in which parameters have to come.
-      name: of the trainer.
-      room: returns memory to receive into: (key, shape, dtype) -> array.
-      cached: tables whose rows the trainer stores, by the caller's keys.
+      deadline: seconds after which an answer is late.
+      name: name of the trainer in messages.
+      room: allocates the memory to receive a leaf: (key, shape, dtype) -> array.
+      cached: caller's key to each table whose rows the trainer stores (GEO-SGD).
 
     Attributes:
+      config: limits of the communicator.
       sent: number of steps whose gradients were sent.
     """
 
@@ -147,70 +167,71 @@ class Traffic:
         self.sent = 0
         self._lines, self._leaves, self._name = lines, leaves, name
         self._deadline, self._room = deadline, room
-        self._asked: set[str] = set()  # endpoints that know the wanted blocks
-        self._ahead = 0  # groups sent since the last request for parameters
+        self._asked: set[str] = set()  # endpoints to which the names of blocks were sent
+        self._ahead = 0  # number of `send` calls since the last request for parameters
         self._pull: _Pull | None = None
         self._lookup: _Lookup | None = None
-        self._cached = {
-            (ep, name): CachedBlock(key, span, x.shape[1:], x.dtype)
-            for key, x in cached.items()
-            for ep, name, span in zip(x.endpoints, x.names, x.spans, strict=True)
-        }
+        self._cached: dict[tuple[str, str], CachedBlock] = {}
+        for key, table in cached.items():
+            row = table.shape[1:]
+            for ep, block, span in zip(table.endpoints, table.names, table.spans, strict=True):
+                self._cached[ep, block] = CachedBlock(key, span, row, table.dtype)
         self._caching = {ep for ep, _ in self._cached}
 
     @property
     def pulling(self) -> bool:
-        """True if parameters are on their way."""
+        """True if a request for parameters is pending."""
         return self._pull is not None
 
     @property
     def looking_up(self) -> bool:
-        """True if rows are on their way."""
+        """True if a request for rows is pending."""
         return self._lookup is not None
 
     @property
     def wakes(self) -> float | None:
-        """The time at which to call `look` next; None if nothing is on its way."""
-        times = [
-            min(x.reminder.next, x.since + self._deadline)
-            for x in (self._pull, self._lookup)
-            if x is not None
-        ]
+        """Time at which `look` must be called next; None if no request is pending."""
+        times = []
+        for request in (self._pull, self._lookup):
+            if request is not None:
+                times += [request.reminder.next, request.since + self._deadline]
         return min(times, default=None)
 
     # -- sending ---------------------------------------------------------------------------------
 
     def ask(self, now: float) -> None:
-        """Ask for all parameters."""
-        arrays = {
-            key: self._room(key, leaf.shape, leaf.dtype) for key, leaf in self._leaves.items()
-        }
+        """Request all parameters."""
+        arrays: dict[str, np.ndarray] = {}
         wanted: dict[str, dict[str, np.ndarray]] = {ep: {} for ep in self._lines}
         for key, leaf in self._leaves.items():
+            arrays[key] = self._room(key, leaf.shape, leaf.dtype)
             for endpoint, name, rows in leaf.blocks(arrays[key]):
                 wanted[endpoint][name] = rows
+        inboxes: dict[str, Inbox] = {}
+        steps: dict[str, int] = {}
         for endpoint, blocks in wanted.items():
             line = self._lines[endpoint]
-            table = [[n, list(b.shape), b.dtype.name] for n, b in blocks.items()]
             fields: dict[str, Any] = {}
             if endpoint in self._caching:
-                fields["changed"] = bool(self._asked)  # the first request comes before any rows
+                # At the first request, the trainer has no rows yet.
+                fields["changed"] = bool(self._asked)
             if endpoint not in self._asked:
-                fields["blocks"] = table
+                fields["blocks"] = [[n, list(b.shape), b.dtype.name] for n, b in blocks.items()]
             line.tell("recv", step=line.step, **fields)
+            inboxes[endpoint] = Inbox(blocks, functools.partial(_NOT_ASKED, endpoint))
+            steps[endpoint] = line.step
         changed = ChangedInbox(self._cached if self._asked else {})
         self._asked.update(wanted)
-        inboxes = {
-            ep: Inbox(blocks, functools.partial(_NOT_ASKED, ep)) for ep, blocks in wanted.items()
-        }
-        at = {ep: self._lines[ep].step for ep in wanted}
-        self._pull = _Pull(now, self.sent, arrays, inboxes, at, changed)
+        self._pull = _Pull(now, self.sent, arrays, inboxes, steps, changed)
         self._ahead = 0
 
     def may_take(self, waiting: int, now: float) -> int:
-        """Return the number of waiting groups that may be sent as one now.
+        """Return the number of queued groups to merge and send now; 0 while limits forbid it.
 
-        It first asks for parameters if that is due.
+        If a request for parameters is due, it is sent first.
+
+        Args:
+          waiting: number of groups in the queue.
         """
         if self._pull is None and self._ahead >= self.config.min_send_grad_num_before_recv:
             self.ask(now)
@@ -221,7 +242,7 @@ class Traffic:
         return min(waiting, self.config.max_merge_var_num)
 
     def send(self, groups: Sequence[Group]) -> None:
-        """Send the gradients of several steps as those of one."""
+        """Merge the gradients of several steps, and send the merged ones."""
         parts: dict[Leaf, list[Any]] = {}
         for group in groups:
             for leaf, x in group:
@@ -241,8 +262,8 @@ class Traffic:
     def _split_rows(
         self, leaf: Leaf, values: Sequence[RowGradient]
     ) -> Iterator[tuple[str, str, np.ndarray]]:
-        """Yield the endpoint, name and rows of each block of a table; send the row ids."""
-        # arrays of a compiled step have a fixed size: zeros pad them
+        """Yield the endpoint, name and rows of each block, after sending the block's row ids."""
+        # A compiled step returns arrays of a fixed size, padded with zeros.
         parts = [RowGradient(x.ids, np.asarray(x.rows)[: len(x.ids)]) for x in values]
         total = merged_rows(parts, leaf.merge)
         for endpoint, name, span in zip(leaf.endpoints, leaf.names, leaf.spans, strict=True):
@@ -251,10 +272,11 @@ class Traffic:
             yield endpoint, name, total.rows[at]
 
     def look_up(self, wanted: Sequence[WantedRows], now: float, *, train: bool) -> None:
-        """Ask for rows of tables.
+        """Request rows of tables.
 
         Args:
-          train: a step is made of them.
+          wanted: the rows of each block.
+          train: True if gradients of these rows follow.
         """
         missing: dict[tuple[str, str], Inbox] = {}
         for endpoint, name, ids, rows in wanted:
@@ -264,7 +286,7 @@ class Traffic:
         self._lookup = _Lookup(now, missing, at) if missing else None
 
     def ask_for_newest(self, now: float) -> None:
-        """Ask for parameters if the newest ones lack gradients that were sent."""
+        """Request parameters if gradients were sent since the last request."""
         if self._pull is None and self._ahead:
             self.ask(now)
 
@@ -272,20 +294,27 @@ class Traffic:
 
     @property
     def waits_for(self) -> str:
-        """Description of the next answer."""
+        """Description of the next answer for errors."""
         if self.pulling:
             return "parameters"
-        return "rows" if self.looking_up else "gradients to be made"
+        if self.looking_up:
+            return "rows"
+        return "the gradients of its next step"
 
     def heard(self, endpoint: str, message: wire.Message) -> None:
-        """Take an answer. Raises PeerError for one that was not asked for."""
+        """Handle a message from a server.
+
+        Raises:
+          PeerError: the trainer did not request it.
+        """
         pull = self._pull
         if message.op == "rows":
             self._heard_rows(endpoint, message)
             return
         if pull is None or endpoint not in pull.missing:
             raise PeerError(
-                f"pserver {endpoint} sent {self._name} a `{message.op}` that it did not ask for"
+                f"pserver {endpoint} sent {self._name} a `{message.op}` message, which "
+                f"{self._name} did not request"
             )
         if message.op == "changed" and message["step"] == pull.at[endpoint]:
             pull.changed.take(endpoint, message)
@@ -302,7 +331,10 @@ class Traffic:
     def _heard_rows(self, endpoint: str, message: wire.Message) -> None:
         lookup, key = self._lookup, (endpoint, message["table"])
         if lookup is None or key not in lookup.missing or message["step"] != lookup.at[endpoint]:
-            raise PeerError(f"pserver {endpoint} sent {self._name} rows that it did not ask for")
+            raise PeerError(
+                f"pserver {endpoint} sent {self._name} rows of {key[1]}, which {self._name} did "
+                "not request"
+            )
         lookup.missing[key].take(message)
         if not lookup.missing[key].missing():
             del lookup.missing[key]
@@ -310,10 +342,11 @@ class Traffic:
             self._lookup = None
 
     def take_newest(self) -> tuple[int, dict[str, Any]] | None:
-        """Take complete parameters, with the number of steps sent before their request.
+        """Return the received parameters once, or None if they are incomplete.
 
-        Tables with stored rows have a `RowGradient` of the changed ones. Returns None if not all
-        parameters are here.
+        Returns:
+          The number of steps whose gradients were sent before the request, and the key of each leaf
+          to its value. The value of a cached table is a `RowGradient` with its changed rows.
         """
         if self._pull is None or self._pull.missing:
             return None
@@ -321,7 +354,11 @@ class Traffic:
         return pull.steps, {**pull.arrays, **pull.changed.rows()}
 
     def look(self, now: float) -> None:
-        """Raise DeadlineError if an answer is late; log for which servers the trainer waits."""
+        """Check the deadlines, and log the servers that the trainer waits for if that is due.
+
+        Raises:
+          DeadlineError: an answer is late.
+        """
         for request, what in ((self._pull, "parameters"), (self._lookup, "rows")):
             if request is None:
                 continue
@@ -333,21 +370,26 @@ class Traffic:
                 log.warning("%s has waited %.0f s for %s: %s", self._name, waited, late, what)
 
 
-_NOT_ASKED = "pserver {} sent {}, which was not asked for".format
+_NOT_ASKED = "pserver {} sent {}, which was not requested".format
 
 
 def _split(leaf: Leaf, values: Sequence[Any]) -> list[tuple[str, str, np.ndarray]]:
-    """Return the endpoint, name and rows of each block of a leaf."""
+    """Merge gradients of a leaf; return the endpoint, name and rows of each block."""
     return leaf.blocks(merged([np.asarray(x) for x in values], leaf.merge))
 
 
 def merged(parts: Sequence[np.ndarray], how: str) -> np.ndarray:
-    """Merge gradients of several steps: their sum, their mean, or the newest."""
+    """Merge the gradients of several steps.
+
+    Args:
+      parts: gradient of each step.
+      how: "sum", "mean", or "newest" for the last gradient alone.
+    """
     if how == "newest":
         return parts[-1]
     if len(parts) == 1:
         return parts[0]
-    # the sum of 0-d arrays is a scalar, which cannot be an `out`
+    # NumPy adds 0-d arrays to a scalar, which cannot be an `out` argument.
     total = np.asarray(parts[0] + parts[1])
     for x in parts[2:]:
         np.add(total, x, out=total)

@@ -1,7 +1,8 @@
-"""The loop of a communicator: a queue of gradients around `Traffic`, one turn at a time.
+"""Loop of a communicator, which sends the gradients that training steps put into its queue.
 
-Steps put gradients into the queue, ask for rows and take the parameters that came last. They may do
-so in another thread than that of the turns. Attributes that both use are assigned as a whole.
+Steps put gradients into the queue, request rows, and read the newest parameters. They may run in
+another thread than the loop. So an attribute that both threads use is only ever replaced by a
+complete new value.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ from dtrans.protocol.transport import Transport
 
 @dataclasses.dataclass(eq=False)
 class TrafficRequest:
-    """Something that steps wait for, and that the loop does.
+    """Request of a step to the loop: a lookup of rows, or an operation.
 
     Attributes:
-      wanted: rows of tables, and if a step is made of them.
-      begin: begins an operation that uses the connections between the loop's own messages.
-      done: it is there, or has failed.
-      result, error: of the operation.
+      wanted: for a lookup, the rows of tables, and True if gradients of these rows follow.
+      begin: for an operation, the function that starts it.
+      done: True if the lookup or operation is complete, or has failed.
+      result: result of the operation.
+      error: error of the operation, if it has failed.
     """
 
     wanted: tuple[Sequence[WantedRows], bool] | None = None
@@ -40,17 +42,17 @@ class TrafficRequest:
 
 
 class TrafficLoop:
-    """The loop of one communicator.
+    """Loop of one communicator.
 
     Args:
-      links: of the trainer, by endpoint.
-      traffic: with some of these servers.
-      config: length of the queue, and the other options.
-      changed: is called after events for which steps may have waited.
+      links: endpoint to each link of the trainer.
+      traffic: state of the communicator's messages.
+      config: options of the communicator, such as the length of its queue.
+      changed: called after each event that a step may wait for.
 
     Attributes:
-      newest: the parameters that came last, behind the number of steps that are in them.
-      done: it has ended, with all answers that were to come.
+      newest: the newest parameters, after the number of steps whose gradients they include.
+      done: True if the loop has ended and all answers have arrived.
     """
 
     def __init__(
@@ -66,41 +68,46 @@ class TrafficLoop:
         self._transport, self._links, self._traffic = transport, links, traffic
         self._config, self._changed = config, changed
         self._queue: collections.deque[Group] = collections.deque()
-        self._put = 0  # steps put so far
-        self._request: TrafficRequest | None = None  # that has not begun
-        self._lookup: TrafficRequest | None = None  # whose rows are on their way
+        self._put = 0  # number of steps whose gradients were put into the queue
+        self._request: TrafficRequest | None = None  # request that has not started
+        self._lookup: TrafficRequest | None = None  # lookup that waits for its rows
         self._operation: tuple[TrafficRequest, OperationWait] | None = None
         self._ended = self._discarded = False
         traffic.ask(transport.now())
 
-    # -- what steps call -------------------------------------------------------------------------
+    # -- methods for steps -----------------------------------------------------------------------
 
     @property
     def has_room(self) -> bool:
-        """Return True if the queue is not full."""
+        """True if the queue is not full."""
         return len(self._queue) < self._config.send_queue_size
 
     @property
     def is_settled(self) -> bool:
-        """Return True if the newest parameters have all that was put."""
-        return self.newest is not None and self.newest[0] >= self._put
+        """True if the newest parameters include all gradients that were put into the queue."""
+        return self.received >= self._put
 
     @property
     def received(self) -> int:
-        """Return the number of steps in the newest parameters; -1 if none have come."""
+        """Number of steps whose gradients the newest parameters include; -1 before the first."""
         return -1 if self.newest is None else self.newest[0]
 
     def put(self, group: Group) -> None:
-        """Let the gradients of a step be sent."""
+        """Put the gradients of one step into the queue."""
         self._queue.append(group)
         self._put += 1
 
     def look_up(self, wanted: Sequence[WantedRows], *, train: bool) -> TrafficRequest:
-        """Receive rows of tables as they are now. With `train` a step is made of them."""
+        """Request rows of tables with their current values.
+
+        Args:
+          wanted: the rows of each block, with memory that receives them.
+          train: True if gradients of these rows follow.
+        """
         return self._ask(TrafficRequest(wanted=(wanted, train)))
 
     def between(self, begin: Callable[[], Operation[Any]]) -> TrafficRequest:
-        """Run an operation when the newest parameters have all that was put."""
+        """Request an operation, which starts as soon as the loop `is_settled`."""
         return self._ask(TrafficRequest(begin=begin))
 
     def _ask(self, request: TrafficRequest) -> TrafficRequest:
@@ -108,7 +115,11 @@ class TrafficLoop:
         return request
 
     def end(self, *, discard: bool = False) -> None:
-        """Send what is left, unless it is to be discarded, and be `done` with the last answer."""
+        """End the loop: it sends the queued gradients, and is `done` after the last answer.
+
+        Args:
+          discard: True to end at once, without sending the queued gradients.
+        """
         self._discarded = discard
         self._ended = True
 
@@ -116,21 +127,27 @@ class TrafficLoop:
 
     @property
     def wakes(self) -> float:
-        """Return the time of the next turn, if nothing comes before."""
+        """Time at which `turn` must be called, even without an event."""
         if self._operation is not None:
             return self._operation[1].wakes
-        # the last words of a server that has gone may be here
-        lines = [x.line for x in self._links.values()]
-        retries = min(-math.inf if x.gone else x.retries_until for x in lines)
-        return min(retries, math.inf if self._traffic.wakes is None else self._traffic.wakes)
+        times = [math.inf if self._traffic.wakes is None else self._traffic.wakes]
+        for link in self._links.values():
+            if link.line.gone:
+                # The last messages of a server that has ended may be unread.
+                return -math.inf
+            times.append(link.line.retries_until)
+        return min(times)
 
     def turn(self) -> bool:
-        """Send what may be sent, then wait until something comes or a time has come. Return True if
-        there may be more to do at once.
+        """Send gradients and requests, then wait for events and handle them.
+
+        Returns:
+          True if the next call may have work to do at once.
 
         Raises:
-          DeadlineError: an answer is late. PeerError: a server refuses, or has gone. WireError: not
-            a message of this protocol.
+          DeadlineError: an answer is late.
+          PeerError: a server has refused the trainer, or has ended.
+          WireError: a message is malformed.
         """
         if self._operation is not None:
             return self._turn_of_operation(*self._operation)
@@ -154,7 +171,7 @@ class TrafficLoop:
         return has_sent or bool(heard)
 
     def _act(self) -> bool:
-        """Send what may be sent, and ask for what is wanted. Return True if gradients were sent."""
+        """Send gradients and start requests. Return True if gradients were sent."""
         traffic, now = self._traffic, self._transport.now()
         groups = [self._queue.popleft() for _ in range(traffic.may_take(len(self._queue), now))]
         if groups:
@@ -199,7 +216,7 @@ class TrafficLoop:
     def _begin(self, request: TrafficRequest, begin: Callable[[], Operation[Any]]) -> None:
         try:
             self._operation = request, OperationWait(self._transport, self._links, begin())
-        except DtransError as e:  # the loop continues; the caller gets the error
+        except DtransError as e:  # only the step that made the request fails, not the loop
             self._end_request(request, None, e)
 
     def _turn_of_operation(self, request: TrafficRequest, wait: OperationWait) -> bool:

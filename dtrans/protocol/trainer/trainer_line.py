@@ -1,8 +1,9 @@
-"""Requests of one trainer to one server, and the answers that it waits for.
+"""Requests of one trainer to one server, and the answers that the trainer waits for.
 
 The trainer sends gradients and requests over a `server_connection`. A request may have a number,
-which the server's answer repeats. One answer at a time is awaited. Its deadline begins again with
-each `waiting` of the server, which names the trainers or servers that it waits for.
+which the server's answer repeats. The trainer waits for one answer at a time. While the server
+itself waits for trainers or other servers, it sends `waiting` messages, and each of them restarts
+the deadline of the answer.
 
 Read `server_link` next: it drives a line over a transport.
 """
@@ -29,17 +30,17 @@ class TrainerLine(ServerConnection):
     """Requests of one trainer to one server.
 
     Args:
-      deadline: seconds without a message of the server after which an answer is late.
-      terms: arguments of `ServerConnection`.
+      deadline: an answer is late after this many seconds without a message from the server.
+      terms, named_terms: arguments of `ServerConnection`.
 
     Attributes:
-      step: number of the step that the next messages belong to.
-      ahead: announced rows of later steps.
-      awaited: number of the awaited request; 0 for a request without one.
-      saved: request number to the answer to a `save`; None for an answer that is to come.
-      saving: lines whose servers hear `saving` while this server lets the trainer wait.
-      patience: the time at which the awaited answer is late.
-      reminder: the times at which the trainer logs what it waits for.
+      step: number of the step to which the next messages belong.
+      ahead: received rows of tables that later steps will use.
+      awaited: number of the request whose answer the trainer waits for; 0 if it has no number.
+      saved: request number of each `save` to its answer, or to None until the answer arrives.
+      saving: lines on which the trainer sends `saving` whenever this server sends `waiting`.
+      patience: time at which the awaited answer is late.
+      reminder: times at which the trainer logs what it waits for.
     """
 
     def __init__(self, *terms: Any, deadline: float, **named_terms: Any) -> None:
@@ -54,43 +55,45 @@ class TrainerLine(ServerConnection):
         self._deadline = deadline
         self._since = 0.0
         self._waits_for: object = ""
-        self._reason = ""  # of the server's last `waiting`
+        self._reason = ""  # text from the server's last `waiting`, for messages
 
     # -- requests --------------------------------------------------------------------------------
 
     def ask(self, op: str, **fields: Any) -> int:
-        """Send a request, and return its number, which the answer repeats."""
+        """Send a request with a new number. Return the number, which the answer will repeat."""
         self.tell(op, step=self.step, request=self.new_request(), **fields)
         return self._asked
 
     def new_request(self) -> int:
-        """Return the number of a new request."""
+        """Return a request number that was not used before."""
         self._asked += 1
         return self._asked
 
     def send_blocks(
         self, gradients: Iterable[tuple[str, Any]], /, steps: int = 1, **last: Any
     ) -> None:
-        """Send gradients of this step from the memory that they are in.
+        """Send gradients of this step without copying them.
 
         Args:
-          gradients: name and array of each.
-          steps: number of steps whose gradients they sum.
-          last: fields of the last message.
+          gradients: name and array of each gradient.
+          steps: number of steps over which the gradients are summed.
+          last: additional fields of the last message.
         """
-        fields = {} if steps == 1 else {"steps": steps}
-        *messages, (pieces, frames) = wire.messages(gradients)
-        for some, arrays in messages:
-            self._say([wire.header("send", step=self.step, pieces=some, **fields), *arrays])
-        fields |= last
-        self._say([wire.header("send", step=self.step, pieces=pieces, **fields), *frames])
+        fields: dict[str, Any] = {"step": self.step}
+        if steps != 1:
+            fields["steps"] = steps
+        *first_messages, (pieces, frames) = wire.messages(gradients)
+        for first_pieces, first_frames in first_messages:
+            self._say([wire.header("send", pieces=first_pieces, **fields), *first_frames])
+        self._say([wire.header("send", pieces=pieces, **fields, **last), *frames])
 
     def exchange(self, number: int, values: Sequence[tuple[Any, Sequence[Any]]]) -> None:
-        """Send this trainer's part of a round of `trainer_rounds`.
+        """Send this trainer's values of one round (`dtrans.protocol.server.trainer_rounds`).
 
         Args:
-          number: of the round.
-          values: arrays, each with the collective and its arguments that merge it with the others.
+          number: number of the round in the step.
+          values: for each value, its array and the collective that merges the trainers' arrays: a
+            name and arguments.
         """
         table = [[x.dtype.name, list(x.shape), list(way)] for x, way in values]
         blocks = [(str(i), x) for i, (x, _) in enumerate(values)]
@@ -100,14 +103,14 @@ class TrainerLine(ServerConnection):
     def prefetch(
         self, table: str, ids: np.ndarray, *, train: bool, ahead: int = 0, request: int = 0
     ) -> None:
-        """Ask for rows of a block of a table.
+        """Request rows of a table's block.
 
         Args:
           table: name of the block.
           ids: row ids in the block.
-          train: a step is made of the rows.
-          ahead: number of steps until the step that uses them.
-          request: number of the request, if it has one.
+          train: True if a gradient of these rows follows.
+          ahead: number of steps from now to the step that uses the rows.
+          request: number of the request; 0 if it has none.
         """
         fields = {"step": self.step, "table": table, "count": len(ids), "train": train}
         if ahead:
@@ -117,7 +120,12 @@ class TrainerLine(ServerConnection):
         self._send_ids("prefetch", ids, fields)
 
     def row_ids(self, gradient: str, ids: np.ndarray) -> None:
-        """Announce the row ids, in a block of a table, of the gradient that follows."""
+        """Send the row ids of the table gradient that is sent next.
+
+        Args:
+          gradient: name of the gradient.
+          ids: row ids in the block of the table.
+        """
         fields = {"step": self.step, "gradient": gradient, "count": len(ids)}
         self._send_ids("row_ids", ids, fields)
 
@@ -128,13 +136,13 @@ class TrainerLine(ServerConnection):
     def end_step(
         self, gradients: Sequence[tuple[str, Any]], /, *, sent: bool, barrier: bool, **fields: Any
     ) -> None:
-        """End a step and ask for parameters, in one message with the last gradients.
+        """End a step and request parameters, in one message with the remaining gradients.
 
         Args:
-          gradients: the last ones of this step, if any.
-          sent: gradients of this step were sent before.
-          barrier: a `send_barrier` follows the gradients.
-          fields: of the `recv` that follows.
+          gradients: gradients of this step that have not been sent yet.
+          sent: True if gradients of this step have already been sent.
+          barrier: True to send `send_barrier` after the gradients.
+          fields: fields of the `recv` message.
         """
         then = ["send_barrier", "recv"] if barrier else ["recv"]
         if gradients:
@@ -148,32 +156,37 @@ class TrainerLine(ServerConnection):
     # -- answers ---------------------------------------------------------------------------------
 
     def admit(self, welcome: Mapping[str, Any]) -> str:
-        """Take the fields of a welcome, as `ServerConnection.admit`."""
+        """Accept a welcome, and set `step` to the server's step. See `ServerConnection.admit`."""
         local = super().admit(welcome)
         self.step = welcome["step"]
         return local
 
     def wait(self, what: object, now: float) -> None:
-        """Begin to wait for an answer; `what` describes it in messages."""
+        """Start to wait for an answer.
+
+        Args:
+          what: description of the answer for log lines and errors; converted by `str`.
+        """
         self._since, self._waits_for, self._reason = now, what, ""
         self.patience = now + self._deadline
         self.reminder.begin(now)
 
     def stop_waiting(self, number: int) -> None:
-        """Await no answer, and release the answer to a request, whose memory may be large."""
+        """Stop waiting, and delete the answer to a numbered request, which may be large."""
         self.awaited, self.saving, self._waits_for = 0, (), ""
         self.saved.pop(number, None)
 
     @property
     def wakes(self) -> float:
-        """The time at which to call `look` next."""
+        """Time at which `look` must be called next."""
         return min(self.patience, self.reminder.next, self.retries_until)
 
     def heard(self, frames: Sequence[Any], now: float) -> wire.Message | None:
-        """Take a message of the server. Return it if it is the awaited answer.
+        """Handle a message from the server. Return it if it is the awaited answer, else None.
 
         Raises:
-          PeerError: the server refuses. WireError: not a message of this protocol.
+          PeerError: the server refused the trainer.
+          WireError: the message is malformed.
         """
         message = wire.parse(frames)
         if self._count(message):
@@ -190,23 +203,31 @@ class TrainerLine(ServerConnection):
         number = message.fields.get("request", self.awaited)
         if number in self.saved:
             self.saved[number] = message
-        # a message with another number answers a request that was given up
+        # Another number belongs to a request whose answer is no longer awaited.
         return message if number == self.awaited else None
 
     def went_away(self, what: str = "") -> PeerError:
-        """Return the error for a server that has gone while the trainer waited for an answer."""
+        """Return the error for a server whose connection ended during a wait.
+
+        Args:
+          what: description of the awaited answer; by default the description passed to `wait`.
+        """
         awaited = what or self._waits_for
         return PeerError(f"pserver {self.endpoint} went away while {self.me} waited for {awaited}")
 
     def say_that_it_waits(self, now: float) -> None:
-        """Log what the trainer waits for, if that is due."""
+        """Log what the trainer waits for, if a log line is due."""
         waited = self.reminder.due(now)
         if waited:
             who = f"pserver {self.endpoint}{self._reason}"
             log.warning("%s has waited %.0f s for %s: %s", self.me, waited, who, self._waits_for)
 
     def look(self, now: float) -> None:
-        """Raise DeadlineError if the awaited answer is late."""
+        """Check the deadlines of the awaited answer and of a broken connection.
+
+        Raises:
+          DeadlineError: the answer is late.
+        """
         self.give_up(now)
         if now >= self.patience:
             who = f"pserver {self.endpoint}{self._reason}"

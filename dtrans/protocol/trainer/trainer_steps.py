@@ -1,13 +1,11 @@
-"""Steps of one trainer: the messages that it sends, and the answers that it waits for.
+"""Messages of one trainer's steps, and the answers that it waits for.
 
-A method that waits returns an `Operation`, which its runner hands the answers.
+A method that must wait for answers returns an `Operation`, to which its caller passes the messages.
 
-    send      puts a gradient into the outbox of a server, which is sent when it is full, or at the
-              end of the step
-    announce  asks each server for rows that a later step looks up
-    request   sends each server one message: the rest of its outbox, the end of the step, and the
-              names of blocks, which are received into their memory
-    exchange  sends a part of a round to its server, and receives the answer
+    send      adds a gradient to a server's outbox, which is sent when it is full or the step ends
+    announce  requests the table rows that a later step will look up
+    request   ends the step: sends each server its outbox and the names of blocks to receive
+    exchange  sends this trainer's values of a round, and receives the merged values
 """
 
 from __future__ import annotations
@@ -28,11 +26,11 @@ from dtrans.protocol.trainer.operation import Operation, PendingAnswer, nothing
 from dtrans.protocol.trainer.trainer_line import TrainerLine
 
 
-Landing = tuple[str, str, np.ndarray]  # a block to receive: server, name and memory
+Landing = tuple[str, str, np.ndarray]  # block to receive: server's endpoint, name and memory
 
 
 def leave(line: TrainerLine) -> Operation[None]:
-    """Send `complete`, and wait for the server's `goodbye`."""
+    """Send `complete`; return the operation that waits for the server's `goodbye`."""
     line.tell("complete")
     answer = PendingAnswer(line, "`complete`", "goodbye", {}, "its goodbye", skips=True)
     return Operation([answer], _answer_goodbye)
@@ -44,13 +42,13 @@ def _answer_goodbye(answers: Sequence[PendingAnswer]) -> None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LookedUp:
-    """Rows of a table that a step looks up.
+    """Lookup of one table's rows by one step.
 
     Attributes:
       table: name of the table.
-      uniq: row ids.
-      rows: memory for the rows.
-      wanted: the lookup in each block.
+      uniq: increasing row ids of the lookup.
+      rows: memory that receives the rows.
+      wanted: rows of each block.
     """
 
     table: str
@@ -60,14 +58,14 @@ class LookedUp:
 
 
 class TrainerSteps:
-    """The steps of one trainer.
+    """Messages of one trainer's steps.
 
     Args:
-      line: returns the line to an endpoint.
+      line: returns the line to the server at an endpoint.
 
     Attributes:
-      sync_mode: the trainer makes synchronous steps.
-      in_step: it is in the middle of a synchronous step: from its first gradient to its last block.
+      sync_mode: True if the trainer makes synchronous steps.
+      in_step: True from the first gradient of a synchronous step until its last block is received.
     """
 
     def __init__(self, line: Callable[[str], TrainerLine]) -> None:
@@ -76,16 +74,15 @@ class TrainerSteps:
         self._line = line
         self._outbox: dict[str, list[tuple[str, Any]]] = {}
         self._outbox_bytes: dict[str, int] = {}
-        # servers with a gradient of this step, sent or in the outbox
-        self._sent_to: set[str] = set()
-        self._asked: dict[str, list[Any]] = {}  # the blocks that each server was last asked for
-        # by the step that looks them up, and the table
+        self._sent_to: set[str] = set()  # servers that `send` was called for in this step
+        self._asked: dict[str, list[Any]] = {}  # blocks last requested from each server
+        # number of a later step, and name of the table, to the announced lookup
         self._announced: dict[int, dict[str, LookedUp]] = {}
-        # the checkpoint that servers write, and the number of the request to each
+        # name of the pending checkpoint, and endpoint to the number of the `save` request
         self._saves: tuple[str, dict[str, int]] = ("", {})
 
     def send(self, endpoint: str, name: str, block: np.ndarray) -> None:
-        """Send a gradient, now or with a later message."""
+        """Add a gradient to the server's outbox, and send the outbox if it is full."""
         self.in_step = self.sync_mode
         self._sent_to.add(endpoint)
         self._outbox.setdefault(endpoint, []).append((name, block))
@@ -98,10 +95,13 @@ class TrainerSteps:
     def exchange(
         self, endpoint: str, number: int, values: Sequence[tuple[Any, Sequence[Any]]]
     ) -> Operation[list[Any]]:
-        """Exchange values with all trainers: each sends a part.
+        """Send this trainer's values of a round, and return the operation for the merged values.
 
         Args:
-          values: parts, each with the collective that merges them (`dtrans.ops.rpc`).
+          endpoint: endpoint of the server that merges the values.
+          number: number of the round in the step.
+          values: each value, with the collective that merges it (`dtrans.ops.rpc`): its name and
+            arguments.
         """
         line = self._line(endpoint)
         line.exchange(number, values)
@@ -116,11 +116,11 @@ class TrainerSteps:
         return Operation([answer], _memory_of_first)
 
     def prefetch(self, wanted: Sequence[WantedRows], *, train: bool) -> Operation[None]:
-        """Receive rows of tables.
+        """Request rows of tables for this step.
 
         Args:
-          wanted: rows of each block, with their memory.
-          train: gradients of these rows follow in this step.
+          wanted: rows of each block, with the memory that receives them.
+          train: True if gradients of these rows follow in this step.
         """
         answers = []
         for endpoint, name, ids, rows in wanted:
@@ -136,18 +136,18 @@ class TrainerSteps:
         return Operation(answers, nothing)
 
     def announce(self, lookups: Sequence[LookedUp]) -> None:
-        """Ask for the rows of tables that the next unannounced step looks up.
+        """Request the table rows of a later step: the first step that was not announced yet.
 
         Raises:
-          StateError: too many steps are announced.
+          StateError: the maximum number of steps has already been announced.
         """
         endpoints = [w[0] for x in lookups for w in x.wanted]
         now = self._line(endpoints[0]).step
         target = max([now, *self._announced]) + 1
         if target - now > rows_ahead.MOST:
             raise StateError(
-                f"{rows_ahead.MOST} batches were announced (job.prefetch), and no step was made: "
-                "make the steps"
+                f"job.prefetch was called for {rows_ahead.MOST} batches before a step, which is "
+                "the maximum; call job.step first"
             )
         for x in lookups:
             for endpoint, name, ids, rows in x.wanted:
@@ -157,26 +157,31 @@ class TrainerSteps:
         self._announced[target] = {x.table: x for x in lookups}
 
     def announced(self, table: str, uniq: np.ndarray, now: int) -> LookedUp | None:
-        """Return the rows that were announced for this step, once, if the step looks up the same
-        ones.
+        """Remove and return the announced lookup of a step, if it has the row ids of the step.
+
+        Announced lookups of earlier steps are dropped.
 
         Args:
+          table: name of the table.
           uniq: row ids that the step looks up.
           now: number of the step.
         """
-        for step in [x for x in self._announced if x < now]:
-            for name in list(self._announced[step]):
-                self._collect(step, name)
-            del self._announced[step]
+        for step in list(self._announced):
+            if step < now:
+                for name in list(self._announced[step]):
+                    self._collect(step, name)
+                del self._announced[step]
         if table not in self._announced.get(now, {}):
             return None
         found = self._collect(now, table)
         return found if np.array_equal(found.uniq, uniq) else None
 
     def _forget_announced(self, blocks: Sequence[tuple[str, str]]) -> None:
-        """Forget announced rows of blocks: servers have evicted some."""
+        """Drop the announced lookups in these blocks, because servers have evicted rows."""
         for step, tables in self._announced.items():
-            for x in [x for x in tables.values() if (x.wanted[0][0], x.wanted[0][1]) in blocks]:
+            for x in list(tables.values()):
+                if x.wanted[0][:2] not in blocks:
+                    continue
                 for endpoint, name, *_ in tables.pop(x.table).wanted:
                     self._line(endpoint).ahead.forget(name, step)
 
@@ -189,12 +194,13 @@ class TrainerSteps:
     def request(
         self, landings: Sequence[Landing], endpoints: Sequence[str], barriered: Collection[str]
     ) -> Operation[None]:
-        """End the step, and receive blocks.
+        """End the step, and return the operation that receives blocks.
 
         Args:
-          endpoints: servers that are asked also for no block: they answer when all trainers have
-            come.
-          barriered: servers that receive a `send_barrier`.
+          landings: the blocks to receive.
+          endpoints: servers that must answer even if no block is requested from them. They answer
+            when all trainers have ended the step.
+          barriered: servers to which `send_barrier` is sent.
         """
         wanted: dict[str, dict[str, np.ndarray]] = {ep: {} for ep in (*endpoints, *self._sent_to)}
         for endpoint, name, rows in landings:
@@ -216,11 +222,13 @@ class TrainerSteps:
         self.in_step = False
 
     def save(self, endpoints: Sequence[str], name: str, steps: int) -> Operation[None]:
-        """Ask servers to save their state, between two steps.
+        """Request a checkpoint from servers, between two steps.
 
-        `saved` waits until it is written, and comes before the next `save`.
+        The caller must complete `saved` before it calls `save` again.
 
         Args:
+          endpoints: the servers.
+          name: name of the checkpoint.
           steps: number of steps that this trainer has made.
         """
         asked = {}
@@ -232,10 +240,10 @@ class TrainerSteps:
         return Operation([], nothing)
 
     def saved(self) -> Operation[None]:
-        """Wait until servers have written the checkpoint of the last `save`, if there is one.
+        """Return the operation that waits until the checkpoint of the last `save` is written.
 
-        The operation raises CheckpointError when all have answered and some could not write; the
-        job continues.
+        When all servers have answered, it raises CheckpointError if one of them could not write its
+        part. The job can continue afterwards.
         """
         (name, asked), self._saves = self._saves, ("", {})
         lines = [self._line(endpoint) for endpoint in asked]
@@ -249,26 +257,28 @@ class TrainerSteps:
         return Operation(answers, functools.partial(_check_saved, name))
 
     def tables(self, endpoints: Sequence[str]) -> Operation[list[TableReport]]:
-        """Report the rows of tables that servers hold, between two steps."""
+        """Request a report of the table rows that servers store, between two steps."""
         lines = [self._line(endpoint) for endpoint in endpoints]
-        what = "what it has of tables"
+        what = "its report of tables"
         answers = [PendingAnswer(x, "`tables`", "report", {}, what, x.ask("tables")) for x in lines]
         return Operation(answers, _reports)
 
     def evict(self, blocks: Sequence[tuple[str, str]], unused_for: int) -> Operation[int]:
-        """Let servers evict the rows of blocks that no recent step has updated; the result is their
-        number.
+        """Request the eviction of rows without recent updates; the result is their number.
 
-        The operation raises PeerError when all have answered and some could not evict; the job
-        continues.
+        When all servers have answered, the operation raises PeerError if one of them could not
+        evict rows. The job can continue afterwards.
 
         Args:
-          blocks: server and name of each.
+          blocks: server and name of each block of a table.
+          unused_for: number of steps; rows that were updated within them are not evicted.
         """
-        answers = []  # one by one: one eviction of all trainers is open at a time
+        # Requests are sent one by one: a server accepts the next eviction only when all trainers
+        # have requested the previous one.
+        answers = []
         for endpoint, name in blocks:
             line = self._line(endpoint)
-            what = f"rows of {name} to be given up after step {line.step}"
+            what = f"the eviction of rows of {name} after step {line.step}"
             ask = "evict", {"table": name, "unused_for": unused_for}
             fields = {"table": name}
             answers.append(
@@ -281,39 +291,43 @@ class TrainerSteps:
     ) -> int:
         self._forget_announced(blocks)
         for endpoint, why in _failures(answers).items():
-            raise PeerError(f"pserver {endpoint} has not given up rows: {why}")
+            raise PeerError(f"pserver {endpoint} could not evict rows: {why}")
         return sum(x.reply["count"] for x in answers)
 
     def changed(
         self, blocks: Sequence[tuple[str, str]], since: int
     ) -> Operation[list[tuple[int, np.ndarray, np.ndarray]]]:
-        """Receive, for each block, its step, the rows changed by steps after `since`, and those
-        evicted.
+        """Request the ids of changed rows.
+
+        The result contains, for each block: its current step, the ids of the rows that were changed
+        after step `since`, and the ids of the rows that were evicted after it.
 
         Args:
-          blocks: server and name of each.
+          blocks: server and name of each block of a table.
+          since: number of a step.
         """
-        answers = [
-            PendingAnswer(
-                self._line(endpoint),
-                f"`changed_since` of {name}",
-                "changes",
-                {"table": name},
-                f"which rows of {name} have changed since step {since}",
-                ask=("changed_since", {"table": name, "since": since}),
-                room=_room_of_changes,
+        answers = []
+        for endpoint, name in blocks:
+            answers.append(
+                PendingAnswer(
+                    self._line(endpoint),
+                    f"`changed_since` of {name}",
+                    "changes",
+                    {"table": name},
+                    f"the ids of rows of {name} that have changed since step {since}",
+                    ask=("changed_since", {"table": name, "since": since}),
+                    room=_room_of_changes,
+                )
             )
-            for endpoint, name in blocks
-        ]
         return Operation(answers, _changes)
 
     def forget_asked(self) -> None:
-        """Name the wanted blocks again: other jobs use these lines, too."""
+        """Send the names of requested blocks again, because another job used these lines."""
         self._asked.clear()
 
 
 def _landing(line: TrainerLine, blocks: Mapping[str, np.ndarray]) -> PendingAnswer:
-    """Return the answer to a `recv`, which comes also if no block is wanted."""
+    """Return the pending answer to a `recv`. A server answers even if no block is requested."""
     what = f"`recv` of step {line.step}"
     fields = {"step": line.step}
     return PendingAnswer(line, what, "blocks", fields, what, memory=blocks, lists_blocks=True)
@@ -334,7 +348,7 @@ def _room_of_changes(message: wire.Message) -> dict[str, np.ndarray]:
 
 def _changes(answers: Sequence[PendingAnswer]) -> list[tuple[int, np.ndarray, np.ndarray]]:
     for endpoint, why in _failures(answers).items():
-        raise PeerError(f"pserver {endpoint} does not know what has changed: {why}")
+        raise PeerError(f"pserver {endpoint} could not list the changed rows: {why}")
     return [(x.reply["now"], *(x.memory or {}).values()) for x in answers]
 
 
@@ -345,12 +359,12 @@ def _reports(answers: Sequence[PendingAnswer]) -> list[TableReport]:
 def _check_saved(name: str, answers: Sequence[PendingAnswer]) -> None:
     failed = _failures(answers)
     if failed:
-        part = f"has not saved its part of checkpoint {name}"
+        part = f"could not save its part of checkpoint {name}"
         raise CheckpointError(
             "; ".join(f"pserver {endpoint} {part}: {why}" for endpoint, why in failed.items())
         )
 
 
 def _failures(answers: Sequence[PendingAnswer]) -> dict[str, str]:
-    """Return the servers that could not do it, and the last reason of each."""
+    """Return the endpoint of each server that reported an error, with its last error."""
     return {x.line.endpoint: x.reply["error"] for x in answers if x.reply["error"]}

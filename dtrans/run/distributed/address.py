@@ -19,7 +19,7 @@ from pathlib import Path
 from dtrans.endpoints import is_loopback, resolve_host, split_endpoint
 from dtrans.errors import ConfigError
 from dtrans.run.distributed.membership import Membership
-from dtrans.run.net.zmq_transport import ZmqDoor, ZmqTransport
+from dtrans.run.net.zmq_transport import ZmqListener, ZmqTransport
 
 
 # Linux creates a random id at each boot, which differs on hosts with the same name
@@ -40,7 +40,7 @@ class Address:
 
     def open_door(
         self, transport: ZmqTransport, users: Mapping[str, str], *, frame: int, messages: int
-    ) -> ZmqDoor:
+    ) -> ZmqListener:
         """Listen at a free port. Other processes connect to the `endpoint` of the result.
 
         The arguments are the same as those of `dtrans.protocol.transport.Transport.bind`.

@@ -1,8 +1,8 @@
-"""Roles of a job that have ended: the launcher writes a file for each, and servers read them.
+"""Roles of a job whose processes have ended, reported by the launcher to the servers.
 
-Servers notice the end of a role by its connection. A role may end before it connects, and then only
-the launcher knows. The launcher creates a folder and passes its path in the environment. Servers
-read the folder every second.
+A server notices the end of a connected role by its connection. If a role ends before it connects,
+only the launcher knows. The launcher creates a folder, passes its path in the environment, and
+writes a file for each role that has ended. Servers read the folder every second.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ VARIABLE = "DTRANS_ENDED_ROLES"
 
 
 class EndedRoles:
-    """Folder in which a launcher notes the roles that have ended. A context manager.
+    """Context manager: the folder in which a launcher reports the roles that have ended.
 
     Example:
       >>> from dtrans.run.net.ended_roles import EndedRoles, ended_roles
@@ -35,18 +35,20 @@ class EndedRoles:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The environment variable with the path of the folder, for the roles."""
+        """Environment variable that the launcher sets for the roles: the path of the folder."""
         return {VARIABLE: str(self._folder.path)}
 
     def note(self, role: str, how: str) -> None:
-        """Note that a role has ended, for the servers to read.
+        """Report to the servers that a role has ended.
 
         Args:
-          how: the way in which it ended: "exit code 3".
+          role: name of the role, such as "trainer 1".
+          how: exit status of its process, such as "exit code 3".
         """
         new = self._folder.path / f".{role}"
         new.write_text(how)
-        new.rename(self._folder.path / role)  # atomic: servers never read half a file
+        # A rename is atomic, so servers never read a file that is only partly written.
+        new.rename(self._folder.path / role)
 
     def __enter__(self) -> EndedRoles:
         return self
@@ -56,7 +58,10 @@ class EndedRoles:
 
 
 def ended_roles(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the roles of this job that have ended, and how; none without a launcher."""
+    """Return each role of this job that has ended, with its exit status.
+
+    The result is empty if the job has no launcher.
+    """
     folder = environ.get(VARIABLE)
     if not folder or not os.path.isdir(folder):
         return {}

@@ -1,29 +1,29 @@
 """Keys of a job, which authenticate its processes and encrypt their connections.
 
-The handshake of a connection is ZeroMQ's CURVE, which encrypts and authenticates each message, or
-PLAIN, which sends a password:
+A connection uses one of two mechanisms of ZeroMQ: CURVE encrypts and authenticates each message,
+and PLAIN sends a password. The option `transport_encryption` and the address select the mechanism:
 
     transport_encryption   other hosts   loopback   Unix sockets
     "auto"                 CURVE         PLAIN      PLAIN
     "required"             CURVE         CURVE      CURVE
     "disabled"             PLAIN         PLAIN      PLAIN
 
-Both ends choose by the address that the connecting end uses. They choose the same mechanism if they
-have the same setting.
+Both processes use the address to which one of them connects, so they select the same mechanism if
+they have the same option.
 
 By default, HKDF derives all keys from the job's token: one X25519 key for all bound sockets, and
 one for each *user*, the name under which a process connects. Any process with the token can derive
-all keys. DTRANS_KEYS names a folder of separate keys instead (`dtrans keygen`), and then every
+all keys. Instead, DTRANS_KEYS may name a folder of separate keys (`dtrans keygen`). Then every
 connection is encrypted:
 
-    server.secret, server.public     bound sockets, and servers that connect to servers
-    trainer-0.secret, ...            roles that connect
-    clients/trainer-0.public, ...    roles that servers admit
+    server.secret, server.public     keys of bound sockets, and of servers that connect to servers
+    trainer-0.secret, ...            secret key of each role that connects
+    clients/trainer-0.public, ...    public key of each role that servers admit
 
-Servers read `clients` at each handshake: removing a file revokes the role's key. `status` is the
-role of `dtrans status`.
+Servers read the folder `clients` at each handshake, so removing a file revokes the role's key. The
+role of `dtrans status` is `status`.
 
-`dtrans.run.net.sockets` is the next module to read.
+Read `dtrans.run.net.sockets` next.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ from dtrans.run.net.net_options import ENCRYPTION, ENCRYPTIONS
 
 
 FOLDER = "DTRANS_KEYS"
-STATUS = "status"  # the role of `dtrans status`
-PUBLIC = "clients"  # the folder with public keys of the roles that servers admit
-MAPS = Path("/proc/self/maps")  # Linux lists the libraries of this process there
-SALT = b"dtrans"
+STATUS = "status"  # role of `dtrans status`
+PUBLIC = "clients"  # name of the folder with the public keys of roles that servers admit
+MAPS = Path("/proc/self/maps")  # Linux: list of the libraries that this process has loaded
+SALT = b"dtrans"  # salt of the key derivation
 
 
 def is_local(address: str) -> bool:
     """Return True if messages to an address never leave this host.
 
     Args:
-      address: an endpoint or a host, also in ZeroMQ's notation.
+      address: an endpoint or a host, with or without ZeroMQ's `tcp://`, or ZeroMQ's `ipc://path`.
     """
     if address.startswith("ipc:"):
         return True
@@ -70,13 +70,13 @@ def is_local(address: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Keys:
-    """Keys of a job, and the choice of the connections that they encrypt.
+    """Keys of a job, and the rule that selects the connections to encrypt.
 
     Args:
       token: the job's token; empty if it has none.
-      encryption: `transport_encryption`: "required", "auto" or "disabled".
-      folder: the folder of separate keys; empty if keys are derived from the token.
-      word: a word that the processes of a connection agreed on, appended to the token.
+      encryption: the option `transport_encryption`: "required", "auto" or "disabled".
+      folder: folder of separate keys; empty to derive the keys from the token.
+      word: text appended to the token, so that the keys differ for each word.
     """
 
     token: str
@@ -88,13 +88,13 @@ class Keys:
         check_one_of("transport_encryption", self.encryption, ENCRYPTIONS)
         if self.folder and self.encryption == "disabled":
             raise ConfigError(
-                f"transport_encryption='disabled' and {FOLDER}={self.folder!r}: only encrypted "
-                "connections use the keys of that folder; leave out one of the two"
+                f"transport_encryption is 'disabled' and {FOLDER} is {self.folder!r}, but only "
+                f"encrypted connections use keys. Omit transport_encryption, or unset {FOLDER}"
             )
 
     @classmethod
     def from_environment(cls, encryption: str) -> Keys:
-        """Return the keys of this process's job.
+        """Return the keys of this process's job, from DTRANS_TOKEN and DTRANS_KEYS.
 
         Raises:
           ConfigError: the file with the token cannot be read.
@@ -103,12 +103,12 @@ class Keys:
 
     @property
     def secret(self) -> str:
-        """The secret from which passwords, proofs and keys are derived."""
+        """Secret from which passwords, proofs and keys are derived."""
         return self.token + self.word
 
     @property
     def setting(self) -> str:
-        """The setting in the words of error messages. All processes of a job must have the same."""
+        """Text for errors: the options that must be the same in all processes of a job."""
         return f"transport_encryption={self.encryption!r}" + f" and {FOLDER}" * bool(self.folder)
 
     def encrypts(self, address: str) -> bool:
@@ -118,27 +118,30 @@ class Keys:
         return self.encryption != "disabled"
 
     def check(self, who: str, address: str) -> None:
-        """Check that this process can protect a connection; warn if the user disabled encryption.
+        """Check that this process can protect a connection. Warn if the user disabled encryption.
 
         Args:
-          who: the subject of error messages: "trainer 0 connects to 10.0.0.1:6174".
+          who: start of errors, such as "trainer 0 connects to 10.0.0.1:6174".
+          address: the address of the connection.
 
         Raises:
-          ConfigError: the job has no token, or a weak one, or libzmq cannot encrypt.
+          ConfigError: the job has no token, the token is too short, or libzmq cannot encrypt.
         """
-        far, encrypts = not is_local(address), self.encrypts(address)
-        if not far and not encrypts:
+        is_far, encrypts = not is_local(address), self.encrypts(address)
+        if not is_far and not encrypts:
             return
         if not self.folder:
-            reason = "which is not on loopback" if far else f"and {self.setting} encrypts it"
+            reason = f"and {self.setting} encrypts the connection"
+            if is_far:
+                reason = "which is not on loopback"
             if not self.token:
-                raise ConfigError(f"{who}, {reason}; that needs {token.NEEDED}")
+                raise ConfigError(f"{who}, {reason}. Set {token.NEEDED}")
             token.check_strong(self.token, f"{who}, {reason}")
         if encrypts:
             check_libzmq()
         else:
             warnings.warn(
-                f"{who}, and {self.setting}: anybody on the network can read parameters, gradients "
+                f"{who}, and {self.setting}: anyone on the network can read parameters, gradients "
                 "and the job's password",
                 UnencryptedWarning,
                 stacklevel=3,
@@ -153,7 +156,7 @@ class Keys:
         return _derive_secret(self.secret, "server")
 
     def server_public(self) -> bytes:
-        """Return the public key of bound sockets, by which clients authenticate a server."""
+        """Return the public key of bound sockets, with which clients authenticate a server."""
         if self.folder:
             return self._read(f"{SERVER}.public")
         return public_key(self.server_secret())
@@ -165,11 +168,10 @@ class Keys:
         return _derive_secret(self.secret, f"client {user}")
 
     def users_by_key(self, users: Mapping[str, str]) -> Mapping[bytes, str]:
-        """Return the user of each public key, in the bytes of ZAP requests.
+        """Return the admitted public keys, as in ZAP requests (32 bytes), each with its user.
 
         Args:
-          users: each user's role. Only this role may connect as the user; every role may if it is
-            empty.
+          users: user name to the role that may connect under it; an empty role admits all roles.
         """
         if not self.folder:
             return _derive_users(self.secret, tuple(users))
@@ -192,14 +194,20 @@ class Keys:
             ) from e
         if not re.fullmatch(r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}", found):
             raise ConfigError(
-                f"{FOLDER} is {self.folder!r}, and its file {name} holds no key of `dtrans keygen`"
+                f"{FOLDER} is {self.folder!r}, and its file {name} does not contain a key; "
+                "create the folder with `dtrans keygen`"
             )
         return found.encode()
 
     # -- sockets ---------------------------------------------------------------------------------
 
     def guard(self, bound: zmq.Socket[Any], address: str) -> None:
-        """Require keys, or a password, from the clients of a socket that is about to be bound."""
+        """Require a key or a password from the clients of a socket, before it is bound.
+
+        Args:
+          bound: the socket.
+          address: the address to which clients connect.
+        """
         bound.setsockopt_string(zmq.ZAP_DOMAIN, "dtrans")
         if self.encrypts(address):
             bound.setsockopt(zmq.CURVE_SERVER, 1)
@@ -208,7 +216,14 @@ class Keys:
             bound.setsockopt(zmq.PLAIN_SERVER, 1)
 
     def show(self, connecting: zmq.Socket[Any], address: str, user: str, role: str) -> None:
-        """Set a user's key, or password, on a socket that is about to connect."""
+        """Set the key or the password of a socket, before it connects.
+
+        Args:
+          connecting: the socket.
+          address: the address to which it connects.
+          user: user name under which it connects.
+          role: role of this process, which selects the key if roles have separate keys.
+        """
         if self.encrypts(address):
             secret = self.client_secret(user, role)
             connecting.setsockopt(zmq.CURVE_SERVERKEY, self.server_public())
@@ -221,28 +236,30 @@ class Keys:
     # -- refusals --------------------------------------------------------------------------------
 
     def other_mechanism(self, address: str) -> str:
-        """Return the error message for a peer that uses the other mechanism."""
+        """Return the error text for a peer that uses the other mechanism at an address."""
         encrypts = self.encrypts(address)
         others = [Keys(self.token, e) for e in ENCRYPTIONS]
         theirs = " or ".join(k.setting for k in others if k.encrypts(address) != encrypts)
-        here, there = ("encrypts", "does not") if encrypts else ("does not encrypt", "does")
+        here, there = "does not encrypt", "does"
+        if encrypts:
+            here, there = "encrypts", "does not"
         return (
-            f"this process {here} the connection ({self.setting}), and the other {there} "
-            f"({theirs}), if it belongs to this job at all; "
-            f"give all processes the same transport_encryption, or {ENCRYPTION}"
+            f"this process {here} the connection ({self.setting}), and the other process {there} "
+            f"({theirs}), or it belongs to another job; set the same transport_encryption, or "
+            f"{ENCRYPTION}, in all processes"
         )
 
     def other_keys(self, address: str) -> str:
-        """Return the error message for a peer that refuses this process's key or password."""
+        """Return the error text for a peer that refuses this process's key or password."""
         if self.folder:
             return (
-                f"its keys are not those of {FOLDER}={self.folder!r}, or this role's key was "
-                "revoked; give both ends the same server key, and the server the role's file in "
-                "the folder `clients`"
+                f"its keys differ from the keys in {FOLDER}={self.folder!r}, or this role's key "
+                "was revoked; use the same server key in both processes, and add the role's public "
+                "key to the folder `clients` of the server"
             )
         return (
-            f"the two have different values of {token.VARIABLE}; give all processes of a job the "
-            "same"
+            f"the two processes have different values of {token.VARIABLE}; set the same value in "
+            "all processes of the job"
         )
 
 
@@ -274,10 +291,14 @@ def _file_name(role: str) -> str:
 def make_folder(folder: Path, roles: Iterable[str]) -> list[Path]:
     """Generate separate keys for servers and roles, in files of mode 0600.
 
-    Existing files are not changed.
+    Existing keys are not changed.
+
+    Args:
+      folder: the folder, which is created if it does not exist.
+      roles: names of the roles, such as "trainer 0".
 
     Returns:
-      The new files.
+      The paths of the new files.
 
     Raises:
       ConfigError: the folder cannot be written.
@@ -311,26 +332,27 @@ def make_folder(folder: Path, roles: Iterable[str]) -> list[Path]:
 def check_libzmq() -> None:
     """Raise ConfigError unless libzmq encrypts with libsodium.
 
-    Its other implementation, tweetnacl, is slow and not audited.
+    libzmq can be built with tweetnacl instead, which is slow and not audited.
     """
     remedy = (
         "install pyzmq's own wheel (`pip install --force-reinstall --only-binary pyzmq pyzmq`), or "
-        "write transport_encryption='disabled' if nobody else can read the network"
+        "use transport_encryption='disabled' on a network that nobody else can read"
     )
     if not zmq.has("curve"):
         raise ConfigError(
-            f"libzmq {zmq.zmq_version()} has no CURVE, which encrypts connections; {remedy}"
+            f"libzmq {zmq.zmq_version()} is built without CURVE, which encrypts connections; "
+            f"{remedy}"
         )
     if not _has_libsodium():
         raise ConfigError(
-            f"libzmq {zmq.zmq_version()} encrypts without libsodium, which this process has not "
-            f"loaded; {remedy}"
+            f"libzmq {zmq.zmq_version()} is built without libsodium, which connections must be "
+            f"encrypted with; {remedy}"
         )
 
 
 @functools.cache
 def _has_libsodium() -> bool:
-    """Return True if this process has loaded libsodium, or if the system lists no libraries."""
+    """Return True if this process has loaded libsodium, or if this cannot be determined."""
     if not MAPS.exists():
         return True
     names = (line.rpartition("/")[2] for line in MAPS.read_text().splitlines())

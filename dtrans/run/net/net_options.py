@@ -1,7 +1,7 @@
 """Options of connections, and the environment variables with their defaults.
 
-DTRANS_ALLOW_REMOTE           1: processes may bind addresses that other hosts reach. Launchers of
-                              jobs on several hosts set it.
+DTRANS_ALLOW_REMOTE           1 if processes may bind addresses that other hosts can connect to.
+                              Launchers of jobs on several hosts set it.
 DTRANS_TRANSPORT_ENCRYPTION   required, auto or disabled; see `dtrans.run.net.keys`.
 """
 
@@ -18,10 +18,10 @@ ENCRYPTIONS = ("required", "auto", "disabled")
 
 
 def allows_remote(option: bool | None) -> bool:
-    """Return True if processes may bind addresses that other hosts reach.
+    """Return True if processes may bind addresses that other hosts can connect to.
 
     Args:
-      option: the user's `allow_remote`; None for the value of DTRANS_ALLOW_REMOTE.
+      option: the user's `allow_remote`; None to use DTRANS_ALLOW_REMOTE, by default False.
 
     Raises:
       ConfigError: the option is not True, False or None, or the variable is not 1 or 0.
@@ -40,14 +40,14 @@ def allows_remote(option: bool | None) -> bool:
 
 
 def choose_encryption(option: str | None) -> str:
-    """Return the user's or the environment's choice of "required", "auto" or "disabled".
+    """Return the selected encryption: "required", "auto" or "disabled".
 
     Args:
-      option: the user's `transport_encryption`; None for the value of DTRANS_TRANSPORT_ENCRYPTION,
-        which is "auto" by default.
+      option: the user's `transport_encryption`; None to use DTRANS_TRANSPORT_ENCRYPTION, by default
+        "auto".
 
     Raises:
-      ConfigError: the option or the variable is another word.
+      ConfigError: the option or the variable has another value.
     """
     check_one_of("transport_encryption", option, (*ENCRYPTIONS, None))
     if option is None:

@@ -1,9 +1,9 @@
 """ZeroMQ sockets with dtrans's defaults: authentication, size limits and heartbeats.
 
-A bound socket admits peers with a key or the password of the job (`dtrans.run.net.keys`). On a Unix
-socket it admits only processes of the same user. ZeroMQ reads no message before a peer is admitted,
-so a stranger cannot send this process a large one. ZeroMQ asks about each connection on an internal
-socket (ZAP, RFC 27), which a thread answers.
+A bound socket admits only peers with a key or the password of the job (`dtrans.run.net.keys`). A
+Unix socket also requires that the peer belongs to the same operating system user. ZeroMQ reads
+messages only from admitted peers, so nobody else can send large messages. For each connection,
+ZeroMQ sends a request on an internal socket (ZAP, RFC 27), which a thread answers.
 """
 
 from __future__ import annotations
@@ -35,12 +35,10 @@ _REFUSED = (
 )
 _OTHER_MECHANISM = zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
 ZAP = "inproc://zeromq.zap.01"  # address of authentication requests (RFC 27)
-# seconds without a heartbeat of the other process after which a connection ends
-PATIENCE = 30.0
-HANDSHAKE = 10.0  # seconds that a handshake may take
-# handshakes in a row that the other end breaks off before this end asks for its mechanism
-BROKEN = 3
-GREETING = 1.0  # seconds that a greeting may take
+PATIENCE = 30.0  # seconds without a heartbeat after which a connection ends
+HANDSHAKE = 10.0  # timeout of a handshake in seconds
+BROKEN = 3  # consecutive failed handshakes after which `offers_curve` is called
+GREETING = 1.0  # timeout of `offers_curve` in seconds
 CURVE_BYTES = 33  # bytes that CURVE adds to a frame: command name, nonce, MAC and flags
 
 
@@ -53,9 +51,9 @@ def tcp_address(endpoint: str) -> str:
 def bound_address(endpoint: str) -> str:
     """Return the address to bind for an endpoint of this process, in ZeroMQ's notation.
 
-    It is the endpoint, or every address of this host if the host's name resolves to loopback here.
-    Debian resolves the name of the host to 127.0.1.1, and other hosts resolve it to an address that
-    they reach.
+    If the endpoint's host is a name that resolves to loopback here, the result is a wildcard that
+    binds all addresses of this host. For example, Debian resolves the name of its own host to
+    127.0.1.1, and other hosts resolve it to a network address.
 
     Example:
       >>> from dtrans.run.net.sockets import bound_address
@@ -70,45 +68,50 @@ def bound_address(endpoint: str) -> str:
 def new_socket(context: zmq.Context[Any], kind: int, patience: float = PATIENCE) -> zmq.Socket[Any]:
     """Return a socket with dtrans's limits, for `bind` or `connect`.
 
-    Unsent messages are dropped when it is closed, unless `close` gets a linger time.
+    Unsent messages are dropped when it is closed, unless `linger` is passed to `close`.
 
     Args:
-      patience: seconds without a heartbeat of the other process after which ZeroMQ ends a
-        connection. `inf` suits a process that may leave its messages unread for long.
+      context: the ZeroMQ context.
+      kind: type of the socket, such as `zmq.DEALER`.
+      patience: seconds without a heartbeat after which ZeroMQ ends a connection. `inf` is for a
+        process that may not read its messages for a long time.
     """
     new = context.socket(kind)
-    # ZeroMQ copies this option when a socket is bound, and uses the copy for peers that have gone.
-    # With its default, `context.term()` would wait forever if a peer goes just before the socket is
-    # closed.
+    # `bind` copies this option for peers that have disconnected. With the default of -1,
+    # `context.term()` would wait forever if a peer disconnects just before the socket is closed.
     new.setsockopt(zmq.LINGER, 0)
     new.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE)
-    new.setsockopt(zmq.SNDHWM, 0)  # the gradients of a step limit the queue
-    new.setsockopt(zmq.RCVHWM, 0)  # for connecting sockets; `limit` is for bound ones
+    # A connecting socket needs no limits: a step ends only after answers, which bounds its queues.
+    # `limit` sets the limits of bound sockets.
+    new.setsockopt(zmq.SNDHWM, 0)
+    new.setsockopt(zmq.RCVHWM, 0)
     new.setsockopt(zmq.IPV6, 1)
     new.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE * 1000))
-    # several heartbeats within the timeout: after an outage, TCP sends lost ones again at
-    # increasing intervals
+    # Nine heartbeats are sent within the timeout, because after an outage TCP retransmits at
+    # increasing intervals.
     if math.isfinite(patience):
         new.setsockopt(zmq.HEARTBEAT_IVL, max(1, int(patience * 100)))
         new.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(1, int(patience * 900)))
     if kind == zmq.ROUTER:
-        # a peer that connects again keeps its id, also before its old connection has ended
+        # Without it, ZeroMQ refuses a peer that reconnects before its old connection has ended.
         new.setsockopt(zmq.ROUTER_HANDOVER, 1)
     if kind == zmq.DEALER:
-        # one id for all connections of this socket
+        # The other process recognizes this socket by its id after a reconnection.
         new.setsockopt_string(zmq.ROUTING_ID, token.new_token())
     return new
 
 
 def bind(unbound: zmq.Socket[Any], address: str, keys: Keys, reach: str = "") -> str:
-    """Bind a socket whose peers an `Authenticator` admits.
+    """Bind a socket. An `Authenticator` must admit its peers.
 
     Args:
-      address: `tcp://host:port`, with `*` for any free port, or `ipc://path`.
-      reach: the address that peers connect to; by default `address`.
+      unbound: the socket.
+      address: `tcp://host:port`, with `*` for a free port, or `ipc://path`.
+      keys: keys of the job.
+      reach: address to which peers connect; by default `address`.
 
     Returns:
-      The address with its port, in ZeroMQ's notation.
+      The bound address with its port, in ZeroMQ's notation.
     """
     keys.guard(unbound, reach or address)
     with _room_for_curve(unbound, keys, reach or address):
@@ -120,8 +123,11 @@ def connect(unbound: zmq.Socket[Any], address: str, keys: Keys, user: str, role:
     """Connect a socket.
 
     Args:
-      user: the name under which the other end knows this process.
-      role: the role of this process, whose key it uses if roles have separate keys.
+      unbound: the socket.
+      address: address of the listener, in ZeroMQ's notation.
+      keys: keys of the job.
+      user: user name under which this process connects.
+      role: role of this process, which selects the key if roles have separate keys.
     """
     keys.show(unbound, address, user, role)
     with _room_for_curve(unbound, keys, address):
@@ -130,9 +136,9 @@ def connect(unbound: zmq.Socket[Any], address: str, keys: Keys, user: str, role:
 
 @contextlib.contextmanager
 def _room_for_curve(unbound: zmq.Socket[Any], keys: Keys, address: str) -> Iterator[None]:
-    """Raise the limit of a frame by the bytes of encryption, while a socket is bound or connected.
+    """Increase the limit of a frame's size by the bytes that CURVE adds, within the block.
 
-    ZeroMQ copies the limit for each address.
+    The block binds or connects the socket, and ZeroMQ copies the limit at that time.
     """
     limit = unbound.getsockopt(zmq.MAXMSGSIZE)
     assert isinstance(limit, int)
@@ -147,9 +153,10 @@ def limit(bound: zmq.Socket[Any], frame: int, messages: int) -> None:
     """Limit the size and number of messages of a socket, before it is bound.
 
     Args:
-      frame: bytes of the largest frame. ZeroMQ ends the connection of a peer that sends more.
-      messages: largest number of messages in each queue of a peer. Further received messages wait
-        at the peer. Further sent messages are dropped.
+      bound: the socket.
+      frame: bytes of the largest frame. ZeroMQ closes the connection of a peer that sends more.
+      messages: maximum length of each peer's receive queue, and of its send queue. If the receive
+        queue is full, messages wait at the peer. If the send queue is full, messages are dropped.
     """
     bound.setsockopt(zmq.MAXMSGSIZE, frame)
     bound.setsockopt(zmq.RCVHWM, messages)
@@ -160,30 +167,36 @@ def check_host(who: str, endpoint: str, remedy: str, keys: Keys, *, allow_remote
     """Check that this process may bind an endpoint.
 
     Args:
-      who: the subject of the error.
-      remedy: the option with which users allow other hosts.
+      who: name of this process for errors.
+      endpoint: `host:port`.
+      remedy: the option with which the user allows connections from other hosts.
+      keys: keys of the job.
+      allow_remote: True if the user allows connections from other hosts.
 
     Raises:
-      ConfigError: other hosts reach the endpoint, and `allow_remote` is False or there is no token.
+      ConfigError: the endpoint is not on loopback, and `allow_remote` is False or the job has
+        neither a token nor keys.
     """
     if not is_loopback(split_endpoint(endpoint)[0]) and not allow_remote:
-        needs = [remedy] + [token.NEEDED] * (not keys.token and not keys.folder)
+        needs = [remedy]
+        if not keys.token and not keys.folder:
+            needs.append(token.NEEDED)
         raise ConfigError(
-            f"{who} is at {endpoint}, which is not on loopback; to bind an address that other "
-            f"hosts reach needs {' and '.join(needs)}"
+            f"{who} is at {endpoint}, which is not on loopback, so other hosts can connect to it. "
+            f"To allow this, set {' and '.join(needs)}"
         )
     keys.check(f"{who} is at {endpoint}", endpoint)
 
 
 class Authenticator:
-    """Thread that admits peers to the bound sockets of a context, until it is closed.
+    """Thread that admits peers to the bound sockets of a context, until `close` is called.
 
-    `user_of` returns the user of a peer from its messages.
+    `user_of` returns the user of a peer from the peer's messages.
 
     Args:
-      keys: the keys of the job.
-      users: the users that are admitted. Only the role of a user may connect as it; every role may
-        if it is empty.
+      context: the ZeroMQ context of the bound sockets.
+      keys: keys of the job.
+      users: user name to the role that may connect under it; an empty role admits all roles.
     """
 
     def __init__(self, context: zmq.Context[Any], keys: Keys, users: Mapping[str, str]) -> None:
@@ -198,7 +211,7 @@ class Authenticator:
     def _answer(self, keys: Keys, users: Mapping[str, str]) -> None:
         with contextlib.closing(self._requests):
             self._requests.linger = 0
-            # `close` sends a single frame
+            # A request of ZeroMQ has several frames. A single frame from `close` ends the loop.
             while len(frames := self._requests.recv_multipart()) > 1:
                 version, request, _, origin, _, mechanism, *credentials = frames
                 user = None
@@ -208,11 +221,12 @@ class Authenticator:
                 self._requests.send_multipart(
                     [version, request, status, b"", (user or "").encode(), b""]
                 )
-            # now, and not when ZeroMQ closes the socket: the next authenticator binds this address
+            # ZeroMQ closes sockets in the background, and the next authenticator may bind the
+            # address before that.
             self._requests.unbind(ZAP)
 
     def close(self) -> None:
-        """Stop the thread. ZeroMQ admits no peers afterwards."""
+        """Stop the thread. From then on, ZeroMQ refuses all new peers."""
         with contextlib.closing(self._context.socket(zmq.REQ)) as line:
             line.linger = 0
             line.connect(ZAP)
@@ -221,10 +235,10 @@ class Authenticator:
 
 
 def _is_same_user(origin: str) -> bool:
-    """Return False for a process of another user that connects by a Unix socket.
+    """Return True if a peer connects by TCP, or belongs to this operating system user.
 
     Args:
-      origin: ZeroMQ's description of the peer: its IP address, or `name:uid:gid:pid`.
+      origin: the peer's IP address, or `name:uid:gid:pid` for a peer on a Unix socket.
     """
     try:
         ipaddress.ip_address(origin.partition("%")[0])
@@ -236,30 +250,31 @@ def _is_same_user(origin: str) -> bool:
 def _find_user(
     keys: Keys, users: Mapping[str, str], mechanism: bytes, credentials: list[bytes]
 ) -> str | None:
-    """Return the user with these credentials; None if they are wrong."""
+    """Return the user that these credentials authenticate; None if they are wrong."""
     if mechanism == b"CURVE":
         try:
             return keys.users_by_key(users).get(credentials[0])
-        except ConfigError as e:  # a file of the folder of keys cannot be read
-            log.error("no peer is admitted: %s", e)
+        except ConfigError as e:  # a file in the folder of keys cannot be read
+            log.error("refused all peers, because keys cannot be read: %s", e)
             return None
-    user, password = (x.decode(errors="replace") for x in (*credentials, b"", b"")[:2])
-    is_right = (
-        mechanism == b"PLAIN" and user in users and token.is_shown(password, keys.secret, user)
-    )
-    return user if is_right else None
+    if mechanism != b"PLAIN" or len(credentials) != 2:
+        return None
+    user, password = (x.decode(errors="replace") for x in credentials)
+    if user in users and token.is_shown(password, keys.secret, user):
+        return user
+    return None
 
 
 class Handshakes:
-    """Events of a connecting socket: its connections begin, end, or are refused.
+    """Connection events of a connecting socket.
 
     Args:
       connecting: the socket, before it is connected.
-      keys: the keys of the job.
-      address: the address of the other end.
+      keys: keys of the job.
+      address: address to which the socket connects.
 
     Attributes:
-      monitor: a socket to poll, which has the events.
+      monitor: ZeroMQ socket from which the events are read; to be polled.
     """
 
     def __init__(self, connecting: zmq.Socket[Any], keys: Keys, address: str) -> None:
@@ -267,13 +282,14 @@ class Handshakes:
             zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _REFUSED
         )
         self._socket, self._keys, self._address = connecting, keys, address
-        self._broken = 0  # handshakes in a row that the other end broke off
+        self._broken = 0  # consecutive handshakes that failed without a reason
 
     def take(self) -> tuple[int, str]:
-        """Take the next event.
+        """Read the next event.
 
         Returns:
-          The event, and the reason if the other end refuses this process's key; else "".
+          The event. If the listener rejects this process's mechanism, key or password, the reason;
+          otherwise an empty text.
         """
         found = recv_monitor_message(self.monitor)
         event = int(found["event"])
@@ -283,9 +299,9 @@ class Handshakes:
             return event, self._keys.other_mechanism(self._address)
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             return event, self._keys.other_keys(self._address)
-        # A CURVE server breaks off the handshake of a client with another server key, and gives no
-        # reason. So does a tunnel without a server. Only a server sends a greeting, which
-        # `offers_curve` waits for.
+        # If a client has another server key, the CURVE server closes the connection without a
+        # reason. A tunnel whose server has not started does the same, but it sends no greeting,
+        # so `offers_curve` tells the two cases apart.
         if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and self._keys.encrypts(self._address):
             self._broken += 1
             if self._broken == BROKEN:
@@ -295,13 +311,13 @@ class Handshakes:
         return event, ""
 
     def close(self) -> None:
-        """Stop the monitor, before the socket is closed."""
+        """Stop reading events. Must be called before the socket is closed."""
         self._socket.disable_monitor()
         self.monitor.close(linger=0)
 
 
 def offers_curve(address: str) -> bool:
-    """Return True if the other end sends the greeting of a ZeroMQ socket with CURVE (RFC 37)."""
+    """Return True if a process at an address sends the greeting of ZeroMQ with CURVE (RFC 37)."""
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
     with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
         if address.startswith("ipc:"):
@@ -317,19 +333,19 @@ def offers_curve(address: str) -> bool:
 
 
 def user_of(frame: zmq.Frame) -> str:
-    """Return the user of the peer that sent a frame."""
+    """Return the user name of the peer that sent a frame."""
     return str(frame.get("User-Id"))
 
 
 class PeerIds:
-    """Ids of the peers of a bound socket by connection, and the peers that have gone.
+    """Ids of the connected peers of a bound socket, and of the peers that have disconnected.
 
     Args:
       bound: the socket, before it is bound.
-      refused: called for each connection that is refused.
+      refused: called for each refused connection.
 
     Attributes:
-      monitor: a socket to poll, which has the events.
+      monitor: ZeroMQ socket from which connection events are read; to be polled.
     """
 
     def __init__(self, bound: zmq.Socket[Any], refused: Callable[[], None]) -> None:
@@ -337,43 +353,43 @@ class PeerIds:
             _REFUSED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
         )
         self._bound, self._refused = bound, refused
-        self._ids: dict[int, bytes] = {}  # by file descriptor of the connection
+        self._ids: dict[int, bytes] = {}  # file descriptor of a connection to the peer's id
         self._lost: list[bytes] = []
 
     def add(self, address: zmq.Frame) -> None:
-        """Note the connection of a peer that has sent a message.
+        """Store the id and the connection of a peer that has sent a message.
 
         Args:
-          address: the first frame of the message, with the peer's id.
+          address: first frame of the message, which is the peer's id.
         """
         connection, peer = int(address.get(zmq.SRCFD)), bytes(address.buffer)
         if self._ids.get(connection) != peer:
-            # the descriptor may be reused: first read the end of its earlier connection
+            # The file descriptor may be reused, so the end of its earlier connection is read first.
             self.read_monitor()
             self._ids[connection] = peer
 
     def read_monitor(self) -> None:
-        """Read all events of the monitor."""
+        """Handle all pending connection events."""
         while self.monitor.poll(0):
             found = recv_monitor_message(self.monitor)
             if found["event"] & _REFUSED:
                 self._refused()
             elif found["event"] == zmq.EVENT_DISCONNECTED and found["value"] in self._ids:
                 peer = self._ids.pop(found["value"])
-                # a peer may connect again before its old connection ends
+                # A peer that has reconnected before its old connection ended is not lost.
                 if peer not in self._ids.values():
                     self._lost.append(peer)
 
     def take_lost(self) -> Iterator[bytes]:
-        """Yield the ids of peers whose connections have ended, each once."""
+        """Yield the id of each peer whose connection has ended since the last call."""
         while self._lost:
             yield self._lost.pop()
 
     def close(self) -> None:
-        """Stop the monitor, before the socket is closed."""
+        """Stop reading events. Must be called before the socket is closed."""
         self._bound.disable_monitor()
         self.monitor.close(linger=0)
 
 
-# seconds that a wait may take; the default of Paddle's FLAGS_rpc_deadline
+# default timeout of a wait for another process in seconds, as Paddle's FLAGS_rpc_deadline
 DEADLINE = 180.0

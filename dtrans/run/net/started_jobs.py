@@ -1,7 +1,7 @@
-"""Jobs that launchers of this user run on this host: their endpoints and tokens.
+"""Endpoints and tokens of the jobs that this user has launched on this host.
 
-A launcher that generates a job's token keeps it in a folder that only this user can read, while the
-job runs. `dtrans status` reads the token from there, for the job at the user's endpoints.
+While a job runs, a launcher that has generated the job's token stores it in a folder that only this
+user can read. `dtrans status` reads the token of the job at the given endpoints from there.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ FILE = "job.json"
 
 @contextlib.contextmanager
 def announce_job(endpoints: Sequence[str], token: str) -> Iterator[None]:
-    """Publish a job's token to `token_of_job` while the block runs.
+    """Publish a job's token for `token_of_job` while the `with` block runs.
 
     Args:
-      endpoints: the endpoints at which the job answers observers.
+      endpoints: endpoints at which the job answers observers.
       token: the job's token.
 
     Example:
@@ -39,16 +39,17 @@ def announce_job(endpoints: Sequence[str], token: str) -> Iterator[None]:
     try:
         new = folder.path / f"{FILE}.new"
         new.write_text(json.dumps({"endpoints": list(endpoints), "token": token}))
-        new.rename(folder.path / FILE)  # atomic: readers never see half a file
+        # A rename is atomic, so readers never see a file that is only partly written.
+        new.rename(folder.path / FILE)
         yield
     finally:
         folder.close()
 
 
 def token_of_job(endpoints: Sequence[str]) -> str:
-    """Return the token of this user's job that answers at endpoints; empty if there is none."""
+    """Return the token of this user's job at these endpoints; empty if there is none."""
     for folder in live_folders():
-        # the job may end, and remove its folder, before this reads the file
+        # The job may end and remove its folder before the file is read.
         with contextlib.suppress(FileNotFoundError):
             if not _is_private(folder):
                 continue
@@ -59,9 +60,9 @@ def token_of_job(endpoints: Sequence[str]) -> str:
 
 
 def _is_private(folder: Path) -> bool:
-    """Return True for a folder, not a link, that only this user can read and write.
+    """Return True if a path is a folder, not a symbolic link, that only this user can access.
 
-    The folders are in a directory that all users can write: another user could plant one.
+    All users can create folders in the temporary directory, so another user could forge one.
     """
     found = folder.lstat()
     is_closed = stat.S_ISDIR(found.st_mode) and not stat.S_IMODE(found.st_mode) & 0o077

@@ -1,8 +1,8 @@
-"""Temporary folder of one process, which a later process removes if this one was killed.
+"""Temporary folder of one process, which a later process removes if this process was killed.
 
-A process that gets SIGKILL cannot remove its folder. Each folder has a file that its process locks,
-and the kernel releases the lock when the process ends. A process that creates a folder first
-removes the folders without a locked file.
+A process that gets SIGKILL cannot remove its folder. So each folder contains a file that its
+process locks, and the kernel releases the lock when the process ends. Before a process creates its
+folder, it removes the folders of this user whose file is not locked.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ LOCK = "lock"
 
 
 class TempDir:
-    """Temporary folder that only this user can read.
+    """Temporary folder that only this user can access.
 
     Attributes:
-      path: the path of the folder.
+      path: path of the folder.
 
     Example:
       >>> from dtrans.run.net.temp_dir import TempDir
@@ -41,7 +41,7 @@ class TempDir:
         new = self.path / f"{LOCK}.new"
         self._lock = os.open(new, os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        # locked before it has its name: no other process can find it unlocked
+        # The file is locked before it gets its final name, so no other process finds it unlocked.
         new.rename(self.path / LOCK)
 
     def close(self) -> None:
@@ -51,7 +51,7 @@ class TempDir:
 
 
 def live_folders() -> list[Path]:
-    """Return the folders of live processes on this host, and remove the others."""
+    """Return the folders of live processes on this host, and remove those of ended processes."""
     parent = Path(tempfile.gettempdir())
     _sweep(parent)
     return [lock.parent for lock in sorted(parent.glob(f"{PREFIX}*/{LOCK}"))]
@@ -60,7 +60,8 @@ def live_folders() -> list[Path]:
 def _sweep(parent: Path) -> None:
     """Remove the folders of processes that have ended."""
     for lock in parent.glob(f"{PREFIX}*/{LOCK}"):
-        # it belongs to a live process or to another user, or another process removes it now
+        # An OSError means that a live process holds the lock, that the file belongs to another
+        # user, or that another process is removing the folder.
         with contextlib.suppress(OSError):
             file = os.open(lock, os.O_RDWR)
             try:

@@ -1,8 +1,8 @@
-"""Transport of real jobs: ZeroMQ sockets with the limits, keys and monitors of this package.
+"""Transport of real jobs, over ZeroMQ sockets.
 
-A link is a DEALER socket. A door is a ROUTER socket, bound to its endpoint and optionally to a Unix
-socket. ZeroMQ reports on a second socket, the monitor, which connections begin and end. The
-transport polls both.
+A link is a DEALER socket. A listener is a ROUTER socket, bound to its endpoint and optionally to a
+Unix socket. ZeroMQ reports connection events on a second socket, the monitor. The transport polls
+both sockets.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ from dtrans.run.net.sockets import (
 from dtrans.run.net.temp_dir import TempDir
 
 
-MAX_POLL = 3600.0  # largest timeout of a poll in seconds: ZeroMQ's is a C int of milliseconds
+# largest timeout of a poll in seconds; ZeroMQ stores the timeout as a C int of milliseconds
+MAX_POLL = 3600.0
 
 
 class ZmqLink:
-    """Connecting socket and its monitor. `ZmqTransport.connect` returns it."""
+    """Connecting socket and its monitor. `ZmqTransport.connect` creates it."""
 
     def __init__(
         self,
@@ -52,17 +53,18 @@ class ZmqLink:
     ) -> None:
         self._transport = transport
         self.socket = new_socket(transport.context, zmq.DEALER, transport.patience)
-        # an empty message tells the door of the connection, though this process may be computing
+        # ZeroMQ sends an empty message on each new connection, even while this process computes,
+        # so that the listener learns of a reconnection at once.
         self.socket.setsockopt(zmq.PROBE_ROUTER, 1)
         self._handshakes = Handshakes(self.socket, transport.keys, address)
         self.monitor = self._handshakes.monitor
         self._changes: collections.deque[Event] = collections.deque()
-        self._poller = zmq.Poller()
+        self.poller = zmq.Poller()  # of this link's sockets alone
         for polled in self.polled:
-            self._poller.register(polled, zmq.POLLIN)
+            self.poller.register(polled, zmq.POLLIN)
         try:
             connect(self.socket, address, transport.keys, user, role)
-        except BaseException:  # `ZmqTransport.close` would wait forever for an open socket
+        except BaseException:  # `ZmqTransport.close` would wait forever for a socket left open
             self.close()
             raise
 
@@ -73,31 +75,31 @@ class ZmqLink:
 
     @property
     def is_due(self) -> bool:
-        """True if events that were read from the monitor have not been taken."""
+        """True if events were read from the monitor that no caller has received yet."""
         return bool(self._changes)
-
-    def poll(self, milliseconds: int) -> dict[Any, int]:
-        """Poll only the sockets of this link."""
-        return dict(self._poller.poll(milliseconds))
 
     def send(self, frames: Sequence[Any], /) -> None:
         """Send a message; see `dtrans.protocol.transport.Link`."""
-        # ZeroMQ ends a connection to a process with another protocol, and a blocking send would
-        # then wait forever
+        # ZeroMQ gives up a connection to a process that uses another protocol. A blocking send
+        # would then wait forever.
         with contextlib.suppress(zmq.Again):
-            if len(frames) == 1:  # copying a header takes less time than tracking its memory
+            if len(frames) == 1:  # copying a header is faster than tracking the use of its memory
                 self.socket.send(frames[0], zmq.NOBLOCK)
             else:
                 self.socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
 
     def changes(self) -> Iterator[Event]:
-        """Take events of the connection; see `dtrans.protocol.transport.Link`."""
+        """Yield connection events; see `dtrans.protocol.transport.Link`."""
         self._read_monitor()
         while self._changes:
             yield self._changes.popleft()
 
     def events(self, ready: Mapping[Any, int]) -> Iterator[Event]:
-        """Take events of this link: one message, or all changes after their earlier messages."""
+        """Yield the next message, or all pending connection events with the messages before them.
+
+        Args:
+          ready: the sockets that have data to read, as a poll returns them.
+        """
         if self.monitor in ready:
             self._read_monitor()
         if not self._changes:
@@ -105,14 +107,15 @@ class ZmqLink:
                 yield Event("message", self, self.socket.recv_multipart(copy=False))
             return
         while self._changes:
-            # the monitor was read before the socket: all messages of an ended connection are here
+            # The monitor was read before the socket, so the socket has all messages that arrived
+            # before the connection ended.
             while self._changes and self._changes[0].kind == "broken" and self.socket.poll(0):
                 yield Event("message", self, self.socket.recv_multipart(copy=False))
             if self._changes:
                 yield self._changes.popleft()
 
     def _read_monitor(self) -> None:
-        while int(self.monitor.get(zmq.EVENTS)) & zmq.POLLIN:  # faster than a poll
+        while int(self.monitor.get(zmq.EVENTS)) & zmq.POLLIN:  # faster than `poll`
             event, reason = self._handshakes.take()
             if reason:
                 self._changes.append(Event("barred", self, reason=reason))
@@ -131,12 +134,13 @@ class ZmqLink:
         self.socket.close(linger=int(linger * 1000))
 
 
-class ZmqDoor:
-    """Bound socket and its monitor. `ZmqTransport.bind` returns it.
+class ZmqListener:
+    """Bound socket and its monitor. `ZmqTransport.bind` creates it.
 
     Attributes:
-      endpoint: the endpoint that others connect to.
-      local: the path of its Unix socket; empty if it has none.
+      endpoint: the `host:port` to which other processes connect.
+      local: path of the Unix socket; empty if it has none.
+      is_due: always False, because a listener keeps no events between two polls.
     """
 
     def __init__(
@@ -151,8 +155,9 @@ class ZmqDoor:
         self._keys = keys
         self.is_due = False
         self._transport, self._bound, self._refused = transport, "", 0
-        # a context has one authenticator, which has the keys and users of one door
-        is_first = not any(isinstance(x, ZmqDoor) for x in transport.owners)
+        # ZeroMQ allows one authenticator for each context, and an authenticator admits the users of
+        # one listener. So each further listener gets its own context.
+        is_first = not any(isinstance(x, ZmqListener) for x in transport.owners)
         self._context = transport.context if is_first else zmq.Context()
         self.socket = new_socket(self._context, zmq.ROUTER, transport.patience)
         limit(self.socket, frame, messages)
@@ -171,8 +176,8 @@ class ZmqDoor:
 
         Args:
           endpoint: the endpoint to bind.
-          reach: the endpoint that others connect to; empty for `endpoint`.
-          has_local: True to bind a Unix socket, too.
+          reach: endpoint to which other processes connect; empty if it is `endpoint`.
+          has_local: True to also bind a Unix socket.
         """
         host, _, port = (reach or endpoint).rpartition(":")
         bound = f"tcp://{endpoint}" if reach or port == "*" else bound_address(endpoint)
@@ -190,12 +195,16 @@ class ZmqDoor:
             raise
 
     def send(self, address: bytes, frames: Sequence[Any], /) -> None:
-        """Send a message; see `dtrans.protocol.transport.Door`."""
+        """Send a message; see `dtrans.protocol.transport.Listener`."""
         with contextlib.suppress(zmq.Again):
             self.socket.send_multipart([address, *frames], zmq.NOBLOCK, copy=len(frames) == 1)
 
     def events(self, ready: Mapping[Any, int]) -> Iterator[Event]:
-        """Take events of a door after a poll: at most one message."""
+        """Yield at most one message, and all pending connection events.
+
+        Args:
+          ready: the sockets that have data to read, as a poll returns them.
+        """
         if self.socket in ready:
             address, *frames = self.socket.recv_multipart(copy=False)
             self._peers.add(address)
@@ -212,7 +221,7 @@ class ZmqDoor:
         self._refused += 1
 
     def close(self, linger: float = 0.0) -> None:
-        """Close the door; see `dtrans.protocol.transport.Door`."""
+        """Close the listener; see `dtrans.protocol.transport.Listener`."""
         if self.socket.closed:
             return
         self._transport.forget(self)
@@ -228,7 +237,7 @@ class ZmqDoor:
     def _free_endpoint(self, linger: float) -> None:
         """Stop listening, and wait until another process can bind the endpoint.
 
-        ZeroMQ closes listening sockets in its I/O thread.
+        The wait is needed because ZeroMQ closes listening sockets in its I/O thread.
         """
         if not self._bound:
             return
@@ -240,37 +249,39 @@ class ZmqDoor:
                 return
 
 
-def _message_event(door: ZmqDoor, address: zmq.Frame, frames: list[zmq.Frame]) -> Event:
-    """Return the event of a message. An empty message announces a connection (PROBE_ROUTER)."""
+def _message_event(listener: ZmqListener, address: zmq.Frame, frames: list[zmq.Frame]) -> Event:
+    """Return the event for a message: `connected` if it is empty, because PROBE_ROUTER sent it."""
     if len(frames) == 1 and not len(frames[0]):
-        return Event("connected", door, address=bytes(address.buffer))
-    return Event("message", door, frames, bytes(address.buffer), user_of(address))
+        return Event("connected", listener, address=bytes(address.buffer))
+    return Event("message", listener, frames, bytes(address.buffer), user_of(address))
 
 
 class ZmqTransport:
-    """`dtrans.protocol.transport.Transport` over the sockets of one thread.
+    """Implementation of `dtrans.protocol.transport.Transport` with ZeroMQ.
 
     Args:
-      keys: the keys of the job.
-      patience: seconds without a heartbeat of another process after which its connection ends.
-        `inf` is for processes that may not read their messages for long.
+      keys: keys of the job.
+      patience: seconds without a heartbeat after which a connection ends. `inf` is for a process
+        that may not read its messages for a long time.
 
     Attributes:
-      context: the ZeroMQ context of its sockets.
+      keys: keys of the job.
+      patience: the argument `patience`.
+      context: ZeroMQ context of the sockets.
     """
 
     def __init__(self, keys: Keys, patience: float = PATIENCE) -> None:
         self.keys, self.patience = keys, patience
         self.context: zmq.Context[Any] = zmq.Context()
-        self._owners: dict[Any, ZmqLink | ZmqDoor] = {}  # by their sockets
+        self._owners: dict[Any, ZmqLink | ZmqListener] = {}  # socket to its link or listener
         self._poller = zmq.Poller()
         self._wake, self._waker = os.pipe()
         os.set_blocking(self._waker, False)
         self._poller.register(self._wake, zmq.POLLIN)
 
     @property
-    def owners(self) -> Sequence[ZmqLink | ZmqDoor]:
-        """The links and doors that are open."""
+    def owners(self) -> Sequence[ZmqLink | ZmqListener]:
+        """Open links and listeners."""
         return tuple(dict.fromkeys(self._owners.values()))
 
     def now(self) -> float:
@@ -300,34 +311,38 @@ class ZmqTransport:
         name: str = "",
         has_local: bool = False,
         keys: Keys | None = None,
-    ) -> ZmqDoor:
-        """Open a door; see `dtrans.protocol.transport.Transport`.
+    ) -> ZmqListener:
+        """Open a listener; see `dtrans.protocol.transport.Transport`.
 
         Args:
-          reach: the endpoint that others connect to; by default `endpoint`.
-          name: the name of the door in errors; by default the endpoint.
-          has_local: True to bind a Unix socket, too.
-          keys: the keys that authenticate peers; by default those of the transport.
+          endpoint: `host:port`; the port `*` selects a free port.
+          users: user name to the role that may connect under it; an empty role admits all roles.
+          frame: bytes of the largest accepted frame.
+          messages: maximum length of each peer's queues.
+          reach: endpoint to which other processes connect; by default `endpoint`.
+          name: name of the listener in errors; by default the endpoint.
+          has_local: True to also bind a Unix socket.
+          keys: keys that authenticate peers; by default the transport's keys.
 
         Raises:
           ConfigError: the endpoint cannot be bound.
         """
-        door = ZmqDoor(self, keys or self.keys, users, frame, messages)
+        listener = ZmqListener(self, keys or self.keys, users, frame, messages)
         try:
-            door.open(endpoint, reach, has_local=has_local)
+            listener.open(endpoint, reach, has_local=has_local)
         except zmq.ZMQError as e:
             reason = zmq.strerror(e.errno or 0)
             raise ConfigError(f"{name or endpoint} cannot be bound: {reason}") from e
-        self._listen_to(door)
-        return door
+        self._listen_to(listener)
+        return listener
 
-    def _listen_to(self, owner: ZmqLink | ZmqDoor) -> None:
+    def _listen_to(self, owner: ZmqLink | ZmqListener) -> None:
         for polled in owner.polled:
             self._owners[polled] = owner
             self._poller.register(polled, zmq.POLLIN)
 
-    def forget(self, closing: ZmqLink | ZmqDoor) -> None:
-        """Stop polling a link or a door."""
+    def forget(self, closing: ZmqLink | ZmqListener) -> None:
+        """Stop polling a link or listener that is being closed."""
         for polled in closing.polled:
             if self._owners.pop(polled, None) is not None:
                 self._poller.unregister(polled)
@@ -337,29 +352,33 @@ class ZmqTransport:
         return os.path.exists(local)
 
     def poll(self, until: float, link: Link | None = None) -> Iterator[Event]:
-        """Wait for events and take them; see `dtrans.protocol.transport.Transport`."""
-        only = link if isinstance(link, ZmqLink) else None
-        due = [x for x in (self._owners.values() if only is None else (only,)) if x.is_due]
-        wait = 0.0 if due else max(0.0, min(until - time.monotonic(), MAX_POLL))
-        milliseconds = math.ceil(wait * 1000)
-        ready = dict(self._poller.poll(milliseconds)) if only is None else only.poll(milliseconds)
+        """Wait for events, and yield them; see `dtrans.protocol.transport.Transport`."""
+        polled: Sequence[ZmqLink | ZmqListener] = self.owners
+        poll = self._poller.poll
+        if isinstance(link, ZmqLink):
+            polled, poll = (link,), link.poller.poll
+        due = [x for x in polled if x.is_due]
+        wait = 0.0
+        if not due:
+            wait = max(0.0, min(until - time.monotonic(), MAX_POLL))
+        ready = dict(poll(math.ceil(wait * 1000)))
         if self._wake in ready:
             os.read(self._wake, 4096)
-        found = (self._owners[x] for x in ready if x != self._wake)
+        found = [self._owners[x] for x in ready if x != self._wake]
         for owner in dict.fromkeys([*due, *found]):
-            if not owner.socket.closed:  # the taker of an earlier event may close it
+            if not owner.socket.closed:  # the caller may have closed it because of an earlier event
                 yield from owner.events(ready)
 
     def wake(self) -> None:
-        """End the current poll of another thread, or the next poll."""
-        with contextlib.suppress(BlockingIOError):  # the pipe is full: a poll ends anyway
+        """Interrupt the poll of another thread, or the next poll if there is none now."""
+        with contextlib.suppress(BlockingIOError):  # a full pipe already interrupts the poll
             os.write(self._waker, b"+")
 
     def close(self, linger: float = 0.0) -> None:
-        """Close all links and doors.
+        """Close all links and listeners.
 
         Args:
-          linger: seconds that sent messages have to leave.
+          linger: seconds for which pending messages are still sent.
         """
         if self.context.closed:
             return

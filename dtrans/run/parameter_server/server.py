@@ -25,11 +25,11 @@ from dtrans.protocol.server.server_loop import ServerLoop
 from dtrans.protocol.server.serving import Serving
 from dtrans.protocol.server.sync_server import SyncServer
 from dtrans.protocol.server.trainer_registry import TrainerRegistry, log
-from dtrans.protocol.transport import DOOR, RETRY
+from dtrans.protocol.transport import RETRY, ROLE_USER
 from dtrans.run.net.ended_roles import ended_roles
 from dtrans.run.net.keys import STATUS, Keys
 from dtrans.run.net.sockets import check_host
-from dtrans.run.net.zmq_transport import ZmqDoor, ZmqTransport
+from dtrans.run.net.zmq_transport import ZmqListener, ZmqTransport
 from dtrans.run.parameter_server.block_update import BlockUpdates
 from dtrans.run.parameter_server.state_writer import Keep, KeepLast, StateWriter
 from dtrans.run.parameter_server.sync_update import SyncUpdate
@@ -106,7 +106,7 @@ class Server:
             self._protocol.keep = self._save
             self._update.before = self._writer.wait_copied
 
-    def _open_door(self, update: ServerUpdate, *, allow_remote: bool) -> ZmqDoor:
+    def _open_door(self, update: ServerUpdate, *, allow_remote: bool) -> ZmqListener:
         """Bind the endpoint.
 
         Raises:
@@ -119,7 +119,7 @@ class Server:
             frame, messages = wire.limits(_sizes(update))
             return self._transport.bind(
                 endpoint,
-                {DOOR: "", OBSERVER: STATUS},
+                {ROLE_USER: "", OBSERVER: STATUS},
                 frame=frame,
                 messages=messages,
                 name=f"pserver {endpoint}",

@@ -285,12 +285,12 @@ def test_trainers_that_do_not_come_are_named_to_all_that_did(role_threads: RoleT
     message = (
         f"trainer 0 waited 3 s for trainer 1 ({endpoints[1]}) and trainer 3 "
         f"({endpoints[3]}) "
-        "to come"
+        "to join"
     )
     assert isinstance(found[0], DeadlineError) and str(found[0]) == message
     assert (
         isinstance(found[2], DeadlineError)
-        and str(found[2]) == f"trainer 2 was told to give up: {message}"
+        and str(found[2]) == f"trainer 2 stopped because trainer 0 gave up: {message}"
     )
 
 
@@ -302,11 +302,11 @@ def test_trainers_that_wait_for_others_say_so(
     found = meeting(role_threads, [0, 2], endpoints, 4.0)
     assert all(isinstance(e, DeadlineError) for e in found.values())
     told = [re.sub(r"waited \d+ s", "waited N s", message) for message in caplog.messages]
-    absent = f"trainer 0 has waited N s for trainer 1 ({endpoints[1]}) to come"
+    absent = f"trainer 0 has waited N s for trainer 1 ({endpoints[1]}) to join"
     assert told.count(absent) >= 2
     awaited = (
-        f"trainer 2 has waited N s at {endpoints[2]} for trainer 0 ({endpoints[0]}) to find "
-        "the others"
+        f"trainer 2 has waited N s at {endpoints[2]} for trainer 0 ({endpoints[0]}) to "
+        "reach the other trainers"
     )
     assert told.count(awaited) >= 2
 
@@ -317,7 +317,7 @@ def test_trainer_0_that_does_not_come(role_threads: RoleThreads) -> None:
     assert isinstance(found[1], DeadlineError)
     assert (
         str(found[1])
-        == f"trainer 1 waited 0.5 s at {endpoints[1]} for trainer 0 ({endpoints[0]}) to come"
+        == f"trainer 1 waited 0.5 s at {endpoints[1]} for trainer 0 ({endpoints[0]}) to connect"
     )
 
 
@@ -330,8 +330,7 @@ def test_trainers_with_other_endpoints(role_threads: RoleThreads) -> None:
     assert all(isinstance(e, PeerError) and not isinstance(e, DeadlineError) for e in errors[:2])
     listed = ",".join(endpoints)
     reason = (
-        f"this is trainer 1 of {','.join(endpoints[:2])}, and trainer 0 takes it for trainer "
-        "1 "
+        f"this process is trainer 1 of {','.join(endpoints[:2])}, but trainer 0 expects trainer 1 "
         f"of '{listed}'"
     )
     assert str(errors[0]) == f"trainer 1 ({endpoints[1]}) refused trainer 0: {reason}"
@@ -386,8 +385,8 @@ def test_something_else_in_the_place_of_a_trainer_that_never_comes(
         error = role_threads.end("trainer 0")
     assert isinstance(error, DeadlineError)
     assert (
-        f"trainer 1 ({endpoints[1]}) to come; at {endpoints[1]} is something that is not of this "
-        "job: a" in str(error)
+        f"trainer 1 ({endpoints[1]}) to join; the process at {endpoints[1]} is not part of "
+        "this job: it sent a" in str(error)
     )
 
 
@@ -404,14 +403,16 @@ def test_something_that_does_not_speak_as_trainers_do(role_threads: RoleThreads)
             errors = [role_threads.end(f"trainer {k}") for k in (0, 2)]
     why = (
         "this process does not encrypt the connection (transport_encryption='auto'), and the other "
-        "does "
-        "(transport_encryption='required'), if it belongs to this job at all; give all processes "
-        "the same transport_encryption, or DTRANS_TRANSPORT_ENCRYPTION"
+        "process does (transport_encryption='required'), or it belongs to another job; set the "
+        "same transport_encryption, or DTRANS_TRANSPORT_ENCRYPTION, in all processes"
     )
-    message = f"trainer 0 waited 3 s for trainer 1 ({endpoints[1]}) to come"
-    message += f"; {endpoints[1]} does not let trainer 0 in: {why}"
+    message = f"trainer 0 waited 3 s for trainer 1 ({endpoints[1]}) to join"
+    message += f"; {endpoints[1]} does not admit trainer 0: {why}"
     assert all(isinstance(e, DeadlineError) for e in errors)
-    assert [str(e) for e in errors] == [message, f"trainer 2 was told to give up: {message}"]
+    assert [str(e) for e in errors] == [
+        message,
+        f"trainer 2 stopped because trainer 0 gave up: {message}",
+    ]
 
 
 def test_the_rest_is_told_where_one_refuses_and_one_speaks_otherwise(
@@ -433,7 +434,10 @@ def test_the_rest_is_told_where_one_refuses_and_one_speaks_otherwise(
             refuser.tell("refuse", reason="this is something else")
             errors = [role_threads.end(f"trainer {k}") for k in (0, 3)]
     message = f"trainer 2 ({endpoints[2]}) refused trainer 0: this is something else"
-    assert [str(e) for e in errors] == [message, f"trainer 3 was told to give up: {message}"]
+    assert [str(e) for e in errors] == [
+        message,
+        f"trainer 3 stopped because trainer 0 gave up: {message}",
+    ]
 
 
 def test_one_that_is_told_to_give_up_ends_at_once(role_threads: RoleThreads) -> None:
@@ -447,7 +451,10 @@ def test_one_that_is_told_to_give_up_ends_at_once(role_threads: RoleThreads) -> 
         first.tell("abort", reason="no reason")
         first.end()
         since = time.monotonic()
-        assert str(role_threads.end(f"trainer {i}")) == "trainer 1 was told to give up: no reason"
+        assert (
+            str(role_threads.end(f"trainer {i}"))
+            == "trainer 1 stopped because trainer 0 gave up: no reason"
+        )
         assert time.monotonic() - since < LINGER
 
 

@@ -128,7 +128,7 @@ def test_roles_with_other_settings_are_told_both(
     role_threads.start("trainer", train, plan, 0, [], params, **trainer)
     error = role_threads.end("trainer")
     assert isinstance(error, PeerError)
-    start = f"pserver {ep} does not let trainer 0 in: this process {said}"
+    start = f"pserver {ep} does not admit trainer 0: this process {said}"
     assert str(error).startswith(start) and "DTRANS_TRANSPORT_ENCRYPTION" in str(error)
     role_threads.start("right", train, plan, 0, [], params, **server)
     assert not isinstance(role_threads.end("right"), BaseException)
@@ -153,7 +153,7 @@ def test_who_has_another_token_is_told_so_at_once(
     ended: list[object] = []
     assert not isinstance(role_threads.end("right"), BaseException)
     assert str(ended[0]).startswith(
-        f"pserver {ep} does not let trainer 0 in: the two have different values of DTRANS_TOKEN"
+        f"pserver {ep} does not admit trainer 0: the two processes have different values of DTRANS_TOKEN"
     )
     assert isinstance(role_threads.end(ep), dict)
 
@@ -175,6 +175,6 @@ def test_encryption_needs_a_secret(
         train(plan, 0, [], params, transport_encryption="required")
     with pytest.raises(
         ConfigError,
-        match="^trainer 0 connects to 192.0.2.1:1, which is not on loopback; that needs",
+        match=r"^trainer 0 connects to 192.0.2.1:1, which is not on loopback\. Set DTRANS_TOKEN",
     ):
         train(plan_for(("192.0.2.1:1",), 1), 0, [], params)

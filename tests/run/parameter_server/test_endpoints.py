@@ -48,7 +48,7 @@ from dtrans.protocol import token, wire
 from dtrans.protocol.refusals import EACH
 from dtrans.protocol.server import sync_server
 from dtrans.protocol.trainer.server_link import ServerLink
-from dtrans.protocol.transport import DOOR
+from dtrans.protocol.transport import ROLE_USER
 from dtrans.run.net.ended_roles import EndedRoles
 from dtrans.run.net.zmq_transport import ZmqTransport
 
@@ -922,7 +922,7 @@ def test_who_has_not_the_token_is_told_so_at_once_and_takes_nobodys_place(
     error = role_threads.end("stranger")
     assert isinstance(error, PeerError) and time.monotonic() - since < HANG / 2
     assert str(error).startswith(
-        f"pserver {ep} does not let trainer 0 in: the two have different values of DTRANS_TOKEN"
+        f"pserver {ep} does not admit trainer 0: the two processes have different values of DTRANS_TOKEN"
     )
     with Peer(ep) as peer:  # nothing that it says is heard
         peer.hello()
@@ -941,14 +941,16 @@ def test_a_server_that_has_not_the_token_is_told_nothing(
     (ep,) = free_endpoints(1)
     real = token.is_shown
     monkeypatch.setattr(
-        token, "is_shown", lambda given, secret, of: of == DOOR or real(given, secret, of)
+        token, "is_shown", lambda given, secret, of: of == ROLE_USER or real(given, secret, of)
     )
     with FakeServer(ep) as fake:
         role_threads.start("trainer", train, plan_for((ep,), trainers=1), 0, [], mlp_params())
         assert fake.hear().op == "hello"
         fake.say(wire.header("welcome", step=0, local="", proof="0" * 64))
         error = role_threads.end("trainer")
-    assert str(error) == f"what welcomes trainer 0 as pserver {ep} has not the job's token"
+    assert str(error) == (
+        f"the process that welcomes trainer 0 as pserver {ep} does not have the job's token"
+    )
 
 
 def test_shapes_that_differ_name_the_leaf_and_both_shapes(role_threads: RoleThreads) -> None:
@@ -1027,13 +1029,12 @@ def test_binding_another_address_than_loopback_has_to_be_allowed(
     with pytest.raises(ConfigError) as caught:
         serve(plan, endpoint, mlp_params())
     assert str(caught.value) == (
-        f"this pserver is at {endpoint}, which is not on loopback; to bind an address that other "
-        "hosts reach needs "
-        f"Executor(allow_remote=True) and {token.NEEDED}"
+        f"this pserver is at {endpoint}, which is not on loopback, so other hosts can connect to "
+        f"it. To allow this, set Executor(allow_remote=True) and {token.NEEDED}"
     )
     with pytest.raises(
         ConfigError,
-        match="not on loopback; that needs DTRANS_TOKEN, the same secret in all processes",
+        match=r"not on loopback\. Set DTRANS_TOKEN, the same secret in all processes",
     ):
         serve(plan, endpoint, mlp_params(), allow_remote=True)
 
@@ -1091,18 +1092,21 @@ HEADER = {"order": sys.byteorder, "session": "s", "trainer": 0, "trainers": 1}
         ([b""], "a message whose header is not msgpack"),
         ([b"\xc1"], "a message whose header is not msgpack"),
         ([b"GET / HTTP/1.1\r\n\r\n"], "a message whose header is not msgpack"),
-        ([b"\x05"], f"a message of protocol version None; this is version {wire.VERSION}"),
+        (
+            [b"\x05"],
+            f"a message of protocol version None; this process uses version {wire.VERSION}",
+        ),
         ([b"\x93\x01\x02"], "a message whose header is not msgpack"),
         ([wire.header("hello", **HEADER)[:-3]], "a message whose header is not msgpack"),
         (
             [wire.header("hello", **HEADER, v=wire.VERSION + 1)],
-            f"a message of protocol version {wire.VERSION + 1}; this is version {wire.VERSION}",
+            f"a message of protocol version {wire.VERSION + 1}; this process uses version {wire.VERSION}",
         ),
         ([wire.header("frobnicate")], "a message of unknown kind 'frobnicate'"),
-        ([wire.header("hello", trainer=0)], "a `hello` message without a proper trainers"),
+        ([wire.header("hello", trainer=0)], "a `hello` message whose field `trainers` is missing"),
         (
             [wire.header("hello", **(HEADER | {"trainer": True}))],
-            "a `hello` message without a proper trainer",
+            "a `hello` message whose field `trainer` is missing",
         ),
         ([wire.header("hello", **(HEADER | {"trainer": 3}))], "trainer 3 of 1: ids are 0 to 0"),
         ([wire.header("hello", **(HEADER | {"trainer": -1}))], "trainer -1 of 1: ids are 0 to 0"),
@@ -1199,23 +1203,28 @@ def test_what_a_trainer_says_wrongly_is_refused_and_changes_nothing(
             "send",
             [noise[:20]],
             one(NAME, 0, 32),
-            "a truncated frame: params/w@GRAD ends at byte 32 of 20",
+            "a truncated frame: its header lists 32 bytes up to the end of params/w@GRAD, but it has 20",
         ),
         (
             "send",
             [noise + noise],
             one(NAME, 0, 32),
-            "a frame of 64 bytes where its header lists 32",
+            "a frame of 64 bytes, but its header lists 32",
         ),
-        ("send", [], one(NAME, 0, 32), "a `send` message with 0 frames where its header lists 1"),
+        ("send", [], one(NAME, 0, 32), "a `send` message with 0 frames, but its header lists 1"),
         (
             "send",
             [noise],
             {"step": 0, "pieces": []},
-            "a `send` message with 1 frames where its header lists 0",
+            "a `send` message with 1 frames, but its header lists 0",
         ),
         ("send", [noise], {"step": 0, "pieces": [7]}, "pieces that are not a list"),
-        ("send", [noise], {"step": 0, "pieces": "all"}, "a `send` message without a proper pieces"),
+        (
+            "send",
+            [noise],
+            {"step": 0, "pieces": "all"},
+            "a `send` message whose field `pieces` is missing",
+        ),
         # the first piece is right, the second is not: nothing of the message may stay
         (
             "send",
@@ -1227,7 +1236,7 @@ def test_what_a_trainer_says_wrongly_is_refused_and_changes_nothing(
             "send",
             [noise[:8]],
             one(NAME, 8, 8),
-            "bytes 8 to 16 of params/w@GRAD, which has 0 here",
+            "bytes 8 to 16 of params/w@GRAD; expected its bytes from 0 on",
         ),
         (
             "send_barrier",
@@ -1237,7 +1246,12 @@ def test_what_a_trainer_says_wrongly_is_refused_and_changes_nothing(
         ),
         ("send_barrier", [], {"step": 1}, "`send_barrier` of step 1, pserver {ep} is at 0"),
         ("recv", [], {"step": 1}, "`recv` of step 1, pserver {ep} is at 0"),
-        ("recv", [], {"step": 0, "blocks": "w"}, "a `recv` message without a proper blocks"),
+        (
+            "recv",
+            [],
+            {"step": 0, "blocks": "w"},
+            "a `recv` message whose field `blocks` is missing",
+        ),
         (
             "recv",
             [],
@@ -1306,10 +1320,10 @@ def test_what_a_trainer_says_wrongly_is_refused_and_changes_nothing(
             "send_barrier",
             [],
             {"step": 0, "blocks": 3, "then": ["recv"]},
-            "`send_barrier` message without a proper blocks",
+            "`send_barrier` message whose field `blocks` is missing",
         ),
         ("welcome", [], {"step": 0, "local": ""}, "a `welcome` message, which servers do not take"),
-        ("abort", [], {"reason": 3}, "a `abort` message without a proper reason"),
+        ("abort", [], {"reason": 3}, "a `abort` message whose field `reason` is missing"),
         ("hello", [], HEADER | {"session": "other"}, "trainer 0 is here already"),
     ]
     with Peer(ep) as peer:
@@ -1346,7 +1360,7 @@ def test_a_trainer_may_send_its_own_gradients_only_and_not_twice(role_threads: R
         )
         first.tell("send", GRAD.tobytes(), step=0, pieces=[[[f"{NAME}.trainer_0", 0, 32]]])
         first.tell("send", noise, step=0, pieces=[[[f"{NAME}.trainer_0", 0, 32]]])
-        assert "of params/w@GRAD.trainer_0, which has 32 here" in first.refused()
+        assert "of params/w@GRAD.trainer_0; expected its bytes from 32 on" in first.refused()
         first.tell("send_barrier", step=0)
         first.tell("send", noise, step=0, pieces=[[[f"{NAME}.trainer_0", 0, 32]]])
         until(

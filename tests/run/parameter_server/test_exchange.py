@@ -364,7 +364,7 @@ def test_what_a_server_says_wrongly_is_refused_and_changes_nothing(
             "layout": half.met["layout"],
             "plan": half.met["plan"],
         }
-        told = "shares no reduction with pserver"
+        told = "has no reduction in common with pserver"
         refused(line, f"pserver '{ep}1' {told} {ep}", "peer", **as_other | {"endpoint": ep + "1"})
         refused(line, f"pserver '{ep}' {told} {ep}", "peer", **as_other | {"endpoint": ep})
         refused(
@@ -373,12 +373,9 @@ def test_what_a_server_says_wrongly_is_refused_and_changes_nothing(
             "peer",
             **as_other | {"order": "middle"},
         )
-        wrong = (
-            f"pserver {other} would exchange different reductions with pserver {ep} than are "
-            "planned here"
-        )
+        wrong = f"pserver {other} plans other reductions with pserver {ep} than pserver {ep} does"
         refused(line, wrong, "peer", **as_other | {"layout": "0" * 64})
-        refused(half.trainer, "trainer 0 cannot be a pserver too", "peer", **as_other)
+        refused(half.trainer, "a greeting as a pserver from trainer 0", "peer", **as_other)
         half.become()
         half.meet()  # twice is once
         assert line.hear().op == "welcome"
@@ -386,7 +383,7 @@ def test_what_a_server_says_wrongly_is_refused_and_changes_nothing(
         message = stranger.hear()
         assert (message.op, message["reason"]) == (
             "waiting",
-            f"the end of a job that pserver {other} is in already",
+            f"the end of another job in which pserver {other} takes part",
         )
         refused(line, f"{other} is planned with on_trainer_exit='error', pserver {ep} with "
 "'drop'", "peer",
@@ -395,7 +392,7 @@ def test_what_a_server_says_wrongly_is_refused_and_changes_nothing(
         refused(line, f"pserver {other} cannot be trainer 0 too", "hello", **hello)
         refused(
             line,
-            "`send` message, which servers do not take from each other",
+            f"a `send` message from pserver {other}; servers send each other only `peer` and ",
             "send",
             step=0,
             pieces=[],
@@ -411,17 +408,17 @@ def test_what_a_server_says_wrongly_is_refused_and_changes_nothing(
         for step in (-1, 2):
             refused(
                 line,
-                f"`partials` of step {step}, pserver {ep} is at 0",
+                f"`partials` of step {step} from pserver {other}; pserver {ep} is at step 0",
                 "partials",
                 noise,
                 **right | {"step": step},
             )
         for level in (-1, 1):
-            told = f"`partials` of level {level}, at which pserver {ep} needs nothing of {other}"
+            told = f"`partials` of level {level} from pserver {other}; pserver {ep} expects none"
             refused(line, told, "partials", noise, **right | {"level": level})
         refused(
             line,
-            f"`partials` of 'int32', which is not due from pserver {other}",
+            f"`partials` of dtype 'int32' from pserver {other}, expected float32",
             "partials",
             noise,
             **one("int32", 0, 4),
@@ -434,16 +431,20 @@ def test_what_a_server_says_wrongly_is_refused_and_changes_nothing(
             **one("float32", 0, 8),
         )
         refused(
-            line, "a truncated frame: float32 ends at byte 4 of 3", "partials", noise[:3], **right
+            line,
+            "a truncated frame: its header lists 4 bytes up to the end of float32, but it has 3",
+            "partials",
+            noise[:3],
+            **right,
         )
-        refused(line, "with 2 frames where its header lists 1", "partials", noise, noise, **right)
+        refused(line, "with 2 frames, but its header lists 1", "partials", noise, noise, **right)
         refused(
-            line, "a frame of 8 bytes where its header lists 4", "partials", noise + noise, **right
+            line, "a frame of 8 bytes, but its header lists 4", "partials", noise + noise, **right
         )
         refused(line, "pieces that are not a list", "partials", noise, **right | {"pieces": [7]})
 
         half.give(0.0, step=1)  # early
-        twice = "bytes 0 to 4 of float32, which has 4 here"
+        twice = "bytes 0 to 4 of float32; expected its bytes from 4 on"
         refused(line, twice, "partials", noise, **right | {"step": 1})
         half.push()
         assert half.taken() == 4.0
@@ -482,7 +483,7 @@ def test_a_server_that_is_waited_for_in_vain_is_named(
             half.become()
             half.give(3.0)
         half.push()
-        level, absent = (1, "") if there else (0, f" ({half.other} has not come yet)")
+        level, absent = (1, "") if there else (0, f" (not connected: {half.other})")
         what = f"partial results of step 1, level {level}, from pserver {half.other}{absent}"
         reasons = []
         while (message := half.trainer.hear()).op == "waiting":
@@ -573,7 +574,7 @@ def test_a_server_that_never_greets_is_named_when_the_trainers_have_closed(
         assert isinstance(error, DeadlineError)
         assert str(error).startswith(f"pserver {half.ep}, whose trainers have closed, waited ")
         assert str(error).endswith(
-            f" s for pserver {half.other} ({half.other} has not come yet) to greet it"
+            f" s for pserver {half.other} (not connected: {half.other}) to greet it"
         )
 
 
@@ -601,7 +602,7 @@ def test_servers_of_different_plans_end_and_name_each_other(role_threads: RoleTh
         role_threads.start(ep, serve, plan, ep, params, deadline=3.0)
     role_threads.start("trainer", train, plans[0], 0, [mlp_batch(8)], params, deadline=3.0)
     errors = {ep: role_threads.end(ep) for ep in pservers}
-    told = "would exchange different reductions with pserver"
+    told = "plans other reductions with pserver"
     # the one that is refused ends; one that is not up yet then, or the trainer, may find nobody
     # there any more
     refused = {ep for ep, e in errors.items() if told in str(e)}

@@ -178,7 +178,7 @@ def test_a_job_goes_on_whatever_the_system_refuses(tmp_path: Path) -> None:
     for name, code in (REAL | {name: code for name, (_, code) in MADE.items()}).items():
         for k, ep in enumerate(endpoints):
             told = (
-                f"pserver {ep} has not saved its part of checkpoint {name}: the piece of {ep} "
+                f"pserver {ep} could not save its part of checkpoint {name}: the piece of {ep} "
                 "cannot be written to "
             )
             _, there, why = said[name].partition(f"{told}{folder}/{name}/pserver-{k}: ")

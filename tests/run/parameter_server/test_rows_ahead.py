@@ -289,7 +289,7 @@ def test_batches_that_are_never_trained(
         for _ in range(3):
             job.prefetch(*batches(1)[0])
         with pytest.raises(
-            StateError, match=r"3 batches were announced \(job.prefetch\), and no step was made"
+            StateError, match=r"job.prefetch was called for 3 batches before a step"
         ):
             job.prefetch(*batches(1)[0])
         job.close()

@@ -204,7 +204,7 @@ def test_what_cannot_be_saved_is_said(role_threads: RoleThreads, tmp_path: Path)
                 ("", "'' is no name of a folder for a checkpoint"),
                 (
                     "1",
-                    "has not saved its part of checkpoint 1: the piece of .* cannot be written to "
+                    "could not save its part of checkpoint 1: the piece of .* cannot be written to "
                     ".*/pserver-0: .*File",
                 ),
             ):
@@ -264,7 +264,7 @@ def test_a_folder_that_cannot_be_used_ends_no_job(
                 job.save(name)
             for ep, piece in zip(plan.servers, ("pserver-0", "pserver-1"), strict=True):
                 said = (
-                    f"pserver {ep} has not saved its part of checkpoint {name}: the piece of "
+                    f"pserver {ep} could not save its part of checkpoint {name}: the piece of "
                     f"{ep} cannot be written"
                 )
                 assert (
@@ -474,10 +474,10 @@ def test_what_went_wrong_beside_the_steps_is_raised_by_the_next_save_and_at_the_
         state = job.init(KEY)
         job.save("1", wait=False)
         state, _ = job.step(state, *batches(1)[0])
-        with pytest.raises(CheckpointError, match="has not saved its part of checkpoint 1"):
+        with pytest.raises(CheckpointError, match="could not save its part of checkpoint 1"):
             job.save("3")
         job.save("2", wait=False)
-        with pytest.raises(CheckpointError, match="has not saved its part of checkpoint 2"):
+        with pytest.raises(CheckpointError, match="could not save its part of checkpoint 2"):
             job.close()
 
     role_threads.start(ep, serve, plan, ep, checkpoints=tmp_path)
