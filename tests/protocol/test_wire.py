@@ -265,7 +265,7 @@ def test_a_header_that_is_not_ours_is_refused(parts: list[bytes], reason: str) -
             "^a truncated frame: its header lists 8 bytes up to the end of w, but it has 7$",
         ),
         ([[["w", 0, 8]]], [b"123456789"], "^a frame of 9 bytes, but its header lists 8$"),
-        ([[["w", 9, 8]]], [b"12345678"], "^bytes 9 to 17 of w, which has 16$"),
+        ([[["w", 9, 8]]], [b"12345678"], "^bytes 9 to 17 of w, which has 16 bytes$"),
         ([[["w", 2, 8]]], [b"12345678"], "^bytes 2 to 10 of w; expected its bytes from 0 on$"),
         (
             [[["w", 0, 8]], [["w", 0, 8]]],

@@ -453,7 +453,13 @@ def test_what_a_server_says_wrongly_is_refused_and_changes_nothing(
         trace = GRAD * np.float32(NORM / 4)
         want = START[:2] - np.float32(RATE) * trace
         np.testing.assert_allclose(half.pull(), want, rtol=1e-6)
-        refused(line, f"`partials` of step 0, pserver {ep} is at 1", "partials", noise, **right)
+        refused(
+            line,
+            f"`partials` of step 0 from pserver {other}; pserver {ep} is at step 1",
+            "partials",
+            noise,
+            **right,
+        )
         refused(line, twice, "partials", noise, **right | {"step": 1})
         half.push(1)
         assert half.taken() == 4.0
