@@ -362,7 +362,7 @@ WALKS = (
             "run/net/zmq_transport:ZmqLink.send",
             "protocol/inbox:Inbox._target",
             "run/parameter_server/sync_update:SyncUpdate.begin",
-            "run/net/zmq_transport:ZmqDoor.send",
+            "run/net/zmq_transport:ZmqListener.send",
             "protocol/inbox:Inbox._target",
         ),
         depth=2,

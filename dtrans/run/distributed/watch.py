@@ -46,7 +46,7 @@ from dtrans.errors import PeerError, WireError
 from dtrans.protocol import wire
 from dtrans.protocol.collective.membership_table import GRACE, ExitStatus, MembershipTable, Progress
 from dtrans.protocol.refusals import Refusals
-from dtrans.protocol.transport import RETRY, Listener, Event, Link
+from dtrans.protocol.transport import RETRY, Event, Link, Listener
 from dtrans.run.distributed.address import Address, address_of, may_bind, this_host
 from dtrans.run.distributed.board import all_gather_text, shared_keys
 from dtrans.run.distributed.membership import Membership
