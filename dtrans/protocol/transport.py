@@ -131,7 +131,7 @@ class Transport(Protocol):
     def reaches(self, local: str, /) -> bool:
         """Return True if this process can connect to this local address of another process."""
 
-    def poll(self, until: float, link: Link | None = None) -> Iterator[Event]:
+    def poll(self, until: float) -> Iterator[Event]:
         """Wait for an event, and yield the pending events.
 
         The wait ends without an event at the time `until`, and after `wake`. Events that the
@@ -139,7 +139,6 @@ class Transport(Protocol):
 
         Args:
           until: time at which the wait ends. If it has passed, pending events are still returned.
-          link: the only link to poll; by default all links and listeners are polled.
         """
 
     def wake(self) -> None:

@@ -6,8 +6,9 @@ ones are in brackets):
 
     trainer to server                                  server to trainer
     hello          trainer, trainers, session, order   welcome   step, local
-                   [, sync_mode, plan, nonce,                    [, proof]
-                   leaves]
+                   [, sync_mode, plan, nonce,                    [, proof, heard]
+                   heard, connection,
+                   back, local]
     send           step, pieces + frames[, steps]      blocks    step, pieces + frames
     send_barrier   step                                waiting   reason
     recv           step[, blocks, changed]             refuse    reason[, last]
@@ -38,7 +39,7 @@ ones are in brackets):
     server to server                                   and back
     peer           endpoint, order, layout             welcome, waiting, refuse
                    [, on_trainer_exit, plan, nonce,
-                   sent, back]
+                   back]
     partials       step, level, pieces + frames        refuse
 
     trainer 0 to trainer (nccl2 mode)                  and back
@@ -58,10 +59,13 @@ Admission: `plan` contains the parts of the plan's fingerprint (`dtrans.ir.finge
 with another plan is refused. `proof` is derived from `nonce` and the job's token
 (`dtrans.protocol.token`). It proves that the sender of a welcome has the token.
 
+Messages between a trainer and a server, and between two servers, also have `number` and `heard`.
+With these fields a new connection resumes a broken one (`dtrans.protocol.numbered_messages`).
+Messages in `UNCOUNTED` have no number.
+
 End of a job: a trainer sends `complete`, receives `goodbye`, and answers with its own `goodbye`. A
 server ends when it has received this answer. It also ends if the trainer's connection broke and the
-trainer does not reconnect in time. A trainer that reconnects sets `leaves` in its `hello`, which
-replaces a lost `complete`, and the server sends `goodbye` again.
+trainer does not reconnect in time.
 
 End of a step: a trainer sends one message. Its field `then` lists the messages that follow it,
 `send_barrier` and `recv`, and the header also contains their fields. The step of this `recv` is
@@ -117,7 +121,7 @@ import numpy as np
 from dtrans.errors import WireError
 
 
-VERSION = 2
+VERSION = 3
 # bytes of arrays in a message; allocating larger messages takes longer than copying them
 MESSAGE_BYTES = 4 << 20
 SMALL = 16 << 10  # bytes; smaller blocks share a frame, because a copy is cheaper than a frame
@@ -179,8 +183,8 @@ FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
 # op to its optional fields, with their types
 OPTIONAL: dict[str, dict[str, type | tuple[type, ...]]] = {
     "hello": {
-        **{"sync_mode": bool, "plan": dict, "nonce": str, "sent": int, "heard": int},
-        **{"back": bool, "local": bool, "leaves": bool},
+        **{"sync_mode": bool, "plan": dict, "nonce": str},
+        **{"back": bool, "local": bool, "connection": int},
     },
     "send": {"steps": int, "blocks": list},
     "send_barrier": {"blocks": list},
@@ -197,7 +201,7 @@ OPTIONAL: dict[str, dict[str, type | tuple[type, ...]]] = {
     "evicted": {"request": int},
     "status": {"request": int},
     "status_report": {"request": int},
-    "peer": {"on_trainer_exit": str, "plan": dict, "nonce": str, "sent": int, "back": bool},
+    "peer": {"on_trainer_exit": str, "plan": dict, "nonce": str, "back": bool},
     "welcome": {"proof": str},
     "refuse": {"last": bool, "late": bool, "proof": str},
     "meet": {"nonce": str},
@@ -205,8 +209,12 @@ OPTIONAL: dict[str, dict[str, type | tuple[type, ...]]] = {
     "here": {"proof": str},
 }
 
-# messages that may be lost with a connection, because they are sent again or are not needed
-UNCOUNTED = ("hello", "welcome", "waiting", "refuse", "complete", "goodbye")
+# optional fields of every message (`dtrans.protocol.numbered_messages`)
+NUMBERS: dict[str, type | tuple[type, ...]] = {"number": int, "heard": int}
+
+# Messages without a number. They belong to one connection, or are processed even after a gap: a
+# trainer whose message was refused still tells the server why it ends.
+UNCOUNTED = ("hello", "peer", "welcome", "waiting", "refuse", "abort")
 
 # messages that may have the field `then`
 FOLLOWED = ("send", "send_barrier")
@@ -257,7 +265,7 @@ def parse(parts: Sequence[Any]) -> Message:
         raise WireError(f"a message of unknown kind {brief(op)}")
     for name, kind in FIELDS[op].items():
         _check_field(op, name, fields.get(name), kind)
-    for name, kind in OPTIONAL.get(op, {}).items():
+    for name, kind in (*OPTIONAL.get(op, {}).items(), *NUMBERS.items()):
         if name in fields:
             _check_field(op, name, fields[name], kind)
     return Message(op, fields, parts[1:])
@@ -341,12 +349,24 @@ def messages(blocks: Iterable[tuple[str, Any]]) -> Iterator[tuple[list[list[Piec
         yield pieces, frames
 
 
-def framed(op: str, blocks: Sequence[tuple[str, Any]] = (), **fields: Any) -> Iterator[list[Any]]:
-    """Yield the frames of a message, or of several messages if the arrays need more than one."""
+def framed(
+    op: str,
+    blocks: Sequence[tuple[str, Any]] = (),
+    stamp: Callable[[], Mapping[str, int]] = dict,
+    **fields: Any,
+) -> Iterator[list[Any]]:
+    """Yield the frames of a message, or of several messages if the arrays need more than one.
+
+    Args:
+      op: kind of the message.
+      blocks: name and array of each block.
+      stamp: returns further header fields of each message, such as its number.
+      fields: header fields of all messages.
+    """
     if not blocks:
-        yield [header(op, **fields)]
+        yield [header(op, **fields, **stamp())]
     for pieces, frames in messages(blocks):
-        yield [header(op, **fields, pieces=pieces), *frames]
+        yield [header(op, **fields, **stamp(), pieces=pieces), *frames]
 
 
 def unpack(message: Message, target: Callable[[str], np.ndarray], arrived: dict[str, int]) -> None:

@@ -47,7 +47,7 @@ class Observed:
         self.machine.look(self.now)
 
     def say(self, to: Any, op: str, /, blocks: Any = (), **fields: Any) -> None:
-        for _ in self.trainers.counted(to, op, wire.framed(op, blocks, **fields)):
+        for _ in self.trainers.framed(to, op, blocks, **fields):
             self.said.append((to, op, fields))
 
     def take(self, k: int, op: str, blocks: Any = (), **fields: Any) -> int:

@@ -80,7 +80,9 @@ class Lines:
                 fields |= {"tables": []}
         request = {"request": answer.number} if answer.number else {}
         frames = [rows] if "pieces" in fields else []
-        heard = answer.line.heard([wire.header(answer.op, **fields, **request), *frames], 0.0)
+        message = answer.line.receive([wire.header(answer.op, **fields, **request), *frames])
+        assert message is not None
+        heard = answer.line.answer(message, 0.0)
         assert heard is not None
         operation.take(heard)
 

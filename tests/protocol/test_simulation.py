@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from dtrans.ops import CommunicatorConfig
 from dtrans.protocol.inbox import Inbox
+from dtrans.protocol.numbered_messages import NumberedMessages
 from dtrans.protocol.server import trainer_registry, trainer_rounds
 from dtrans.protocol.server.async_server import AsyncServer
 from dtrans.protocol.server.peer_line import PeerLine
@@ -33,6 +34,7 @@ from dtrans.protocol.tables.table_rows import merged_rows
 from dtrans.protocol.trainer import traffic, trainer_steps
 from dtrans.protocol.trainer.geo_steps import GeoSteps
 from dtrans.protocol.trainer.server_connection import ServerConnection
+from dtrans.protocol.trainer.server_link import OperationWait
 from dtrans.protocol.trainer.traffic import Traffic
 from dtrans.protocol.trainer.trainer_line import TrainerLine
 from dtrans.protocol.transport import RETRY
@@ -456,6 +458,37 @@ def _says_hello_once(real: Any) -> Any:
     return connected
 
 
+def _counts_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NumberedMessages, "take", lambda *args: True)
+    monkeypatch.setattr(AsyncServer, "_check_step", _nothing)
+
+
+def _answers_a_round_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NumberedMessages, "take", lambda *args: True)
+    monkeypatch.setattr(trainer_rounds.TrainerRounds, "_is_over", lambda *args: False)
+
+
+def _takes_after_a_gap(self: Any, message: Any) -> bool:
+    self.acknowledge(message.fields.get("heard", 0))
+    number = message.fields.get("number", self.received)
+    is_new = number > self.received or "number" not in message.fields
+    self.received = max(self.received, number)
+    return is_new
+
+
+def _releases_one_more(real: Any) -> Any:
+    return lambda self, heard: real(self, heard + 1)
+
+
+def _forgets_each_message(real: Any) -> Any:
+    def send(self: Any, step: int, messages: Any) -> None:
+        real(self, step, messages)
+        if self.peer.welcomed:
+            self.peer.messages.clear()
+
+    return send
+
+
 def _nothing(*args: Any) -> None:
     return None
 
@@ -465,15 +498,11 @@ WRITTEN = Serving.written
 
 PUSHED = InNumpy.pushed
 PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "a gradient that comes twice counts twice": lambda m: m.setattr(
-        AsyncServer, "_check_step", _nothing
-    ),
+    "a gradient that comes twice counts twice": _counts_twice,
     "a round is added up in the order of arrival": lambda m: m.setattr(
         trainer_rounds, "sorted", list, raising=False
     ),
-    "a round that was answered is answered again": lambda m: m.setattr(
-        trainer_rounds.TrainerRounds, "_is_over", lambda *a: False
-    ),
+    "a round that was answered is answered again": _answers_a_round_again,
     "who left counts in each later step": lambda m: m.setattr(SyncServer, "_forget", _nothing),
     "who left counts though nothing comes": _counts_those_who_left,
     "who left is waited for": lambda m: m.setattr(
@@ -489,9 +518,7 @@ PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "parts of another server that come early are lost": _loses_what_came_early,
     "nobody looks who is late": lambda m: m.setattr(SyncServer, "look", _nothing),
     "a server speaks before it is welcome": lambda m: m.setattr(
-        PeerLine,
-        "_empty",
-        lambda self: [self._say(self._outbox.pop(0)) for _ in range(len(self._outbox))],
+        PeerLine, "send", lambda self, step, messages: [self._say(x) for x in messages]
     ),
     "a merged gradient is of one step": lambda m: m.setattr(
         TrainerLine, "send_blocks", functools.partialmethod(_of_one_step, TrainerLine.send_blocks)
@@ -556,6 +583,21 @@ PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     ),
     "of merged gradients of rows the last one counts": lambda m: m.setattr(
         traffic, "merged_rows", lambda parts, how: parts[-1]
+    ),
+    "messages that a network lost are not repeated": lambda m: m.setattr(
+        NumberedMessages, "stored", []
+    ),
+    "a message after a gap is processed": lambda m: m.setattr(
+        NumberedMessages, "take", _takes_after_a_gap
+    ),
+    "a message is released too early": lambda m: m.setattr(
+        NumberedMessages, "acknowledge", _releases_one_more(NumberedMessages.acknowledge)
+    ),
+    "a connection is resumed only if its server is awaited": lambda m: m.setattr(
+        OperationWait, "_take_early", _nothing
+    ),
+    "a server forgets messages to a peer before a step ends": lambda m: m.setattr(
+        PeerLine, "send", _forgets_each_message(PeerLine.send)
     ),
 }
 

@@ -289,21 +289,49 @@ def test_a_connection_that_a_network_broke_is_waited_for() -> None:
         job.server.look(25.1)
 
 
-def test_who_comes_back_must_have_missed_nothing() -> None:
+def ops_to(job: Job, k: int, op: str, **fields: Any) -> list[tuple[str, int]]:
+    """Let the server send something to a trainer; the op and number of each message."""
+    messages = [wire.parse(x) for x in job.trainers.framed(b"%d" % k, op, **fields)]
+    return [(x.op, x.fields.get("number", 0)) for x in messages]
+
+
+def test_messages_that_a_trainer_lacks_follow_its_welcome() -> None:
     job = Job(2)
     for k in range(2):
         job.hello(k)
-    assert list(job.trainers.counted(b"1", "blocks", ["a", "b"])) == ["a", "b"]
-    assert list(job.trainers.counted(b"1", "waiting", ["c"])) == ["c"]
+    assert ops_to(job, 1, "goodbye") == [("goodbye", 1)]
+    assert ops_to(job, 1, "waiting", reason="x") == [("waiting", 0)]
+    assert ops_to(job, 1, "evicted", table="t", count=0, error="") == [("evicted", 2)]
     job.trainers.lose(b"1", 4.0)
-    job.hello(1, sent=0, heard=2, back=True)
+    job.hello(1, heard=1, back=True)
     job.server.look(20.0)
-    with pytest.raises(WireError, match="broke, and was made again, but 3 messages are lost"):
-        job.hello(1, sent=1, heard=0, back=True)
-    with pytest.raises(
-        PeerError, match="trainer 1 to pserver 127.0.0.1:1 broke, .* 3 messages are lost, in step 1"
-    ):
-        job.server.look(20.1)
+    welcome = {"step": 0, "local": ""}
+    assert ops_to(job, 1, "welcome", **welcome) == [("welcome", 0), ("evicted", 2)]
+    job.hello(1, heard=2, back=True)
+    assert ops_to(job, 1, "welcome", **welcome) == [("welcome", 0)]
+    for heard, released in ((0, 2), (3, 2)):
+        with pytest.raises(WireError, match=f"after {heard} messages: 2 were sent, and {released}"):
+            job.hello(1, heard=heard, back=True)
+    job.hello(1, heard=2, back=True, connection=5)
+    with pytest.raises(WireError, match="a `hello` of an earlier connection of trainer 1"):
+        job.hello(1, heard=2, back=True, connection=4)
+
+
+def test_a_unix_socket_stores_no_messages() -> None:
+    job = Job(1)
+    job.hello(0, local=True)
+    assert ops_to(job, 0, "goodbye") == [("goodbye", 1)]
+    assert job.trainers.known[0].messages.stored == []
+
+
+def test_messages_to_a_trainer_that_is_lost_are_released() -> None:
+    job = Job(2)
+    for k in range(2):
+        job.hello(k)
+    ops_to(job, 0, "goodbye")
+    job.trainers.known[0].done = job.trainers.known[0].failed = True
+    job.trainers.look(1.0)
+    assert job.trainers.known[0].messages.stored == []
 
 
 def test_who_comes_back_to_another_server_is_refused() -> None:
@@ -323,12 +351,8 @@ def say(serving: Serving, op: str, **fields: Any) -> None:
     serving.take(b"0", [wire.header(op, **fields)], 1.0)
 
 
-def hello_again(job: Job, serving: Serving, sent: int = 0) -> list[str]:
-    """Let the trainer greet the server on a new connection; return the kinds of the answers.
-
-    Args:
-      sent: messages that the trainer sent by the old connection.
-    """
+def hello_again(job: Job, serving: Serving) -> list[str]:
+    """Let the trainer greet the server on a new connection; return the kinds of the answers."""
     job.trainers.lose(b"0", 1.0)
     job.said.clear()
     say(
@@ -339,8 +363,6 @@ def hello_again(job: Job, serving: Serving, sent: int = 0) -> list[str]:
         session="",
         order=sys.byteorder,
         back=True,
-        sent=sent,
-        leaves=True,
     )
     return [op for _, op, _ in job.said]
 
@@ -360,11 +382,18 @@ def test_a_server_ends_when_its_goodbye_is_answered() -> None:
 
 @pytest.mark.parametrize("heard", [False, True], ids=["complete is lost", "goodbye is lost"])
 def test_who_comes_back_for_its_goodbye_is_told_it(heard: bool) -> None:
+    """A trainer repeats a lost `complete`, and the welcome repeats a lost goodbye."""
     serving = ends_of(job := Job(1))
     if heard:
-        say(serving, "complete")
-    assert hello_again(job, serving) == ["welcome", "goodbye"]
-    say(serving, "goodbye")
+        say(serving, "complete", number=1)
+        assert ops_to(job, 0, "goodbye") == [("goodbye", 1)]
+    assert hello_again(job, serving) == ["welcome"]
+    if heard:
+        assert ops_to(job, 0, "welcome", step=0, local="")[1:] == [("goodbye", 1)]
+    job.said.clear()
+    say(serving, "complete", number=1)
+    assert [op for _, op, _ in job.said] == ["goodbye"] * (not heard)
+    say(serving, "goodbye", number=2)
     assert serving.ended
 
 
@@ -386,22 +415,23 @@ def test_by_a_unix_socket_no_goodbye_is_lost() -> None:
     assert serving.ended
 
 
-def test_who_left_after_a_message_was_lost_is_refused() -> None:
-    """Messages before the `complete` are missing, and so is a part of the training."""
+def test_who_leaves_after_a_message_was_lost_has_not_left() -> None:
+    """A message before the `complete` is missing, which the trainer will repeat with it."""
     serving = ends_of(job := Job(1))
-    assert hello_again(job, serving, sent=1) == ["refuse"]
-    assert "1 messages are lost" in job.said[-1][2]["reason"]
-    assert not serving.ended
+    job.said.clear()
+    say(serving, "complete", number=2)
+    assert job.said == [] and job.trainers.present == [0]
 
 
-def test_a_trainer_holds_what_it_says_until_its_connection_is_made_again() -> None:
+def test_a_trainer_repeats_what_the_server_lacks_on_a_new_connection() -> None:
     said: list[Any] = []
     line = TrainerLine(
         "h:1", 0, 1, session="", sync_mode=True, plan={}, secret="", deadline=60.0, say=said.append
     )
     proof = {"proof": token.shown("", f"welcome {line._hello['nonce']}")}
-    welcome = [wire.header("welcome", step=0, local="", **proof)]
+    welcome = [wire.header("welcome", step=0, local="", heard=1, **proof)]
     ops = lambda: [wire.parse(frames) for frames in said]
+    names = lambda: [m.op for m in ops()]
     line.opened()
     line.connected()
     line.admit(wire.parse(welcome).fields)
@@ -412,10 +442,14 @@ def test_a_trainer_holds_what_it_says_until_its_connection_is_made_again() -> No
     assert (line.gone, line.wakes) == (False, 15.0)
     line.connected()
     *_, hello = ops()
-    assert [m.op for m in ops()] == ["hello", "recv", "hello"]
-    assert (hello["sent"], hello["heard"], hello["back"]) == (1, 0, True)
-    assert line.heard(welcome, 11.0) is None
-    assert [m.op for m in ops()] == ["hello", "recv", "hello", "send_barrier"]
+    assert names() == ["hello", "recv", "hello"]
+    assert (hello["connection"], hello["heard"], hello["back"]) == (2, 0, True)
+    assert line.receive(welcome) is None
+    assert names() == ["hello", "recv", "hello", "send_barrier"]
+    line.broken(12.0)
+    line.connected()
+    assert line.receive(welcome) is None
+    assert names()[4:] == ["hello", "send_barrier"]
     line.broken(20.0)
     line.look(24.9)
     assert not line.gone
@@ -425,3 +459,22 @@ def test_a_trainer_holds_what_it_says_until_its_connection_is_made_again() -> No
     line.admit(wire.parse(welcome).fields)
     line.broken(30.0)  # no network is between the two
     assert line.gone
+
+
+def test_a_trainer_whose_connection_is_broken_says_why_it_ends_on_the_next_one() -> None:
+    said: list[Any] = []
+    line = TrainerLine(
+        "h:1", 0, 1, session="", sync_mode=True, plan={}, secret="", deadline=60.0, say=said.append
+    )
+    proof = {"proof": token.shown("", f"welcome {line._hello['nonce']}")}
+    welcome = [wire.header("welcome", step=0, local="", heard=0, **proof)]
+    line.opened()
+    line.connected()
+    line.admit(wire.parse(welcome).fields)
+    line.tell("recv", step=0)
+    line.broken(10.0)
+    line.tell("abort", reason="it ends")
+    line.connected()
+    assert line.receive(welcome) is None
+    names = [wire.parse(frames).op for frames in said]
+    assert names == ["hello", "recv", "hello", "recv", "abort"]

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgpack
 
-from dtrans.protocol.transport import Event, Link
+from dtrans.protocol.transport import Event
 from tools.simulate.clock import Clock
 from tools.simulate.process import Process
 
@@ -107,9 +107,9 @@ class SimulatedTransport:
         """Return True: all processes are on one host."""
         return True
 
-    def poll(self, until: float, link: Link | None = None) -> Iterator[Event]:
+    def poll(self, until: float) -> Iterator[Event]:
         """Take the first event that has come, if any; the process decides when to look again."""
-        event = self._process.next_event(link)
+        event = self._process.next_event()
         if event is not None:
             yield event
 

@@ -1,8 +1,9 @@
 """One server's connection to another: the greeting, and messages that wait for the welcome.
 
-When a connection breaks, ZeroMQ reconnects, but loses the messages in transit. So each connection
-begins with a greeting that contains the number of messages sent before. The other server refuses
-this server if it has received fewer. All other messages are sent after the welcome.
+Each connection begins with a greeting. The other server's welcome contains the number of messages
+that it has received, and this server then sends the later messages
+(`dtrans.protocol.numbered_messages`). So a break loses no message, and the first messages wait for
+the welcome.
 """
 
 from __future__ import annotations
@@ -41,9 +42,10 @@ class PeerLine:
         self.peer = peer
         self._secret, self._nonce = secret, token.new_token()
         self._greeting = {**greeting, "nonce": self._nonce}
-        self._retry, self._lost, self._sent = retry, False, 0
+        self._retry, self._lost = retry, False
         self._lost_since = 0.0
-        self._outbox: list[list[Any]] = []  # messages that wait for the welcome
+        # the step of the last messages, and the number of messages before it
+        self._step, self._before = 0, 0
         self._say = say
 
     def send(self, step: int, messages: Iterable[list[Any]]) -> None:
@@ -61,14 +63,20 @@ class PeerLine:
                 f"pserver {self.peer.endpoint} went away before pserver {self.me} completed step "
                 f"{step}"
             )
-        self._outbox += messages
-        self._empty()
+        if step != self._step:
+            # A trainer begins a step with answers of all servers to the step before. So the other
+            # server has completed that step, and needs nothing of it.
+            self.peer.messages.acknowledge(self._before)
+            self._step, self._before = step, self.peer.messages.sent
+        for frames in messages:
+            self.peer.messages.store(frames)
+            if self.peer.welcomed and not self._lost:
+                self._say(frames)
 
     def connected(self) -> None:
         """Send the greeting on a new connection, also after a reconnection."""
         if not self.peer.welcomed or self._lost:
-            counts = {"sent": self._sent, "back": self._lost}
-            self._say([wire.header("peer", **self._greeting, **counts)])
+            self._say([wire.header("peer", **self._greeting, back=self._lost)])
 
     def broken(self, now: float) -> None:
         """Handle the end of the connection. Messages in transit are lost."""
@@ -121,13 +129,10 @@ class PeerLine:
                     "not have the job's token"
                 )
             peer.welcomed, self._lost = True, False
-        self._empty()
+            self._send_missing(message["heard"])
 
-    def _empty(self) -> None:
-        """Send the waiting messages if the other server has welcomed this one.
-
-        The other server ignores messages before its welcome.
-        """
-        while self.peer.welcomed and not self._lost and self._outbox:
-            self._sent += 1
-            self._say(self._outbox.pop(0))
+    def _send_missing(self, heard: int) -> None:
+        """Send the messages after the first `heard` ones, on a connection with a welcome."""
+        self.peer.messages.acknowledge(heard)
+        for frames in self.peer.messages.stored:
+            self._say(frames)

@@ -173,11 +173,12 @@ class ServerLoop:
           PeerError: the other server has ended.
         """
         # a lazy iterator: each array is awaited only when its message is sent
-        messages = self._trainers.counted(to, op, wire.framed(op, blocks, **fields))
         if isinstance(to, str):
-            self._lines[to][0].send(fields["step"], messages)
+            line = self._lines[to][0]
+            messages = wire.framed(op, blocks, line.peer.messages.stamp, **fields)
+            line.send(fields["step"], self._trainers.counted(messages))
             return
-        for frames in messages:
+        for frames in self._trainers.framed(to, op, blocks, **fields):
             self._listener.send(to, frames)
 
     def close(self, *, failed: bool) -> None:

@@ -24,6 +24,7 @@ from dtrans.errors import PeerError, WireError
 from dtrans.protocol import wire
 from dtrans.protocol.buffers import BufferPool
 from dtrans.protocol.inbox import Inbox
+from dtrans.protocol.numbered_messages import NumberedMessages
 from dtrans.protocol.server.exchange import Exchange, vector_types
 from dtrans.protocol.server.trainer_registry import Say, TrainerRegistry, check_plan
 from dtrans.protocol.server_blocks import StepUpdate, Vectors
@@ -39,7 +40,7 @@ class ServerPeer:
       address: address from which it sends; None before its greeting.
       welcomed: True if it has welcomed this server.
       gone: True if it has ended, or did not reconnect in time.
-      heard: number of `partials` messages received from it.
+      messages: messages to and from the server.
     """
 
     endpoint: str
@@ -47,7 +48,7 @@ class ServerPeer:
     address: bytes | None = None
     welcomed: bool = False
     gone: bool = False
-    heard: int = 0
+    messages: NumberedMessages = dataclasses.field(default_factory=NumberedMessages)
 
 
 class ServerPeers:
@@ -172,12 +173,6 @@ class ServerPeers:
             # A second process greets as this peer, so it belongs to the next job; or a peer of the
             # previous job has reconnected.
             return False
-        missed = message.fields.get("sent", 0) - self.known[ep].heard
-        if missed:
-            raise WireError(
-                f"the connection of pserver {ep} to pserver {self.me} broke, and {missed} messages "
-                "were lost"
-            )
         self._by_address[address] = ep
         self.known[ep].address = address
         return True
@@ -196,7 +191,8 @@ class ServerPeers:
           WireError: this server expects no such partial results; then nothing is stored.
         """
         source = self._by_address[address]
-        self.known[source].heard += 1
+        if not self.known[source].messages.take(message):
+            return
         level = message["level"]
         exchange = self._levels.get(level)
         if exchange is None or source not in exchange.sources:
@@ -351,7 +347,8 @@ class JointUpdate:
         if k is not None:
             raise WireError(f"a greeting as a pserver from trainer {k}")
         if self.peers.meet(address, message):
-            self._say(address, "welcome", **self._trainers.welcome(message, self.step))
+            heard = self.peers.known[message["endpoint"]].messages.received
+            self._say(address, "welcome", **self._trainers.welcome(message, self.step, heard))
             return
         reason = f"the end of another job in which pserver {message['endpoint']} takes part"
         self._say(address, "waiting", reason=reason)

@@ -152,13 +152,15 @@ class Serving:
 
     def _dispatch(self, address: bytes, message: wire.Message) -> None:
         """Hand a message to its handler. Raises WireError for one that is refused."""
+        sender = self.trainers.by_address.get(address)
+        if sender is not None and not self.trainers.known[sender].messages.take(message):
+            return  # it is repeated, or will be
         if message.op == "hello":
             self._hello(address, message)
         elif not self.kind.take_peer(address, message):
             if self._parts(address, message):
                 return
             k = self.trainers.speaker(address, message)
-            self.trainers.known[k].heard += message.op not in wire.UNCOUNTED
             if message.op not in TRAINER_OPS:
                 raise WireError(f"a `{message.op}` message, which servers do not take")
             if message.op in ("save", "tables", "changed_since"):
@@ -233,12 +235,9 @@ class Serving:
         if before:
             self._say(address, "waiting", reason=before)
             return
-        self._say(address, "welcome", **self.trainers.welcome(message, self.kind.step, self.local))
-        k = message["trainer"]
-        if self.trainers.known[k].done:
-            self._say(address, "goodbye")  # the first was lost
-        elif message.fields.get("leaves", False):
-            self.kind.complete(k, message)  # its `complete` was lost
+        heard = self.trainers.known[message["trainer"]].messages.received
+        fields = self.trainers.welcome(message, self.kind.step, heard, self.local)
+        self._say(address, "welcome", **fields)
 
     def _who(self, address: bytes) -> str:
         """Return the name of the sender at an address, for the log."""

@@ -14,6 +14,7 @@ from typing import Any
 from dtrans.errors import DeadlineError, PeerError, WireError
 from dtrans.ir import fingerprint
 from dtrans.protocol import token, wire
+from dtrans.protocol.numbered_messages import NumberedMessages
 from dtrans.protocol.server_blocks import ServerBlocks
 from dtrans.protocol.transport import RETRY
 from dtrans.protocol.wait_reminder import WaitReminder
@@ -38,12 +39,11 @@ class Trainer:
     wants: tuple[str, ...] = ()
     lost: float | None = None  # the time at which its connection ended
     local: bool = False  # on a Unix socket, which no network breaks
-    heard: int = 0  # messages from it
-    heard_at: float = 0.0  # the time of the last one
-    said: int = 0  # messages to it
+    connection: int = 0  # number of its connection, as its last `hello` had it
+    messages: NumberedMessages = dataclasses.field(default_factory=NumberedMessages)
+    heard_at: float = 0.0  # the time of the last message from it
     received: int = 0  # bytes from it
     sent: int = 0  # bytes to it
-    cut_off: str = ""  # description of lost messages, if its connection broke
     done: bool = False
     failed: bool = False  # done, without `complete`
     parted: bool = False  # done, and it has received the goodbye, or can no longer receive it
@@ -146,8 +146,9 @@ class TrainerRegistry:
         k = message["trainer"]
         self._check_job(k, message)
         known = self.known.get(k)
-        if known is not None and known.done and not _comes_for_goodbye(known, message):
-            if known.failed or known.session == message["session"]:
+        is_same = known is not None and known.session == message["session"]
+        if known is not None and known.done and (known.failed or not is_same):
+            if known.failed or is_same:
                 raise WireError(f"trainer {k} has left, and cannot come back to this job")
             # It belongs to the next job on this endpoint. When this server ends, the connection
             # breaks, and it greets the next server.
@@ -162,10 +163,12 @@ class TrainerRegistry:
                 )
             self.known[k] = Trainer(message["session"], address, local=local)
         else:  # it moves to the Unix socket, or its connection is made again
-            if not known.done:
-                _check_nothing_lost(f"trainer {k} to pserver {self.endpoint}", known, message)
+            heard = message.fields.get("heard", 0)
+            known.messages.check_resumable(heard)
+            known.messages.acknowledge(heard)
             del self.by_address[known.address]
             known.address, known.lost, known.local = address, None, local
+        self.known[k].connection = message.fields.get("connection", 0)
         self.by_address[address] = k
         return ""
 
@@ -206,25 +209,48 @@ class TrainerRegistry:
         except WireError as e:
             self._refused[k] = str(e)
             raise
+        # ZeroMQ may deliver a message of a broken connection after messages of the next one
+        if k in self.known and message.fields.get("connection", 0) < self.known[k].connection:
+            raise WireError(f"a `hello` of an earlier connection of trainer {k}")
         if self.by_address.get(address, k) != k:
             raise WireError(
                 f"trainer {k} has already said hello as trainer {self.by_address[address]}"
             )
 
-    def counted(self, to: bytes | str, op: str, messages: Iterable[Any]) -> Iterator[Any]:
-        """Count the messages of an answer, and their bytes; yield them.
+    def counted(self, messages: Iterable[list[Any]]) -> Iterator[list[Any]]:
+        """Yield messages to another server, and count their bytes."""
+        for frames in messages:
+            self.to_servers += sum(map(len, frames))
+            yield frames
 
-        Messages that a trainer does not need are not counted.
+    def framed(
+        self, to: bytes, op: str, blocks: Sequence[tuple[str, Any]] = (), **fields: Any
+    ) -> Iterator[list[Any]]:
+        """Yield the frames of each message to an address, and count the bytes to a trainer.
+
+        Messages to a trainer are numbered. Those that it lacks on a new connection follow its
+        welcome.
         """
-        k = None if isinstance(to, str) else self.by_address.get(to)
-        for message in messages:
-            size = sum(map(len, message))
-            if k is not None:
-                self.known[k].sent += size
-                self.known[k].said += op not in wire.UNCOUNTED
-            elif isinstance(to, str):
-                self.to_servers += size
-            yield message
+        k = self.by_address.get(to)
+        if k is None:
+            yield from wire.framed(op, blocks, **fields)
+            return
+        for frames in self._numbered(self.known[k], op, blocks, fields):
+            self.known[k].sent += sum(map(len, frames))
+            yield frames
+
+    def _numbered(
+        self, t: Trainer, op: str, blocks: Sequence[tuple[str, Any]], fields: Mapping[str, Any]
+    ) -> Iterator[list[Any]]:
+        """Yield the frames of each message to a trainer."""
+        is_numbered = op not in wire.UNCOUNTED
+        stamp = t.messages.stamp if is_numbered else dict
+        for frames in wire.framed(op, blocks, stamp, **fields):
+            if is_numbered and not t.local:
+                t.messages.store(frames)
+            yield frames
+        if op == "welcome":
+            yield from t.messages.stored
 
     def back(self, address: bytes) -> None:
         """Note that a connection is made again. Its trainer sends `hello` on it."""
@@ -232,10 +258,18 @@ class TrainerRegistry:
         if k is not None:
             self.known[k].lost = None
 
-    def welcome(self, message: wire.Message, step: int, local: str = "") -> dict[str, Any]:
-        """Return the fields of the welcome that answers a `hello` or a `peer`."""
+    def welcome(
+        self, message: wire.Message, step: int, heard: int, local: str = ""
+    ) -> dict[str, Any]:
+        """Return the fields of the welcome that answers a `hello` or a `peer`.
+
+        Args:
+          step: of the server.
+          heard: number of messages received from the sender.
+          local: address for trainers on the same host.
+        """
         proof = token.shown(self._secret, f"welcome {message.fields.get('nonce', '')}")
-        return {"step": step, "local": local, "proof": proof}
+        return {"step": step, "local": local, "proof": proof, "heard": heard}
 
     def lose(self, address: bytes, now: float) -> None:
         """Note that a connection has ended. Its last messages may still be unread."""
@@ -269,8 +303,7 @@ class TrainerRegistry:
         each."""
         why = "the connection of trainer {} to pserver {} ended without a goodbye"
         gone = [k for k in self.present if self._is_lost(self.known[k], now)]
-        cut_off = {k: t.cut_off for k, t in self.known.items() if t.cut_off and not t.done}
-        return {k: why.format(k, self.endpoint) for k in gone} | self._ended(now) | cut_off
+        return {k: why.format(k, self.endpoint) for k in gone} | self._ended(now)
 
     def look(self, now: float) -> None:
         """Mark trainers that can no longer receive a goodbye.
@@ -280,6 +313,8 @@ class TrainerRegistry:
         for k, t in self.known.items():
             ended = k in self._dead and now - self._dead[k][0] > GRACE
             t.parted = t.parted or (t.done and (ended or self._is_lost(t, now)))
+            if t.parted or t.failed:
+                t.messages.clear()
 
     def _is_lost(self, t: Trainer, now: float) -> bool:
         return t.lost is not None and now - t.lost > (GRACE if t.local else self._retry)
@@ -363,29 +398,6 @@ class TrainerExits:
                 f"step {step + 1}: with on_trainer_exit='error' all trainers make the same number "
                 "of steps"
             )
-
-
-def _check_nothing_lost(line: str, known: Trainer, message: wire.Message) -> None:
-    """Raise WireError if a message between a trainer and its server is lost.
-
-    Args:
-      line: names of the connection's ends.
-      known: the trainer's state.
-    """
-    sent = message.fields.get("sent", known.heard)
-    heard = message.fields.get("heard", known.said)
-    lost = abs(sent - known.heard) + abs(known.said - heard)
-    if lost:
-        known.cut_off = (
-            f"the connection of {line} broke, and was made again, but {lost} messages are lost"
-        )
-        raise WireError(known.cut_off)
-
-
-def _comes_for_goodbye(known: Trainer, message: wire.Message) -> bool:
-    """Return True if this is the trainer that has left, on a connection that was made again."""
-    leaves: bool = message.fields.get("leaves", False)
-    return leaves and not known.failed and known.session == message["session"]
 
 
 def check_plan(me: str, plan: Mapping[str, str], other: str, message: wire.Message) -> None:

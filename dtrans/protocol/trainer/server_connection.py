@@ -1,14 +1,13 @@
-"""A trainer's connection to one server, which detects messages lost with a broken connection.
+"""A trainer's connection to one server, which resumes after a network has broken it.
 
-When a connection breaks, ZeroMQ reconnects, but loses the messages in transit. So both processes
-count the messages that they send and receive. After a reconnection, the trainer's `hello` contains
-its counts, and the server refuses the trainer if a message is missing: a step without it would be
-wrong.
+When a connection breaks, ZeroMQ reconnects, but loses the messages in transit. The trainer then
+sends `hello` with the number of messages that it has received, and the server's `welcome` contains
+the server's number. Each process repeats the messages that the other process lacks
+(`dtrans.protocol.numbered_messages`).
 
 Until the server's welcome, the trainer sends `hello` on every new connection, because the first
-connection may be to a server of the previous job. After `complete`, `hello` has the field
-`leaves`. A Unix socket breaks only when its process ends, so the trainer does not wait for a
-reconnection there.
+connection may be to a server of the previous job. A Unix socket breaks only when its process ends,
+so the trainer stores no messages for it, and does not wait for a reconnection.
 
 Read `trainer_line` next: it sends requests and receives answers over this connection.
 """
@@ -17,11 +16,12 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from dtrans.errors import PeerError
 from dtrans.protocol import token, wire
+from dtrans.protocol.numbered_messages import NumberedMessages
 from dtrans.protocol.transport import RETRY
 
 
@@ -66,11 +66,11 @@ class ServerConnection:
         self.before_it_speaks: Callable[[], object] | None = None
         self._secret, self._say_now, self._retry = secret, say, retry
         self._lost_since: float | None = None
-        self._sent = self._received = 0
-        self._leaves = False  # True if `complete` was sent
+        self._is_local = False  # True if the connection is a Unix socket
+        self._messages = NumberedMessages()
+        self._connections = 0  # number of connections on which `hello` was sent
         self._aborts = False  # True if `abort` was sent; then the trainer does not reconnect
-        # arguments of `_say` for messages that wait for a reconnection
-        self._pending: list[tuple[list[Any], str]] = []
+        self._pending: list[list[Any]] = []  # unnumbered messages that wait for a reconnection
         self._hello = {
             "trainer": trainer,
             "trainers": trainers,
@@ -90,21 +90,21 @@ class ServerConnection:
           local: True if the link uses a Unix socket.
         """
         self.welcomed = self.gone = False
-        self._lost_since, self._hello["local"] = None, local
+        self._lost_since, self._is_local = None, local
 
     def connected(self) -> None:
         """Send `hello` on a new connection, unless the server has already answered one on it."""
         is_back = self._lost_since is not None
         if self.welcomed and not is_back:
             return
-        counts = {"sent": self._sent, "heard": self._received, "back": is_back}
-        if self._leaves:
-            counts["leaves"] = True
-        self._say_now([wire.header("hello", **self._hello, **counts)])
+        self._connections += 1
+        counts = {"heard": self._messages.received, "connection": self._connections}
+        fields = {**self._hello, **counts, "back": is_back, "local": self._is_local}
+        self._say_now([wire.header("hello", **fields)])
 
     def broken(self, now: float) -> None:
         """Handle the end of the connection. Messages in transit are lost."""
-        if self.welcomed and (self._hello["local"] or self._aborts):
+        if self.welcomed and (self._is_local or self._aborts):
             self.gone = True
         elif self.welcomed and self._lost_since is None:
             self._lost_since = now
@@ -122,53 +122,69 @@ class ServerConnection:
 
     # -- messages --------------------------------------------------------------------------------
 
-    def _say(self, frames: list[Any], op: str = "") -> None:
+    def _say(self, op: str, frames: Iterable[Any] = (), **fields: Any) -> None:
         """Send a message, or keep it until the reconnection if the connection is broken.
 
         Args:
-          op: kind of the message; may be omitted for messages that are counted.
+          op: kind of the message.
+          frames: the frames after the header.
+          fields: the fields of the header.
         """
         if self.before_it_speaks is not None:
             self.before_it_speaks()
-        if self._lost_since is not None:
-            self._pending.append((frames, op))
-            return
-        self._sent += op not in wire.UNCOUNTED
-        self._leaves |= op == "complete"
-        self._say_now(frames)
+        is_numbered = op not in wire.UNCOUNTED
+        stamp = self._messages.stamp() if is_numbered else {}
+        message = [wire.header(op, **fields, **stamp), *frames]
+        if is_numbered and not self._is_local:
+            self._messages.store(message)
+        elif self._lost_since is not None:
+            self._pending.append(message)
+        if self._lost_since is None:
+            self._say_now(message)
 
     def tell(self, op: str, **fields: Any) -> None:
         """Send a message without arrays."""
         self._aborts |= op == "abort"
-        self._say([wire.header(op, **fields)], op)
+        self._say(op, **fields)
 
     def answer_goodbye(self) -> None:
         """Answer the server's `goodbye`, so that the server can end.
 
         A server does not wait for this answer on a Unix socket, where no message can be lost.
         """
-        if not self._hello["local"]:
+        if not self._is_local:
             self.tell("goodbye")
 
-    def _count(self, message: wire.Message) -> bool:
-        """Count a message from the server. Return True for the welcome after a reconnection.
+    def receive(self, frames: Sequence[Any]) -> wire.Message | None:
+        """Count a message from the server, and return it.
+
+        Returns:
+          None for a message that concerns only the connection: a repeated message, a message after
+          a gap, or the welcome after a reconnection.
 
         Raises:
           PeerError: the server refused the trainer, or does not have the job's token.
+          WireError: the message is malformed.
         """
+        message = wire.parse(frames)
         if message.op == "refuse":
             self.gone = bool(message.fields.get("last"))
             raise PeerError(f"pserver {self.endpoint} refused {self.me}: {message['reason']}")
-        self._received += message.op not in wire.UNCOUNTED
+        if not self._messages.take(message):
+            return None
         if message.op != "welcome" or not self.welcomed:
-            return False
+            return message
         if self._lost_since is not None:  # otherwise this answers a second `hello`
             self._check_proof(message.fields)
-            self._lost_since = None
-            pending, self._pending = self._pending, []
-            for frames, op in pending:
-                self._say(frames, op)
-        return True
+            self._resume()
+        return None
+
+    def _resume(self) -> None:
+        """Send the messages that the server lacks on a new connection."""
+        self._lost_since = None
+        for message in (*self._messages.stored, *self._pending):
+            self._say_now(message)
+        self._pending.clear()
 
     # -- admission -------------------------------------------------------------------------------
 

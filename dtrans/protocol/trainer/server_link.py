@@ -10,12 +10,13 @@ event.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dtrans.errors import WireError
+from dtrans.errors import PeerError, WireError
 from dtrans.protocol import wire
 from dtrans.protocol.trainer.operation import Operation, PendingAnswer, nothing
 from dtrans.protocol.trainer.trainer_line import TrainerLine
@@ -42,6 +43,7 @@ class ServerLink:
         self.link: Link
         self._transport = transport
         self._first: Link | None = None  # link to the endpoint, until the local one is welcomed
+        self._early: collections.deque[wire.Message] = collections.deque()
         self._open(self.line.endpoint)
 
     def _open(self, address: str) -> None:
@@ -81,8 +83,36 @@ class ServerLink:
           PeerError: the server refused the trainer.
           WireError: the message is malformed.
         """
+        message = self.receive(event)
+        return None if message is None else self.line.answer(message, self._transport.now())
+
+    def take_early(self, event: Event) -> None:
+        """Take an event while the trainer waits for another server; `early_answers` has the rest.
+
+        A broken connection must be resumed meanwhile: the other server may wait for this one.
+
+        Raises:
+          PeerError: the server refuses. WireError: not a message of this protocol.
+        """
+        message = self.receive(event)
+        if message is not None:
+            self._early.append(message)
+
+    def early_answers(self) -> Iterator[wire.Message]:
+        """Process the messages of `take_early`; yield the answers."""
+        while self._early:
+            answer = self.line.answer(self._early.popleft(), self._transport.now())
+            if answer is not None:
+                yield answer
+
+    def receive(self, event: Event) -> wire.Message | None:
+        """Take an event of the link; return the message unless it concerns only the connection.
+
+        Raises:
+          PeerError: the server refuses. WireError: not a message of this protocol.
+        """
         if event.kind == "message":
-            return self.line.heard(event.frames, self._transport.now())
+            return self.line.receive(event.frames)
         if event.kind == "connected":
             self.line.connected()
         elif event.kind == "broken":
@@ -149,18 +179,32 @@ class OperationWait:
         line, any_came = link.line, False
         line.say_that_it_waits(transport.now())
         is_last_look = line.gone
-        for event in transport.poll(self.wakes, link.link):
+        for message in link.early_answers():
+            self._take(message)
+            return True
+        for event in transport.poll(self.wakes):
+            if event.source is not link.link:
+                self._take_early(event)
+                continue
             any_came = True
-            message = link.take(event)
-            if message is not None:
-                self.operation.take(message)
-                self._begin()
+            answer = link.take(event)
+            if answer is not None:
+                self._take(answer)
                 break
         if not any_came and is_last_look:
             raise line.went_away()
         if not any_came:
             line.look(transport.now())
         return any_came
+
+    def _take(self, answer: wire.Message) -> None:
+        self.operation.take(answer)
+        self._begin()
+
+    def _take_early(self, event: Event) -> None:
+        for link in self._links.values():
+            if link.link is event.source:
+                link.take_early(event)
 
 
 class LastWords:
@@ -183,11 +227,11 @@ class LastWords:
     def turn(self) -> bool:
         """Wait for events and handle them. Return True if there were any."""
         any_came, line = False, self._link.line
-        for event in self._transport.poll(self.wakes, self._link.link):
-            any_came = True
-            if event.kind != "message":
-                self._link.take(event)
+        for event in self._transport.poll(self.wakes):
+            if event.source is not self._link.link:
                 continue
-            with contextlib.suppress(WireError):
-                line.gone = line.gone or wire.parse(event.frames).op == "goodbye"
+            any_came = True
+            with contextlib.suppress(PeerError, WireError):
+                message = self._link.receive(event)
+                line.gone |= message is not None and message.op == "goodbye"
         return any_came

@@ -151,6 +151,9 @@ class TrafficLoop:
         """
         if self._operation is not None:
             return self._turn_of_operation(*self._operation)
+        for link in self._links.values():
+            for answer in link.early_answers():
+                self._take(link, answer)
         has_sent = self._act()
         if self.done or self._operation is not None:
             return not self.done

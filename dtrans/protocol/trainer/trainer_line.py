@@ -84,8 +84,8 @@ class TrainerLine(ServerConnection):
             fields["steps"] = steps
         *first_messages, (pieces, frames) = wire.messages(gradients)
         for first_pieces, first_frames in first_messages:
-            self._say([wire.header("send", pieces=first_pieces, **fields), *first_frames])
-        self._say([wire.header("send", pieces=pieces, **fields, **last), *frames])
+            self._say("send", first_frames, pieces=first_pieces, **fields)
+        self._say("send", frames, pieces=pieces, **fields, **last)
 
     def exchange(self, number: int, values: Sequence[tuple[Any, Sequence[Any]]]) -> None:
         """Send this trainer's values of one round (`dtrans.protocol.server.trainer_rounds`).
@@ -97,8 +97,9 @@ class TrainerLine(ServerConnection):
         """
         table = [[x.dtype.name, list(x.shape), list(way)] for x, way in values]
         blocks = [(str(i), x) for i, (x, _) in enumerate(values)]
-        for frames in wire.framed("exchange", blocks, step=self.step, round=number, values=table):
-            self._say(frames)
+        for pieces, frames in wire.messages(blocks):
+            fields = {"round": number, "values": table, "pieces": pieces}
+            self._say("exchange", frames, step=self.step, **fields)
 
     def prefetch(
         self, table: str, ids: np.ndarray, *, train: bool, ahead: int = 0, request: int = 0
@@ -130,8 +131,8 @@ class TrainerLine(ServerConnection):
         self._send_ids("row_ids", ids, fields)
 
     def _send_ids(self, op: str, ids: np.ndarray, fields: Mapping[str, Any]) -> None:
-        for frames in wire.framed(op, [("ids", ids.astype(np.int32, copy=False))], **fields):
-            self._say(frames)
+        for pieces, frames in wire.messages([("ids", ids.astype(np.int32, copy=False))]):
+            self._say(op, frames, **fields, pieces=pieces)
 
     def end_step(
         self, gradients: Sequence[tuple[str, Any]], /, *, sent: bool, barrier: bool, **fields: Any
@@ -181,16 +182,8 @@ class TrainerLine(ServerConnection):
         """Time at which `look` must be called next."""
         return min(self.patience, self.reminder.next, self.retries_until)
 
-    def heard(self, frames: Sequence[Any], now: float) -> wire.Message | None:
-        """Handle a message from the server. Return it if it is the awaited answer, else None.
-
-        Raises:
-          PeerError: the server refused the trainer.
-          WireError: the message is malformed.
-        """
-        message = wire.parse(frames)
-        if self._count(message):
-            return None
+    def answer(self, message: wire.Message, now: float) -> wire.Message | None:
+        """Handle a received message. Return it if it is the awaited answer, else None."""
         if message.op == "waiting":
             self.patience = now + self._deadline
             self._reason = f", which waited for {message['reason']}"

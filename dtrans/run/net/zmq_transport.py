@@ -19,7 +19,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from dtrans.errors import ConfigError
-from dtrans.protocol.transport import LINGER, Event, Link
+from dtrans.protocol.transport import LINGER, Event
 from dtrans.run.net.keys import Keys
 from dtrans.run.net.sockets import (
     PATIENCE,
@@ -59,9 +59,6 @@ class ZmqLink:
         self._handshakes = Handshakes(self.socket, transport.keys, address)
         self.monitor = self._handshakes.monitor
         self._changes: collections.deque[Event] = collections.deque()
-        self.poller = zmq.Poller()  # of this link's sockets alone
-        for polled in self.polled:
-            self.poller.register(polled, zmq.POLLIN)
         try:
             connect(self.socket, address, transport.keys, user, role)
         except BaseException:  # `ZmqTransport.close` would wait forever for a socket left open
@@ -351,17 +348,13 @@ class ZmqTransport:
         """Return True if this process can connect to the Unix socket of another process."""
         return os.path.exists(local)
 
-    def poll(self, until: float, link: Link | None = None) -> Iterator[Event]:
+    def poll(self, until: float) -> Iterator[Event]:
         """Wait for events, and yield them; see `dtrans.protocol.transport.Transport`."""
-        polled: Sequence[ZmqLink | ZmqListener] = self.owners
-        poll = self._poller.poll
-        if isinstance(link, ZmqLink):
-            polled, poll = (link,), link.poller.poll
-        due = [x for x in polled if x.is_due]
+        due = [x for x in self.owners if x.is_due]
         wait = 0.0
         if not due:
             wait = max(0.0, min(until - time.monotonic(), MAX_POLL))
-        ready = dict(poll(math.ceil(wait * 1000)))
+        ready = dict(self._poller.poll(math.ceil(wait * 1000)))
         if self._wake in ready:
             os.read(self._wake, 4096)
         found = [self._owners[x] for x in ready if x != self._wake]

@@ -1,5 +1,5 @@
-"""Networks that let nothing through for a while, or break connections: what a job survives, and
-what it ends with."""
+"""Networks that pass nothing for a while, or break connections and lose messages: the job resumes
+its connections, or ends by name."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 import pytest
 import zmq
@@ -79,6 +80,11 @@ class Relay:
         """Let nothing through for a while, and return at once."""
         self._flows.clear()
         threading.Timer(seconds, self._flows.set).start()
+
+    def lose(self) -> threading.Event:
+        """Lose all data until connections are cut; return an event that is set when some is lost."""
+        self.swallowed = threading.Event()
+        return self.swallowed
 
     def cut(self) -> None:
         """Break all connections; what comes by those that are made again is not lost."""
@@ -214,10 +220,9 @@ def test_a_job_whose_last_words_are_lost_has_ended_well(
         is_first = op == "complete" and line.me == "trainer 0"
         if op == "complete":
             all_have_trained.wait(HANG)
-        if is_first:
-            relay.swallowed = swallowed = threading.Event()
+        swallowed = relay.lose() if is_first else None
         tells(line, op, **fields)
-        if is_first:
+        if swallowed is not None:
             assert swallowed.wait(HANG)
             relay.cut()
 
@@ -230,3 +235,92 @@ def test_a_job_whose_last_words_are_lost_has_ended_well(
     monkeypatch.setattr(SyncServer, "complete", lose_goodbye)
     check_numbers(run(role_threads, job, None, patience=10.0))
     assert relay.connections > 2
+
+
+# -- networks that lose messages again and again ---------------------------------------------------
+
+SIZES, STEPS = (200, 300, 3), 12
+MODES: dict[str, dict[str, Any]] = {
+    "synchronous, with an exchange between servers": {},
+    "asynchronous": {"mode": dtrans.Async()},
+    "with a communicator": {"mode": dtrans.Async(communicator=dtrans.CommunicatorConfig())},
+}
+
+
+class Breaks:
+    """Breaks of connections, each of which loses the data in transit.
+
+    Attributes:
+      count: how many there were.
+    """
+
+    def __init__(self, relays: Sequence[Relay]) -> None:
+        self.count = 0
+        self._relays = relays
+        self._threads: list[threading.Thread] = []
+
+    def before(self, step: int) -> None:
+        """Let the connections of one server break with the next data."""
+        for thread in self._threads[-1:]:
+            thread.join(HANG)
+        if step:
+            relay = self._relays[step % len(self._relays)]
+            args = (relay, relay.lose())
+            self._threads.append(threading.Thread(target=self._cut, args=args, daemon=True))
+            self._threads[-1].start()
+
+    def _cut(self, relay: Relay, lost: threading.Event) -> None:
+        assert lost.wait(HANG)
+        relay.cut()
+        self.count += 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_network_that_loses_messages_changes_no_bit(
+    mode: str, role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one trainer an asynchronous job has the same bits in each run, too."""
+    trainers = 1 if MODES[mode] else 2
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
+    if MODES[mode]:
+        tx = optax.adam(1e-2)
+    params = mlp_params(SIZES)
+    batches = [mlp_batch(8, SIZES, seed=i) for i in range(STEPS)]
+    step = dtrans.make_train_step(mlp_loss, tx)
+    main = dtrans.trace(step, params, jax.eval_shape(tx.init, params), *batches[0])
+    startup = dtrans.trace(init_of(tx), params)
+
+    def outcome(breaks: bool) -> tuple[list[bytes], int]:
+        """The bytes of all trainers' parameters, and the number of breaks."""
+        endpoints = free_endpoints(2)
+        plan = dtrans.pserver(
+            main,
+            startup,
+            pservers=endpoints,
+            trainers=trainers,
+            placement=dtrans.BlockPlacement(min_block_size=1),
+            **MODES[mode],
+        )
+        relays = {ep: Relay(ep) for ep in endpoints}
+        monkeypatch.setattr(zmq_transport, "tcp_address", lambda ep: relays[ep].address)
+        monkeypatch.setattr(zmq, "IPC_PATH_MAX_LEN", 0)  # no Unix socket goes around it
+        network = Breaks(tuple(relays.values()))
+        before = network.before if breaks else None
+        with contextlib.ExitStack() as stack:
+            for relay in relays.values():
+                stack.callback(relay.close)
+            for ep in endpoints:
+                role_threads.start(ep, serve, plan, ep, params)
+            for k in range(trainers):
+                own = before if k == 0 else None
+                role_threads.start(f"trainer {k}", train, plan, k, batches, params, before=own)
+            found = role_threads.all()
+        values = [found[f"trainer {k}"][0] for k in range(trainers)]
+        leaves = jax.tree.leaves(values)
+        return [np.asarray(x).tobytes() for x in leaves], network.count
+
+    expected, _ = outcome(breaks=False)
+    role_threads.forget()
+    found, count = outcome(breaks=True)
+    assert count == STEPS - 1
+    assert found == expected

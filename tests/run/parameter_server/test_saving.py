@@ -493,7 +493,7 @@ def test_an_answer_that_comes_too_late_is_no_answer_to_another_request() -> None
     line.welcomed = True
     steps, heard = (
         TrainerSteps(lambda ep: line),
-        lambda op, **fields: line.heard([wire.header(op, **fields)], 0.0),
+        lambda op, **fields: line.answer(line.receive([wire.header(op, **fields)]), 0.0),
     )
 
     def saved() -> Any:
