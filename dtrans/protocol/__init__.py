@@ -6,6 +6,7 @@ uses no sockets, threads or clocks. A driver connects it to a `transport`: ZeroM
 
 transport        the interface to links, listeners and the clock
 wire             the format of messages: a msgpack header and raw frames
+numbered_messages   messages that a process repeats after a connection has broken
 token            the job's secret, and the proofs that a process knows it
 buffers, inbox   memory into which blocks are received
 refusals         a count of refused messages

@@ -313,7 +313,7 @@ def test_messages_that_a_trainer_lacks_follow_its_welcome() -> None:
         with pytest.raises(WireError, match=f"after {heard} messages: 2 were sent, and {released}"):
             job.hello(1, heard=heard, back=True)
     job.hello(1, heard=2, back=True, connection=5)
-    with pytest.raises(WireError, match="a `hello` of an earlier connection of trainer 1"):
+    with pytest.raises(WireError, match="a `hello` from an earlier connection of trainer 1"):
         job.hello(1, heard=2, back=True, connection=4)
 
 

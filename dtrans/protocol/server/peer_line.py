@@ -44,7 +44,7 @@ class PeerLine:
         self._greeting = {**greeting, "nonce": self._nonce}
         self._retry, self._lost = retry, False
         self._lost_since = 0.0
-        # the step of the last messages, and the number of messages before it
+        # step of the newest messages, and the number of messages sent before that step
         self._step, self._before = 0, 0
         self._say = say
 
@@ -64,8 +64,8 @@ class PeerLine:
                 f"{step}"
             )
         if step != self._step:
-            # A trainer begins a step with answers of all servers to the step before. So the other
-            # server has completed that step, and needs nothing of it.
+            # A trainer begins a step after all servers have answered the previous one. So the other
+            # server has completed the previous step, and lacks no message of earlier steps.
             self.peer.messages.acknowledge(self._before)
             self._step, self._before = step, self.peer.messages.sent
         for frames in messages:
@@ -129,10 +129,10 @@ class PeerLine:
                     "not have the job's token"
                 )
             peer.welcomed, self._lost = True, False
-            self._send_missing(message["heard"])
+            self._send_missing(message.fields.get("heard", 0))
 
     def _send_missing(self, heard: int) -> None:
-        """Send the messages after the first `heard` ones, on a connection with a welcome."""
+        """Send all messages but the first `heard` ones, which the other server has received."""
         self.peer.messages.acknowledge(heard)
         for frames in self.peer.messages.stored:
             self._say(frames)

@@ -39,7 +39,7 @@ class Trainer:
     wants: tuple[str, ...] = ()
     lost: float | None = None  # the time at which its connection ended
     local: bool = False  # on a Unix socket, which no network breaks
-    connection: int = 0  # number of its connection, as its last `hello` had it
+    connection: int = 0  # number of its connection, from its last `hello`
     messages: NumberedMessages = dataclasses.field(default_factory=NumberedMessages)
     heard_at: float = 0.0  # the time of the last message from it
     received: int = 0  # bytes from it
@@ -209,16 +209,16 @@ class TrainerRegistry:
         except WireError as e:
             self._refused[k] = str(e)
             raise
-        # ZeroMQ may deliver a message of a broken connection after messages of the next one
+        # ZeroMQ may deliver a message from a broken connection after messages from the next one
         if k in self.known and message.fields.get("connection", 0) < self.known[k].connection:
-            raise WireError(f"a `hello` of an earlier connection of trainer {k}")
+            raise WireError(f"a `hello` from an earlier connection of trainer {k}")
         if self.by_address.get(address, k) != k:
             raise WireError(
                 f"trainer {k} has already said hello as trainer {self.by_address[address]}"
             )
 
     def counted(self, messages: Iterable[list[Any]]) -> Iterator[list[Any]]:
-        """Yield messages to another server, and count their bytes."""
+        """Count the bytes of messages to another server, and yield the messages."""
         for frames in messages:
             self.to_servers += sum(map(len, frames))
             yield frames
@@ -226,10 +226,10 @@ class TrainerRegistry:
     def framed(
         self, to: bytes, op: str, blocks: Sequence[tuple[str, Any]] = (), **fields: Any
     ) -> Iterator[list[Any]]:
-        """Yield the frames of each message to an address, and count the bytes to a trainer.
+        """Yield the frames of each message to an address, and count the bytes sent to a trainer.
 
-        Messages to a trainer are numbered. Those that it lacks on a new connection follow its
-        welcome.
+        Messages to a trainer are numbered. After a reconnection, the messages that the trainer
+        lacks follow its welcome.
         """
         k = self.by_address.get(to)
         if k is None:
@@ -242,7 +242,7 @@ class TrainerRegistry:
     def _numbered(
         self, t: Trainer, op: str, blocks: Sequence[tuple[str, Any]], fields: Mapping[str, Any]
     ) -> Iterator[list[Any]]:
-        """Yield the frames of each message to a trainer."""
+        """Number and store each message to a trainer, and yield its frames."""
         is_numbered = op not in wire.UNCOUNTED
         stamp = t.messages.stamp if is_numbered else dict
         for frames in wire.framed(op, blocks, stamp, **fields):
@@ -264,9 +264,9 @@ class TrainerRegistry:
         """Return the fields of the welcome that answers a `hello` or a `peer`.
 
         Args:
-          step: of the server.
+          step: the server's step.
           heard: number of messages received from the sender.
-          local: address for trainers on the same host.
+          local: path of the server's Unix socket, for trainers on the same host.
         """
         proof = token.shown(self._secret, f"welcome {message.fields.get('nonce', '')}")
         return {"step": step, "local": local, "proof": proof, "heard": heard}

@@ -87,29 +87,32 @@ class ServerLink:
         return None if message is None else self.line.answer(message, self._transport.now())
 
     def take_early(self, event: Event) -> None:
-        """Take an event while the trainer waits for another server; `early_answers` has the rest.
+        """Handle an event while the trainer waits for another server.
 
-        A broken connection must be resumed meanwhile: the other server may wait for this one.
+        A broken connection is resumed at once, because the other server may wait for this one.
+        Answers are stored for `early_answers`.
 
         Raises:
-          PeerError: the server refuses. WireError: not a message of this protocol.
+          PeerError: the server refused the trainer.
+          WireError: the message is malformed.
         """
         message = self.receive(event)
         if message is not None:
             self._early.append(message)
 
     def early_answers(self) -> Iterator[wire.Message]:
-        """Process the messages of `take_early`; yield the answers."""
+        """Handle the messages that `take_early` has stored; yield the awaited answers."""
         while self._early:
             answer = self.line.answer(self._early.popleft(), self._transport.now())
             if answer is not None:
                 yield answer
 
     def receive(self, event: Event) -> wire.Message | None:
-        """Take an event of the link; return the message unless it concerns only the connection.
+        """Handle an event of the link; return the message unless it concerns only the connection.
 
         Raises:
-          PeerError: the server refuses. WireError: not a message of this protocol.
+          PeerError: the server refused the trainer.
+          WireError: the message is malformed.
         """
         if event.kind == "message":
             return self.line.receive(event.frames)
