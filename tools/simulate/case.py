@@ -222,9 +222,9 @@ class Case:
     def harmless(self) -> bool:
         """Return True if the job must survive all events.
 
-        Pauses together end before the deadlines, and broken connections are made again in time,
-        where messages are not so slow that the greeting alone may be late. A connection to a Unix
-        socket breaks only if its process ends.
+        Pauses together end before the deadlines, and broken connections are made again in time. A
+        connection to a Unix socket breaks only if its process ends. Slow messages alone may make a
+        greeting late.
         """
         kinds = {e.kind for e in self.events}
         survived = {"pause", "stop", "hold", "outage", "late", "twice"}

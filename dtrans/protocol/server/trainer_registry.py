@@ -242,7 +242,7 @@ class TrainerRegistry:
     def _numbered(
         self, t: Trainer, op: str, blocks: Sequence[tuple[str, Any]], fields: Mapping[str, Any]
     ) -> Iterator[list[Any]]:
-        """Number and store each message to a trainer, and yield its frames."""
+        """Yield the frames of each message to a trainer, after numbering and storing it."""
         is_numbered = op not in wire.UNCOUNTED
         stamp = t.messages.stamp if is_numbered else dict
         for frames in wire.framed(op, blocks, stamp, **fields):
