@@ -134,7 +134,7 @@ def test_who_could_not_is_named_when_all_have_answered() -> None:
     operation.take(wire.Message("saved", {**fields, "error": "no room"}))
     assert not operation.done
     with pytest.raises(
-        CheckpointError, match="pserver a has not saved its part of .* one: no room"
+        CheckpointError, match="pserver a could not save its part of .* one: no room"
     ):
         operation.take(wire.Message("saved", {**fields, "error": ""}))
     with pytest.raises(PeerError, match="pserver a answered `tables` with `blocks`"):
