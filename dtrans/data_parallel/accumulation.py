@@ -36,23 +36,24 @@ from dtrans.step.cut import GRAD, Cut, cut
 from dtrans.step.forward_backward import write_trainer_half
 
 
-Outputs = tuple[dict[str, Atom], dict[str, Atom]]  # outputs by name, and gradients by leaf
+Outputs = tuple[dict[str, Atom], dict[str, Atom]]  # (outputs by name, gradients by leaf)
 
 
 @dataclasses.dataclass(frozen=True)
 class MicroSteps:
-    """Micro-steps of a trainer.
+    """Micro-steps into which a trainer cuts its part of the batch.
 
     Attributes:
       count: the number of micro-steps.
       reduce: the merge of their gradients: "mean" or "sum".
       ways: the merge of each result: "mean", "sum", "max", "concat", or "same" (the last one).
-      example_count: the result that weights means over micro-steps; it is summed.
+      example_count: the result that weights means over micro-steps; the count itself is summed.
       axes: the dimension along which each array of the batch is cut. Other arrays are not cut.
       keys: random keys of the batch, which are folded with the index of the micro-step.
       joined: the dimension along which "concat" concatenates a result, if not the first.
       carried: parameters that trainers update locally and that the scan carries, such as batch
-        statistics. Others start from the state before the step, and are merged as results are.
+        statistics. Other parameters that are updated locally start from the state before the step
+        in each micro-step, and are merged like results.
       precomputed: the inputs of micro-steps that are computed from the full batch, if any.
       clip_norm: the norm to which the gradients of each micro-step are clipped, if any.
       noun: the word for a trainer in errors.
@@ -111,10 +112,10 @@ def write_micro_steps(
       step: the step of a trainer.
       window: its micro-steps.
       results: the wanted outputs, in addition to parameters that trainers update locally.
-      inputs: inputs that are not the step's variables, by name.
-      half: writes a micro-step in place of the plain trainer half. It adds a variable for each
-        input of `given` behind all others. It returns results and locally updated parameters by
-        name, and gradients.
+      inputs: inputs of micro-steps that replace variables of the step, by name.
+      half: writes a micro-step in place of `write_trainer_half`. It adds a variable for each of
+        `inputs`, after all other variables. It returns results and locally updated parameters by
+        name, and gradients by leaf.
 
     Returns:
       Outputs by name, and gradients by leaf.
@@ -147,7 +148,7 @@ def write_micro_steps(
         clipped = inner.call(clip_to_norm(float(window.clip_norm)), *grads.values())
         grads = dict(zip(grads, clipped, strict=True))
 
-    # to the scan, gradients are outputs like others, under names that no output has
+    # the scan returns gradients too, under names that no other output has
     grad_names = {n: unused_name(n + GRAD, outs_of) for n in step.gradients}
     outs_of |= {name: grads[n] for n, name in grad_names.items()}
     merged = [n for n in step.frozen if n in window.ways and n not in window.carried]
@@ -165,7 +166,7 @@ def write_micro_steps(
 def write_local_steps(b: Builder, step: Cut, window: MicroSteps) -> dict[str, Atom]:
     """Write complete steps of one trainer, one after the other.
 
-    Arguments and errors are those of `write_micro_steps`.
+    Arguments and errors are the same as for `write_micro_steps`.
 
     Returns:
       All outputs of the step by name: parameters and optimizer state after the last step.
@@ -189,7 +190,7 @@ def _micro_program(source: Program, window: MicroSteps) -> Program:
 
 
 def _write_precomputed(b: Builder, step: Cut, window: MicroSteps) -> dict[str, Atom]:
-    """Write the values that micro-steps read of the full batch; return them by name."""
+    """Write the values of the full batch that micro-steps read; return them by name."""
     if window.precomputed is None:
         return {}
     source = step.program
@@ -244,7 +245,7 @@ class _Body:
 class _Scan:
     """Scan over micro-steps, as a function of their inputs.
 
-    It returns the merged outputs, then the carried ones.
+    It returns the merged outputs, then the carried outputs.
 
     Args:
       names: the inputs of a micro-step.
@@ -268,7 +269,7 @@ class _Scan:
         self.summed = [n for n, way in ways.items() if way in ("mean", "sum")]
         self.largest = [n for n, way in ways.items() if way == "max"]
         self.stacked = [n for n in ways if n not in self.summed and n not in self.largest]
-        # sums of 16-bit floats would lose the last micro-steps
+        # a sum of 16-bit floats would round away the last terms, so its type is wider
         self.sum_types = {n: sum_type(t.dtype) for n, t in body.types.items()}
 
     def __call__(self, *arrays: Any) -> list[Any]:
@@ -296,7 +297,7 @@ class _Scan:
         return start | {n: _lowest_value(self.types[n]) for n in self.largest}
 
     def _merge(self, merged: Mapping[str, Any], outputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return sums and maxima, with the outputs of one more micro-step."""
+        """Add the outputs of one more micro-step to sums and maxima."""
         weight = None
         if self.window.example_count is not None:
             weight = jnp.asarray(outputs[self.window.example_count])
@@ -304,7 +305,7 @@ class _Scan:
         for n in self.summed:
             term = jnp.asarray(outputs[n]).astype(merged[n].dtype)
             if weight is not None and self.ways[n] == "mean":
-                # a mean over no examples may be 0 / 0
+                # the mean of a micro-step without examples may be 0 / 0
                 weighted = term * weight.astype(term.dtype)
                 term = jnp.where(weight == 0, jnp.zeros_like(term), weighted)
             found[n] = merged[n] + term
@@ -313,7 +314,7 @@ class _Scan:
         return found
 
     def _finish(self, merged: Mapping[str, Any], stacks: Mapping[str, Any]) -> dict[str, Any]:
-        """Return all outputs in their types, with sums divided for means."""
+        """Return all outputs in their types; sums become means where the rule is "mean"."""
         found, total = dict(merged), self._total_weight(merged)
         for n in self.summed:
             if self.ways[n] == "mean":
@@ -328,7 +329,7 @@ class _Scan:
         return found
 
     def _total_weight(self, merged: Mapping[str, Any]) -> Any:
-        """Return the divisor of means: the number of micro-steps, or of examples if not 0."""
+        """Return the divisor of means: the number of micro-steps, or the number of examples."""
         if self.window.example_count is None:
             return self.window.count
         examples = merged[self.window.example_count]
@@ -346,7 +347,7 @@ def _write_scan(b: Builder, step: Cut, scan: _Scan, inputs: Mapping[str, Atom]) 
       b: the builder to write with.
       step: the step of a trainer.
       scan: the scan, as a function of arrays.
-      inputs: inputs that are not the step's variables, by name.
+      inputs: inputs of micro-steps that replace variables of the step, by name.
     """
     atoms_of = {**step.program.invars, **inputs}
     atoms = values_at(atoms_of, scan.names)
@@ -356,7 +357,7 @@ def _write_scan(b: Builder, step: Cut, scan: _Scan, inputs: Mapping[str, Atom]) 
 
 
 def _lowest_value(t: Any) -> jax.Array:
-    """Return an array of the lowest value of a type."""
+    """Return an array filled with the lowest value of its type."""
     if jnp.issubdtype(t.dtype, jnp.bool_):
         return jnp.zeros(t.shape, t.dtype)
     if jnp.issubdtype(t.dtype, jnp.inexact):

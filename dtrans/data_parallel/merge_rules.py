@@ -1,9 +1,9 @@
 """Merge rules of trainers' outputs: results, batch statistics, and after local steps all state.
 
-The user's `merge` decides. Other rules are inferred from two traces: the step of one trainer, and
-the step on the full batch. Results that are larger in the second trace grow with the batch.
-Propagation over the equations finds the values that depend on rows of the batch, and those that
-depend only on the number of rows. A result without a rule is an error.
+A rule in the user's `merge` has priority. Other rules are inferred from two traces: the step of one
+trainer, and the step on the full batch. Results that are larger in the second trace grow with the
+batch. Propagation over the equations finds the values that depend on rows of the batch, and the
+values that depend only on the number of rows. A result without a rule is an error.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dtrans.step.cut import Cut
 
 
 def check_merge(name: str, way: str, t: Any, *, is_state: bool, o: Options) -> None:
-    """Refuse a merge rule that does not fit a type."""
+    """Raise ConfigError if a merge rule does not fit the type of its output."""
     if is_state and way in ("concat", "each"):
         raise ConfigError(
             f"merge[{name!r}]={way!r}: every {o.noun} must have the same state; write 'mean', "
@@ -35,17 +35,19 @@ def check_merge(name: str, way: str, t: Any, *, is_state: bool, o: Options) -> N
         )
     if way == "each" and o.micro_steps > 1:
         raise ConfigError(
-            f"merge[{name!r}]='each': a {o.noun} computes it in each of {o.micro_steps} "
-            "micro-steps; write 'mean', 'sum', 'max', 'concat', or 'same' (the last one)"
+            f"merge[{name!r}]='each': a {o.noun} has several values, one for each of "
+            f"{o.micro_steps} micro-steps; write 'mean', 'sum', 'max', 'concat', or 'same' (the "
+            "last one)"
         )
     if name == o.batch.example_count and way != "sum":
         raise ConfigError(
-            f"merge[{name!r}]={way!r}: it is example_count, which is summed; leave it out, or "
+            f"merge[{name!r}]={way!r}: example_count is always summed; leave this rule out, or "
             "write 'sum'"
         )
     if way == "concat" and not t.ndim:
         raise ConfigError(
-            f"merge[{name!r}]='concat': it is {t.str_short()}, which has no dim 0; write 'each'"
+            f"merge[{name!r}]='concat': the result is {t.str_short()}, without a dim 0; write "
+            "'each'"
         )
     number, flag = jnp.issubdtype(t.dtype, jnp.number), jnp.issubdtype(t.dtype, jnp.bool_)
     ordered = flag or (number and not jnp.issubdtype(t.dtype, jnp.complexfloating))
@@ -55,7 +57,7 @@ def check_merge(name: str, way: str, t: Any, *, is_state: bool, o: Options) -> N
         if not is_state:
             others.append("same" if o.micro_steps > 1 else "each")
         choices = " or ".join(map(repr, others or ["same"]))
-        raise ConfigError(f"merge[{name!r}]={way!r}: it is {t.str_short()}; write {choices}")
+        raise ConfigError(f"merge[{name!r}]={way!r}: its type is {t.str_short()}; write {choices}")
 
 
 def infer_merges(step: Cut, o: Options, count_remedy: str = "") -> dict[str, str]:
@@ -67,7 +69,7 @@ def infer_merges(step: Cut, o: Options, count_remedy: str = "") -> dict[str, str
       count_remedy: the remedy in an error about state that depends on the number of rows.
 
     Raises:
-      ConfigError: no rule is known, or the user's does not fit.
+      ConfigError: no rule is known, or the user's rule does not fit.
     """
     local_state = _local_state(step, o)
     names = (*step.results, *local_state)
@@ -85,7 +87,7 @@ class _MergeRules:
       step: the step of one trainer.
       o: the options.
       local_state: the state that trainers update locally.
-      count_remedy: as in `infer_merges`.
+      count_remedy: as for `infer_merges`.
     """
 
     def __init__(
@@ -102,7 +104,7 @@ class _MergeRules:
             self.row_counts = _find_row_counts(step, self.full_step)
 
     def _trace_full_step(self) -> Program | None:
-        """Trace the step on the full batch, if a rule depends on that; return None otherwise."""
+        """Trace the step on the full batch if a rule depends on it; return None otherwise."""
         may_grow = []
         is_needed = False
         for n in (*self.step.results, *self.local_state):
@@ -112,7 +114,7 @@ class _MergeRules:
             is_array = n in self.step.results and self.step.program.outputs[n].ndim > 0
             if is_array or isinstance(out, Literal):
                 may_grow.append(n)
-            # a value without rows of the batch may still depend on their number
+            # a value that depends on no row may still depend on the number of rows
             is_needed |= isinstance(out, Var) and not self.batch_values.get(out)
         if not may_grow and not is_needed:
             return None
@@ -122,7 +124,7 @@ class _MergeRules:
         """Return the merge rule of an output.
 
         Raises:
-          ConfigError: no rule is known, or the user's does not fit.
+          ConfigError: no rule is known, or the user's rule does not fit.
         """
         t, out = self.step.program.outputs[name], self.outs[name]
         if name in self.o.batch.merge:
@@ -141,18 +143,26 @@ class _MergeRules:
         return "same"
 
     def _check_user_rule(self, name: str, way: str) -> str:
-        """Refuse to call state equal on all trainers that is not."""
+        """Return the user's rule.
+
+        Raises:
+          ConfigError: the rule is "same" for state that differs between trainers.
+        """
         noun, out = self.o.noun, self.outs[name]
         differs = isinstance(out, Var) and self.batch_values.get(out)
         if name in self.local_state and way == "same" and differs:
             raise ConfigError(
-                f"merge[{name!r}]='same': it depends on a {noun}'s part of the batch, and every "
-                f"{noun} must have the same state; write 'mean', 'sum' or 'max'"
+                f"merge[{name!r}]='same': the value depends on a {noun}'s part of the batch, but "
+                f"every {noun} must have the same state; write 'mean', 'sum' or 'max'"
             )
         return way
 
     def _check_growth(self, name: str, full: Any) -> str:
-        """Refuse results that grow on another dimension than the first."""
+        """Return "concat", the rule of results that grow with the batch.
+
+        Raises:
+          ConfigError: the result grows along another dimension than the first.
+        """
         t = self.step.program.outputs[name]
         if full.shape != (self.parts * t.shape[0], *t.shape[1:]):
             raise ConfigError(
@@ -225,10 +235,10 @@ def _trace_full_batch(step: Cut, o: Options, parts: int, may_grow: Sequence[str]
 
 
 def _find_row_counts(step: Cut, full_step: Program) -> dict[Var, int]:
-    """Return the values that depend on the number of rows, whatever the rows contain.
+    """Return the values that depend on the number of rows, but not on the rows.
 
-    Equations of a trainer's step and of the full step are compared one by one. Nothing is known
-    if they do not correspond.
+    Each equation of a trainer's step is compared with the same equation of the full step. If the
+    two steps have different equations, the result is empty.
     """
     here, there = step.program.eqns, inline_calls(full_step.jaxpr).jaxpr.eqns
     primitives = [e.primitive for e in here]
@@ -252,18 +262,18 @@ def _differ(x: JaxprEqn, y: JaxprEqn) -> bool:
 
 
 def _find_batch_values(step: Cut, o: Options) -> dict[Var, int]:
-    """Return the values that differ between trainers, since they depend on the batch."""
+    """Return the values that differ between trainers because they depend on the batch."""
     program = step.program
     inner = program.inner
     ins = program.invars
     outs = program.outvars
     if o.local_sgd is None:
-        # values computed from gradients read reduced ones, which are equal
+        # values computed from gradients read reduced gradients, which are equal
         stops = dict.fromkeys(step.boundary.values(), 0)
         return propagate(inner.eqns, {ins[n]: 1 for n in step.batch}, stops)
     names = set(step.batch)
     state = {n: a for n in (*step.params, *step.opt_state) if isinstance(a := outs[n], Var)}
-    while True:  # to a fixed point: a local step reads the state of the previous one
+    while True:  # until nothing changes: a local step reads the state of the previous one
         found = propagate(inner.eqns, {ins[n]: 1 for n in names}, {})
         more = {n for n, a in state.items() if found.get(a)}
         if more <= names:
@@ -272,7 +282,7 @@ def _find_batch_values(step: Cut, o: Options) -> dict[Var, int]:
 
 
 def _constant_way(name: str, here: Literal, there: Atom | None, parts: int, noun: str) -> str:
-    """Return the merge rule of a constant, such as a number of rows, from its two traces."""
+    """Return the merge rule of a constant, such as a number of rows, from both traces of it."""
     if not isinstance(there, Literal) or np.array_equal(here.val, there.val):
         return "same"
     if np.array_equal(parts * np.asarray(here.val), there.val):

@@ -24,7 +24,7 @@ from dtrans.step.batch_sharing import Batch
 
 COMPRESSED = {"bf16": jnp.bfloat16, "fp16": jnp.float16}
 CLIPPED_PER = ("step", "micro_batch")
-REDUCED = {"mean": "sum", "sum": "sum", "max": "max"}  # merge to operation
+REDUCED = {"mean": "sum", "sum": "sum", "max": "max"}  # merge rule -> operation of the reduction
 MERGES = (*REDUCED, "concat", "each", "same")
 
 
@@ -36,30 +36,29 @@ class Reduce:
       op: "mean", or "sum" for a loss that is a sum over the batch. For an exact batch it is
         inferred, and may be omitted.
       bucket_MB: the size of a bucket of gradients, reduced together; 0 reduces each separately.
-      max_buckets: EPL's rule of buckets in place of `bucket_MB`: about this number of equal buckets
-        at most.
-      chains: the number of chains of reductions that may overlap; within a chain each waits for the
-        previous one. By default XLA decides.
+      max_buckets: the largest number of buckets, of about equal size, by EPL's rule. It replaces
+        `bucket_MB`.
+      chains: the number of chains of reductions that may overlap. In a chain, each reduction waits
+        for the previous one. By default XLA decides.
       compress: "bf16" or "fp16": gradients are reduced in this type, multiplied by `compress_scale`
-        before and divided by it after. A sum that overflows arrives as infinity.
+        before and divided by it after. A sum that overflows becomes infinity.
       compress_scale: see `compress`.
       clip_local_norm: clip the gradients of each trainer to this global norm *before* the
-        reduction, as EPL does by default. A clip in the optimizer reads reduced gradients. All
+        reduction, as EPL does by default. (A clip in the optimizer reads reduced gradients.) All
         reductions then wait for the last gradient.
-      clip_local_per: the scope of that norm: "step" clips the sum over a trainer's micro-batches,
-        "micro_batch" clips each micro-batch, as EPL does. In a pipeline the latter stores the
-        gradients of all micro-batches until the update.
+      clip_local_per: the scope of that norm. "step" clips the sum over a trainer's micro-batches.
+        "micro_batch" clips the gradients of each micro-batch, as EPL does. A pipeline must then
+        store the gradients of all micro-batches until the update.
 
     Raises:
-      ConfigError: a value is out of range, or a scale has no type.
+      ConfigError: a value is out of range, or an option lacks the option that it needs.
 
     Example:
       >>> import dtrans
       >>> dtrans.Reduce(compress="bf16").bucket_MB
       32
       >>> dtrans.Reduce("max")
-      Traceback (most recent call last):
-      ...
+      Traceback (most recent call last): ...
       dtrans.errors.ConfigError: op must be 'mean' or 'sum', it is 'max'
     """
 
@@ -99,17 +98,17 @@ class Reduce:
             )
 
     def clip_per_micro_batch(self, num_micro_batch: int) -> float | None:
-        """Return the norm to which gradients of each micro-batch are clipped, if any."""
+        """Return the norm to which the gradients of each micro-batch are clipped, or None."""
         applies = num_micro_batch > 1 and self.clip_local_per == "micro_batch"
         return self.clip_local_norm if applies else None
 
     def clip_per_step(self, num_micro_batch: int) -> float | None:
-        """Return the norm to which the sum over micro-batches is clipped, if any."""
+        """Return the norm to which the sum over micro-batches is clipped, or None."""
         return self.clip_local_norm if self.clip_per_micro_batch(num_micro_batch) is None else None
 
     @classmethod
     def from_option(cls, value: Any) -> Reduce:
-        """Return the record for an argument `reduce`: a record, or its `op`."""
+        """Return the record for the option `reduce`, which is a record or its `op`."""
         if value in ("mean", "sum"):
             return cls(value)
         check_type("reduce", value, cls, "'mean', 'sum' or a dtrans.Reduce")
@@ -125,7 +124,7 @@ class Options:
     axis_name: str
     num_micro_batch: int = 1
     local_sgd: int | None = None
-    trainers_per_node: int = 0  # 0: reductions are not hierarchical
+    trainers_per_node: int = 0  # 0 for reductions that are not hierarchical
     reduce: Reduce = Reduce()
     batch: Batch = Batch()
     shared: ExactStep | None = None  # the split of an exact batch, once it is known
@@ -155,8 +154,8 @@ class Options:
                 f"clip_local_norm={reduce.clip_local_norm!r}": reduce.clip_local_norm is not None,
             }
             why = (
-                "local_sgd averages parameters, which trainers update with local gradients; the "
-                "other option needs gradients that trainers share"
+                "with local_sgd, trainers reduce parameters but no gradients; leave one of the "
+                "two options out"
             )
             check_together(others, why, f"local_sgd={self.local_sgd}")
         node = self.trainers_per_node
@@ -168,7 +167,7 @@ class Options:
             )
 
     def check_exact(self) -> None:
-        """Refuse options of batch='local' with an exact batch."""
+        """Raise ConfigError if an option needs batch='local', and the batch is exact."""
         b = self.batch
         if not b.exact:
             b.check_axes()
@@ -186,13 +185,13 @@ class Options:
 
     @property
     def local(self) -> Self:
-        """These options with batch='local'."""
+        """Copy of these options with batch='local'."""
         reduce = dataclasses.replace(self.reduce, op=self.reduce.op or "mean")
         batch = dataclasses.replace(self.batch, kind="local", axes=0)
         return dataclasses.replace(self, batch=batch, reduce=reduce)
 
     def with_shared(self, shared: ExactStep) -> Self:
-        """Return these options for the step of one trainer, with the merge rules of its parts."""
+        """Return these options for the step of one trainer of an exact batch."""
         unsplit = tuple(n for n in shared.step.batch if n not in shared.axes)
         batch = dataclasses.replace(
             self.batch, kind="local", axes=0, merge=shared.merges, unsplit_inputs=unsplit
@@ -207,7 +206,7 @@ class Options:
 
     @property
     def splits_evenly(self) -> bool:
-        """True if trainers must divide the batch evenly, since they process parts separately."""
+        """True if the number of trainers must divide the batch: they clip or cut their parts."""
         return self.micro_steps > 1 or self.reduce.clip_local_norm is not None
 
     @property

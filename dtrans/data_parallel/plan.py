@@ -60,13 +60,14 @@ class CollectivePlan(Plan):
       program: the program of every trainer, (params, opt_state, *batch) -> the step's outputs. Its
         batch is the trainer's part.
       options: the options: see `dtrans.nccl2`.
-      buckets: the gradients that are reduced together, in order; the state, after local steps.
+      buckets: the gradients that are reduced together, in order; with local steps, the state.
       merges: the merge rule of each result, and of each parameter that trainers update locally.
       callers: sentences that name the callers of each host callback of the step.
       replan: plans the same step with different options.
       shared: the split of an exact batch; None if each trainer takes the step on its part alone.
-      for_uneven_batch: returns the program for a batch that trainers do not divide evenly, from the
-        types of the step's inputs; None if they must.
+      for_uneven_batch: function that returns the program for a batch that the number of trainers
+        does not divide. Its argument is the types of the step's inputs. None if every batch must
+        divide evenly.
     """
 
     main: Program
@@ -87,7 +88,7 @@ class CollectivePlan(Plan):
 
     @property
     def owned(self) -> Any:
-        """Owners of leaves; None except in sharding."""
+        """Owners of leaves, if sharding assigns whole leaves to ranks; None otherwise."""
         return None
 
     @property
@@ -127,12 +128,12 @@ class CollectivePlan(Plan):
 
         It runs under `jax.pmap`, `jax.vmap`, or `jax.shard_map` with `check_vma=False`, with the
         names of `axes`; for one trainer it needs no axis. Each trainer passes its part of the
-        batch. Results are merged already, except "concat" (each trainer has its rows) and "each"
-        (each has a separate one).
+        batch. Results are merged already, with two exceptions: for "concat" a trainer returns its
+        own rows, and for "each" its own value.
 
         Raises:
-          ConfigError: a call under a `jax.shard_map` that checks varying types. The equations were
-            traced without these types, so they replay only without the check.
+          ConfigError: the function is called under a `jax.shard_map` that checks varying types. The
+            equations were traced without these types, so they run only without the check.
         """
         per_trainer = realiser(self, "function")
 
@@ -157,7 +158,10 @@ class CollectivePlan(Plan):
         return function
 
     def for_trainers(self, trainers: int) -> CollectivePlan:
-        """Return the plan for another number of trainers, without a hierarchy that does not fit."""
+        """Return the plan for another number of trainers.
+
+        Reductions stay hierarchical only if `trainers_per_node` divides the new number.
+        """
         if trainers == self.trainers:
             return self
         node = self.options.trainers_per_node
@@ -214,7 +218,7 @@ class CollectivePlan(Plan):
 
     @cached_property
     def notes(self) -> list[str]:
-        """Remarks for the user that the table does not show."""
+        """Remarks that are printed below the table of the plan."""
         notes = [] if self.shared is None else list(self.shared.notes)
         moved = _listed(self.bytes_per_step) or "nothing"
         names = " and ".join(self.axis_names)
@@ -222,7 +226,7 @@ class CollectivePlan(Plan):
         if len(self.axes) > 1:
             outer, nodes = self.axes[0]
             across = _listed(self.bytes_over(outer))
-            notes.append(f"of that between the {nodes} nodes: {across}")
+            notes.append(f"the {nodes} nodes exchange {across} of these")
         if self.options.local_sgd is not None:
             notes.append(f"after {self.options.local_sgd} local steps trainers average their state")
             notes.append("statistics, counts and random numbers depend on each trainer's rows only")
@@ -243,5 +247,5 @@ class CollectivePlan(Plan):
 
 
 def _listed(by_kind: Mapping[str, int]) -> str:
-    """Return "76 bytes of float32, ..."."""
+    """Return a text such as "76 bytes of float32, 8 bytes of int32"."""
     return ", ".join(f"{count:,} bytes of {kind}" for kind, count in by_kind.items())

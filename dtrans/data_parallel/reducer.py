@@ -1,12 +1,12 @@
 """Reduction of gradients over trainers, in buckets.
 
     gradients   clipped, weighted, compressed
-    all_reduce  one for each bucket; over nodes reduce_scatter, all_reduce and all_gather. In
-                chains each waits for the previous one
-    means       restored, divided by the number of trainers
+    all_reduce  one for each bucket. With nodes: reduce_scatter, all_reduce and all_gather. With
+                chains: each reduction waits for the previous one of its chain
+    means       restored to their type, divided by the number of trainers
 
-A `Reducer` gets each gradient when it is computed, and writes the reduction of a bucket behind its
-last gradient. After local steps it reduces parameters and optimizer state.
+A `Reducer` receives each gradient when it is computed. It writes the reduction of a bucket after
+the last gradient of the bucket. After local steps it reduces parameters and optimizer state.
 """
 
 from __future__ import annotations
@@ -37,9 +37,8 @@ class ReduceSpec:
     """Reduction of one gradient; gradients of a bucket have equal specs.
 
     Attributes:
-      compress: the type of the reduction, if it differs from the gradient's and from
-        `Reduce.compress`.
-      group: the index of the place that computes the gradient, if there are several.
+      compress: the type of the reduction; None for the type in `Reduce.compress`.
+      group: the index of the pipeline stage that computes the gradient.
       is_replicated: True if all trainers compute the same gradient, which needs no reduction.
     """
 
@@ -56,7 +55,7 @@ def assign_buckets(
     o: Options,
     kind: Callable[[str], ReduceSpec] = lambda leaf: SAME_FOR_ALL,
 ) -> tuple[Bucket, ...]:
-    """Assign values to buckets, in the order in which the last value of each is computed.
+    """Assign values to buckets; a bucket that is complete earlier comes first.
 
     Args:
       values: the values to reduce by leaf, in the order in which they are computed. Leaves may
@@ -78,7 +77,7 @@ def assign_buckets(
     for i, leaves in enumerate(groups):
         dtype = reduced[leaves[0]].aval.dtype
         itemsize = np.dtype(reduced_type(dtype, kind(leaves[0]), o)).itemsize
-        # a shared value counts once
+        # leaves may share a value, which then counts once
         sizes = {id(reduced[n]): reduced[n].aval.size for n in leaves}
         buckets.append(Bucket(f"bucket/{i}", tuple(leaves), dtype, sum(sizes.values()) * itemsize))
     return tuple(buckets)
@@ -87,7 +86,10 @@ def assign_buckets(
 def _group_leaves(
     values: Mapping[str, Atom], o: Options, kind: Callable[[str], ReduceSpec]
 ) -> list[list[str]]:
-    """Group values of one dtype and spec, up to the size of a bucket; shared ones go together."""
+    """Group leaves whose values have one dtype and spec, up to the size of a bucket.
+
+    Leaves that share a value are in one group.
+    """
     limits = bucket_sizes(avals(values.values()), o)
     open_groups: dict[Any, list[str]] = {}
     sizes: dict[Any, int] = {}
@@ -113,9 +115,10 @@ def _group_leaves(
 def bucket_sizes(types: Sequence[Any], o: Options) -> dict[Any, float]:
     """Return the largest size of a bucket in bytes, by dtype.
 
-    Source of `max_buckets`: epl/communicators/coalescing.py. Buckets are divided among dtypes by
-    their number of gradients; the first dtype gets the remainder. n buckets have bytes/(n - 1)
-    each.
+    With `max_buckets`, each dtype has a share of the buckets that is proportional to its number of
+    gradients. The first dtype has the remainder too. Each of n buckets has bytes/(n - 1).
+
+    Source of `max_buckets`: epl/communicators/coalescing.py.
     """
     dtypes = sorted({t.dtype for t in types}, key=str)
     if not dtypes:
@@ -145,12 +148,13 @@ class Reducer:
 
     Args:
       b: the builder to write with.
-      values: the step's gradients, as in `assign_buckets`.
+      values: the step's gradients, as for `assign_buckets`.
       o: the options.
       example_count: the weight of this trainer, if means are weighted.
       suffix: the suffix of names of reduced values, after the leaf.
-      kind: as in `assign_buckets`.
-      scale: the factor of a scaled loss, by which gradients are too large.
+      kind: as for `assign_buckets`.
+      scale: the scale of the loss, which also multiplies the gradients; None for a loss without
+        scale.
 
     Attributes:
       means: the reduced values, by leaf.
@@ -183,7 +187,8 @@ class Reducer:
         self._values = values
         self._of: dict[int, Atom] = {}
         self._suffix = suffix
-        self._chains: dict[int, Sequence[Atom]] = {}  # the last reduction of each chain
+        # index of a chain -> results of its latest reduction
+        self._chains: dict[int, Sequence[Atom]] = {}
         self._reduced = 0
         self._total: Atom | None = None
         self._seen = 0
@@ -191,7 +196,7 @@ class Reducer:
 
     def add(self, leaf: str, grad: Atom) -> None:
         """Add a gradient; reduce its bucket if it is complete."""
-        # one value for all leaves that share it
+        # leaves that share a gradient also share its reduction
         self.grads[leaf] = self._of.setdefault(id(self._values[leaf]), grad)
         bucket = self.bucket_of.get(leaf)
         if bucket is None:  # gradients without elements have no bucket
@@ -204,7 +209,7 @@ class Reducer:
             self._flush()
 
     def finish(self) -> None:
-        """Clip gradients, if their norm needs all, and reduce the remaining buckets."""
+        """Clip gradients to `clip_local_norm` if it is set, and reduce the remaining buckets."""
         if self.clip_norm is not None and self.grads:
             grads, bound = list(self.grads.values()), float(self.clip_norm)
             if self.scale is None:
@@ -237,7 +242,7 @@ class Reducer:
         if self.o.trainers == 1:
             self.means |= subset(self.grads, bucket.leaves)
             return
-        # leaves may share a variable; literals cannot be keys
+        # leaves may share a variable, which is reduced once; literals cannot be keys of a dict
         leaf_of = {id(self.grads[n]): n for n in bucket.leaves}
         unique: dict[Var, None] = {}
         literals: list[Atom] = []
@@ -288,7 +293,7 @@ class Reducer:
         return self._sum(bucket.name, sent, self.o.over)
 
     def _compress(self, bucket: Bucket) -> str | None:
-        """Return the type of a bucket's reduction, if it differs from the gradients'."""
+        """Return the type in which a bucket is reduced; None for its own type."""
         return self.kind(bucket.leaves[0]).compress or self.o.reduce.compress
 
     def _chain(self, parts: list[Atom]) -> list[Atom]:
@@ -299,7 +304,7 @@ class Reducer:
         return self.b.call(together, *parts, *before)[: len(parts)] if before else parts
 
     def _divides_first(self, x: Atom) -> bool:
-        """Return True if a sum may overflow: float16 parameters are larger than gradients."""
+        """Return True for a mean of float16 parameters: their sum may overflow."""
         return (
             self.o.local_sgd is not None
             and self.example_count is None
@@ -307,13 +312,13 @@ class Reducer:
         )
 
     def _average(self, total: Atom) -> Atom:
-        # a weighted sum is a mean already
+        # the sum of weighted terms is the mean
         if self.example_count is not None or self.o.trainers == 1:
             return total
         return self.b.call(_divide(self.o.trainers), total)[0]
 
     def _by_count(self, x: Atom) -> Atom:
-        """Return a trainer's part of a weighted mean, scaled before the sum can overflow."""
+        """Return a trainer's term of a weighted mean; it is weighted before a sum can overflow."""
         if self.example_count is None:
             return x
         return self.b.call(_weighted_share, x, self.example_count, self._total_count())[0]
@@ -332,7 +337,7 @@ class Reducer:
         return self.b.bind(all_reduce_p, *parts, op="sum", name=name, owners=(), over=tuple(over))
 
     def _hierarchical_sum(self, name: str, parts: Sequence[Atom]) -> Sequence[Atom]:
-        """Return the sum over all trainers: inside nodes, across nodes, then inside again.
+        """Return sums over all trainers: inside nodes, across nodes, then a gather inside nodes.
 
         Vectors are padded to a multiple of the node's size.
         """
@@ -354,7 +359,7 @@ class Reducer:
 
         Args:
           outs: the outputs of a trainer, by name.
-          merges: the merge rule of each.
+          merges: the merge rule of each output.
           before: the state before the step, by name. "sum" of state adds up its increments.
         """
         b, o = self.b, self.o
@@ -394,13 +399,13 @@ class Reducer:
         return found
 
 
-# functions around the reductions; `functools.cache` makes each trace once per type
+# functions before and after reductions; they are cached, so that each is traced once per type
 
 
 def _weighted_share(x: jax.Array, example_count: jax.Array, total: jax.Array) -> jax.Array:
     wide = jnp.promote_types(jnp.promote_types(x.dtype, example_count.dtype), jnp.float32)
     part = x * (example_count.astype(wide) / total.astype(wide)).astype(x.dtype)
-    # a mean over no examples may be 0 / 0
+    # the mean of a trainer without examples may be 0 / 0
     return jnp.where(example_count == 0, jnp.zeros_like(x), part)
 
 
@@ -417,7 +422,10 @@ def clip_to_norm(norm: float) -> Callable[..., Sequence[jax.Array]]:
 
 @functools.cache
 def _clip_scaled_to_norm(norm: float) -> Callable[..., Sequence[jax.Array]]:
-    """Return the same function for gradients of a scaled loss, with the norm of unscaled ones."""
+    """Return a function that clips the gradients of a scaled loss.
+
+    It takes the scale first. The norm is that of the gradients divided by the scale.
+    """
 
     def fn(scale: jax.Array, *grads: jax.Array) -> Sequence[jax.Array]:
         wide = [g.astype(jnp.promote_types(g.dtype, jnp.float32)) for g in grads]

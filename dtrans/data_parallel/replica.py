@@ -1,7 +1,7 @@
 """Inputs of each trainer on an axis, and results computed from reduced gradients.
 
-A PRNG key of the batch is folded with the id of the trainer. Results of gradients (their norm)
-are computed from the reduced gradients.
+A random key of the batch is folded with the id of the trainer, so that each trainer draws other
+numbers. A result that depends on gradients (their norm) is computed from the reduced gradients.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dtrans.step.observers import refuse_twice
 def take_inputs(
     b: Builder, step: Cut, o: Options, cut: Mapping[str, Any] | None = None
 ) -> dict[Var, Var]:
-    """Add the step's inputs to a program; random keys and slices as new variables.
+    """Add the step's inputs to a program; random keys and slices have new variables.
 
     Args:
       b: the builder of the program.
@@ -35,7 +35,7 @@ def take_inputs(
       cut: the types of inputs that trainers slice.
 
     Returns:
-      The step's variable to the new variable, for keys and slices.
+      Variable of the step to new variable, for keys and slices.
     """
     replaced: dict[Var, Var] = {}
     cut = cut or {}

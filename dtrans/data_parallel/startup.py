@@ -13,10 +13,10 @@ from dtrans.ops import broadcast_p, gen_nccl_id_p
 def rendezvous_startup(plan: CollectivePlan, trainer_id: int, endpoints: Sequence[str]) -> Program:
     """Return the startup program of one trainer: arguments of init -> (params, opt_state).
 
-    The state is the same on every trainer.
+    Every trainer receives the state of trainer 0.
 
     Source: `DistributeTranspiler._transpile_nccl2`, and `ParallelExecutor::BCastParamsToDevices`
-      (Paddle).
+    (Paddle).
     """
     startup = plan.startup
     b = Builder(startup.jaxpr)

@@ -1,4 +1,4 @@
-"""State of a data-parallel job."""
+"""State of a data-parallel job between steps."""
 
 from __future__ import annotations
 

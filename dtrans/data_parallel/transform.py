@@ -7,17 +7,17 @@
 
 All trainers run one program (SPMD). It computes one device's step on the full batch, for any step
 (`dtrans.batch`): values that mix rows of the batch are reduced where they occur. With
-`batch="local"` each trainer takes the step on its part alone, and means are averaged. A
-`Batch.example_count` (a count of examples that the step returns) weights gradients and averaged
-results.
+`batch="local"` each trainer takes the step on its part alone, and trainers average gradients and
+results. `Batch.example_count` names a result that counts examples; these averages are then
+weighted.
 
 With `local_sgd` trainers take complete steps alone, and then average parameters and optimizer
-state. In both cases all trainers have the same state between steps of the job.
+state. With every option, all trainers have the same state between steps of the job.
 
 A *bucket* is a sequence of gradients of one dtype, in the order of the backward pass, up to
-`Reduce.bucket_MB`. It is one equation with many operands, without a copy to one buffer. JAX lowers
-it to one `stablehlo.all_reduce` for each operand. XLA's combiner merges these again, even across
-buckets; its thresholds are XLA's flags.
+`Reduce.bucket_MB`. Its reduction is one equation with many operands, so that gradients are not
+copied to one buffer. JAX lowers it to one `stablehlo.all_reduce` for each operand. XLA's combiner
+merges these again, even across buckets; XLA's flags set its thresholds.
 
 Source: `DistributeTranspiler._transpile_nccl2` and the fused all-reduce of ParallelExecutor
   (Paddle).
@@ -99,24 +99,24 @@ def nccl2(
       startup: `dtrans.trace(init, *args)` with `init(*args) -> (params, opt_state)`.
       trainers: the number of trainers that share each batch.
       num_micro_batch: the number of micro-steps into which each trainer cuts its part of the batch.
-        A scan adds up their gradients, which are reduced once. Values of the full batch that no
-        parameter enters (a dropout's mask) are computed before.
+        A scan adds up their gradients, which are reduced once. Values that depend on the full
+        batch, but not on parameters (a dropout mask), are computed before the scan.
       local_sgd: the number of steps that each trainer takes alone before trainers average
         parameters and optimizer state (local SGD). Each step reads one part of the trainer's batch.
-        Counts in the optimizer's state, other than of steps, must be named in `batch.merge`.
+        `batch.merge` must name counts in the optimizer's state, except counts of steps.
       trainers_per_node: the number of trainers of a node, for hierarchical reductions: inside each
         node, across nodes, then a gather inside, so that 1/n of the bytes cross nodes. Trainers are
         then on two axes, `{axis_name}_exter` (nodes) and `{axis_name}_inter`.
       reduce: the reduction of gradients: a `dtrans.Reduce`, or its `op`, "mean" or "sum".
-      batch: "exact" for one device's results with any step. "local" for trainers that each take the
-        step on their part alone. Or a `dtrans.Batch`, which also selects the arrays and dimensions
-        to cut.
+      batch: "exact" computes the results of one device, for any step. With "local", each trainer
+        takes the step on its part of the batch alone. A `dtrans.Batch` also selects the arrays and
+        dimensions to cut.
       axis_name: the name of the trainers' axis.
 
     Raises:
-      ConfigError: an option is out of range, or names something that the step does not have.
-      GradientError: the gradients of the step cannot be identified (see `dtrans.step.cut`), or it
-        has collectives already.
+      ConfigError: an option is out of range, or names an array that the step does not have.
+      GradientError: the gradients of the step cannot be identified (see `dtrans.step.cut`), or
+        the step has collectives already.
       TraceError: the outputs of `startup` do not match the arguments of `main`.
 
     Source: `DistributeTranspilerConfig.mode = "nccl2"` in Paddle's distribute_transpiler.py.
@@ -150,7 +150,7 @@ def nccl2(
 
 
 def plan_data_parallel(main: Program, startup: Program, options: Options) -> CollectivePlan:
-    """Return the plan of `nccl2` with these options."""
+    """Return the plan of a step with these options."""
     refuse_collectives(main)
     plain = cut(main).with_reported()
     check_names(plain, options)
@@ -177,7 +177,7 @@ def plan_data_parallel(main: Program, startup: Program, options: Options) -> Col
 
 
 def callers(o: Options) -> tuple[str, str]:
-    """Return the callers of callbacks in forward and backward, and of other callbacks."""
+    """Return two texts that name the callers of callbacks: forward and backward, others."""
     noun = o.noun
     each = f"each {noun}, with its own values"
     if o.micro_steps > 1:
@@ -190,7 +190,7 @@ def callers(o: Options) -> tuple[str, str]:
 def _write_uneven(
     shared: ExactStep, options: Options, types: Sequence[jax.ShapeDtypeStruct]
 ) -> Program:
-    """Return the program of a trainer for a batch that trainers do not divide evenly."""
+    """Return the program for a batch that the number of trainers does not divide."""
     other = shared.for_types(types)
     return write_trainer(other.step, options.with_shared(other), other.merges)
 
@@ -203,10 +203,11 @@ def share_step(
     Args:
       plain: the step.
       options: the user's options.
-      main: the step as it was traced; None for a modified one, such as in 16 bits.
+      main: the step as it was traced; None if it was modified, such as for 16 bits.
 
     Raises:
-      ConfigError: micro-steps or local clips need a step that is a sum over parts of the batch.
+      ConfigError: micro-steps or a local clip are asked for, but the step is not a sum over parts
+        of the batch.
       GradientError: gradients are computed from other gradients, which would differ by trainer.
     """
     parts = options.trainers * options.num_micro_batch
@@ -217,7 +218,7 @@ def share_step(
     if options.num_micro_batch == 1:
         shared = shard_step(plain, options.batch, parts, options.over, noun=options.noun)
     else:
-        # a callback that reads rows would see those of a micro-step
+        # a callback that reads rows would see only the rows of a micro-step
         of_rows = [dataclasses.replace(x, reads=READS_BATCH) for x in plain.observers if x.rows]
         refuse_observers(of_rows, (READS_BATCH,), "micro-steps have rows of", RETURN_IT)
         shared, precomputed = _by_micro_steps(plain, options, main)
@@ -228,11 +229,11 @@ def share_step(
 
 
 def _refuse_differing_gradients(step: Cut, o: Options) -> None:
-    """Refuse gradients of gradients, if those would differ between trainers."""
+    """Raise GradientError for gradients of gradients that differ between trainers."""
     if o.local_sgd is None:
         refuse_nested(step, o.trainers, o.noun)
     if o.trainers > 1:
-        # with local steps, trainers make several updates in any case
+        # local steps cannot be exact, so that the error cannot advise batch='exact'
         remedy = ""
         if o.local_sgd is None:
             remedy = f"With batch='exact' all {o.noun}s make one update, which may"
@@ -240,24 +241,24 @@ def _refuse_differing_gradients(step: Cut, o: Options) -> None:
 
 
 def _refuse_mixed_rows(name: str, shared: ExactStep, o: Options, *, is_sum: bool) -> None:
-    """Refuse local clips and micro-steps for a step that is no sum over parts of the batch.
+    """Raise ConfigError for local clips and micro-steps if the step is not a sum over parts.
 
     Args:
       name: the name of the step.
       shared: the split of the batch.
       o: the options.
-      is_sum: True if a part needs no precomputed values.
+      is_sum: True if a part of the batch needs no precomputed values.
     """
-    mixed = f"{name} has values of all rows ({shared.reason})"
+    mixed = f"{name} has values that depend on all rows ({shared.reason})"
     if o.reduce.clip_local_norm is not None and not (shared.proven and is_sum):
         raise ConfigError(
             f"clip_local_norm={o.reduce.clip_local_norm!r} clips the gradient of each {o.noun}'s "
-            f"rows, and {mixed}; pass batch='local', or clip the reduced gradient in the optimizer"
+            f"rows, but {mixed}; pass batch='local', or clip the reduced gradient in the optimizer"
         )
     if o.num_micro_batch > 1 and not shared.proven:
         raise ConfigError(
             f"num_micro_batch={o.num_micro_batch} reads parts of the batch one after the other, "
-            f"and {mixed}, which a parameter enters; pass batch='local' for values of each part "
+            f"but {mixed} and on a parameter; pass batch='local' to compute them from each part "
             "alone, or leave num_micro_batch out"
         )
 
@@ -268,8 +269,9 @@ def _by_micro_steps(
     """Return the split of the batch over all micro-steps, and their precomputed inputs."""
     axes, parts = batch_axes(step, o.batch), o.trainers * o.num_micro_batch
     of_part = micro_types(step.program, axes, o.num_micro_batch, o.noun)
-    # The user's own step, if parts may take it: a norm clips its gradients, and a scale keeps them
-    # in the range of 16 bits. Terms are smaller.
+    # Run the step as it is on each part, if the step is a sum over parts. Other parts return terms
+    # of the gradients. These are smaller: a norm would clip too few of them, and they may underflow
+    # in 16 bits.
     if o.reduce.clip_local_norm is not None or main is None:
         part = step.program.specialize_flat([*of_part.values()])
         alone = shard_step(cut(part).with_reported(), o.batch, parts, o.over, noun=o.noun)
@@ -287,9 +289,9 @@ def _by_micro_steps(
 
 
 def _refuse_sized(step: Cut, full: Cut, o: Options) -> None:
-    """Refuse an update, or a result of gradients, that reads rows of the batch or their number.
+    """Raise ConfigError if the update, or a result of gradients, depends on the batch or its size.
 
-    Each trainer computes it once, after its micro-steps, and has separate rows.
+    Each trainer computes these once, after its micro-steps, and has only its own rows.
 
     Args:
       step: the step with a trainer's part of the batch.
@@ -309,20 +311,20 @@ def _refuse_sized(step: Cut, full: Cut, o: Options) -> None:
 
 
 def check_names(step: Cut, o: Options) -> None:
-    """Refuse names that the step does not have, and merge rules that do not fit their type."""
+    """Raise ConfigError for names that the step does not have, and for unfit merge rules."""
     state = step.frozen if o.local_sgd is None else (*step.params, *step.opt_state)
     mergeable = (*step.results, *state)
     for name, way in o.batch.merge.items():
         if name not in mergeable:
             raise ConfigError(
-                f"merge names {name!r}; name one of the outputs of {o.noun}s: "
-                f"{', '.join(mergeable)}"
+                f"merge names {name!r}, expected an output of {o.noun}s: {', '.join(mergeable)}"
             )
         check_merge(name, way, step.program.outputs[name], is_state=name in state, o=o)
     for name in o.batch.unsplit_inputs:
         if not any(is_under(n, [name]) for n in step.batch):
             raise ConfigError(
-                f"unsplit_inputs names {name!r}; name arrays of the batch: {', '.join(step.batch)}"
+                f"unsplit_inputs names {name!r}, expected an array of the batch: "
+                f"{', '.join(step.batch)}"
             )
     if o.batch.example_count is not None:
         check_example_count(step, o, o.batch.example_count)
@@ -330,30 +332,33 @@ def check_names(step: Cut, o: Options) -> None:
     for name, g in step.gradients.items():
         if to is not None and jnp.issubdtype(g.aval.dtype, jnp.complexfloating):
             raise ConfigError(
-                f"compress={to!r}: the gradient of {name} is {g.aval.str_short()}, and {to} is "
-                "real; leave compress out"
+                f"compress={to!r}: the gradient of {name} is {g.aval.str_short()}, but {to} has no "
+                "complex numbers; leave compress out"
             )
     _check_gradient_results(step)
 
 
 def _check_gradient_results(step: Cut) -> None:
-    """Refuse results that read derivatives of no known gradient: they would not be reduced."""
+    """Raise GradientError for results that read derivatives other than known gradients.
+
+    Such a derivative would not be reduced.
+    """
     source = step.program
     results = [a for n, a in source.outvars.items() if n in step.from_gradients]
     needed, _ = backward_slice(source.eqns, results, step.boundary.values())
     if any(source.roles[i] == BACKWARD for i in needed):
         raise GradientError(
-            f"{', '.join(step.from_gradients)}: computed from gradients, and from an unknown "
-            "derivative, such as of a leaf that is not updated; take gradients with "
+            f"{', '.join(step.from_gradients)}: computed from gradients, but also from another "
+            "derivative, such as that of a leaf that is not updated; take gradients with "
             "dtrans.value_and_grad"
         )
 
 
 def check_example_count(step: Cut, o: Options, name: str) -> None:
-    """Refuse a result that cannot weight gradients."""
+    """Raise ConfigError for a result that cannot weight gradients."""
     if name not in step.results:
         raise ConfigError(
-            f"example_count={name!r} is no result of the step; name one of "
+            f"example_count={name!r} is not a result of the step; name one of "
             f"{', '.join(step.results)}"
         )
     t = step.program.outputs[name]
@@ -369,9 +374,9 @@ def check_example_count(step: Cut, o: Options, name: str) -> None:
 
 
 def refuse_collectives(main: Program) -> None:
-    """Refuse a step that has collectives, which would reduce gradients twice."""
+    """Raise GradientError for a step with collectives, which would reduce gradients twice."""
     for eqn in equations(main.jaxpr):
-        # a number is an axis of an array: the remainder of a psum over the axis of a vmap
+        # an integer is an axis of an array: jax.vmap turns a psum over its axis into such a sum
         is_local = all(isinstance(n, (int, np.integer)) for n in axes_of(eqn))
         if eqn.primitive.name == "shard_map" or not is_local:
             raise GradientError(
@@ -385,7 +390,7 @@ def refuse_collectives(main: Program) -> None:
 
 
 def reduced_values(step: Cut, o: Options, merges: Mapping[str, str]) -> dict[str, Atom]:
-    """Return gradients by leaf, in the order of the backward pass; state with local steps."""
+    """Return the values to reduce: gradients in backward order, or state after local steps."""
     if o.local_sgd is None:
         return subset(step.gradients, ready_order(step))
     outs = step.program.outvars
@@ -409,7 +414,7 @@ def write_trainer(
     source = step.program
     outs: dict[str, Atom] = source.outvars
     if o.micro_steps > 1 and o.shared is not None:
-        # micro-steps would call other callbacks several times
+        # drop other callbacks, which each micro-step would call again
         step = step.with_observers(STATE, UPDATE)
     b = Builder(source.jaxpr)
     b.role = FORWARD

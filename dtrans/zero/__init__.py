@@ -1,24 +1,24 @@
-"""Sharding: ZeRO 1, 2 and 3 (Paddle's sharding pass), as rewrites of the same step.
+"""Sharded data parallelism: ZeRO 1, 2 and 3 (Paddle's sharding pass) as rewrites of one step.
 
-transform          `sharding`: from a step to a plan
+transform          `sharding`: plans a step
 plan               the plan: one program for all ranks, their state and traffic
 options            options and their checks
-choose_slices      leaves that are cut, their dimensions, and why others are not cut
-forward_values     values of forward that the update takes as inputs
-update             the update, on slices
-reduce_scatter     reduction of gradients that ranks store as slices
-rank_values        values that differ from rank to rank
-scatter_flow       the point at which gradients of layers become slices
-slice_analysis     values that can be computed as slices
-slice_writer       equations on slices
-live_ranges        uses of parameters, and the windows in which they are gathered
-all_gather         gathers of parameters, in loops too (stage 3)
-layer_residuals    residuals of layers that loops recompute
-prefetch           loops that gather the next layer ahead
-rank_layout        layout of a step on ranks
-rank_update        update of a rank, and its gathers
-rank_program       program of a rank
-gradient_results   results that are computed from sliced gradients
-mixed_precision    products in 16 bits, and loss scaling
-by_leaf            assignment of whole leaves to ranks, in place of slices
+choose_slices      choice of the leaves to cut, and of the dimensions
+forward_values     values of the forward pass that the update reads
+update             the update, rewritten for slices
+reduce_scatter     reduction of gradients into slices
+rank_values        analysis of values that differ from rank to rank
+scatter_flow       analysis of gradients that loops can scatter layer by layer
+slice_analysis     analysis of values that can be computed as slices
+slice_writer       writer of equations on slices
+live_ranges        windows of equations in which a parameter stays gathered
+all_gather         writer that gathers parameters where they are read, in loops too (stage 3)
+layer_residuals    rewrite of loops that recomputes residuals instead of storing them
+prefetch           rewrite of loops that gathers the next layer ahead
+rank_layout        decisions about a rank: its slices, its update, its reductions
+rank_update        writer of a rank's update, and of the gathers after it
+rank_program       writer of a rank's program
+gradient_results   results that are computed from gradients, such as a norm
+mixed_precision    matrix products in 16 bits, and loss scaling
+by_leaf            the alternative to slices: each rank owns whole leaves
 """

@@ -1,20 +1,20 @@
-"""Stage 3: parameters are slices, and gathered where equations read them.
+"""Stage 3: parameters are stored as slices, and gathered where equations read them.
 
-    x = after w.slice, h        waits for the values before it
+    x = after w.slice, h        delays the gather until h is computed
     w = all_gather x
-    y = dot_general h w         the first use of a window (`dtrans.zero.live_ranges`)
+    y = dot_general h w         the first equation of a window (`dtrans.zero.live_ranges`)
 
-Equations read the gathered leaf in its window only; the backward pass gathers again. Gradients were
-taken before this rewrite, so that only the equations themselves keep a gathered leaf as a residual.
-`after` keeps XLA from merging two gathers of one slice, and from starting all of them at once. With
-a prefetch of k, a leaf is gathered while the equations k windows before it are computed.
+A leaf stays gathered for a *window* of equations. The backward pass gathers it again: the step is
+differentiated before this rewrite, so its backward equations read the leaf itself, not a residual.
+`after` keeps XLA from merging two gathers of one slice, and from starting all gathers at once. With
+a prefetch of k, a gather is written k windows ahead.
 
-Values that can be computed as slices are (`dtrans.zero.slice_analysis`). A loop over layers scans
-over slices of their stack, or indexes it, gathers each layer in its body, and returns its results
-as slices. A penalty is a sum over slices. The loop that computes gradients of layers scatters them
-(`dtrans.zero.scatter_flow`). So the stack of gathered layers never exists, nor that of full
-gradients. With a prefetch, the loop gathers the first leaf of the next layer while it computes one
-(`dtrans.zero.prefetch`).
+`dtrans.zero.slice_analysis` finds the values that can be computed as slices. A loop over layers
+takes slices of the stacked layers, gathers one layer in each iteration, and returns its results as
+slices. A penalty such as sum(w ** 2) is computed on slices, and then summed over ranks. The loop
+that computes gradients of layers scatters them (`dtrans.zero.scatter_flow`). So no rank stores the
+stack of gathered layers, or the stack of full gradients. With a prefetch, the loop gathers the
+first leaf of the next layer while it computes the current layer (`dtrans.zero.prefetch`).
 
 Source: stage 3 of ZeRO (arXiv 1910.02054); in Paddle, `_shard_parameter` of
 auto_parallel_sharding.py, which broadcasts whole variables for each operator that reads them.
@@ -47,17 +47,17 @@ from dtrans.zero.prefetch import prefetch_layers
 from dtrans.zero.slice_writer import SliceWriter
 
 
-# the gather of a layer, and the position of its stack among the scanned operands
+# (function that gathers a layer, index of its stack among the scanned operands)
 Prefetch = tuple[Callable[[Any], Any], int]
 
 
 class Gatherer(SliceWriter):
-    """Writer of equations that read leaves, and of the gathers of leaves.
+    """Writer of equations that read leaves, and of the gathers of these leaves.
 
-    `begin` comes first, then `emit` with each equation in order.
+    Call `begin` once, then `emit` with each equation in order.
 
     Attributes:
-      slice_results: results that are read as slices.
+      slice_results: outputs of the equations that are returned as slices.
       uses: the windows in which leaves are gathered.
     """
 
@@ -68,8 +68,9 @@ class Gatherer(SliceWriter):
         """Plan the windows.
 
         Args:
-          ends: values that are read after the equations, each with the position of its equation.
-          slice_results: those of them that are read as slices.
+          ends: values that are returned, as pairs: the index of the equation that computes the
+            value, and the value.
+          slice_results: the values in `ends` that are returned as slices.
         """
         self.slice_results = slice_results
         full_ends = []
@@ -80,22 +81,27 @@ class Gatherer(SliceWriter):
         self.uses = LiveRanges(
             self.eqns, self.roots, self.reads, self.roles, full_ends, once=self.how.once
         )
-        self._gathered_leaves: dict[int, Atom] = {}  # by the identity of windows
-        self._derived: dict[tuple[Any, ...], Atom] = {}  # by value and windows; casts by type
-        self._emitted = 0  # the number of emitted equations
-        self._at = 0  # the position of the equation that reads values
-        self._next = 0  # the window that is gathered next
-        self._begun = 0  # the number of windows that have begun
-        self._anchors: list[Atom | None] = []  # for each begun window, a value just before it
-        self._last: Atom | None = None  # the last value that a gather may wait for
+        self._gathered_leaves: dict[int, Atom] = {}  # id of a window -> gathered leaf
+        # (value, ids of windows) or (slice, dtype) -> value
+        self._derived: dict[tuple[Any, ...], Atom] = {}
+        self._emitted = 0  # number of equations that are written
+        self._at = 0  # index of the equation that is being written
+        self._next = 0  # index of the next window to gather
+        self._begun = 0  # number of windows that have begun
+        # for each begun window, a value computed just before it
+        self._anchors: list[Atom | None] = []
+        self._last: Atom | None = None  # latest value that a gather may wait for
 
     # -- equations ---------------------------------------------------------------------------------
 
     def emit(self, eqn: JaxprEqn) -> None:
-        """Write the next equation; the first read of a value with slices writes it.
+        """Write the next equation, after the gathers that it needs.
+
+        An equation that is computed on slices is not written here, but when its result is first
+        read.
 
         Args:
-          eqn: the equation of the program, with calls in its bodies.
+          eqn: the equation of the program; calls inside its bodies are not inlined.
         """
         i, self._emitted = self._emitted, self._emitted + 1
         if i in self.scattering.steps:
@@ -108,7 +114,7 @@ class Gatherer(SliceWriter):
             self.write_reduction(i)
 
     def _write(self, i: int, eqn: JaxprEqn) -> None:
-        """Write an equation that reads full values."""
+        """Write an equation on full values, or an equation whose bodies read slices."""
         self._gather_for(i, eqn)
         if i in self.entered:
             self._write_bodies(i)
@@ -121,7 +127,12 @@ class Gatherer(SliceWriter):
                 self._last = v
 
     def result(self, atom: Atom, maker: int) -> Atom:
-        """Return a result, after the equation at `maker` is written."""
+        """Return a value that the equations return: its slice, or the full value.
+
+        Args:
+          atom: the value.
+          maker: the index of the equation that computes it. This equation is written already.
+        """
         if isinstance(atom, Var) and atom in self.slice_results:
             return self.slice_of(atom)
         if isinstance(atom, Var) and atom in self.roots:
@@ -142,7 +153,7 @@ class Gatherer(SliceWriter):
         return self._derived[key]
 
     def _write_full(self, atom: Var) -> Atom:
-        """Return a value computed from leaves that are gathered."""
+        """Return a gathered leaf, or compute a value from gathered leaves."""
         if atom not in self.uses.derived:
             return self._gathered_leaves[id(self.uses.window(atom, self._at))]
         eqn = self.uses.derived[atom]
@@ -156,21 +167,22 @@ class Gatherer(SliceWriter):
     # -- gathers -----------------------------------------------------------------------------------
 
     def _gather_for(self, i: int, eqn: JaxprEqn | None) -> None:
-        """Gather the leaves whose windows begin at a position, and those to prefetch there."""
+        """Write the gathers of windows that begin at equation `i`, and of windows to prefetch."""
         self._at = i
         windows = self.uses.windows
         while self._begun < len(windows) and windows[self._begun].first <= i:
             self._anchors.append(self._anchor(eqn))
             self._begun += 1
-        # prefetching starts with the first window, which has the first anchor
-        end = self._begun + (self.how.prefetch if self._begun else 0)
+        end = self._begun
+        if self._begun:  # a prefetch waits for the anchor of an earlier window
+            end += self.how.prefetch
         while self._next < min(len(windows), end):
             group = self._segment(self._next, i)
             if not group:
                 break
             before = self._next - self.how.prefetch
             anchor = self._anchors[max(0, before)] if self._anchors else self._last
-            # without prefetching, memory is scarce: the full gradient is freed before the gather
+            # prefetch=0 is chosen to save memory: free the last full gradient before the gather
             if self.how.prefetch == 0 and self.last_scattered is not None:
                 anchor, self.last_scattered = self.last_scattered, None
             with self.communicating():
@@ -178,21 +190,25 @@ class Gatherer(SliceWriter):
             self._next += len(group)
 
     def _anchor(self, eqn: JaxprEqn | None) -> Atom | None:
-        """Return an operand of an equation, not a leaf, that is computed just before it."""
+        """Return a value that a gather may wait for, computed just before an equation.
+
+        It is an operand of the equation, or the latest value if no operand qualifies.
+        """
         for a in reversed(eqn.invars if eqn else ()):
             if isinstance(a, Var) and a not in self.roots and self._can_be_waited_for(a):
                 return a
         return self._last
 
     def _can_be_waited_for(self, v: Var) -> bool:
-        """Return True if a value of the step exists under its name, and has floats."""
+        """Return True if a value has floats, and the program computes all of it, not a slice."""
         exists = v not in self.env and v not in self.rows and not self.b.is_constant(v)
         return exists and bool(v.aval.size) and bool(jnp.issubdtype(v.aval.dtype, jnp.floating))
 
     def _segment(self, start: int, i: int) -> list[LiveRange]:
-        """Return a window and those gathered with it before equation `i`; none if it is too early.
+        """Return windows to gather together before equation `i`, from window `start` on.
 
-        They have one role, and at most `how.segment` bytes.
+        They have one role (forward or backward), and together at most `how.segment` bytes if there
+        are several. The list is empty if the first slice cannot be computed yet.
         """
         total = 0
         found: list[LiveRange] = []
@@ -206,7 +222,7 @@ class Gatherer(SliceWriter):
         return found
 
     def _gather(self, windows: Sequence[LiveRange], anchor: Atom | None) -> None:
-        """Write the gathers of windows, one for each type and dimension."""
+        """Write the gathers of windows: one `all_gather` for each type and dimension."""
         b = self.b
         groups: dict[tuple[Any, int], list[LiveRange]] = {}
         for window in windows:
@@ -228,7 +244,7 @@ class Gatherer(SliceWriter):
                 self._gathered_leaves[id(window)] = self._without_end(x, axis, size)
 
     def _cast(self, x: Atom, dtype: Any) -> Atom:
-        """Return a slice in another type, cast once."""
+        """Cast a slice; a second call returns the first result."""
         key = (x, jnp.dtype(dtype))
         if key not in self._derived:
             self._derived[key] = self.b.call(converted(jnp.dtype(dtype)), x)[0]
@@ -237,7 +253,7 @@ class Gatherer(SliceWriter):
     # -- loops -------------------------------------------------------------------------------------
 
     def _write_bodies(self, i: int) -> None:
-        """Write a loop, or another equation with bodies, on slices."""
+        """Write an equation whose bodies read or return slices: a loop, a branch, or a remat."""
         eqn, entered = self.eqns[i], self.entered[i]
         wires, wanted = wiring(eqn), entered.wanted
         atoms: list[Atom] = []
@@ -276,14 +292,14 @@ class Gatherer(SliceWriter):
         """Write all equations of a body.
 
         Args:
-          sliced: outputs that are slices.
-          wires: the connections of the body with its equation.
+          sliced: indices of the outputs that are returned as slices.
+          wires: the positions of the body's inputs and outputs among those of its equation.
 
         Returns:
-          The body, and the gather of its first layer if that is prefetched.
+          The body, and the gather of its first layer if the loop prefetches that layer.
         """
         outvars = self.inner.outvars
-        # one value may be a slice in one output, and full in another
+        # a variable may be returned twice: as a slice and as a full value
         full_ends = []
         for k, a in enumerate(outvars):
             if k not in sliced or not isinstance(a, Var):
@@ -303,7 +319,10 @@ class Gatherer(SliceWriter):
         return self.b.build(outs), prefetch
 
     def _prefetch_first(self, layers: Sequence[Var]) -> Prefetch | None:
-        """Add an input for the gathered leaf of the first window, if that is a scanned layer."""
+        """Add an input for the first leaf that the body gathers, if that leaf is a scanned layer.
+
+        The loop gathers this leaf one iteration ahead, and passes it in.
+        """
         windows, shards = self.uses.windows, self.shards
         if not windows or windows[0].leaf not in self.slice_inputs.slices:
             return None

@@ -1,25 +1,26 @@
 """Choice of the leaves that are cut over the ranks of a sharding axis, and of their dimensions.
 
 Every rank has the same number of rows of a leaf. If the degree does not divide the rows, the last
-ones are *padding*: zeros at the start, never gathered, and never part of a norm.
+ones are *padding*. Padding is zero in the first state. No gather returns it and no norm contains
+it.
 
 A leaf is cut along its first dimension. If that has fewer rows than there are ranks (the kernel of
 a convolution), it is cut along its longest other dimension. A stack whose layers are read one by
-one is cut along a later dimension: a rank with complete layers would add nothing to the gather of
-another layer. These leaves are not cut:
+one is cut along a later dimension. Otherwise one rank would store all of a layer, and the other
+ranks would add nothing to its gather. These leaves are not cut:
 
-  - leaves without dimensions, and leaves whose update meets each rank's own rows of the batch;
-  - leaves whose state forward and backward read, as those of a generator that is trained after its
-    discriminator;
-  - small leaves: a slice saves bytes, and adds one more part to a collective of every rank;
+  - leaves without dimensions, and leaves that the update combines with each rank's own rows of the
+    batch;
+  - leaves whose optimizer state is read outside the update;
+  - small leaves: a slice saves few bytes, and adds one more part to a collective of every rank;
   - leaves that no gradient updates, and leaves without state whose gradient every rank computes
     without communication.
 
 The optimizer's state is cut along the rows of its leaf. If an update mixes rows (Muon, Shampoo),
 leaf and state are cut nevertheless, and the update gathers its operands (`dtrans.zero.update`).
 
-Source: the sharding pass of Paddle (auto_parallel_sharding.py) assigns whole variables to owners;
-slices are those of ZeRO (Rajbhandari et al., arXiv 1910.02054).
+Source: the sharding pass of Paddle (auto_parallel_sharding.py) assigns whole variables to owners.
+ZeRO cuts them into slices (Rajbhandari et al., arXiv 1910.02054).
 """
 
 from __future__ import annotations
@@ -52,11 +53,12 @@ class Sliced:
     """Cut of an array over the ranks of the sharding axis.
 
     Attributes:
-      axis: the dimension.
-      size: its size, without padding.
+      axis: the dimension that is cut.
+      size: its length, without padding.
       part: the number of entries of each rank.
       degree: the number of ranks.
-      width: the number of adjacent entries that belong to one row of a leaf, and stay together.
+      width: the number of adjacent entries that stay on one rank, because they belong to one row of
+        a leaf.
     """
 
     axis: int
@@ -67,12 +69,12 @@ class Sliced:
 
     @property
     def row(self) -> RowAxis:
-        """Layout that the engine knows."""
+        """Layout of the slices, for `dtrans.engine`."""
         return cut_along(self.axis, self.width)
 
     @property
     def padded(self) -> int:
-        """Size of the dimension, with padding."""
+        """Length of the dimension, with padding."""
         return self.part * self.degree
 
     def rank_type(self, aval: Any) -> Any:
@@ -80,11 +82,11 @@ class Sliced:
         return resized(aval, self.axis, self.part)
 
     def padded_type(self, aval: Any) -> Any:
-        """Return the type of all slices together, with padding."""
+        """Return the type of the full array with its padding."""
         return resized(aval, self.axis, self.padded)
 
     def padding(self, aval: Any) -> int:
-        """Return the number of elements of padding in all slices together."""
+        """Return the number of padding elements on all ranks together."""
         return (self.padded - self.size) * (math.prod(aval.shape) // self.size)
 
 
@@ -95,9 +97,9 @@ class Slices:
     Attributes:
       analysis: the row analysis of the optimize half, along the chosen dimensions.
       leaves: the cut leaves.
-      state: the arrays of the optimizer's state that are cut with them, by name.
-      unsliced: the reason why each other leaf is not cut.
-      replicated: leaves whose gradients all ranks compute alike, without communication.
+      state: the arrays of the optimizer's state that are cut, by name.
+      unsliced: for each other leaf, the reason why it is not cut.
+      replicated: leaves whose gradients are equal on all ranks without communication.
     """
 
     analysis: RowAnalysis
@@ -131,14 +133,14 @@ def choose_slices(
       step: the step, cut.
       degree: the number of ranks.
       least: the smallest number of elements of a leaf that is cut.
-      in_layers: True if loops may read leaves layer by layer, so that the dimension matters.
+      in_layers: True to try later dimensions too, because loops may read leaves layer by layer.
       sliced_in_use: True if leaves are sliced in the forward pass too (stage 3).
       differing: inputs of the update that differ from rank to rank.
-      planned: the choice for another batch size: leaves are cut along its dimensions.
+      planned: the choice for another batch size; the same dimensions are cut again.
     """
     axes = _choose_axes(step, degree, in_layers, planned)
     with warnings.catch_warnings():
-        # the engine warns of an unknown primitive and gathers its operands; leaves are cut
+        # unknown primitives do not prevent cuts here: the engine gathers their operands, and warns
         warnings.simplefilter("ignore", UnknownPrimitiveWarning)
         later_axes = {n: axis for n, axis in axes.items() if axis}
         analysis = analyse(step.optimize, step.params, later_axes)
@@ -171,7 +173,7 @@ def choose_slices(
 
 
 def _choose_axes(step: Cut, degree: int, in_layers: bool, planned: Slices | None) -> dict[str, int]:
-    """Return the dimension to cut of each leaf that has one; arguments as for `choose_slices`."""
+    """Return the dimension to cut of each leaf that can be cut, as `choose_slices` does."""
     axes: dict[str, int] = {}
     for n in step.params:
         axis = _choose_axis(step.program.inputs[n].shape, degree)
@@ -187,12 +189,12 @@ class _SliceRules:
 
     Args:
       step, degree, least, sliced_in_use, differing: as for `choose_slices`.
-      axes: the dimension to cut of each leaf that has one.
+      axes: the dimension to cut of each leaf that can be cut.
       analysis: the row analysis of the optimize half.
-      homes: the leaf and the layout of each array of the state.
+      homes: for each array of the state, its leaf and its layout.
 
     Attributes:
-      replicated: leaves whose gradients all ranks compute alike.
+      replicated: leaves whose gradients are equal on all ranks without communication.
     """
 
     def __init__(
@@ -211,14 +213,14 @@ class _SliceRules:
         self.mixed = leaves_that_meet_the_batch(analysis, differing)
         self.replicated = _find_replicated_gradients(step)
         self.with_state = {leaf for leaf, _ in homes.values()}
-        # leaf to an array of its state that forward reads
+        # leaf -> name of an array of its state that is read outside the update
         self.state_read: dict[str, str] = {}
         for name, (leaf, _) in homes.items():
             if name in step.state_read:
                 self.state_read[leaf] = name
 
     def reason_unsliced(self, leaf: str) -> str:
-        """Return the reason why a leaf is not cut; empty if it is."""
+        """Return the reason why a leaf is not cut; "" if it is cut."""
         step, t = self.step, self.step.program.inputs[leaf]
         if leaf not in step.optimized:
             return step.reason_not_optimized(leaf)
@@ -238,14 +240,17 @@ class _SliceRules:
         if self.sliced_in_use or leaf in self.with_state:
             return ""
         if leaf in self.replicated:
-            return "its gradient is no sum over ranks"
+            return "every rank computes its gradient without communication"
         if leaf not in step.optimize.graded and leaf not in self.analysis.groups:
             return "no gradient enters its update"
         return ""
 
 
 def _find_state_homes(analysis: RowAnalysis) -> dict[str, tuple[str, RowAxis | None]]:
-    """Return the leaf of each array of the state, and its rows; None if the update mixes these."""
+    """Return for each array of the optimizer's state its leaf, and its row dimension.
+
+    The row dimension is None if the update mixes rows of the array.
+    """
     found: dict[str, tuple[str, RowAxis | None]] = {}
     for name, var in analysis.inputs.items():
         layout = analysis.layout(var)
@@ -259,10 +264,11 @@ def _find_state_homes(analysis: RowAnalysis) -> dict[str, tuple[str, RowAxis | N
 def _choose_state_row(
     shape: tuple[int, ...], leaf: tuple[int, ...], axis: int, degree: int, least: int
 ) -> RowAxis | None:
-    """Return the rows to cut of an array of the state that an update mixes; None if it is not cut.
+    """Return the dimension to cut of a state array whose rows the update mixes; None for no cut.
 
     A copy of the leaf, or a history of copies, is cut like the leaf. Any other array, such as a
-    preconditioner, is cut if it has rows and at least `least` elements: the update gathers it.
+    preconditioner, is cut if a dimension has enough rows and the array has at least `least`
+    elements: the update gathers it.
     """
     if shape[-len(leaf) :] == leaf:
         return cut_along(len(shape) - len(leaf) + axis)
@@ -273,22 +279,23 @@ def _choose_state_row(
 
 
 def _choose_axis(shape: tuple[int, ...], degree: int, first: int = 0) -> int | None:
-    """Return the dimension to cut, `first` or later; None if none has rows for half the ranks."""
+    """Return the dimension to cut, `first` or later; None if padding would double each of them."""
     if len(shape) <= first:
         return None
     if shape[first] >= degree:
         return first
     axis = max(range(first, len(shape)), key=lambda d: (shape[d], -d))
-    axis = axis if shape[axis] >= degree else first
-    # with fewer rows, there would be more padding than rows
-    return axis if shape[axis] and -(-shape[axis] // degree) * degree <= 2 * shape[axis] else None
+    if shape[axis] < degree:
+        axis = first
+    padded = -(-shape[axis] // degree) * degree
+    return axis if shape[axis] and padded <= 2 * shape[axis] else None
 
 
 def _find_replicated_gradients(step: Cut) -> set[str]:
-    """Return the leaves whose gradient is equal on all ranks, without a reduction.
+    """Return the leaves whose gradients are equal on all ranks without a reduction.
 
-    It reads neither the batch nor the index of the rank. A term that only one rank adds must be
-    reduced.
+    Such a gradient depends neither on the batch nor on the index of the rank. A term that only one
+    rank adds does depend on the index, so that its gradient is reduced.
     """
     batch = [v for n, v in step.program.invars.items() if n in step.batch]
     local = local_values(step.program.inner.eqns, batch)
@@ -296,9 +303,9 @@ def _find_replicated_gradients(step: Cut) -> set[str]:
 
 
 def _choose_layer_axes(step: Cut, axes: Mapping[str, int], degree: int) -> dict[str, int]:
-    """Return the dimension to cut of each leaf, so that the largest gather of it is small.
+    """Return for each leaf the dimension whose cut makes the largest gather of the leaf small.
 
-    A dimension is tried for all leaves at once, which is one analysis of the step.
+    Each attempt tries one dimension of all leaves, so that it needs one analysis of the step.
 
     Args:
       step: the step.
@@ -326,7 +333,7 @@ def _choose_layer_axes(step: Cut, axes: Mapping[str, int], degree: int) -> dict[
         for n, axis in tried.items():
             if largest.get(n, 0) < smallest.get(n, math.inf):
                 best[n], smallest[n] = axis, largest.get(n, 0)
-        # the first dimension stays if loops gather less than the leaf with it
+        # stop at the first dimension if loops gather less than the whole leaf
         following: dict[str, int] = {}
         for n in tried:
             if first > 1 or smallest[n] == vars_of[n].aval.size:
@@ -340,19 +347,22 @@ def _choose_layer_axes(step: Cut, axes: Mapping[str, int], degree: int) -> dict[
 def summed_gradients(
     step: Cut, eqns: Sequence[JaxprEqn], leaves: Collection[str]
 ) -> dict[Var, str]:
-    """Return the gradients that only the update reads, which loops may compute as slices."""
+    """Return the gradients that only the update reads, with their leaves.
+
+    Loops may compute these gradients as slices.
+    """
     computed = {v for e in eqns for v in e.outvars}
     unread = computed.difference(variables_read(eqns, step.program.inner.outvars))
     found: dict[Var, str] = {}
     for leaf, g in step.gradients.items():
         if leaf in leaves and isinstance(g, Var) and g in unread:
-            # leaves may share a gradient
+            # two leaves may share a gradient
             found.setdefault(g, leaf)
     return found
 
 
 def trainer_equations(step: Cut) -> tuple[list[JaxprEqn], list[str]]:
-    """Return the equations of forward and backward, and their roles; calls in loops are inlined."""
+    """Return the forward and backward equations with inlined bodies, and their roles."""
     eqns: list[JaxprEqn] = []
     roles: list[str] = []
     for eqn, role in zip(step.program.eqns, step.program.roles, strict=True):

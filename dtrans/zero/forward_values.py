@@ -1,8 +1,8 @@
-"""Values of forward that an update reads: the loss, statistics of activations, counts of rows.
+"""Forward values that an update reads: the loss, statistics of activations, counts of rows.
 
-In its update a rank has slices of parameters and its own rows of the batch. `x @ w` on these would
-add up products of different rows. So forward computes such values from full parameters, and passes
-them to the update (`dtrans.step.handed_values`).
+A rank's update has slices of parameters, and the rank's own rows of the batch. There, the sum over
+ranks of `x @ w` would combine rows of different ranks. So the forward pass computes such values
+from full parameters, and passes them to the update (`dtrans.step.handed_values`).
 
 An equation of the update may read the batch and reduce over the rows of a leaf. That leaf is not
 cut (`leaves_that_meet_the_batch`).
@@ -27,10 +27,11 @@ from dtrans.zero.rank_values import local_values
 
 
 def with_forward_values(step: Cut, o: ShardingOptions) -> Cut:
-    """Return the step with an optimize half that takes values of forward as inputs (`Cut.handed`).
+    """Return the step with forward values as inputs of its update (`Cut.handed`).
 
-    If leaves have owners, forward also computes values that ranks draw and reduce. The update of an
-    owner is a branch that other ranks do not run, so an all-reduce in it would never complete.
+    If ranks own whole leaves, the forward pass also computes values that need a collective. An
+    owner's update is a branch that other ranks do not run, so a collective in it would never
+    complete.
     """
     if o.trainers == 1:
         return step
@@ -38,7 +39,7 @@ def with_forward_values(step: Cut, o: ShardingOptions) -> Cut:
 
 
 def differing_batch(step: Cut, o: Options) -> set[str]:
-    """Return the arrays of the batch that differ from rank to rank: split arrays, folded keys."""
+    """Return the batch arrays that differ from rank to rank: split arrays and random keys."""
     found = set()
     for n in step.batch:
         t = step.program.inputs[n]
@@ -63,14 +64,14 @@ def differing_inputs(step: Cut, o: Options) -> set[str]:
 def leaves_that_meet_the_batch(
     analysis: RowAnalysis, differing: Collection[Name]
 ) -> dict[str, str]:
-    """Return the leaves whose rows are reduced together with values that differ from rank to rank.
+    """Return the leaves that an update reduces together with values that differ from rank to rank.
 
     Args:
-      analysis: the analysis of an update.
-      differing: its inputs that differ from rank to rank.
+      analysis: the row analysis of the update.
+      differing: the inputs of the update that differ from rank to rank.
 
     Returns:
-      Leaf to the reason, as the end of a sentence.
+      Leaf to the reason, which is a clause of a message.
     """
     eqns = analysis.half.eqns
     local = local_values(eqns, values_at(analysis.inputs, differing), completed=_completed())

@@ -1,6 +1,7 @@
 """Results that a step computes from sliced gradients: a norm, a count of non-finite numbers.
 
-The engine writes them as it writes an update (`dtrans.zero.update`).
+They form an optimize half, so that the engine rewrites them for slices like an update
+(`dtrans.zero.update`).
 """
 
 from __future__ import annotations
@@ -24,26 +25,27 @@ class GradientResults:
     Args:
       step: the step, cut.
       leaves: the cut leaves.
-      here: the values of the step that are computed already.
-      differing: those of them that differ from rank to rank.
+      computed: the values of the step that the program has computed so far.
+      differing: the values of the step that differ from rank to rank.
 
     Attributes:
-      half: from gradients, parameters, and other values, to the results.
-      others: the values of the step that are neither, by the name of the input.
-      mixed: cut leaves that meet values that differ from rank to rank: the results read the full
-        gradient and value.
+      half: computes the results from gradients, parameters and other values.
+      others: the inputs of `half` that are neither gradients nor parameters: name to variable of
+        the step.
+      mixed: cut leaves that the results combine with values that differ from rank to rank. The
+        results read such a leaf, and its gradient, in full.
     """
 
     def __init__(
         self,
         step: Cut,
         leaves: Mapping[str, Sliced],
-        here: Collection[Var],
+        computed: Collection[Var],
         differing: Collection[Var],
     ) -> None:
         outs = step.program.outvars
         wanted = values_at(outs, step.from_gradients)
-        eqns = self._equations(step, leaves, here, wanted)
+        eqns = self._equations(step, leaves, computed, wanted)
 
         b = Builder(step.program.jaxpr)
         self.others: dict[Name, Var] = {}
@@ -65,16 +67,16 @@ class GradientResults:
         self,
         step: Cut,
         leaves: Mapping[str, Sliced],
-        here: Collection[Var],
+        computed: Collection[Var],
         wanted: Sequence[Atom],
     ) -> list[JaxprEqn]:
-        """Return the equations from gradients to results, without values that are known already.
+        """Return the equations that the results need, except those that the program has computed.
 
-        A value computed from full parameters is recomputed, since ranks have slices of them.
+        The program has slices of cut parameters, so equations read these parameters as inputs.
         """
         invars = step.program.invars
         cut_params = {invars[n] for n in step.params if n in leaves}
-        known = {*step.boundary.values(), *(set(here) - cut_params)}
+        known = {*step.boundary.values(), *(set(computed) - cut_params)}
         inner = step.program.inner
         needed, _ = backward_slice(inner.eqns, wanted, known)
         return values_at(inner.eqns, needed)
@@ -82,7 +84,7 @@ class GradientResults:
     def _name_inputs(
         self, step: Cut, b: Builder, eqns: Sequence[JaxprEqn], wanted: Sequence[Atom]
     ) -> dict[Var, Name]:
-        """Return the names of the half's inputs; note those that are no gradient or parameter."""
+        """Name the inputs of the half; record in `others` all but gradients and parameters."""
         names: dict[Var, Name] = {v: Gradient(n) for n, v in step.boundary.items()}
         names |= {v: n for n, v in step.program.invars.items() if n in step.params}
         computed = {v for e in eqns for v in e.outvars}
@@ -106,14 +108,14 @@ class GradientResults:
         axes: Mapping[str, int],
         local: Collection[Name],
     ) -> Collection[str]:
-        """Return the leaves that meet values that differ from rank to rank."""
+        """Return the leaves that are combined with values that differ from rank to rank."""
         params: list[str] = []
         values: list[Atom] = []
         for v, n in self.inputs.items():
             if isinstance(n, str) and n in step.params:
                 params.append(n)
                 values.append(v)
-        # the row analysis follows only leaves that are inputs and outputs
+        # the row analysis follows a leaf only if it is an input and an output
         jaxpr = b.build([*wanted, *values])
         out_names = (*step.from_gradients, *params)
         half = OptimizeHalf(jaxpr, tuple(self.inputs.values()), out_names)

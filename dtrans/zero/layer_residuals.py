@@ -1,10 +1,10 @@
-"""Recomputation of residuals that depend on layers only, in the loop that reads them.
+"""Recomputation of residuals that depend on parameters only, in the loop that reads them.
 
     forward: scan w -> h, stack of bf16(w)      becomes    forward: scan w -> h
     backward: scan (stack of bf16(w)) ...                  backward: scan w ..., begins with bf16(w)
 
-So the forward loop stores nothing that follows from layers, and the backward loop gathers a layer
-in the type in which it reads it.
+The forward loop then stores no copies of layers. The backward loop gathers each layer in the type
+in which it reads the layer.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from dtrans.zero.slice_analysis import SliceAnalysis, is_cheap
 
 
 class _LayerResidual(NamedTuple):
-    """Stacked output of a loop that depends on one stack of layers.
+    """Stacked output of a loop that depends on one stack of layers only.
 
     Attributes:
-      out: the output.
-      stack: the operand with the layers.
-      chain: the equations from a layer to the residual.
+      out: the index of the output.
+      stack: the index of the operand with the layers.
+      chain: the equations that compute the residual from a layer.
     """
 
     out: int
@@ -46,7 +46,7 @@ class _LayerResidual(NamedTuple):
 
 
 def rematerialize_layers(analysis: SliceAnalysis, wanted: Collection[Atom]) -> list[JaxprEqn]:
-    """Return the equations, with loops that output no value computed from layers alone.
+    """Return the equations; their loops no longer output values that depend on layers alone.
 
     Args:
       analysis: the analysis of the equations: values that are slices, and bodies that take slices.
@@ -67,7 +67,7 @@ def rematerialize_layers(analysis: SliceAnalysis, wanted: Collection[Atom]) -> l
         removed: set[int] = set()
         for residual in _find_residuals(analysis, eqn, body):
             v = eqn.outvars[residual.out]
-            # a later loop must read the residual layer by layer, and nothing else may read it
+            # only later loops may read the residual, and only layer by layer
             if v in wanted or not _is_read_by_slices(eqns, readers.get(v, ())):
                 continue
             removed.add(residual.out)
@@ -82,7 +82,7 @@ def rematerialize_layers(analysis: SliceAnalysis, wanted: Collection[Atom]) -> l
 
 
 def _readers_of(eqns: Sequence[JaxprEqn]) -> Mapping[Var, list[tuple[int, int]]]:
-    """Return the readers of each value: the position of an equation, and the operand."""
+    """Return for each value the pairs (index of an equation, index of its operand) that read it."""
     readers: dict[Var, list[tuple[int, int]]] = {}
     for i, eqn in enumerate(eqns):
         for k, a in enumerate(eqn.invars):
@@ -92,7 +92,7 @@ def _readers_of(eqns: Sequence[JaxprEqn]) -> Mapping[Var, list[tuple[int, int]]]
 
 
 def _is_read_by_slices(eqns: Sequence[JaxprEqn], readers: Sequence[tuple[int, int]]) -> bool:
-    """Return True if a value has readers, and all are loops that read it slice by slice."""
+    """Return True if a value is read, and only by loops that scan over it."""
     for i, k in readers:
         if eqns[i].primitive.name != SCAN or k not in wiring(eqns[i]).slices:
             return False
@@ -102,7 +102,7 @@ def _is_read_by_slices(eqns: Sequence[JaxprEqn], readers: Sequence[tuple[int, in
 def _find_residuals(
     analysis: SliceAnalysis, eqn: JaxprEqn, body: Jaxpr
 ) -> Iterator[_LayerResidual]:
-    """Find the stacked outputs of a loop that depend on one stack of layers."""
+    """Yield the stacked outputs of a loop that depend on one stack of layers only."""
     wires = wiring(eqn)
     stack_of: dict[Atom, int] = {}
     for k in wires.slices:
@@ -124,13 +124,13 @@ def _find_residuals(
 
 
 def _join(chains: Sequence[Sequence[JaxprEqn]], last: JaxprEqn) -> tuple[JaxprEqn, ...]:
-    """Return the equations of several chains, each once, and one more."""
+    """Return the equations of several chains without repetitions, followed by one more equation."""
     found = {id(e): e for chain in chains for e in chain}
     return (*found.values(), last)
 
 
 def _recompute(eqn: JaxprEqn, source: JaxprEqn, inner: Jaxpr, residual: _LayerResidual) -> JaxprEqn:
-    """Return a loop that computes a residual from layers, instead of reading it.
+    """Return a loop that computes a residual from layers instead of reading it.
 
     Args:
       eqn: the loop that reads the residual.
@@ -142,10 +142,10 @@ def _recompute(eqn: JaxprEqn, source: JaxprEqn, inner: Jaxpr, residual: _LayerRe
     layer, out = inner.invars[residual.stack], inner.outvars[residual.out]
     body, slices = opened(*bodies(eqn)), wiring(eqn).slices
 
-    # operands: the stack of layers in place of the stored residual
+    # operands: replace the stored residual by the stack of layers
     invars: list[Atom] = []
     ins: list[Var] = []
-    values: dict[Atom, Var] = {}  # values of `inner` to those of the new body
+    values: dict[Atom, Var] = {}  # value of `inner` -> variable of the new body
     read: list[Var] = []
     for k, (a, v) in enumerate(zip(eqn.invars, body.invars, strict=True)):
         if a is stored and k in slices:
@@ -160,7 +160,7 @@ def _recompute(eqn: JaxprEqn, source: JaxprEqn, inner: Jaxpr, residual: _LayerRe
         invars.append(stack)
         ins.append(values[layer])
 
-    # body: the chain first, then the equations that read its end
+    # body: compute the residual first, then run the equations that read it
     chain = []
     for e in residual.chain:
         outs = [values.setdefault(v, Var(v.aval)) for v in e.outvars]

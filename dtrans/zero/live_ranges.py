@@ -1,13 +1,13 @@
-r"""Uses of sliced leaves in a step, and the windows in which each is gathered.
+r"""Uses of sliced leaves in a step, and the windows in which each leaf is gathered.
 
-A leaf is gathered for a *window*: the equations from its first use in one direction (forward, or
-backward) to its last. A window ends early if many other leaves are gathered before the next use. An
-embedding tied to the last layer is gathered for each of its two uses.
+A *window* is the run of equations for which a leaf stays gathered. It lasts from the leaf's first
+use in one direction (forward or backward) to its last. It ends early if many other leaves are
+gathered before the next use. So an embedding tied to the last layer is gathered for each use.
 
-Values that follow from leaves alone, cheaply (another type, a transpose, a bias broadcast over the
-batch), are *derived*. Each window recomputes them, so none is stored from the forward pass to the
-backward pass. A cast right after the leaf runs before the gather, on the slice. The window must
-then need the leaf in no other type, and the type must be smaller.
+A value is *derived* if it is cheap to compute and depends on leaves alone: a cast, a transpose, a
+bias broadcast over the batch. Each window recomputes its derived values, so none is stored from the
+forward pass to the backward pass. A cast of the leaf itself may run before the gather, on the
+slice. The window must then read no other type, and the cast must make the leaf smaller.
 
     w ---- convert to bf16 ---- dot_general         uses: dot_general, of w as bf16
       \--- transpose ---------- dot_general               dot_general, of w as f32
@@ -25,19 +25,19 @@ from dtrans._jax import Atom, JaxprEqn, Literal, Var
 
 
 # A leaf stays gathered between two uses if at most this many other leaves are gathered between
-# them. More saves gathers and costs memory. The number is a choice: it was not measured.
+# them. A larger number saves gathers and costs memory. The value is a guess; it was not measured.
 MAX_GATHERS_BETWEEN = 8
 
 
 @dataclasses.dataclass(eq=False)
 class LiveRange:
-    """A run of equations for which a leaf is gathered.
+    """Window: a run of equations for which a leaf is gathered.
 
     Attributes:
       leaf: the leaf's variable.
-      role: the direction.
-      first, last: positions of equations.
-      dtypes: the types in which it is needed.
+      role: the direction, forward or backward.
+      first, last: the indices of the first and the last equation.
+      dtypes: the types in which equations read the leaf.
     """
 
     leaf: Var
@@ -48,7 +48,7 @@ class LiveRange:
 
     @property
     def dtype(self) -> Any:
-        """Type in which the leaf is gathered: the only needed one if smaller, or the leaf's."""
+        """Type in which the leaf is gathered: its own, or a smaller one that all readers need."""
         leaf_dtype = self.leaf.aval.dtype
         if len(self.dtypes) != 1:
             return leaf_dtype
@@ -57,15 +57,15 @@ class LiveRange:
 
 
 class LiveRanges:
-    """Uses of leaves, and of their parts, by equations.
+    """Windows of the leaves, and of the parts of leaves, that equations read.
 
     Args:
       eqns: the equations.
       roots: maps each sliced value to the leaves and parts that it depends on.
-      reads: maps the position of an equation to the sliced values that it reads completely.
+      reads: maps the index of an equation to the sliced values that it reads in full.
       roles: the role of each equation.
-      ends: further values that are read, as pairs: the position of the equation that computes
-        the value, and the value.
+      ends: further values that are read, as pairs: the index of the equation that computes the
+        value, and the value.
       once: True if a leaf has one window, from its first use to its last.
 
     Attributes:
@@ -89,7 +89,7 @@ class LiveRanges:
         self.windows: list[LiveRange] = []
         self._types: dict[Var, frozenset[tuple[Var, Any]]] = {}
         self._at: dict[tuple[Var, int], LiveRange] = {}
-        # leaf to its last window, and the number of windows after its last use
+        # leaf -> (its latest window, number of windows at its latest use)
         self._open: dict[Var, tuple[LiveRange, int]] = {}
         wanted: dict[int, list[Atom]] = {}
         for i, atom in ends:
@@ -104,7 +104,7 @@ class LiveRanges:
             self._use(a, len(eqns), roles[-1] if roles else "")
 
     def window(self, leaf: Var, at: int) -> LiveRange:
-        """Return the window that contains a position at which a leaf is read."""
+        """Return the window of a leaf that contains equation `at`, which reads the leaf."""
         return self._at[leaf, at]
 
     def _types_of(self, v: Var) -> frozenset[tuple[Var, Any]]:
@@ -123,7 +123,10 @@ class LiveRanges:
         return frozenset().union(*map(self._types_of, ins))
 
     def _use(self, atom: Atom, i: int, role: str) -> None:
-        """Extend the windows of a value's leaves to an equation, or begin new ones."""
+        """Record that equation `i` reads a value.
+
+        The windows of its leaves are extended, or new windows begin.
+        """
         if isinstance(atom, Literal) or atom not in self.roots:
             return
         for leaf, dtype in self._types_of(atom):

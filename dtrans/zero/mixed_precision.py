@@ -1,14 +1,14 @@
-"""Mixed precision: products of matrices in 16 bits, all other equations in their types.
+"""Mixed precision: matrix products in 16 bits; all other equations keep their types.
 
     dot_general f32 x f32      becomes    convert, dot_general in 16 bits, convert back
 
-Weights that only products read are then read in 16 bits only. Sharding converts slices before it
-gathers them, so that half the bytes move. A cast is written as early as possible: before a
-transpose, before a loop over layers. Sums, norms, softmax, the loss and the updated parameters stay
-in 32 bits.
+If only products read a weight, sharding converts its slices before it gathers them, so that half
+the bytes move. For this, a cast is written as early as possible: before a transpose, before a loop
+over layers. Sums, norms, softmax, the loss and the updated parameters stay in 32 bits.
 
-bfloat16 has the range of float32. In float16 gradients would vanish. So the loss is scaled: the
-first cotangent of the backward pass is multiplied by the scale (`dtrans.step.marks`).
+bfloat16 has the range of float32. float16 has a smaller range, in which small gradients become
+zero. So the loss is scaled: the first cotangent of the backward pass is multiplied by the scale
+(`dtrans.step.marks`).
 
 Source: the white list of Paddle's AMP pass (auto_parallel_fp16.py, amp_lists.py); Micikevicius et
 al., Mixed Precision Training (arXiv 1710.03740).
@@ -85,12 +85,12 @@ def scale_spec() -> TreeSpec:
 
 
 def scale_of(scaling: LossScaling, inputs: Mapping[str, Var]) -> Atom:
-    """Return the scale of a loss: an input of the step, or a number."""
+    """Return the scale of a loss: an input of the step if it is dynamic, else a constant."""
     return inputs[SCALE] if scaling.dynamic else scalar(scaling.initial)
 
 
 def check_scale(scaling: LossScaling, dtype: Any, name: str) -> None:
-    """Refuse a fixed scale that overflows the type of a step's loss."""
+    """Raise ConfigError if a fixed scale overflows the type of a step's loss."""
     if not scaling.dynamic and scaling.initial > float(jnp.finfo(dtype).max):
         raise ConfigError(
             f"loss_scaling={scaling.initial!r} is infinite in {dtype}, the type of the loss of "
@@ -101,12 +101,12 @@ def check_scale(scaling: LossScaling, dtype: Any, name: str) -> None:
 def _check_seeds(
     main: Program, eqns: Sequence[JaxprEqn], seeds: Sequence[JaxprEqn], scaling: LossScaling
 ) -> None:
-    """Refuse losses that cannot be scaled.
+    """Raise an error for a loss that cannot be scaled.
 
     Args:
       main: the step.
       eqns: its equations.
-      seeds: those that start a backward pass.
+      seeds: the equations that start a backward pass.
       scaling: the scaling of the loss.
     """
     if not seeds:
@@ -121,8 +121,8 @@ def _check_seeds(
     for eqn in seeds:
         if bits_of(reached, *eqn.invars):
             raise GradientError(
-                f"{main.name} takes a derivative of a derivative, which would contain the scale of "
-                "the first; pass precision='bf16', which needs no scale"
+                f"{main.name} takes the derivative of a derivative, so that the loss scale would "
+                "count twice; pass precision='bf16', which needs no scale"
             )
 
 
@@ -134,10 +134,10 @@ def low_precision(main: Program, step: Cut, amp: str, scaling: LossScaling | Non
 
     Args:
       main: the step.
-      step: the same step, cut: products are lowered in forward and backward only.
+      step: the same step, cut. Only products in its forward and backward pass change.
       amp: "bf16" or "fp16".
-      scaling: the scaling of the loss. The state of a dynamic scale becomes the third argument: see
-        `scale_spec`.
+      scaling: the scaling of the loss. A dynamic scale has state (`scale_spec`), which becomes the
+        third argument.
 
     Raises:
       GradientError: the start of the backward pass is unknown, since the step does not use
@@ -162,7 +162,8 @@ def low_precision(main: Program, step: Cut, amp: str, scaling: LossScaling | Non
 
     params = dict(zip(main.in_names, inner.invars, strict=True))
     writer = _LowWriter(b, COMPRESSED[amp], values_at(params, main.args[0].names))
-    roles = iter(step.program.roles)  # the cut program has these equations, without the seeds
+    # roles of all equations but the seeds, which the cut program lacks
+    roles = iter(step.program.roles)
     found: list[str] = []
     for eqn in inner.eqns:
         if eqn.primitive.name == SEED:
@@ -188,12 +189,12 @@ def low_precision(main: Program, step: Cut, amp: str, scaling: LossScaling | Non
 
 
 def _scale_seed(b: Builder, seed: Atom, scale: Atom | None, scaling: LossScaling | None) -> Atom:
-    """Write the first cotangent of a backward pass, multiplied by the scale of the loss.
+    """Return the first cotangent of a backward pass, multiplied by the scale of the loss.
 
     Args:
       b: the builder to write with.
       seed: the cotangent.
-      scale: a dynamic scale; None for a fixed one.
+      scale: a dynamic scale; None for a fixed scale.
       scaling: the scaling; None for a loss that is not scaled.
     """
     if scaling is None:
@@ -206,9 +207,10 @@ def _scale_seed(b: Builder, seed: Atom, scale: Atom | None, scaling: LossScaling
 def low_products(
     jaxpr: ClosedJaxpr, amp: str, params: Sequence[Var]
 ) -> tuple[ClosedJaxpr, list[int]]:
-    """Lower the products of a function that is differentiated later; its derivative has them too.
+    """Rewrite the matrix products of a function to 16 bits, before the function is differentiated.
 
-    All values keep their names and types. Functions with a derivative rule do not change.
+    Products of its derivative then have 16 bits too. All values keep their names and types. Calls
+    of functions with a custom derivative rule do not change.
 
     Args:
       jaxpr: the function, its calls inlined.
@@ -216,7 +218,7 @@ def low_products(
       params: inputs that are parameters.
 
     Returns:
-      The function, and for each of its equations the position of its original.
+      The function, and for each of its equations the index of the original equation.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -255,7 +257,7 @@ def low_gradients(step: Cut, dtype: Any) -> set[str]:
 
 
 class _LowWriter:
-    """Writer of equations, with their products in 16 bits.
+    """Writer that copies equations, with their matrix products in 16 bits.
 
     Args:
       b: the builder to write with.
@@ -276,7 +278,12 @@ class _LowWriter:
         return atom if isinstance(atom, Literal) else self.env.get(atom, atom)
 
     def emit(self, eqn: JaxprEqn, *, rewrite: bool) -> None:
-        """Write an equation."""
+        """Write an equation.
+
+        Args:
+          eqn: the equation.
+          rewrite: True to compute its products in 16 bits; False to copy it.
+        """
         atoms = [self.read(a) for a in eqn.invars]
         if rewrite and facts_of(eqn).flops == "product" and _is_wide(eqn.outvars[0]):
             self._write_product(eqn, atoms)
@@ -293,14 +300,14 @@ class _LowWriter:
     def _write_product(self, eqn: JaxprEqn, atoms: Sequence[Atom]) -> None:
         """Write a product in 16 bits, and the cast of its result."""
         are_floats = all(jnp.issubdtype(a.aval.dtype, jnp.floating) for a in atoms)
-        # a user who adds up 16-bit products in 32 bits, or names an algorithm, chose the types
+        # keep products of 16-bit operands, and named algorithms: the user chose their types
         if not are_floats or not any(map(_is_wide, atoms)) or _names_algorithm(eqn):
             self.b.keep(eqn, atoms)
             return
         (out,) = eqn.outvars
         start = len(self.b.eqns)
         operands = [self.low(a) for a in atoms]
-        # casts belong to the pass of the product, forward or backward
+        # JAX's name stack in the source info tells forward from backward, so casts copy it
         for k in range(start, len(self.b.eqns)):
             self.b.eqns[k] = self.b.eqns[k].replace(source_info=eqn.source_info)
         dtype = jnp.dtype(self.dtype)
@@ -308,11 +315,11 @@ class _LowWriter:
         (product,) = self.b.copy(eqn, operands, [out.aval.update(dtype=dtype)], **params)
         self._low[out] = product
         self.b.call(converted(out.aval.dtype), product)
-        # the cast takes the name of the product for its readers, and its line for messages
+        # readers of the product read the cast instead, and messages show the line of the product
         self.b.eqns[-1] = self.b.eqns[-1].replace(outvars=[out], source_info=eqn.source_info)
 
     def low(self, atom: Atom) -> Atom:
-        """Return a value in 16 bits, converted as early as possible."""
+        """Return a value in 16 bits, cast as early as possible."""
         if atom.aval.dtype == self.dtype:
             return atom
         if isinstance(atom, Literal):
@@ -324,7 +331,7 @@ class _LowWriter:
     def _convert(self, atom: Var) -> Atom:
         eqn = self._producers.get(atom)
         if eqn is not None and is_rearrangement(eqn) and len(eqn.outvars) == 1:
-            # the operand is cast instead, so that a parameter's slice is
+            # cast the operand instead: if it is a parameter, its slice is cast before the gather
             operand = self.low(self.read(eqn.invars[0]))
             return self.b.copy(eqn, [operand], [atom.aval.update(dtype=jnp.dtype(self.dtype))])[0]
         if eqn is not None and _widens(eqn, self.dtype):
@@ -332,13 +339,16 @@ class _LowWriter:
         return self.b.call(converted(self.dtype), atom)[0]
 
     def _write_bodies(self, eqn: JaxprEqn, atoms: Sequence[Atom]) -> None:
-        """Write an equation with bodies: products in 16 bits, and operands that are cast before."""
+        """Write an equation with bodies, with the products of its bodies in 16 bits.
+
+        Casts of parameters move from the bodies to the operands.
+        """
         name = eqn.primitive.name
         operands = list(atoms)
 
         def lower(body: Any) -> Any:
             hoist = known = [False] * len(opened(body).invars)
-            if name == SCAN or name in REMAT:  # operands are the inputs of the only body
+            if name == SCAN or name in REMAT:  # the operands are the inputs of the only body
                 carried = wiring(eqn).carried
                 hoist = [k not in carried for k in range(len(eqn.invars))]
                 known = [isinstance(a, Var) and a in self.params for a in eqn.invars]
@@ -355,7 +365,7 @@ class _LowWriter:
 def _lower_body(
     body: Any, dtype: Any, params: Sequence[bool], hoist: Sequence[bool]
 ) -> tuple[Any, list[bool]]:
-    """Return a body with products in 16 bits, and for each input True if it is now in 16 bits.
+    """Return a body with products in 16 bits, and for each input True if its type is now 16 bits.
 
     Args:
       body: the body.
@@ -384,7 +394,7 @@ def _lower_body(
 
 
 def _is_only_cast(body: Jaxpr, v: Var, dtype: Any) -> bool:
-    """Return True if an input of a body has readers, and all of them cast it to a type."""
+    """Return True if a body reads an input, and only to cast it to a type."""
     readers = 0
     for eqn in body.eqns:
         if any(a is v for a in eqn.invars):
@@ -395,7 +405,7 @@ def _is_only_cast(body: Jaxpr, v: Var, dtype: Any) -> bool:
 
 
 def _narrow_inputs(body: ClosedJaxpr, narrow: Sequence[bool], dtype: Any) -> ClosedJaxpr:
-    """Return a body that takes some inputs in the type to which it casts them."""
+    """Return a body whose inputs marked in `narrow` have the type to which it cast them."""
     inner = opened(body)
     b = Builder(body)
     env: dict[Var, Atom] = {}
@@ -427,7 +437,7 @@ def _names_algorithm(eqn: JaxprEqn) -> bool:
 
 
 def _widens(eqn: JaxprEqn, dtype: Any) -> bool:
-    """Return True if an equation casts from `dtype`, so that a cast back loses nothing."""
+    """Return True if an equation casts from `dtype` to a wider type: a cast back is exact."""
     return is_cast(eqn) and bool(eqn.invars[0].aval.dtype == dtype)
 
 
@@ -442,8 +452,8 @@ def _multiply_seed(seed: jax.Array, scale: jax.Array) -> jax.Array:
 def next_scale(s: LossScaling) -> Callable[..., tuple[jax.Array, ...]]:
     """Return a function that updates the state of a dynamic scale.
 
-    It maps (True if all gradients are finite, good steps, scale, skipped steps) to the last three
-    after the step.
+    Its arguments are `finite`, the number of good steps, the scale, and the number of skipped
+    steps. `finite` is True if all gradients are finite. It returns the last three after the step.
     """
 
     def fn(
@@ -460,13 +470,13 @@ def next_scale(s: LossScaling) -> Callable[..., tuple[jax.Array, ...]]:
 
 
 def unscale(g: jax.Array, scale: jax.Array) -> jax.Array:
-    """Divide a gradient by the scale, in 32 bits at least: float16 may lack the scale."""
+    """Divide a gradient by the scale, in at least 32 bits: a scale may overflow float16."""
     wide = jnp.promote_types(g.dtype, jnp.float32)
     return (g.astype(wide) / scale.astype(wide)).astype(g.dtype)
 
 
 def all_finite(*xs: jax.Array) -> jax.Array:
-    """Return True if every number is finite."""
+    """Return True if all elements of all arrays are finite."""
     return functools.reduce(
         jnp.logical_and, [jnp.all(jnp.isfinite(x)) for x in xs], jnp.bool_(True)
     )

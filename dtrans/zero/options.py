@@ -33,9 +33,10 @@ class LossScaling:
 
     Attributes:
       initial: the first scale.
-      dynamic: True if the scale follows the gradients. If a gradient is not finite, the step
-        changes nothing and the scale is divided by `factor`. After `interval` finite steps it is
-        multiplied by `factor`. A fixed scale never changes, and skips no step.
+      dynamic: True to adapt the scale to the gradients. If a gradient is not finite, the step
+        changes no parameter and no state, and the scale is divided by `factor`. After `interval`
+        finite steps in a row the scale is multiplied by `factor`. A fixed scale never changes, and
+        skips no step.
       factor, interval: see `dynamic`.
 
     Raises:
@@ -55,7 +56,7 @@ class LossScaling:
     interval: int = 2000
 
     def __post_init__(self) -> None:
-        # a dynamic scale is never less than 1
+        # `next_scale` keeps a dynamic scale at 1 or more
         check_number(
             "initial", self.initial, "a number from 1 to 3.4e38", lambda x: 1 <= x <= _LARGEST
         )
@@ -68,16 +69,17 @@ class Precision:
     """Types in which a step computes.
 
     Attributes:
-      dtype: "bf16" or "fp16", the type of matrix products (`dtrans.zero.mixed_precision`). If only
-        products read a parameter, it is gathered, and its gradient reduced, in this type. The
-        update keeps its types, and each rank has slices of its parameters in every stage. Stages 1
-        and 2 gather them once in a step (or micro-step). None changes no type.
-      loss_scaling: the scaling of the loss, or a fixed scale. The default for "fp16" is dynamic. It
-        starts at 2^15. A step in which a gradient of any rank is not finite halves it, and changes
-        nothing else. It doubles after 2,000 other steps. "bf16" needs no scale.
+      dtype: "bf16" or "fp16", the type of matrix products (`dtrans.zero.mixed_precision`). None
+        changes no type. If only products read a parameter, it is gathered in this type, and its
+        gradient is reduced in this type. The update keeps its types. Parameters are slices between
+        steps in every stage; stages 1 and 2 gather them once in a step (or micro-step).
+      loss_scaling: a `LossScaling`, or a number for a fixed scale. The default for "fp16" is a
+        dynamic scale: it starts at 2^15 and doubles after 2,000 finite steps. A step in which a
+        gradient of any rank is not finite halves it, and changes nothing else. "bf16" needs no
+        scale.
 
     Raises:
-      ConfigError: a value is out of range, or a scale has no type.
+      ConfigError: a value is out of range, or `loss_scaling` is given without `dtype`.
 
     Example:
       >>> import dtrans
@@ -105,40 +107,40 @@ class Precision:
 
     @classmethod
     def from_option(cls, value: Any) -> Precision:
-        """Return the record for the option `precision`: a record, its `dtype`, or None."""
+        """Return the record for the option `precision`, which is a record, its `dtype`, or None."""
         return value if isinstance(value, cls) else cls(value)
 
     @property
     def scaling(self) -> LossScaling | None:
-        """Scaling of the loss, if any."""
+        """Scaling of the loss; None if the loss is not scaled."""
         assert self.loss_scaling is None or isinstance(self.loss_scaling, LossScaling)
         return self.loss_scaling
 
 
 @dataclasses.dataclass(frozen=True)
 class Slicing:
-    """Sharding of leaves over ranks, and the gather of leaves from slices.
+    """Sharding of parameters over ranks, and the gather of parameters from slices.
 
     Attributes:
       partition: "rows" cuts each parameter. "greedy_even" and "use_order" assign whole parameters
-        to ranks. Only its owner updates a parameter and stores its state. Use these if the update
-        mixes the rows of every leaf, which is expensive on slices; see
-        `dtrans.zero.by_leaf.layout`. They need stage 1 or 2 and no `precision`, and ignore
+        to ranks, and only the owner of a parameter updates it and stores its state. They suit
+        updates that mix the rows of every parameter, which is expensive on slices
+        (`dtrans.zero.by_leaf.layout`). They need stage 1 or 2 and no `precision`, and ignore
         `min_slice_size`.
       min_slice_size: the smallest number of elements of a parameter that is cut.
       gather_bucket_MB: in stage 3, the size up to which adjacent gathers of parameters are
         combined. 0 gathers each separately.
-      prefetch: in stage 3, the number of parameters that are gathered ahead; in a loop, the first
-        one of the next layer. 1 by default, 0 without `overlap`. By default jobs do not prefetch in
-        loops on platforms that do not overlap gathers with computation
-        (`dtrans.run.base.platforms`).
-      overlap: let collectives overlap with computation. Without it, each starts when the previous
-        one has ended.
-      axis_name, replica_axis_name: names of the mesh axes: over the ranks of a group, and over
+      prefetch: in stage 3, the number of parameters that are gathered ahead. A loop over layers
+        gathers only the first parameter of the next layer ahead. The default is 1, or 0 without
+        `overlap`. By default, loops prefetch only on platforms that overlap gathers with
+        computation (`dtrans.run.base.platforms`).
+      overlap: True to let collectives overlap with computation. False starts each collective when
+        the previous one has ended.
+      axis_name, replica_axis_name: names of two mesh axes: over the ranks of a group, and over the
         groups.
 
     Raises:
-      ConfigError: a value is out of range, or a prefetch lacks overlap.
+      ConfigError: a value is out of range, or `prefetch` is given with `overlap=False`.
 
     Example:
       >>> import dtrans
@@ -171,7 +173,8 @@ class Slicing:
         check_name("replica_axis_name", self.replica_axis_name, "the name of an axis")
         if self.axis_name == self.replica_axis_name:
             raise ConfigError(
-                f"axis_name and replica_axis_name are both {self.axis_name!r}; pass two names"
+                f"axis_name and replica_axis_name are both {self.axis_name!r}; pass two different "
+                "names"
             )
 
 
@@ -204,8 +207,8 @@ class ShardingOptions(Options):
         if clips_each and self.precision.scaling is not None:
             raise ConfigError(
                 f"clip_local_per='micro_batch' and precision={dtype!r} with a scaled loss: the "
-                "scale enlarges gradients of micro-batches; pass clip_local_per='step', or "
-                "precision='bf16'"
+                "gradients of micro-batches are still multiplied by the scale; pass "
+                "clip_local_per='step', or precision='bf16'"
             )
         chains = self.reduce.chains
         if not slices.overlap and chains is not None and chains > 1:
@@ -221,8 +224,8 @@ class ShardingOptions(Options):
                 f"{self._micro_steps} in stage {self.stage}": self._scatters_micro_steps,
             }
             why = (
-                "owners store whole leaves and their state, and each rank has all parameters, and "
-                "all gradients of a micro-step; use partition='rows'"
+                "this partition needs all parameters, and all gradients of a micro-step, on every "
+                "rank; use partition='rows'"
             )
             check_together(others, why, f"partition={slices.partition!r}")
 
@@ -236,7 +239,7 @@ class ShardingOptions(Options):
         return self.num_micro_batch > 1 and self.stage > 1
 
     def _check_micro_steps(self) -> None:
-        """Refuse options that need the full gradient of all micro-steps of a rank."""
+        """Refuse options that need a rank's full gradient over all micro-steps."""
         if not self._scatters_micro_steps:
             return
         where = f"{self._micro_steps} in stage {self.stage}: each micro-step scatters its gradients"
@@ -247,22 +250,27 @@ class ShardingOptions(Options):
             )
         if norm is not None:
             raise ConfigError(
-                f"clip_local_norm={norm!r} and {where}, and no rank has its full gradient; use "
-                "stage 1"
+                f"clip_local_norm={norm!r} and {where}, so that no rank has its full gradient; "
+                "use stage 1"
             )
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
-        """Named axes of the ranks, with sizes: groups, and the ranks of a group."""
-        outer = ((self.slices.replica_axis_name, self.replicas),) if self.replicas > 1 else ()
-        return (*outer, (self.axis_name, self.degree)) if self.degree > 1 or not outer else outer
+        """Named axes of the ranks, with sizes: the groups, then the ranks of a group."""
+        inner = (self.axis_name, self.degree)
+        if self.replicas == 1:
+            return (inner,)
+        outer = (self.slices.replica_axis_name, self.replicas)
+        return (outer, inner) if self.degree > 1 else (outer,)
 
     @property
     def prefetch(self) -> int:
-        """Number of parameters that are gathered ahead."""
-        return int(self.slices.overlap) if self.slices.prefetch is None else self.slices.prefetch
+        """Number of parameters that are gathered ahead in stage 3."""
+        if self.slices.prefetch is not None:
+            return self.slices.prefetch
+        return 1 if self.slices.overlap else 0
 
     @property
     def slices_params(self) -> bool:
-        """True if parameters are slices between steps: in stage 3, and in 16 bits."""
+        """True if parameters are slices between steps: in stage 3, or with products in 16 bits."""
         return self.stage == 3 or self.precision.dtype is not None

@@ -29,9 +29,9 @@ class ShardingPlan(CollectivePlan):
     It has the attributes of `CollectivePlan`, and these.
 
     Attributes:
-      slices: the cut leaves, their dimensions, and the reasons why others are not cut.
+      slices: the cut leaves, their dimensions, and the reasons why other leaves are not cut.
       gathers: the values that the update gathers, with reasons.
-      owned: the owner of each leaf, if leaves are assigned to ranks instead of cut.
+      owned: the owner of each leaf, if ranks own whole leaves; None if leaves are cut.
     """
 
     options: ShardingOptions
@@ -55,15 +55,15 @@ class ShardingPlan(CollectivePlan):
         """Return the plan for another number of ranks: more or fewer groups of the same degree.
 
         Raises:
-          ConfigError: the number is no multiple of the degree.
+          ConfigError: the degree does not divide the number.
         """
         if trainers == self.trainers:
             return self
         o = self.options
         if trainers % o.degree:
             raise ConfigError(
-                f"{trainers} ranks are no multiple of degree={o.degree}; start "
-                f"{o.degree * max(1, trainers // o.degree)} ranks"
+                f"the number of ranks is {trainers}, expected a multiple of degree={o.degree}; "
+                f"start {o.degree * max(1, trainers // o.degree)} ranks"
             )
         options = dataclasses.replace(o, trainers=trainers, replicas=trainers // o.degree)
         replanned: ShardingPlan = self.replan(options)
@@ -75,7 +75,8 @@ class ShardingPlan(CollectivePlan):
         """Return the bytes that a rank stores between steps.
 
         Returns:
-          Bytes of `params` and of `opt_state`, both with padding, and of their `padding` alone.
+          "params" and "opt_state" to their bytes, with padding, and "padding" to the bytes of
+          padding alone.
         """
         padding = 0
         for name, cut in self.cuts.items():
@@ -94,9 +95,9 @@ class ShardingPlan(CollectivePlan):
     def traffic(self) -> dict[tuple[str, str], int]:
         """Return the bytes of collectives in a step, by primitive and axis.
 
-        A gather counts its output, a reduction its input: Psi for a model of Psi bytes. The bytes
-        that cross a link depend on the algorithm: (N - 1)/N of this in a ring, twice as much for an
-        all-reduce.
+        A gather counts the size of its output, a reduction the size of its input. So a gather of
+        all parameters counts the size of the model. The bytes on a link depend on the algorithm. In
+        a ring they are (N - 1)/N of this number, and twice as many for an all-reduce.
         """
         found: dict[tuple[str, str], int] = {}
         for eqn, times in collectives(self.program.jaxpr):
@@ -109,7 +110,7 @@ class ShardingPlan(CollectivePlan):
 
     @cached_property
     def notes(self) -> list[str]:
-        """Remarks for the user that the table does not show."""
+        """Remarks that are printed below the table of the plan."""
         notes = [] if self.shared is None else list(self.shared.notes)
         stored = ", ".join(f"{count:,} bytes of {kind}" for kind, count in self.memory().items())
         notes.append(f"each rank holds {stored}")

@@ -1,11 +1,11 @@
-"""Loop over layers that gathers the next layer while it computes one.
+"""Loop over layers that gathers the next layer while it computes the current one.
 
     scan: gather, compute      becomes      gather
                                             scan: gather the next layer, compute
                                             compute the last layer
 
-The scan carries the gathered layer. The last layer is computed after the scan, since there is no
-next layer to gather: as many bytes move as before. Each iteration indexes the stacked operands,
+The scan carries the gathered layer. The last layer is computed after the scan, because it has no
+next layer to gather. So as many bytes move as before. Each iteration indexes the stacked operands,
 because shifting them by one layer would copy them.
 """
 
@@ -40,7 +40,7 @@ def prefetch_layers(
     types: Sequence[Any],
     outvars: list[Var],
 ) -> JaxprEqn:
-    """Return the loop as one equation.
+    """Rewrite a loop over layers so that it prefetches; return the result as one equation.
 
     Args:
       eqn: the loop over layers, a `scan`.
@@ -56,7 +56,9 @@ def prefetch_layers(
     consts = first_stack - carried
     run: Callable[..., Any] = jaxpr_as_fun(body)
     stacked_types = avals(opened(body).outvars[carried:])
-    first, last, step = (length - 1, 0, -1) if is_reversed(eqn) else (0, length - 1, 1)
+    first, last, step = 0, length - 1, 1
+    if is_reversed(eqn):
+        first, last, step = last, first, -1
 
     def loop(*operands: Any) -> Any:
         fixed, carry = operands[:consts], operands[consts:first_stack]

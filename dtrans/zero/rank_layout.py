@@ -37,7 +37,7 @@ from dtrans.zero.update import slice_half
 class RankLayout:
     """Layout of a step on ranks.
 
-    It depends on the batch's shape only if the update contains numbers of that size.
+    It depends on the batch's shape only if the update contains the batch size as a number.
 
     Attributes:
       o: the options.
@@ -45,9 +45,9 @@ class RankLayout:
       slices: the leaves and state that are cut.
       half: the optimize half of a rank.
       gathers: the values that the update gathers, with reasons.
-      owned: the owner of each leaf, if leaves are assigned whole.
+      owned: the owner of each leaf, if ranks own whole leaves; None if leaves are cut.
       groups: the stage of each leaf in a pipeline. A collective combines leaves of one stage only.
-      sums: further inputs that are slices: sums of gradients that were scattered before.
+      sums: further inputs that are slices: gradients that a pipeline has scattered and summed.
     """
 
     o: ShardingOptions
@@ -69,10 +69,11 @@ class RankLayout:
           step: the step, cut.
           o: the options.
           merges: the merge rule of each result.
-          planned: the slices for another batch size, which the state has already.
+          planned: the slices that were chosen for another batch size; the state is stored in them.
 
         Raises:
-          ConfigError: leaves have owners, and the update or forward needs values that they lack.
+          ConfigError: ranks own whole leaves, and an owner would need values that only other ranks
+            have.
         """
         if o.degree == 1:
             analysis = analyse(step.optimize, step.params)
@@ -83,8 +84,8 @@ class RankLayout:
             if rows := sorted(differing.intersection(step.batch)):
                 raise ConfigError(
                     f"partition={o.slices.partition!r}: the update of {step.program.name} reads "
-                    f"{rows[0]}, and the owner of a leaf has only its rows of it; use "
-                    "partition='rows'"
+                    f"all rows of {rows[0]}, but the owner of a leaf has only its part of the "
+                    "batch; use partition='rows'"
                 )
             owned = LeafOwners.from_step(step, o)
             return cls(o, merges, owned.slices, owned.half, owned=owned)
@@ -105,10 +106,10 @@ class RankLayout:
 
         Args:
           planned: the step of this layout.
-          again: the step of the other size.
+          again: the same step, traced at the other size.
 
         Raises:
-          BatchError: other slices would be cut.
+          BatchError: the other size needs other slices.
         """
         if not planned.handed and not planned.optimize.differing_outputs(again.optimize):
             return self
@@ -138,7 +139,7 @@ class RankLayout:
         if o.stage == 1 or self._weights_or_clips or o.reduce.compress is not None:
             return {}
         eqns, _ = trainer_equations(step)
-        # ranks sum up no others
+        # replicated gradients are not reduced, so that nothing is scattered
         leaves = [n for n in self.slices.leaves if n not in self.replicated]
         gradients = summed_gradients(step, eqns, leaves)
         rows = {g: RowAxis(n, self.slices.leaves[n].axis) for g, n in gradients.items()}
@@ -152,12 +153,12 @@ class RankLayout:
         return found
 
     def spec_of(self, step: Cut) -> Callable[[str], ScatterSpec]:
-        """Return a function from a leaf to the spec of its gradient's reduction."""
+        """Return a function that maps a leaf to the spec of its gradient's reduction."""
         layers = set(self.layer_gradients(step).values())
         compress: dict[str, str] = {}
         dtype = self.o.precision.dtype
         if dtype is not None:
-            # a loop that scatters layers reduces them in 16 bits already
+            # a loop that scatters gradients of layers reduces them in 16 bits already
             compress = dict.fromkeys(low_gradients(step, COMPRESSED[dtype]) - layers, dtype)
         return scatter_specs(self.slices.leaves, layers, compress, self.replicated, self.groups)
 
@@ -170,10 +171,11 @@ class RankLayout:
 
     @property
     def replicated(self) -> Collection[str]:
-        """Leaves whose gradients are equal on all ranks; none if ranks weight or clip gradients.
+        """Leaves whose gradients are equal on all ranks, and therefore not reduced.
 
-        With micro-steps that add up, a term that no row enters belongs to the first micro-step of
-        the first rank.
+        There are none if ranks weight or clip their gradients. There are none with summed
+        micro-steps either: a gradient term that does not depend on the batch is then added by one
+        rank only.
         """
         adds_terms = self.o.num_micro_batch > 1 and self.o.reduce.op == "sum"
         return () if self._weights_or_clips or adds_terms else self.slices.replicated

@@ -1,10 +1,10 @@
 """Program of a rank.
 
-    inputs                slices, or the step's variables
+    inputs                slices of cut arrays; other arrays in full
     forward, backward     `Gatherer` if parameters are slices, or loops scatter; copies otherwise
-    gradients             `Scatterer`: in stage 1 after the backward pass, later one by one
+    gradients             `Scatterer`: after the backward pass in stage 1, else one by one
     update                `RankUpdate`: the optimize half on slices, skipped for infinite gradients
-    parameters            gathered, in stages 1 and 2 without mixed precision
+    parameters            gathered in stages 1 and 2, unless products are in 16 bits
     results               merged as in nccl2 mode; results of gradients are computed from slices
 
 `dtrans.zero.rank_layout` decides which values are slices.
@@ -43,7 +43,7 @@ from dtrans.zero.reduce_scatter import Scatterer, scatter_specs
 from dtrans.zero.slice_analysis import GatherOptions, SliceAnalysis, SliceInputs
 
 
-# Writes gradients, as slices of cut leaves, from the inputs by name; yields them by leaf.
+# (builder, inputs by name) -> pairs (leaf, gradient); gradients of cut leaves are slices
 WriteGradients = Callable[[Builder, Mapping[str, Atom]], Iterator[tuple[str, Atom]]]
 
 HalfWriterOf = Callable[[Sequence[JaxprEqn], Sequence[str], Sequence[tuple[int, Atom]]], HalfWriter]
@@ -55,7 +55,7 @@ def write_rank(step: Cut, layout: RankLayout, gradients: WriteGradients | None =
     Args:
       step: the step, cut.
       layout: the layout of the step.
-      gradients: writes gradients in place of forward and backward.
+      gradients: writes the gradients; without it, the forward and backward pass of `step` do.
     """
     return RankWriter(step, layout, gradients).write()
 
@@ -75,7 +75,7 @@ class RankWriter:
         self.spec_of = layout.spec_of(step)
         self.reduce_options: ShardingOptions = o
         if not o.slices.overlap and not o.reduce.chains:
-            # in one chain, reductions run one after the other
+            # reductions of one chain run one after the other
             one_chain = dataclasses.replace(o.reduce, chains=1)
             self.reduce_options = dataclasses.replace(o, reduce=one_chain)
         self.scale: Atom | None = None
@@ -86,7 +86,7 @@ class RankWriter:
         self.local = self._take_inputs()
 
     def _take_inputs(self) -> dict[str, Atom]:
-        """Add the inputs of the program; return the values of a rank by name."""
+        """Add the inputs of the program; return them by name."""
         step, b, o, invars = self.step, self.b, self.o, self.source.invars
         cuts = self.layout.cuts
         types = {n: s.rank_type(self.source.inputs[n]) for n, s in cuts.items()}
@@ -141,10 +141,11 @@ class RankWriter:
     # -- forward and backward --------------------------------------------------------------------
 
     def _write_means(self, found: dict[str, Atom]) -> Scatterer:
-        """Write forward, backward and the reductions; add the outputs to `found`.
+        """Write forward, backward and the reductions; add the outputs of forward and backward to
+        `found`.
 
         Returns:
-          The writer of the reductions, with the reduced gradients.
+          The writer of the reductions, which has the reduced gradients.
         """
         step, b, o = self.step, self.b, self.o
         values: dict[str, Atom] = subset(step.gradients, ready_order(step))
@@ -173,7 +174,7 @@ class RankWriter:
 
         Args:
           values: the step's gradients.
-          example_count: the weight of this rank, if means are weighted.
+          example_count: the weight of this rank, if gradients are averaged with weights.
           are_scattered: True if all gradients of cut leaves are slices already.
         """
         b, o, owned = self.b, self.reduce_options, self.layout.owned
@@ -200,7 +201,7 @@ class RankWriter:
           step: the step, or a micro-step.
           results: the outputs to compute.
           on_gradient: called with each gradient; in stage 1 after the backward pass.
-          local: the values of a rank by name.
+          local: the rank's inputs by name.
         """
         delayed: list[tuple[str, Atom]] = []
         delay = lambda leaf, grad: delayed.append((leaf, grad))
@@ -214,7 +215,11 @@ class RankWriter:
         return found
 
     def _arrange(self, step: Cut) -> Arrange:
-        """Return the function that reorders equations and removes residuals of layers."""
+        """Return a function that changes the equations of forward and backward before they are
+        written.
+
+        It fuses transposes, and removes residuals that depend on layers only.
+        """
         o, jaxpr, vars_of = self.o, step.program.jaxpr, step.program.invars
         rows: dict[Var, RowAxis] = {}
         if o.stage == 3:
@@ -236,7 +241,7 @@ class RankWriter:
         return arrange
 
     def _gatherer(self, b: Builder, step: Cut, local: Mapping[str, Atom]) -> HalfWriterOf:
-        """Return the function that makes the writer of equations that read slices."""
+        """Return a function that creates the writer of forward and backward on slices."""
         vars_of = step.program.invars
         layers = self.layout.layer_gradients(step)
         options = self._gather_options(step, layers)
@@ -255,7 +260,7 @@ class RankWriter:
             plain = list(map(inline_inside, eqns))
             atoms = [a for _, a in ends]
             gatherer = Gatherer(b, step.program.jaxpr, plain, roles, inputs, options, atoms)
-            # gradients that are equal on all ranks may be computed as slices
+            # a gradient that depends on parameters only may be computed as slices
             sliced = set()
             for n, g in step.gradients.items():
                 if not isinstance(g, Var) or n not in self.layout.replicated:
@@ -311,9 +316,9 @@ class RankWriter:
 
 
 class _MicroStepScatterer(Scatterer):
-    """Writer of the scatters of one micro-step, inside a group.
+    """Writer of the reduce-scatters of one micro-step, over the ranks of a group.
 
-    Sums over micro-steps and groups, and means, come after the last micro-step.
+    Gradients are summed over groups, and averaged, after the last micro-step.
     """
 
     adds_up = False

@@ -29,8 +29,8 @@ class RankUpdate:
       b: the builder to write with.
       step: the step, cut.
       layout: the layout of the step.
-      local: the values of a rank by name: inputs, and values of forward for the update.
-      scale: the scale of the loss, if there is one.
+      local: the rank's inputs, and forward values for the update, by name.
+      scale: the scale of the loss; None if the loss is not scaled.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class RankUpdate:
         return b.call(rows_from(s.axis, s.part, s.padded), self.local[leaf], start)[0]
 
     def _gather(self, slices: Mapping[str, Atom]) -> dict[str, Atom]:
-        """Write gathers of slices of leaves, in buckets; return the leaves."""
+        """Write gathers of leaves from their slices, in buckets; return the full leaves by name."""
         b, o = self.b, self.o
         b.role = DIST
         found: dict[str, Atom] = {}
@@ -135,10 +135,10 @@ class RankUpdate:
             return {}
         if self.layout.owned is not None:
             means = self.layout.owned.gather_gradients(b, means, o)
-        here = set(b.invars)
+        computed = set(b.invars)
         for eqn in b.eqns:
-            here.update(eqn.outvars)
-        results = GradientResults(step, self.leaves, here, differing_values(step, o))
+            computed.update(eqn.outvars)
+        results = GradientResults(step, self.leaves, computed, differing_values(step, o))
         cuts: dict[Name, Sliced] = {}
         for leaf, sliced in self.leaves.items():
             if leaf not in results.mixed:
@@ -147,7 +147,7 @@ class RankUpdate:
                     cuts[leaf] = sliced
         half, _ = slice_half(results.half, cuts, o.degree, o.axis_name)
 
-        # leaves that meet rows of the batch are read in full
+        # leaves that are combined with rows of the batch are read in full
         full_grads = self._gather({n: means[n] for n in results.mixed if n in half.graded})
         params = {n: self.local[n] for n in results.mixed if n in half.in_names}
         if o.slices_params:
@@ -166,10 +166,11 @@ class RankUpdate:
     # -- loss scaling ----------------------------------------------------------------------------
 
     def unscale_gradients(self, means: Mapping[str, Atom]) -> tuple[dict[str, Atom], Atom | None]:
-        """Write the gradients of the unscaled loss.
+        """Write the division of gradients by the scale of the loss.
 
         Returns:
-          The gradients, and with a dynamic scale True if all are finite, on every rank.
+          The divided gradients, and a value that is True if all gradients of all ranks are finite.
+          The second is None without a dynamic scale.
         """
         b, scaling = self.b, self.o.precision.scaling
         if scaling is None or self.scale is None:
@@ -180,14 +181,14 @@ class RankUpdate:
             return unscaled, None
         (finite,) = b.call(all_finite, *means.values())
         if self.leaves:
-            # each rank has seen its slices only
+            # each rank has checked its own slices only
             over = (self.o.axis_name,)
             (finite,) = b.bind(all_reduce_p, finite, op="and", name="finite", owners=(), over=over)
             b.labels[finite] = "finite"
         return unscaled, finite
 
     def skip_unless(self, finite: Atom, found: Mapping[str, Atom]) -> dict[str, Atom]:
-        """Write the state after the step, which is the old one if a gradient is not finite.
+        """Write the choice of the new state, or of the old state if a gradient is not finite.
 
         Args:
           finite: True if all gradients are finite.

@@ -1,7 +1,7 @@
 """Values that differ from rank to rank, in a step and in the bodies of its loops and branches.
 
-Values computed from the batch are *local*: each rank has its own. All others are equal on every
-rank.
+A value is *local* if it depends on the batch or on the index of the rank: each rank computes its
+own. All other values are equal on every rank.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def local_values(
     Args:
       eqns: the equations.
       seeds: inputs that differ from rank to rank.
-      completed: collectives whose results are equal on every rank. By default, results of a
-        collective differ if its operands do.
+      completed: collectives whose results are equal on every rank. The results of other collectives
+        differ if their operands do.
     """
     return _local(forward(_differing(completed), eqns, dict.fromkeys(seeds, True)))
 
@@ -33,7 +33,7 @@ def local_inside(eqn: JaxprEqn, local: Collection[Var]) -> list[set[Var]]:
 
     Args:
       eqn: the equation.
-      local: values outside it that differ.
+      local: values outside the equation that differ from rank to rank.
     """
     start = {a: True for a in eqn.invars if isinstance(a, Var) and a in local}
     (entered,) = forward(_differing(()), [eqn], start).entered.values()
@@ -61,5 +61,5 @@ def _differing(completed: Collection[Primitive]) -> ForwardAnalysis[bool]:
 
 
 def _reads_rank_inside(eqn: JaxprEqn) -> bool:
-    """Return True if a nested jaxpr reads the index of the rank, to draw its rows of a batch."""
+    """Return True if a nested jaxpr reads the index of the rank."""
     return any(e.primitive is trainer_index_p for e in equations_inside(eqn))

@@ -1,11 +1,12 @@
 """Reduction of gradients that ranks store as slices.
 
-Each rank sums over the sharding axis first, then its slice over the groups of ranks:
+Gradients are summed over the sharding axis first. The resulting slices are then summed over the
+groups of ranks:
 
     sliced       padded, reduce_scatter over the sharding axis; all_reduce of the slice over groups
     layers       scattered by a loop, layer by layer; all_reduce of the slice over groups
     full         all_reduce over both axes
-    replicated   no reduction: all ranks compute the same gradient, and each takes its slice
+    replicated   no reduction: every rank computes the same gradient, and keeps its slice of it
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class ScatterSpec(ReduceSpec):
 
     Attributes:
       axis: the dimension along which it is scattered; None for a gradient that is not cut.
-      layers: True if a loop has scattered it already.
+      layers: True if a loop has scattered it already, layer by layer.
     """
 
     axis: int | None = None
@@ -47,14 +48,15 @@ def scatter_specs(
     replicated: Collection[str] = (),
     groups: Mapping[str, int] | None = None,
 ) -> Callable[[str], ScatterSpec]:
-    """Return a function from a leaf to the spec of its gradient.
+    """Return a function that maps a leaf to the spec of its gradient's reduction.
 
     Args:
       slices: the cut leaves.
       layers: leaves whose gradients loops scatter.
-      compress: the type in which a gradient is reduced, if that is not its type.
+      compress: maps a leaf to the type in which its gradient is reduced; other gradients keep their
+        type.
       replicated: leaves whose gradients are equal on all ranks.
-      groups: the index of the place that computes a gradient, if there are several.
+      groups: maps a leaf to the stage of a pipeline that computes its gradient.
     """
     groups = groups or {}
 
@@ -71,7 +73,7 @@ def scatter_specs(
 
 
 class Scatterer(Reducer):
-    """Writer of reductions; the `means` of cut leaves are slices.
+    """Writer of reductions; `means` contains slices for cut leaves.
 
     Args:
       b, values, o, example_count, suffix, scale: as for `Reducer`.
@@ -79,7 +81,7 @@ class Scatterer(Reducer):
       spec_of: returns the spec of a leaf's gradient.
     """
 
-    # False for a writer whose `means` are still to be summed over groups and micro-steps
+    # False if the caller still sums `means` over groups and micro-steps
     adds_up = True
 
     def __init__(
@@ -99,7 +101,7 @@ class Scatterer(Reducer):
         self.options = o
 
     def add(self, leaf: str, grad: Atom) -> None:
-        """Add a gradient; reduce its bucket if it is complete. Replicated ones need no sum."""
+        """Add a gradient; reduce its bucket if it is complete. Replicated gradients need no sum."""
         if not self.spec_of(leaf).is_replicated:
             super().add(leaf, grad)
             return
@@ -110,7 +112,7 @@ class Scatterer(Reducer):
             (index,) = b.bind(trainer_index_p, over=(o.axis_name,))
             grad = b.call(_take_slice(cut.axis, cut.part, cut.padded), grad, index)[0]
         if self.adds_up and o.reduce.op == "sum" and o.trainers > 1:
-            # the sum over ranks counts the gradient once for each
+            # a sum over ranks contains the gradient once for each rank
             grad = b.call(times(o.trainers), grad)[0]
         b.role = role
         self.means[leaf] = grad
@@ -140,7 +142,7 @@ class Scatterer(Reducer):
         )
 
     def _compress(self, bucket: Bucket) -> str | None:
-        """Return the type of a bucket's reduction; None for its own type, or after a loop."""
+        """Return the type in which a bucket is reduced; None for its own type."""
         if self.spec_of(bucket.leaves[0]).layers and self.options.replicas == 1:
             return None
         return super()._compress(bucket)

@@ -1,14 +1,14 @@
-"""Search for the point at which gradients from loops become slices: layer by layer, in the loop.
+"""Analysis of gradients that loops can scatter: each layer's gradient in the layer's iteration.
 
-Rows that are wanted of a gradient determine the rows that are wanted of its terms. The search goes
-from the last equation to the first, while equations are linear and keep rows:
+The update wants slices of a gradient, so it wants slices of the terms of the gradient. The search
+follows these from the last equation to the first, while equations are linear and keep rows:
 
-    g = add_any a b          rows of g are those of a and of b
-    a = pad a'               (of layers 0 to 8)
+    g = add_any a b          slices of g are computed from slices of a and of b
+    a = pad a'               (layers 0 to 8)
     a' = scan ...            computed by a loop: each iteration scatters one layer
-    b = mul 2 w              depends on leaves alone: its rows, times the number of ranks
+    b = mul 2 w              depends on leaves alone: its slice, times the number of ranks
 
-A gradient that a loop carries, adding one layer's part in each iteration, is carried as slices.
+If a loop carries a gradient, and adds one layer's part in each iteration, it carries slices.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from dtrans.zero.rank_values import local_inside
 
 @dataclasses.dataclass(eq=False)
 class ScatterFlow:
-    """Rows that are wanted of the outputs of equations.
+    """Result of the search: the values that are computed as slices.
 
     Attributes:
-      rows: value to its wanted rows.
-      steps: position of an equation to its step on rows.
-      loops: position of a loop to the outputs that it computes as slices, with their rows in its
-        body.
+      rows: maps a value to the dimension of its slices (`RowAxis`).
+      steps: maps the index of an equation to its step on slices.
+      loops: maps the index of a loop to the outputs that it computes as slices, with their
+        dimensions in its body.
     """
 
     rows: dict[Var, RowAxis]
@@ -53,21 +53,22 @@ class ScatterFlow:
     loops: dict[int, dict[int, RowAxis]] = dataclasses.field(default_factory=dict)
 
     def operands(self, eqns: Sequence[JaxprEqn]) -> dict[int, Collection[int]]:
-        """Return the operands that each equation reads as slices, by its position."""
+        """Return the operands that each equation reads as slices, by its index."""
         return {i: self.operands_at(i, eqns[i]) for i in (*self.steps, *self.loops)}
 
     def operands_at(self, i: int, eqn: JaxprEqn) -> Collection[int]:
-        """Return the operands that the equation at a position reads as slices."""
+        """Return the operands that equation `i` reads as slices."""
         if i in self.steps:
             return [k for k, row in enumerate(self.steps[i].operands) if row is not None]
         return [k for k, out in wiring(eqn).carried.items() if out in self.loops[i]]
 
     def ends_of(self, v: Var, makers: Mapping[Var, tuple[int, JaxprEqn]]) -> tuple[int, bool]:
-        """Return the size of the largest value to scatter for a value; True if loops scatter some.
+        """Return the size of the largest full value to scatter for a value; True if loops scatter
+        some.
 
         Args:
           v: the value.
-          makers: the equation that computes each value, and its position.
+          makers: maps each value to the equation that computes it, and the index of that equation.
         """
         ahead, largest, in_loops = [v], 0, False
         while ahead:
@@ -85,7 +86,7 @@ class ScatterFlow:
 
 
 def makers_of(eqns: Sequence[JaxprEqn]) -> dict[Var, tuple[int, JaxprEqn]]:
-    """Return the equation that computes each value, and its position."""
+    """Return for each value the index of the equation that computes it, and the equation."""
     return {v: (i, e) for i, e in enumerate(eqns) for v in e.outvars}
 
 
@@ -96,11 +97,11 @@ def scatter_flow(
     ends: Iterable[Atom] = (),
     inputs: Collection[Var] = (),
 ) -> ScatterFlow:
-    """Propagate wanted rows from values to their operands.
+    """Find the values that are computed as slices, so that gradients are.
 
     Args:
       eqns: the equations.
-      wanted: value to its wanted rows.
+      wanted: the gradients that are wanted as slices, with their dimensions.
       local: values that differ from rank to rank.
       ends: values that are read after the equations.
       inputs: inputs that may become slices, too.
@@ -132,7 +133,7 @@ class _Search:
             self.reads.update(variables(eqn.invars))
 
     def visit(self, i: int) -> None:
-        """Propagate the rows that are wanted of an equation's outputs to its operands."""
+        """Request slices of the operands of equation `i`, if slices of its outputs are wanted."""
         eqn, flow = self.eqns[i], self.flow
         rows = {k: flow.rows[v] for k, v in enumerate(eqn.outvars) if v in flow.rows}
         if not rows:
@@ -147,7 +148,7 @@ class _Search:
                     self._want(a, row)
 
     def _want(self, a: Atom, row: RowAxis | None) -> None:
-        """Note rows of an operand, if that may become a slice: only one equation reads it."""
+        """Record that slices of an operand are wanted, if only one equation reads the operand."""
         if row is None or not isinstance(a, Var):
             return
         may_be_slice = a in self.local and a in self.sliceable and a not in self.wanted
@@ -163,11 +164,11 @@ class _Search:
         for k, row in rows.items():
             if k not in wires.stacks:
                 inside[k] = row
-            elif row.axis:  # in the body, a stack lacks its first dimension
+            elif row.axis:  # in the body, a stacked output lacks its first dimension
                 inside[k] = dataclasses.replace(row, axis=row.axis - 1)
         (local,) = local_inside(eqn, self.local)
 
-        # slices of one output may depend on those of another, so that outputs leave one by one
+        # slices of one output may depend on slices of another, so repeat until all outputs pay
         while inside:
             targets = {a: row for k, row in inside.items() if isinstance(a := body.outvars[k], Var)}
             inputs = {carried[k] for k in inside if k in carried}
@@ -191,11 +192,12 @@ def _prune(
     local: Collection[Var],
     inputs: Collection[Var],
 ) -> None:
-    """Remove steps on rows that save no memory.
+    """Remove equations on slices that save no memory.
 
-    Scattering operands saves memory only if they come from loops, or are smaller than the output.
+    It saves memory to scatter the operands of an equation instead of its output only if loops
+    compute the operands, or the operands are smaller.
     """
-    # elements that a value needs in full before it is scattered; 0 for outputs of loops
+    # value -> elements of the largest full array that is scattered for it; 0 for outputs of loops
     size: dict[Var, int] = dict.fromkeys(inputs, 0)
     for i in sorted({*flow.steps, *flow.loops}):
         eqn = eqns[i]
@@ -207,13 +209,13 @@ def _prune(
         sizes = [size.get(a, int(a.aval.size)) for a in terms if a in local]
         largest = max(sizes, default=0)
         (out,) = eqn.outvars
-        # terms that are equal on all ranks have slices without a scatter
+        # a term that is equal on all ranks is not scattered, so it always saves memory
         if len(sizes) == len(terms) and largest >= out.aval.size:
             del flow.steps[i]
         else:
             size[out] = largest
 
-    # then everything that only these steps wanted
+    # then remove what only these equations wanted
     reached = set(wanted)
     for i in sorted({*flow.steps, *flow.loops}, reverse=True):
         eqn = eqns[i]
@@ -227,7 +229,7 @@ def _prune(
 
 
 def _step_on_rows(eqn: JaxprEqn, row: RowAxis, local: Collection[Var]) -> Step | None:
-    """Return the step on rows of an equation that is linear in its partial sums, or None."""
+    """Return the step on slices of an equation that is linear in its partial sums, or None."""
     summed = {k for k, a in enumerate(eqn.invars) if isinstance(a, Var) and a in local}
     if not linear_group(eqn, summed):
         return None
@@ -238,14 +240,14 @@ def _step_on_rows(eqn: JaxprEqn, row: RowAxis, local: Collection[Var]) -> Step |
 
 
 def _pays(inner: ScatterFlow, body: Jaxpr, k: int, wires: Wiring, carried: Var | None) -> bool:
-    """Return True if slices of an output need less memory in the body.
+    """Return True if the body needs less memory when it computes an output as slices.
 
     Args:
       inner: the flow of the body.
       body: the body.
-      k: the output.
-      wires: the connections of the body with its equation.
-      carried: the input of the body, for a carried output.
+      k: the index of the output.
+      wires: the positions of the body's inputs and outputs among those of its equation.
+      carried: for a carried output, the input of the body with its previous value.
     """
     out = body.outvars[k]
     if not isinstance(out, Var) or out in body.invars:

@@ -1,19 +1,20 @@
-"""Analysis of equations that read sliced leaves: which values can be computed as slices.
+"""Analysis of equations that read sliced leaves: values that can be computed as slices.
 
-A leaf is cut along one dimension (`RowAxis`). Values computed from leaves alone, row by row, have
-slices too: a stack in another type, some layers of it, a layer at an index. So a loop can take
-slices, however it reads its layers. A layer is gathered only for an equation that mixes its rows:
+A leaf is cut along one dimension (`RowAxis`). A value that depends on leaves alone, row by row, can
+be computed as slices: a cast of a stack, some of its layers, a layer at an index. So a loop can
+take slices of a stack. A layer is gathered only for an equation that mixes its rows:
 
     w: (16, D, D), cut along its second dimension
-    stack = convert w          slices: the loop scans over these
-    layer = dynamic_slice w i  a *root*: it is gathered, and w is not
-    sum(w ** 2)                of slices, and an all_reduce
+    stack = convert w          computed as slices, which the loop scans over
+    layer = dynamic_slice w i  a *root*: an equation gathers it, instead of w
+    sum(w ** 2)                computed on slices, then an all_reduce
     dot h layer                reads the full `layer`
 
-`dtrans.engine.rules` has the strategies for an equation on slices. Values of the batch differ from
-rank to rank (they are *local*). Only values that are equal on all ranks have slices.
+A *local* value depends on the batch, and so differs from rank to rank (`dtrans.zero.rank_values`).
+A local value is never computed as slices.
 
-`dtrans.zero.slice_writer` writes the equations.
+`dtrans.engine.rules` has the strategies for an equation on slices. `dtrans.zero.slice_writer`
+writes the equations.
 """
 
 from __future__ import annotations
@@ -64,11 +65,12 @@ class GatherOptions:
     Attributes:
       axis_name: the named axis of the ranks.
       degree: the number of ranks.
-      dtypes: the type in which gradients of a leaf are reduced, if that is not their type.
+      dtypes: maps a leaf to the type in which its gradient is reduced; other gradients keep their
+        type.
       prefetch: the number of windows that are gathered ahead.
       prefetch_in_loops: the same, in loops over layers.
       segment: bytes up to which leaves of neighbouring windows are gathered together.
-      once: True if a gathered leaf is stored until its last use, in either direction.
+      once: True if a leaf is gathered once, for both forward and backward.
     """
 
     axis_name: str
@@ -82,14 +84,15 @@ class GatherOptions:
 
 @dataclasses.dataclass(frozen=True)
 class SliceInputs:
-    """Values that exist, or are wanted, as slices where equations are written.
+    """Values that exist as slices before the equations, and gradients that are wanted as slices.
 
     Attributes:
-      rows: layouts of values that exist as slices; each names its leaf.
+      rows: values that exist as slices, with their layouts; each layout names its leaf.
       local: values that differ from rank to rank.
-      wanted: gradients that are wanted as slices, and their rows.
-      slices: the slices of values, if equations are written and not only analyzed.
-      summed: inputs that are slices of gradients.
+      wanted: gradients that are wanted as slices, with their layouts.
+      slices: the variables of the slices; empty if equations are only analyzed.
+      summed: carried inputs of a loop that are slices of gradients, with the variables of the
+        slices.
     """
 
     rows: Mapping[Var, RowAxis]
@@ -101,11 +104,11 @@ class SliceInputs:
 
 @dataclasses.dataclass(frozen=True)
 class SlicedBodies:
-    """Loop, branch, or rematerialized body on slices.
+    """Bodies of a loop, a branch, or a remat that take or return slices.
 
     Attributes:
-      passed: operands that the bodies take as slices, and their rows inside.
-      wanted: outputs that are slices of gradients, and their rows inside.
+      passed: operands that the bodies take as slices, with their layouts inside.
+      wanted: outputs that are slices of gradients, with their layouts inside.
       bodies: the analyses of the bodies, which write them too.
     """
 
@@ -115,7 +118,7 @@ class SlicedBodies:
 
 
 class SliceAnalysis(SplitWriter):
-    """Analysis of equations that read sliced leaves: each rank has one slice.
+    """Analysis of equations that read sliced leaves.
 
     Args:
       b: the builder to write with.
@@ -128,11 +131,12 @@ class SliceAnalysis(SplitWriter):
 
     Attributes:
       rows: the layout of each value that can be computed as slices; it names the leaf.
-      roots: leaves, and values that are gathered themselves, that a value is computed from.
-      full: roots that an equation reads completely.
-      reads: by position, the values with slices that an equation reads completely.
-      ways: by position, the strategy of an equation on slices.
-      entered: by position, an equation whose bodies take or return slices.
+      roots: the values to gather to compute a value in full: leaves, or other values that are
+        gathered themselves.
+      full: roots that are gathered, because some equation reads them in full.
+      reads: maps the index of an equation to the sliced values that it reads in full.
+      ways: maps the index of an equation to its strategy on slices.
+      entered: maps the index of an equation to its bodies, if these take or return slices.
     """
 
     def __init__(
@@ -166,27 +170,30 @@ class SliceAnalysis(SplitWriter):
             self._add_slices(v, row, [v])
         self._values |= {(v, self.layouts[v]): piece for v, piece in inputs.slices.items()}
         with warnings.catch_warnings():
-            # operands of an unknown primitive are gathered, like those of others
+            # an unknown primitive needs full operands, like many known ones: a warning would not
+            # help
             warnings.simplefilter("ignore", UnknownPrimitiveWarning)
             self._follow()
 
     # -- results -----------------------------------------------------------------------------------
 
     def roots_of(self, atoms: Iterable[Atom]) -> frozenset[Var]:
-        """Return the roots of values."""
+        """Return the roots of several values."""
         return frozenset().union(*(self.roots.get(a, ()) for a in atoms if isinstance(a, Var)))
 
     def read_full(self, atoms: Iterable[Atom]) -> None:
-        """Note that values are read completely."""
+        """Record that values are read in full."""
         self.full |= self.roots_of(atoms)
 
     def position_of(self, atom: Atom) -> int:
-        """Return the position of the equation that computes a value; after all for an input."""
+        """Return the index of the equation that computes a value; the number of equations for an
+        input.
+        """
         last = len(self.eqns)
         return self._position.get(atom, last) if isinstance(atom, Var) else last
 
     def largest_gathers(self) -> dict[str, int]:
-        """Return the number of elements of the largest gather of each leaf."""
+        """Return for each leaf the number of elements of its largest gather."""
         sizes = [(self.rows[v].leaf, int(v.aval.size)) for v in self.full]
         for entered in self.entered.values():
             for body in entered.bodies:
@@ -199,16 +206,16 @@ class SliceAnalysis(SplitWriter):
     # -- layouts -----------------------------------------------------------------------------------
 
     def _add_slices(self, v: Var, row: RowAxis, roots: Iterable[Var]) -> None:
-        """Note that a value can be computed as slices."""
+        """Record that a value can be computed as slices."""
         self.rows[v], self.roots[v] = row, frozenset(roots)
         self.layouts[v] = self._engine_layout(v, row)
 
     def _row(self, atom: Atom) -> RowAxis | None:
-        """Return the layout of a value that has slices."""
+        """Return the layout of a value that can be computed as slices; None for other values."""
         return self.rows.get(atom) if isinstance(atom, Var) else None
 
     def _engine_layout(self, atom: Atom, row: RowAxis) -> RowAxis:
-        """Return a layout as the engine has it: without the leaf."""
+        """Return a layout without its leaf, which the engine does not use."""
         return self.shards.plain(dataclasses.replace(row, leaf=""), atom.aval.shape[row.axis])
 
     def _rank_type(self, v: Var, row: RowAxis) -> Any:
@@ -218,7 +225,7 @@ class SliceAnalysis(SplitWriter):
     # -- equations ---------------------------------------------------------------------------------
 
     def _follow(self) -> None:
-        """Follow slices through the equations."""
+        """Find the equations that run on slices, and the values that others read in full."""
         scattered = self.scattering.operands(self.eqns)
         for i, eqn in enumerate(self.eqns):
             if i not in self.scattering.loops and not any(map(self._row, eqn.invars)):
@@ -229,8 +236,8 @@ class SliceAnalysis(SplitWriter):
             self.reads[i] = [a for k, a in enumerate(eqn.invars) if k not in on_slices]
             self.read_full(self.reads[i])
 
-        # a reduction of a leaf that is gathered anyway needs no collective; it then reads more
-        # leaves completely, so that this repeats to a fixed point
+        # reduce a full leaf without a collective if the leaf is gathered anyway. This may gather
+        # more leaves, so repeat until nothing changes.
         while needless := [i for i, way in self.ways.items() if self._reduces_full(i, way)]:
             for i in needless:
                 del self.ways[i]
@@ -242,7 +249,7 @@ class SliceAnalysis(SplitWriter):
         return bool(way.reduce) and not self.full.isdisjoint(self.roots_of(self.eqns[i].invars))
 
     def _follow_equation(self, i: int, eqn: JaxprEqn) -> Collection[int]:
-        """Follow slices through one equation; return the operands that it reads as slices."""
+        """Record how an equation runs on slices; return the operands that it reads as slices."""
         way = self._strategy(eqn)
         if way is None:
             return ()
@@ -250,7 +257,7 @@ class SliceAnalysis(SplitWriter):
         (out,), (row,) = eqn.outvars, way.outs
         if isinstance(row, RowAxis):
             first = next(a for a in eqn.invars if isinstance(a, Var) and a in self.rows)
-            # a part of a leaf is gathered instead of the leaf, and so is an expensive value
+            # gather a part instead of its leaf, and an expensive value instead of its operands
             is_root = not is_cheap(eqn)
             if eqn.primitive.name == "slice":
                 sizes = zip(out.aval.shape[: row.axis], first.aval.shape, strict=False)
@@ -278,18 +285,18 @@ class SliceAnalysis(SplitWriter):
             return None
         if any(x not in (SHARED, y) for x, y in zip(ins, way.operands, strict=True)):
             return None
-        # in 16 bits, each rank would round its part
+        # a reduction in 16 bits would round the part of each rank
         rounds = way.reduce and eqn.outvars[0].aval.dtype.itemsize == 2
         return None if rounds else way
 
     # -- bodies ------------------------------------------------------------------------------------
 
     def _enter(self, i: int, eqn: JaxprEqn) -> Collection[int]:
-        """Follow slices into bodies; return the operands that they take as slices."""
+        """Find the operands that bodies take as slices, and return them."""
         wires, wanted = wiring(eqn), self.scattering.loops.get(i, {})
         passed = {} if self.how.once else self._passable(eqn, wires)
         local = local_inside(eqn, self.local) if passed or wanted else []
-        # an operand that the body gathers in each iteration is better gathered before the loop
+        # gather an operand before the loop if the body would gather it in each iteration
         while passed or wanted:
             inside = [self._analyze_body(i, wires, passed, wanted, *x) for x in enumerate(local)]
             remaining = {}
@@ -304,7 +311,7 @@ class SliceAnalysis(SplitWriter):
         return passed
 
     def _passable(self, eqn: JaxprEqn, wires: Wiring) -> dict[int, RowAxis]:
-        """Return the operands that bodies may take as slices, and their rows inside."""
+        """Return the operands that bodies may take as slices, with their layouts inside."""
         found: dict[int, RowAxis] = {}
         picks = eqn.invars[0]
         if (
@@ -312,7 +319,7 @@ class SliceAnalysis(SplitWriter):
             and isinstance(picks, Var)
             and (picks in self.local or self._row(picks))
         ):
-            return found  # ranks take different branches
+            return found  # ranks take different branches, so a gather in one would never complete
         for k in wires.ins[0]:
             row, less = self._row(eqn.invars[k]), int(k in wires.slices)
             if row is not None and k not in wires.carried and row.axis >= less:
@@ -326,7 +333,7 @@ class SliceAnalysis(SplitWriter):
         inside: Sequence[SliceAnalysis],
         wanted: Mapping[int, RowAxis],
     ) -> None:
-        """Note the outputs that all bodies can compute as slices."""
+        """Record the outputs that all bodies can compute as slices."""
         fixed = {*wanted, *wires.carried.values()}
         for k, v in enumerate(eqn.outvars):
             row, *others = [body._row(body.inner.outvars[k]) for body in inside]
@@ -343,13 +350,13 @@ class SliceAnalysis(SplitWriter):
         number: int,
         local: Collection[Var],
     ) -> SliceAnalysis:
-        """Return the analysis of a body, with a builder that has its inputs.
+        """Return the analysis of a body, with a builder that has the inputs of the body.
 
         Args:
-          i: the position of the equation.
-          wires: the connections of its bodies.
-          passed: operands that the body takes as slices, and their rows inside.
-          wanted: outputs that are slices of gradients, and their rows inside.
+          i: the index of the equation.
+          wires: the positions of its operands and outputs in its bodies.
+          passed: operands that the body takes as slices, with their layouts inside.
+          wanted: outputs that are slices of gradients, with their layouts inside.
           number: the index of the body.
           local: values of the body that differ from rank to rank.
         """
@@ -379,15 +386,19 @@ class SliceAnalysis(SplitWriter):
 
 
 def is_cheap(eqn: JaxprEqn) -> bool:
-    """Return True if ranks may repeat an equation, so that its operand is sent and not its result.
+    """Return True for elementwise equations and rearrangements.
 
-    These are elementwise equations and rearrangements.
+    These are recomputed rather than stored, and a gather moves their operand rather than their
+    result.
     """
     return facts_of(eqn).elementwise or is_rearrangement(eqn)
 
 
 def _gathers(eqn: JaxprEqn, wires: Wiring, k: int, body: SliceAnalysis) -> bool:
-    """Return True if a body reads all of an operand in each iteration, and does not return it."""
+    """Return True if a body reads all of operand `k` in each iteration.
+
+    The operand is not gathered in a branch that returns it.
+    """
     v = body.inner.invars[wires.ins[0].index(k)]
     returns = eqn.primitive.name == COND and v in body.roots_of(body.inner.outvars)
     return k not in wires.slices and v in body.full and not returns

@@ -1,7 +1,7 @@
-"""Writer of equations on slices of leaves; `dtrans.zero.slice_analysis` finds the slices.
+"""Writer of equations on slices of leaves; `dtrans.zero.slice_analysis` finds these equations.
 
-A gradient is a sum of local values over ranks. `dtrans.zero.scatter_flow` finds where its slices
-are scattered: a loop scatters the gradient of each layer in the layer's iteration.
+A gradient is the sum of a local value over ranks. `dtrans.zero.scatter_flow` finds where it is
+reduced to slices: a loop scatters the gradient of each layer in the layer's iteration.
 `dtrans.zero.all_gather` decides when leaves are gathered.
 """
 
@@ -24,7 +24,7 @@ from dtrans.zero.slice_analysis import GatherOptions, SliceAnalysis, SliceInputs
 
 
 class _EqualValues(CountedValues):
-    """Pieces of any value that is equal on all ranks."""
+    """Slices of values that are equal on all ranks: a rank cuts or computes its own slice."""
 
     def _is_counted(self, var: Atom, axis: int) -> bool:
         return True
@@ -37,8 +37,9 @@ class SliceWriter(SliceAnalysis):
       b, like, eqns, roles, inputs, how, ends: as for `SliceAnalysis`.
 
     Attributes:
-      env: values of the step to the values that stand for them: slices of gradients, reductions.
-      last_scattered: a scattered gradient, if there is one since the last gather.
+      env: maps values of the step to their replacements: slices of gradients, results of
+        reductions.
+      last_scattered: the latest scattered gradient; None if a gather has waited for it.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class SliceWriter(SliceAnalysis):
         return super().read(atom, row)
 
     def slice_of(self, var: Var) -> Atom:
-        """Return the slice of a value that has one; the first read writes it."""
+        """Return the slice of a value; the first call writes the equation that computes it."""
         key = var, self.layouts[var]
         if key not in self._values:
             i = self._position[var]
@@ -86,13 +87,13 @@ class SliceWriter(SliceAnalysis):
 
     @contextlib.contextmanager
     def communicating(self) -> Iterator[None]:
-        """Write equations that are part of a collective."""
+        """Within this context, written equations have the role of communication."""
         role, self.b.role = self.b.role, DIST
         yield
         self.b.role = role
 
     def write_reduction(self, i: int) -> None:
-        """Write a reduction over slices, and over ranks."""
+        """Write a reduction: on the slice first, then over ranks."""
         eqn, way = self.eqns[i], self.ways[i]
         (part,) = self.carry_out(eqn, way)
         over = self.shards.over
@@ -121,14 +122,14 @@ class SliceWriter(SliceAnalysis):
             return self.env[atom]
         if isinstance(atom, Var) and atom in self.local:
             return self.scatter_sum(atom, row)
-        # a term that all ranks have alike is summed once for each of them
+        # the sum over ranks contains a term that is equal on all ranks once for each rank
         piece = self.read(atom, self._engine_layout(atom, row))
         if is_zero_array(atom, self._producers):
             return piece
         return self.b.call(times(self.how.degree), piece)[0]
 
     def write_on_rows(self, i: int) -> None:
-        """Write an equation that is linear in gradients, on slices of these."""
+        """Write an equation that is linear in gradients, on slices of the gradients."""
         eqn, step = self.eqns[i], self.scattering.steps[i]
         terms = {k for k, a in enumerate(eqn.invars) if isinstance(a, Var) and a in self.local}
         summed = linear_group(eqn, terms)

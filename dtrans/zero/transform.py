@@ -1,11 +1,13 @@
 """Sharding: data-parallel training in which every rank stores a slice of the state (ZeRO 1, 2, 3).
 
-    stage 1   optimizer state        gradients are reduce-scattered after the backward pass
-    stage 2   and gradients          each gradient is reduce-scattered as soon as it is computed
-    stage 3   and parameters         gathered for each use, in the forward and the backward pass
+    stage    stored as slices       communication
+    1        optimizer state        gradients are reduce-scattered after the backward pass
+    2        gradients too          each gradient is reduce-scattered as soon as it is computed
+    3        parameters too         gathered for each use, in the forward and the backward pass
 
     forward, backward     each rank on its part of the batch
-    reduce_scatter        gradients: a rank gets its slice of the sum (`dtrans.zero.reduce_scatter`)
+    reduce_scatter        gradients: a rank receives its slice of the sum
+                          (`dtrans.zero.reduce_scatter`)
     optimize              on slices (`dtrans.zero.update`)
     all_gather            parameters: after the update in stages 1 and 2, before their uses in
                           stage 3 (`dtrans.zero.all_gather`)
@@ -69,14 +71,14 @@ def sharding(
     reduce: Reduce | str = Reduce(),
     batch: Batch | str = Batch(),
 ) -> ShardingPlan:
-    """Plan data-parallel training in which ranks share optimizer state, gradients and parameters.
+    """Plan data-parallel training with sharded optimizer state, gradients and parameters.
 
     Args:
       main: `dtrans.trace(step, params, opt_state, *batch)`, for any batch shape.
       startup: `dtrans.trace(init, *args)` with `init(*args) -> (params, opt_state)`.
-      degree: the number of ranks that share a copy of the state.
-      stage: 1 shares optimizer state, 2 gradients too, 3 parameters too.
-      replicas: the number of such groups. degree * replicas ranks share the batch.
+      degree: the number of ranks that store one copy of the state together.
+      stage: 1 shards optimizer state, 2 gradients too, 3 parameters too.
+      replicas: the number of groups of `degree` ranks. All degree * replicas ranks split the batch.
       num_micro_batch: the number of micro-steps into which each rank cuts its part of the batch. In
         stages 2 and 3 each micro-step scatters its gradients, so that ranks sum up slices.
       precision: the types in which steps compute: a `dtrans.Precision`, or its `dtype`, "bf16" or
@@ -84,14 +86,14 @@ def sharding(
       slices: the slices of leaves, and their gather: a `dtrans.Slicing`.
       reduce: the reduction of gradients: a `dtrans.Reduce`, or its `op`. Gathers of parameters
         after an update have buckets of the same size.
-      batch: "exact" for one device's results with any step. "local" for ranks that each take the
-        step on their part alone. Or a `dtrans.Batch`, which also selects the arrays and dimensions
-        to cut.
+      batch: "exact" computes the results of one device, for any step. With "local", each rank
+        takes the step on its part of the batch alone. A `dtrans.Batch` also selects the arrays
+        and dimensions to cut.
 
     Raises:
-      ConfigError: an option is out of range, or names something that the step does not have.
-      GradientError: the gradients of the step cannot be identified (see `dtrans.step.cut`), or it
-        has collectives already.
+      ConfigError: an option is out of range, or names an array that the step does not have.
+      GradientError: the gradients of the step cannot be identified (see `dtrans.step.cut`), or
+        the step has collectives already.
       TraceError: the outputs of `startup` do not match the arguments of `main`.
 
     Source: `apply_pass("sharding", ...)`, and `sharding_configs` of DistributedStrategy, in Paddle.
@@ -134,7 +136,7 @@ def sharding(
 
 
 def plan_sharding(main: Program, startup: Program, options: ShardingOptions) -> ShardingPlan:
-    """Return the plan of `sharding` with these options."""
+    """Return the plan of a step with these options."""
     refuse_collectives(main)
     plain = cut(main).with_reported()
     check_names(plain, options)
@@ -177,10 +179,12 @@ def _write_uneven(
     planned: RankLayout,
     types: Sequence[jax.ShapeDtypeStruct],
 ) -> Program:
-    """Return a rank's program for a batch that ranks do not divide evenly, on the planned slices.
+    """Return a rank's program for a batch that the number of ranks does not divide.
+
+    The state keeps the planned slices.
 
     Raises:
-      BatchError: the padded step would need different slices.
+      BatchError: the update of the padded step needs other slices.
     """
     other = shared.for_types(types)
     other_options = options.with_shared(other)
@@ -188,8 +192,8 @@ def _write_uneven(
     layout = RankLayout.from_step(step, other_options, other.merges, planned.slices)
     if layout.cuts != planned.cuts:
         raise BatchError(
-            f"{step.program.name} needs different slices of the state for a batch that "
-            f"{options.trainers} ranks do not divide; pass a batch that they divide"
+            f"{step.program.name} needs other slices of the state if the number of ranks does not "
+            f"divide the batch; pass a batch whose size is a multiple of {options.trainers}"
         )
     return write_rank(step, layout)
 

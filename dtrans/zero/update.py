@@ -32,7 +32,7 @@ def slice_half(
       axis_name: the named axis of the ranks.
 
     Returns:
-      The half, and the values that it gathers.
+      The optimize half of a rank, and the values that it gathers.
     """
     shards = Shards(degree, (axis_name,), "rank", label="optimizer", shares_work=False)
     flat = eliminate_dead(inline_calls(half.jaxpr))

@@ -276,7 +276,7 @@ def test_micro_steps_refuse_an_update_that_reads_the_batch(make: str, value: str
     case, key = Case(value, "rate", marked=True, one_state=False), jax.random.key(0)
     main = dtrans.trace(case.step(), *init(key), *batch(12, 0))
     options = {"nccl2": {"trainers": 2}, "sharding": {"degree": 2, "stage": 2}}[make]
-    at_once = "reads parts of the batch one after the other, and update has values of all"
+    at_once = "reads parts of the batch one after the other, but update has values that depend on"
     with pytest.raises(
         ConfigError,
         match=f"{at_once}|depends on gradients and on rows of the batch.*test_forward_values.py:",

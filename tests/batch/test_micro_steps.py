@@ -79,7 +79,7 @@ def test_values_of_the_batch_are_made_in_front_of_the_micro_steps() -> None:
 
 @pytest.mark.usefixtures("x64")
 def test_what_micro_steps_would_exchange_is_refused() -> None:
-    told = r"num_micro_batch=2 reads parts .* values of all rows \(all_reduce for step_zoo.py:\d+\)"
+    told = r"num_micro_batch=2 reads parts .* on all rows \(all_reduce for step_zoo.py:\d+\)"
     for trainers in (1, 2):
         with pytest.raises(ConfigError, match=told):
             planned("batch_norm_by_hand", "nccl2", trainers)

@@ -438,7 +438,7 @@ def test_what_belongs_to_trainers_with_numbers_of_their_own_is_refused() -> None
     _, given = traced("masked_mean")
     with pytest.raises(
         ConfigError,
-        match=r"clip_local_norm=1.0 clips .* values of all rows \(all_reduce for",
+        match=r"clip_local_norm=1.0 clips .* values that depend on all rows \(all_reduce for",
     ):
         dtrans.nccl2(*given, trainers=2, reduce=dtrans.Reduce(clip_local_norm=1.0))
 

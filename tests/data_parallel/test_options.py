@@ -698,7 +698,7 @@ def test_a_row_for_each_trainer_is_refused_where_a_trainer_makes_several():
     for options in ({"num_micro_batch": 2}, {"local_sgd": 2}):
         with pytest.raises(
             ConfigError,
-            match=r"^merge\['aux'\]='each': a trainer computes it in each of 2 micro-steps",
+            match=r"^merge\['aux'\]='each': a trainer has several values, one for each of 2 micro",
         ):
             planned(optax.sgd(0.1), {"w": jnp.ones(2)}, loss, True, [jnp.ones((8, 2))], trainers=2,
                     merge={"aux": "each"}, **options)  # fmt: skip
@@ -769,7 +769,7 @@ def test_results_from_gradients_and_the_batch_are_weighted_as_they_are_without_a
 def test_the_weight_is_added_up_and_nothing_else():
     options = {"example_count": "aux/count", "merge": {"aux/count": "max"}, "trainers": 2}
     with pytest.raises(
-        ConfigError, match=r"^merge\['aux/count'\]='max': it is example_count, which is summed"
+        ConfigError, match=r"^merge\['aux/count'\]='max': example_count is always summed"
     ):
         planned(
             optax.sgd(0.1),
@@ -817,7 +817,7 @@ def test_counts_in_the_state_are_what_one_device_counts(options):
             counts.append(int(job.params(state)["n"]))
         assert counts == [10, 20, 30]
     with pytest.raises(
-        ConfigError, match=r"^merge\['params/n'\]='same': it depends on a trainer's part"
+        ConfigError, match=r"^merge\['params/n'\]='same': the value depends on a trainer's part"
     ):
         flat_options.nccl2(main, startup, trainers=2, merge={"params/n": "same"}, **options)
     with pytest.raises(

@@ -681,7 +681,7 @@ def test_a_norm_that_reads_a_gradient_which_cannot_be_told_is_refused() -> None:
 
     with pytest.raises(
         GradientError,
-        match="^aux: computed from gradients, and from an unknown derivative",
+        match="^aux: computed from gradients, but also from another derivative",
     ):
         plan_of_step(step, lambda p: (p, ()), mlp_params(dtype=F64), *mlp_batch(8, dtype=F64))
 
@@ -1272,22 +1272,22 @@ def test_each_trainer_is_on_its_device_and_all_have_the_state() -> None:
 "None"),
         (dict(unsplit_inputs="x"), "unsplit_inputs='x' must be a collection of names of batch "
 "arrays"),
-        (dict(unsplit_inputs=("z",)), "unsplit_inputs names 'z'; name arrays of the batch: x, y"),
+        (dict(unsplit_inputs=("z",)), "unsplit_inputs names 'z', expected an array of the batch: x, y"),
         (dict(merge={"loss": "median"}), r"merge\['loss'\] must be 'mean', 'sum', .*, it is "
 r"'median'"),
-        (dict(merge={"accuracy": "mean"}), "merge names 'accuracy'; name one of the outputs of trainers: loss, "
+        (dict(merge={"accuracy": "mean"}), "merge names 'accuracy', expected an output of trainers: loss, "
 "aux/n, aux/rows, "),
         (dict(merge={"params/mean": "each"}), r"merge\['params/mean'\]='each': every trainer must "
 r"have the same state"),
         (dict(merge={"params/mean": "concat"}), r"merge\['params/mean'\]='concat': every trainer "
 r"must have the same"),
-        (dict(merge={"aux/n": "mean"}), r"merge\['aux/n'\]='mean': it is int32\[\]; write 'sum' or "
+        (dict(merge={"aux/n": "mean"}), r"merge\['aux/n'\]='mean': its type is int32\[\]; write 'sum' or "
 r"'max' or 'each'"),
-        (dict(merge={"loss": "concat"}), r"merge\['loss'\]='concat': it is float64\[\], which has "
-r"no dim 0"),
-        (dict(merge={"aux/some": "sum"}), r"merge\['aux/some'\]='sum': it is bool\[\]; write 'max' "
+        (dict(merge={"loss": "concat"}), r"merge\['loss'\]='concat': the result is float64\[\], without "
+r"a dim 0"),
+        (dict(merge={"aux/some": "sum"}), r"merge\['aux/some'\]='sum': its type is bool\[\]; write 'max' "
 r"or 'each'"),
-        (dict(example_count="count"), "example_count='count' is no result of the step; name one of loss, "
+        (dict(example_count="count"), "example_count='count' is not a result of the step; name one of loss, "
 "aux/n, aux/rows"),
         (dict(example_count="aux/rows"), r"example_count='aux/rows' must be a scalar, it is "
 r"float64\[8\]"),

@@ -694,7 +694,7 @@ REFUSED: Sequence[tuple[dict[str, Any], str]] = [
     ({"example_count": "loss", "reduce": "sum"}, "example_count='loss' needs reduce='mean'"),
     (
         {"example_count": "count"},
-        "example_count='count' is no result of the step; name one of loss",
+        "example_count='count' is not a result of the step; name one of loss",
     ),
     (
         {"example_count": "loss", "num_micro_batch": 2, "stage": 2},

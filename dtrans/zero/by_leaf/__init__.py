@@ -1,7 +1,7 @@
 """Ranks that own whole leaves, for optimizers that mix rows (Paddle's `partition_algor`).
 
-assign    owners of the leaves
-layout    bins of each owner, and the reductions of gradients into them
-packing   bins: the arrays of an owner in one vector
-update    the update of each owner's leaves
+assign    the owner of each leaf
+layout    gradients and state in bins, and the reduction of gradients
+packing   bins: the arrays of one owner as one vector
+update    the update, with one branch per rank
 """

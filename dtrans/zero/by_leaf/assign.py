@@ -1,16 +1,16 @@
 """Assignment of whole leaves to ranks, by Paddle's two rules.
 
-    greedy_even    the next leaf to the rank with the fewest elements so far, the first of equals
-    use_order      the leaves in order; the next rank begins after 1/ranks of all elements
+    greedy_even    each leaf to the rank with the fewest elements so far, the lowest of equals
+    use_order      leaves fill rank after rank; the next begins after 1/ranks of all elements
 
-Both take leaves in the order in which the program first uses them, and weigh them by their
-elements. `greedy_even` is as even as whole leaves in this order allow. `use_order` puts neighbours
-on one rank, and may leave ranks without leaves: it advances by one rank at most, however large the
-leaf was. In stage 2 it delays gradients: a bucket contains those of all ranks, and the backward
-pass computes those of rank 0 last.
+Both rules process leaves in the order in which the program first uses them. `greedy_even` is as
+even as whole leaves in this order allow. `use_order` assigns neighbouring leaves to one rank. It
+may leave ranks without leaves: after a leaf it advances by one rank at most, even if the leaf is
+larger than two shares. In stage 2, `use_order` delays gradients: a bucket contains gradients of all
+ranks, and the backward pass computes the gradients of rank 0 last.
 
-Leaves that their optimizer binds together (`RowAnalysis.groups`) belong to one rank: that of the
-first of them.
+If their optimizer binds leaves together (`RowAnalysis.groups`), one rank owns them all. The first
+of them determines the rank.
 
 Source: `partition_parameters` of passes/auto_parallel_sharding.py (Paddle).
 """
@@ -29,10 +29,10 @@ RULES = ("greedy_even", "use_order")
 
 
 def assign_owners(sizes: Sequence[int], ranks: int, rule: str) -> list[int]:
-    """Return the owner of each of several sizes, in order.
+    """Return the rank that owns each leaf, in the order of `sizes`.
 
     Args:
-      sizes: the sizes in elements.
+      sizes: the sizes of the leaves in elements.
       ranks: the number of ranks.
       rule: one of `RULES`.
 
@@ -55,7 +55,8 @@ def assign_owners(sizes: Sequence[int], ranks: int, rule: str) -> list[int]:
     for size in sizes:
         found.append(rank)
         seen += size
-        if seen * ranks > total * (rank + 1):  # integers, since a share may be a fraction
+        # total / ranks may be a fraction, so compare integers
+        if seen * ranks > total * (rank + 1):
             rank += 1
     return found
 

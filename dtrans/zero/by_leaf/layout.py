@@ -1,17 +1,18 @@
 """Sharding by whole leaves: only the owner of a leaf updates it and stores its state.
 
     forward, backward     each rank on its part of the batch
-    reduce_scatter        gradients, packed by owner: a rank gets the sums of its leaves
-    optimize              each rank its leaves (`dtrans.zero.by_leaf.update`)
+    reduce_scatter        gradients, packed by owner: a rank receives the sums of its leaves
+    optimize              each rank updates its leaves (`dtrans.zero.by_leaf.update`)
     all_gather            parameters, packed by owner
 
-It is for optimizers that mix rows at great cost (Muon). With `partition="rows"` every rank gathers
-each matrix and iterates on all of them. Here each rank iterates on the matrices that it owns. The
-price is padding, if loads are uneven; `dtrans.zero.by_leaf.assign` chooses the owners. State of
-leaves is in bins (`opt_state/bins/float32`), which replace the arrays in them.
+It is for optimizers that mix rows, which is expensive on slices (Muon). With `partition="rows"`
+every rank gathers each matrix and iterates on all matrices. Here each rank iterates only on the
+matrices that it owns. The price is padding if loads are uneven; `dtrans.zero.by_leaf.assign`
+chooses the owners. The state contains bins (`opt_state/bins/float32`) instead of the arrays that
+are packed in them.
 
-In stage 1 gradients are scattered after the backward pass, in stage 2 part by part. A part is
-scattered when the gradients of all owners in it are computed.
+In stage 1 gradients are scattered after the backward pass. In stage 2 they are scattered in parts,
+each as soon as all its gradients are computed.
 
 Source: the sharding pass of Paddle (auto_parallel_sharding.py), which moves whole variables to and
 from owners, one by one.
@@ -51,7 +52,7 @@ class LeafOwners:
 
     Attributes:
       owner: the rank of each leaf, in the order in which leaves were assigned.
-      loads: the number of elements of parameters that each rank owns.
+      loads: for each rank, the number of elements of the parameters that it owns.
       grads, state: the bins of gradients and of the optimizer's state.
       slices: the result of the row analysis; no leaf is cut.
       half: the optimize half of a rank.
@@ -106,12 +107,12 @@ class LeafOwners:
 
     @property
     def cuts(self) -> dict[str, Sliced]:
-        """Bins of state, as slices."""
+        """Bins of state with their slices: each rank stores its own bin."""
         return self.state.cuts
 
     @property
     def notes(self) -> list[str]:
-        """Remarks that list each rank's leaves."""
+        """Remarks that list the leaves of each rank."""
         notes = []
         for k, load in enumerate(self.loads):
             leaves = ", ".join(n for n, rank in self.owner.items() if rank == k) or "none"
@@ -154,14 +155,14 @@ class LeafOwners:
     def gather_gradients(
         self, b: Builder, means: Mapping[str, Atom], o: ShardingOptions
     ) -> dict[str, Atom]:
-        """Write the gather of reduced gradients; return those of all leaves."""
+        """Write the gather of reduced gradients; return the gradients of all leaves."""
         bins = subset(means, self.grads.types)
         return {**means, **gather_bins(b, self.grads, bins, o, "grads")}
 
     # -- the first state -------------------------------------------------------------------------
 
     def startup(self, startup: Program) -> Program:
-        """Return the init of one device, with state in the bins of all ranks."""
+        """Return the init of one device, changed to return the state in bins of all ranks."""
         inner = startup.inner
         b = Builder(startup.jaxpr)
         b.invars += inner.invars
@@ -184,7 +185,7 @@ class LeafOwners:
 
     @cached_property
     def unpack_state(self) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-        """Function that adds the arrays in bins to a dict of arrays and bins."""
+        """Function that takes a dict of arrays and bins, and adds the arrays in the bins."""
         run: Any = jax.jit(self.state.unpack)
 
         def unpack_state(arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -195,10 +196,11 @@ class LeafOwners:
 
 
 class _BinScatterer(Scatterer):
-    """Writer of reductions in parts of bins; `means` are a rank's bins, by their names.
+    """Writer that reduces gradients in parts of bins; `means` has the rank's bins by name.
 
     A part contains the same elements of all ranks' bins. It is packed and scattered when the last
-    gradient in it is computed. Gradients are in their bins in the order of the backward pass.
+    gradient in it is computed. A bin has gradients in the order in which the backward pass computes
+    them.
     """
 
     def __init__(
@@ -229,7 +231,7 @@ class _BinScatterer(Scatterer):
                     self._pack(n)
 
     def _pack(self, name: str) -> None:
-        """Write a part, and add it as one gradient."""
+        """Write the packing of a part, and add the part as one gradient."""
         part, bins = self.parts[name], self.bins
         leaves = bins.arrays_in(part)
 
@@ -244,7 +246,7 @@ class _BinScatterer(Scatterer):
     def finish(self) -> None:
         for n in self.lacking:
             if not self.bins.arrays_in(self.parts[n]):
-                # only gradients without elements, which `add` never sees in a part
+                # no gradient overlaps with this part, so `add` has not packed it
                 self._pack(n)
         super().finish()
         role, self.b.role = self.b.role, DIST
@@ -266,9 +268,9 @@ def _scattered_parts(bins: Bins, o: ShardingOptions) -> dict[str, BinPart]:
 def _parts_of(
     values: Mapping[str, Atom], bins: Bins, parts: Mapping[str, BinPart]
 ) -> dict[str, Atom]:
-    """Return the values to reduce: parts of bins, and gradients that are in no bin.
+    """Return the values to reduce: gradients that are in no bin, then parts of bins.
 
-    Parts come last, in the order in which their last gradient is computed.
+    Parts have the order in which their last gradient is computed.
     """
     at = number_items(values)
     ends: dict[str, int] = {}
@@ -286,10 +288,10 @@ def _spec_of(parts: Mapping[str, BinPart]) -> Callable[[str], ScatterSpec]:
 
 
 def _half_of_owners(step: Cut) -> tuple[list[str], OptimizeHalf]:
-    """Return the leaves that need an owner, and an optimize half with all of them.
+    """Return the leaves that need an owner, and an optimize half that has all of them.
 
-    A leaf that is not updated may have a gradient that a result reads (a norm of all gradients).
-    Some rank must own that gradient.
+    A result may read the gradient of a leaf that is not updated (a norm of all gradients). Some
+    rank must own that gradient.
     """
     half = step.optimize
     more = [n for n in step.params if n in half.graded and n not in step.optimized]

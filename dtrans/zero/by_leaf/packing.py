@@ -1,8 +1,8 @@
-"""Bins: vectors of one shape on all ranks, for arrays that differ from rank to rank.
+"""Bins: vectors that pack the arrays of each rank, with one length for all ranks.
 
-All ranks run one program, so its arrays have the same shapes on each. The arrays that a rank owns
-are concatenated into vectors, one for each dtype, and padded with zeros to the length of the
-longest:
+All ranks run one program, so an array has the same shape on every rank. But ranks own arrays of
+different shapes. These are concatenated into vectors, one for each dtype, and padded with zeros to
+the length of the longest:
 
     rank 0    w1 w1 w1 w1 b1 b1
     rank 1    w2 w2 w2 b2  0  0
@@ -30,7 +30,7 @@ from dtrans.zero.choose_slices import Sliced
 
 @dataclasses.dataclass(frozen=True)
 class BinSlot:
-    """Place of an array in a bin.
+    """Position of an array in a bin.
 
     Attributes:
       bin: the name of the bin.
@@ -51,7 +51,7 @@ class BinSlot:
         return math.prod(self.shape)
 
     def overlap(self, part: BinPart) -> range:
-        """Return the elements of a rank's bin that are in the array and in a part."""
+        """Return the positions of a rank's bin that belong to both the array and a part."""
         if part.bin != self.bin:
             return range(0)
         return range(max(self.start, part.start), min(self.start + self.size, part.stop))
@@ -59,7 +59,7 @@ class BinSlot:
 
 @dataclasses.dataclass(frozen=True)
 class BinPart:
-    """Elements `start` to `stop` of a bin, on each rank."""
+    """Part of a bin: elements `start` to `stop` of the bin of each rank."""
 
     bin: str
     start: int
@@ -82,8 +82,8 @@ class Bins:
 
     Attributes:
       ranks: the number of owners.
-      places: name of each array to its place.
-      types: name to type of each bin, as one rank has it.
+      places: maps the name of each array to its slot.
+      types: maps the name of each bin to the type of the vector on one rank.
 
     Example:
       >>> import jax.numpy as jnp
@@ -105,16 +105,16 @@ class Bins:
     def from_types(
         cls, types: Mapping[str, Any], owner: Mapping[str, int], ranks: int, root: str
     ) -> Bins:
-        """Assign each array a place in its owner's bin, in the given order.
+        """Assign each array a slot in its owner's bin, in the given order.
 
         Args:
           types: the arrays, or their types, by name.
-          owner: the rank of each.
+          owner: the rank of each array.
           ranks: the number of ranks.
           root: the start of the bins' names; the dtype is their end.
 
         Raises:
-          ConfigError: an array of a type that cannot be concatenated, such as a random key.
+          ConfigError: an array has a type that cannot be concatenated, such as a random key.
         """
         places: dict[str, BinSlot] = {}
         loads: dict[str, list[int]] = {}  # elements on each rank, by bin
@@ -129,13 +129,13 @@ class Bins:
             places[n] = BinSlot(name, owner[n], bin_loads[owner[n]], tuple(t.shape), t.dtype)
             bin_loads[owner[n]] += places[n].size
             dtypes[name] = t.dtype
-        # at least one element of padding: collectives refuse arrays without elements
+        # collectives refuse arrays without elements, so a bin has at least one
         bin_types = {n: ShapedArray((max(1, *x),), dtypes[n]) for n, x in loads.items()}
         return cls(ranks, places, bin_types)
 
     @property
     def cuts(self) -> dict[str, Sliced]:
-        """Bins of all ranks, as slices on each."""
+        """Bins of all ranks with their slices: each rank stores its own bin."""
         return {
             n: Sliced(0, t.size * self.ranks, t.size, self.ranks) for n, t in self.types.items()
         }
@@ -147,11 +147,14 @@ class Bins:
         return stored - sum(p.size * jnp.dtype(p.dtype).itemsize for p in self.places.values())
 
     def of_rank(self, rank: int) -> dict[str, BinSlot]:
-        """Return the places of a rank's arrays."""
+        """Return the slots of a rank's arrays."""
         return {n: p for n, p in self.places.items() if p.rank == rank}
 
     def parts(self, limit: float) -> list[BinPart]:
-        """Cut bins into parts of about `limit` bytes over all ranks, at least of one array."""
+        """Cut bins into parts of about `limit` bytes over all ranks.
+
+        A part is at least as long as the largest array in its bin.
+        """
         found = []
         for name, t in self.types.items():
             largest = max(p.size for p in self.places.values() if p.bin == name)
@@ -167,15 +170,15 @@ class Bins:
     # -- from arrays to bins ---------------------------------------------------------------------
 
     def pack_rank(self, rank: int, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the bins of one rank from its arrays."""
+        """Pack the arrays of one rank into its bins."""
         return {n: _concatenate(self._rows(p, rank, values)) for n, p in self._full_parts()}
 
     def pack(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the bins of all ranks from all arrays."""
+        """Pack all arrays into the bins of all ranks."""
         return {n: self.pack_part(p, values) for n, p in self._full_parts()}
 
     def pack_part(self, part: BinPart, values: Mapping[str, Any]) -> Any:
-        """Return a part of one bin of all ranks from the arrays in it."""
+        """Pack arrays into one part of the bin of all ranks."""
         rows = []
         for rank in range(self.ranks):
             rows += self._rows(part, rank, values)
@@ -204,12 +207,12 @@ class Bins:
     # -- from bins to arrays ---------------------------------------------------------------------
 
     def array_of(self, name: str, bins: Mapping[str, Any]) -> Any:
-        """Return one array from the bins of its rank."""
+        """Extract one array from the bins of its rank."""
         p = self.places[name]
         return jax.lax.slice(bins[p.bin], (p.start,), (p.start + p.size,)).reshape(p.shape)
 
     def from_parts(self, parts: Mapping[BinPart, Any]) -> dict[str, Any]:
-        """Return all arrays from parts of the bins of all ranks."""
+        """Extract all arrays from parts of the bins of all ranks."""
         found = {}
         for n, p in self.places.items():
             rows = []
@@ -224,7 +227,7 @@ class Bins:
         return found
 
     def unpack(self, bins: Mapping[str, Any]) -> dict[str, Any]:
-        """Return all arrays from the bins of all ranks."""
+        """Extract all arrays from the bins of all ranks."""
         return self.from_parts({p: bins[n] for n, p in self._full_parts()})
 
 

@@ -1,20 +1,22 @@
-"""Optimize half for leaves with owners: one program for all ranks, whose branches differ by rank.
+"""Optimize half for leaves with owners: one program for all ranks, with one branch per rank.
 
-Leaves are not cut. The equations differ between ranks, so they are the branches of a `switch` over
-the index of the rank. A rank's work is that of a parameter server with its leaves
+The equations differ from rank to rank, so they are the branches of a `switch` over the index of the
+rank. A rank does the work of a parameter server that has its leaves
 (`dtrans.slicing.server_update`), level by level:
 
     level 0    switch        each rank: its parts of cross-server values; values for later levels
-               all_reduce    parts become values: one rank owns a value, others add the identity
+               all_reduce    sums the parts; a rank without a part adds the identity
     level 1    switch        ...
     last       switch        new state and new parameters, in bins
                all_gather    parameters
 
 Branches contain no collective, since other ranks would not reach it. All branches return the same
-types: values that ranks store from level to level, and their outputs, are in bins
-(`dtrans.zero.by_leaf.packing`). Each branch recomputes values that depend on no leaf (counts,
-schedules). New values of such state are computed outside the branches. They must be equal on every
-rank, also on one that owns no leaf.
+types. So outputs, and values that ranks store from level to level, are in bins
+(`dtrans.zero.by_leaf.packing`).
+
+Some state belongs to no leaf (a count of steps). Each branch computes the values that it needs of
+this state. The new state is computed outside the branches, so that it is equal on every rank, even
+on a rank that owns no leaf.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ class OwnerWriter:
     """Writer of the optimize half.
 
     Args:
-      analysis: the row analysis of the half of one device. A leaf without an owner is only read.
+      analysis: the row analysis of the half of one device. A leaf without an owner is not updated.
       owner: the rank of each leaf.
       o: the options.
       root: the start of the names of the bins of state.
@@ -58,7 +60,7 @@ class OwnerWriter:
     Attributes:
       grads: the bins of gradients, by the name of the leaf.
       state: the bins of the state of leaves.
-      params: the bins of new parameters before the gather, for those that change.
+      params: the bins of new parameters before their gather; unchanged parameters are in no bin.
     """
 
     def __init__(
@@ -75,14 +77,14 @@ class OwnerWriter:
         self.analysis = self.spec.analysis
         self._lay_out_bins(owner, root, ready)
 
-        # the work of each rank, as blocks of a server
+        # the blocks of a parameter server that has the leaves of the rank
         placement = self.spec.placement
         self.work: list[list[OptimizeBlock]] = []
         for endpoint in placement.endpoints:
             blocks = write_server(self.spec, endpoint).blocks
             self.work.append([x for x in blocks if x.role != DIST])
         self.units = {u.name for units in placement.units.values() for u in units}
-        self.graded: dict[str, str] = {}  # a gradient's name to its leaf
+        self.graded: dict[str, str] = {}  # name of a gradient -> leaf
         levels: set[int] = set()
         for work in self.work:
             for block in work:
@@ -114,7 +116,7 @@ class OwnerWriter:
         self.state = Bins.from_types(state_types, self.rank_of, self.ranks, root)
 
     def _is_unit(self, block: OptimizeBlock) -> bool:
-        """Return True if a block updates leaves; other blocks depend on no leaf."""
+        """Return True if a block updates leaves. Other blocks depend on no leaf."""
         return block.role != LR_SCHED and block.name in self.units
 
     def _output_name(self, name: str) -> str:
@@ -125,7 +127,7 @@ class OwnerWriter:
         return f"new {name}" if name in self.analysis.inputs else name
 
     def _find_shared_work(self) -> None:
-        """Find the equations for new state that belongs to no leaf, and the values to reduce."""
+        """Find the equations of new state that belongs to no leaf, and the values to reduce."""
         rounds, crossings = self.spec.rounds, self.spec.rounds.crossings
         outs = values_at(self.analysis.outputs, self.spec.shared_state)
         self.shared_eqns, read = backward_slice(rounds.eqns, outs, crossings)
@@ -238,12 +240,24 @@ class OwnerWriter:
     # -- branches --------------------------------------------------------------------------------
 
     def _switch(self, level: int, names: Sequence[str]) -> Callable[..., Any]:
-        """Return the function of the rank's index and of values that all ranks run at a level."""
+        """Return the function that all ranks run at a level; it selects the branch of the rank.
+
+        Args:
+          level: the level.
+          names: the names of the arguments that follow the index of the rank.
+        """
         branches = [partial(self._branch, level, k, names) for k in range(self.ranks)]
         return lambda index, *values: jax.lax.switch(index, branches, *values)
 
     def _branch(self, level: int, rank: int, names: Sequence[str], *values: Any) -> list[Any]:
-        """Compute one rank's part of a level: vectors to reduce, then bins."""
+        """Return the outputs of one rank's branch: vectors to reduce, then bins.
+
+        Args:
+          level: the level.
+          rank: the rank.
+          names: the names of `values`.
+          *values: the inputs of the branch.
+        """
         inputs = dict(zip(names, values, strict=True))
         computed: dict[str, Any] = {}
         stored = [self.carried[n] for n in self.levels if n < level] + [self.state]
@@ -284,7 +298,7 @@ class OwnerWriter:
             name = f"{c.home}/{c.name}"
             if name in computed:
                 terms.append(computed[name])
-            else:  # another rank has the term
+            else:  # another rank computes the term
                 terms.append(identity_of(op, c.var.aval.shape, dtype)())
         rows = [jnp.reshape(jax.lax.convert_element_type(x, dtype), -1) for x in terms]
         return rows[0] if len(rows) == 1 else jax.lax.concatenate(rows, 0)
@@ -293,7 +307,7 @@ class OwnerWriter:
 def write_function(b: Builder, fn: Callable[..., Any], *atoms: Atom) -> list[Atom]:
     """Write the equations of a function of arrays.
 
-    `Builder.call` would store the function for the life of the process.
+    Unlike `Builder.call`, this does not cache the traced function for the life of the process.
     """
     return b.inline(inline_calls(small_jaxpr(fn, avals(atoms))), *atoms)
 
@@ -330,7 +344,7 @@ def gather_bins(
 
 
 def pack_bins(b: Builder, bins: Bins, atoms: Mapping[str, Atom]) -> dict[str, Atom]:
-    """Write the bins of all ranks."""
+    """Write the packing of arrays into the bins of all ranks; return the bins by name."""
     names = list(bins.places)
 
     def pack(*xs: Any) -> list[Any]:
@@ -351,7 +365,7 @@ def _split(shapes: Sequence[tuple[int, ...]], x: Any) -> list[Any]:
 
 
 def _place_leaves(analysis: RowAnalysis, owner: Mapping[str, int], ranks: int) -> Placement:
-    """Return the placement of whole leaves on ranks, as on parameter servers."""
+    """Return a placement of whole leaves in which each rank is a parameter server."""
     endpoints = [f"rank {k}" for k in range(ranks)]
     blocks = {}
     for n in analysis.params:
