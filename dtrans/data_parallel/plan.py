@@ -226,7 +226,7 @@ class CollectivePlan(Plan):
         if len(self.axes) > 1:
             outer, nodes = self.axes[0]
             across = _listed(self.bytes_over(outer))
-            notes.append(f"the {nodes} nodes exchange {across} of these")
+            notes.append(f"between the {nodes} nodes: {across} per step")
         if self.options.local_sgd is not None:
             notes.append(f"after {self.options.local_sgd} local steps trainers average their state")
             notes.append("statistics, counts and random numbers depend on each trainer's rows only")

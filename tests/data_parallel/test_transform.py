@@ -1126,7 +1126,7 @@ def test_a_batch_that_the_trainers_do_not_divide_is_refused_by_its_name() -> Non
         state = job.init(params)
         with pytest.raises(
             BatchError,
-            match="^x has 6 rows, which 4 trainers do not divide: give batches of a multiple",
+            match="^x has 6 rows, which cannot be split evenly over 4 trainers; pass a multiple of 4",
         ):
             job.step(state, x[:6], y[:6])
         with pytest.raises(
@@ -1149,7 +1149,7 @@ def test_a_state_that_was_stepped_from_is_refused_and_says_why() -> None:
     first = job.init(params)
     second, _ = job.step(first, *batch)
     with pytest.raises(
-        StateError, match=r"^this state was already stepped from, and params/w in it was donated"
+        StateError, match=r"^a step has already used this state, and its params/w was donated"
     ):
         job.step(first, *batch)
     job.step(second, *batch)
@@ -1184,7 +1184,7 @@ def test_a_state_of_another_job_is_refused_by_what_it_lacks() -> None:
     )
     for job in pair:
         with pytest.raises(
-            StateError, match="^this is not a state of this job: it has no params/w"
+            StateError, match="^this state belongs to another job: it lacks params/w"
         ):
             job.step(other.simulate().init(others), *batch)
 
@@ -1210,7 +1210,7 @@ def test_an_array_of_other_dimensions_is_refused_by_name() -> None:
 def test_devices_that_are_none_are_refused(devices: Any) -> None:
     _, (_, job), _ = jobs()
     given = [jax.devices()[0]] * 2 if isinstance(devices, str) else devices
-    with pytest.raises(ConfigError, match="^on_mesh takes JAX's devices, each once; it was given "):
+    with pytest.raises(ConfigError, match="^devices is .*, expected different jax.Device objects"):
         job.plan.on_mesh(given)
 
 
@@ -1384,9 +1384,9 @@ def test_fewer_devices_than_trainers_are_refused_with_what_to_set() -> None:
     params, (batch, _) = square_case()
     plan = plan_of(square, optax.sgd(0.1), params, *batch, trainers=4)
     message = (
-        r"^4 trainers need as many devices, on_mesh has 3; set CPU devices with "
+        r"^4 trainers need 4 devices, but on_mesh has 3; set CPU devices with "
         r"jax\.config\.update\("
-        r'"jax_num_cpu_devices", 4\) before JAX is used; plan\.simulate\(\) runs any number on one$'
+        r'"jax_num_cpu_devices", 4\) before JAX is used; plan\.simulate\(\) needs only one device$'
     )
     with pytest.raises(ConfigError, match=message):
         plan.on_mesh(jax.devices()[:3])

@@ -192,10 +192,11 @@ def test_states_that_are_not_of_the_job_are_refused(plan: Plan, way: str) -> Non
         state, params=jax.tree.map(lambda x: x.astype(jnp.bfloat16), state.params)
     )
     with pytest.raises(
-        StateError, match=r"^this is not a state of this job: params/w\d is bfloat16\[.*\] in it"
+        StateError,
+        match=r"^this state belongs to another job: params/w\d is bfloat16\[.*\], expect",
     ):
         job.step(narrow, X, Y)
-    with pytest.raises(StateError, match="^this is not a state of this job: it has no params/w"):
+    with pytest.raises(StateError, match="^this state belongs to another job: it lacks params/w"):
         job.step(dataclasses.replace(state, params={}), X, Y)
     job.step(state, X, Y)
 
@@ -205,7 +206,7 @@ def test_a_state_that_was_donated_is_refused(plan: Plan) -> None:
     state = job.init(KEY)
     job.step(state, X, Y)
     with pytest.raises(
-        StateError, match="this state was already stepped from, and .* was donated to that step"
+        StateError, match="a step has already used this state, and its .* was donated to that step"
     ):
         job.step(state, X, Y)
     kept = plan.on_mesh(donate=False)

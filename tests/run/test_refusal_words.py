@@ -166,7 +166,7 @@ def test_the_method_that_was_called_is_named() -> None:
         ):
             getattr(plan, way)()
     with pytest.raises(
-        dtrans.errors.ConfigError, match="^64 ranks need as many devices, on_mesh has 8"
+        dtrans.errors.ConfigError, match="^64 ranks need 64 devices, but on_mesh has 8"
     ):
         dtrans.sharding(main, startup, degree=64, stage=1).on_mesh()
 

@@ -706,9 +706,9 @@ def test_the_state_of_another_plan() -> None:
     for other, told in (
         (
             of(4, partition="greedy_even"),
-            "opt_state/bins/float32 is float32.*take a state from one plan to another",
+            "opt_state/bins/float32 is float32.*to move a state from one plan to another",
         ),
-        (of(2), "this is not a state of this job: it has no opt_state/bins/float32"),
+        (of(2), "this state belongs to another job: it lacks opt_state/bins/float32"),
     ):
         with pytest.raises(StateError, match=told):
             job.step(job_of(other, fast=False).init(params), *batch)

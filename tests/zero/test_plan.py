@@ -770,11 +770,12 @@ def test_devices_are_as_many_as_ranks() -> None:
     plan = round_plan(degree=2, replicas=2)
     for count in (2, 8):
         with pytest.raises(
-            ConfigError, match=f"degree=2 and replicas=2 are 4 ranks, on_mesh was given {count} dev"
+            ConfigError,
+            match=f"degree=2 and replicas=2 need 4 devices, but on_mesh received {count}",
         ):
             plan.on_mesh(jax.devices()[:count])
     assert plan.on_mesh(jax.devices()[4:]).mesh.devices.shape == (2, 2)
-    with pytest.raises(ConfigError, match="16 ranks need as many devices, on_mesh has 8"):
+    with pytest.raises(ConfigError, match="16 ranks need 16 devices, but on_mesh has 8"):
         round_plan(degree=16).on_mesh()
 
 
@@ -782,9 +783,9 @@ def test_devices_are_as_many_as_ranks() -> None:
 def test_a_batch_that_ranks_cannot_share_is_refused(way: str) -> None:
     job = getattr(round_plan(degree=2, replicas=2, kind="local"), way)()
     state = job.init(round_params())
-    with pytest.raises(BatchError, match="x has 6 rows, which 4 ranks do not divide"):
+    with pytest.raises(BatchError, match="x has 6 rows, which cannot be split evenly over 4 ranks"):
         job.step(state, X[:6])
-    with pytest.raises(BatchError, match="the step takes 1 batch arguments, 2 were given"):
+    with pytest.raises(BatchError, match="the step takes 1 batch arguments, 2 were passed"):
         job.step(state, X, X)
     with pytest.raises(BatchError, match=r"x has shape \(8,\)"):
         job.step(state, X[0])
@@ -804,7 +805,7 @@ def test_a_state_of_another_job_is_refused() -> None:
     other = plan_of(
         mlp_loss, ADAM, mlp_params(), *numbers(0, jnp.float32), stage=3, degree=2
     ).simulate()
-    with pytest.raises(StateError, match="this is not a state of this job: it has no params/"):
+    with pytest.raises(StateError, match="this state belongs to another job: it lacks params/"):
         job.step(other.init(mlp_params()), X)
 
 

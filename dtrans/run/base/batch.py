@@ -1,7 +1,7 @@
-"""Batches shared by trainers: checks of their arrays, the share of each, and padding.
+"""Batches that trainers share: checks of their arrays, the share of each array, and padding.
 
-An array of the batch has a `Share`: the dimension that is split over the trainers, "replicated",
-or "key". All split arrays of a batch have the same number of rows.
+The `Share` of an array is the dimension that is split over the trainers, or "replicated", or "key".
+All split arrays of a batch have the same number of rows.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from dtrans.ir.array_fns import array_type
 from dtrans.ir.pytree import TreeSpec, as_array
 
 
-# The dimension that is split over the trainers, or "replicated", or "key": each trainer folds its
-# number into a PRNG key.
+# The dimension that is split over the trainers, or "replicated", or "key": a PRNG key, into which
+# each trainer folds its id.
 Share = int | str
 
 
@@ -38,11 +38,11 @@ def batch_arrays(
       The arrays, in the order of the names in `specs`.
 
     Raises:
-      BatchError: another number of arguments, rank or dtype.
-      TraceError: another structure.
+      BatchError: the step was traced with another number of arguments, rank or dtype.
+      TraceError: the step was traced with another structure.
     """
     if len(batch) != len(specs):
-        raise BatchError(f"the step takes {len(specs)} batch arguments, {len(batch)} were given")
+        raise BatchError(f"the step takes {len(specs)} batch arguments, {len(batch)} were passed")
     found: list[Any] = []
     for i, (spec, arg) in enumerate(zip(specs, batch, strict=True)):
         arrays = spec.flatten(as_array(arg), f"batch argument {i}")
@@ -56,9 +56,9 @@ def _check_type(name: str, x: Any, traced: Any) -> None:
     """Raise BatchError unless an array has the rank and dtype that the step was traced with."""
     if x.ndim != traced.ndim:
         raise BatchError(
-            f"{name} has shape {tuple(x.shape)}, the step was traced with {traced.str_short()}"
+            f"{name} has shape {tuple(x.shape)}, but the step was traced with {traced.str_short()}"
         )
-    # a Python number is weakly typed: jit casts it to the float that was traced
+    # a Python number is weakly typed: jit casts it to the float type of the traced step
     is_python_number = x.ndim == 0 and getattr(x, "weak_type", False)
     if is_python_number and x.dtype.kind in "biuf" and jnp.issubdtype(traced.dtype, jnp.floating):
         return
@@ -67,8 +67,8 @@ def _check_type(name: str, x: Any, traced: Any) -> None:
         and jax.dtypes.canonicalize_dtype(x.dtype) != traced.dtype
     ):
         raise BatchError(
-            f"{name} is {x.dtype}, the step was traced with {traced.str_short()}: "
-            "cast it, or trace the step with arrays of this type"
+            f"{name} is {x.dtype}, but the step was traced with {traced.str_short()}; cast the "
+            "array, or trace the step with arrays of this type"
         )
 
 
@@ -122,13 +122,13 @@ def check_rows(
     uneven: bool = False,
     noun: str = "trainer",
 ) -> None:
-    """Check that split arrays have one number of rows, which the trainers divide.
+    """Check that all split arrays have the same number of rows, and that it can be split evenly.
 
     Args:
       counts: number of rows of each array, by name.
       unsplit_option: the user's option with the names of unsplit arrays, for errors.
-      who: the trainers of this process, for errors; by default all.
-      uneven: True if the trainers need not divide the rows.
+      who: words for the trainers of this process in errors; by default, all trainers.
+      uneven: True to accept rows that cannot be split evenly.
       noun: the strategy's word for a trainer, for errors.
 
     Raises:
@@ -140,14 +140,14 @@ def check_rows(
     for count, name in rows.items():
         if count % trainers and not uneven:
             raise BatchError(
-                f"{name} has {count} rows, which {who or f'{trainers} {noun}s'} do not divide: "
-                f"give batches of a multiple of {trainers}"
+                f"{name} has {count} rows, which cannot be split evenly over "
+                f"{who or f'{trainers} {noun}s'}; pass a multiple of {trainers} rows"
             )
     if len(rows) > 1:
         listed = " and ".join(f"{name} has {count}" for count, name in rows.items())
         raise BatchError(
             f"the arrays of a batch are split over the {noun}s, but {listed} rows; "
-            f"name what every {noun} needs whole in {unsplit_option}"
+            f"name arrays that every {noun} needs in full in {unsplit_option}"
         )
 
 
@@ -160,11 +160,14 @@ def share_of(name: str, x: Any, trainers: int, unsplit: Collection[str]) -> Shar
     return "key" if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else "replicated"
 
 
-# -- batches that the trainers do not divide -------------------------------------------------------
+# -- padding ---------------------------------------------------------------------------------------
 
 
 def pad_for_trainers(x: Any, axis: int, trainers: int) -> Any:
-    """Pad a dimension to a multiple of the trainers. Padding must not enter the step's results."""
+    """Pad a dimension to a multiple of the number of trainers.
+
+    The step must not use the padding.
+    """
     return pad_rows(x, axis, -(-x.shape[axis] // trainers) * trainers)
 
 
@@ -180,16 +183,22 @@ def pad_rows(x: Any, axis: int, count: int) -> Any:
 
 
 def check_uneven(rows: int, trainers: int, is_supported: bool) -> None:
-    """Raise BatchError unless a plan takes `dtrans.UnevenPart`s of a batch with `rows` rows.
+    """Raise BatchError unless a batch of `rows` rows may be passed as `dtrans.UnevenPart`s.
 
     Args:
-      is_supported: True if the plan has a program for batches that its trainers do not divide.
+      rows: the rows of the global batch.
+      trainers: the number of trainers.
+      is_supported: True if the plan can pad batches.
     """
-    if not is_supported or not rows % trainers:
-        remedy = f"{trainers} do" if is_supported else "those of this plan must have equal parts"
+    part = f"the batch is a dtrans.UnevenPart of {rows} rows"
+    if not is_supported:
         raise BatchError(
-            f"these are parts of a batch of {rows} rows for trainers that do not divide it: "
-            f"{remedy}"
+            f"{part}, but this plan needs equal parts; pass a multiple of {trainers} rows"
+        )
+    if rows % trainers == 0:
+        raise BatchError(
+            f"{part}, which can be split evenly over {trainers} trainers; pass the arrays without "
+            "UnevenPart"
         )
 
 
@@ -200,16 +209,16 @@ def uneven_rows(
     part: int,
     size: int,
 ) -> list[Any]:
-    """Pad this process's part of a batch that the trainers do not divide.
+    """Pad this process's part of a batch that cannot be split evenly.
 
     Args:
       arrays: the arrays of this process, with their shares.
       rows: number of rows of the global batch.
       part: index of this process.
-      size: number of rows of a full part.
+      size: number of rows of a part after padding.
 
     Raises:
-      BatchError: an array has another number of rows than this part.
+      BatchError: an array does not have the number of rows of this part.
     """
     here = min(max(rows - part * size, 0), size)
     padded = []
@@ -219,8 +228,8 @@ def uneven_rows(
             continue
         if x.shape[share] != here:
             raise BatchError(
-                f"{n} has {x.shape[share]} rows here, and part {part} of a batch of {rows} rows "
-                f"has {here}: job.shard_batch(*batch) cuts them so"
+                f"{n} has {x.shape[share]} rows, expected {here} rows in part {part} of a batch of "
+                f"{rows} rows; cut batches with job.shard_batch(*batch)"
             )
         padded.append(pad_rows(x, share, size))
     return padded
@@ -235,7 +244,7 @@ def part_types(arrays: Sequence[tuple[Any, Share]], trainers: int) -> list[jax.S
 
 
 def global_types(parts: Sequence[tuple[Any, Share]], trainers: int) -> list[jax.ShapeDtypeStruct]:
-    """Return the types of a global batch from those of one trainer's part."""
+    """Return the types of a global batch from the types of one trainer's part."""
     return [resize(x, share, lambda rows: rows * trainers) for x, share in parts]
 
 

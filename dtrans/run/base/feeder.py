@@ -4,9 +4,9 @@
         for x, y in batches:
             state, loss = job.step(state, x, y)
 
-The iterator yields global batches: a loader of NumPy arrays, of grain,
-`tf.data.Dataset.as_numpy_iterator()`, a generator. Each process takes its part of them
-(`job.shard_batch`). On a mesh, `feed` puts batches on the devices where steps read them.
+The iterator yields global batches. It may be a loader of NumPy arrays, a grain loader,
+`tf.data.Dataset.as_numpy_iterator()`, or a generator. Each process cuts out its part
+(`job.shard_batch`). On a mesh, `feed` copies batches to the devices where steps read them.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _END = object()
 
 @contextlib.contextmanager
 def feed(batches: Iterable[Any], job: Job, ahead: int = 2) -> Iterator[Iterator[Any]]:
-    """Load batches in a thread, ahead of the steps that take them.
+    """Load batches in a thread, ahead of the steps that read them.
 
-    Leaving the block ends the thread, once the iterator has returned the batch that it was asked
-    for. Batches that no step has taken are dropped. An error of the iterator is raised in the loop,
-    where its batch was due.
+    When the `with` block ends, the thread ends too, after the iterator has returned its current
+    batch. Loaded batches that no step has read are dropped. An error of the iterator is raised in
+    the loop, in place of its batch.
 
     Args:
       batches: batches of all trainers. Each is the argument of `job.step` after the state, or a
         tuple of such arguments.
-      job: the job whose steps take them.
-      ahead: largest number of batches that wait for a step.
+      job: the job whose steps read them.
+      ahead: largest number of loaded batches that wait for a step.
 
     Yields:
       This process's parts of the batches, in order: arguments, or tuples of arguments.
@@ -64,7 +64,7 @@ def feed(batches: Iterable[Any], job: Job, ahead: int = 2) -> Iterator[Iterator[
     check_int("ahead", ahead, "a positive number of batches")
     ready: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(ahead)
     ended = threading.Event()
-    # jax.enable_x64 is local to a thread: the loader takes over the caller's
+    # jax.enable_x64 is a setting of each thread, so the loader copies the setting of its caller
     wide = bool(jax.config.read("jax_enable_x64"))
 
     def load() -> None:
@@ -78,7 +78,7 @@ def feed(batches: Iterable[Any], job: Job, ahead: int = 2) -> Iterator[Iterator[
                     if ended.is_set():
                         return
             ready.put((_END, None))
-        except BaseException as e:  # the loop raises it
+        except BaseException as e:  # `parts` raises it in the loop
             ready.put((_END, e))
 
     def parts() -> Iterator[Any]:
@@ -98,7 +98,7 @@ def feed(batches: Iterable[Any], job: Job, ahead: int = 2) -> Iterator[Iterator[
         yield parts()
     finally:
         ended.set()
-        # the loader may block on a full queue: make room until it sees `ended`
+        # the loader may wait at a full queue, so empty the queue until the loader sees `ended`
         while thread.is_alive():
             with contextlib.suppress(queue.Empty):
                 ready.get(timeout=0.02)

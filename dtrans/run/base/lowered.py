@@ -13,11 +13,11 @@ import jax
 
 @dataclasses.dataclass(frozen=True)
 class LoweredStep:
-    """The lowered functions of a step, in the order in which they are called.
+    """Lowered functions of a step, in the order in which they are called.
 
     Attributes:
-      parts: name to the result of `jax.jit(...).lower`. Names are `trainers 0`, `127.0.0.1:6174
-        phase 0`, `stage 1 forward`.
+      parts: the results of `jax.jit(...).lower` by name, such as `trainers 0`, `127.0.0.1:6174
+        phase 0` or `stage 1 forward`.
     """
 
     parts: Mapping[str, Any]
@@ -32,7 +32,7 @@ _recorded: dict[str, Any] | None = None
 
 @contextlib.contextmanager
 def recording() -> Iterator[dict[str, Any]]:
-    """Record the functions that `call_recorded` calls in this block."""
+    """Record the functions that `call_recorded` calls in this block; yield the record."""
     global _recorded
     _recorded = {}
     try:
@@ -56,7 +56,7 @@ def jitted_once(fn: Callable[..., Any], *args: Any, **options: Any) -> Callable[
     """Jit a function, or return an earlier jitted function with the same StableHLO and options.
 
     Lowering takes a tenth of the time of compiling. The tables of a model often have the same
-    shape, and then the programs that initialise their rows are equal.
+    shape. The programs that initialise their rows are then equal, and only one is compiled.
 
     Args:
       fn: a pure function.

@@ -1,4 +1,4 @@
-"""Merge of the results that trainers computed from their parts of the batch."""
+"""Merge of the results that trainers compute from their parts of the batch."""
 
 from __future__ import annotations
 
@@ -14,9 +14,13 @@ from dtrans.ir.array_fns import in_one
 class Merge:
     """Rule that merges the results of all trainers.
 
-    Ways are "mean", "sum" and four more. "same": all trainers have the value. "concat": rows of the
-    batch, trainer after trainer. "joined": such rows, concatenated already. "each": values stacked
-    on a leading dimension.
+    The results are stacked on a leading dimension. There are six ways to merge them:
+
+        "mean", "sum"   over trainers
+        "same"          all trainers have one value, which is the result
+        "concat"        rows of the batch, concatenated along `axis`
+        "joined"        rows of the batch that are concatenated already, not stacked
+        "each"          the stack itself
 
     Attributes:
       way: one of the six ways.
@@ -35,12 +39,15 @@ class Merge:
     def __call__(self, x: jax.Array) -> jax.Array:
         """Merge results of all trainers, stacked on a leading dimension unless "joined"."""
         if self.way in ("concat", "joined"):
-            joined = in_one(x, self.axis) if self.way == "concat" else x
+            if self.way == "concat":
+                x = in_one(x, self.axis)
             if self.rows is None:
-                return joined
-            return jax.lax.slice_in_dim(joined, 0, self.rows, axis=self.axis)
+                return x
+            return jax.lax.slice_in_dim(x, 0, self.rows, axis=self.axis)
         if self.way == "each":
             return x
         if self.way == "same":
             return x[0]
-        return jnp.mean(x, 0) if self.way == "mean" else jnp.sum(x, 0, dtype=x.dtype)
+        if self.way == "mean":
+            return jnp.mean(x, 0)
+        return jnp.sum(x, 0, dtype=x.dtype)

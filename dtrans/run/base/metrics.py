@@ -24,11 +24,11 @@ class MetricsWriter:
 
     Args:
       to: any number of destinations. A path that ends in `.csv` is a file. Another path is a folder
-        of TensorBoard events. A function is called with the step's number and a dict of metrics.
-        The writer creates missing folders.
+        of TensorBoard events. A function is called with the index of the step and a dict of
+        metrics. The writer creates missing folders.
 
     Raises:
-      ConfigError: a folder of events needs tensorboardX, or a file cannot be written.
+      ConfigError: tensorboardX, which writes events, is not installed; or a file cannot be written.
 
     Example:
       >>> import dtrans
@@ -42,11 +42,12 @@ class MetricsWriter:
         self._sinks: list[Sink] = []
         try:
             for destination in to:
-                self._sinks.append(
-                    destination if callable(destination) else self._open(Path(destination))
-                )
+                if callable(destination):
+                    self._sinks.append(destination)
+                else:
+                    self._sinks.append(self._open(Path(destination)))
         except BaseException:
-            self.close()  # the destinations that were opened before this one failed
+            self.close()  # close the destinations that were opened before the error
             raise
 
     def write(self, step: int, values: Any) -> None:
@@ -54,11 +55,11 @@ class MetricsWriter:
 
         Args:
           step: index of the step.
-          values: a pytree of numbers, or of arrays with one element. Paths in the pytree are their
-            names; a bare number is named `loss`.
+          values: a pytree of numbers, or of arrays with one element. The name of a metric is its
+            path in the pytree; a bare number is named `loss`.
 
         Raises:
-          ConfigError: an array has several elements, or a CSV file has columns for other names.
+          ConfigError: an array has several elements, or a CSV file has columns for other metrics.
         """
         found: dict[str, float] = {}
         for path, x in jax.tree_util.tree_leaves_with_path(values):
@@ -66,7 +67,7 @@ class MetricsWriter:
             array = np.asarray(x)
             if array.size != 1:
                 raise ConfigError(
-                    f"{name} has {array.size} elements, and a metric is one number: reduce it first"
+                    f"{name} has {array.size} elements, but a metric is one number; reduce it first"
                 )
             found[name] = float(array.reshape(()))
         for sink in self._sinks:
@@ -85,7 +86,9 @@ class MetricsWriter:
         self.close()
 
     def _open(self, path: Path) -> Sink:
-        return self._open_csv(path) if path.suffix == ".csv" else self._open_tensorboard(path)
+        if path.suffix == ".csv":
+            return self._open_csv(path)
+        return self._open_tensorboard(path)
 
     def _open_tensorboard(self, folder: Path) -> Sink:
         writer = SummaryWriter(folder)
@@ -111,8 +114,8 @@ class MetricsWriter:
                 table.writerow(["step", *names])
             if names != list(values):
                 raise ConfigError(
-                    f"{path} has columns for {', '.join(names)}; step {step} has "
-                    f"{', '.join(values)}"
+                    f"{path} has columns for {', '.join(names)}, but step {step} has "
+                    f"{', '.join(values)}; write the same metrics in every step"
                 )
             table.writerow([step, *values.values()])
             file.flush()

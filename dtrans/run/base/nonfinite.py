@@ -1,15 +1,16 @@
 """Gradients with infinities or NaNs, found on the trainer that computed them.
 
-A realiser takes `on_nonfinite`: "ignore", "warn" or "error". With the last two, each trainer checks
-its gradients before they are reduced or sent. Afterwards all trainers have the NaN, and its origin
-is lost.
+A realiser has the option `on_nonfinite`: "ignore", "warn" or "error". With the last two, each
+trainer checks its gradients before they are reduced or sent. After a reduction all trainers have
+the NaN, and its origin is lost.
 
 With collectives, the compiled step checks each bucket before its first reduction. If a gradient is
-not finite, a host callback notes it; the step does not wait. A later step, or a read of the state,
-raises the error. In stage 3 of sharding, loops check the gradients that they scatter per layer.
+not finite, a host callback records this, and the step continues. A later step, or a read of the
+state, raises the error. In stage 3 of sharding, loops check the gradients that they scatter per
+layer.
 
-With parameter servers, trainers check gradients before they send them. The error comes before any
-server has them.
+With parameter servers, trainers check gradients before they send them, so that no server receives
+them.
 
 Source: FLAGS_check_nan_inf of Paddle, which checks the outputs of every operator.
 """
@@ -41,7 +42,7 @@ class NonfiniteCheck:
       reaction: "ignore", "warn" or "error".
 
     Raises:
-      ConfigError: `reaction` is another word.
+      ConfigError: `reaction` is none of these.
     """
 
     def __init__(self, reaction: str = "ignore") -> None:
@@ -55,10 +56,11 @@ class NonfiniteCheck:
         return self.reaction != "ignore"
 
     def note(self, trainer: int | None, names: Sequence[str]) -> None:
-        """Warn of gradients that are not finite, or note them for `check`.
+        """Warn of gradients that are not finite, or record them for `check`.
 
         Args:
-          trainer: the trainer that computed them; None if their names contain it.
+          trainer: the trainer that computed them; None if `names` contain the trainer.
+          names: names of the gradients.
         """
         owner = "" if trainer is None else f" of trainer {trainer}"
         more = f", ... ({len(names)})" if len(names) > 5 else ""
@@ -69,7 +71,7 @@ class NonfiniteCheck:
             self._found.append(message)
 
     def check(self, *, wait: bool = False) -> None:
-        """Raise NonfiniteError for the gradients that were noted.
+        """Raise NonfiniteError if gradients were recorded.
 
         Args:
           wait: True to wait for the callbacks of running steps first.
@@ -85,10 +87,13 @@ class NonfiniteCheck:
     # -- arrays on the host ----------------------------------------------------------------------
 
     def check_values(self, named: Iterable[tuple[str, Any]]) -> None:
-        """Check gradients before they are sent. Raises NonfiniteError.
+        """Check gradients before they are sent.
 
         Args:
-          named: gradients under names that contain their trainer.
+          named: names, which contain the trainer, and gradients.
+
+        Raises:
+          NonfiniteError: a gradient is not finite, and the reaction is "error".
         """
         if not self.enabled:
             return
@@ -102,12 +107,14 @@ class NonfiniteCheck:
     def rules(
         self, rules: Rules, buckets: Mapping[str, Sequence[str]], over: Sequence[str]
     ) -> Rules:
-        """Extend the rules of reductions by a check of their operands, for one trace of a program.
+        """Return rules of communication that also check the operands of reductions.
+
+        They are for one trace of a program.
 
         Args:
           rules: rules of all communication.
-          buckets: leaves of each reduction of gradients, by its name. Two reductions have one name
-            in a hierarchy, inside nodes and between them: the first is checked.
+          buckets: leaves of each reduction of gradients, by its name. In a hierarchy, the
+            reductions inside nodes and between nodes have one name, and only the first is checked.
           over: the axes of the trainers.
         """
         if not self.enabled:
@@ -135,12 +142,12 @@ class NonfiniteCheck:
         floats = [x for x in xs if jnp.issubdtype(x.dtype, jnp.inexact)]
         if not floats:
             return
-        # a packed array has several leaves: an error names all of them
+        # a packed array contains several leaves, and the error names all of them
         names = list(leaves)
         if not len(leaves) == len(xs) == len(floats):
             names = [", ".join(leaves)] * len(floats)
-        # A sum reads each element once, at memory bandwidth. It may itself overflow, so a branch
-        # that is seldom taken checks each element.
+        # Check sums first: a sum reads each element once, at memory bandwidth. A sum of finite
+        # elements may overflow, so a branch, which is seldom taken, checks each element.
         fine = jnp.stack([jnp.isfinite(x.sum()) for x in floats]).all()
         index = jax.lax.axis_index(tuple(over)) if over else jnp.int32(0)
         jax.lax.cond(fine, _ignore, functools.partial(self._call, names), index, *floats)
@@ -151,7 +158,7 @@ class NonfiniteCheck:
 
     def _on_callback(self, names: Sequence[str], fine: Any, index: Any) -> None:
         bad = [n for n, good in zip(names, np.asarray(fine), strict=True) if not good]
-        if bad:  # vmap turns `cond` into `select`, and calls back for every trainer
+        if bad:  # under vmap, both branches run for every trainer: `cond` becomes `select`
             self.note(int(index), list(dict.fromkeys(bad)))
 
 
@@ -163,6 +170,6 @@ def all_finite(x: np.ndarray) -> bool:
     """Return True if no element is an infinity or a NaN."""
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return True
-    # a finite sum needs no pass over the elements; a sum of finite elements may overflow
+    # check the sum first, which is faster; a sum of finite elements may overflow
     with np.errstate(over="ignore", invalid="ignore"):
         return bool(np.isfinite(x.sum())) or bool(np.isfinite(x).all())

@@ -1,7 +1,8 @@
-"""Differences between platforms in plans and compiler options.
+"""Differences between platforms that affect plans and compiler options.
 
-XLA on CPUs does not overlap an all-gather with computation. XLA also rewrites divisions depending
-on the equations around them. Differences of one collective are in its module of `dtrans.ops`.
+XLA on CPUs does not overlap an all-gather with computation. XLA also rewrites a division depending
+on other equations that read the divisor. Differences that affect one collective are in its module
+of `dtrans.ops`.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from dtrans.zero.plan import ShardingPlan
 
 
 def resolve_for_platform(plan: CollectivePlan, platform: str = "") -> CollectivePlan:
-    """Choose the options of a plan that the user left to the platform.
+    """Return the plan, with options that the user left unset chosen for a platform.
 
-    A stage-3 loop on CPUs does not prefetch: it would cost the memory of a layer, and all-gathers
-    do not overlap computation there.
+    On CPUs, loops of stage 3 do not prefetch. All-gathers do not overlap with computation there, so
+    that a prefetch would only cost the memory of a layer.
 
     Args:
-      platform: JAX's name: "cpu", "gpu", "tpu".
+      platform: JAX's name of the platform: "cpu", "gpu", "tpu".
     """
     if not isinstance(plan, ShardingPlan):
         return plan
@@ -34,7 +35,7 @@ def resolve_for_platform(plan: CollectivePlan, platform: str = "") -> Collective
 
 
 def stable_bits_options() -> dict[str, str] | None:
-    """Return compiler options under which equations have the same bits in every program.
+    """Return compiler options with which equations give the same bits in every program.
 
     XLA's algebraic simplifier rewrites `x / s` to `x * (1 / s)` if only one equation reads `s`.
     Adam on a server with one block would differ from Adam on a server with two, which share the
@@ -43,4 +44,6 @@ def stable_bits_options() -> dict[str, str] | None:
     Returns:
       Options for `jax.jit(compiler_options=...)`; None on other platforms.
     """
-    return {"xla_disable_hlo_passes": "algsimp"} if jax.default_backend() == "cpu" else None
+    if jax.default_backend() != "cpu":
+        return None
+    return {"xla_disable_hlo_passes": "algsimp"}

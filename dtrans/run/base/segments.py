@@ -1,14 +1,14 @@
-"""Communicating programs cut into compiled pieces, with communication between them.
+"""Programs that communicate, cut into compiled pieces with communication between them.
 
-The equations between two communications become one jitted function. A `send` has no result, so the
-cut moves it behind later computation until `group_bytes` of gradients are ready. Pieces become few
-and large, and blocks that are ready together are sent together. All other communication keeps its
-place.
+The equations between two communications become one jitted function. A `send` has no result, so it
+may wait: the cut moves it after later computation until `group_bytes` of gradients are ready. So
+pieces are few and large, and blocks that are ready together are sent together. All other
+communication stays where it is.
 
-JAX dispatches pieces asynchronously. The sends of a piece stand after the dispatch of the next one,
-so gradients are sent while the device computes others.
+JAX dispatches pieces asynchronously. The sends of a piece come after the dispatch of the next
+piece. So the device computes while gradients are sent.
 
-A fabric that computes `split_byref` and `concat` on the device passes rules for them.
+A fabric may pass rules with which pieces compute `split_byref` and `concat` on the device.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class Compute:
 
     Attributes:
       fn: a function of the values of `reads` that returns the values of `makes`.
-      reads: variables that the equations read and do not define.
-      makes: variables that they define and later steps, or the caller, read.
+      reads: variables that the equations read but do not define.
+      makes: variables that the equations define, and that later steps or the caller read.
       rules: the communication primitives that the function computes by a rule.
     """
 
@@ -77,13 +77,13 @@ class Compute:
 
     @cached_property
     def jitted(self) -> Callable[..., Sequence[Any]]:
-        """The compiled function."""
+        """Compiled function."""
         return jax.jit(self.fn)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Carry:
-    """An equation that the fabric carries out."""
+    """Equation that the fabric carries out."""
 
     eqn: JaxprEqn
 
@@ -135,7 +135,7 @@ class Segments:
             else:
                 outs = yield step.eqn, [read(a) for a in step.eqn.invars]
                 env.update(zip(step.eqn.outvars, outs, strict=True))
-            del outs  # so that `env` has the last reference, and dropping it frees the memory
+            del outs  # `env` then has the last reference, so that `pop` frees the memory
             for v in dropped:
                 env.pop(v, None)
         return [read(a) for a in opened(jaxpr).outvars]
@@ -152,14 +152,14 @@ def cut_program(
 
     Args:
       computed: rules of the communication that pieces compute.
-      carried: primitives that the fabric carries out though they do not communicate.
-      group_bytes: bytes of gradients after which they are sent; by default, all are sent at the
-        end.
+      carried: primitives that the fabric carries out although they do not communicate.
+      group_bytes: send gradients when this number of bytes is ready. By default they are sent
+        before the next other communication, or at the end.
     """
     rules = computed or {}
     order = _order_steps(program, rules, carried, group_bytes)
 
-    last: dict[Var, int] = {}  # the last step that reads or defines a variable
+    last: dict[Var, int] = {}  # variable -> index of the last step that reads or defines it
     for i, step in enumerate(order):
         for eqn in step if isinstance(step, list) else [step]:
             last.update((a, i) for a in eqn.invars if isinstance(a, Var))
@@ -182,7 +182,7 @@ def cut_program(
 def _order_steps(
     program: Program, rules: Rules, carried: Collection[Primitive], group_bytes: float
 ) -> list[list[JaxprEqn] | JaxprEqn]:
-    """Group equations into pieces, and move sends behind later pieces."""
+    """Group equations into pieces, and move sends after later pieces."""
     order: list[list[JaxprEqn] | JaxprEqn] = [[]]
     behind: list[JaxprEqn] = []  # sends of the piece before the current one
     waiting: list[JaxprEqn] = []  # sends of the current piece
@@ -201,7 +201,7 @@ def _order_steps(
             group.append(eqn)
         elif eqn.primitive in (send_p, send_rows_p, split_byref_p):
             waiting.append(eqn)
-            # the blocks of a split are counted when they are sent
+            # a split is not counted: its blocks are counted when they are sent
             if eqn.primitive is not split_byref_p:
                 ready += sum(a.aval.size * a.aval.dtype.itemsize for a in eqn.invars)
             if ready >= group_bytes:
@@ -254,7 +254,7 @@ def interpret(
     """Evaluate equations one after the other, with a rule for each communication primitive.
 
     Args:
-      env: values of the variables that the equations read. They add their own.
+      env: values of the variables that the equations read. Values of the equations are added.
       outs: the outputs.
 
     Returns:
@@ -280,7 +280,7 @@ def interpret(
 
 
 def _retrace_bodies(eqn: JaxprEqn, rules: Rules) -> dict[str, Any]:
-    """Return the parameters of an equation, with bodies traced again under the rules."""
+    """Return the parameters of an equation, with its bodies traced again under the rules."""
 
     def retrace(body: Any) -> Any:
         inner = opened(body)

@@ -3,9 +3,9 @@
     on_mesh         by `jax.shard_map`: each trainer is a device
     on_one_device   by `jax.vmap`, one call for each axis: one device simulates all trainers
 
-Trainers lie on named axes. Both functions take the sharding of each operand and result as an
-`AxisSharding`, and both return a function of the global arrays. Collectives of the program name the
-axes.
+Trainers are arranged along named axes, which the collectives of the program name. The arguments of
+both functions include the sharding of each operand and result, an `AxisSharding`. Both return a
+function of the global arrays.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class AxisSharding:
       cut: pairs of a dimension of one trainer's value, and the axes that shard it.
       stacked: axes along which trainers have different values. The global array stacks them on a
         leading dimension.
-      first: axes along which each trainer computes a value, and the first trainer's is taken.
+      first: axes along which values may differ. The global array is the value of the first trainer.
     """
 
     cut: tuple[tuple[int, tuple[str, ...]], ...] = ()
@@ -46,7 +46,7 @@ class AxisSharding:
 
     @functools.cached_property
     def spec(self) -> P:
-        """The sharding of the global array."""
+        """Sharding of the global array."""
         leading = bool(self.stacked)
         along = {dim + leading: names for dim, names in self.cut}
         if leading:
@@ -60,14 +60,17 @@ class AxisSharding:
 
     @functools.cached_property
     def varies(self) -> frozenset[str]:
-        """The axes along which trainers have different values."""
+        """Axes along which trainers have different values."""
         return frozenset(self.stacked).union(*(names for _, names in self.cut))
 
     def cut_along(self, dim: int | None, *axes: str) -> AxisSharding:
-        """Return the sharding with a dimension, and no other, sharded over these axes.
+        """Return the sharding with a dimension sharded over these axes.
+
+        If the axes shard another dimension so far, that dimension is no longer sharded.
 
         Args:
-          dim: the dimension; None for the sharding unchanged.
+          dim: the dimension; None to return the sharding unchanged.
+          *axes: the axes.
         """
         if dim is None:
             return self
@@ -75,7 +78,7 @@ class AxisSharding:
         return dataclasses.replace(self, cut=(*others, (dim, axes)))
 
     def restrict_to(self, axes: Collection[str]) -> AxisSharding:
-        """Return the sharding without the axes of size 1, which no program names."""
+        """Return the sharding restricted to some axes; the other axes must have size 1."""
 
         def known(names: tuple[str, ...]) -> tuple[str, ...]:
             return tuple(name for name in names if name in axes)
@@ -94,16 +97,16 @@ def on_mesh(
     """Map a function of one trainer over the devices of a mesh.
 
     Args:
-      fn: Function of flat arrays, with collectives over the axes of the mesh.
-      ins, outs: Shardings of its operands and results.
-      gathered: Positions of results that are all-gathered, so that every device has all of them.
+      fn: function of flat arrays, with collectives over the axes of the mesh.
+      ins, outs: shardings of its operands and results.
+      gathered: indices of results that are all-gathered, so that every device has the full result.
 
     Returns:
       A function of global arrays.
     """
 
     def run_device(*args: Any) -> list[Any]:
-        # a device has one entry of a stacked array
+        # each device has one entry of a stacked array
         local = [x[0] if s.stacked else x for x, s in zip(args, ins, strict=True)]
         results: list[Any] = []
         for k, (x, sharding) in enumerate(zip(fn(*local), outs, strict=True)):
@@ -114,7 +117,7 @@ def on_mesh(
 
     in_specs = tuple(sharding.spec for sharding in ins)
     out_specs = [P() if k in gathered else sharding.spec for k, sharding in enumerate(outs)]
-    # check_vma: the equations were traced without varying types, and replay only without the check
+    # the equations were traced without varying types, so they run only with check_vma=False
     return jax.shard_map(
         run_device, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
     )
@@ -139,16 +142,16 @@ def on_one_device(
     """Map a function of one trainer over axes that one device simulates.
 
     Args:
-      fn: Function of flat arrays, with collectives over the axes.
-      axes: Names and sizes of the axes, the outermost first. Other axes that shardings name are
+      fn: function of flat arrays, with collectives over the axes.
+      axes: names and sizes of the axes, the outermost first. Other axes that shardings name are
         ignored.
-      ins, outs: Shardings of its operands and results.
-      in_turn: True to run one trainer after the other, in the memory of one. The function must have
-        no collectives, and every result must vary.
+      ins, outs: shardings of its operands and results.
+      in_turn: True to run one trainer after the other, in the memory of one trainer. The function
+        must have no collectives, and its results must be cut or stacked along every axis.
 
     Returns:
       A function of global arrays. It raises ValueError if trainers compute different values of a
-      result that no axis cuts, stacks or takes from the first.
+      result along an axis that its sharding does not name.
     """
     names = {name for name, _ in axes}
     ins = [sharding.restrict_to(names) for sharding in ins]
@@ -161,7 +164,7 @@ def on_one_device(
             if in_turn:
                 mapped = _map_in_turn(mapped, in_axes, size)
                 continue
-            # vmap refuses values that differ under an out_axis of None
+            # with an out_axis of None, vmap raises an error if values differ
             out_axes = [_leading_if(name in s.varies.union(s.first)) for s in outs]
             mapped = jax.vmap(
                 mapped, in_axes=in_axes, out_axes=out_axes, axis_name=name, axis_size=size

@@ -1,4 +1,4 @@
-"""Checks of the state that a step takes: it belongs to this job, and its memory is still there."""
+"""Checks of the state that is passed to a step: its arrays belong to this job and still exist."""
 
 from __future__ import annotations
 
@@ -9,6 +9,14 @@ import jax
 
 from dtrans._jax import is_traced
 from dtrans.errors import StateError
+
+
+def missing_array(name: str) -> StateError:
+    """Return the error about a state that lacks an array of the job's state."""
+    return StateError(
+        f"this state belongs to another job: it lacks {name}; pass a state that init or step of "
+        "this job returned"
+    )
 
 
 def check_kind(state: Any, kind: type) -> None:
@@ -23,24 +31,24 @@ def check_arrays(arrays: Iterable[tuple[str, Any]], *, donates: bool) -> None:
     """Raise StateError for an array that was donated before, or that would be donated twice."""
     seen: dict[int, str] = {}
     for n, x in arrays:
-        # arrays of a checkpoint are NumPy's; traced arrays have no memory
+        # NumPy arrays (of a checkpoint) and traced arrays cannot be donated
         if not isinstance(x, jax.Array) or is_traced(x):
             continue
-        # JAX does not check this in every case, and its error names no array
+        # JAX does not always check this, and its error does not name the array
         if x.is_deleted():
             raise StateError(
-                f"this state was already stepped from, and {n} in it was donated to that step; "
-                "use the state that step returned, or a job with donate=False"
+                f"a step has already used this state, and its {n} was donated to that step; use "
+                "the state that the step returned, or a job with donate=False"
             )
         if seen.setdefault(id(x), n) != n and donates:
             raise StateError(
-                f"{n} and {seen[id(x)]} are one array, whose memory cannot be donated twice: copy "
+                f"{n} and {seen[id(x)]} are one array, whose memory cannot be donated twice; copy "
                 "one of them (jnp.copy), or use a job with donate=False"
             )
 
 
 def check_types(arrays: Mapping[str, Any], types: Mapping[str, Any]) -> None:
-    """Raise StateError for a state of another plan: an array has another shape or dtype.
+    """Raise StateError if an array of a state is missing, or has another shape or dtype.
 
     Args:
       arrays: arrays of the state, by name.
@@ -48,11 +56,11 @@ def check_types(arrays: Mapping[str, Any], types: Mapping[str, Any]) -> None:
     """
     for n, t in types.items():
         if n not in arrays:
-            raise StateError(f"this is not a state of this job: it has no {n}")
+            raise missing_array(n)
         x = arrays[n]
         if (x.shape, x.dtype) != (t.shape, t.dtype):
             raise StateError(
-                f"this is not a state of this job: {n} is {x.dtype}{list(x.shape)} in it, and "
-                f"{t.dtype}{list(t.shape)} here; "
-                "dtrans.checkpoint.save and restore take a state from one plan to another"
+                f"this state belongs to another job: {n} is {x.dtype}{list(x.shape)}, expected "
+                f"{t.dtype}{list(t.shape)}; use dtrans.checkpoint.save and restore to move a state "
+                "from one plan to another"
             )

@@ -1,6 +1,6 @@
 """Summaries written as TensorBoard events.
 
-Audio clips are encoded with Python's `wave`: tensorboardX would need another library for it.
+Audio clips are encoded with Python's `wave`, because tensorboardX would need another library.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class SummaryWriter:
             import tensorboardX
         except ImportError as e:
             raise missing_extra("summaries are written with tensorboardX", "summary") from e
-        # tensorboardX names files by the second: two writers would share one
+        # tensorboardX names a file after the current second, so two writers could share a file
         self._writer = tensorboardX.SummaryWriter(
             os.fspath(logdir), filename_suffix=f".{os.getpid()}.{next(_files)}"
         )
@@ -63,25 +63,27 @@ class SummaryWriter:
         self._writer.close()
 
     def write(self, step: int, values: Mapping[str, Any], specs: Iterable[Summary]) -> None:
-        """Write the summaries of one step. Texts are written with the first step alone.
+        """Write the summaries of one step. A text is written only once.
 
         Args:
           step: index of the step.
           values: tag to value, as `merge` returns them. An image may also be [height, width,
             channels], and audio [frames] or [frames, channels].
-          specs: the summaries to write. A text has no value: its spec contains it.
+          specs: the summaries to write. A text is in its spec, so it needs no value.
 
         Raises:
-          ConfigError: a summary without a value, or a value without a summary; an array of another
-            rank; a histogram with infinities or NaNs.
+          ConfigError: a summary has no value, or a value has no summary; an array has the wrong
+            rank; a histogram contains infinities or NaNs.
         """
         shown = {s.tag: s for s in specs}
         missing = [t for t, s in shown.items() if s.kind != TEXT and t not in values]
         if missing:
-            raise ConfigError(f"no value of {', '.join(missing)}: pass it in `values`")
+            raise ConfigError(f"values has no {', '.join(missing)}, which specs has; add the value")
         unknown = [t for t in values if t not in shown]
         if unknown:
-            raise ConfigError(f"no summary {', '.join(unknown)}: pass its Summary in `specs`")
+            raise ConfigError(
+                f"specs has no summary {', '.join(unknown)}, which values has; add it"
+            )
         for tag, s in shown.items():
             if s.kind != TEXT:
                 self._write(step, s, np.asarray(values[tag]))
@@ -90,7 +92,7 @@ class SummaryWriter:
                 self._writer.file_writer.add_summary(_text_event(tag, s.options["text"]), step)
 
     def _write(self, step: int, s: Summary, array: np.ndarray[Any, Any]) -> None:
-        if array.dtype.kind not in "biuf":  # bfloat16 and others that NumPy itself lacks
+        if array.dtype.kind not in "biuf":  # NumPy itself lacks some types, such as bfloat16
             array = array.astype(np.float32)
         ranks = {SCALAR: (0,), IMAGE: (3, 4), AUDIO: (1, 2, 3)}.get(s.kind)
         require(
@@ -125,7 +127,7 @@ def _text_event(tag: str, text: str) -> Any:
     from tensorboardX.summary import text as encoded
 
     event = encoded(tag, text)
-    event.value[0].tag = tag  # tensorboardX appends "/text_summary" to it
+    event.value[0].tag = tag  # tensorboardX appends "/text_summary" to the tag
     return event
 
 

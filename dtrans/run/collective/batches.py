@@ -50,16 +50,25 @@ class TrainerBatches:
 
     @property
     def axes(self) -> dict[str, int]:
-        """The split dimension of each array that is split over the trainers."""
+        """Split dimension of each array that is split over the trainers, by name."""
         named = zip(self.names, self.shares, strict=True)
         return {n: share for n, share in named if isinstance(share, int)}
 
     def flatten(self, batch: Sequence[Any]) -> Sequence[Any]:
-        """Return the arrays of a batch. Raises BatchError for another structure or type."""
+        """Return the arrays of a batch.
+
+        Raises:
+          BatchError, TraceError: the batch does not have the structure and types of the traced
+            step.
+        """
         return batch_arrays(self.specs, batch, self._plan.main.inputs)
 
     def place(self, arrays: Sequence[Any]) -> Sequence[Any]:
-        """Place arrays for a step. Raises BatchError if the trainers do not divide their rows."""
+        """Place arrays for a step.
+
+        Raises:
+          BatchError: the number of trainers does not divide their rows.
+        """
         plan, trainers = self._plan, self._trainers
         option = f"dtrans.{plan.strategy}(batch=dtrans.Batch(unsplit_inputs=(...)))"
         rows = rows_of(self.names, self._shared(arrays))
@@ -70,19 +79,19 @@ class TrainerBatches:
         """Return the types of one trainer's part of a batch."""
         return part_types(self._shared(arrays), self._plan.trainers)
 
-    # -- batches that the trainers do not divide -------------------------------------------------
+    # -- batches with padding --------------------------------------------------------------------
 
     def odd_rows(self, arrays: Sequence[Any], global_rows: int = 0) -> int:
         """Return the rows of a global batch that needs padding; 0 if it needs none.
 
-        A job of several processes cannot know the global batch from its part. There, only
-        `dtrans.UnevenPart`s are padded.
+        In a job of several processes, a process knows only its part of the batch. There, only
+        batches of `dtrans.UnevenPart`s are padded.
 
         Args:
           global_rows: rows of the global batch, if this process's part is a `dtrans.UnevenPart`.
 
         Raises:
-          BatchError: the plan takes no uneven parts.
+          BatchError: the plan cannot pad batches.
         """
         plan, takes_uneven = self._plan, self._plan.for_uneven_batch is not None
         if global_rows:
@@ -90,12 +99,14 @@ class TrainerBatches:
             return global_rows
         if not takes_uneven or self._trainers.here != plan.trainers:
             return 0
-        rows = {*rows_of(self.names, self._shared(arrays)).values()}
-        count = rows.pop() if len(rows) == 1 else 0
+        counts = set(rows_of(self.names, self._shared(arrays)).values())
+        if len(counts) != 1:
+            return 0
+        (count,) = counts
         return count if count % plan.trainers else 0
 
     def place_padded(self, arrays: Sequence[Any], rows: int) -> Sequence[Any]:
-        """Pad a batch of `rows` rows to a multiple of the trainers, and place it."""
+        """Pad a batch of `rows` rows so that the number of trainers divides it, and place it."""
         trainers = self._trainers
         size = -(-rows // self._plan.trainers) * trainers.here
         padded = uneven_rows(self.names, self._shared(arrays), rows, trainers.part[0], size)

@@ -9,8 +9,8 @@ with NCCL on GPUs. Trainer 0's first state is broadcast to the others.
 `dtrans.run.distributed.connect` connects the processes, and handles their failures.
 
 All trainers must run the same collectives in the same order. They compare their programs at the
-first step, and again when the types of the batch change. If only one trainer gets a batch of other
-types, its comparison ends with DeadlineError.
+first step, and again when the types of the batch change. If the types change for one trainer only,
+no other trainer compares: this trainer raises DeadlineError.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class ClusterTrainers(MeshTrainers):
     Parameters, state and results are complete arrays on this process's first device.
     """
 
-    gathers = True  # a process cannot read the results on other processes' devices
+    gathers = True  # a process cannot read results on devices of other processes
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__(mesh)
@@ -103,7 +103,7 @@ class ClusterTrainers(MeshTrainers):
         text = fingerprint.canonical_text(startup).encode()
         digest = np.frombuffer(hashlib.sha256(text).digest(), np.uint8)
         (first,) = broadcast([digest])
-        # summed over all processes, so that every one of them raises the error
+        # sum over all processes, so that each of them raises the error
         differs = np.zeros(jax.process_count(), np.int32)
         differs[jax.process_index()] = not np.array_equal(np.asarray(first), digest)
         (differs,) = all_reduce_sum(differs)
@@ -157,7 +157,7 @@ class SurvivingJob(Job):
     def step(self, state: CollectiveState, *batch: Any) -> tuple[Any, ...]:
         self._check_open()
         self._job.check(state)
-        # a bad batch raises here: inside of the step, the other trainers would wait for this one
+        # check the batch first: an error inside the step would leave the other trainers waiting
         self._job.arrays(batch)
         return self._run_with_survivors(lambda job: job.step(job.place_state(state), *batch))
 
@@ -178,7 +178,7 @@ class SurvivingJob(Job):
 
     @property
     def mesh(self) -> Mesh | None:
-        """The devices of the surviving trainers."""
+        """Devices of the surviving trainers."""
         return self._job.mesh
 
     @property
@@ -193,15 +193,15 @@ class SurvivingJob(Job):
         return self._job.cut_axes()
 
     def slice_axis(self, name: str) -> int | None:
-        """Return the dimension of slices; see `CollectiveJob.slice_axis`."""
+        """Return the dimension along which an array is sliced; see `CollectiveJob.slice_axis`."""
         return self._job.slice_axis(name)
 
     def sharding_of(self, name: str) -> NamedSharding | None:
-        """Return a sharding; see `CollectiveJob.sharding_of`."""
+        """Return the sharding of an array of the state; see `CollectiveJob.sharding_of`."""
         return self._job.sharding_of(name)
 
     def _run_with_survivors(self, run: Callable[[CollectiveJob], Any]) -> Any:
-        """Run a function of all trainers; repeat it with the surviving ones if some have ended."""
+        """Run a function of the job; if trainers end, repeat it with the surviving trainers."""
         while True:
             if len(trainer_devices()) != self.plan.trainers:
                 self._job = job_of(self.plan, donate=False, on_nonfinite=self._on_nonfinite)
@@ -214,7 +214,7 @@ class SurvivingJob(Job):
                 survivors = lost(loss.trainers)
                 gone = " and ".join(f"trainer {k}" for k in sorted(loss.trainers))
                 logger.warning(
-                    "%s: %s ended; going on with %d of %d",
+                    "%s: %s ended; continuing with %d of %d trainers",
                     survivors.name,
                     gone,
                     survivors.trainers,
@@ -226,13 +226,13 @@ class SurvivingJob(Job):
 
 @realises(CollectivePlan, "cluster")
 def on_cluster(plan: CollectivePlan, *, donate: bool, on_nonfinite: str = "ignore") -> Job:
-    """Return the job of this process's trainers, with the platform's choice of open options.
+    """Return the job of this process's trainers; unset options get the platform's default.
 
     Raises:
       ConfigError: the plan is for another number of trainers, or it is sharded and
         `connect(on_trainer_loss="drop")` was called.
     """
-    # before trainer_devices(): `connected` also adopts a job that the user's code connected
+    # call `connected` before trainer_devices(): it also adopts a job that the user connected
     drop = connected().on_trainer_loss == "drop"
     devices = trainer_devices()
     if drop and isinstance(plan, ShardingPlan):
@@ -266,7 +266,7 @@ def job_of(plan: CollectivePlan, *, donate: bool, on_nonfinite: str) -> Collecti
 
 
 def local_piece(x: Any) -> Any:
-    """Return this process's piece of a global array, and other values unchanged."""
+    """Return this process's piece of a global array; return other values unchanged."""
     return local_shard(x) if isinstance(x, jax.Array) else x
 
 
@@ -298,7 +298,7 @@ class ClusterFabric:
         return [None]
 
     def run(self, program: Program, flat: Sequence[Any]) -> list[Any]:
-        """Run a trainer's program. Outputs that are not reduced are this trainer's part."""
+        """Run a trainer's program; return this trainer's copy of each output."""
         if program is not self._last:
             connected()
             check_consistent(program, _parts(program))
@@ -313,7 +313,7 @@ class ClusterFabric:
     def _compile(self, program: Program) -> tuple[Callable[..., Any], list[NamedSharding]]:
         if jax.local_device_count() != 1:
             raise ConfigError(
-                "a program of one trainer runs on one device, this process has "
+                "a program of one trainer runs on one device, but this process has "
                 f"{jax.local_device_count()}; start one process for each device "
                 "(JAX_LOCAL_DEVICE_IDS, CUDA_VISIBLE_DEVICES), or run the plan as a job, "
                 "plan.on_cluster()"
@@ -323,14 +323,14 @@ class ClusterFabric:
         parts = _parts(program)
         replicated, rows = AxisSharding(), AxisSharding().cut_along(0, *axes)
         ins = [rows if name in parts else replicated for name in program.in_names]
-        # Outputs may differ, and are declared replicated nevertheless: each process reads the copy
-        # on its own device.
+        # Outputs may differ between trainers. They are declared replicated, so that each process
+        # reads the copy on its own device.
         mapped = on_mesh(per_trainer(program), mesh, ins, [replicated] * len(program.out_names))
         return jax.jit(mapped), [NamedSharding(mesh, sharding.spec) for sharding in ins]
 
 
 def _parts(program: Program) -> list[str]:
-    """Return the names of the batch's arrays that are split over the trainers."""
+    """Return the names of the batch arrays that are split over the trainers."""
     state = {n for spec in program.args[:2] for n in spec.names}
     return [n for n, t in program.inputs.items() if n not in state and t.ndim]
 
@@ -338,7 +338,8 @@ def _parts(program: Program) -> list[str]:
 def axes_of(program: Program, trainers: int) -> dict[str, int]:
     """Return the axes of a program's trainers, with their sizes.
 
-    Equations have the sizes of all axes but one. The number of trainers determines the last one.
+    The equations of a program contain the sizes of all axes but one. The number of trainers
+    determines the remaining size.
 
     Raises:
       StateError: the program is for another number of trainers.
@@ -357,7 +358,7 @@ def axes_of(program: Program, trainers: int) -> dict[str, int]:
 
 
 def is_of_cluster(program: Program) -> bool:
-    """Return True if a program has only collectives of trainers, so that XLA compiles all of it."""
+    """Return True if a program communicates by collectives only: XLA compiles all of it."""
     kinds = {e.primitive for e in program.eqns}
     return any(map(_is_over_trainers, program.eqns)) and kinds.isdisjoint(
         (send_p, recv_p, exchange_p)

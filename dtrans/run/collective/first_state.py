@@ -23,7 +23,7 @@ from dtrans.run.collective.trainers import Trainers
 
 
 class FirstState:
-    """The compiled startup program of a job.
+    """Startup program of a job, which computes the first state.
 
     Args:
       plan: the plan.
@@ -39,7 +39,8 @@ class FirstState:
     def arrays(self, *args: Any) -> dict[str, Any]:
         """Compute the arrays of the state by name, placed, from the arguments of init."""
         flat = self.program.flatten(*args)
-        found = self._compute_slices(flat) if self._plan.cuts else self._compute_replicas(flat)
+        compute = self._compute_slices if self._plan.cuts else self._compute_replicas
+        found = compute(flat)
         state = dict(zip(self.program.out_names, found, strict=True))
         extra = {n: jnp.asarray(x) for n, x in self._plan.extra_state.items()}
         if extra:
@@ -52,14 +53,16 @@ class FirstState:
         if trainers.mesh is not None:
             args = jax.device_put(args, trainers.mesh.local_devices[0])
         outputs = self.program.compiled(*args)
-        # init may return one array twice, and an array cannot be donated twice
-        return trainers.replicate([jnp.copy(x) for x in outputs] if self._donate else outputs)
+        # init may return one array twice, but an array can be donated only once
+        if self._donate:
+            outputs = list(map(jnp.copy, outputs))
+        return trainers.replicate(outputs)
 
     def _compute_slices(self, args: Sequence[Any]) -> Sequence[Any]:
         self._trainers.check_start(self._opened)
         outputs = self.compiled(*self._trainers.replicate([*self.program.jaxpr.consts, *args]))
-        # jit returns one array for an output that is an input or another output: neither may be
-        # donated twice
+        # jit returns no new array for an output that is an input, or equal to another output. An
+        # array can be donated only once, so it is copied.
         inner = self._opened.jaxpr
         seen = {id(v) for v in inner.invars}
         found = []
@@ -70,13 +73,13 @@ class FirstState:
 
     @cached_property
     def _opened(self) -> ClosedJaxpr:
-        """The startup program with its constants as first inputs, which rank 0 broadcasts."""
+        """Startup program with its constants as first inputs: rank 0 broadcasts them too."""
         inner = self.program.inner
         return closed([], [], [*inner.constvars, *inner.invars], inner.outvars, inner.eqns, inner)
 
     @cached_property
     def compiled(self) -> Any:
-        """The jitted program: flat arrays, constants first -> padded and sharded arrays."""
+        """Jitted function: flat arrays, constants first -> padded and sharded arrays."""
         names, run = self.program.out_names, jaxpr_as_fun(self._opened)
         cuts, trainers = self._plan.cuts, self._trainers
         axes = [cuts[n].axis if n in cuts else None for n in names]
@@ -87,5 +90,7 @@ class FirstState:
                 found.append(padded_to(x, cuts[n].axis, cuts[n].padded) if n in cuts else x)
             return found
 
-        places = None if trainers.mesh is None else [trainers.state_sharding(axis) for axis in axes]
+        if trainers.mesh is None:
+            return jax.jit(start)
+        places = [trainers.state_sharding(axis) for axis in axes]
         return jax.jit(start, out_shardings=places)

@@ -45,7 +45,7 @@ from dtrans.step_meter import metered
 
 
 class CollectiveJob(Job):
-    """Running collective plan.
+    """Job that runs a collective plan.
 
     `init` and `step` are pure functions of a state. The job caches their compiled code.
 
@@ -73,10 +73,10 @@ class CollectiveJob(Job):
         self._state, self.batches = StateArrays(plan), TrainerBatches(plan, trainers)
         self.first_state = FirstState(plan, trainers, donate=donate)
         self._rest = without(without(plan.main.out, plan.main.args[0]), plan.main.args[1])
-        self._last: list[Any] = []  # types of the last batch, for which all checks passed
+        self._last: list[Any] = []  # types of the last batch that passed all checks
         # jit flattens the state in C++: flattening it in Python would cost more than a small step
         self._jitted = jax.jit(self._traced, donate_argnums=0 if donate else ())
-        self._uneven: dict[int, Any] = {}  # jitted steps for rows that the trainers do not divide
+        self._uneven: dict[int, Any] = {}  # global rows -> jitted step for padded batches
 
     # -- steps -----------------------------------------------------------------------------------
 
@@ -108,7 +108,7 @@ class CollectiveJob(Job):
           BatchError: arrays have different numbers of rows, or the number of trainers does not
             divide these.
           StateError: the state belongs to another job, or an earlier step donated it.
-          NonfiniteError: with on_nonfinite="error", for gradients of an earlier step.
+          NonfiniteError: gradients of an earlier step are not finite, and on_nonfinite="error".
           PeerError: another trainer has ended, or runs another program.
           DeadlineError: this process's part has a new shape, while other trainers continue with the
             earlier shape.
@@ -120,7 +120,8 @@ class CollectiveJob(Job):
             try:
                 new, rest = step(state, arrays)
             except ValueError as e:
-                # a state from elsewhere, a checkpoint say; checking each step would cost more
+                # the state may be on other devices, such as after a restore; checking this in each
+                # step would cost more
                 if "incompatible devices" not in str(e):
                     raise
                 new, rest = step(self.place_state(state), arrays)
@@ -150,7 +151,7 @@ class CollectiveJob(Job):
         return self._jitted, arrays
 
     def _uneven_step(self, arrays: Sequence[Any], rows: int) -> tuple[Any, Sequence[Any]]:
-        """Return the step for rows that the trainers do not divide, and its padded arrays."""
+        """Return the jitted step for a batch that needs padding, and its padded arrays."""
         padded = self.batches.place_padded(arrays, rows)
         if rows not in self._uneven:
             main = self.plan.main
@@ -179,8 +180,8 @@ class CollectiveJob(Job):
         """Run a step of all trainers; `jax.jit` traces it once for each batch shape.
 
         Args:
-          program: a trainer's program, if the trainers do not divide the batch.
-          types: single-device types of that program's outputs.
+          program: a trainer's program for a padded batch; by default the program of the plan.
+          types: single-device types of the outputs of that program, without padding.
         """
         if program is None:
             program = self._program(state, arrays)
@@ -190,7 +191,7 @@ class CollectiveJob(Job):
         layout = StepLayout(self.plan.axes, sliced, tuple(self.batches.shares), ways, self._rules)
         run = self.trainers.map_program(program, layout)
         values = dict(zip(program.out_names, run(*state_arrays.values(), *arrays), strict=True))
-        # rows of padding are the last rows of a result
+        # padding is in the last rows of a result: drop these
         for (way, axis), name in zip(ways, program.out_names, strict=True):
             if way == "concat" and types is not None:
                 merge = Merge("joined", axis or 0, types[name].shape[axis or 0])
@@ -234,7 +235,7 @@ class CollectiveJob(Job):
         """Place the arrays of a batch for steps.
 
         Raises:
-          BatchError: the trainers cannot split the batch.
+          BatchError: the batch cannot be split over the trainers.
         """
         return self.batches.place(self.batches.flatten(batch))
 
@@ -252,14 +253,14 @@ class CollectiveJob(Job):
     def params(self, state: CollectiveState) -> Any:
         """Return the parameters in the pytree of the step.
 
-        In a job of several processes, all of them must call it: slices are all-gathered.
+        In a job of several processes, all processes must call it: slices are all-gathered.
         """
         return self._single_device(self.plan.main.args[0], state.params)
 
     def opt_state(self, state: CollectiveState) -> Any:
         """Return the optimizer's state in the pytree of the step.
 
-        In a job of several processes, all of them must call it: slices are all-gathered.
+        In a job of several processes, all processes must call it: slices are all-gathered.
         """
         return self._single_device(self.plan.main.args[1], state.opt_state)
 
@@ -287,9 +288,9 @@ class CollectiveJob(Job):
         return self._state.state(placed)
 
     def slice_axis(self, name: str) -> int | None:
-        """Return the dimension of an array of the state that is sliced over the last axis.
+        """Return the sliced dimension of an array of the state; None for a replicated array.
 
-        None for a replicated array. The global array concatenates all slices.
+        Slices are spread over the last axis of the mesh. The global array concatenates them.
         """
         return self._state.slice_axis(name)
 
@@ -321,7 +322,7 @@ class CollectiveJob(Job):
 
 
 def _check_reduces_finite(plan: CollectivePlan, on_nonfinite: str) -> None:
-    """Refuse `on_nonfinite` in plans that reduce no gradients, or whose gradients may overflow."""
+    """Raise ConfigError if a plan reduces no gradients, or if its gradients may overflow."""
     reason = ""
     if plan.trainers == 1:
         reason = (
@@ -331,6 +332,6 @@ def _check_reduces_finite(plan: CollectivePlan, on_nonfinite: str) -> None:
     elif plan.options.local_sgd is not None:
         reason = "with local_sgd, trainers average parameters instead of gradients"
     elif plan.extra_state:
-        reason = "a loss that is scaled has gradients that overflow, and the job skips their steps"
+        reason = "with a dynamic loss scale, the job itself skips steps whose gradients overflow"
     if reason:
         raise ConfigError(f"on_nonfinite={on_nonfinite!r}: {reason}; leave it out")

@@ -31,7 +31,7 @@ class MeshTrainers(Trainers):
     """
 
     run_id = THIS_PROCESS
-    gathers = False  # True if results of the batch's rows are all-gathered
+    gathers = False  # True to all-gather results whose rows are spread over the trainers
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh: Mesh = mesh
@@ -72,35 +72,35 @@ def on_mesh(
     donate: bool = True,
     on_nonfinite: str = "ignore",
 ) -> CollectiveJob:
-    """Return a job of trainers on devices. Options left unset get the platform's default.
+    """Return a job of trainers on devices; unset options get the platform's default.
 
     Args:
-      devices: the first `plan.trainers` are used; by default all devices of JAX.
+      devices: a list whose first `plan.trainers` devices are used; by default `jax.devices()`.
 
     Raises:
-      ConfigError: too few devices, or one of them twice.
+      ConfigError: there are too few devices, or a device is repeated.
     """
     mesh_devices = list(jax.devices() if devices is None else devices)
     are_devices = all(isinstance(d, jax.Device) for d in mesh_devices)
     count = len(mesh_devices)
     if not are_devices or len({*mesh_devices}) < count:
-        raise ConfigError(f"on_mesh takes JAX's devices, each once; it was given {mesh_devices}")
+        raise ConfigError(f"devices is {mesh_devices}, expected different jax.Device objects")
     if isinstance(plan, ShardingPlan) and devices is not None and count != plan.trainers:
         o = plan.options
         raise ConfigError(
-            f"degree={o.degree} and replicas={o.replicas} are {plan.trainers} ranks, on_mesh was "
-            f"given {count} devices"
+            f"degree={o.degree} and replicas={o.replicas} need {plan.trainers} devices, but "
+            f"on_mesh received {count}"
         )
     if count < plan.trainers:
-        remedy = "plan.simulate() runs any number on one"
+        remedy = "plan.simulate() needs only one device"
         if not mesh_devices or mesh_devices[0].platform == "cpu":
             remedy = (
                 f'set CPU devices with jax.config.update("jax_num_cpu_devices", {plan.trainers}) '
                 f"before JAX is used; {remedy}"
             )
         raise ConfigError(
-            f"{plan.trainers} {plan.options.noun}s need as many devices, on_mesh has {count}; "
-            f"{remedy}"
+            f"{plan.trainers} {plan.options.noun}s need {plan.trainers} devices, but on_mesh has "
+            f"{count}; {remedy}"
         )
     trainers = MeshTrainers(mesh_of(plan, mesh_devices))
     return CollectiveJob(
@@ -118,5 +118,5 @@ def mesh_of(plan: CollectivePlan, devices: Sequence[jax.Device]) -> Mesh:
 
 
 def _put(x: Any, where: NamedSharding) -> Any:
-    """Place an array; without the cost of `jax.device_put` if it is already there."""
+    """Place an array; skip `jax.device_put`, which takes time, if it is there already."""
     return x if isinstance(x, jax.Array) and x.sharding == where else jax.device_put(x, where)

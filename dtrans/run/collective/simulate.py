@@ -1,6 +1,6 @@
 """Backend of trainers simulated on one device: `jit(vmap)` over their axes.
 
-It serves tests, notebooks and plans for machines that are not at hand.
+It serves tests, notebooks, and plans for more devices than the machine has.
 """
 
 from __future__ import annotations

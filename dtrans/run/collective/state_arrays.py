@@ -10,8 +10,8 @@ import jax
 
 from dtrans.data_parallel.plan import CollectivePlan
 from dtrans.data_parallel.state import CollectiveState
-from dtrans.errors import StateError
 from dtrans.ir.selection import subset
+from dtrans.run.base.state import missing_array
 
 
 class StateArrays:
@@ -32,7 +32,7 @@ class StateArrays:
 
     @cached_property
     def types(self) -> dict[str, Any]:
-        """Name to type of each global array, padding included."""
+        """Type of each global array by name, padding included."""
         main, program, cuts = self._plan.main.inputs, self._plan.program.inputs, self._plan.cuts
         types = {}
         for n in self.names:
@@ -46,7 +46,11 @@ class StateArrays:
         return None if cut is None else cut.axis
 
     def arrays(self, state: CollectiveState) -> dict[str, Any]:
-        """Return the arrays of a state by name. Raises StateError for a state of another job."""
+        """Return the arrays of a state by name.
+
+        Raises:
+          StateError: the state belongs to another job.
+        """
         parts = (state.params, state.opt_state, state.extra)
         arrays: dict[str, Any] = {}
         try:
@@ -54,17 +58,17 @@ class StateArrays:
                 arrays.update((n, part[n]) for n in names)
             return arrays
         except KeyError as e:
-            raise StateError(f"this is not a state of this job: it has no {e.args[0]}") from e
+            raise missing_array(e.args[0]) from e
 
     def state(self, arrays: Mapping[str, Any]) -> CollectiveState:
-        """Return the state that has these arrays."""
+        """Return a state of these arrays."""
         parts = []
         for names in self._parts:
             parts.append(subset(arrays, names))
         return CollectiveState(*parts)
 
     def unpad(self, name: str, x: Any) -> Any:
-        """Return a global array without its padding, inside of jit."""
+        """Remove the padding of a global array; call it inside jit."""
         cut = self._plan.cuts.get(name)
         if cut is None or x.shape[cut.axis] == cut.size:
             return x

@@ -26,11 +26,11 @@ class StepLayout:
 
     Attributes:
       axes: the axes of the trainers, with their sizes.
-      sliced: the dimension of slices of each array of the state; None for a replicated array.
+      sliced: for each array of the state, the dimension of its slices; None for a replicated array.
       shares: the share of each array of the batch (`dtrans.run.base.batch.Share`).
-      ways: rule that merges each output, and its dimension. `same`: equal on all trainers. `first`:
-        the first trainer's. `concat`: rows, concatenated. `each`: a row for each trainer. `slice`:
-        slices of the state.
+      ways: for each output, the rule that merges it, and a dimension. `same`: all trainers have one
+        value. `first`: the value of the first trainer. `concat`: rows, which are concatenated.
+        `each`: one value per trainer, stacked. `slice`: slices of the state.
       rules: returns the rules of communication for one trace.
     """
 
@@ -42,18 +42,18 @@ class StepLayout:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of all axes."""
+        """Names of all axes."""
         return tuple(name for name, _ in self.axes)
 
     @property
     def ins(self) -> list[AxisSharding]:
-        """The shardings of the state's arrays, then of the batch's."""
+        """Shardings of the state's arrays, then of the batch's arrays."""
         state = [slice_sharding(axis, self.names) for axis in self.sliced]
         return [*state, *(part_sharding(share, self.names) for share in self.shares)]
 
     @property
     def outs(self) -> list[AxisSharding]:
-        """The shardings of the outputs."""
+        """Shardings of the outputs."""
         return [self._out(way, axis) for way, axis in self.ways]
 
     def _out(self, way: str, axis: int | None) -> AxisSharding:
@@ -84,9 +84,9 @@ class Trainers(abc.ABC):
     Attributes:
       mesh: the devices of the trainers; None if one device simulates all.
       run_id: the default tag of the run's checkpoints.
-      here: number of trainers that take their part of the batch from this process.
+      here: number of trainers whose part of the batch this process passes.
       part: index of this process's part of a batch, and number of parts.
-      who: the trainers of this process, in errors; empty for "N trainers".
+      who: words for the trainers of this process in errors; "" for "N trainers".
     """
 
     mesh: Mesh | None
@@ -105,7 +105,7 @@ class Trainers(abc.ABC):
 
     @abc.abstractmethod
     def place_state(self, x: Any, axis: int | None) -> Any:
-        """Place an array of a state from elsewhere, such as a checkpoint, for steps."""
+        """Place an array of a state that no step returned, such as a restored state."""
 
     def place_batch(self, arrays: Sequence[Any], shares: Sequence[Share]) -> Sequence[Any]:
         """Place this process's part of a batch for steps."""
@@ -114,7 +114,8 @@ class Trainers(abc.ABC):
     def check_start(self, startup: ClosedJaxpr) -> None:  # noqa: B027
         """Check that all processes have the same startup program.
 
-        It is called if each process computes its slices; replicated state is broadcast instead.
+        It is called only if each process computes its own slices. Replicated state is broadcast, so
+        it needs no check.
         """
 
     def check_step(  # noqa: B027
@@ -123,11 +124,12 @@ class Trainers(abc.ABC):
         """Check that all processes are about to run the same program."""
 
     def unshard(self, x: Any, axis: int | None, size: int) -> Any:
-        """Return the full array of a sliced one, without padding, in this process.
+        """Return the full array in this process, from slices and without padding.
 
         Args:
+          x: the global array.
           axis: the dimension of slices; None for a replicated array.
-          size: its size without padding.
+          size: the length of this dimension without padding.
         """
         if axis is None or x.shape[axis] == size:
             return x

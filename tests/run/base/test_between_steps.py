@@ -230,9 +230,11 @@ def test_metrics_go_to_a_table_a_folder_and_a_function(tmp_path: Path) -> None:
 def test_what_is_no_metric_is_refused(tmp_path: Path) -> None:
     with dtrans.MetricsWriter(tmp_path / "m.csv") as writer:
         writer.write(0, 0.5)
-        with pytest.raises(ConfigError, match="each has 2 elements, and a metric is one number"):
+        with pytest.raises(ConfigError, match="each has 2 elements, but a metric is one number"):
             writer.write(1, {"each": np.ones(2)})
-        with pytest.raises(ConfigError, match=r"m.csv has columns for loss; step 1 has accuracy"):
+        with pytest.raises(
+            ConfigError, match=r"m.csv has columns for loss, but step 1 has accuracy"
+        ):
             writer.write(1, {"accuracy": 1})
     assert (tmp_path / "m.csv").read_text().splitlines() == ["step,loss", "0,0.5"]
     with pytest.raises(ConfigError, match="metrics cannot be written to .*: File exists"):

@@ -152,7 +152,7 @@ def test_no_server_hears_of_them(role_threads: RoleThreads) -> None:
         (
             "scaled",
             "warn",
-            "on_nonfinite='warn': a loss that is scaled has gradients that overflow",
+            "on_nonfinite='warn': with a dynamic loss scale, the job itself skips steps",
         ),
     ],
 )

@@ -208,7 +208,7 @@ def test_every_option_between_four_trainers(tmp_path: Path) -> None:
             "first",
         ),
         ("another role", "ConfigError: this process is connected as trainer {k} of 2 (127.0.0.1:"),
-        ("donated", "StateError: this state was already stepped from"),
+        ("donated", "StateError: a step has already used this state"),
         (
             "rows",
             "BatchError: trainers must give parts of one size; of x trainer 0 gives 7, trainer 1 "
@@ -217,13 +217,13 @@ def test_every_option_between_four_trainers(tmp_path: Path) -> None:
         ("ragged", "BatchError: the arrays of a batch are split over the trainers, but "),
         (
             "even",
-            "BatchError: these are parts of a batch of 24 rows for trainers that do not divide it: "
-            "2 do",
+            "BatchError: the batch is a dtrans.UnevenPart of 24 rows, which can be split evenly over "
+            "2 trainers",
         ),
         (
             "part",
-            "BatchError: x has 2 rows here, and part {k} of a batch of 23 rows has {mine}: "
-            "job.shard_batch",
+            "BatchError: x has 2 rows, expected {mine} rows in part {k} of a batch of 23 rows; cut "
+            "batches with job.shard_batch",
         ),
         ("count", "ConfigError: the plan is for 3 trainers, 2 are connected"),
         (
@@ -643,7 +643,7 @@ def test_those_left_go_on_with_the_mean_of_their_own(
             for name, want in script.flat(params=params, state=opt_state).items():
                 assert distance(found[name], want) < 1e-12, name
         for lost, _ in fates:
-            assert f"trainer {lost}" in said[k] and "going on with" in said[k]
+            assert f"trainer {lost}" in said[k] and "continuing with" in said[k]
 
 
 def test_the_launcher_goes_on_with_those_left(

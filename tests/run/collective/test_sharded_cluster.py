@@ -115,7 +115,7 @@ def paths(plan: Any) -> dict[str, str]:
 @pytest.mark.parametrize(
     "what, message",
     [
-        ("1 donated", "StateError: this state was already stepped from"),
+        ("1 donated", "StateError: a step has already used this state"),
         (
             "3 saved",
             "StateError: params/b1 was donated to a step; save the state that step returned",
@@ -132,8 +132,8 @@ def paths(plan: Any) -> dict[str, str]:
         ("count", "ConfigError: the plan is for 3 ranks, 2 are connected"),
         (
             "state",
-            "StateError: this is not a state of this job: params/b1 is float64[8] in it, and "
-            "float64[7] here",
+            "StateError: this state belongs to another job: params/b1 is float64[8], expected "
+            "float64[7]",
         ),
         (
             "stage",

@@ -522,10 +522,12 @@ def test_a_batch_that_the_trainers_do_not_divide_is_refused_by_its_name() -> Non
     x, y = mlp_batch(8)
     with pytest.raises(
         BatchError,
-        match="^y has 7 rows, which 2 trainers do not divide: give batches of a multiple of 2$",
+        match="^y has 7 rows, which cannot be split evenly over 2 trainers; pass a multiple of 2 ",
     ):
         job.step(state, x, y[:7])
-    with pytest.raises(BatchError, match="^x has 9 rows, which 2 trainers do not divide"):
+    with pytest.raises(
+        BatchError, match="^x has 9 rows, which cannot be split evenly over 2 trainers"
+    ):
         job.step(state, *mlp_batch(9))
     job.step(state, x, y)  # the state is as good as before
 
@@ -571,7 +573,7 @@ def test_a_state_that_was_stepped_from_is_refused_and_says_why() -> None:
     second, _ = job.step(first, *batch)
     with pytest.raises(
         StateError,
-        match=r"^this state was already stepped from, and opt_state/0/\S+ in it was donated",
+        match=r"^a step has already used this state, and its opt_state/0/\S+ was donated",
     ):
         job.step(first, *batch)
     job.params(first)  # parameters are never donated
