@@ -102,7 +102,7 @@ def main() -> None:
     if args.write:
         page = DOCS / "sharding_measured.md"
         head = (
-            "how the model comes to its layers",
+            "how the model reads its layers",
             "cut along",
             "ours",
             "annotated",

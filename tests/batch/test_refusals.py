@@ -115,7 +115,7 @@ def test_a_batch_of_another_type_is_not_compiled_anew(mode: str) -> None:
     for other in (X.astype(np.int32), jnp.asarray(X, jnp.bfloat16)):
         with pytest.raises(
             BatchError,
-            match=rf"x is {other.dtype}, the step was traced with float32\[4,6\]: cast it",
+            match=rf"x is {other.dtype}, but the step was traced with float32\[4,6\]; cast",
         ):
             job.step(state, other)
     job.step(state, X.astype(np.float64))  # JAX takes it in as float32

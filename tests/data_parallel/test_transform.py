@@ -1131,7 +1131,7 @@ def test_a_batch_that_the_trainers_do_not_divide_is_refused_by_its_name() -> Non
             job.step(state, x[:6], y[:6])
         with pytest.raises(
             BatchError,
-            match=r"x has 8 and y has 4 rows; name what .* in "
+            match=r"x has 8 and y has 4 rows; name arrays .* in "
             r"dtrans\.nccl2\(batch=dtrans\.Batch\(unsplit_inputs=",
         ):
             job.step(state, x, y[:4])
@@ -1201,7 +1201,7 @@ def test_an_array_of_other_dimensions_is_refused_by_name() -> None:
     params, pair, (x, _) = jobs()
     for job in pair:
         with pytest.raises(
-            BatchError, match=r"^y has shape \(\), the step was traced with float64\[8,3\]$"
+            BatchError, match=r"^y has shape \(\), but the step was traced with float64\[8,3\]$"
         ):
             job.step(job.init(params), x, 1.0)
 

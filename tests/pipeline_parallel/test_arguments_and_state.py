@@ -108,7 +108,7 @@ def test_an_update_may_read_arguments_of_the_step() -> None:
     ):
         job.step(job.init(KEY), X, 0.1, SCALES[:1])
     with pytest.raises(
-        BatchError, match=r"rate is complex128, the step was traced with float64\[\]: cast it"
+        BatchError, match=r"rate is complex128, but the step was traced with float64\[\]; cast"
     ):
         job.step(job.init(KEY), X, np.asarray(1j), SCALES)
 

@@ -624,7 +624,7 @@ def test_a_donated_state_is_refused_and_one_that_is_not_is_kept():
     old = job.init(jax.random.key(0))
     new, loss = job.step(old, *of.batch)
     with pytest.raises(
-        StateError, match="already stepped from, and .*w0.* was donated .*donate=False"
+        StateError, match="already used this state, and .*w0.* was donated .*donate=False"
     ):
         job.step(old, *of.batch)
     kept = plan.on_mesh(donate=False)

@@ -785,7 +785,7 @@ def test_a_batch_that_ranks_cannot_share_is_refused(way: str) -> None:
     state = job.init(round_params())
     with pytest.raises(BatchError, match="x has 6 rows, which cannot be split evenly over 4 ranks"):
         job.step(state, X[:6])
-    with pytest.raises(BatchError, match="the step takes 1 batch arguments, 2 were passed"):
+    with pytest.raises(BatchError, match="the step takes 1 batch arguments, 2 were given"):
         job.step(state, X, X)
     with pytest.raises(BatchError, match=r"x has shape \(8,\)"):
         job.step(state, X[0])
@@ -813,5 +813,5 @@ def test_a_donated_state_is_refused() -> None:
     job = round_plan(stage=3, degree=2).on_mesh()
     state = job.init(round_params())
     job.step(state, X)
-    with pytest.raises(StateError, match="already stepped from"):
+    with pytest.raises(StateError, match="a step has already used this state"):
         job.step(state, X)

@@ -42,7 +42,7 @@ def batch_arrays(
       TraceError: the step was traced with another structure.
     """
     if len(batch) != len(specs):
-        raise BatchError(f"the step takes {len(specs)} batch arguments, {len(batch)} were passed")
+        raise BatchError(f"the step takes {len(specs)} batch arguments, {len(batch)} were given")
     found: list[Any] = []
     for i, (spec, arg) in enumerate(zip(specs, batch, strict=True)):
         arrays = spec.flatten(as_array(arg), f"batch argument {i}")

@@ -168,9 +168,8 @@ def test_two_processes_of_two_devices_are_four_trainers(tmp_path: Path, alone: A
     check_options(found, script.OF_DEVICES, 4)
     for of in found:
         assert of["said"].tolist() == [
-            "BatchError: x has 3 rows, which the 2 devices of this process do not divide: give "
-            "batches of a multiple "
-            "of 2",
+            "BatchError: x has 3 rows, which cannot be split evenly over the 2 devices of this "
+            "process; pass a multiple of 2 rows",
             "ConfigError: the plan is for 8 trainers, 4 are connected: 2 processes with 2 devices "
             "each",
         ]

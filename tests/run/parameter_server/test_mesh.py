@@ -775,7 +775,7 @@ def test_arrays_of_a_batch_that_differ_in_rows_are_refused_unless_every_trainer_
     job = plan.on_mesh()
     with pytest.raises(
         BatchError,
-        match=r"but x has 8 and weights has 4 rows; name what .*on_mesh\(unsplit_inputs=",
+        match=r"but x has 8 and weights has 4 rows; name arrays .*on_mesh\(unsplit_inputs=",
     ):
         job.step(job.init(key), x, y, weights)
     with pytest.raises(

@@ -433,7 +433,7 @@ def test_numbers_of_rows_are_integers() -> None:
         match=r"lookup 0 of params/emb asks for row 1.5 at \[0, 0\], of float64: numbers",
     ):
         job.tables.lookup("params/emb", [[1.5, 2.0]])
-    with pytest.raises(BatchError, match=r"ids is float64, the step was traced with int"):
+    with pytest.raises(BatchError, match=r"ids is float64, but the step was traced with int"):
         job.step(state, ids.astype(float), y)
     with pytest.raises(BatchError, match=r"asks for row 4294967296 at \[1\]; the table has"):
         job.tables.lookup("params/emb", [3, 2**32])
