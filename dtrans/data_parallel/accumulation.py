@@ -266,9 +266,16 @@ class _Scan:
         self.names, self.body, self.window = names, body, window
         self.ways, self.carried = ways, carried
         self.types = body.types
-        self.summed = [n for n, way in ways.items() if way in ("mean", "sum")]
-        self.largest = [n for n, way in ways.items() if way == "max"]
-        self.stacked = [n for n in ways if n not in self.summed and n not in self.largest]
+        self.summed: list[str] = []
+        self.largest: list[str] = []
+        self.stacked: list[str] = []
+        for n, way in ways.items():
+            if way in ("mean", "sum"):
+                self.summed.append(n)
+            elif way == "max":
+                self.largest.append(n)
+            else:
+                self.stacked.append(n)
         # a sum of 16-bit floats would round away the last terms, so its type is wider
         self.sum_types = {n: sum_type(t.dtype) for n, t in body.types.items()}
 
@@ -293,8 +300,12 @@ class _Scan:
 
     def _start(self) -> dict[str, jax.Array]:
         """Return the neutral elements of sums and maxima."""
-        start = {n: jnp.zeros(self.types[n].shape, self.sum_types[n]) for n in self.summed}
-        return start | {n: _lowest_value(self.types[n]) for n in self.largest}
+        start: dict[str, jax.Array] = {}
+        for n in self.summed:
+            start[n] = jnp.zeros(self.types[n].shape, self.sum_types[n])
+        for n in self.largest:
+            start[n] = _lowest_value(self.types[n])
+        return start
 
     def _merge(self, merged: Mapping[str, Any], outputs: Mapping[str, Any]) -> dict[str, Any]:
         """Add the outputs of one more micro-step to sums and maxima."""

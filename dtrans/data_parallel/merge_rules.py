@@ -74,8 +74,13 @@ def infer_merges(step: Cut, o: Options, count_remedy: str = "") -> dict[str, str
     local_state = _local_state(step, o)
     names = (*step.results, *local_state)
     if o.trainers * o.micro_steps == 1:
-        found = {n: "each" if o.batch.merge.get(n) == "each" else "same" for n in names}
-        return found if o.batch.example_count is None else found | {o.batch.example_count: "sum"}
+        found = dict.fromkeys(names, "same")
+        for n in names:
+            if o.batch.merge.get(n) == "each":
+                found[n] = "each"
+        if o.batch.example_count is not None:
+            found[o.batch.example_count] = "sum"
+        return found
     rules = _MergeRules(step, o, local_state, count_remedy)
     return {n: rules.infer(n) for n in names}
 
@@ -202,8 +207,14 @@ class _MergeRules:
 
 def _local_state(step: Cut, o: Options) -> list[str]:
     """Return the state that trainers update locally: batch statistics, or all with local steps."""
-    state = step.frozen if o.local_sgd is None else (*step.params, *step.opt_state)
-    return [n for n in state if not _is_unchanged(step.program, n)]
+    return [n for n in mergeable_state(step, o) if not _is_unchanged(step.program, n)]
+
+
+def mergeable_state(step: Cut, o: Options) -> Sequence[str]:
+    """Return the state that may have a merge rule: all state after local steps, else frozen leaves."""
+    if o.local_sgd is not None:
+        return (*step.params, *step.opt_state)
+    return step.frozen
 
 
 def _trace_full_batch(step: Cut, o: Options, parts: int, may_grow: Sequence[str]) -> Program | None:
@@ -230,7 +241,10 @@ def _trace_full_batch(step: Cut, o: Options, parts: int, may_grow: Sequence[str]
             f"{o.noun}s on dim 0, but {listed} rows; name the arrays that every {o.noun} needs "
             "completely in unsplit_inputs=(...)"
         )
-    full_types = [full_type(t, 0 if n in split else None, parts) for n, t in types.items()]
+    full_types = []
+    for n, t in types.items():
+        axis = 0 if n in split else None
+        full_types.append(full_type(t, axis, parts))
     return step.program.specialize_flat(full_types)
 
 
@@ -241,11 +255,12 @@ def _find_row_counts(step: Cut, full_step: Program) -> dict[Var, int]:
     two steps have different equations, the result is empty.
     """
     here, there = step.program.eqns, inline_calls(full_step.jaxpr).jaxpr.eqns
-    primitives = [e.primitive for e in here]
-    if primitives != [e.primitive for e in there]:
+    if len(here) != len(there):
         return {}
     seeds: dict[Var, int] = {}
     for x, y in zip(here, there, strict=True):
+        if x.primitive != y.primitive:
+            return {}
         if _differ(x, y):
             seeds |= dict.fromkeys(x.outvars, 1)
     return propagate(here, seeds, dict.fromkeys(step.boundary.values(), 0))

@@ -165,8 +165,8 @@ class CollectivePlan(Plan):
         if trainers == self.trainers:
             return self
         node = self.options.trainers_per_node
-        fits = node and not trainers % node and trainers > node
-        node = node if fits else 0
+        if node and (trainers % node or trainers <= node):
+            node = 0
         options = dataclasses.replace(self.options, trainers=trainers, trainers_per_node=node)
         return self.replan(options)
 

@@ -301,7 +301,9 @@ class Reducer:
         if self.o.reduce.chains is None:
             return parts
         before = self._chains.get(self._reduced % self.o.reduce.chains, ())
-        return self.b.call(together, *parts, *before)[: len(parts)] if before else parts
+        if not before:
+            return parts
+        return self.b.call(together, *parts, *before)[: len(parts)]
 
     def _divides_first(self, x: Atom) -> bool:
         """Return True for a mean of float16 parameters: their sum may overflow."""
@@ -347,10 +349,10 @@ class Reducer:
         shards = self._sum(name, inside, (exter,))
         vectors = b.bind(all_gather_p, *shards, name=name, over=(inter,), size=size, axis=0)
         shapes = [tuple(x.aval.shape) for x in parts]
-        return [
-            b.call(_unflatten(shape), vector)[0]
-            for shape, vector in zip(shapes, vectors, strict=True)
-        ]
+        totals: list[Atom] = []
+        for shape, vector in zip(shapes, vectors, strict=True):
+            totals += b.call(_unflatten(shape), vector)
+        return totals
 
     def reduce_results(
         self, outs: Mapping[str, Atom], merges: Mapping[str, str], before: Mapping[str, Atom]

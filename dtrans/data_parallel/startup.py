@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from dtrans._jax import Atom
 from dtrans.data_parallel.plan import CollectivePlan
 from dtrans.ir.builder import Builder
 from dtrans.ir.program import DIST, FORWARD, RPC, Program
@@ -28,6 +29,8 @@ def rendezvous_startup(plan: CollectivePlan, trainer_id: int, endpoints: Sequenc
         b.keep(eqn)
     b.role = DIST
     outs = startup.outvars
-    shared = b.bind(broadcast_p, met, *outs.values(), root=0, over=plan.axis_names) if outs else []
+    shared: Sequence[Atom] = []
+    if outs:
+        shared = b.bind(broadcast_p, met, *outs.values(), root=0, over=plan.axis_names)
     values = dict(zip(outs, shared, strict=True))
     return Program.written(f"startup of trainer {trainer_id}", b, startup.args, startup.out, values)

@@ -42,7 +42,7 @@ from dtrans.data_parallel.accumulation import (
     write_local_steps,
     write_micro_steps,
 )
-from dtrans.data_parallel.merge_rules import check_merge, infer_merges
+from dtrans.data_parallel.merge_rules import check_merge, infer_merges, mergeable_state
 from dtrans.data_parallel.options import Options, OptionsT, Reduce
 from dtrans.data_parallel.plan import CollectivePlan
 from dtrans.data_parallel.reducer import SAME_FOR_ALL, Reducer, ReduceSpec, assign_buckets
@@ -312,7 +312,7 @@ def _refuse_sized(step: Cut, full: Cut, o: Options) -> None:
 
 def check_names(step: Cut, o: Options) -> None:
     """Raise ConfigError for names that the step does not have, and for unfit merge rules."""
-    state = step.frozen if o.local_sgd is None else (*step.params, *step.opt_state)
+    state = mergeable_state(step, o)
     mergeable = (*step.results, *state)
     for name, way in o.batch.merge.items():
         if name not in mergeable:
@@ -463,7 +463,9 @@ def _write_shared_update(
 
     b.role = OPTIMIZE
     half = step.optimize
-    atoms = [reducer.means[n.leaf] if isinstance(n, Gradient) else inputs[n] for n in half.in_names]
+    atoms: list[Atom] = []
+    for n in half.in_names:
+        atoms.append(reducer.means[n.leaf] if isinstance(n, Gradient) else inputs[n])
     found |= zip(half.out_names, b.inline(half.jaxpr, *atoms), strict=True)
     found |= write_from_gradients(b, step, found, reducer.means)
     if o.trainers > 1:

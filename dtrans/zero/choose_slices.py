@@ -212,10 +212,11 @@ class _SliceRules:
         self.analysis, self.sliced_in_use = analysis, sliced_in_use
         self.mixed = leaves_that_meet_the_batch(analysis, differing)
         self.replicated = _find_replicated_gradients(step)
-        self.with_state = {leaf for leaf, _ in homes.values()}
+        self.with_state: set[str] = set()
         # leaf -> name of an array of its state that is read outside the update
         self.state_read: dict[str, str] = {}
         for name, (leaf, _) in homes.items():
+            self.with_state.add(leaf)
             if name in step.state_read:
                 self.state_read[leaf] = name
 
@@ -297,7 +298,7 @@ def _find_replicated_gradients(step: Cut) -> set[str]:
     Such a gradient depends neither on the batch nor on the index of the rank. A term that only one
     rank adds does depend on the index, so that its gradient is reduced.
     """
-    batch = [v for n, v in step.program.invars.items() if n in step.batch]
+    batch = values_at(step.program.invars, step.batch)
     local = local_values(step.program.inner.eqns, batch)
     return {n for n, g in step.gradients.items() if isinstance(g, Literal) or g not in local}
 

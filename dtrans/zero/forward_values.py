@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from dtrans._jax import Literal, Primitive, Var, origin_of
+from dtrans._jax import Primitive, Var, origin_of
 from dtrans.data_parallel.options import Options
 from dtrans.ir.array_fns import is_key
+from dtrans.ir.dataflow import variables
 from dtrans.ir.pytree import is_under
 from dtrans.ir.selection import values_at
 from dtrans.ops import COLLECTIVES
@@ -57,8 +58,11 @@ def differing_values(step: Cut, o: Options) -> set[Var]:
 def differing_inputs(step: Cut, o: Options) -> set[str]:
     """Return the inputs of the update that differ from rank to rank."""
     values = differing_values(step, o)
-    differing = differing_batch(step, o) | {n for n, v in step.handed.items() if v in values}
-    return {n for n in step.optimize.in_names if isinstance(n, str) and n in differing}
+    differing = differing_batch(step, o)
+    for name, v in step.handed.items():
+        if v in values:
+            differing.add(name)
+    return differing.intersection(step.optimize.in_names)
 
 
 def leaves_that_meet_the_batch(
@@ -77,11 +81,14 @@ def leaves_that_meet_the_batch(
     local = local_values(eqns, values_at(analysis.inputs, differing), completed=_completed())
     found: dict[str, str] = {}
     for i, eqn in enumerate(eqns):
-        if local.isdisjoint(a for a in eqn.invars if not isinstance(a, Literal)):
+        if local.isdisjoint(variables(eqn.invars)):
             continue
         step = analysis.flow.steps.get(i)
-        layouts = [analysis.layout(a) for a in (*eqn.invars, *eqn.outvars)]
-        meeting: list[Layout] = [x for x in layouts if isinstance(x, Colocated)]
+        meeting: list[Layout] = []
+        for atom in (*eqn.invars, *eqn.outvars):
+            layout = analysis.layout(atom)
+            if isinstance(layout, Colocated):
+                meeting.append(layout)
         if step is not None and (step.reduce or step.bodies):
             meeting += [x for x in (*step.operands, *step.outs) if x is not None]
         reason = f"its update mixes it with each rank's rows of the batch ({origin_of(eqn)})"

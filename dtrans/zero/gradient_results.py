@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from dtrans._jax import Atom, JaxprEqn, Var
 from dtrans.ir.builder import Builder
-from dtrans.ir.dataflow import all_operands, backward_slice
+from dtrans.ir.dataflow import all_operands, needed_equations
 from dtrans.ir.pytree import unused_name
 from dtrans.ir.selection import values_at
 from dtrans.rows.analysis import analyse
@@ -45,7 +45,8 @@ class GradientResults:
     ) -> None:
         outs = step.program.outvars
         wanted = values_at(outs, step.from_gradients)
-        eqns = self._equations(step, leaves, computed, wanted)
+        known = {*step.boundary.values(), *computed}
+        eqns = needed_equations(step.program.inner.eqns, wanted, known)
 
         b = Builder(step.program.jaxpr)
         self.others: dict[Name, Var] = {}
@@ -62,24 +63,6 @@ class GradientResults:
             axes = {n: sliced.axis for n, sliced in leaves.items()}
             meeting = self._leaves_that_meet(b, step, wanted, axes, local)
             self.mixed = [n for n in meeting if n in leaves]
-
-    def _equations(
-        self,
-        step: Cut,
-        leaves: Mapping[str, Sliced],
-        computed: Collection[Var],
-        wanted: Sequence[Atom],
-    ) -> list[JaxprEqn]:
-        """Return the equations that the results need, except those that the program has computed.
-
-        The program has slices of cut parameters, so equations read these parameters as inputs.
-        """
-        invars = step.program.invars
-        cut_params = {invars[n] for n in step.params if n in leaves}
-        known = {*step.boundary.values(), *(set(computed) - cut_params)}
-        inner = step.program.inner
-        needed, _ = backward_slice(inner.eqns, wanted, known)
-        return values_at(inner.eqns, needed)
 
     def _name_inputs(
         self, step: Cut, b: Builder, eqns: Sequence[JaxprEqn], wanted: Sequence[Atom]

@@ -10,7 +10,7 @@ in which it reads the layer.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dtrans._jax import (
     REMAT,
@@ -27,6 +27,7 @@ from dtrans._jax import (
     wiring,
     with_bodies,
 )
+from dtrans.ir.builder import read_from
 from dtrans.ir.selection import values_at
 from dtrans.zero.slice_analysis import SliceAnalysis, is_cheap
 
@@ -145,7 +146,7 @@ def _recompute(eqn: JaxprEqn, source: JaxprEqn, inner: Jaxpr, residual: _LayerRe
     # operands: replace the stored residual by the stack of layers
     invars: list[Atom] = []
     ins: list[Var] = []
-    values: dict[Atom, Var] = {}  # value of `inner` -> variable of the new body
+    values: dict[Any, Var] = {}  # value of `inner` -> variable of the new body
     read: list[Var] = []
     for k, (a, v) in enumerate(zip(eqn.invars, body.invars, strict=True)):
         if a is stored and k in slices:
@@ -164,14 +165,9 @@ def _recompute(eqn: JaxprEqn, source: JaxprEqn, inner: Jaxpr, residual: _LayerRe
     chain = []
     for e in residual.chain:
         outs = [values.setdefault(v, Var(v.aval)) for v in e.outvars]
-        chain.append(e.replace(invars=_substitute(values, e.invars), outvars=outs))
-    new_values: dict[Atom, Var] = dict.fromkeys(read, values[out])
-    rest = [e.replace(invars=_substitute(new_values, e.invars)) for e in body.eqns]
-    outvars = _substitute(new_values, body.outvars)
+        chain.append(e.replace(invars=read_from(values, e.invars), outvars=outs))
+    new_values: dict[Var, Atom] = dict.fromkeys(read, values[out])
+    rest = [e.replace(invars=read_from(new_values, e.invars)) for e in body.eqns]
+    outvars = read_from(new_values, body.outvars)
     new = closed_with(*bodies(eqn), invars=ins, outvars=outvars, eqns=[*chain, *rest])
     return rebuilt(eqn, [new], invars, eqn.outvars)
-
-
-def _substitute(values: Mapping[Atom, Var], atoms: Sequence[Atom]) -> list[Atom]:
-    """Return atoms with some variables replaced."""
-    return [a if isinstance(a, Literal) else values.get(a, a) for a in atoms]

@@ -176,7 +176,7 @@ def low_precision(main: Program, step: Cut, amp: str, scaling: LossScaling | Non
         found += [role] * (len(b.eqns) - len(found))
     lowered = Program(
         main.name,
-        b.build([writer.read(a) for a in inner.outvars]),
+        b.build(read_from(writer.env, inner.outvars)),
         tuple(args),
         main.out,
         tuple(found),
@@ -284,7 +284,7 @@ class _LowWriter:
           eqn: the equation.
           rewrite: True to compute its products in 16 bits; False to copy it.
         """
-        atoms = [self.read(a) for a in eqn.invars]
+        atoms = read_from(self.env, eqn.invars)
         if rewrite and facts_of(eqn).flops == "product" and _is_wide(eqn.outvars[0]):
             self._write_product(eqn, atoms)
         elif rewrite and any(True for _ in jaxprs_in_params(eqn.params)):
@@ -380,7 +380,7 @@ def _lower_body(
     writer = _LowWriter(b, dtype, known)
     for eqn in inner.eqns:
         writer.emit(eqn, rewrite=True)
-    lowered: ClosedJaxpr = eliminate_dead(b.build([writer.read(a) for a in inner.outvars]))
+    lowered: ClosedJaxpr = eliminate_dead(b.build(read_from(writer.env, inner.outvars)))
     new = opened(lowered)
     narrow = []
     for v, is_param, may in zip(new.invars, params, hoist, strict=True):
@@ -432,8 +432,10 @@ def _is_wide(atom: Atom) -> bool:
 def _names_algorithm(eqn: JaxprEqn) -> bool:
     """Return True if a product's `precision` names an algorithm, which fixes the types."""
     precision = eqn.params.get("precision")
-    each = precision if isinstance(precision, tuple) else (precision,)
-    return any(p is not None and not isinstance(p, jax.lax.Precision) for p in each)
+    for name in precision if isinstance(precision, tuple) else (precision,):
+        if name is not None and not isinstance(name, jax.lax.Precision):
+            return True
+    return False
 
 
 def _widens(eqn: JaxprEqn, dtype: Any) -> bool:

@@ -86,10 +86,9 @@ class ShardingPlan(CollectivePlan):
         if self.owned is not None:
             padding += self.owned.state.padding // self.options.degree
         params, opt_state = self.program.args[:2]
-        sizes = {n: nbytes(t) for n, t in self.program.inputs.items()}
         found = {}
         for kind, spec in (("params", params), ("opt_state", opt_state)):
-            found[kind] = sum(values_at(sizes, spec.names))
+            found[kind] = sum(map(nbytes, values_at(self.program.inputs, spec.names)))
         return {**found, "padding": padding}
 
     def traffic(self) -> dict[tuple[str, str], int]:

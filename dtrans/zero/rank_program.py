@@ -20,7 +20,7 @@ from dtrans.data_parallel.accumulation import MicroSteps, Outputs, write_micro_s
 from dtrans.data_parallel.options import COMPRESSED
 from dtrans.data_parallel.plan import Bucket
 from dtrans.data_parallel.replica import fold_keys, take_inputs
-from dtrans.ir.builder import Builder
+from dtrans.ir.builder import Builder, read_from
 from dtrans.ir.dataflow import variables
 from dtrans.ir.program import DIST, FORWARD, Program, is_communication
 from dtrans.ir.pytree import tuple_of
@@ -91,7 +91,7 @@ class RankWriter:
         cuts = self.layout.cuts
         types = {n: s.rank_type(self.source.inputs[n]) for n, s in cuts.items()}
         replaced = take_inputs(b, step, o, types)
-        local: dict[str, Atom] = {n: replaced.get(v, v) for n, v in invars.items()}
+        local = dict(zip(invars, read_from(replaced, invars.values()), strict=True))
         if self.layout.owned is not None:
             local |= self.layout.owned.take_bins(b, self.source.in_names)
         batch = {invars[n] for n in step.batch if n not in cuts}
@@ -117,7 +117,9 @@ class RankWriter:
             call_once(b, self.o.over)
 
         owned = self.layout.owned
-        args, out = (owned.args, owned.out) if owned else (self.source.args, self.source.out)
+        args, out = self.source.args, self.source.out
+        if owned is not None:
+            args, out = owned.args, owned.out
         if finite is not None:
             out = tuple_of(out, scale_spec())
         roles = []

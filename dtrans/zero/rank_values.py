@@ -40,6 +40,15 @@ def local_inside(eqn: JaxprEqn, local: Collection[Var]) -> list[set[Var]]:
     return [_local(facts) for facts in entered.bodies.values()]
 
 
+def operands_among(eqn: JaxprEqn, values: Collection[Var]) -> set[int]:
+    """Return the indices of the operands of an equation that are in `values`."""
+    found = set()
+    for k, operand in enumerate(eqn.invars):
+        if isinstance(operand, Var) and operand in values:
+            found.add(k)
+    return found
+
+
 def _local(facts: Facts[bool]) -> set[Var]:
     return {v for v, differs in facts.values.items() if differs}
 

@@ -34,7 +34,7 @@ from dtrans.ir.dataflow import variables
 from dtrans.ir.selection import values_at
 from dtrans.rows.layout import RowAxis
 from dtrans.rows.rules import Step, rows_of_operands
-from dtrans.zero.rank_values import local_inside
+from dtrans.zero.rank_values import local_inside, operands_among
 
 
 @dataclasses.dataclass(eq=False)
@@ -88,6 +88,16 @@ class ScatterFlow:
 def makers_of(eqns: Sequence[JaxprEqn]) -> dict[Var, tuple[int, JaxprEqn]]:
     """Return for each value the index of the equation that computes it, and the equation."""
     return {v: (i, e) for i, e in enumerate(eqns) for v in e.outvars}
+
+
+def rows_of_outputs(outvars: Sequence[Atom], rows: Mapping[int, RowAxis]) -> dict[Var, RowAxis]:
+    """Return the rows of outputs by variable, from the rows by index; literals are left out."""
+    found: dict[Var, RowAxis] = {}
+    for k, row in rows.items():
+        out = outvars[k]
+        if isinstance(out, Var):
+            found[out] = row
+    return found
 
 
 def scatter_flow(
@@ -170,7 +180,7 @@ class _Search:
 
         # slices of one output may depend on slices of another, so repeat until all outputs pay
         while inside:
-            targets = {a: row for k, row in inside.items() if isinstance(a := body.outvars[k], Var)}
+            targets = rows_of_outputs(body.outvars, inside)
             inputs = {carried[k] for k in inside if k in carried}
             inner = scatter_flow(body.eqns, targets, local, body.outvars, inputs)
             paid = {}
@@ -202,7 +212,7 @@ def _prune(
     for i in sorted({*flow.steps, *flow.loops}):
         eqn = eqns[i]
         if i in flow.loops:
-            size |= {eqn.outvars[k]: 0 for k in flow.loops[i]}
+            size |= dict.fromkeys(values_at(eqn.outvars, flow.loops[i]), 0)
             continue
         operands = values_at(eqn.invars, flow.operands_at(i, eqn))
         terms = variables(operands)
@@ -230,7 +240,7 @@ def _prune(
 
 def _step_on_rows(eqn: JaxprEqn, row: RowAxis, local: Collection[Var]) -> Step | None:
     """Return the step on slices of an equation that is linear in its partial sums, or None."""
-    summed = {k for k, a in enumerate(eqn.invars) if isinstance(a, Var) and a in local}
+    summed = operands_among(eqn, local)
     if not linear_group(eqn, summed):
         return None
     step = rows_of_operands(eqn, row)

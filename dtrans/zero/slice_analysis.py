@@ -51,7 +51,7 @@ from dtrans.ops import LAYERS
 from dtrans.rows.layout import SHARED, RowAxis
 from dtrans.step.weight_gradients import fuse_transposes
 from dtrans.zero.rank_values import local_inside
-from dtrans.zero.scatter_flow import scatter_flow
+from dtrans.zero.scatter_flow import rows_of_outputs, scatter_flow
 
 
 # equations whose bodies can take slices
@@ -377,7 +377,7 @@ class SliceAnalysis(SplitWriter):
                 summed[v] = b.input(self._rank_type(v, wanted[wires.carried[k]]))
             else:
                 b.invars.append(v)
-        targets = {a: row for k, row in wanted.items() if isinstance(a := inner.outvars[k], Var)}
+        targets = rows_of_outputs(inner.outvars, wanted)
         how = dataclasses.replace(self.how, prefetch=self.how.prefetch_in_loops)
         inputs = SliceInputs(rows, local, targets, slices, summed)
         body = type(self)(b, like, eqns, roles, inputs, how, inner.outvars)

@@ -20,6 +20,7 @@ from dtrans.ir.dataflow import is_zero_array
 from dtrans.ir.program import DIST
 from dtrans.ops import all_reduce_p
 from dtrans.rows.layout import RowAxis
+from dtrans.zero.rank_values import operands_among
 from dtrans.zero.slice_analysis import GatherOptions, SliceAnalysis, SliceInputs
 
 
@@ -131,8 +132,7 @@ class SliceWriter(SliceAnalysis):
     def write_on_rows(self, i: int) -> None:
         """Write an equation that is linear in gradients, on slices of the gradients."""
         eqn, step = self.eqns[i], self.scattering.steps[i]
-        terms = {k for k, a in enumerate(eqn.invars) if isinstance(a, Var) and a in self.local}
-        summed = linear_group(eqn, terms)
+        summed = linear_group(eqn, operands_among(eqn, self.local))
         atoms: list[Atom] = []
         for k, (a, row) in enumerate(zip(eqn.invars, step.operands, strict=True)):
             if row is None:

@@ -77,7 +77,9 @@ def on_one_device(x: Any) -> Any:
     if not isinstance(x, jax.Array) or is_traced(x) or not x.committed:
         return x
     one = jax.local_devices()[0]
-    return x if x.devices() == {one} else jax.device_put(x, one)
+    if x.devices() == {one}:
+        return x
+    return jax.device_put(x, one)
 
 
 def shared_batch(
@@ -98,20 +100,20 @@ def shared_batch(
       BatchError: the arrays have different numbers of rows, or the number of trainers does not
         divide these.
     """
-    shared = [
-        (x, share_of(name, x, trainers, unsplit)) for name, x in zip(names, arrays, strict=True)
-    ]
+    shared = []
+    for name, x in zip(names, arrays, strict=True):
+        shared.append((x, share_of(name, x, trainers, unsplit)))
     check_rows(rows_of(names, shared), trainers, unsplit_option)
     return shared
 
 
 def rows_of(names: Sequence[str], shared: Sequence[tuple[Any, Share]]) -> dict[str, int]:
     """Return the number of rows of each array that is split over the trainers."""
-    return {
-        n: x.shape[share]
-        for n, (x, share) in zip(names, shared, strict=True)
-        if isinstance(share, int)
-    }
+    rows: dict[str, int] = {}
+    for name, (x, share) in zip(names, shared, strict=True):
+        if isinstance(share, int):
+            rows[name] = x.shape[share]
+    return rows
 
 
 def check_rows(
@@ -177,9 +179,11 @@ def pad_rows(x: Any, axis: int, count: int) -> Any:
     Copies keep padding finite: a row of zeros may be a division by zero in the loss.
     """
     rows = x.shape[axis]
-    if rows:
-        return x if rows == count else jnp.take(x, np.minimum(np.arange(count), rows - 1), axis)
-    return jnp.zeros((*x.shape[:axis], count, *x.shape[axis + 1 :]), x.dtype)
+    if not rows:
+        return jnp.zeros((*x.shape[:axis], count, *x.shape[axis + 1 :]), x.dtype)
+    if rows == count:
+        return x
+    return jnp.take(x, np.minimum(np.arange(count), rows - 1), axis)
 
 
 def check_uneven(rows: int, trainers: int, is_supported: bool) -> None:

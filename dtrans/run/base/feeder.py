@@ -73,7 +73,10 @@ def feed(batches: Iterable[Any], job: Job, ahead: int = 2) -> Iterator[Iterator[
                 for batch in batches:
                     if ended.is_set():
                         return
-                    placed = job.place(*batch) if isinstance(batch, tuple) else job.place(batch)[0]
+                    if isinstance(batch, tuple):
+                        placed = job.place(*batch)
+                    else:
+                        (placed,) = job.place(batch)
                     ready.put((placed, None))
                     if ended.is_set():
                         return

@@ -14,7 +14,6 @@ A fabric may pass rules with which pieces compute `split_byref` and `concat` on 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -48,8 +47,12 @@ Rules = Mapping[Primitive, Callable[..., Sequence[Any]]]
 
 
 def _split_rows(x: jax.Array, *, sections: Sequence[int]) -> list[jax.Array]:
-    stops = itertools.accumulate(sections)
-    return [jax.lax.slice_in_dim(x, b - n, b) for b, n in zip(stops, sections, strict=True)]
+    blocks = []
+    stop = 0
+    for count in sections:
+        start, stop = stop, stop + count
+        blocks.append(jax.lax.slice_in_dim(x, start, stop))
+    return blocks
 
 
 # split_byref and concat as computation, for fabrics whose values are device arrays
@@ -124,12 +127,17 @@ class Segments:
         env.update(zip(opened(jaxpr).constvars, jaxpr.consts, strict=True))
 
         def read(a: Atom) -> Any:
-            return jnp.asarray(a.val, a.aval.dtype) if isinstance(a, Literal) else env[a]
+            if isinstance(a, Literal):
+                return jnp.asarray(a.val, a.aval.dtype)
+            return env[a]
 
         for step, dropped in zip(self.steps, self.dropped, strict=True):
             if isinstance(step, Compute):
                 values = values_at(env, step.reads)
-                outs = step.jitted(*values) if compute is None else compute(step, values)
+                if compute is None:
+                    outs = step.jitted(*values)
+                else:
+                    outs = compute(step, values)
                 env.update(zip(step.makes, outs, strict=True))
                 del values
             else:
@@ -163,7 +171,8 @@ def cut_program(
     for i, step in enumerate(order):
         for eqn in step if isinstance(step, list) else [step]:
             last.update((a, i) for a in eqn.invars if isinstance(a, Var))
-            last.update((v, i) for v in eqn.outvars if v not in last)
+            for v in eqn.outvars:
+                last.setdefault(v, i)
     outs = set(variables(program.inner.outvars))
     dropped: list[list[Var]] = [[] for _ in order]
     for v, i in last.items():
@@ -190,8 +199,11 @@ def _order_steps(
 
     def end_piece(*, send_all: bool) -> None:
         nonlocal behind, waiting, ready
-        order.extend(behind + waiting if send_all else behind)
-        behind, waiting, ready = [] if send_all else waiting, [], 0.0
+        order.extend(behind)
+        behind, waiting, ready = waiting, [], 0.0
+        if send_all:
+            order.extend(behind)
+            behind = []
         order.append([])
 
     for eqn in program.inner.eqns:
@@ -275,7 +287,9 @@ def interpret(
                 params = _retrace_bodies(eqn, rules)
             with jax.named_scope(scope_of(eqn)):
                 found = primitive.bind(*operands, **primitive.get_bind_params(params))
-        env.update(zip(eqn.outvars, found if primitive.multiple_results else [found], strict=True))
+        if not primitive.multiple_results:
+            found = [found]
+        env.update(zip(eqn.outvars, found, strict=True))
     return [read(a) for a in outs]
 
 

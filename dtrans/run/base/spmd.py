@@ -107,16 +107,22 @@ def on_mesh(
 
     def run_device(*args: Any) -> list[Any]:
         # each device has one entry of a stacked array
-        local = [x[0] if s.stacked else x for x, s in zip(args, ins, strict=True)]
+        local = []
+        for x, sharding in zip(args, ins, strict=True):
+            local.append(x[0] if sharding.stacked else x)
         results: list[Any] = []
         for k, (x, sharding) in enumerate(zip(fn(*local), outs, strict=True)):
             if sharding.stacked:
                 x = jnp.asarray(x)[None]
-            results.append(_all_gather(x, sharding) if k in gathered else x)
+            if k in gathered:
+                x = _all_gather(x, sharding)
+            results.append(x)
         return results
 
     in_specs = tuple(sharding.spec for sharding in ins)
-    out_specs = [P() if k in gathered else sharding.spec for k, sharding in enumerate(outs)]
+    out_specs = []
+    for k, sharding in enumerate(outs):
+        out_specs.append(P() if k in gathered else sharding.spec)
     # the equations were traced without varying types, so they run only with check_vma=False
     return jax.shard_map(
         run_device, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
@@ -153,7 +159,7 @@ def on_one_device(
       A function of global arrays. It raises ValueError if trainers compute different values of a
       result along an axis that its sharding does not name.
     """
-    names = {name for name, _ in axes}
+    names = dict(axes).keys()
     ins = [sharding.restrict_to(names) for sharding in ins]
     outs = [sharding.restrict_to(names) for sharding in outs]
 
@@ -169,9 +175,13 @@ def on_one_device(
             mapped = jax.vmap(
                 mapped, in_axes=in_axes, out_axes=out_axes, axis_name=name, axis_size=size
             )
-        operands = [_to_leading(x, sharding, axes) for x, sharding in zip(args, ins, strict=True)]
-        found = mapped(*operands)
-        return [_from_leading(x, sharding, axes) for x, sharding in zip(found, outs, strict=True)]
+        operands = []
+        for x, sharding in zip(args, ins, strict=True):
+            operands.append(_to_leading(x, sharding, axes))
+        results = []
+        for x, sharding in zip(mapped(*operands), outs, strict=True):
+            results.append(_from_leading(x, sharding, axes))
+        return results
 
     return all_trainers
 
@@ -186,9 +196,10 @@ def _map_in_turn(fn: Function, in_axes: Sequence[int | None], size: int) -> Func
     def run_all(*args: Any) -> Any:
         def run_one(parts: Sequence[Any]) -> Sequence[Any]:
             part = iter(parts)
-            return fn(
-                *(x if axis is None else next(part) for x, axis in zip(args, in_axes, strict=True))
-            )
+            operands = []
+            for x, axis in zip(args, in_axes, strict=True):
+                operands.append(x if axis is None else next(part))
+            return fn(*operands)
 
         split = [x for x, axis in zip(args, in_axes, strict=True) if axis is not None]
         if size == 1:  # one trainer needs no loop
@@ -206,7 +217,8 @@ def _to_leading(x: Any, sharding: AxisSharding, axes: Axes) -> Any:
     position = number_items(sharding.stacked)
     for dim, size in enumerate(x.shape[bool(sharding.stacked) :]):
         names = cut.get(dim, ())
-        position |= {name: len(shape) + k for k, name in enumerate(names)}
+        for k, name in enumerate(names):
+            position[name] = len(shape) + k
         parts = values_at(sizes, names)
         shape += [*parts, size // math.prod(parts)]
     leading = [position[name] for name, _ in axes if name in position]
@@ -222,7 +234,10 @@ def _from_leading(x: Any, sharding: AxisSharding, axes: Axes) -> Any:
     mapped = [name for name, _ in axes if name in sharding.varies.union(sharding.first)]
     leading = [name for name in mapped if name in sharding.varies]
     if len(leading) < len(mapped):
-        x = x[tuple(slice(None) if name in leading else 0 for name in mapped)]
+        index: list[Any] = []
+        for name in mapped:
+            index.append(slice(None) if name in leading else 0)
+        x = x[tuple(index)]
 
     order = [leading.index(name) for name in sharding.stacked]
     shape = []

@@ -51,8 +51,11 @@ class TrainerBatches:
     @property
     def axes(self) -> dict[str, int]:
         """Split dimension of each array that is split over the trainers, by name."""
-        named = zip(self.names, self.shares, strict=True)
-        return {n: share for n, share in named if isinstance(share, int)}
+        found: dict[str, int] = {}
+        for name, share in zip(self.names, self.shares, strict=True):
+            if isinstance(share, int):
+                found[name] = share
+        return found
 
     def flatten(self, batch: Sequence[Any]) -> Sequence[Any]:
         """Return the arrays of a batch.

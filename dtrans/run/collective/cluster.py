@@ -94,10 +94,10 @@ class ClusterTrainers(MeshTrainers):
         return jax.make_array_from_callback(host.shape, where, lambda index: host[index])
 
     def place_batch(self, arrays: Sequence[Any], shares: Sequence[Share]) -> list[Any]:
-        return [
-            to_global_array(x, self.batch_sharding(share))
-            for x, share in zip(arrays, shares, strict=True)
-        ]
+        placed = []
+        for x, share in zip(arrays, shares, strict=True):
+            placed.append(to_global_array(x, self.batch_sharding(share)))
+        return placed
 
     def check_start(self, startup: ClosedJaxpr) -> None:
         text = fingerprint.canonical_text(startup).encode()
@@ -322,7 +322,9 @@ class ClusterFabric:
         mesh = Mesh(np.array(trainer_devices()).reshape([*axes.values()]), tuple(axes))
         parts = _parts(program)
         replicated, rows = AxisSharding(), AxisSharding().cut_along(0, *axes)
-        ins = [rows if name in parts else replicated for name in program.in_names]
+        ins = []
+        for name in program.in_names:
+            ins.append(rows if name in parts else replicated)
         # Outputs may differ between trainers. They are declared replicated, so that each process
         # reads the copy on its own device.
         mapped = on_mesh(per_trainer(program), mesh, ins, [replicated] * len(program.out_names))
@@ -344,9 +346,15 @@ def axes_of(program: Program, trainers: int) -> dict[str, int]:
     Raises:
       StateError: the program is for another number of trainers.
     """
-    eqns = [e for e in program.eqns if _is_over_trainers(e)]
-    names = max((tuple(e.params["over"]) for e in eqns), key=len)
-    sizes = {e.params["over"][0]: e.params["size"] for e in eqns if "size" in e.params}
+    names: tuple[str, ...] = ()
+    sizes: dict[str, int] = {}
+    for eqn in program.eqns:
+        if not _is_over_trainers(eqn):
+            continue
+        over = tuple(eqn.params["over"])
+        names = max(names, over, key=len)
+        if "size" in eqn.params:
+            sizes[over[0]] = eqn.params["size"]
     free = [n for n in names if n not in sizes]
     size, odd = divmod(trainers, math.prod(sizes.values()))
     if odd or len(free) != 1:

@@ -67,7 +67,9 @@ class FirstState:
         seen = {id(v) for v in inner.invars}
         found = []
         for v, x in zip(inner.outvars, outputs, strict=True):
-            found.append(jnp.copy(x) if isinstance(v, Literal) or id(v) in seen else x)
+            if isinstance(v, Literal) or id(v) in seen:
+                x = jnp.copy(x)
+            found.append(x)
             seen.add(id(v))
         return found
 
@@ -82,15 +84,19 @@ class FirstState:
         """Jitted function: flat arrays, constants first -> padded and sharded arrays."""
         names, run = self.program.out_names, jaxpr_as_fun(self._opened)
         cuts, trainers = self._plan.cuts, self._trainers
-        axes = [cuts[n].axis if n in cuts else None for n in names]
 
         def start(*args: Any) -> list[Any]:
             found = []
             for n, x in zip(names, run(*args), strict=True):
-                found.append(padded_to(x, cuts[n].axis, cuts[n].padded) if n in cuts else x)
+                if n in cuts:
+                    x = padded_to(x, cuts[n].axis, cuts[n].padded)
+                found.append(x)
             return found
 
         if trainers.mesh is None:
             return jax.jit(start)
-        places = [trainers.state_sharding(axis) for axis in axes]
+        places = []
+        for n in names:
+            axis = cuts[n].axis if n in cuts else None
+            places.append(trainers.state_sharding(axis))
         return jax.jit(start, out_shardings=places)

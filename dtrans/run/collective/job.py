@@ -314,8 +314,10 @@ class CollectiveJob(Job):
         cuts = self.plan.cuts
         found: dict[str, Any] = {}
         for n, x in arrays.items():
-            axis, size = (cuts[n].axis, cuts[n].size) if n in cuts else (None, 0)
-            found[n] = self.trainers.unshard(x, axis, size)
+            if n in cuts:
+                found[n] = self.trainers.unshard(x, cuts[n].axis, cuts[n].size)
+            else:
+                found[n] = self.trainers.unshard(x, None, 0)
         if self.plan.owned is not None:
             found = self.plan.owned.unpack_state(found)
         return spec.unflatten_named(found)

@@ -47,9 +47,10 @@ class MeshTrainers(Trainers):
         return jax.device_put(x, self.state_sharding(axis))
 
     def place_batch(self, arrays: Sequence[Any], shares: Sequence[Share]) -> list[Any]:
-        return [
-            _put(x, self.batch_sharding(share)) for x, share in zip(arrays, shares, strict=True)
-        ]
+        placed = []
+        for x, share in zip(arrays, shares, strict=True):
+            placed.append(_put(x, self.batch_sharding(share)))
+        return placed
 
     def batch_sharding(self, share: Share) -> NamedSharding:
         """Return the sharding of an array of the batch."""
@@ -119,4 +120,6 @@ def mesh_of(plan: CollectivePlan, devices: Sequence[jax.Device]) -> Mesh:
 
 def _put(x: Any, where: NamedSharding) -> Any:
     """Place an array; skip `jax.device_put`, which takes time, if it is there already."""
-    return x if isinstance(x, jax.Array) and x.sharding == where else jax.device_put(x, where)
+    if isinstance(x, jax.Array) and x.sharding == where:
+        return x
+    return jax.device_put(x, where)

@@ -36,8 +36,9 @@ class StateArrays:
         main, program, cuts = self._plan.main.inputs, self._plan.program.inputs, self._plan.cuts
         types = {}
         for n in self.names:
-            single_device = main.get(n, program[n])
-            types[n] = cuts[n].padded_type(single_device) if n in cuts else single_device
+            types[n] = main.get(n, program[n])
+            if n in cuts:
+                types[n] = cuts[n].padded_type(types[n])
         return types
 
     def slice_axis(self, name: str) -> int | None:

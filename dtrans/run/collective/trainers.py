@@ -75,7 +75,9 @@ def slice_sharding(axis: int | None, names: tuple[str, ...]) -> AxisSharding:
 @functools.cache
 def part_sharding(share: Share, names: tuple[str, ...]) -> AxisSharding:
     """Return the sharding of an array of the batch: split over all trainers, or replicated."""
-    return AxisSharding() if isinstance(share, str) else AxisSharding().cut_along(share, *names)
+    if isinstance(share, str):
+        return AxisSharding()
+    return AxisSharding().cut_along(share, *names)
 
 
 class Trainers(abc.ABC):

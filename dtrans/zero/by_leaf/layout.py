@@ -36,7 +36,7 @@ from dtrans.ir.program import DIST, FORWARD, Program
 from dtrans.ir.pytree import TreeSpec, tuple_of, without
 from dtrans.ir.selection import number_items, subset, values_at
 from dtrans.rows.analysis import analyse
-from dtrans.step.cut import GRAD, Cut, OptimizeHalf
+from dtrans.step.cut import GRAD, Cut, Name, OptimizeHalf
 from dtrans.step.forward_backward import ready_order
 from dtrans.zero.by_leaf.assign import assign_leaves, sum_loads
 from dtrans.zero.by_leaf.packing import BinPart, Bins, unused_root
@@ -294,11 +294,21 @@ def _half_of_owners(step: Cut) -> tuple[list[str], OptimizeHalf]:
     rank must own that gradient.
     """
     half = step.optimize
-    more = [n for n in step.params if n in half.graded and n not in step.optimized]
-    inner, inputs = half.inner, half.invars
-    new = {n: Var(step.program.inputs[n]) for n in more if n not in inputs}
-    variables = inputs | new
+    leaves: list[str] = []
+    more: list[str] = []  # leaves with a gradient that are not updated
+    for n in step.params:
+        if n in step.optimized:
+            leaves.append(n)
+        elif n in half.graded:
+            leaves.append(n)
+            more.append(n)
+
+    variables: dict[Name, Var] = dict(half.invars)
+    new: dict[str, Var] = {}
+    for n in more:
+        if n not in variables:
+            new[n] = variables[n] = Var(step.program.inputs[n])
+    inner = half.inner
     outvars = [*inner.outvars, *values_at(variables, more)]
     jaxpr = closed_with(half.jaxpr, invars=[*inner.invars, *new.values()], outvars=outvars)
-    leaves = [n for n in step.params if n in more or n in step.optimized]
     return leaves, OptimizeHalf(jaxpr, (*half.in_names, *new), (*half.out_names, *more))
