@@ -211,7 +211,7 @@ def _local_state(step: Cut, o: Options) -> list[str]:
 
 
 def mergeable_state(step: Cut, o: Options) -> Sequence[str]:
-    """Return the state that may have a merge rule: all state after local steps, else frozen leaves."""
+    """Return the state that may have a merge rule: with local steps all, else frozen leaves."""
     if o.local_sgd is not None:
         return (*step.params, *step.opt_state)
     return step.frozen
