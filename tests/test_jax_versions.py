@@ -245,7 +245,7 @@ def test_an_unknown_primitive_in_an_update_is_named():
     init = lambda: ({"w": jnp.ones((8, 2))}, ())
     main, startup = dtrans.trace(step, *init(), jnp.ones((4, 8))), dtrans.trace(init)
     words = (
-        r"^double \(test_jax_versions.py:\d+\) is treated as mixing rows: params/w is not sliced$"
+        r"^double \(test_jax_versions.py:\d+\) is assumed to mix rows, so params/w is not sliced$"
     )
     with pytest.warns(UnknownPrimitiveWarning, match=words):
         plan = dtrans.pserver(
@@ -254,7 +254,7 @@ def test_an_unknown_primitive_in_an_update_is_named():
     assert len(plan.placement.blocks["params/w"]) == 1
     assert "double, which dtrans does not know, mixes rows of f32[8,2]" in str(plan)
     words = (
-        r"^double \(test_jax_versions.py:\d+\) is treated as mixing rows: its operands "
+        r"^double \(test_jax_versions.py:\d+\) is assumed to mix rows, so its operands "
         r"are gathered$"
     )
     with pytest.warns(UnknownPrimitiveWarning, match=words):
@@ -278,7 +278,7 @@ def test_an_unknown_primitive_in_a_split_layer_is_named(where):
     jaxpr = inline_calls(lowered_jaxpr(fn, jnp.ones((4, 4)), jnp.ones((2, 4))))
     with pytest.warns(
         UnknownPrimitiveWarning,
-        match="^double .*is treated as mixing rows: its operands are gathered$",
+        match="^double .*is assumed to mix rows, so its operands are gathered$",
     ):
         split(jaxpr, {0: 1}, 2, "model")
 

@@ -396,7 +396,7 @@ def is_identity(eqn: JaxprEqn) -> bool:
 
 
 def warn_if_unknown(eqn: JaxprEqn, effect: str) -> None:
-    """Warn of a primitive without a record, and of the effect: `is treated as mixing rows: ...`."""
+    """Warn of a primitive without a record, and of the effect: `is assumed to mix rows, so ...`."""
     if not is_known(eqn):
         line = line_of(eqn)
         name = eqn.primitive.name + (f" ({line})" if line else "")

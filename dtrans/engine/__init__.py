@@ -1,19 +1,21 @@
-"""Rewrite of a program with sharded inputs into the program of one shard.
+"""Rewrite of a program with sharded inputs into the SPMD program of one shard.
 
+A *shard* is one of the trainers or devices that divide a value. A value is *replicated*, *sharded*
+(each shard has a *piece*), or a *partial sum* (each shard has a *term*; the value is their sum).
 Batches are sharded over trainers, columns of parameters over devices.
 
-split             `split`: a program and its sharded dimensions to the program of one shard
-layout            layouts of a value: replicated, sharded, or a partial sum
-rules             strategies of an equation on shards
-values            values of a shard, converted to the layout that an equation reads
-counted_values    pieces of values that are computed from counters and fills
-writer            writer of the program, and of bodies of equations
-strategy_writers  writers of the strategies
-open_sums         partial sums that stay open through linear equations
-row_moves         concatenations, slices and padding along the sharded dimension
-sharded_scans     scans along it
-custom_rules      calls with derivative rules of users
-loops             bodies of loops and branches
-merged_reductions  independent all-reduces merged into one
-array_fns         small functions of arrays that the program calls
+    split             `split`: the entry point for tensor parallelism
+    layout            layouts of a value: replicated, sharded, or a partial sum
+    rules             ways to run an equation on pieces, and the choice of the cheapest
+    values            the values of a shard, and their conversion between layouts
+    counted_values    pieces that a shard computes alone: of counters, masks and random bits
+    writer            writer of the program, and of the bodies of its equations
+    strategy_writers  equations that are written for each strategy of `rules`
+    open_sums         equations that run on terms, so that a sum is reduced later
+    row_moves         concatenations, slices and padding along the sharded dimension
+    sharded_scans     scans whose iterations are sharded
+    custom_rules      `jax.custom_jvp` and `jax.custom_vjp` calls
+    loops             bodies of loops and branches
+    merged_reductions  independent all-reduces merged into one
+    array_fns         small array functions that the writers call
 """

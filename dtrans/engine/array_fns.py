@@ -1,4 +1,8 @@
-"""Small functions of arrays that programs of shards call; each is traced once per signature."""
+"""Small array functions that programs of shards call.
+
+Factories are cached, so that `Builder.call` traces each function once for each type. `start` is
+the index of the first entry of a shard's piece in the full dimension.
+"""
 
 from __future__ import annotations
 
@@ -17,29 +21,34 @@ Array = jax.Array
 
 @functools.cache
 def select_before(axis: int, size: int) -> Callable[[Array, Array, Array], Array]:
-    """Return a function that replaces entries from index `size` on, counted from a start."""
+    """Return a function (x, start, fill) that replaces the padding of a piece.
 
-    def fn(x: Array, start: Array, nothing: Array) -> Array:
-        return jnp.where(
-            jax.lax.broadcasted_iota(jnp.int32, x.shape, axis) + start < size, x, nothing
-        )
+    Entry i of the piece is padding if `start + i >= size`.
+    """
+
+    def fn(x: Array, start: Array, fill: Array) -> Array:
+        at = jax.lax.broadcasted_iota(jnp.int32, x.shape, axis)
+        return jnp.where(at + start < size, x, fill)
 
     return fn
 
 
 @functools.cache
 def select_slots(axis: int) -> Callable[[Array, Array, Array], Array]:
-    """Return a function that keeps entries where a mask along an axis is true, and fills others."""
+    """Return a function (x, mask, fill) that replaces entries where the mask is False.
 
-    def fn(x: Array, mask: Array, nothing: Array) -> Array:
-        return jnp.where(jax.lax.broadcast_in_dim(mask, x.shape, [axis]), x, nothing)
+    The mask has one entry for each index along `axis`.
+    """
+
+    def fn(x: Array, mask: Array, fill: Array) -> Array:
+        return jnp.where(jax.lax.broadcast_in_dim(mask, x.shape, [axis]), x, fill)
 
     return fn
 
 
 @functools.cache
 def take_entries(axis: int) -> Callable[[Array, Array], Array]:
-    """Return a function that selects entries by index along an axis."""
+    """Return a function (x, indices) that selects entries along an axis."""
     return lambda x, at: jnp.take(x, at, axis, mode="clip")
 
 
@@ -50,22 +59,22 @@ def broadcast_to(shape: tuple[int, ...]) -> Callable[[Array], Array]:
 
 
 def row_of_shard(table: Array, index: Array) -> Array:
-    """Return a shard's row of a table with one row per shard."""
+    """Return row `index` of a table that has one row for each shard."""
     return jax.lax.dynamic_index_in_dim(table, index, 0, keepdims=False)
 
 
 def on_first(x: Array, start: Array) -> Array:
-    """Return the value on the first shard, zeros on others."""
+    """Return x on the first shard, whose start is 0, and zeros on the other shards."""
     return jnp.where(start == 0, x, jnp.zeros_like(x))
 
 
 def _wide(x: Array) -> Array:
-    """Convert indices to integers of at least 32 bits, which can be compared with positions."""
+    """Convert indices to integers of at least 32 bits, so that sums with positions fit."""
     return x if x.dtype.itemsize == 8 else x.astype(jnp.int32)
 
 
 def _with(indices: Array, component: int, value: Array) -> Array:
-    """Replace one component of indices."""
+    """Replace one component of gather or scatter indices."""
     wide = _wide(indices)
     at = jax.lax.broadcasted_iota(jnp.int32, wide.shape, wide.ndim - 1)
     return jnp.where(at == component, value[..., None], wide)
@@ -74,7 +83,7 @@ def _with(indices: Array, component: int, value: Array) -> Array:
 def _owned(
     indices: Array, component: int, start: Array, local: int, size: int, clip: bool
 ) -> tuple[Array, Array]:
-    """Return positions along the sharded dimension, and a mask of those on this shard."""
+    """Return the indices along the sharded dimension, and a mask of those on this shard."""
     at = _wide(indices)[..., component]
     if clip:
         at = jnp.clip(at, 0, size - 1)
@@ -85,17 +94,20 @@ def _owned(
 def pick_entries(
     component: int, size: int, numbers: Any, sizes: tuple[int, ...], mode: Any, fill: Any
 ) -> Callable[[Array, Array, Array], Array]:
-    """Return a function that computes a shard's term of a gather of single entries.
+    """Return a function (piece, indices, start) that computes a shard's term of a gather.
+
+    The gather selects single entries along the sharded dimension. The term has the entries that are
+    on this shard, and zeros elsewhere.
 
     Args:
-      component: component of an index that points along the sharded dimension.
-      size: size of that dimension.
+      component: component of an index that refers to the sharded dimension.
+      size: size of the sharded dimension.
       numbers, sizes, mode, fill: parameters of the gather.
     """
     axis = numbers.start_index_map[component]
 
     def fn(x: Array, indices: Array, start: Array) -> Array:
-        # XLA clamps out-of-bounds indices in mode PROMISE_IN_BOUNDS, too
+        # XLA also clamps out-of-bounds indices in mode PROMISE_IN_BOUNDS
         at, is_local = _owned(
             indices, component, start, x.shape[axis], size, mode != Mode.FILL_OR_DROP
         )
@@ -110,7 +122,7 @@ def pick_entries(
         batch = [d for d in range(found.ndim) if d not in numbers.offset_dims]
         spread: Callable[[Array], Array] = lambda m: jax.lax.broadcast_in_dim(m, found.shape, batch)
         others = jnp.zeros_like(found)
-        if mode == Mode.FILL_OR_DROP:  # the first shard fills entries that are out of bounds
+        if mode == Mode.FILL_OR_DROP:  # one shard must return the fill value: the first
             beyond = ((at < 0) | (at >= size)) & (start == 0)
             others = jnp.where(
                 spread(beyond), jnp.full_like(found, _fill(found.dtype, fill)), others
@@ -121,7 +133,7 @@ def pick_entries(
 
 
 def _fill(dtype: Any, fill: Any) -> Any:
-    """Return the fill value of a gather: the explicit one, or the default of `jax.lax.gather`."""
+    """Return the fill value of a gather: `fill`, or the default of `jax.lax.gather`."""
     if fill is not None:
         return fill
     if jnp.issubdtype(dtype, jnp.inexact):
@@ -136,9 +148,9 @@ def _fill(dtype: Any, fill: Any) -> Any:
 def local_indices(
     component: int, size: int, local: int, clip: bool
 ) -> Callable[[Array, Array], Array]:
-    """Return a function that maps global indices to a shard's piece.
+    """Return a function (indices, start) that converts global indices to indices in a piece.
 
-    Indices on other shards become out of bounds.
+    Indices on other shards become `local`, which is out of bounds.
     """
 
     def fn(indices: Array, start: Array) -> Array:
@@ -152,10 +164,11 @@ def local_indices(
 def best_local(
     axis: int, size: int, largest: bool
 ) -> Callable[[Array, Array, Array], tuple[Array, Array]]:
-    """Return a function that finds a shard's best entry along an axis and its global position."""
+    """Return a function (x, start, fill) -> a piece's best entries along an axis, and their global
+    positions."""
 
-    def fn(x: Array, start: Array, nothing: Array) -> tuple[Array, Array]:
-        x = select_before(axis, size)(x, start, nothing)
+    def fn(x: Array, start: Array, fill: Array) -> tuple[Array, Array]:
+        x = select_before(axis, size)(x, start, fill)
         at = (jax.lax.argmax if largest else jax.lax.argmin)(x, axis, jnp.int32)
         found = jnp.take_along_axis(x, jnp.expand_dims(at, axis), axis, mode="promise_in_bounds")
         return jnp.squeeze(found, axis), at + start
@@ -165,11 +178,12 @@ def best_local(
 
 @functools.cache
 def argmax_marks(size: int) -> Callable[[Array, Array, Array], Array]:
-    """Return a function that marks the positions of shards that have the global best entry.
+    """Return a function (local best, global best, position) -> mark of a shard.
 
-    The lowest mark is the answer of argmax or argmin; shards without the best entry return the
-    largest integer. NaN wins, as on one device. A maximum over devices may drop NaN, so positions
-    of NaN are shifted below all others. Positions in padding never win.
+    The result of argmax or argmin is the lowest mark over the shards. The mark of a shard that has
+    the global best entry is its position; other shards return the largest integer. NaN wins, as on
+    one device: a maximum over devices may drop NaN, so the mark of a NaN is its position minus
+    2**31. Positions in padding never win.
     """
 
     def fn(found: Array, best: Array, at: Array) -> Array:
@@ -181,5 +195,5 @@ def argmax_marks(size: int) -> Callable[[Array, Array, Array], Array]:
 
 
 def decode_position(lowest: Array) -> Array:
-    """Return the position that the lowest mark of `argmax_marks` stands for."""
+    """Convert the lowest mark of `argmax_marks` back to a position."""
     return jnp.where(lowest < 0, lowest - jnp.iinfo(lowest.dtype).min, lowest)

@@ -1,6 +1,7 @@
-"""Values that are computed from counters and fills: a shard computes its piece alone.
+"""Pieces that a shard computes alone, because the value depends only on counters and fills.
 
-Positions, masks and random bits are such values. Their pieces cost no gather and no full value.
+Positions (`iota`), masks (`iota < n`), constants that were broadcast, and random bits are *counted*
+values. A shard computes its piece directly, without a gather and without the full value.
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ from dtrans.rows.parts import recipe_of
 
 
 class CountedValues:
-    """Pieces of values that are computed from counters and fills.
+    """Writer of pieces of counted values.
 
     Args:
-      values: values of the shard.
+      values: the values of the shard.
     """
 
     def __init__(self, values: ShardValues) -> None:
         self.values = values
-        # by value and dimension
+        # (value, dimension) -> result of `_is_counted`
         self._counted: dict[tuple[Atom, int], bool] = {}
 
     def build_rows(self, var: Var, row: RowAxis) -> Atom | None:
-        """Compute a piece of a value from counters and fills; None for other values."""
+        """Write the piece of a counted value; return None if the value is not counted."""
         eqn = self.values.producer(var)
         if eqn is None or not self._is_counted(var, row.axis):
             return None
@@ -40,7 +41,7 @@ class CountedValues:
         if row.order is not None and recipe is not None:
             local = self.values.shards.local(var.aval.shape[row.axis], row)
             if any(p is not None and p.size != local for _, p in recipe.needs):
-                return None  # the operand has another order
+                return None  # the operand would need a different order of rows
         if recipe is not None:
             atoms = []
             for a, part in recipe.needs:
@@ -51,7 +52,7 @@ class CountedValues:
         return None if way is None or way.outs != (row,) else self.values.carry_out(eqn, way)[0]
 
     def _is_counted(self, var: Atom, axis: int) -> bool:
-        """Return True if counters and fills suffice: a piece then needs no large value."""
+        """Return True if pieces along `axis` can be computed from counters and small values."""
         if (var, axis) not in self._counted:
             eqn = self.values.producer(var)
             self._counted[var, axis] = eqn is not None and self._counts(eqn, axis)
@@ -61,15 +62,15 @@ class CountedValues:
         name = eqn.primitive.name
         if len(eqn.outvars) != 1:
             return False
-        if name.startswith("scatter"):  # writes into a counter
+        if name.startswith("scatter"):  # the updates are small; the operand must be counted
             return self._is_counted(eqn.invars[0], axis)
         recipe = recipe_of(
             eqn, 0, self.values.pieces.of(eqn.outvars[0].aval.shape[axis], cut_along(axis))
         )
-        # outputs of these are larger than their operands
+        # their operands are smaller than their outputs, so the operands may be full values
         if recipe is None or name in ("broadcast_in_dim", "random_bits"):
             return recipe is not None
-        # selected slices are larger than the indices
+        # the indices are smaller than the gathered slices
         if name == "gather" and eqn.invars[1] in self.values.sliced:
             return True
         along = [(a, part.axis) for a, part in recipe.needs if part is not None]

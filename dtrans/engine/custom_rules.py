@@ -1,19 +1,19 @@
-"""Calls with derivative rules of users on shards: `jax.custom_jvp` and `jax.custom_vjp`.
+"""`jax.custom_jvp` and `jax.custom_vjp` calls on shards.
 
-A program that is differentiated later keeps such calls. The call and its rule are each rewritten
-for one shard, and the sharded call gets the sharded rule:
+If a program is differentiated later, it must keep these calls. Their function and their derivative
+rule are rewritten for one shard, and joined to a new call. Layouts of derivatives:
 
-    jvp   tangents have the layouts of their primals
-    vjp   cotangents of sharded values are sharded; those of replicated values are partial sums
+    jvp   a tangent has the layout of its primal
+    vjp   the cotangent of a sharded value is sharded, that of a replicated value is a partial sum
 
-A rule is applied once: calls inside of a rule are inlined. The rule of a `custom_vjp` takes the
-operands of the call, so the backward pass recomputes the residuals of its forward pass.
+Calls inside of a rule are inlined, so a second derivative differentiates the rule itself. The new
+`custom_vjp` saves its operands as residuals, and its backward pass runs the forward rule again.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -39,8 +39,8 @@ from dtrans.ir.selection import values_at
 from dtrans.rows.layout import RowAxis
 
 
-# Rewrites a jaxpr for one shard, from the layouts of its inputs and outputs. Returns None if it
-# needs full values.
+# (jaxpr, layouts of its inputs, layouts of its outputs) -> jaxpr for one shard, or None if that
+# needs communication
 WriteRule = Callable[
     [ClosedJaxpr, Sequence[ShardLayout], Sequence[ShardLayout]], ClosedJaxpr | None
 ]
@@ -48,12 +48,12 @@ WriteRule = Callable[
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """One call with a derivative rule, as a function.
+    """Functions that compute the derivatives of one call.
 
     Attributes:
-      jaxpr: the equation alone.
-      floats: positions of operands that have derivatives.
-      float_outs: positions of outputs that have derivatives.
+      jaxpr: a jaxpr with this call as its only equation.
+      floats: indices of the operands that have derivatives.
+      float_outs: indices of the outputs that have derivatives.
     """
 
     jaxpr: ClosedJaxpr
@@ -73,7 +73,7 @@ class _Call:
         return _in_types(self.jaxpr)
 
     def _outs(self, operands: Sequence[Any]) -> Callable[..., list[Any]]:
-        """Return the outputs as a function of the operands that have derivatives."""
+        """Return the function from the differentiable operands to the outputs; others are fixed."""
 
         def fn(*floats: Any) -> list[Any]:
             args = list(operands)
@@ -84,8 +84,7 @@ class _Call:
         return fn
 
     def jvp(self, *args: Any) -> list[Any]:
-        """Return outputs and their tangents, from all operands and the tangents of float
-        operands."""
+        """Map operands, and tangents of the differentiable ones, to outputs and their tangents."""
         operands, tangents = args[: len(self.types)], args[len(self.types) :]
         outs, found = jax.jvp(
             self._outs(operands), values_at(operands, self.floats), list(tangents)
@@ -93,14 +92,22 @@ class _Call:
         return [*outs, *values_at(found, self.float_outs)]
 
     def vjp(self, *args: Any) -> list[Any]:
-        """Return the cotangents of operands, from all operands and the cotangents of outputs."""
+        """Map operands, and cotangents of outputs, to cotangents of the differentiable operands."""
         operands, cotangents = args[: len(self.types)], args[len(self.types) :]
         outs, pull = jax.vjp(self._outs(operands), *values_at(operands, self.floats))
-        present = iter(cotangents)
-        zeros = lambda x: np.zeros(np.shape(x), jax.dtypes.float0)
-        return list(
-            pull([next(present) if i in self.float_outs else zeros(x) for i, x in enumerate(outs)])
-        )
+        return list(pull(_with_zeros(outs, self.float_outs, cotangents)))
+
+
+def _with_zeros(
+    outs: Sequence[Any], places: Collection[int], derivatives: Iterable[Any]
+) -> list[Any]:
+    """Return one of `derivatives` for each output in `places`, float0 zeros for the others."""
+    present = iter(derivatives)
+    found = []
+    for i, x in enumerate(outs):
+        zero = np.zeros(np.shape(x), jax.dtypes.float0)
+        found.append(next(present) if i in places else zero)
+    return found
 
 
 def _floats(values: Sequence[Any]) -> tuple[int, ...]:
@@ -114,17 +121,19 @@ def call_on_pieces(
     outs: Sequence[ShardLayout],
     write: WriteRule,
 ) -> ClosedJaxpr | None:
-    """Return a jaxpr that calls the sharded function with its sharded rule.
+    """Return a jaxpr that calls a custom_jvp or custom_vjp function for one shard.
 
-    Returns None if the rule needs full values. The jaxpr takes the shard's index first, if the body
-    or the rule reads it.
+    If the function or its rule reads the shard's index, the index is the first input of the jaxpr.
 
     Args:
-      eqn: the call.
-      primal: its body for one shard.
-      ins: layouts of its operands: replicated or sharded.
-      outs: layouts of its outputs.
-      write: rewrites the rule for one shard.
+      eqn: the call in the full program.
+      primal: its function, rewritten for one shard.
+      ins: layout of each operand, replicated or sharded.
+      outs: layout of each output.
+      write: rewrites the derivative rule for one shard.
+
+    Returns:
+      The jaxpr; None if the rule needs communication.
     """
     call = _Call.from_eqn(eqn)
     out_types = avals(eqn.outvars)
@@ -140,15 +149,13 @@ def call_on_pieces(
     if rule is None:
         return None
     types = _in_types(primal)
-    # 1 if it takes the shard's index
-    more = (
-        len(types) - len(ins),
-        len(_in_types(rule)) - len(rule_ins),
-    )
+    # for the function and for the rule: 1 if it takes the shard's index, else 0
+    more = (len(types) - len(ins), len(_in_types(rule)) - len(rule_ins))
     skipped = max(more)
     body: Callable[..., list[Any]] = lambda *args: evaluate(primal, *args[skipped - more[0] :])
     of_rule: Callable[..., list[Any]] = lambda *args: evaluate(rule, *args[skipped - more[1] :])
-    fn = (_with_jvp if is_jvp else _with_vjp)(call, body, of_rule, skipped)
+    add_rule = _with_jvp if is_jvp else _with_vjp
+    fn = add_rule(call, body, of_rule, skipped)
     return small_jaxpr(fn, [*[_INDEX] * skipped, *types[more[0] :]])
 
 
@@ -166,18 +173,15 @@ def _cotangent(layout: ShardLayout) -> ShardLayout:
 def _with_jvp(
     call: _Call, body: Callable[..., list[Any]], rule: Callable[..., list[Any]], skipped: int
 ) -> Callable[..., Any]:
-    """Return a function of `skipped` indices and the operands of a call, with its jvp rule."""
+    """Return a `jax.custom_jvp` function of `skipped` shard indices and the call's operands."""
     fn = jax.custom_jvp(body)
 
     @fn.defjvp
     def apply_rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
         found = rule(*primals, *(tangents[skipped + i] for i in call.floats))
         count = len(found) - len(call.float_outs)
-        outs, out_tangents = found[:count], iter(found[count:])
-        zeros = [np.zeros(np.shape(x), jax.dtypes.float0) for x in outs]
-        return outs, [
-            next(out_tangents) if i in call.float_outs else zero for i, zero in enumerate(zeros)
-        ]
+        outs, out_tangents = found[:count], found[count:]
+        return outs, _with_zeros(outs, call.float_outs, out_tangents)
 
     return fn
 
@@ -185,17 +189,18 @@ def _with_jvp(
 def _with_vjp(
     call: _Call, body: Callable[..., list[Any]], rule: Callable[..., list[Any]], skipped: int
 ) -> Callable[..., Any]:
-    """Return a function of `skipped` indices and the operands of a call, with its vjp rule."""
+    """Return a `jax.custom_vjp` function of `skipped` shard indices and the call's operands."""
     fn = jax.custom_vjp(body)
 
     def forward(*args: Any) -> tuple[Any, Any]:
         return fn(*args), args
 
     def backward(args: Sequence[Any], cotangents: Sequence[Any]) -> tuple[Any, ...]:
-        in_cotangents = iter(rule(*args, *values_at(cotangents, call.float_outs)))
-        return tuple(
-            next(in_cotangents) if i - skipped in call.floats else None for i in range(len(args))
-        )
+        in_cotangents = rule(*args, *values_at(cotangents, call.float_outs))
+        found = [None] * len(args)
+        for i, cotangent in zip(call.floats, in_cotangents, strict=True):
+            found[skipped + i] = cotangent
+        return tuple(found)
 
     fn.defvjp(forward, backward)
     return fn

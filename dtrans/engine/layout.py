@@ -1,30 +1,31 @@
 """Layouts of a value over the shards of a program.
 
-    SHARED                    replicated: every shard has the same full value
+    SHARED                    replicated: every shard has the full value
     RowAxis(_, axis, width)   sharded along `axis` in runs of `width` entries
-    RowAxis(.., order)        sharded; `order` lists each shard's runs (after concatenations, say)
-    PARTIAL                   partial sums: the value is the sum over shards
+    RowAxis(.., order)        sharded; `order` lists the runs of each shard (after concatenations)
+    PARTIAL                   partial sum: the value is the sum of one term on each shard
 
-Pieces have equal sizes: ceil(runs / shards) runs. The last pieces end with padding if the division
-has a remainder. Padding may hold any number: operations that mix entries mask it first.
+All pieces have ceil(runs / shards) runs, so the last pieces may end with padding. Padding may have
+any value: before an operation mixes entries, the engine replaces it by a neutral number.
 
-`RowAxis` comes from the row analysis (`dtrans.rows.layout`), so that one set of rules serves both;
-here its leaf has no name.
+`RowAxis` and `SHARED` are classes of the row analysis (`dtrans.rows.layout`), whose rules the
+engine uses too. The leaf of a `RowAxis` is "" here.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any, Final
 
 import numpy as np
 
-from dtrans._jax import resized
-from dtrans.rows.layout import SHARED, RowAxis, RowOrder, Shared
+from dtrans._jax import Atom, resized
+from dtrans.rows.layout import RowAxis, RowOrder, Shared
 
 
 class Partial:
-    """Layout of a partial sum: each shard has one term."""
+    """Layout of a partial sum: each shard has a term, and the value is their sum."""
 
 
 PARTIAL: Final = Partial()
@@ -37,29 +38,19 @@ def cut_along(axis: int, width: int = 1) -> RowAxis:
     return RowAxis("", axis, width)
 
 
-def rows_only(x: ShardLayout) -> Shared | RowAxis:
-    """Return a layout as rules see it: a partial sum counts as replicated, once it is reduced."""
-    return x if isinstance(x, RowAxis) else SHARED
-
-
-def rows_or_none(x: ShardLayout) -> RowAxis | None:
-    """Return the layout of a sharded value, None for other layouts."""
-    return x if isinstance(x, RowAxis) else None
-
-
 @dataclasses.dataclass(frozen=True)
 class Shards:
     """Number, mesh axes and options of the shards of a program.
 
     Attributes:
       count: number of shards.
-      over: named axes of the shards.
-      noun: name of a shard in errors.
-      label: name of the communication that the engine writes.
-      shares_work: True if shards save computation, as those of a batch do. False if they only save
-        memory; a loop then gathers its operands if its body would move more bytes.
-      finite_padding: True if padding repeats real entries. Needed if the program is differentiated
-        later: a masked entry still contributes zero times its derivative, which must be finite.
+      over: names of the mesh axes that the shards form.
+      noun: noun for a shard in errors.
+      label: `name` parameter of the collectives that the engine writes.
+      shares_work: True if sharding saves computation, as over a batch. False if it only saves
+        memory; then a loop gathers its operands if its body would communicate more bytes.
+      finite_padding: True to pad with copies of real entries. A program that is differentiated
+        later needs it: the derivative of a masked entry is multiplied by 0, and must be finite.
     """
 
     count: int
@@ -70,23 +61,23 @@ class Shards:
     finite_padding: bool = False
 
     def local(self, size: int, row: RowAxis) -> int:
-        """Return the number of entries that each shard has out of `size`, padding included."""
+        """Return the size of a piece of a dimension with `size` entries, padding included."""
         if row.order is not None:
             return len(row.order.slots[0]) * row.width
         return -(-(size // row.width) // self.count) * row.width
 
     def padded_size(self, size: int, row: RowAxis) -> int:
-        """Return the number of entries that all pieces have together, padding included."""
+        """Return the total size of all pieces, padding included."""
         return self.local(size, row) * self.count
 
     def pads(self, size: int, row: RowAxis) -> bool:
-        """Return True if a piece has padding."""
+        """Return True if some piece has padding."""
         if row.order is not None:
             return any(-1 in slots for slots in row.order.slots)
         return self.padded_size(size, row) != size
 
     def entries(self, size: int, row: RowAxis) -> np.ndarray:
-        """Return the indices of the entries on each shard: [count, local], with -1 for padding."""
+        """Return the global index of each entry of each piece: [count, local]; -1 for padding."""
         if row.order is None:
             found = np.arange(self.padded_size(size, row)).reshape(self.count, -1)
             return np.where(found < size, found, -1)
@@ -95,12 +86,12 @@ class Shards:
         return found.reshape(self.count, -1)
 
     def ordered(self, axis: int, size: int, entries: np.ndarray) -> RowAxis:
-        """Return the simplest layout in which shards have these entries.
+        """Return the simplest layout whose pieces have these entries.
 
         Args:
           axis: sharded axis.
           size: number of entries along it.
-          entries: indices as `Shards.entries` returns them.
+          entries: global indices, as returned by `Shards.entries`.
         """
         plain = cut_along(axis)
         if np.array_equal(entries, self.entries(size, plain)):
@@ -113,21 +104,26 @@ class Shards:
         return self.plain(runs, size) if np.array_equal(entries, self.entries(size, runs)) else row
 
     def plain(self, row: RowAxis, size: int) -> RowAxis:
-        """Return the simplest equal layout: without padding, the width of runs does not matter."""
+        """Return the simplest layout with the same pieces; without padding, runs have width 1."""
         if row.order is not None:
             return self.ordered(int(row.axis), size, self.entries(size, row))
-        # some of JAX's parameters have NumPy integers
+        # int(), because some parameters of JAX primitives are NumPy integers
         return cut_along(int(row.axis), row.width if self.pads(size, row) else 1)
 
     def cut(self, aval: Any, layout: ShardLayout) -> Any:
-        """Return the type of a shard's piece."""
+        """Return the type that a value has on one shard."""
         if not isinstance(layout, RowAxis):
             return aval
         return resized(aval, layout.axis, self.local(aval.shape[layout.axis], layout))
 
+    def cut_all(self, atoms: Iterable[Atom], layouts: Iterable[ShardLayout]) -> list[Any]:
+        """Return the types that values have on one shard."""
+        return [self.cut(a.aval, x) for a, x in zip(atoms, layouts, strict=True)]
+
 
 def _longest_runs(size: int, entries: np.ndarray) -> int:
-    """Return the largest width such that entries and padding form runs at multiples of it."""
+    """Return the largest w such that runs of consecutive entries, or padding, begin at multiples
+    of w."""
     begins = np.ones(entries.shape, bool)
     before, here = entries[:, :-1], entries[:, 1:]
     begins[:, 1:] = np.where(here < 0, before >= 0, (before < 0) | (here != before + 1))
@@ -140,13 +136,13 @@ def _longest_runs(size: int, entries: np.ndarray) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Gathered:
-    """Record of a sharded value that an equation or output needs in full.
+    """Record of an all-gather: an equation or output needs the full value of a sharded one.
 
     Attributes:
-      shape, dtype: those of the full value.
-      nbytes: bytes of the full value.
-      reason: its reader: `sort of f32[8,10] (model/head)`, or the name of an output.
-      line: the user's line that reads it, `model.py:12`; empty if unknown.
+      shape, dtype: type of the full value.
+      nbytes: size of the full value in bytes.
+      reason: the reader, e.g. `sort of f32[8,10] (model/head)` or the name of an output.
+      line: source line of the reader, `model.py:12`; empty if unknown.
     """
 
     shape: tuple[int, ...]

@@ -1,18 +1,18 @@
 """Loops and branches on shards: layouts of their operands and outputs, and their bodies.
 
-The body of a loop is rewritten until the layouts of carried values settle: the first time with the
-layouts of the initial values, then with those that the body returns. A carried value only moves up
-in this order:
+The body of a loop is rewritten with the layouts of the initial carried values. If it returns other
+layouts, it is rewritten with these, until they no longer change. Layouts only rise in this order:
 
     replicated < partial sum < sharded
 
-A carried sum that each iteration only adds to stays a partial sum: the gradient of a weight that a
-loop reads is reduced once, after the loop. A sum that the body reads otherwise is reduced. The
-dimension that a `scan` iterates over is not sharded here (`dtrans.engine.sharded_scans` does that).
-The condition of a `while` and the index of a branch are replicated: all shards run the same bodies.
+If iterations only add to a carried partial sum, it is reduced once, after the loop. This is the
+case for the gradient of a weight that a loop reads. If the body reads the sum in another way, the
+sum is reduced first. `dtrans.engine.sharded_scans` shards the dimension that a `scan` iterates
+over. The condition of a `while` and the index of a `cond` are replicated, so all shards run the
+same bodies.
 
-A loop runs on full values if its body would gather more bytes in all iterations than its operands
-have.
+A loop runs on gathered operands if its body would communicate more bytes, in all iterations, than
+the operands have.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from dtrans._jax import (
     scan_length,
     wiring,
 )
-from dtrans.engine.layout import PARTIAL, Gathered, Partial, ShardLayout, rows_only
+from dtrans.engine.layout import PARTIAL, Gathered, Partial, ShardLayout
 from dtrans.ir.cost import nbytes, total_bytes
 from dtrans.ir.interpret import ForwardAnalysis, enter
 from dtrans.ir.program import is_communication
 from dtrans.ops import collective_of, moved_values
-from dtrans.rows.layout import SHARED, RowAxis, Shared
+from dtrans.rows.layout import SHARED, RowAxis, Shared, rows_or_shared
 
 
 @dataclasses.dataclass(frozen=True)
 class WrittenBody:
-    """Body for one shard.
+    """Body of a loop or branch, rewritten for one shard.
 
     Attributes:
       jaxpr: the body.
-      outs: layouts of its outputs.
-      gathers: values that it gathers.
-      sliced: by position, the replicated inputs that it reads in one sharded layout only.
-      scaled: scaled values that stand for other values (`dtrans.engine.values`).
-      takes_index: True if its first operand is the shard's index.
+      outs: layout of each output.
+      gathers: values that the body gathers.
+      sliced: index of a replicated input -> the only sharded layout in which the body reads it.
+      scaled: see `dtrans.engine.values.ShardValues.scaled`.
+      takes_index: True if the first input is the shard's index.
     """
 
     jaxpr: ClosedJaxpr
@@ -62,14 +62,17 @@ class WrittenBody:
 
     @property
     def moved(self) -> int:
-        """Bytes that it puts into communication."""
+        """Bytes that the body communicates in one iteration."""
         return sum(
             nbytes(a.aval) for e in equations(self.jaxpr) if is_communication(e) for a in e.outvars
         )
 
 
 def moved_bytes(eqns: Iterable[JaxprEqn]) -> dict[str, int]:
-    """Return the bytes that one shard communicates, by primitive; a gather counts its output."""
+    """Return the bytes that one shard communicates: primitive name -> bytes.
+
+    An all-gather counts the bytes of its output, other collectives count their operands.
+    """
     found: dict[str, int] = {}
     for eqn in eqns:
         if collective_of(eqn) is not None:
@@ -84,12 +87,12 @@ Write = Callable[[Any, Sequence[ShardLayout], Outs, int], WrittenBody]
 
 @dataclasses.dataclass(frozen=True)
 class LoopPlan:
-    """Layouts and bodies of a loop or a branch on a shard.
+    """Layouts and rewritten bodies of a loop or a branch.
 
     Attributes:
-      operands: layout in which each operand is read.
+      operands: layout that each operand is converted to.
       outs: layout of each output.
-      bodies: rewritten bodies, in the equation's order.
+      bodies: rewritten bodies, in the order of `bodies(eqn)`.
     """
 
     operands: tuple[ShardLayout, ...]
@@ -98,31 +101,28 @@ class LoopPlan:
 
     @property
     def gathers(self) -> int:
-        """Number of all-gathers in its bodies."""
+        """Number of all-gathers in the bodies."""
         return sum(len(body.gathers) for body in self.bodies)
 
 
 def plan_loop(
     eqn: JaxprEqn, ins: Sequence[ShardLayout], write: Write, *, shares_work: bool = True
 ) -> LoopPlan | None:
-    """Return the plan of a loop or a branch; None if full values cost less.
+    """Plan a loop or a branch on shards; return None if running it on gathered operands costs less.
 
     Args:
       eqn: the loop or branch.
-      ins: layouts of its operands.
-      write: rewrites a body, from the layouts of its inputs and outputs (or None), and the number
-        of
-        carried outputs: those may be partial sums.
-      shares_work: True if shards save computation; bytes of reductions then never decide for full
-        values.
+      ins: layout of each operand.
+      write: (body, layouts of its inputs, wanted layouts of its outputs or None, number of carried
+        outputs) -> rewritten body. Carried outputs may be partial sums.
+      shares_work: see `Shards`. If True, only a body with gathers can lead to None.
     """
     plan = _plan(eqn, ins, write)
     if (cut := _cut_before(eqn, plan)) and eqn.primitive.name in (SCAN, *REMAT):
         other = _plan(eqn, [cut.get(i, x) for i, x in enumerate(ins)], write)
         if other.gathers <= plan.gathers:
             plan = other
-    mixes = any(b.gathers for b in plan.bodies)
-    if eqn.primitive.name in REMAT or (shares_work and not mixes):
+    if eqn.primitive.name in REMAT or (shares_work and not plan.gathers):
         return plan
     iterations = scan_length(eqn) if eqn.primitive.name == SCAN else 1
     inside = iterations * sum(b.moved for b in plan.bodies)
@@ -131,7 +131,10 @@ def plan_loop(
 
 
 def _cut_before(eqn: JaxprEqn, plan: LoopPlan) -> dict[int, RowAxis]:
-    """Return replicated operands that the body reads sharded only: the loop takes them sharded."""
+    """Return layouts for replicated operands that the body only reads as pieces.
+
+    The loop can then read pieces, instead of cutting the operand in each iteration.
+    """
     wires = wiring(eqn)
     rows = {i: row for i, row in plan.bodies[0].sliced.items() if i not in wires.carried}
     return {i: _moved(row, 1) if i in wires.slices else row for i, row in rows.items()}
@@ -153,11 +156,11 @@ def _plan(eqn: JaxprEqn, ins: Sequence[ShardLayout], write: Write) -> LoopPlan:
     layouts = ForwardAnalysis[ShardLayout](
         join, lambda eqn, ins: None, lambda aval, value: SHARED, _inside, _stack
     )
-    start = [x if i in wires.carried else rows_only(x) for i, x in enumerate(ins)]
+    start = [x if i in wires.carried else rows_or_shared(x) for i, x in enumerate(ins)]
     entered = enter(layouts, eqn, start, run)
     written: list[WrittenBody] = []
     for k, found in entered.bodies.items():
-        # shards must run the same iterations, or collectives in the body would wait forever
+        # the condition is replicated: if shards ran different iterations, collectives would hang
         ends = [SHARED] if wires.outs[k] is None else _drop_closed(entered.ends[k])
         added = len(wires.carried) if wires.outs[k] else 0
         written.append(
@@ -172,7 +175,10 @@ def _plan(eqn: JaxprEqn, ins: Sequence[ShardLayout], write: Write) -> LoopPlan:
 
 
 class _Closed(Shared):
-    """Layout of a carried value that an iteration reads in full: never a partial sum."""
+    """Replicated layout of a carried value that must not become a partial sum again.
+
+    An iteration has read its full value, so its sum is reduced in each iteration.
+    """
 
 
 _CLOSED: Final = _Closed()
@@ -183,24 +189,33 @@ def _drop_closed(layouts: Sequence[ShardLayout]) -> list[ShardLayout]:
 
 
 def _join(one: ShardLayout, other: ShardLayout) -> ShardLayout:
-    """Return the common layout: sharded if either is sharded, else a partial sum if either is
-    one."""
-    both = (one, other)
-    rows = [x for x in both if isinstance(x, RowAxis)]
-    return rows[0] if rows else PARTIAL if any(isinstance(x, Partial) for x in both) else SHARED
+    """Return the higher of two layouts: replicated < partial sum < sharded."""
+    for x in (one, other):
+        if isinstance(x, RowAxis):
+            return x
+    if isinstance(one, Partial) or isinstance(other, Partial):
+        return PARTIAL
+    return SHARED
 
 
 def _join_iterations(carried: ShardLayout, after: ShardLayout) -> ShardLayout:
-    """Return the layout of a carried value whose layout changes in an iteration."""
+    """Return the layout of a carried value that has two layouts: before and after an iteration."""
     is_closed = carried is _CLOSED or (
         isinstance(carried, Partial) and not isinstance(after, Partial)
     )
-    return _CLOSED if is_closed and not isinstance(after, RowAxis) else _join(carried, after)
+    if is_closed and not isinstance(after, RowAxis):
+        return _CLOSED
+    return _join(carried, after)
 
 
 def _inside(x: ShardLayout) -> ShardLayout:
-    """Return the layout of an iteration's slice; a stack sharded along iterations is replicated."""
-    return _moved(x, -1) if isinstance(x, RowAxis) and x.axis else SHARED
+    """Return the layout of the slice that one iteration reads.
+
+    If the stack is sharded along the iterations, each iteration reads a replicated slice.
+    """
+    if isinstance(x, RowAxis) and x.axis:
+        return _moved(x, -1)
+    return SHARED
 
 
 def _stack(x: ShardLayout) -> ShardLayout:

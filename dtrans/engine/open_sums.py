@@ -1,7 +1,8 @@
-"""Partial sums that stay open: equations that are linear in them run on the shards' terms.
+"""Open sums: partial sums whose all-reduce is delayed, because a linear equation reads them.
 
-A sum with one reader is reduced after the reader, if that is linear and its output is not larger.
-So gradients of one input through several products are added up, then reduced once.
+Suppose that one equation reads a partial sum, is linear, and has an output that is not larger.
+Then each shard runs it on its term, and the output is a partial sum again. So the gradients of one
+input through several products are added first, then reduced once.
 """
 
 from __future__ import annotations
@@ -24,33 +25,35 @@ from dtrans._jax import (
 )
 from dtrans.engine.layout import Partial, ShardLayout
 from dtrans.engine.values import ShardValues
-from dtrans.ir.cost import nbytes
+from dtrans.ir.cost import nbytes, total_bytes
 from dtrans.ir.dataflow import variables
-from dtrans.rows.layout import RowAxis
+from dtrans.ir.selection import values_at
+from dtrans.rows.layout import row_axes
 
 
-# Sums are reduced before these if their outputs are larger. `pad` is left out: gradients of several
-# slices of one parameter are padded, added up, and reduced once.
+# Primitives before which a sum is reduced if the output is larger: name -> operand to compare.
+# `pad` is not listed, because the gradients of several slices of a parameter are padded, added, and
+# then reduced once.
 _GROWS: Mapping[str, int] = {"broadcast_in_dim": 0, "scatter-add": 2}
 
 
 def open_operands(
     values: ShardValues, eqn: JaxprEqn, ins: Sequence[ShardLayout], terms: Collection[Var]
 ) -> Collection[int] | None:
-    """Return the operands to read as terms if the sum may be reduced later, else None.
-
-    A sum with one reader stays open through rearrangements and further sums. A value that ends
-    as a partial sum anyway (`terms`) stays open wherever it is linear; replicated operands then
-    become terms on the first shard.
+    """Return the indices of operands to read as terms, so that the output stays an open sum.
 
     Args:
       values: values of the shard.
       eqn: the equation.
-      ins: layouts of its operands.
-      terms: sums that stay open wherever possible.
+      ins: layout of each operand.
+      terms: values that are partial sums at the end (`linear_terms`). A linear equation that
+        computes one runs on terms. Its replicated operands become terms of the first shard.
+
+    Returns:
+      The indices; None if open sums must be reduced before this equation.
     """
     opens = [i for i, x in enumerate(ins) if isinstance(x, Partial)]
-    if not opens or not eqn.outvars or any(isinstance(x, RowAxis) for x in ins):
+    if not opens or not eqn.outvars or row_axes(ins):
         return None
     is_mixed = len({eqn.invars[i] in values.local_terms for i in opens}) > 1
     if is_mixed and eqn.outvars[0] not in terms:
@@ -65,24 +68,31 @@ def open_operands(
         return None
     if _adds_terms(eqn, opens):
         return opens
-    # by a finite literal only: the zero terms of other shards times infinity would be NaN
+    # The factor must be a finite literal: a term that is 0, times infinity, would be NaN.
     factor = next((a.val for a in eqn.invars if isinstance(a, Literal) and not a.aval.ndim), np.nan)
     if name not in ("mul", "div") or not np.isfinite(factor):
         return None
     inexact = jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact)
     divides = isinstance(ins[0], Partial) and inexact and factor != 0
-    return opens if name == "mul" or divides else None
+    if name == "mul" or divides:
+        return opens
+    return None
 
 
 def linear_terms(inner: Jaxpr, outs: Collection[Var], summed: Collection[Var] = ()) -> set[Var]:
-    """Return the values that may be partial sums if `outs` are: those that `outs` are linear in.
+    """Return the values that may be open sums, because `outs` depend on them linearly.
 
-    Values before a broadcast are reduced first, since they are smaller. Exception: the broadcast
-    becomes, entry by entry, one of the values that are `summed` anyway. A cast rounds: where
-    another equation needs its sum, partial sums are reduced before it.
+    A value before a broadcast is smaller, so it is reduced there, unless elementwise equations turn
+    the broadcast into one of the `summed` values. A cast rounds, so it runs on reduced values if an
+    equation needs its result as a full value.
+
+    Args:
+      inner: the jaxpr.
+      outs: values that may be partial sums.
+      summed: values that are all-reduced in any case.
     """
     found, anyway = set(outs), set(summed)
-    needed: set[Var] = set()  # as sums
+    needed: set[Var] = set()  # values that some equation reads as a full value
     for eqn in reversed(inner.eqns):
         operands = variables(eqn.invars)
         is_summed = anyway.issuperset(eqn.outvars)
@@ -105,7 +115,7 @@ def linear_terms(inner: Jaxpr, outs: Collection[Var], summed: Collection[Var] = 
 
 
 def _rounds(eqn: JaxprEqn) -> bool:
-    """Return True if an equation casts numbers to a type of fewer bits."""
+    """Return True if an equation casts its operand to a smaller type."""
     if eqn.primitive.name != "convert_element_type":
         return False
     return nbytes(eqn.outvars[0].aval) < nbytes(eqn.invars[0].aval)
@@ -116,10 +126,10 @@ def _grows(eqn: JaxprEqn) -> bool:
 
 
 def _adds_terms(eqn: JaxprEqn, opens: Sequence[int]) -> bool:
-    """Return True if a sum may be reduced after an equation as well, and is not larger there.
+    """Return True if an equation is linear in the operands `opens`, and its output is not larger.
 
-    Casts round, so sums are reduced before them. Operands that are not sums must be indices or
-    conditions: zero terms times an infinite number would be NaN.
+    Casts are excluded because they round. Other operands must be integers, e.g. indices: a term
+    that is 0, times an infinite number, would be NaN.
     """
     others = [a for i, a in enumerate(eqn.invars) if i not in opens]
     if (
@@ -128,7 +138,7 @@ def _adds_terms(eqn: JaxprEqn, opens: Sequence[int]) -> bool:
         or any(map(_is_inexact, others))
     ):
         return False
-    size = sum(nbytes(eqn.invars[i].aval) for i in opens)
+    size = total_bytes(values_at(eqn.invars, opens))
     return tuple(opens) in linear_operands(eqn) and nbytes(eqn.outvars[0].aval) <= size
 
 

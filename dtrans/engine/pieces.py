@@ -1,6 +1,6 @@
-"""Offsets of a shard's pieces.
+"""Pieces of one shard: their offsets, and tables with a row for each shard.
 
-One program serves all shards: only `trainer_index` differs between them.
+All shards run the same program, in which `trainer_index` returns the index of the shard.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _INDEX = ShapedArray((), np.dtype(np.int32))
 
 
 class Pieces:
-    """Pieces of one shard, in one program or body of a loop.
+    """Writer of the offsets of pieces, in one program or in the body of a loop.
 
     Args:
       b: builder of the program.
       shards: number and mesh axes of the shards.
 
     Attributes:
-      takes_index: True if the shard's index becomes the first operand of the program once it is
-        read, instead of an equation.
+      takes_index: True to pass the shard's index as the first input of the program, if the program
+        reads it. By default a `trainer_index` equation computes it.
     """
 
     def __init__(self, b: Builder, shards: Shards) -> None:
@@ -42,11 +42,11 @@ class Pieces:
         self._starts: dict[tuple[int, RowOrder | None], Start] = {}
         self.takes_index = False
         self._index: Atom | None = None
-        # rows of tables, by the shapes, types and entries of the tables
+        # ((shape, dtype), bytes) of a table -> the row of this shard
         self._rows: dict[tuple[Any, bytes], Atom] = {}
 
     def index(self) -> Atom:
-        """Return the shard's index."""
+        """Return the shard's index, as an int32 scalar."""
         if self._index is None and self.takes_index:
             self._index = Var(_INDEX)
             self.b.invars.insert(0, self._index)
@@ -57,18 +57,18 @@ class Pieces:
 
     @property
     def reads_index(self) -> bool:
-        """Return True if something needs the index of the shard."""
+        """True if some equation reads the index of the shard."""
         return self._index is not None
 
     @contextlib.contextmanager
     def _for_all(self) -> Iterator[None]:
-        """Write equations without a source line: any equation may read them."""
+        """Write equations without a source line, because several equations read them."""
         source, self.b.source = self.b.source, None
         yield
         self.b.source = source
 
     def of(self, size: int, row: RowAxis) -> Slice:
-        """Return the piece of a dimension with `size` entries; entries after them are padding."""
+        """Return the slice of a dimension that this shard's piece has; `size` excludes padding."""
         local, order = self.shards.local(size, row), row.order
         if (local, order) not in self._starts:
 
@@ -82,8 +82,9 @@ class Pieces:
         return Slice(row.axis, self._starts[local, order], local)
 
     def shard_row(self, table: np.ndarray) -> Atom:
-        """Return this shard's row of a table with one row per shard; integers become 32 bits."""
-        table = table if table.dtype == bool else table.astype(np.int32)
+        """Return this shard's row of a table with one row for each shard; integers become int32."""
+        if table.dtype != bool:
+            table = table.astype(np.int32)
         key = (table.shape, table.dtype), table.tobytes()
         if key not in self._rows:
             with self._for_all():
@@ -96,18 +97,18 @@ class Pieces:
         return self._rows[key]
 
     def start(self, size: int, row: RowAxis) -> Atom:
-        """Return the first entry of a piece, which must be in sequence."""
+        """Return the global index of the first entry of a piece; `row` must not have an order."""
         assert row.order is None
         start = self.of(size, row).start
         assert isinstance(start, Start)
         return start.value(self.b)
 
     def without_padding(self, piece: Atom, size: int, row: RowAxis, op: str) -> Atom:
-        """Replace padding in a piece by the identity of a reduction."""
+        """Replace padding in a piece by the neutral number of reduction `op`, e.g. 0 for a sum."""
         if not self.shards.pads(size, row):
             return piece
-        (nothing,) = self.b.call(identity_of(op, piece.aval.shape, piece.aval.dtype))
+        (fill,) = self.b.call(identity_of(op, piece.aval.shape, piece.aval.dtype))
         if row.order is not None:
             real = self.shard_row(self.shards.entries(size, row) >= 0)
-            return self.b.call(select_slots(row.axis), piece, real, nothing)[0]
-        return self.b.call(select_before(row.axis, size), piece, self.start(size, row), nothing)[0]
+            return self.b.call(select_slots(row.axis), piece, real, fill)[0]
+        return self.b.call(select_before(row.axis, size), piece, self.start(size, row), fill)[0]

@@ -1,12 +1,12 @@
-"""Rules for equations that move entries along the sharded dimension.
+"""Rules for concatenations, slices, padding and reversals along the sharded dimension.
 
-A concatenation, a strided slice, padding or a reversal leaves every entry on its shard: only the
-order of the result changes (`dtrans.rows.layout.RowOrder`), and sums over it need no communication.
-Each shard selects the entries of its piece into slots. Slots of a known layout are used if they
-fit, so that values with equal layouts meet again.
+No entry changes its shard. Instead the result gets a layout with an order
+(`dtrans.rows.layout.RowOrder`), so that reductions over it need no communication. The piece of the
+result has *slots*, and each shard selects the entries of its old pieces into them. If another
+value's layout fits, it is used, so that equations which read both need no further move.
 
-Such a result can cost more than full operands, if something gathers it later.
-`dtrans.engine.writer.written` compares both.
+If a later equation gathers the result, gathering the operands can be cheaper.
+`dtrans.engine.writer.written` compares both programs.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from dtrans._jax import JaxprEqn
+from dtrans._jax import JaxprEqn, resized
 from dtrans.engine.layout import Shards, cut_along
-from dtrans.rows.layout import SHARED, RowAxis, Shared
+from dtrans.rows.layout import SHARED, RowAxis, Shared, row_axes
 
 
 Ins = Sequence[Shared | RowAxis]
@@ -32,8 +32,8 @@ class Move:
 
     Attributes:
       axis: the axis.
-      slots: for each shard and slot, the position in its piece: [count, local].
-      filled: mask of slots that take the padding value of the equation: [count, local]; None if
+      slots: [shards, slots] index in the shard's piece of the entry in each slot.
+      filled: [shards, slots] True for slots that get the padding value of a `pad` equation; None if
         there are none.
     """
 
@@ -42,20 +42,20 @@ class Move:
     filled: np.ndarray | None = None
 
     def keeps(self, local: int) -> bool:
-        """Return True if all entries of pieces with `local` entries stay in place."""
+        """Return True if the move is the identity on pieces with `local` entries."""
         return self.slots.shape[1] == local and bool((self.slots == np.arange(local)).all())
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowMoves:
-    """Layouts and moves of an equation that moves entries along the sharded dimension.
+    """Result of a rule for an equation that moves entries along the sharded dimension.
 
     Attributes:
-      operands: layouts in which operands are read.
-      outs: layouts of outputs.
-      params: parameters of the equation on pieces, which keeps all entries along the axis. None if
-        no equation is needed: outputs start from the first operand.
-      moves: moves after that equation, one for each output.
+      operands: layout in which each operand is read.
+      outs: layout of each output.
+      params: output types on a shard -> changed parameters of the equation, which is first run on
+        pieces without selecting entries along the axis. None if it need not be run.
+      moves: the move that follows, for each output.
     """
 
     operands: tuple[RowAxis | None, ...]
@@ -65,31 +65,31 @@ class RowMoves:
 
 
 def moves_of(eqn: JaxprEqn, ins: Ins, shards: Shards, known: Sequence[RowAxis]) -> RowMoves | None:
-    """Return how shards move entries; None for equations that do not move them, or mix them.
+    """Apply the rule of an equation; return None if there is no rule, or the rule does not apply.
 
     Args:
       eqn: the equation.
-      ins: layouts of its operands.
+      ins: layout of each operand.
       shards: number and mesh axes of the shards.
       known: layouts with an order that other values have.
     """
     rule = RULES.get(eqn.primitive.name)
-    row = next((x for x in ins if isinstance(x, RowAxis)), None)
-    if rule is None or row is None or not all(math.prod(v.aval.shape) for v in eqn.outvars):
+    rows = row_axes(ins)
+    if rule is None or not rows or not all(math.prod(v.aval.shape) for v in eqn.outvars):
         return None
     try:
-        return rule(eqn, ins, _Rows(shards, known, row.axis))
+        return rule(eqn, ins, _Rows(shards, known, rows[0].axis))
     except _NoEntriesError:
         return None
 
 
 class _NoEntriesError(Exception):
-    """Internal signal: a shard has slots, but no real entry to fill them with."""
+    """Raised if a shard must pad with real entries, but its piece has only padding."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-    """Shards, known layouts, and the sharded axis."""
+    """Arguments of a rule: the shards, known layouts with an order, and the sharded axis."""
 
     shards: Shards
     known: Sequence[RowAxis]
@@ -98,12 +98,14 @@ class _Rows:
     def arrange(
         self, size: int, entries: np.ndarray, everywhere: np.ndarray | None = None
     ) -> tuple[RowAxis, Move]:
-        """Return a layout of the entries that shards have, and the move into its slots.
+        """Choose a layout for an output, and return it with the move into its slots.
 
         Args:
-          size: number of entries.
-          entries: their indices in the pieces of shards: [count, local], with -1 for others.
-          everywhere: mask of entries that every shard can make; `entries` has the others.
+          size: size of the output along the axis.
+          entries: [shards, local] index in the output of each entry of the old pieces; -1 for
+            entries that are not in the output.
+          everywhere: mask of the entries of the output that every shard can compute, such as the
+            padding of a `pad`; `entries` has the others.
         """
         free = np.zeros(size, bool) if everywhere is None else everywhere
         targets = [self.shards.entries(size, cut_along(self.axis))]
@@ -127,12 +129,12 @@ class _Rows:
     def _move(self, size: int, entries: np.ndarray, target: np.ndarray, free: np.ndarray) -> Move:
         slots = np.full(target.shape, -1)
         for i, local_entries in enumerate(entries):
-            place = np.full(size + 1, -1)  # the last place stands for padding
+            place = np.full(size + 1, -1)  # the last entry is for padding
             place[np.where(local_entries < 0, size, local_entries)] = np.arange(len(local_entries))
             place[size] = -1
             slots[i] = place[np.where(target[i] < 0, size, target[i])]
-        # Padding repeats real entries, whose derivatives are finite. The position on other shards
-        # is preferred: equal slots on all shards become one static slice.
+        # Padding repeats a real entry, whose derivative is finite. If possible, it is the entry at
+        # the index that other shards select, because equal indices become one static slice.
         shape = slots.shape
         like_others = np.broadcast_to(np.maximum(slots.max(axis=0), 0), shape)
         first = np.broadcast_to(np.argmax(entries >= 0, axis=1)[:, None], shape)
@@ -148,14 +150,16 @@ def _has_padding_only(local_entries: np.ndarray, target: np.ndarray) -> bool:
 
 
 def _has(local_entries: np.ndarray, target: np.ndarray, free: np.ndarray) -> bool:
-    """Return True if a shard has, or can make, all entries of its slots."""
+    """Return True if a shard has, or can compute, all entries of its slots."""
     wanted = target[target >= 0]
     return bool(np.isin(wanted[~free[wanted]], local_entries).all())
 
 
 def _pack(entries: np.ndarray, free: np.ndarray) -> np.ndarray:
-    """Return slots with each shard's entries, and an equal part of those that any shard can
-    make."""
+    """Return slots that have the entries of each shard, and a part of the `free` entries.
+
+    Every shard can compute the `free` entries, so they are distributed to balance the sizes.
+    """
     rows = [local_entries[local_entries >= 0] for local_entries in entries]
     local = max(-(-(sum(map(len, rows)) + len(free)) // len(rows)), *map(len, rows))
     found = np.full((len(rows), local), -1)
@@ -180,12 +184,9 @@ def _slice(eqn: JaxprEqn, ins: Ins, rows: _Rows) -> RowMoves | None:
     to, move = rows.arrange(out.aval.shape[axis], np.where(is_selected, new, -1))
     begins[axis], ends[axis], steps[axis] = 0, entries.shape[1], 1
     params = dict(zip(_SLICE, map(tuple, (begins, ends, steps)), strict=True))
-    is_all = all(
-        n == m
-        for d, (n, m) in enumerate(zip(x.aval.shape, out.aval.shape, strict=True))
-        if d != axis
-    )
-    return RowMoves((row,), (to,), None if is_all else lambda _: params, (move,))
+    if x.aval.shape == resized(out.aval, axis, x.aval.shape[axis]).shape:
+        return RowMoves((row,), (to,), None, (move,))  # only this dimension is sliced
+    return RowMoves((row,), (to,), lambda _: params, (move,))
 
 
 _SLICE = ("start_indices", "limit_indices", "strides")
@@ -214,14 +215,14 @@ def _rev(eqn: JaxprEqn, ins: Ins, rows: _Rows) -> RowMoves | None:
     entries = rows.shards.entries(size, row)
     to, move = rows.arrange(size, np.where(entries < 0, -1, size - 1 - entries))
     others = tuple(d for d in eqn.params["dimensions"] if d != rows.axis)
-    return RowMoves((row,), (to,), (lambda _: {"dimensions": others}) if others else None, (move,))
+    if not others:
+        return RowMoves((row,), (to,), None, (move,))
+    return RowMoves((row,), (to,), lambda _: {"dimensions": others}, (move,))
 
 
 def _concatenate(eqn: JaxprEqn, ins: Ins, rows: _Rows) -> RowMoves | None:
-    """Shard replicated operands as well, and concatenate pieces."""
-    if eqn.params["dimension"] != rows.axis or any(
-        isinstance(x, RowAxis) and x.axis != rows.axis for x in ins
-    ):
+    """Concatenate pieces; replicated operands are sharded first."""
+    if eqn.params["dimension"] != rows.axis or any(x.axis != rows.axis for x in row_axes(ins)):
         return None
     begin, entries, operands = 0, [], []
     for a, x in zip(eqn.invars, ins, strict=True):
@@ -249,7 +250,7 @@ def _tile(eqn: JaxprEqn, ins: Ins, rows: _Rows) -> RowMoves | None:
 
 
 def _pad(eqn: JaxprEqn, ins: Ins, rows: _Rows) -> RowMoves | None:
-    """Pad on every shard: the padding value is replicated."""
+    """Pad pieces; the padding value must be replicated, so that every shard can write it."""
     row, value = ins
     if not isinstance(row, RowAxis) or value is not SHARED:
         return None
@@ -281,9 +282,9 @@ RULES: Mapping[str, Callable[[JaxprEqn, Ins, _Rows], RowMoves | None]] = {
 
 
 def regroup(eqn: JaxprEqn, row: RowAxis, shards: Shards) -> RowAxis | None:
-    """Return the layout of a reshape that merges the rows with earlier axes, or splits them.
+    """Return the layout of a reshape that merges the sharded axis with earlier axes, or splits it.
 
-    Each shard reshapes its own piece. None if entries would change shards.
+    Each shard reshapes its own piece. Return None if entries would have to change shards.
     """
     old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     entries = shards.entries(old[row.axis], row)
@@ -303,7 +304,7 @@ def regroup(eqn: JaxprEqn, row: RowAxis, shards: Shards) -> RowAxis | None:
 
 
 def _merge_axes(entries: np.ndarray, size: int, times: int, new: int) -> np.ndarray | None:
-    """Return the entries of an axis that repeats the rows `times` times, with axes behind them."""
+    """Return the entries of a merged axis: [times, sharded axis, later axes] in row-major order."""
     if new % (times * size):
         return None
     begins = np.arange(times)[:, None] * size
@@ -315,7 +316,10 @@ def _merge_axes(entries: np.ndarray, size: int, times: int, new: int) -> np.ndar
 
 
 def _split_copies(entries: np.ndarray, size: int, times: int, new: int) -> np.ndarray | None:
-    """Return the entries of one of `times` copies of the rows; None if copies differ."""
+    """Return the entries of the axis that follows, if the sharded axis is split as [times, ...].
+
+    Return None if the `times` parts do not have the same entries on each shard.
+    """
     shards, local = entries.shape
     if size % times or local % times:
         return None
@@ -333,10 +337,12 @@ def _split_copies(entries: np.ndarray, size: int, times: int, new: int) -> np.nd
     first = runs[..., :1]
     full_runs = np.where(first < 0, -1, first + np.arange(width))
     is_run = (runs == full_runs).all() and (np.maximum(first, 0) % width == 0).all()
-    return np.where(first < 0, -1, first // width)[..., 0] if is_run else None
+    if not is_run:
+        return None
+    return np.where(first < 0, -1, first // width)[..., 0]
 
 
 def _wider(entries: np.ndarray, width: int) -> np.ndarray:
-    """Return the entries of an axis in which each entry became a run of `width`."""
+    """Return the entries of an axis in which each entry is replaced by a run of `width` entries."""
     wide = np.where(entries[..., None] < 0, -1, entries[..., None] * width + np.arange(width))
     return wide.reshape(len(entries), -1)

@@ -1,14 +1,15 @@
-"""Strategies to run a primitive on sharded values, and the choice of the cheapest.
+"""Strategies to run an equation on sharded values, and the choice of the cheapest.
 
-A rule takes an equation whose operands are replicated or sharded, and returns a `Strategy`: the
-layout in which each operand is read, the layouts of outputs, and the reduction over shards. Most
-rules come from the row analysis (`dtrans.rows.rules`): entries of the sharded dimension are rows.
-This module adds gathers and scatters along the sharded dimension, argmax, convolutions and
+A rule takes an equation and the layouts of its operands, and returns a `Strategy`: the layout in
+which each operand is read, the layouts of outputs, and the reduction over shards. Most primitives
+use the rules of the row analysis (`dtrans.rows.rules`), with the sharded dimension as rows. This
+module adds rules for gathers and scatters along the sharded dimension, argmax, convolutions and
 reshapes.
 
-If the layouts of operands conflict, each of them may stay while the others follow, or all are
-gathered. `choose` takes the strategy that moves the fewest bytes. It gathers inputs of the program
-only as a last resort: inputs are sharded because they are large.
+The layouts of operands may conflict. Then there is a strategy for each sharded operand, which
+keeps its layout and converts the other operands. A last strategy gathers all operands.
+`choose` returns the strategy that communicates the fewest bytes. Sharded inputs of the program are
+large, so it gathers them only if no other strategy exists.
 """
 
 from __future__ import annotations
@@ -20,12 +21,17 @@ from typing import Any
 import numpy as np
 from jax.lax import GatherScatterMode as Mode
 
-from dtrans._jax import JaxprEqn, warn_if_unknown
-from dtrans.engine.layout import Partial, ShardLayout, Shards, cut_along, rows_only
+from dtrans._jax import Atom, JaxprEqn, warn_if_unknown
+from dtrans.engine.layout import (
+    Partial,
+    ShardLayout,
+    Shards,
+    cut_along,
+)
 from dtrans.engine.row_moves import RowMoves, moves_of, regroup
 from dtrans.ir.cost import nbytes, total_bytes
 from dtrans.ir.dataflow import avals
-from dtrans.rows.layout import SHARED, RowAxis, Shared
+from dtrans.rows.layout import SHARED, RowAxis, Shared, row_axes, rows_or_none, rows_or_shared
 from dtrans.rows.rules import step_of
 
 
@@ -37,15 +43,15 @@ class Strategy:
     """One way to run an equation on a shard.
 
     Attributes:
-      operands: layout in which each operand is read; None for a full value.
+      operands: layout in which each operand is read; None for the full value.
       outs: layout of each output, after the reduction if there is one.
-      reduce: operation that reduces over shards; "" if there is none.
-      params: parameters that depend on shapes, as a function of the output types on a shard.
-      write: name in `dtrans.engine.strategy_writers._WRITE` if other equations replace this
-        one; "" if the equation itself runs on the operands.
-      at: an argument of `write`: the component of an index, or the like.
-      sends: bytes that it moves in addition to its reduction.
-      moves: moves of entries along the sharded dimension, if `write` is "move".
+      reduce: reduction of the outputs over shards, e.g. "sum"; "" if there is none.
+      params: types of the outputs on a shard -> changed parameters of the equation.
+      write: key of the writer in `dtrans.engine.strategy_writers` that replaces the equation by
+        others; "" to run the equation itself on the operands.
+      at: argument of "pick" and "put": the component of the indices that is looked up.
+      sends: bytes that are communicated in addition to the reduction.
+      moves: argument of "move".
     """
 
     operands: tuple[RowAxis | None, ...]
@@ -60,12 +66,12 @@ class Strategy:
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """Facts about an operand, for the choice of a strategy.
+    """Operand of an equation, as `choose` sees it.
 
     Attributes:
-      layout: its layout.
-      is_input: True for a sharded input of the program, or a value with the same numbers.
-      has: returns True if the value already exists in a layout; None asks for the full value.
+      layout: layout in which it was computed.
+      is_input: True for a sharded input of the program, or its transpose, cast or the like.
+      has: returns True if the operand was already converted to a layout (None: the full value).
     """
 
     layout: ShardLayout
@@ -80,16 +86,16 @@ def choose(
     as_term: bool = False,
     known: Sequence[RowAxis] | None = None,
 ) -> Strategy:
-    """Return the cheapest strategy for an equation with operands that are sharded or partial sums.
+    """Return the cheapest strategy for an equation whose operands are sharded or partial sums.
 
     Args:
       eqn: the equation.
-      operands: facts about its operands.
+      operands: its operands.
       shards: number and mesh axes of the shards.
-      as_term: True if its output may stay a partial sum: reducing it costs nothing here.
-      known: layouts with an order that other values have; None if values must stay in sequence.
+      as_term: True if the output may remain a partial sum, so that its reduction costs nothing.
+      known: layouts with an order that other values have; None if no layout may have an order.
     """
-    rows = [rows_only(x.layout) for x in operands]
+    rows = [rows_or_shared(x.layout) for x in operands]
     cost = lambda way: _cost(eqn, operands, way, shards, as_term)
     natural = strategy_of(eqn, rows, shards, known)
     if natural is not None and cost(natural) == (0, 0):
@@ -97,9 +103,9 @@ def choose(
     ways = [natural]
     for i, x in enumerate(rows):
         if isinstance(x, RowAxis):
-            ways.append(
-                strategy_of(eqn, [x if i == j else SHARED for j in range(len(rows))], shards, known)
-            )
+            only_this: list[Shared | RowAxis] = [SHARED] * len(rows)
+            only_this[i] = x
+            ways.append(strategy_of(eqn, only_this, shards, known))
     ways.append(Strategy((None,) * len(rows), (SHARED,) * len(eqn.outvars)))
     return min((w for w in ways if w is not None), key=cost)
 
@@ -107,7 +113,7 @@ def choose(
 def _cost(
     eqn: JaxprEqn, operands: Sequence[Operand], way: Strategy, shards: Shards, as_term: bool
 ) -> tuple[float, float]:
-    """Return the bytes of inputs that are gathered, and the bytes that are moved."""
+    """Return (bytes of program inputs that are gathered, bytes that are communicated)."""
     gathered, moved = 0.0, float(way.sends)
     for a, operand, row in zip(eqn.invars, operands, way.operands, strict=True):
         had, size = operand.layout, nbytes(a.aval)
@@ -118,7 +124,8 @@ def _cost(
         elif isinstance(had, RowAxis) and had != row:
             exchanged = row is not None and row.axis != had.axis and not (row.order or had.order)
             moved += size / shards.count if exchanged else size
-            gathered += 0 if exchanged or not operand.is_input else size
+            if operand.is_input and not exchanged:
+                gathered += size
     if way.reduce and not (as_term and way.reduce == "sum"):
         moved += 2 * total_bytes(eqn.outvars)
     return gathered, moved
@@ -127,41 +134,51 @@ def _cost(
 def strategy_of(
     eqn: JaxprEqn, ins: Ins, shards: Shards, known: Sequence[RowAxis] | None = None
 ) -> Strategy | None:
-    """Return the strategy that follows from the operands' layouts; None if they conflict.
+    """Return the strategy for these layouts of the operands; None if the layouts conflict.
 
     Args:
       eqn: the equation.
-      ins: layouts of its operands.
+      ins: layout of each operand.
       shards: number and mesh axes of the shards.
       known: as in `choose`.
     """
-    if not any(isinstance(x, RowAxis) for x in ins):
+    if not row_axes(ins):
         return None
     rule = RULES.get(eqn.primitive.name, _as_rows)
-    way = rule(eqn, ins, shards) or (None if known is None else _moved(eqn, ins, shards, known))
+    way = rule(eqn, ins, shards)
+    if way is None and known is not None:
+        way = _moved(eqn, ins, shards, known)
     if way is None:
         return None
-    plain = lambda a, x: shards.plain(x, a.aval.shape[x.axis]) if isinstance(x, RowAxis) else x
-    operands = tuple(plain(a, x) for a, x in zip(eqn.invars, way.operands, strict=True))
-    outs = tuple(plain(v, x) for v, x in zip(eqn.outvars, way.outs, strict=True))
+    operands = _simplified(shards, eqn.invars, way.operands)
+    outs = _simplified(shards, eqn.outvars, way.outs)
     return dataclasses.replace(way, operands=operands, outs=outs)
+
+
+def _simplified(shards: Shards, atoms: Sequence[Atom], layouts: Sequence[Any]) -> tuple[Any, ...]:
+    found = []
+    for a, layout in zip(atoms, layouts, strict=True):
+        if isinstance(layout, RowAxis):
+            layout = shards.plain(layout, a.aval.shape[layout.axis])
+        found.append(layout)
+    return tuple(found)
 
 
 # -- rules ---------------------------------------------------------------------------------------
 
 
 def _as_rows(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
-    """Apply the rule of the row analysis."""
+    """Use the rule of the row analysis (`dtrans.rows.rules`)."""
     step = step_of(eqn, ins)
     if step is None:
-        warn_if_unknown(eqn, "is treated as mixing rows: its operands are gathered")
+        warn_if_unknown(eqn, "is assumed to mix rows, so its operands are gathered")
         return None
-    outs = tuple(x if isinstance(x, RowAxis) else SHARED for x in step.outs)
+    outs = tuple(map(rows_or_shared, step.outs))
     return Strategy(step.operands, outs, step.reduce or "", step.params)
 
 
 def _reshape(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
-    """Reshape runs of entries: without padding, one run for each shard."""
+    """Reshape pieces; a piece without padding is treated as one run of entries."""
     (row,) = ins[:1]
     if not isinstance(row, RowAxis) or not isinstance(eqn.invars[0].aval.dtype, np.dtype):
         return None
@@ -172,7 +189,7 @@ def _reshape(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
 
 
 def _moved(eqn: JaxprEqn, ins: Ins, shards: Shards, known: Sequence[RowAxis]) -> Strategy | None:
-    """Move entries along the sharded dimension; they stay on their shards."""
+    """Move entries along the sharded dimension within each shard (`dtrans.engine.row_moves`)."""
     if eqn.primitive.name == "reshape":
         (row,) = ins
         assert isinstance(row, RowAxis)
@@ -187,7 +204,7 @@ def _moved(eqn: JaxprEqn, ins: Ins, shards: Shards, known: Sequence[RowAxis]) ->
 
 
 def _keep_layouts(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
-    return Strategy(tuple(x if isinstance(x, RowAxis) else None for x in ins), tuple(ins))
+    return Strategy(tuple(map(rows_or_none, ins)), tuple(ins))
 
 
 def _arg_reduce(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
@@ -204,13 +221,13 @@ def _arg_reduce(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
 def _gather(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
     """Return the strategy of a gather.
 
-    The sharded dimension is one of single entries that are selected, one that slices keep in full,
-    or one of the indices.
+    The sharded dimension may belong to the indices, or be a batch dimension of the operand. It may
+    also be looked up entry by entry, or every slice contains it in full.
     """
     (x, indices), (found, of) = avals(eqn.invars), ins
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     out = eqn.outvars[0].aval
-    # dimensions of the indices, but for the last
+    # the output dimension of each dimension of the indices, without their last dimension
     batch = [d for d in range(out.ndim) if d not in numbers.offset_dims]
     if isinstance(of, RowAxis):
         if of.axis == indices.ndim - 1:
@@ -233,26 +250,22 @@ def _gather(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
         if sizes[d] != 1 or not isinstance(x.dtype, np.dtype) or found.order is not None:
             return None
         add = "or" if x.dtype == np.bool_ else "sum"
-        return Strategy(
-            (found, None), (SHARED,), add, write="pick", at=numbers.start_index_map.index(d)
-        )
+        at = numbers.start_index_map.index(d)
+        return Strategy((found, None), (SHARED,), add, write="pick", at=at)
     if sizes[d] != x.shape[d]:
         return None
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-    axis = numbers.offset_dims[[k for k in range(x.ndim) if k not in gone].index(d)]
+    window = [k for k in range(x.ndim) if k not in gone]  # in the order of offset_dims
+    to = dataclasses.replace(found, axis=numbers.offset_dims[window.index(d)])
     local = (*sizes[:d], shards.local(sizes[d], found), *sizes[d + 1 :])
-    return Strategy(
-        (found, None),
-        (dataclasses.replace(found, axis=axis),),
-        params=lambda _: {"slice_sizes": local},
-    )
+    return Strategy((found, None), (to,), params=lambda _: {"slice_sizes": local})
 
 
 def _scatter(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
     """Return the strategy of a scatter.
 
-    The sharded dimension is one of single entries that are written, one that windows cover in full,
-    or one of the indices.
+    The sharded dimension may belong to the indices, or be a batch dimension of the operand. It may
+    also be written entry by entry, or every window covers it in full.
     """
     x, indices, updates = avals(eqn.invars)
     numbers = eqn.params["dimension_numbers"]
@@ -298,62 +311,58 @@ def _scatter(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
 
 
 def _fits(way: Strategy | None, ins: Ins) -> Strategy | None:
-    """Return the strategy if it reads every sharded operand in its layout, else None."""
-    if way is None or any(
-        isinstance(x, RowAxis) and x != row for x, row in zip(ins, way.operands, strict=True)
-    ):
+    """Return the strategy if it reads each sharded operand in its present layout, else None."""
+    if way is None:
         return None
+    for x, row in zip(ins, way.operands, strict=True):
+        if isinstance(x, RowAxis) and x != row:
+            return None
     return way
 
 
 def _window(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
-    """Run a pool, or its derivative, on pieces.
+    """Run a pooling operation, or its derivative, on pieces.
 
-    Windows must have one entry along the sharded dimension and move by one.
+    Along the sharded dimension, windows must have size 1 and stride 1.
     """
-    row = next(x for x in ins if isinstance(x, RowAxis))
+    row = row_axes(ins)[0]
     p, d = eqn.params, row.axis
     steps = ("window_dimensions", "window_strides", "base_dilation", "window_dilation")
     if any(p[key][d] != 1 for key in steps if key in p) or tuple(p["padding"][d]) != (0, 0):
         return None
-    # initial values are scalars, and follow the arrays
+    # the last operands are the initial values of the reduction, which are scalars
     operands = tuple(row if a.aval.ndim else None for a in eqn.invars)
     return _fits(Strategy(operands, (row,) * len(eqn.outvars)), ins)
 
 
 def _array_sum(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
-    """Run a `psum` over array dimensions, as `vmap` makes one of a sum over its axis."""
+    """Run a `psum` over array dimensions, which `vmap` creates from a `psum` over its axis."""
     axes = eqn.params["axes"]
     if (
         not all(isinstance(a, (int, np.integer)) for a in axes)
         or eqn.params["axis_index_groups"] is not None
     ):
         return None
-    row = next((x for x in ins if isinstance(x, RowAxis)), None)
-    if row is None or any(x != row for x in ins):
+    row = ins[0]
+    if not isinstance(row, RowAxis) or any(x != row for x in ins):
         return None
     operands = (row,) * len(ins)
     if row.axis in axes:
         return Strategy(operands, (SHARED,) * len(ins), "sum")
-    return Strategy(
-        operands,
-        (dataclasses.replace(row, axis=row.axis - sum(a < row.axis for a in axes)),) * len(ins),
-    )
+    axis = row.axis - sum(a < row.axis for a in axes)
+    return Strategy(operands, (dataclasses.replace(row, axis=axis),) * len(ins))
 
 
 def _convolution(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
     """Return the strategy of a convolution.
 
-    Examples and output features stay sharded; sharded input features make partial sums.
+    If examples or output features are sharded, so is the output. If input features are sharded, the
+    output is a sum over shards.
     """
-    p = eqn.params
+    p, numbers = eqn.params, eqn.params["dimension_numbers"]
     if p["feature_group_count"] != 1 or p["batch_group_count"] != 1:
         return None
-    lhs, rhs, out = (
-        p["dimension_numbers"].lhs_spec,
-        p["dimension_numbers"].rhs_spec,
-        p["dimension_numbers"].out_spec,
-    )
+    lhs, rhs, out = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
     a, b = ins
     row = a if isinstance(a, RowAxis) else b
     assert isinstance(row, RowAxis)
@@ -362,7 +371,8 @@ def _convolution(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
         return _fits(Strategy((a, None), (as_(out[0]),)), ins)
     if isinstance(b, RowAxis) and b.axis == rhs[0]:
         return _fits(Strategy((None, b), (as_(out[1]),)), ins)
-    if (a.axis == lhs[1]) if isinstance(a, RowAxis) else (row.axis == rhs[1]):
+    input_features = lhs[1] if isinstance(a, RowAxis) else rhs[1]
+    if row.axis == input_features:
         return _fits(Strategy((as_(lhs[1]), as_(rhs[1])), (SHARED,), "sum"), ins)
     return None
 

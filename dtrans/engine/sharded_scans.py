@@ -1,9 +1,9 @@
-"""Scans along the sharded dimension: each shard runs the iterations of its own rows.
+"""Scans along the sharded dimension: each shard runs the iterations of its own piece.
 
-`jax.lax.map` over rows, or a scan over micro-batches that adds up gradients, needs no result of
-other iterations. A carried value either never changes, or is a sum that each iteration adds to.
-Shards start such a sum with a partial sum and end with one. Outputs of iterations are stacked, and
-sharded as the operands are.
+This is possible if iterations are independent, as in `jax.lax.map` over rows, or in a scan over
+micro-batches that adds up gradients. Each carried value must be constant, or a sum that each
+iteration adds to. Such a sum is a partial sum before and after the scan. Stacked outputs of the
+iterations are sharded like the scanned operands.
 """
 
 from __future__ import annotations
@@ -19,25 +19,27 @@ from dtrans.engine.layout import ShardLayout
 from dtrans.ir.builder import Builder
 from dtrans.ir.dataflow import all_operands, variables
 from dtrans.ir.inline import inline_calls
-from dtrans.rows.layout import RowAxis
+from dtrans.rows.layout import RowAxis, row_axes
 
 
 def sharded_iterations(
     eqn: JaxprEqn, ins: Sequence[ShardLayout]
 ) -> tuple[RowAxis, list[bool]] | None:
-    """Return the layout of a scan's iterations, and for each carried value if iterations add to it.
-
-    Returns None for other loops, and if an iteration reads results of others.
+    """Return how the iterations of a scan are sharded; None if they depend on each other.
 
     Args:
       eqn: the loop.
-      ins: layouts of its operands.
+      ins: layout of each operand.
+
+    Returns:
+      The layout of the iterations; and for each carried value True if iterations add to it, or
+      False if it is constant.
     """
     if eqn.primitive.name != SCAN or eqn.effects:
         return None
     consts, carried = scan_counts(eqn)
-    rows = {x for x in ins[consts + carried :] if isinstance(x, RowAxis)}
-    if len(rows) != 1 or any(isinstance(x, RowAxis) for x in ins[: consts + carried]):
+    rows = set(row_axes(ins[consts + carried :]))
+    if len(rows) != 1 or row_axes(ins[: consts + carried]):
         return None
     (row,) = rows
     (body,) = bodies(eqn)
@@ -46,7 +48,10 @@ def sharded_iterations(
 
 
 def _added(inner: Jaxpr, consts: int, carried: int) -> list[bool] | None:
-    """Return for each carried value if iterations add to it; None if one is read and changed."""
+    """Return True for each carried value that iterations add to, False for each constant one.
+
+    Return None if an iteration both reads and changes a carried value.
+    """
     reads: Counter[Atom] = Counter(variables(inner.outvars))
     reads.update(variables(all_operands(inner.eqns)))
     found = []
@@ -58,7 +63,7 @@ def _added(inner: Jaxpr, consts: int, carried: int) -> list[bool] | None:
 
 
 def _adds_only(inner: Jaxpr, start: Var, end: Atom, reads: Counter[Atom]) -> bool:
-    """Return True if `end` is `start` plus a term that does not depend on it."""
+    """Return True if `end` is `start` plus terms that do not depend on `start`."""
     value = start
     for eqn in inner.eqns:
         if reads[value] != 1:
@@ -74,7 +79,7 @@ def _adds_only(inner: Jaxpr, start: Var, end: Atom, reads: Counter[Atom]) -> boo
 
 
 def _adds_to(eqn: JaxprEqn, value: Var) -> bool:
-    """Return True if an equation adds to a value, or only drops its weak type."""
+    """Return True if an equation adds to a value, or only removes its weak type."""
     name = eqn.primitive.name
     if name == "convert_element_type":
         return bool(eqn.outvars[0].aval.dtype == value.aval.dtype)
@@ -82,7 +87,7 @@ def _adds_to(eqn: JaxprEqn, value: Var) -> bool:
 
 
 def mask_padding(body: Any, consts: int, added: Sequence[bool]) -> ClosedJaxpr:
-    """Return a body with one more operand: a mask of real iterations; padding adds nothing."""
+    """Add an input to the body of a scan: False in iterations on padding, which add nothing."""
     flat = inline_calls(body, rules=True)
     b = Builder(flat)
     ins = [b.input(v.aval) for v in opened(flat).invars]

@@ -1,21 +1,20 @@
-"""Tensor parallelism: a program with sharded inputs becomes the program of one shard.
+"""Tensor parallelism: a program with sharded inputs becomes the SPMD program of one shard.
 
-`split` takes the sharded dimension of each input and follows it through the equations
-(`dtrans.engine.rules`). A product with columns of a kernel returns columns of logits. A maximum
-over columns is a maximum of local maxima. The shard with a label's class returns its loss. The
-result is one program for all shards, with collectives as equations (`dtrans.ops`); only
-`trainer_index` differs between shards.
+`split` propagates the sharded dimensions of inputs through the equations (`dtrans.engine.rules`).
+For example, a product with some columns of a kernel returns these columns of the logits. A maximum
+over columns is the maximum of the local maxima. The result is one program for all shards, with
+collectives as equations (`dtrans.ops`). Only `trainer_index` differs between shards.
 
-`split` sees equations only: gradients are taken first, and the same rules apply to their equations.
-It knows neither softmax cross entropy nor layers of experts by name. Their equations lead to three
-sums over shards for each example, and to two all-to-alls.
+`split` works on equations, so it needs no rules for derivatives or layers: pass a program that
+contains its gradients. Softmax cross entropy over sharded classes leads to three all-reduced
+numbers per example, and a mixture of experts to two all-to-alls.
 
-Dimensions that are not a multiple of the number of shards are padded at their end. Padding enters
-no result.
+A dimension that is not a multiple of the number of shards is padded at its end. Padding does not
+change any result.
 
 Source: EPL's `split` (epl/ops: dense layers by columns, cross entropy over sharded classes,
-experts). Differences: the batch is replicated unless its input is named. Remainders are padded and
-not added to shard 0. Class ids stay integers, and logarithms get no added epsilon.
+experts). Differences: the batch is replicated unless `cuts` has its input. Remainders are padded
+instead of given to shard 0. Class ids stay integers, and logarithms get no added epsilon.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from dtrans.rows.layout import SHARED, RowAxis
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SplitProgram:
-    """Program of one shard, as `split` returns it.
+    """Program of one shard; result of `split`.
 
     Attributes:
       jaxpr: the program; sharded inputs and outputs are padded to `ceil(size / shards)` entries.
@@ -44,7 +43,7 @@ class SplitProgram:
       out_cuts: sharded dimension of each output; None if it is replicated.
       shards: number of shards.
       axis_name: named axis of the shards.
-      gathers: sharded values that had to be gathered, and why.
+      gathers: sharded values that are gathered, each with the reason.
     """
 
     jaxpr: ClosedJaxpr
@@ -56,10 +55,7 @@ class SplitProgram:
 
     @property
     def moved(self) -> dict[str, int]:
-        """Bytes that one shard communicates, by primitive; a gather counts its output.
-
-        Bodies of loops count once.
-        """
+        """Bytes that one shard communicates, by primitive; the body of a loop counts once."""
         return moved_bytes(equations(self.jaxpr))
 
 
@@ -73,18 +69,19 @@ def split(
 ) -> SplitProgram:
     """Return the program of one shard of a program with sharded inputs.
 
-    An equation without a rule runs on full values: that is always correct, and listed in `gathers`.
+    An equation without a rule runs on gathered operands, which are listed in `gathers`.
 
     Args:
-      jaxpr: a forward pass, or one with its gradients, or a step.
-      cuts: position of an input to its sharded dimension. Other inputs are replicated.
-      shards: number of shards; with 1 the program is returned unchanged.
-      axis_name: named axis of the shards.
-      outs: position of an output to its sharded dimension, or None to replicate it. Other outputs
-        keep their computed layouts.
+      jaxpr: a forward pass, with or without its gradients, or a whole training step.
+      cuts: index of an input -> its sharded dimension. Other inputs are replicated.
+      shards: number of shards; with 1, the jaxpr is returned with calls inlined.
+      axis_name: mesh axis of the shards.
+      outs: index of an output -> its sharded dimension, or None to replicate it. Other outputs
+        keep the layouts in which they were computed.
 
     Raises:
-      ConfigError: no such input, output or dimension; a dimension without entries; no shards.
+      ConfigError: an input, output or dimension does not exist; a sharded dimension is empty; or
+        `shards` is less than 1.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -102,14 +99,13 @@ def split(
     inner = opened(flat)
     wanted = dict(outs or {})
     if shards < 1:
-        raise ConfigError(f"split needs at least one shard, not shards={shards}")
+        raise ConfigError(f"shards={shards}; split needs at least 1 shard")
     _check("cuts", "input", cuts, inner.invars)
     _check("outs", "output", wanted, inner.outvars)
     in_cuts = tuple(cuts.get(i) for i in range(len(inner.invars)))
     if shards == 1:
-        return SplitProgram(
-            flat, in_cuts, tuple(wanted.get(i) for i in range(len(inner.outvars))), 1, axis_name, ()
-        )
+        out_cuts = tuple(wanted.get(i) for i in range(len(inner.outvars)))
+        return SplitProgram(flat, in_cuts, out_cuts, 1, axis_name, ())
     among = Shards(shards, (axis_name,))
 
     def write(w: SplitWriter) -> SplitProgram:
@@ -126,7 +122,7 @@ def split(
 
 
 def _output(computed: ShardLayout, axis: int | None, a: Atom, shards: Shards) -> ShardLayout:
-    """Return an output's layout, entry by entry along `axis`; -1 keeps the computed axis."""
+    """Return the layout of an output that is sharded along `axis`; -1 keeps its computed axis."""
     if axis == -1:
         axis = computed.axis if isinstance(computed, RowAxis) else None
     return SHARED if axis is None else shards.plain(RowAxis("", axis), a.aval.shape[axis])
@@ -136,12 +132,13 @@ def _check(option: str, what: str, cuts: Mapping[int, int | None], values: Any) 
     for i, axis in cuts.items():
         if not 0 <= i < len(values):
             raise ConfigError(
-                f"{option} names {what} {i}, but the program has {len(values)} {what}s, numbered "
-                "from 0"
+                f"{option} contains {what} {i}, but the program has only {len(values)} {what}s "
+                "(the first is number 0)"
             )
         aval = values[i].aval
         if axis is not None and not (0 <= axis < aval.ndim and aval.shape[axis]):
-            lacks = "entries there" if 0 <= axis < aval.ndim else "such dimension"
+            problem = "is empty" if 0 <= axis < aval.ndim else "does not exist"
             raise ConfigError(
-                f"{option} has {what} {i} along dimension {axis}: {short_type(aval)} has no {lacks}"
+                f"{option} shards {what} {i}, {short_type(aval)}, along dimension {axis}, which "
+                f"{problem}"
             )

@@ -1,7 +1,7 @@
-"""Writers of the strategies that `dtrans.engine.rules` chooses.
+"""Writers of the equations for a strategy that `dtrans.engine.rules` chose.
 
-Most equations run on pieces as they are. Others become equations of their own: moves between slots,
-gathers and scatters along the sharded dimension, and argmax or argmin over it.
+Most equations are copied and run on pieces. Some are replaced by several equations: moves between
+slots, gathers and scatters along the sharded dimension, and argmax or argmin over it.
 """
 
 from __future__ import annotations
@@ -32,39 +32,42 @@ from dtrans.rows.layout import RowAxis
 
 
 def write_strategy(w: ShardValues, eqn: JaxprEqn, way: Strategy) -> list[Atom]:
-    """Write an equation by a strategy; return its outputs, or terms of them."""
+    """Write an equation by a strategy; return this shard's outputs, before their reduction."""
     atoms = [w.read(a, row) for a, row in zip(eqn.invars, way.operands, strict=True)]
     if way.write:
         return _WRITE[way.write](w, eqn, way, atoms)
     if way.reduce:
         pieces = zip(eqn.invars, atoms, way.operands, strict=True)
         atoms = [_without_padding(w, a, x, row, way.reduce) for a, x, row in pieces]
-    types = [w.shards.cut(v.aval, x) for v, x in zip(eqn.outvars, way.outs, strict=True)]
-    return list(w.b.copy(eqn, atoms, types, **(way.params(types) if way.params else {})))
+    types = w.shards.cut_all(eqn.outvars, way.outs)
+    params = way.params(types) if way.params else {}
+    return list(w.b.copy(eqn, atoms, types, **params))
 
 
 def _without_padding(w: ShardValues, full: Atom, piece: Atom, row: RowAxis | None, op: str) -> Atom:
-    """Replace padding in a piece by the identity of a reduction."""
+    """Replace padding in the piece of a value `full` by the neutral number of a reduction."""
     if row is None:
         return piece
     return w.pieces.without_padding(piece, full.aval.shape[row.axis], row, op)
 
 
 def _write_move(w: ShardValues, eqn: JaxprEqn, way: Strategy, atoms: list[Atom]) -> list[Atom]:
-    """Write moves of entries into other slots."""
+    """Write the moves of entries into other slots (`dtrans.engine.row_moves`)."""
     found, pieces = way.moves, atoms
     assert found is not None
     if found.params is not None:
         axis = found.moves[0].axis
         local = sum(a.aval.shape[axis] for a in atoms if a.aval.ndim)
-        local *= eqn.params["reps"][axis] if eqn.primitive.name == "tile" else 1
+        if eqn.primitive.name == "tile":
+            local *= eqn.params["reps"][axis]
         types = [resized(v.aval, axis, local) for v in eqn.outvars]
         pieces = list(w.b.copy(eqn, atoms, types, **found.params(types)))
     return [_in_slots(w, pieces[0], move, atoms) for move in found.moves]
 
 
 def _in_slots(w: ShardValues, piece: Atom, move: Move, atoms: Sequence[Atom]) -> Atom:
-    """Return a piece's entries in new slots; the last operand of a `pad` fills the others."""
+    """Move a piece's entries into new slots; the padding value of a `pad`, `atoms[-1]`, fills the
+    rest."""
     if not move.keeps(piece.aval.shape[move.axis]):
         piece = _take_slots(w, piece, move)
     if move.filled is None:
@@ -83,8 +86,7 @@ def _take_slots(w: ShardValues, piece: Atom, move: Move) -> Atom:
 
 
 def _write_pick(w: ShardValues, eqn: JaxprEqn, way: Strategy, atoms: list[Atom]) -> list[Atom]:
-    """Write a gather along the sharded dimension: each shard returns its entries, others are
-    0."""
+    """Write a gather along the sharded dimension: the output is a sum of one term on each shard."""
     (row, _), p, (x, _) = way.operands, eqn.params, eqn.invars
     assert row is not None
     size = x.aval.shape[row.axis]
@@ -95,8 +97,7 @@ def _write_pick(w: ShardValues, eqn: JaxprEqn, way: Strategy, atoms: list[Atom])
 
 
 def _write_put(w: ShardValues, eqn: JaxprEqn, way: Strategy, atoms: list[Atom]) -> list[Atom]:
-    """Write a scatter along the sharded dimension: each shard writes the entries of its
-    piece."""
+    """Write a scatter along the sharded dimension: each shard writes into its own piece."""
     (row, *_), piece = way.operands, atoms[0]
     assert row is not None
     size = eqn.invars[0].aval.shape[row.axis]
@@ -111,8 +112,10 @@ def _write_put(w: ShardValues, eqn: JaxprEqn, way: Strategy, atoms: list[Atom]) 
 def _write_scatter_add(
     w: ShardValues, eqn: JaxprEqn, way: Strategy, atoms: list[Atom]
 ) -> list[Atom]:
-    """Write a scatter-add with sharded updates: the first shard adds to the operand, others to
-    0."""
+    """Write a scatter-add with sharded updates: a sum of one term on each shard.
+
+    The first shard adds its updates to the operand, other shards to zeros.
+    """
     _, of, row = way.operands
     assert row is not None and of is not None
     updates = _without_padding(w, eqn.invars[2], atoms[2], row, "sum")
@@ -129,14 +132,14 @@ def _scatter(w: ShardValues, eqn: JaxprEqn, atoms: list[Atom], **params: Any) ->
 def _write_arg_reduce(
     w: ShardValues, eqn: JaxprEqn, way: Strategy, atoms: list[Atom]
 ) -> list[Atom]:
-    """Write an argmax or argmin: the lowest position among the shards with the best entry."""
+    """Write an argmax or argmin: the lowest position of the best entry over all shards."""
     (row,), (x,) = way.operands, atoms
     assert row is not None
     largest = eqn.primitive.name == "argmax"
     op, size = ("max" if largest else "min"), eqn.invars[0].aval.shape[row.axis]
     start = w.pieces.start(size, row)
-    (nothing,) = w.b.call(identity_of(op, x.aval.shape, x.aval.dtype))
-    found, at = w.b.call(best_local(row.axis, size, largest), x, start, nothing)
+    (fill,) = w.b.call(identity_of(op, x.aval.shape, x.aval.dtype))
+    found, at = w.b.call(best_local(row.axis, size, largest), x, start, fill)
     (best,) = w.reduced_here(op, [found])
     (lowest,) = w.reduced_here("min", w.b.call(argmax_marks(size), found, best, at))
     (v,) = eqn.outvars

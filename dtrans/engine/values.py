@@ -1,17 +1,17 @@
 """Values on a shard, and their conversions between layouts.
 
-Each value is stored in the layout in which it was computed, and converted once for every other
-layout in which it is read:
+A value is stored in the layout in which it was computed. When an equation reads it in another
+layout, it is converted, and the result is stored too:
 
-    replicated -> sharded   a slice at the shard's offset; counters and fills are built as a slice
-    sharded -> replicated   all_gather, listed in `gathers`
-    sharded -> sharded      all_to_all, along another dimension
+    replicated -> sharded   a slice; the piece of a counter or fill is computed directly
+    sharded -> replicated   all_gather, which is listed in `gathers`
+    sharded -> sharded      all_to_all, if the dimension changes
     partial -> replicated   all_reduce
     partial -> sharded      reduce_scatter, if nothing else reads the sum
 
-Inside `dtrans.local`, reductions cover each shard's piece alone and stand for the global ones: a
-sum is the shard's sum times the number of shards. Such values are *local*: they are not reduced,
-and where the program returns one, it returns the mean over shards.
+Inside `dtrans.local`, each shard reduces over its own piece only, without communication. A local
+sum is multiplied by the number of shards, so that it estimates the global sum. These values are
+*local*: they differ between shards. If the program returns one, it returns the mean over shards.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from dtrans.engine.layout import (
     Partial,
     ShardLayout,
     Shards,
-    rows_or_none,
 )
 from dtrans.engine.pieces import Pieces
 from dtrans.engine.rules import Operand, Strategy
@@ -44,7 +43,7 @@ from dtrans.ir.dataflow import all_operands, is_zero_array, variables
 from dtrans.ir.display import short_type
 from dtrans.ops import all_gather_p, all_reduce_p, reduce_scatter_p
 from dtrans.ops.all_to_all import all_to_all_p
-from dtrans.rows.layout import SHARED, RowAxis, Shared
+from dtrans.rows.layout import SHARED, RowAxis, Shared, rows_or_none
 from dtrans.step.scopes import in_local_scope
 
 
@@ -54,21 +53,21 @@ class ShardValues(abc.ABC):
     Args:
       jaxpr: the jaxpr, with calls inlined.
       shards: number and mesh axes of the shards.
-      within: text of the equation that has this body; "" for a program.
+      within: if the jaxpr is a body, the text of the equation that has it; else "".
 
     Attributes:
       gathers: values that are gathered.
-      built_as_rows: values that are computed in full, but read sharded.
+      built_as_rows: full values that an equation reads only as a piece, with its layout.
       sliced: for each replicated input, the only layout in which it is read; `SHARED` before the
-        first read, None after reads in several layouts.
-      scaled: `scaled[v] = (w, k)` if v stands for w, and equals w / shards**k. k is 1 for a
-        replicated w as a partial sum, and -1 for a local sum. (An integer w is not divided: the
-        first shard has it.)
-      local_values: values that are computed in full, but differ between shards.
+        first read, None after reads in two layouts.
+      scaled: `scaled[v] = (w, k)` if v was computed as w / shards**k: k is 1 if v is the term of a
+        replicated w, and -1 if v is a local sum that was multiplied. Integers are not divided, but
+        moved to the first shard.
+      local_values: local values, see above.
     """
 
-    is_local = False  # True if all equations are in `dtrans.local`
-    # layouts of rows that were moved; None if rows must stay in sequence
+    is_local = False  # True if all equations are inside `dtrans.local`
+    # layouts with an order that values have so far; None if no layout may have an order
     orders: list[RowAxis] | None = None
 
     def __init__(self, jaxpr: ClosedJaxpr, shards: Shards, within: str = "") -> None:
@@ -77,18 +76,17 @@ class ShardValues(abc.ABC):
         self.shards = shards
         self.gathers: list[Gathered] = []
         self.within = within
-        self.layouts: dict[Var, ShardLayout] = {}  # other values are replicated
-        self.inputs: set[Var] = set()  # sharded inputs, and values with the same numbers
-        self._values: dict[Any, Atom] = {}  # by value and layout
+        self.layouts: dict[Var, ShardLayout] = {}  # absent: replicated
+        self.inputs: set[Var] = set()  # sharded inputs, also transposed, cast or the like
+        self._values: dict[Any, Atom] = {}  # (value, layout) -> value on this shard
         self._producers = {v: e for e in inner.eqns for v in e.outvars}
-        reads: Iterable[Atom] = (*inner.outvars, *all_operands(inner.eqns))
-        self._uses = Counter(variables(reads))
+        self._uses = Counter(variables([*inner.outvars, *all_operands(inner.eqns)]))
         self.pieces = Pieces(self.b, shards)
         self.built_as_rows: dict[Var, RowAxis] = {}
         self.sliced: dict[Var, RowAxis | Shared | None] = {}
         self.scaled: dict[Var, tuple[Atom, int]] = {}
         self.local_values: set[Atom] = set()
-        self.local_terms: set[Atom] = set()  # partial sums of local values
+        self.local_terms: set[Atom] = set()  # partial sums inside `dtrans.local`
         self._reason: Callable[[], str] = str
 
     # -- layouts ---------------------------------------------------------------------------------
@@ -98,23 +96,22 @@ class ShardValues(abc.ABC):
         return SHARED if isinstance(atom, Literal) else self.layouts.get(atom, SHARED)
 
     def operand(self, atom: Atom) -> Operand:
-        """Return the facts about a value that `choose` needs."""
+        """Describe a value to `dtrans.engine.rules.choose`."""
         if isinstance(atom, Literal):
             return Operand(SHARED)
-        return Operand(
-            self.layout(atom), atom in self.inputs, lambda row: (atom, row) in self._values
-        )
+        is_converted = lambda row: (atom, row) in self._values
+        return Operand(self.layout(atom), atom in self.inputs, is_converted)
 
     def define(self, var: Var, layout: ShardLayout, value: Atom) -> None:
         """Store a value in the layout in which it was computed."""
-        if layout is not SHARED:
-            self.layouts[var] = layout
-        self._values[
-            var, layout if isinstance(layout, RowAxis) else None if layout is SHARED else PARTIAL
-        ] = value
+        if layout is SHARED:
+            self._values[var, None] = value
+            return
+        self.layouts[var] = layout
+        self._values[var, layout] = value
 
     def take(self, var: Var, layout: ShardLayout, *, is_input: bool) -> None:
-        """Add an input in its layout."""
+        """Add an input of the jaxpr in this layout; `is_input`: it is an input of the program."""
         self.define(var, layout, self.b.input(self.shards.cut(var.aval, layout)))
         if layout is SHARED:
             self.sliced[var] = SHARED
@@ -123,16 +120,16 @@ class ShardValues(abc.ABC):
 
     @property
     def in_local(self) -> bool:
-        """True if the current reader is in `dtrans.local`."""
+        """True if the equation that is being written is inside `dtrans.local`."""
         return self.is_local or (self.b.source is not None and in_local_scope(self.b.source))
 
     def needed_by(self, reason: Callable[[], str], eqn: JaxprEqn | None = None) -> None:
-        """Set the reader of values from here on, for `gathers`."""
+        """Set the equation or output that reads values from now on; `reason` describes it."""
         self._reason = reason
         self.b.source = eqn
 
     def read(self, atom: Atom, row: RowAxis | None) -> Atom:
-        """Return a value sharded as `row` says, or in full for None."""
+        """Return a value as a piece in layout `row`, or the full value if `row` is None."""
         if isinstance(atom, Literal) and (row is None or not atom.aval.ndim):
             return atom
         key = (atom, row)
@@ -145,15 +142,24 @@ class ShardValues(abc.ABC):
         return self._values[key]
 
     def as_(self, atom: Atom, layout: ShardLayout) -> Atom:
-        """Return a value in a layout."""
+        """Return a value in a layout: its piece, its full value, or its term."""
         if isinstance(layout, Partial):
             return self.term(atom)
         return self.read(atom, rows_or_none(layout))
 
+    def in_layouts(self, atoms: Iterable[Atom], layouts: Iterable[ShardLayout]) -> list[Atom]:
+        """Return values in the given layouts."""
+        return [self.as_(a, x) for a, x in zip(atoms, layouts, strict=True)]
+
+    def in_full(self, atoms: Iterable[Atom]) -> list[Atom]:
+        """Return full values."""
+        return [self.read(a, None) for a in atoms]
+
     def term(self, atom: Atom) -> Atom:
         """Return this shard's term of a value.
 
-        A replicated value becomes a partial sum: the first shard has it, others have zeros.
+        A replicated value is the term of the first shard, and other terms are zeros. In bodies that
+        take the shard's index as an input, each term is the value / number of shards.
         """
         if isinstance(self.layout(atom), Partial):
             return self._values[atom, PARTIAL]
@@ -163,15 +169,18 @@ class ShardValues(abc.ABC):
         if isinstance(atom, Var) and atom in self.local_values:
             if not jnp.issubdtype(atom.aval.dtype, jnp.inexact):
                 raise ConfigError(
-                    f"dtrans.local(): the step returns {short_type(atom.aval)}, which differs "
-                    f"between {self.shards.noun}s and has no mean; compute it outside of the scope"
+                    f"the step returns {short_type(atom.aval)} from dtrans.local(). It differs "
+                    f"between {self.shards.noun}s, and integers have no mean; compute it outside "
+                    "of dtrans.local()"
                 )
             (scaled,) = self.b.call(times(1 / self.shards.count), value)
         elif self.pieces.takes_index and jnp.issubdtype(atom.aval.dtype, jnp.inexact):
             (scaled,) = self.b.call(times(1 / self.shards.count), value)
         else:
             (scaled,) = self.b.call(on_first, value, self.pieces.index())
-        if isinstance(scaled, Var) and scaled is not value:  # equal if it has no entries
+        if (
+            isinstance(scaled, Var) and scaled is not value
+        ):  # they are the same if the array is empty
             self.scaled[scaled] = value, 1
         return scaled
 
@@ -205,15 +214,15 @@ class ShardValues(abc.ABC):
         return self._exchanged(var, had, row)
 
     def producer(self, atom: Atom) -> JaxprEqn | None:
-        """Return the equation that computes a value; None for an input or a constant."""
+        """Return the equation that computes a value; None for inputs, constants and literals."""
         return self._producers.get(atom) if isinstance(atom, Var) else None
 
     def reads_of(self, var: Var) -> int:
-        """Return the number of operands and outputs that are a value."""
+        """Return the number of times that equations and outputs read a value."""
         return self._uses[var]
 
     def reduced_here(self, op: str, terms: Sequence[Atom]) -> Sequence[Atom]:
-        """All-reduce terms over shards; in `dtrans.local`, return the shard's own."""
+        """All-reduce terms over shards; inside `dtrans.local`, return them unchanged."""
         return terms if self.in_local else self.reduced(op, terms)
 
     def reduced(self, op: str, terms: Sequence[Atom]) -> list[Var]:
@@ -232,9 +241,9 @@ class ShardValues(abc.ABC):
     def _gathered(self, var: Var, had: RowAxis) -> Atom:
         if self.in_local:
             raise ConfigError(
-                f"dtrans.local(): {self._reason()} mixes rows of the batch, and is not a sum, "
-                f"mean or maximum that each {self.shards.noun} could take over its rows alone; "
-                "move it outside of the scope, or pass batch='local'"
+                f"{self._reason()} inside dtrans.local() mixes rows of the batch. Only sums, "
+                f"means, maxima and minima can be computed by each {self.shards.noun} over its own "
+                "rows; move the operation outside of dtrans.local(), or pass batch='local'"
             )
         eqn = self.b.source or self._producers.get(var)
         line = "" if eqn is None else line_of(eqn)
@@ -253,7 +262,7 @@ class ShardValues(abc.ABC):
         return self._without_end(wide, had.axis, var.aval.shape[had.axis])
 
     def _in_sequence(self, wide: Atom, size: int, had: RowAxis) -> Atom:
-        """Sort gathered slots by their indices, and drop padding."""
+        """Sort the gathered entries of a layout with an order, and drop padding."""
         entries = self.shards.entries(size, had).reshape(-1)
         places = np.flatnonzero(entries >= 0)
         at = places[np.argsort(entries[places])].astype(np.int32)
@@ -278,7 +287,9 @@ class ShardValues(abc.ABC):
         return {"over": self.shards.over, "size": self.shards.count}
 
     def _without_end(self, value: Atom, axis: int, size: int) -> Atom:
-        return value if value.aval.shape[axis] == size else self.b.part(value, axis, 0, size)
+        if value.aval.shape[axis] == size:
+            return value
+        return self.b.part(value, axis, 0, size)
 
     def _rows_of(self, value: Atom, row: RowAxis | None) -> Atom:
         assert row is not None
@@ -289,13 +300,13 @@ class ShardValues(abc.ABC):
         return self.pieces.of(value.aval.shape[row.axis], row).cut(self.b, value)
 
     def pads_with_entries(self, size: int, row: RowAxis) -> bool:
-        """Return True if padding has to be real entries, whose derivatives are finite."""
+        """Return True if a piece has padding, which must repeat real entries (`finite_padding`)."""
         return self.shards.finite_padding and self.shards.pads(size, row)
 
     @abc.abstractmethod
     def build_rows(self, var: Var, row: RowAxis) -> Atom | None:
-        """Compute a piece of a value from counters and fills; None for other values."""
+        """Write the piece of a counted value; return None if the value is not counted."""
 
     @abc.abstractmethod
     def carry_out(self, eqn: JaxprEqn, way: Strategy) -> list[Atom]:
-        """Write an equation by a strategy; return its outputs, or terms of them."""
+        """Write an equation by a strategy; return this shard's outputs, before their reduction."""

@@ -1,10 +1,9 @@
 """Writer of the program of one shard.
 
-Equations are written once and in order, by the strategy that `dtrans.engine.rules` chooses;
-`dtrans.engine.values` has the values and their conversions.
-
-Partial sums stay open through linear equations (`dtrans.engine.open_sums`). Bodies of remat, loops
-and branches are written in the same way, by `BodyWriter`.
+Each equation is written in order, by the strategy that `dtrans.engine.rules` chooses. Linear
+equations may run on terms of partial sums (`dtrans.engine.open_sums`). `dtrans.engine.values`
+stores the values and converts them between layouts. `BodyWriter` writes the bodies of remat, loops
+and branches in the same way.
 """
 
 from __future__ import annotations
@@ -47,7 +46,6 @@ from dtrans.engine.layout import (
     Partial,
     ShardLayout,
     Shards,
-    rows_only,
 )
 from dtrans.engine.loops import LoopPlan, WrittenBody, moved_bytes, plan_loop
 from dtrans.engine.open_sums import linear_terms, open_operands
@@ -56,12 +54,12 @@ from dtrans.engine.sharded_scans import mask_padding, sharded_iterations
 from dtrans.engine.strategy_writers import write_strategy
 from dtrans.engine.values import ShardValues
 from dtrans.ir.cost import nbytes
-from dtrans.ir.dataflow import avals
+from dtrans.ir.dataflow import avals, variables
 from dtrans.ir.display import short_type
 from dtrans.ir.inline import eliminate_dead, inline_calls
 from dtrans.ir.selection import number_items
 from dtrans.ops import collective_of
-from dtrans.rows.layout import SHARED, RowAxis
+from dtrans.rows.layout import SHARED, RowAxis, all_shared, row_axes, rows_or_shared
 from dtrans.step.capture import value_and_grad_p
 from dtrans.step.scopes import has_local_scope, in_local_scope
 
@@ -75,12 +73,12 @@ Result = TypeVar("Result")
 class SplitWriter(ShardValues):
     """Writer of the equations of one jaxpr for one shard."""
 
-    # values that are computed as pieces only
+    # values that equations read only as pieces, so that only pieces are computed
     only_as_rows: Mapping[Var, RowAxis] = MappingProxyType({})
-    out_names: Sequence[str] = ()  # names of a program's outputs, for `gathers`
-    # True if the program is differentiated later: calls with derivative rules stay
+    out_names: Sequence[str] = ()  # names of the program's outputs, for `gathers`
+    # True if the program is differentiated later, so that custom derivative rules must stay
     keeps_rules = False
-    # sums that stay open wherever possible, however often they are read
+    # values that are partial sums at the end, see `open_operands`
     terms: Collection[Var] = frozenset()
 
     def __init__(self, jaxpr: ClosedJaxpr, shards: Shards, within: str = "") -> None:
@@ -89,36 +87,35 @@ class SplitWriter(ShardValues):
         self._counted = CountedValues(self)
 
     def build_rows(self, var: Var, row: RowAxis) -> Atom | None:
-        """Compute a piece of a value from counters and fills; None for other values."""
+        """Write the piece of a counted value; return None if the value is not counted."""
         return self._counted.build_rows(var, row)
 
     def carry_out(self, eqn: JaxprEqn, way: Strategy) -> list[Atom]:
-        """Write an equation by a strategy; return its outputs, or terms of them."""
+        """Write an equation by a strategy; return this shard's outputs, before their reduction."""
         return write_strategy(self, eqn, way)
 
     # -- equations -------------------------------------------------------------------------------
 
     def equation(self, eqn: JaxprEqn) -> None:
-        """Write one equation."""
+        """Write one equation, and note whether its outputs are local."""
         self._write_equation(eqn)
         for v in eqn.outvars:
             if v in self.local_terms or (self.layout(v) is SHARED and self._makes_local(eqn)):
                 self.local_values.add(v)
 
     def _makes_local(self, eqn: JaxprEqn) -> bool:
-        """Return True if an equation's replicated outputs differ between shards
-        (`local_values`)."""
-        if any(a in self.local_values for a in eqn.invars if isinstance(a, Var)):
+        """Return True if an equation's replicated outputs differ between shards."""
+        if not self.local_values.isdisjoint(variables(eqn.invars)):
             return True
         if eqn.primitive.name in _WITH_BODIES:
             return self.covers_local(eqn)
-        reduces = any(isinstance(self.layout(a), RowAxis) for a in eqn.invars)
+        reduces = bool(row_axes(map(self.layout, eqn.invars)))
         return reduces and (self.is_local or in_local_scope(eqn))
 
     def _write_equation(self, eqn: JaxprEqn) -> None:
         self.needed_by(functools.partial(self.describe, eqn), eqn)
-        ins = [self.layout(a) for a in eqn.invars]
-        if eqn.primitive.name in _WITH_BODIES and any(x is not SHARED for x in ins):
+        ins = list(map(self.layout, eqn.invars))
+        if eqn.primitive.name in _WITH_BODIES and not all_shared(ins):
             in_sequence = self.covers_local(eqn) or self.orders is None
             iterations = None if in_sequence else sharded_iterations(eqn, ins)
             if iterations is not None and not self.bodies.may_not_end(eqn, iterations[0]):
@@ -128,11 +125,11 @@ class SplitWriter(ShardValues):
                 self.bodies.write_bodies(eqn, plan)
                 return
             ins = [SHARED] * len(ins)
-        if eqn.primitive is value_and_grad_p and any(x is not SHARED for x in ins):
+        if eqn.primitive is value_and_grad_p and not all_shared(ins):
             self.bodies.write_loss(eqn, ins)
             return
         has_rule = eqn.primitive.name in CUSTOM_RULES
-        if has_rule and any(isinstance(x, RowAxis) for x in ins):
+        if has_rule and row_axes(ins):
             if self.bodies.write_ruled_call(eqn, ins):
                 return
         elif self.keeps_rules and self.bodies.needs_full_cotangents(eqn):
@@ -141,22 +138,20 @@ class SplitWriter(ShardValues):
             self.gathers.append(
                 Gathered(aval.shape, aval.dtype, nbytes(aval), reason, line_of(eqn))
             )
-        if has_rule:  # its rule needs full values
+        if has_rule:  # the call could not be rewritten, so it runs on full values
             ins = [SHARED] * len(ins)
-        if all(x is SHARED for x in ins):
+        if all_shared(ins):
             row = self.only_as_rows.get(eqn.outvars[0]) if eqn.outvars else None
             if row and (piece := self.build_rows(eqn.outvars[0], row)):
                 self.define_outputs(eqn, [row], [piece])
                 return
-            atoms = [self.read(a, None) for a in eqn.invars]
+            atoms = self.in_full(eqn.invars)
             values: Sequence[Atom] = self.b.copy(eqn, atoms, _types(eqn))
             self.define_outputs(eqn, [SHARED] * len(values), values)
             return
         if (linear := open_operands(self, eqn, ins, self.terms)) is not None:
-            terms = [
-                self.term(a) if i in linear else self.read(a, None)
-                for i, a in enumerate(eqn.invars)
-            ]
+            layouts = [PARTIAL if i in linear else SHARED for i in range(len(ins))]
+            terms = self.in_layouts(eqn.invars, layouts)
             sums = [a for a, x in zip(eqn.invars, ins, strict=True) if isinstance(x, Partial)]
             if self.local_terms.issuperset(sums):
                 self.local_terms.update(eqn.outvars)
@@ -169,32 +164,32 @@ class SplitWriter(ShardValues):
         way = choose(eqn, [self.operand(a) for a in eqn.invars], self.shards, as_term, orders)
         values = self.carry_out(eqn, way)
         if orders is not None:
-            moved = [x for x in way.outs if isinstance(x, RowAxis) and (x.order or way.moves)]
-            orders += [x for x in moved if x not in orders]
+            for x in row_axes(way.outs):
+                if (x.order or way.moves) and x not in orders:
+                    orders.append(x)
         if way.reduce == "sum":
             self.define_outputs(eqn, [PARTIAL] * len(eqn.outvars), values)
             if self.in_local:
                 self.local_terms.update(eqn.outvars)
         else:
-            self.define_outputs(
-                eqn, way.outs, self.reduced_here(way.reduce, values) if way.reduce else values
-            )
+            reduced = self.reduced_here(way.reduce, values) if way.reduce else values
+            self.define_outputs(eqn, way.outs, reduced)
         if _is_moved_or_cast(eqn) and self.operand(eqn.invars[0]).is_input:
             self.inputs.update(eqn.outvars)
 
     def covers_local(self, eqn: JaxprEqn) -> bool:
-        """Return True if an equation or one in its bodies is in `dtrans.local`."""
+        """Return True if an equation, or one in its bodies, is inside `dtrans.local`."""
         return self.is_local or has_local_scope(eqn)
 
     def define_outputs(
         self, eqn: JaxprEqn, layouts: Sequence[ShardLayout], values: Sequence[Atom]
     ) -> None:
-        """Store the outputs of an equation in their layouts."""
+        """Store the outputs of an equation in the layouts in which they were computed."""
         for v, x, value in zip(eqn.outvars, layouts, values, strict=True):
             self.define(v, x, value)
 
     def describe(self, eqn: JaxprEqn) -> str:
-        """Return an equation as text: its primitive, operands and scope."""
+        """Describe an equation: `sort of f32[8,10] (model/head)`."""
         where = scope_of(eqn) or origin_of(eqn) or self.within
         operands = ", ".join(short_type(a.aval) for a in eqn.invars[:2])
         return f"{eqn.primitive.name} of {operands}" + (f" ({where})" if where else "")
@@ -212,14 +207,14 @@ class SplitWriter(ShardValues):
 
         Args:
           inner: the jaxpr.
-          wanted: returns the wanted layout of an output, from its position and computed layout.
+          wanted: (index of an output, layout in which it was computed) -> layout to return it in.
         """
         for eqn in inner.eqns:
             self.equation(eqn)
         results: list[Atom] = []
         layouts: list[ShardLayout] = []
         for i, a in enumerate(inner.outvars):
-            # the output of a body stays local, that of a program becomes a mean
+            # an output of the program must be equal on all shards, so a local value is averaged
             is_local = isinstance(a, Var) and a in self.local_values and not self.within
             producer = self.producer(a) if is_local else None
             self.needed_by(functools.partial(self._output, i), producer)
@@ -234,36 +229,38 @@ class SplitWriter(ShardValues):
     def write_inner(
         self, jaxpr: ClosedJaxpr, write: Callable[[SplitWriter], Result], within: str
     ) -> Result:
-        """Return the result of `write` with a writer of a body, for the same shards.
+        """Call `write` with a new writer for a body, for the same shards, and return its result.
 
         Args:
           jaxpr: the body, with calls inlined.
-          write: writes the body.
-          within: text of the equation with the body.
+          write: writes the equations of the body.
+          within: text of the equation that has the body.
         """
         return _written(jaxpr, self.shards, write, within, self.orders)[0]
 
     @property
     def moved(self) -> int:
-        """Bytes that are communicated, outputs of gathers included; bodies of loops count once."""
-        every = (e for eqn in self.b.eqns for e in (eqn, *equations_inside(eqn)))
-        return sum(moved_bytes(every).values())
+        """Bytes that one shard communicates (`moved_bytes`); the body of a loop counts once."""
+        moved = 0
+        for eqn in self.b.eqns:
+            moved += sum(moved_bytes([eqn, *equations_inside(eqn)]).values())
+        return moved
 
 
 class BodyWriter:
-    """Writer of the equations with bodies of a program.
+    """Writer of equations that have bodies.
 
     Args:
-      outer: writer of the program.
+      outer: writer of the jaxpr with these equations.
     """
 
     def __init__(self, outer: SplitWriter) -> None:
         self.outer = outer
-        # plans of loops and branches, by equation and layouts
+        # (equation, layouts of its operands, ...) -> plan
         self.plans: dict[Any, LoopPlan | None] = {}
 
     def plan(self, eqn: JaxprEqn, ins: Sequence[ShardLayout]) -> LoopPlan | None:
-        """Return the plan of an equation with bodies; None if it runs on full values."""
+        """Return the plan of a loop, branch or remat; None if it should run on full values."""
         reader = self.outer.describe(eqn)
         inputs = [self.outer.operand(a).is_input for a in eqn.invars]
 
@@ -290,24 +287,23 @@ class BodyWriter:
         reader: str,
         inputs: Sequence[bool],
     ) -> WrittenBody:
-        """Rewrite a body for one shard, from the layouts of its inputs and wanted outputs.
+        """Rewrite a body for one shard.
 
         Args:
           eqn: the equation with the body.
           body: the body.
-          ins: layouts of its inputs.
-          outs: layouts of its outputs; None for the computed ones.
-          added: positions of outputs that may be partial sums.
+          ins: layout of each input.
+          outs: wanted layout of each output; None to return each as it was computed.
+          added: indices of outputs that may be partial sums.
           reader: text of the equation, for `gathers`.
           inputs: for each input, True if it is a sharded input of the program.
         """
         is_local = self.outer.is_local or in_local_scope(eqn)
-        reads_local = self.outer.covers_local(eqn) or any(
-            a in self.outer.local_values for a in eqn.invars if isinstance(a, Var)
-        )
+        reads_local = self.outer.covers_local(eqn)
+        reads_local |= not self.outer.local_values.isdisjoint(variables(eqn.invars))
         flat = inline_calls(body, rules=self.outer.keeps_rules)
         ends = opened(flat).outvars
-        open_ends = [a for i in added if i < len(ends) and isinstance(a := ends[i], Var)]
+        open_ends = variables(ends[i] for i in added if i < len(ends))
         terms = linear_terms(opened(flat), open_ends)
 
         def write(w: SplitWriter) -> WrittenBody:
@@ -332,28 +328,25 @@ class BodyWriter:
         return self.outer.write_inner(flat, write, reader)
 
     def write_bodies(self, eqn: JaxprEqn, plan: LoopPlan) -> None:
-        """Write an equation with rewritten bodies."""
-        atoms = [self.outer.as_(a, x) for a, x in zip(eqn.invars, plan.operands, strict=True)]
+        """Write a loop, branch or remat with the bodies of its plan."""
+        atoms = self.outer.in_layouts(eqn.invars, plan.operands)
         first = [self.outer.pieces.index()] if any(b.takes_index for b in plan.bodies) else []
-        new = [
-            b.jaxpr if b.takes_index or not first else _with_an_operand(b.jaxpr, first[0])
-            for b in plan.bodies
-        ]
-        for b in plan.bodies:
-            self.outer.gathers += b.gathers
-            self.outer.scaled |= b.scaled
-        types = [
-            self.outer.shards.cut(v.aval, x) for v, x in zip(eqn.outvars, plan.outs, strict=True)
-        ]
-        self.outer.define_outputs(
-            eqn, plan.outs, self.outer.b.copy_with_bodies(eqn, new, atoms, types, first)
-        )
+        new = []
+        for body in plan.bodies:
+            # all branches must take the index if one reads it
+            unread = first and not body.takes_index
+            new.append(_with_an_operand(body.jaxpr, first[0]) if unread else body.jaxpr)
+            self.outer.gathers += body.gathers
+            self.outer.scaled |= body.scaled
+        types = self.outer.shards.cut_all(eqn.outvars, plan.outs)
+        outputs = self.outer.b.copy_with_bodies(eqn, new, atoms, types, first)
+        self.outer.define_outputs(eqn, plan.outs, outputs)
 
     def write_loss(self, eqn: JaxprEqn, ins: Sequence[ShardLayout]) -> None:
-        """Write a loss that is differentiated later; it and its gradients are partial sums."""
+        """Write a `value_and_grad` equation; the loss and its gradients are partial sums."""
         loss, count, reader = eqn.params["loss"], eqn.params["count"], self.outer.describe(eqn)
         number = len(opened(loss).outvars)
-        layouts_in: list[ShardLayout] = [x if isinstance(x, RowAxis) else SHARED for x in ins]
+        layouts_in: list[ShardLayout] = list(map(rows_or_shared, ins))
         inputs = [self.outer.operand(a).is_input for a in eqn.invars]
         added = [0, *(i for i, v in enumerate(eqn.outvars[1:number], 1) if v in self.outer.terms)]
         rules, self.outer.keeps_rules = self.outer.keeps_rules, True
@@ -362,14 +355,13 @@ class BodyWriter:
             layouts_in = [sliced.get(i, x) for i, x in enumerate(layouts_in)]
             body = self._body(eqn, loss, layouts_in, None, added, reader, inputs)
         if not isinstance(body.outs[0], Partial):
-            body = self._body(
-                eqn, loss, layouts_in, [PARTIAL, *body.outs[1:]], added, reader, inputs
-            )
+            wanted = [PARTIAL, *body.outs[1:]]
+            body = self._body(eqn, loss, layouts_in, wanted, added, reader, inputs)
         self.outer.keeps_rules = rules
 
-        atoms = [self.outer.as_(a, x) for a, x in zip(eqn.invars, layouts_in, strict=True)]
+        atoms = self.outer.in_layouts(eqn.invars, layouts_in)
         new = body.jaxpr
-        # the first operands are those that the loss is differentiated by: the index comes last
+        # the loss is differentiated with respect to its first operands, so append the index
         if body.takes_index:
             index, *others = opened(new).invars
             new = closed_with(new, invars=[*others, index])
@@ -378,18 +370,16 @@ class BodyWriter:
         self.outer.scaled |= body.scaled
         gradients = [x if isinstance(x, RowAxis) else PARTIAL for x in layouts_in[:count]]
         layouts = [*body.outs, *gradients]
-        types = [
-            self.outer.shards.cut(v.aval, x) for v, x in zip(eqn.outvars, layouts, strict=True)
-        ]
+        types = self.outer.shards.cut_all(eqn.outvars, layouts)
         self.outer.define_outputs(eqn, layouts, self.outer.b.copy(eqn, atoms, types, loss=new))
 
     def write_ruled_call(self, eqn: JaxprEqn, ins: Sequence[ShardLayout]) -> bool:
-        """Write a call with its derivative rule for one shard.
+        """Write a `custom_jvp` or `custom_vjp` call for one shard, with its derivative rule.
 
         Returns:
-          False if it needs communication; nothing is written then.
+          True if the call was written; False if the function or the rule needs communication.
         """
-        ins = [x if isinstance(x, RowAxis) else SHARED for x in ins]
+        ins = list(map(rows_or_shared, ins))
 
         def on_pieces(
             full: Any, layouts_in: Sequence[ShardLayout], wanted: Sequence[ShardLayout] | None
@@ -404,13 +394,15 @@ class BodyWriter:
                 for v, x in zip(opened(flat).invars, layouts_in, strict=True):
                     w.take(v, x, is_input=False)
                 results, layouts = w.write(
-                    opened(flat), lambda i, x: rows_only(x) if wanted is None else wanted[i]
+                    opened(flat), lambda i, x: rows_or_shared(x) if wanted is None else wanted[i]
                 )
                 return eliminate_dead(w.b.build(results)), layouts
 
             results, layouts = self.outer.write_inner(flat, write, self.outer.describe(eqn))
             exchanged = [e for e in equations(results) if collective_of(e) is not None]
-            return None if exchanged else (results, layouts)
+            if exchanged:
+                return None
+            return results, layouts
 
         def rule_on_pieces(
             full: Any, layouts_in: Sequence[ShardLayout], wanted: Sequence[ShardLayout]
@@ -423,25 +415,26 @@ class BodyWriter:
             return False
         primal, outs = found
         call = call_on_pieces(eqn, primal, ins, outs, rule_on_pieces)
-        if call is None or all(x is SHARED for x in ins):
+        if call is None or all_shared(ins):
             return call is not None
-        atoms = [self.outer.as_(a, x) for a, x in zip(eqn.invars, ins, strict=True)]
+        atoms = self.outer.in_layouts(eqn.invars, ins)
         if len(opened(call).invars) > len(atoms):
             atoms.insert(0, self.outer.pieces.index())
         self.outer.define_outputs(eqn, outs, self.outer.b.inline(call, *atoms))
         return True
 
     def needs_full_cotangents(self, eqn: JaxprEqn) -> bool:
-        """Return True if a rule on full values may be nonlinear in its cotangents.
+        """Return True if a `custom_vjp` rule must run on reduced cotangents.
 
-        Cotangents of replicated values are partial sums, so that a nonlinear rule would be wrong.
+        The cotangents of replicated values are partial sums. A rule that may be nonlinear in its
+        cotangents cannot run on their terms.
         """
         if eqn.primitive.name == CUSTOM_VJP:
             return not self.write_ruled_call(eqn, [SHARED] * len(eqn.invars))
         return any(e.primitive.name == CUSTOM_VJP for e in equations_inside(eqn))
 
     def may_not_end(self, eqn: JaxprEqn, row: RowAxis) -> bool:
-        """Return True if iterations on padding may not end, since a `while` in them reads it."""
+        """Return True if a `while` loop in the body may read padding, and might then never end."""
         return self.outer.shards.pads(scan_length(eqn), row) and any(
             e.primitive.name == WHILE for e in equations_inside(eqn)
         )
@@ -452,35 +445,35 @@ class BodyWriter:
         size = scan_length(eqn)
         (body,) = bodies(eqn)
         carry: list[ShardLayout] = [PARTIAL if adds else SHARED for adds in added]
-        atoms = [self.outer.read(a, None) for a in eqn.invars[:consts]]
-        atoms += [self.outer.as_(a, x) for a, x in zip(eqn.invars[consts:], carry, strict=False)]
-        atoms += [self.outer.read(a, row) for a in eqn.invars[consts + carried :]]
+        stacks = len(eqn.invars) - consts - carried
+        layouts_in = [*[SHARED] * consts, *carry, *[row] * stacks]
+        atoms = self.outer.in_layouts(eqn.invars, layouts_in)
         if self.outer.shards.pads(size, row) and any(added):
             body = mask_padding(body, consts, added)
             atoms.append(self.outer.pieces.shard_row(self.outer.shards.entries(size, row) >= 0))
-        layouts = [*carry, *(row for _ in eqn.outvars[carried:])]
-        types = [
-            self.outer.shards.cut(v.aval, x) for v, x in zip(eqn.outvars, layouts, strict=True)
-        ]
+        layouts = [*carry, *[row] * (len(eqn.outvars) - carried)]
+        types = self.outer.shards.cut_all(eqn.outvars, layouts)
         params = scan_iterations(self.outer.shards.local(size, row))
-        self.outer.define_outputs(
-            eqn, layouts, self.outer.b.copy_with_bodies(eqn, [body], atoms, types, **params)
-        )
+        outputs = self.outer.b.copy_with_bodies(eqn, [body], atoms, types, **params)
+        self.outer.define_outputs(eqn, layouts, outputs)
 
 
 def written(
     jaxpr: ClosedJaxpr, shards: Shards, write: Callable[[SplitWriter], Result], within: str = ""
 ) -> Result:
-    """Return the result of `write` with a writer of a jaxpr.
+    """Call `write` with a new writer for a jaxpr, and return its result.
 
-    Shards keep entries in another order only if that moves no more bytes than it saves in gathers.
+    The jaxpr is written twice if some layout has an order: with and without such layouts. The
+    program that communicates fewer bytes is returned.
     """
     orders: list[RowAxis] = []
     first, writer = _written(jaxpr, shards, write, within, orders)
     if not orders or not writer.moved:
         return first
     other, in_sequence = _written(jaxpr, shards, write, within, None)
-    return first if writer.moved <= in_sequence.moved else other
+    if writer.moved <= in_sequence.moved:
+        return first
+    return other
 
 
 def _written(
@@ -490,10 +483,10 @@ def _written(
     within: str,
     orders: list[RowAxis] | None,
 ) -> tuple[Result, SplitWriter]:
-    """Return the result of `write` with a writer, and the writer.
+    """Call `write` with a new writer for a jaxpr; return its result and the writer.
 
-    If values that are computed in full are read sharded, the program is written again with these
-    values computed sharded. The second program is taken unless it has more gathers.
+    If equations read only pieces of a full value, the jaxpr is written a second time, and only the
+    piece of this value is computed. The second program is returned unless it has more gathers.
     """
     first = SplitWriter(jaxpr, shards, within)
     first.orders = orders
@@ -504,16 +497,18 @@ def _written(
     second.bodies.plans = first.bodies.plans
     second.only_as_rows, second.orders = first.built_as_rows, orders
     again = write(second)
-    return (again, second) if len(second.gathers) <= len(first.gathers) else (result, first)
+    if len(second.gathers) <= len(first.gathers):
+        return again, second
+    return result, first
 
 
 def _is_moved_or_cast(eqn: JaxprEqn) -> bool:
-    """Return True if an equation changes no number of its operand, except by rounding."""
+    """Return True if an equation only rearranges or casts the entries of its operand."""
     return is_rearrangement(eqn) or eqn.primitive.name == "convert_element_type"
 
 
 def _with_an_operand(jaxpr: ClosedJaxpr, operand: Atom) -> ClosedJaxpr:
-    """Return a body with an unused first operand."""
+    """Return a body with an additional first input, which it does not read."""
     return closed_with(jaxpr, invars=[Var(operand.aval), *opened(jaxpr).invars])
 
 

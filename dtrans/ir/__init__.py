@@ -1,17 +1,18 @@
 """Programs: jaxprs whose inputs, outputs and equations have names and roles.
 
-pytree      pytrees as arrays with paths, and static leaves
+pytree      pytrees of named arrays and static leaves
 program     `Program`: a named, closed jaxpr
-op_list     equations of a program as ops, and names of its values
+op_list     list of a program's equations, with a name for each value
 display     programs and plans as text and HTML
 inline      inlining of calls, and dead code elimination
 builder     `Builder`: writes new jaxprs from equations of old ones
-dataflow    values that an output depends on, and values that depend on an input
-interpret   drivers of dataflow analyses: forward and backward, into loops, branches and calls
-folding     values that are one number in all entries, or an unchanged input
+dataflow    backward slices, and propagation from inputs to outputs
+    selection   entries of a mapping under several keys
+interpret   forward and backward analyses, which enter loops, branches and calls
+folding     constant folding, and values that equal an input
 cost        flops and bytes of an equation
 fingerprint  digests of programs and options
 batched_gathers  gathers by row indices, rewritten as batched gathers
-row_numbers  integers that count a dimension
-array_fns   small functions of arrays that transforms write equations with
+row_numbers  proofs that an integer array counts a dimension, as `arange` does
+array_fns   small array functions, which `Builder.call` traces
 """

@@ -1,7 +1,7 @@
-"""Small functions of arrays with which transforms write equations.
+"""Small array functions, which transforms write into programs with `Builder.call`.
 
-`Builder.call` traces each once for a type. They are cached by their arguments, so that equal
-functions are one object.
+`Builder.call` caches a trace for each function and type. So the factories below are cached too:
+equal arguments return the same function.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dtrans._jax import Literal, ShapedArray
 
 @functools.cache
 def converted(dtype: Any) -> Callable[[jax.Array], jax.Array]:
-    """Return a function that casts to a type."""
+    """Return a function that casts its argument to `dtype`."""
     return lambda x: x.astype(dtype)
 
 
@@ -31,7 +31,7 @@ def scalar(value: float) -> Literal:
 
 @functools.cache
 def times(by: float) -> Callable[[jax.Array], jax.Array]:
-    """Return a function that multiplies by a number."""
+    """Return a function that multiplies its argument by `by`."""
     return lambda x: x * by
 
 
@@ -41,7 +41,7 @@ def array_type(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def padded_to(x: jax.Array, axis: int, size: int) -> jax.Array:
-    """Append zeros along one axis; for random keys, copies of the first key."""
+    """Pad an array at its end to `size` entries, with zeros or copies of the first random key."""
     if x.shape[axis] == size:
         return x
     missing = size - x.shape[axis]
@@ -54,14 +54,13 @@ def padded_to(x: jax.Array, axis: int, size: int) -> jax.Array:
 
 @functools.cache
 def padded(axis: int, size: int) -> Callable[[jax.Array], jax.Array]:
-    """Return a function that pads as `padded_to`."""
+    """Return a function that calls `padded_to` with this axis and size."""
     return lambda x: padded_to(x, axis, size)
 
 
 @functools.cache
 def rows_from(axis: int, count: int, size: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Return a function that takes `count` entries from a start, after padding to `size`
-    entries."""
+    """Return a function (x, start) -> `count` entries of x, which is padded to `size` entries."""
 
     def fn(x: jax.Array, start: jax.Array) -> jax.Array:
         return jax.lax.dynamic_slice_in_dim(padded_to(x, axis, size), start, count, axis)
@@ -70,35 +69,35 @@ def rows_from(axis: int, count: int, size: int) -> Callable[[jax.Array, jax.Arra
 
 
 def parts_of(x: jax.Array, axis: int, count: int) -> jax.Array:
-    """Return the equal parts of an array along a dimension, on a leading axis."""
+    """Split an array into `count` equal parts along `axis`, stacked on a new leading axis."""
     cut = jnp.reshape(x, (*x.shape[:axis], count, x.shape[axis] // count, *x.shape[axis + 1 :]))
     return jnp.moveaxis(cut, axis, 0)
 
 
 def in_one(parts: jax.Array, axis: int) -> jax.Array:
-    """Concatenate parts along a dimension; the inverse of `parts_of`."""
+    """Concatenate stacked parts along `axis`; the inverse of `parts_of`."""
     return jax.lax.collapse(jnp.moveaxis(parts, 0, axis), axis, axis + 2)
 
 
 def sum_type(dtype: Any) -> Any:
-    """Return the type in which arrays of a type are summed: 32 bits for 16-bit floats."""
+    """Return the dtype in which arrays of `dtype` are summed: float32 for shorter floats."""
     small = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
     return np.dtype(np.float32) if small else dtype
 
 
-@functools.cache  # servers call it in each step
+@functools.cache  # issubdtype takes microseconds, and servers ask in each step
 def is_key(dtype: Any) -> bool:
-    """Return True for a type of random keys."""
+    """Return True if `dtype` is a dtype of random keys (`jax.random.key`)."""
     return bool(jnp.issubdtype(dtype, jax.dtypes.prng_key))
 
 
 def words(x: Any) -> Any:
-    """Return the array to send: random keys become their words."""
+    """Return the uint32 words of random keys; return other arrays unchanged."""
     return jax.random.key_data(x) if is_key(x.dtype) else x
 
 
 def words_type(aval: Any) -> Any:
-    """Return the type of `words`."""
+    """Return the type of `words(x)` for an `x` of this type."""
     if not is_key(aval.dtype):
         return aval
     sent = jax.eval_shape(words, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
@@ -107,11 +106,11 @@ def words_type(aval: Any) -> Any:
 
 @functools.cache
 def keys_of(impl: str) -> Callable[[jax.Array], jax.Array]:
-    """Return a function that makes random keys from their words."""
+    """Return a function that converts uint32 words to random keys of an implementation."""
     return lambda x: jax.random.wrap_key_data(x, impl=impl)
 
 
 def together(*xs: jax.Array) -> Sequence[jax.Array]:
-    """Return all values behind one barrier."""
+    """Return the arrays behind one optimization barrier: XLA computes all before any is read."""
     outputs: Sequence[jax.Array] = jax.lax.optimization_barrier(xs)
     return outputs

@@ -1,15 +1,15 @@
 """Gathers and scatters by row indices, rewritten as batched ones.
 
 `x[jnp.arange(len(y)), y]` reads one entry of each row of `x`, but its `gather` has all of `x` as
-its operand: the row is one component of an index. A component may be proven to count a dimension of
-the indices that is as long as the operand dimension it indexes. Then both become batch dimensions.
-The numbers are equal, and an analysis of rows sees that each is read from itself. The same is done
-for scatters, which are the derivatives of such gathers.
+its operand: the row is one component of an index. Suppose that component provably equals `arange`
+along a dimension of the indices, which is as long as the indexed dimension of the operand. Then
+both become batch dimensions. Now the row analysis (`dtrans.rows`) sees that row i of the output
+depends on row i of `x` only. Scatters, the derivatives of these gathers, are rewritten likewise.
 
     gather x[8,10] by [(0, y0), (1, y1), ...]       ->  gather each row of x by [(y0), (y1), ...]
 
-`dtrans.ir.row_numbers` has the proofs. The rewrite changes no number of any program, so that later
-passes need not trust it.
+`dtrans.ir.row_numbers` has the proofs. The new gather reads the same entries, so every program
+computes the same numbers.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from dtrans.ir.selection import values_at
 _PICKS = frozenset(
     {"gather", "scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"}
 )
-# dimension numbers: indexed and collapsed dimensions of the operand, window dimensions, batch
-# dimensions of the indices
+# fields of the dimension numbers: indexed dimensions of the operand, collapsed dimensions, window
+# dimensions, and batch dimensions of the indices
 _GATHER_FIELDS = (
     "start_index_map",
     "collapsed_slice_dims",
@@ -58,7 +58,7 @@ _SCATTER_FIELDS = (
 
 
 def batched_gathers(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
-    """Rewrite gathers and scatters whose indices count rows as batched ones, at any depth.
+    """Turn gathers and scatters whose indices count rows into batched ones, also in bodies.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -81,11 +81,11 @@ def _has_picks(jaxpr: Any) -> bool:
 
 
 def _rewritten(jaxpr: Any, numbers: Facts[Fact]) -> Any:
-    """Return an open or a closed jaxpr with batched gathers; the same object if there are none.
+    """Return a jaxpr with batched gathers, open or closed as `jaxpr`; `jaxpr` if none changes.
 
     Args:
       jaxpr: the jaxpr.
-      numbers: facts about its integers.
+      numbers: proven facts about its integer arrays.
     """
     inner = opened(jaxpr)
     if not _has_picks(inner):
@@ -98,9 +98,9 @@ def _rewritten(jaxpr: Any, numbers: Facts[Fact]) -> Any:
         if (batched := _batched(eqn, env, numbers, inner.eqns[:i], b)) is not None:
             env[eqn.outvars[0]], changed = batched, True
             continue
-        new = (
-            _with_rewritten_bodies(eqn, numbers.entered[i].bodies) if i in numbers.entered else eqn
-        )
+        new = eqn
+        if i in numbers.entered:
+            new = _with_rewritten_bodies(eqn, numbers.entered[i].bodies)
         changed |= new is not eqn
         b.keep(new, atoms)
     if not changed:
@@ -110,7 +110,7 @@ def _rewritten(jaxpr: Any, numbers: Facts[Fact]) -> Any:
 
 
 def _without_unread(jaxpr: ClosedJaxpr, old: Any) -> ClosedJaxpr:
-    """Drop equations that became unread; those that were unread before stay."""
+    """Drop equations that only the replaced gathers read; other dead equations stay."""
     inner = opened(jaxpr)
     unread = {v for e in old.eqns for v in e.outvars}
     unread.difference_update(variables_read(old.eqns, old.outvars))
@@ -124,7 +124,7 @@ def _without_unread(jaxpr: ClosedJaxpr, old: Any) -> ClosedJaxpr:
 
 
 def _with_rewritten_bodies(eqn: JaxprEqn, inside: Mapping[int, Facts[Fact]]) -> JaxprEqn:
-    """Return a call, a loop or a branch with batched gathers in its bodies."""
+    """Return an equation with batched gathers in its bodies; `eqn` itself if none changes."""
     old = bodies(eqn)
     new = [_rewritten(body, inside[k]) for k, body in enumerate(old)]
     if all(a is b for a, b in zip(old, new, strict=True)):
@@ -133,7 +133,7 @@ def _with_rewritten_bodies(eqn: JaxprEqn, inside: Mapping[int, Facts[Fact]]) -> 
 
 
 def _components(indices: Atom, before: Sequence[JaxprEqn]) -> list[Atom]:
-    """Return the components that indices are concatenated from; none for other indices."""
+    """Return the operands of the concatenation that makes `indices`; [] if there is none."""
     eqn = next((e for e in before if len(e.outvars) == 1 and e.outvars[0] is indices), None)
     if eqn is None or eqn.primitive.name != "concatenate":
         return []
@@ -149,13 +149,13 @@ def _batched(
     before: Sequence[JaxprEqn],
     b: Builder,
 ) -> Atom | None:
-    """Write a batched gather or scatter if its indices count rows, else return None.
+    """Write the batched form of a gather or scatter and return its output; None if no index counts.
 
     Args:
       eqn: the gather or scatter.
-      env: new values of the old variables.
-      numbers: facts about integers.
-      before: equations before it.
+      env: maps variables of the old jaxpr to values of the new one.
+      numbers: proven facts about integer arrays.
+      before: equations before `eqn`.
       b: builder of the new jaxpr.
     """
     if eqn.primitive.name not in _PICKS:
@@ -167,14 +167,14 @@ def _batched(
     x, indices = eqn.invars[0].aval, eqn.invars[1].aval
     window = (eqn.outvars[0] if gathers else eqn.invars[2]).aval
 
-    # operand dimension to the window dimension of the output, or of the updates
+    # place: window dimension (of the output, or of the updates) of each operand dimension
     window_dims = [d for d in range(x.ndim) if d not in gone and d not in n.operand_batching_dims]
     place = dict(zip(window_dims, windows, strict=True))
 
-    # dimension of the operand to that of the indices
+    # found: operand dimension -> dimension of the indices that counts it
     found: dict[int, int] = {}
     for component, d in enumerate(dims):
-        if len(found) == len(dims) - 1:  # a gather needs at least one index
+        if len(found) == len(dims) - 1:  # a gather must keep one component in its indices
             break
         if d in place and window.shape[place[d]] != 1:
             continue
@@ -186,7 +186,7 @@ def _batched(
     if not found:
         return None
 
-    # batch dimensions leave the index, the collapsed dimensions and the window
+    # remove the batch dimensions from the index, the collapsed dimensions and the window
     remaining = [component for component, d in enumerate(dims) if d not in found]
     new_dims = tuple(values_at(dims, remaining))
     new_gone = tuple(d for d in gone if d not in found)
@@ -204,7 +204,10 @@ def _batched(
 
     atoms = read_from(env, eqn.invars)
     components = read_from(env, _components(eqn.invars[1], before))
-    rest = [components[c] if components else b.call(_component(c), atoms[1])[0] for c in remaining]
+    rest = values_at(components, remaining) if components else []
+    if not components:
+        for c in remaining:
+            rest += b.call(_component(c), atoms[1])
     at = rest[0] if len(rest) == 1 else b.call(_joined, *rest)[0]
     if gathers:
         (gathered,) = b.copy(eqn, [atoms[0], at], indices_are_sorted=False, **params)

@@ -1,10 +1,9 @@
 """Construction of jaxprs from equations of other jaxprs.
 
-`inline_calls` (`dtrans.ir.inline`) flattens a program, so that every relevant value is visible at
-the top level. `Builder` writes a new jaxpr. It copies equations of an old one under a substitution
-of variables, and binds new ones with types from the primitive's own rule. The result closes over
-the constants that it reads. Equations are never mutated, and keep their source information; shapes
-are never written by hand.
+`Builder` writes a new jaxpr, usually from a jaxpr that `inline_calls` flattened. It copies
+equations of the old jaxpr with other operands, and adds new equations. Output types are inferred
+by the primitive's own rule. The new jaxpr contains only the constants that it reads. Equations are
+never mutated, and copies keep their source information.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def _traced(fn: Callable[..., Any], types: tuple[Any, ...]) -> ClosedJaxpr:
 
 
 def read_from(env: Mapping[Var, Atom], atoms: Iterable[Atom]) -> list[Atom]:
-    """Return the replacements of values; literals, and variables that are not in `env`, stay."""
+    """Replace the variables that are in `env`; return other variables and literals unchanged."""
     return [env.get(a, a) if isinstance(a, Var) else a for a in atoms]
 
 
@@ -51,11 +50,11 @@ class Builder:
     """Writer of one closed jaxpr, equation by equation.
 
     Args:
-      like: the jaxpr that equations are copied from; its constants can be read.
+      like: the old jaxpr, from which equations are copied; new equations may read its constants.
 
     Attributes:
-      role: role of the next equations.
-      source: equation whose line new ones get.
+      role: role that the next equations get.
+      source: equation whose source line new equations get.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -83,12 +82,12 @@ class Builder:
         self.labels: dict[Var, str] = {}
 
     def input(self, aval: Any) -> Var:
-        """Add an input."""
+        """Add an input of this type and return its variable."""
         self.invars.append(Var(aval))
         return self.invars[-1]
 
     def constant(self, value: Any) -> Var:
-        """Add a constant."""
+        """Add a constant array and return its variable."""
         var = Var(jax.typeof(value))
         self._used[var] = value
         return var
@@ -102,17 +101,19 @@ class Builder:
         return self._constants[var]
 
     def call(self, fn: Callable[..., Any], *atoms: Atom) -> list[Atom]:
-        """Write the equations of a small pure function, traced once per signature: pass no new
-        lambda."""
+        """Write the equations of a small pure function and return its outputs.
+
+        Traces are cached by function, so pass a module-level or cached function, not a lambda.
+        """
         return self.inline(_traced(fn, tuple(avals(atoms))), *atoms)
 
     def call_as(self, var: Var, fn: Callable[..., Any], *atoms: Atom) -> None:
-        """Write a function as `call` does, with an output variable of the old jaxpr."""
+        """Write a function as `call` does; its output is `var`, a variable of the old jaxpr."""
         self.call(fn, *atoms)
         self.eqns[-1] = self.eqns[-1].replace(outvars=[var])
 
     def inline(self, jaxpr: ClosedJaxpr, *atoms: Atom) -> list[Atom]:
-        """Write the equations of another closed jaxpr on these operands; return its outputs."""
+        """Write the equations of another closed jaxpr, applied to `atoms`; return its outputs."""
         body = opened(jaxpr)
         assert all(a.aval.shape == v.aval.shape for a, v in zip(atoms, body.invars, strict=True)), (
             atoms,
@@ -133,33 +134,35 @@ class Builder:
 
         Args:
           jaxpr: the other jaxpr.
-          env: values for variables of the other jaxpr; other variables are kept.
+          env: new values of its variables; a variable that is not in `env` is read as it is.
           eqns: equations in order.
           wanted: values of the other jaxpr to return.
         """
         known: dict[Var, Atom] = dict(env)
         known |= zip(opened(jaxpr).constvars, map(self.constant, constants(jaxpr)), strict=True)
         for eqn in eqns:
-            eqn = eqn if self.source is None else from_line_of(eqn, self.source)
-            types = avals(eqn.outvars)
-            outputs = self.copy(eqn, read_from(known, eqn.invars), types)
+            if self.source is not None:
+                eqn = from_line_of(eqn, self.source)
+            outputs = self.copy(eqn, read_from(known, eqn.invars), avals(eqn.outvars))
             known.update(zip(eqn.outvars, outputs, strict=True))
         return read_from(known, wanted)
 
     def bind(self, primitive: Primitive, *atoms: Atom, **params: Any) -> list[Var]:
-        """Write a new equation; the primitive's own rule returns its output types.
+        """Write a new equation and return its outputs; the primitive's own rule infers their types.
 
-        Use it for primitives of this package and a few of `jax.lax`, whose parameters are known.
-        Others get new parameters between releases; use `call`.
+        Use it for dtrans's own primitives, and for primitives of `jax.lax` with stable parameters.
+        For other primitives use `call`: their parameters change between JAX releases.
         """
         types = abstract_eval(primitive, avals(atoms), params)
         outs = [Var(t) for t in types]
         eqn = new_jaxpr_eqn(list(atoms), outs, primitive, params, set())
-        self._append(eqn if self.source is None else from_line_of(eqn, self.source), atoms)
+        if self.source is not None:
+            eqn = from_line_of(eqn, self.source)
+        self._append(eqn, atoms)
         return outs
 
     def part(self, value: Atom, axis: int, start: int, stop: int) -> Var:
-        """Write a slice: entries `start` to `stop` of a value along one axis."""
+        """Write the slice `start:stop` of a value along one axis, and return it."""
         begin, end = [0] * value.aval.ndim, list(value.aval.shape)
         begin[axis], end[axis] = start, stop
         (piece,) = self.bind(
@@ -178,15 +181,17 @@ class Builder:
         types: Sequence[Any] | None = None,
         **params: Any,
     ) -> list[Var]:
-        """Write an equation of the old jaxpr on other operands.
+        """Write an equation of the old jaxpr with other operands, and return its outputs.
 
-        Output types are inferred again if operands differ, unless `types` has them.
+        Args:
+          eqn: the equation.
+          atoms: its new operands.
+          types: types of its outputs; by default they are inferred if an operand's type differs.
+          params: changed parameters.
         """
-        if types is not None:
-            pass
-        elif not params and all(a.aval == b.aval for a, b in zip(atoms, eqn.invars, strict=True)):
+        if types is None and not params and avals(atoms) == avals(eqn.invars):
             types = avals(eqn.outvars)
-        else:
+        if types is None:
             types = abstract_eval(eqn.primitive, avals(atoms), {**eqn.params, **params})
         outs = [Var(t) for t in types]
         changed = {**eqn.params, **params} if params else eqn.params
@@ -209,7 +214,7 @@ class Builder:
           new: its bodies, in order.
           atoms: its operands.
           types: types of its outputs.
-          first: operands that all bodies take before theirs.
+          first: additional leading operands, which every body takes.
           params: other changed parameters.
         """
         rewritten = self.with_bodies(eqn, new, atoms, [Var(t) for t in types], first)
@@ -223,9 +228,11 @@ class Builder:
         outvars: Sequence[Var],
         first: Sequence[Atom] = (),
     ) -> JaxprEqn:
-        """Return a loop, a branch or a call with different bodies; arguments as in
-        `copy_with_bodies`."""
-        if eqn.primitive.name in REMAT:  # the body of remat cannot have constants
+        """Return a loop, a branch or a call with new bodies, without writing it.
+
+        Arguments are those of `copy_with_bodies`; `outvars` are its output variables.
+        """
+        if eqn.primitive.name in REMAT:  # the body of a remat equation is open: no constants
             (body,) = new
             inner, body_constants = opened(body), [self.constant(c) for c in constants(body)]
             first = [*body_constants, *first]
@@ -234,7 +241,12 @@ class Builder:
         return rebuilt(eqn, new, atoms, outvars, first)
 
     def keep(self, eqn: JaxprEqn, invars: Sequence[Atom] | None = None) -> None:
-        """Write an equation of the old jaxpr with its own output variables."""
+        """Write an equation of the old jaxpr with its own output variables.
+
+        Args:
+          eqn: the equation.
+          invars: new operands; by default its own.
+        """
         atoms = list(eqn.invars if invars is None else invars)
         self._append(eqn if invars is None else eqn.replace(invars=atoms), atoms)
 
@@ -249,7 +261,7 @@ class Builder:
                 self._used[a] = self._constants[a]
 
     def build(self, outvars: Sequence[Atom]) -> ClosedJaxpr:
-        """Return the finished jaxpr, dead equations included: see `eliminate_dead`."""
+        """Return the new jaxpr with these outputs; `eliminate_dead` removes its dead equations."""
         self._note(outvars)
         return closed(
             list(self._used),
@@ -264,7 +276,7 @@ class Builder:
 def extract_part(
     jaxpr: ClosedJaxpr, invars: Iterable[Var], eqns: Iterable[JaxprEqn], outvars: Sequence[Atom]
 ) -> ClosedJaxpr:
-    """Return a jaxpr of some equations of another, with the constants that they read."""
+    """Return a jaxpr of some equations of `jaxpr`, with the constants that they read."""
     b = Builder(jaxpr)
     b.invars += invars
     for eqn in eqns:

@@ -1,10 +1,10 @@
 """Costs of equations: floating-point operations and bytes.
 
-This is a model for planning, not a measurement. `dtrans._jax.primitives` has the count of each
-primitive. A product has a multiplication and an addition for each term. A reduction has one
-operation for each entry of its operand, other arithmetic one for each entry of its outputs. Moves,
-casts and counters cost nothing. A `scan` counts its body for each iteration, a `while` once, and a
-`cond` its most expensive branch.
+The counts are a model for planning, not a measurement. A matrix product counts 2 operations per
+term, a reduction 1 per entry of its operand, and other arithmetic 1 per entry of its outputs.
+Moves, casts and counters count 0. The body of a `scan` is counted for each iteration, the body of
+a `while` once, and a `cond` as its most expensive branch. `dtrans._jax.primitives` lists the kind
+of each primitive.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ def nbytes(aval: Any) -> int:
 
 
 def total_bytes(atoms: Iterable[Atom]) -> int:
-    """Return the bytes of values together."""
+    """Return the total size of values, in bytes."""
     return sum(nbytes(a.aval) for a in atoms)
 
 
 def flops(eqn: JaxprEqn) -> int:
-    """Return the floating-point operations of one equation, its bodies included.
+    """Return the floating-point operations of one equation, with those of its bodies.
 
-    EPL counts a dense layer in the same way: 2*m*n*k, and one for each element of the output that
-    the bias is added to (epl/profiler/flops.py).
+    EPL counts a dense layer in the same way: 2*m*n*k for the product and m*n for the bias
+    (epl/profiler/flops.py).
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -59,17 +59,14 @@ def flops(eqn: JaxprEqn) -> int:
       >>> [(eqn.primitive.name, flops(eqn)) for eqn in dense.jaxpr.eqns]
       [('dot_general', 3200), ('broadcast_in_dim', 0), ('add', 160)]
     """
-    name, counted, out_size = (
-        eqn.primitive.name,
-        facts_of(eqn).flops,
-        sum(_size(v.aval) for v in eqn.outvars),
-    )
+    name, counted = eqn.primitive.name, facts_of(eqn).flops
+    out_size = _total_size(eqn.outvars)
     if counted == "none":
         return 0
     if counted == "product":
         return 2 * out_size * _terms(eqn)
     if counted == "inputs":
-        return sum(_size(a.aval) for a in eqn.invars)
+        return _total_size(eqn.invars)
     if counted == "updates":
         return _size(eqn.invars[-1].aval)
     if counted == "window":
@@ -77,18 +74,24 @@ def flops(eqn: JaxprEqn) -> int:
     if name == SCAN:
         return scan_length(eqn) * flops_of(opened(*bodies(eqn)).eqns)
     if name == COND:
-        return max(flops_of(opened(branch).eqns) for branch in bodies(eqn))
+        return max(map(_flops_of_body, bodies(eqn)))
     nested = list(jaxprs_in_params(eqn.params))
-    return sum(flops_of(opened(body).eqns) for body in nested) if nested else out_size
+    if not nested:
+        return out_size
+    return sum(map(_flops_of_body, nested))
+
+
+def _flops_of_body(body: Any) -> int:
+    return flops_of(opened(body).eqns)
 
 
 def flops_of(eqns: Iterable[JaxprEqn]) -> int:
-    """Return the floating-point operations of some equations together."""
+    """Return the total floating-point operations of some equations."""
     return sum(map(flops, eqns))
 
 
 def _terms(eqn: JaxprEqn) -> int:
-    """Return the number of terms in each output of a product or a convolution."""
+    """Return the number of terms in each output entry of a matrix product or a convolution."""
     if eqn.primitive.name == "conv_general_dilated":
         out_features, *_ = eqn.params["dimension_numbers"].rhs_spec
         kernel = eqn.invars[1].aval
@@ -97,9 +100,13 @@ def _terms(eqn: JaxprEqn) -> int:
     return _product(values_at(eqn.invars[0].aval.shape, contracted))
 
 
+def _total_size(atoms: Iterable[Atom]) -> int:
+    return sum(_size(a.aval) for a in atoms)
+
+
 def _size(aval: Any) -> int:
     return _product(getattr(aval, "shape", ()))
 
 
-def _product(of: Iterable[int]) -> int:
-    return int(math.prod(of))
+def _product(sizes: Iterable[int]) -> int:
+    return int(math.prod(sizes))

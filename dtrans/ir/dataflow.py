@@ -14,10 +14,16 @@ from dtrans.ir.selection import values_at
 def backward_slice(
     eqns: Sequence[JaxprEqn], outputs: Iterable[Atom], stop: Iterable[Var] = ()
 ) -> tuple[list[int], set[Var]]:
-    """Return the positions of the equations that `outputs` need, and their free variables.
+    """Return the equations that `outputs` depend on, and the variables that these equations read.
 
-    Positions are in order. Free variables are those that no needed equation computes. The walk ends
-    at the variables in `stop`.
+    Args:
+      eqns: equations in order.
+      outputs: the values.
+      stop: variables that are inputs: the equations that compute them are not followed.
+
+    Returns:
+      The indices of the needed equations, in order; and the needed variables that no needed
+      equation computes.
     """
     stops = set(stop)
     wanted = set(variables(outputs))
@@ -35,13 +41,13 @@ def backward_slice(
 def needed_equations(
     eqns: Sequence[JaxprEqn], outputs: Iterable[Atom], stop: Iterable[Var] = ()
 ) -> list[JaxprEqn]:
-    """Return the equations that `outputs` need, in order; arguments as for `backward_slice`."""
+    """Return the equations that `outputs` depend on, in order; see `backward_slice`."""
     positions, _ = backward_slice(eqns, outputs, stop)
     return values_at(eqns, positions)
 
 
 def live_equations(eqns: Sequence[JaxprEqn], outputs: Iterable[Atom]) -> list[JaxprEqn]:
-    """Return the equations with effects, and those that they or `outputs` need."""
+    """Return the equations with effects, and all equations that these or `outputs` depend on."""
     wanted = list(outputs)
     with_effects = [i for i, eqn in enumerate(eqns) if eqn.effects]
     for i in with_effects:
@@ -51,33 +57,33 @@ def live_equations(eqns: Sequence[JaxprEqn], outputs: Iterable[Atom]) -> list[Ja
 
 
 def avals(atoms: Iterable[Atom]) -> list[Any]:
-    """Return the types of values."""
+    """Return the type of each value."""
     return [a.aval for a in atoms]
 
 
 def variables(atoms: Iterable[Atom]) -> list[Var]:
-    """Return the variables among atoms."""
+    """Return the atoms that are variables, not literals."""
     return [a for a in atoms if isinstance(a, Var)]
 
 
 def all_operands(eqns: Iterable[JaxprEqn]) -> list[Atom]:
-    """Return the operands of all equations, in order."""
+    """Return the operands of all equations in one list, in order."""
     return [a for e in eqns for a in e.invars]
 
 
 def variables_read(eqns: Iterable[JaxprEqn], outputs: Iterable[Atom] = ()) -> list[Var]:
-    """Return the variables that equations read or `outputs` contain, once each, in order."""
+    """Return the variables among the operands of equations and `outputs`, once each, in order."""
     return list(dict.fromkeys(variables([*all_operands(eqns), *outputs])))
 
 
 def free_variables(eqns: Sequence[JaxprEqn]) -> list[Var]:
-    """Return the variables that equations read and do not compute, in the order of reads."""
+    """Return the variables that equations read but do not compute, in the order of their reads."""
     computed = {v for e in eqns for v in e.outvars}
     return [v for v in variables_read(eqns) if v not in computed]
 
 
 def bits_of(bits: Mapping[Var, int], *atoms: Atom) -> int:
-    """Return the union of the bits of values; literals and variables not in `bits` have none."""
+    """Return the union of the bits of `atoms`; literals and absent variables have no bits."""
     union = 0
     for a in atoms:
         if isinstance(a, Var):
@@ -88,9 +94,15 @@ def bits_of(bits: Mapping[Var, int], *atoms: Atom) -> int:
 def propagate(
     eqns: Sequence[JaxprEqn], seeds: Mapping[Var, int], fixed: Mapping[Var, int]
 ) -> dict[Var, int]:
-    """Return the seeds that enter each value, as the union of bits; `fixed` values keep theirs.
+    """Propagate bits forward: an output has the union of the bits of its equation's operands.
 
-    It is one forward pass; values that no seed enters may be absent.
+    Args:
+      eqns: equations in order.
+      seeds: bits of some variables.
+      fixed: bits that an equation does not change, also if it computes the variable.
+
+    Returns:
+      The bits of each variable; variables without bits may be absent.
     """
     bits = {**seeds, **fixed}
     for eqn in eqns:
@@ -102,7 +114,7 @@ def propagate(
 
 
 def is_zero_array(atom: Atom, producers: Mapping[Var, JaxprEqn]) -> bool:
-    """Return True if all entries of a value are known to be zero."""
+    """Return True if a value is provably zero; `producers` maps a variable to its equation."""
     while isinstance(atom, Var):
         eqn = producers.get(atom)
         if eqn is None or len(eqn.invars) != 1 or zeros_by(eqn, (0,)) != ():

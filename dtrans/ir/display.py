@@ -1,4 +1,4 @@
-"""Text and HTML of programs and plans: a listing of ops, or a table with notes."""
+"""Text and HTML of programs (a list of ops) and of plans (a table and notes)."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ COLOURS = {
 }
 
 
-def _says_nothing(value: Any) -> bool:
+def _is_empty(value: Any) -> bool:
     return value is None or value is False or (isinstance(value, (tuple, dict, str)) and not value)
 
 
@@ -76,35 +76,35 @@ def literal(atom: Any) -> str:
 
 
 def attribute(value: Any) -> str:
-    """Return an attribute of an op, on one line."""
+    """Return the value of an op's attribute as one line of at most 120 characters."""
     if is_jaxpr(value):
         return f"<jaxpr, {len(opened(value).eqns)} equations>"
     if isinstance(value, tuple) and value and not isinstance(value[0], (int, float, str, tuple)):
         return f"<{len(value)} x {type(value[0]).__name__}>"
     text = str(value)
-    # objects without a short text, e.g. derivative rules
+    # functions, e.g. derivative rules: their text has an address, which differs in each run
     if "\n" in text or text.startswith("<"):
         return f"<{type(value).__name__}>"
     return text if len(text) <= 120 else text[:117] + "..."
 
 
 def op_line(op: ShownOp) -> str:
-    """Return the line of an op: `outputs = type inputs [attributes]`."""
-    attrs = ", ".join(f"{k}={attribute(v)}" for k, v in op.attrs.items() if not _says_nothing(v))
+    """Return an op as one line of text: `outputs = type inputs [attributes]`."""
+    attrs = ", ".join(f"{k}={attribute(v)}" for k, v in op.attrs.items() if not _is_empty(v))
     left = f"{', '.join(op.outputs)} = " if op.outputs else ""
     return f"{left}{op.type} {' '.join(op.inputs)}".rstrip() + (f"  [{attrs}]" if attrs else "")
 
 
 def without_addresses(text: str) -> str:
-    """Return a text of JAX without object addresses, which differ between processes."""
+    """Remove object addresses from a text, because they differ between processes."""
     return re.sub(r"0x[0-9a-f]+", "", text)
 
 
-GUESSED = "roles are guessed, from the names of scopes; those of a plan's programs are exact"
+GUESSED = "roles are guessed from scope names; the programs of a plan have exact roles"
 
 
 def text(program: ShownProgram) -> str:
-    """Return the listing of a program: one op a line, each with its role."""
+    """Return a program as text: inputs, one line for each op with its role, and outputs."""
     lines = [f"program {program.name}" + (f": {GUESSED}" if program.guessed else "")]
     lines += [f"  in   {n}: {short_type(t)}" for n, t in program.inputs.items()]
     lines += [f"  {op.role:<9}{op_line(op)}" for op in program.ops]
@@ -119,7 +119,7 @@ def text(program: ShownProgram) -> str:
 
 
 def html(program: ShownProgram) -> str:
-    """Return a program as an HTML table, with colours for roles."""
+    """Return a program as an HTML table, with a colour for each role."""
     esc = html_escape.escape
     rows = "".join(
         f"<tr><td style='color:{COLOURS[op.role]};text-align:left'>{op.role}</td>"
@@ -144,15 +144,14 @@ def plan_text(
     *,
     right: Collection[int],
 ) -> str:
-    """Return a plan as text: a table, with columns `right` aligned right, and notes."""
+    """Return a plan as text: title, table, notes; `right` lists the right-aligned columns."""
     table = [header, *rows]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = [title]
     for row in table:
-        cells = [
-            cell.rjust(w) if i in right else cell.ljust(w)
-            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        ]
+        cells = []
+        for i, (cell, width) in enumerate(zip(row, widths, strict=True)):
+            cells.append(cell.rjust(width) if i in right else cell.ljust(width))
         lines.append(("  " + "  ".join(cells)).rstrip())
     return "\n".join([*lines, *notes])
 
@@ -165,7 +164,7 @@ def plan_html(
     *,
     code: int,
 ) -> str:
-    """Return a plan as an HTML table and notes; column `code` has names."""
+    """Return a plan as HTML: title, table and notes; `code` is the number of a column of names."""
     esc = html_escape.escape
     body = ""
     for row in rows:

@@ -1,14 +1,14 @@
-"""Fingerprints of programs, options and this process's JAX: roles compare them before a job starts.
+"""Fingerprints of programs, options and versions, which roles compare before a job starts.
 
-A fingerprint has named parts, so that an error can name the difference. A part is the digest of a
-canonical text, or a short text itself. Every process that traces the same function with the same
-versions writes the same canonical text. Values are numbered in order, functions are written by name
-and arrays by their bytes; ids, hashes and addresses never occur. The text is linear in the program:
-a shared jaxpr is written once.
+A fingerprint is a dict of named parts, so that an error can name the part that differs. A part is
+a short text, or the digest of a canonical text. Processes that trace the same function with the
+same versions write the same canonical text: values are numbered in order, functions are written by
+name, and arrays by their bytes. Ids, hashes and addresses never occur. A jaxpr that occurs several
+times is written once, so the text stays linear in the size of the program.
 
     loss       the forward and backward pass, with its constants
     update     the optimizer: new parameters, learning rate and other numbers
-    exchange   communication, and the equations for it
+    exchange   communication, and the equations that prepare it
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dtrans._jax import JaxprEqn, Literal, Var, constants, is_jaxpr, opened
+from dtrans._jax import Atom, JaxprEqn, Literal, Var, constants, is_jaxpr, opened
+from dtrans.ir.dataflow import variables
 from dtrans.ir.display import without_addresses
 
 
-BATCH, LOSS = "batch", "loss"  # types of the batch, which may differ, and the part that has them
-LONGEST = 32 << 10  # characters of a part; longer parts are sent as digests
-DIGEST = "digest "  # prefix of a digest
+BATCH, LOSS = "batch", "loss"  # names of two parts; the loss depends on the types in BATCH
+LONGEST = 32 << 10  # characters; a longer part is sent as its digest
+DIGEST = "digest "  # prefix of every digest
 
-# descriptions of parts, for errors
+# description of each part, for errors
 PARTS = {
     "init": "the init function",
     "placement": "where blocks are",
@@ -56,7 +57,7 @@ class FingerprintedProgram(Protocol):
 
 
 def environment() -> dict[str, str]:
-    """Return the parts that belong to a process: versions and x64 mode."""
+    """Return the parts that describe this process: versions of JAX and dtrans, and the x64 mode."""
     from dtrans import __version__
 
     config: Any = jax.config
@@ -67,12 +68,14 @@ def environment() -> dict[str, str]:
 def program_parts(
     program: FingerprintedProgram, groups: Mapping[str, Sequence[str]]
 ) -> dict[str, str]:
-    """Return the fingerprint of a program, in parts.
+    """Return the fingerprint of a program: a digest for each part.
+
+    Inputs are written by name. Values that one part computes and another reads are numbered apart
+    from the others. So a change in one part leaves the other digests unchanged.
 
     Args:
       program: the program.
-      groups: part to the roles of its equations. A value of one part that another reads is numbered
-        among all such values; otherwise parts are independent. Inputs are known by name.
+      groups: the roles of the equations in each part.
     """
     write = _Writer()
     inner, consts = opened(program.jaxpr), constants(program.jaxpr)
@@ -89,11 +92,9 @@ def program_parts(
     for eqn, role in zip(inner.eqns, program.roles, strict=True):
         eqns[part_of[role]].append(eqn)
         part_by_value |= dict.fromkeys(eqn.outvars, part_of[role])
-        crossing |= {
-            a
-            for a in eqn.invars
-            if not isinstance(a, Literal) and part_by_value.get(a, part_of[role]) != part_of[role]
-        }
+        for v in variables(eqn.invars):
+            if part_by_value.get(v, part_of[role]) != part_of[role]:
+                crossing.add(v)
     order = [v for v in part_by_value if v in crossing]
     foreign = {v: f"{part_by_value[v]} {i} {write.type(v.aval)}" for i, v in enumerate(order)}
     numbers = {part: {**foreign, **names} for part in groups}
@@ -108,10 +109,10 @@ def program_parts(
 
 
 def value_digests(jaxpr: Any, in_names: Sequence[Any]) -> dict[Any, str]:
-    """Return a digest of the computation of each value in a closed jaxpr; inputs are known by name.
+    """Return, for each value of a closed jaxpr, a digest of the expression that computes it.
 
-    It does not depend on the order of equations, on weak types, or on conversions that only change
-    these.
+    Inputs enter by name. Digests ignore the order of equations, weak types, and conversions that
+    only change a weak type.
     """
     write = _Writer()
     inner, consts = opened(jaxpr), constants(jaxpr)
@@ -120,7 +121,7 @@ def value_digests(jaxpr: Any, in_names: Sequence[Any]) -> dict[Any, str]:
     }
     found |= {v: digest(f"{n} {v.aval.shape}") for v, n in zip(inner.invars, in_names, strict=True)}
     for eqn in inner.eqns:
-        ins = [number(a) if isinstance(a, Literal) else found[a] for a in eqn.invars]
+        ins = [_digest_of(found, a) for a in eqn.invars]
         if (
             eqn.primitive.name == "convert_element_type"
             and eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype
@@ -138,48 +139,47 @@ def value_digests(jaxpr: Any, in_names: Sequence[Any]) -> dict[Any, str]:
 
 
 def _param_text(write: _Writer, x: Any) -> str:
-    """Return the text of a parameter; a body is the digest of its outputs."""
+    """Return the text of an equation's parameter; for a jaxpr, the digest of its outputs."""
     if isinstance(x, (tuple, list)):
         return f"({', '.join(_param_text(write, v) for v in x)})"
     if not is_jaxpr(x):
         return write.value(x)
     inner: Any = opened(x)
-    # an open jaxpr lacks the values of its constants; from JAX 0.11 both are one class
+    # the constants of an open jaxpr have no values here, so value_digests cannot read it
     if inner.effects or len(inner.constvars) != len(constants(x)):
         return write.value(x)
     digests = value_digests(x, range(len(inner.invars)))
-    return digest(
-        " ".join(number(a) if isinstance(a, Literal) else digests[a] for a in inner.outvars)
-    )
+    return digest(" ".join(_digest_of(digests, a) for a in inner.outvars))
+
+
+def _digest_of(digests: Mapping[Any, str], atom: Atom) -> str:
+    return number(atom) if isinstance(atom, Literal) else digests[atom]
 
 
 def output_digest(half: Any) -> str:
-    """Return the digest of the named outputs of a jaxpr (`dtrans._jax.NamedJaxpr`)."""
+    """Return one digest of all named outputs of a `dtrans._jax.NamedJaxpr`."""
     digests = value_digests(half.jaxpr, half.in_names)
-    lines = [
-        f"{n} {number(a) if isinstance(a, Literal) else digests[a]}"
-        for n, a in half.outvars.items()
-    ]
+    lines = [f"{n} {_digest_of(digests, a)}" for n, a in half.outvars.items()]
     return digest("\n".join(lines))
 
 
 def number(literal: Literal) -> str:
-    """Return a literal as text: 1 and an array of 1 of one type are equal."""
+    """Return the bytes of a literal as hexadecimal text, converted to its dtype."""
     return np.asarray(literal.val, literal.aval.dtype).tobytes().hex()
 
 
 def canonical_text(value: Any) -> str:
-    """Return options, jaxprs, arrays, and containers of them, as canonical text."""
+    """Return the canonical text of options, jaxprs, arrays, or containers of them."""
     return _Writer().value(value)
 
 
 def digest(text: str) -> str:
-    """Return the digest of a text."""
+    """Return the BLAKE2b digest of a text, with the prefix `DIGEST`."""
     return DIGEST + hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def table(rows: Mapping[str, Any]) -> str:
-    """Return a part as text if it is short: a line for each name, with its value."""
+    """Return a part with a line `name value` for each row; its digest if it is too long."""
     text = "\n".join(f"{name} {value}" for name, value in rows.items())
     return text if len(text) <= LONGEST else digest(text)
 
@@ -187,18 +187,16 @@ def table(rows: Mapping[str, Any]) -> str:
 def differences(
     me: str, mine: Mapping[str, str], other: str, theirs: Mapping[str, str]
 ) -> list[str]:
-    """Return the differences between two roles, for an error; nothing if they agree.
-
-    Roles may have traced the step with different batch sizes. Their losses are not compared then.
+    """Describe the parts in which two roles differ, for an error; an empty list if they agree.
 
     Args:
       me: name of this role.
-      mine: its parts.
+      mine: parts of this role.
       other: name of the other role.
-      theirs: its parts, from a message: only their type is trusted.
+      theirs: parts of the other role. They come from a message, so only their types are trusted.
     """
     found = []
-    # a loss depends on the batch size that it was traced with
+    # losses that were traced with different batch sizes differ, and may still be the same function
     sized = mine.get(BATCH) != theirs.get(BATCH)
 
     for part in dict.fromkeys([*mine, *theirs]):
@@ -221,7 +219,7 @@ def differences(
 
 
 def _named_lines(text: str) -> dict[str, str]:
-    """Return the lines of a part by their first words."""
+    """Return the lines of a part as a dict: first word -> rest of the line."""
     rows = {}
     for line in text.splitlines():
         name, _, value = line.partition(" ")
@@ -230,20 +228,19 @@ def _named_lines(text: str) -> dict[str, str]:
 
 
 def brief(value: Any) -> str:
-    """Shorten a value from a message, which may have any size."""
+    """Return a value from a message as printable text of at most 80 characters."""
     if value is None:
-        return "not there"
+        return "missing"
     text = value if isinstance(value, str) and value.isprintable() else repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 class _Writer:
-    """Writer of values as canonical text; a jaxpr is written once."""
+    """Writer of canonical text; it writes a jaxpr that occurs several times once."""
 
     def __init__(self) -> None:
-        # id to the jaxpr, stored so that its id stays valid, and its text
+        # id of a jaxpr -> (jaxpr, its text); the reference keeps the id from being reused
         self._met: dict[int, tuple[Any, str]] = {}
-
         self._types: dict[Any, str] = {}
 
     def value(self, x: Any) -> str:
@@ -265,12 +262,11 @@ class _Writer:
         if isinstance(x, (set, frozenset)):
             return f"{{{', '.join(sorted(map(self.value, x)))}}}"
         if dataclasses.is_dataclass(x) and not isinstance(x, type):
-            fields = ", ".join(
-                f"{f.name}={self.value(getattr(x, f.name))}"
-                for f in dataclasses.fields(x)
-                if f.repr
-            )
-            return f"{type(x).__qualname__}({fields})"
+            fields = []
+            for field in dataclasses.fields(x):
+                if field.repr:
+                    fields.append(f"{field.name}={self.value(getattr(x, field.name))}")
+            return f"{type(x).__qualname__}({', '.join(fields)})"
         if callable(x) or isinstance(x, type):
             return f"fn {getattr(x, '__qualname__', type(x).__qualname__)}"
         return f"{type(x).__qualname__} {without_addresses(str(x))}"
@@ -285,7 +281,7 @@ class _Writer:
         return known
 
     def equations(self, eqns: Sequence[JaxprEqn], numbers: dict[Var, str]) -> list[str]:
-        """Return a line for each equation; outputs are numbered."""
+        """Return a line for each equation, and add the numbers of its outputs to `numbers`."""
         lines, counter = [], itertools.count()
         for eqn in eqns:
             ins = " ".join([self.atom(a, numbers) for a in eqn.invars])
@@ -312,9 +308,9 @@ class _Writer:
 
 
 def _array(x: Any) -> str:
-    """Return an array as text: its type and a digest of its bytes."""
+    """Return the dtype and shape of an array, and a digest of its bytes."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        # a step may be planned for another batch inside a trace
+        # this may run inside a trace, when a plan is specialized for another batch size
         with jax.ensure_compile_time_eval():
             words = jax.random.key_data(x)
         return f"{jax.random.key_impl(x)} {_array(words)}"

@@ -1,8 +1,8 @@
-"""Constant folding: values that are one number in all entries, or an unchanged input.
+"""Constant folding: find values that have one number in all entries, or that equal an input.
 
-The fact of a value is a NumPy array without dimensions, an `Alias`, or anything else for an unknown
-value. `fold` is the rule of one equation. Analyses differ in the operands that may multiply zeros,
-and in the computation of numbers.
+The fact about a value is its number as a 0-d NumPy array, or the input that it equals as an
+`Alias`. Any other fact means that the value is unknown. `fold` is the rule for one equation. Its
+caller passes two functions: one selects the operands x with 0 * x = 0, one computes numbers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dtrans._jax import JaxprEqn, Var, facts_of, moved_operands, same_operand, z
 
 @dataclasses.dataclass(frozen=True)
 class Alias:
-    """Unchanged input."""
+    """Fact about a value that equals an input."""
 
     var: Var
 
@@ -29,7 +29,7 @@ Number = np.ndarray[Any, Any]
 
 
 def is_number(fact: Any, *numbers: float) -> bool:
-    """Return True if a fact is a number; if numbers are listed, one of these."""
+    """Return True if a fact is a number and, if `numbers` are passed, equal to one of them."""
     return isinstance(fact, np.ndarray) and (not numbers or any(bool(fact == x) for x in numbers))
 
 
@@ -47,19 +47,21 @@ def fold(
     is_factor: Callable[[int], bool],
     number_of: Callable[[JaxprEqn, Sequence[Number]], Any],
 ) -> Number | Alias | None:
-    """Return the number or the input that an output equals; None if it is neither.
+    """Return the fact about an output of an equation: its number, an `Alias`, or None if unknown.
 
     Args:
       eqn: the equation.
-      out: position of the output.
-      ins: facts of its operands.
-      is_factor: returns True for an operand that zeros may be multiplied with, or divided by.
-      number_of: computes an elementwise equation on numbers; None if it cannot.
+      out: index of the output.
+      ins: facts about its operands.
+      is_factor: returns True if 0 times (or divided by) the operand of this index may be folded.
+        An infinite or NaN operand would give NaN.
+      number_of: computes an elementwise equation on numbers; returns None if it cannot.
     """
     name, aval = eqn.primitive.name, eqn.outvars[out].aval
     moved = moved_operands(eqn, out)
     if name == "select_n":
-        moved = (1 + int(ins[0]),) if is_number(ins[0]) else moved
+        if is_number(ins[0]):
+            moved = (1 + int(ins[0]),)
         if all(are_equal(ins[i], ins[moved[0]]) for i in moved):
             return _known(ins[moved[0]])
     if name == "convert_element_type" and eqn.invars[0].aval.dtype == aval.dtype:
@@ -100,7 +102,7 @@ def _known(fact: Any) -> Number | Alias | None:
 
 # -- numbers ---------------------------------------------------------------------------------------
 
-# IEEE 754 rounds these correctly, except rsqrt: NumPy and every device compute the same number.
+# IEEE 754 defines these results to the bit (rsqrt aside), so NumPy and every device agree.
 _IN_NUMPY: Mapping[str, Callable[..., Any]] = {
     **{
         "add": np.add,
@@ -117,9 +119,9 @@ _IN_NUMPY: Mapping[str, Callable[..., Any]] = {
 
 
 def number_by_numpy(eqn: JaxprEqn, numbers: Sequence[Number]) -> Any:
-    """Compute an equation without starting devices; None for most functions.
+    """Compute an equation with NumPy; return None if its primitive is not in the table above.
 
-    A process plans before it connects to others, and JAX starts its devices to compute a number.
+    JAX would start its devices to compute a number. A role plans before it may start devices.
     """
     compute = _IN_NUMPY.get(eqn.primitive.name)
     with np.errstate(all="ignore"):
@@ -127,7 +129,7 @@ def number_by_numpy(eqn: JaxprEqn, numbers: Sequence[Number]) -> Any:
 
 
 def number_by_jax(eqn: JaxprEqn, numbers: Sequence[Number]) -> Any:
-    """Compute an equation as JAX does."""
+    """Compute an equation with JAX, on the default device."""
     with jax.ensure_compile_time_eval():
         outputs = eqn.primitive.bind(*map(jnp.asarray, numbers), **eqn.params)
     return outputs[0] if eqn.primitive.multiple_results else outputs

@@ -1,10 +1,13 @@
-"""Inlining of calls, and dead code elimination: every relevant value is then at the top level."""
+"""Inlining of calls, and dead code elimination.
+
+After both, every value that an output depends on is at the top level, or in a loop or branch.
+"""
 
 from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from dtrans._jax import (
@@ -23,8 +26,8 @@ from dtrans._jax import (
 )
 
 
-# identities that mark the seed of a derivative (`dtrans.step.marks`) or a collection
-# (`dtrans.collect`)
+# identity primitives that are dropped unless `keep` names them: marks of the loss and of the seed
+# of its derivative (`dtrans.step.marks`), and of collected values (`dtrans.collect`)
 _PASSED = ("loss", "loss_seed", "collect")
 
 
@@ -37,16 +40,17 @@ def inline_calls(
 ) -> ClosedJaxpr:
     """Replace every call by its body, at any depth.
 
-    Loops and branches stay, and so do identities of this package that are in `keep`. Inlined
-    equations have their name stack inside the call under that of the call. Constants of bodies
-    become constants of the result.
+    Loops and branches stay. The name stack of the call is prepended to the name stacks of its
+    equations. Constants of bodies become constants of the result.
 
     Args:
       jaxpr: the jaxpr.
-      keep: names of identities that stay.
-      rules: True to keep calls with derivative rules, for a later differentiation.
-      body_of: returns the body that replaces an equation, or None; by default that of JAX's calls.
+      keep: names of dtrans's identity primitives that stay.
+      rules: True to keep calls with custom derivative rules, if the result is differentiated later.
+      body_of: returns the body that replaces an equation, or None to keep the equation. By default
+        all of JAX's calls are replaced.
     """
+    find_body = body_of or functools.partial(call_body, rules=rules)
     outer = opened(jaxpr)
     constvars, consts = list(outer.constvars), constants(jaxpr)
     hoisted: dict[int, Var] = {}
@@ -55,26 +59,26 @@ def inline_calls(
     def walk(
         inner: Jaxpr, env: dict[Var, Atom], wrap: Callable[[JaxprEqn], JaxprEqn], top: bool
     ) -> None:
-        read: Callable[[Atom], Atom] = lambda a: a if isinstance(a, Literal) else env.get(a, a)
         for eqn in inner.eqns:
-            body = call_body(eqn, rules=rules) if body_of is None else body_of(eqn)
+            body = find_body(eqn)
             if eqn.primitive.name in _PASSED and eqn.primitive.name not in keep:
-                env[eqn.outvars[0]] = read(eqn.invars[0])
+                env[eqn.outvars[0]] = _replaced(env, eqn.invars[0])
                 continue
             if body is None:
-                # several calls may share a body, so each gets new variables
-                ins = [read(a) for a in eqn.invars]
+                ins = [_replaced(env, a) for a in eqn.invars]
                 if top:
-                    eqns.append(
-                        eqn if all(map(operator.is_, ins, eqn.invars)) else eqn.replace(invars=ins)
-                    )
+                    if not all(map(operator.is_, ins, eqn.invars)):
+                        eqn = eqn.replace(invars=ins)
+                    eqns.append(eqn)
                     continue
+                # several calls may share this body, so each gets its own output variables
                 outs = [Var(v.aval) for v in eqn.outvars]
                 env.update(zip(eqn.outvars, outs, strict=True))
                 eqns.append(wrap(eqn.replace(invars=ins, outvars=outs)))
                 continue
             sub = opened(body)
-            inside: dict[Var, Atom] = dict(zip(sub.invars, map(read, eqn.invars), strict=True))
+            operands = [_replaced(env, a) for a in eqn.invars]
+            inside: dict[Var, Atom] = dict(zip(sub.invars, operands, strict=True))
             for var, value in zip(sub.constvars, constants(body), strict=True):
                 if id(value) not in hoisted:
                     hoisted[id(value)] = Var(var.aval)
@@ -83,12 +87,16 @@ def inline_calls(
                 inside[var] = hoisted[id(value)]
             walk(sub, inside, functools.partial(_within, call=eqn, wrap=wrap), top=False)
             for out, atom in zip(eqn.outvars, sub.outvars, strict=True):
-                env[out] = atom if isinstance(atom, Literal) else inside.get(atom, atom)
+                env[out] = _replaced(inside, atom)
 
     env: dict[Var, Atom] = {}
     walk(outer, env, lambda e: e, top=True)
-    outvars = [a if isinstance(a, Literal) else env.get(a, a) for a in outer.outvars]
+    outvars = [_replaced(env, a) for a in outer.outvars]
     return closed(constvars, consts, outer.invars, outvars, eqns, jaxpr)
+
+
+def _replaced(env: Mapping[Var, Atom], atom: Atom) -> Atom:
+    return atom if isinstance(atom, Literal) else env.get(atom, atom)
 
 
 def _within(eqn: JaxprEqn, call: JaxprEqn, wrap: Callable[[JaxprEqn], JaxprEqn]) -> JaxprEqn:
@@ -96,7 +104,7 @@ def _within(eqn: JaxprEqn, call: JaxprEqn, wrap: Callable[[JaxprEqn], JaxprEqn])
 
 
 def eliminate_dead(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
-    """Drop equations that no output needs, at any depth, and unused constants; inputs stay."""
+    """Drop unused constants, and equations that no output depends on, also in bodies."""
     inner = opened(jaxpr)
     hoisted = inner.replace(
         constvars=[],

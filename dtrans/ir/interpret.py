@@ -1,16 +1,16 @@
 """Drivers of dataflow analyses: one forward, one backward.
 
-An analysis attaches a *fact* to each value, such as the dimension that it counts, or its sharding.
-It is a record of pure functions. Its `rule` describes one equation; its `join` returns the fact of
-a value that comes from several branches or iterations. The drivers enter the bodies of `scan`,
-`while`, `cond`, remat, custom rules and calls. They evaluate the body of a loop until the facts of
-carried values *settle*: each fact is then above the facts of all iterations.
+An analysis attaches a *fact* to each value, such as its sharding. It is a record of pure functions:
+`rule` computes the facts of one equation's outputs, and `join` merges the facts that a value has in
+several branches or iterations. The drivers also enter the bodies of `scan`, `while`, `cond`, remat,
+calls and custom derivative rules. They evaluate the body of a loop repeatedly, until the facts of
+the carried values *settle*: a further iteration leaves them unchanged.
 
-Invariant: facts only go up. `join(a, b)` is above both, and no fact has an infinite chain above it,
+Facts form a lattice. `join(a, b)` is at or above `a` and `b`, and every chain of facts is finite,
 so every loop settles.
 
-`enter` opens a single equation, for passes that do more in a body than attach facts. Facts about
-primitives are in `dtrans._jax.primitives`.
+`enter` and `enter_backward` evaluate the bodies of one equation, for passes that rewrite bodies.
+Properties of primitives are in `dtrans._jax.primitives`.
 """
 
 from __future__ import annotations
@@ -64,16 +64,16 @@ class ForwardAnalysis(NamedTuple, Generic[Fact]):
     """Analysis from inputs to outputs.
 
     Attributes:
-      join: fact of a value that has one of two facts.
-      rule: facts of an equation's outputs, from those of its operands. None to enter its bodies;
-        without bodies, its outputs get the default.
-      default: fact of a literal or constant, from its type and value (None if unknown).
-      turn: fact of one iteration's slice, from that of the stack.
-      stack: fact of the stack, from that of one iteration's output.
-      fit: part of a fact of `turn` that a slice with this type can have.
-      decide: fact of a value, from the fact of the condition that selects its branch or number of
-        iterations.
-      branch: index, which `cond` clamps, from its fact; None if unknown.
+      join: (fact, fact) -> fact that covers both.
+      rule: (equation, facts of its operands) -> facts of its outputs. If it returns None, the
+        driver enters the equation's bodies; outputs of an equation without bodies get the default.
+      default: (type, value) -> fact of a literal or constant; the value is None if unknown.
+      turn: fact of a scanned array -> fact of the slice that one iteration reads.
+      stack: fact of one iteration's output -> fact of the stacked outputs.
+      fit: (result of `turn`, type of the slice) -> fact without parts that this type cannot have.
+      decide: (fact of a condition, fact of a value) -> fact of the value. The condition selects the
+        branch, or the number of iterations, that computes the value.
+      branch: fact of the index of a `cond` -> index of the branch; None if unknown.
     """
 
     join: Callable[[Fact, Fact], Fact]
@@ -90,15 +90,15 @@ class BackwardAnalysis(NamedTuple, Generic[Fact]):
     """Analysis from outputs to inputs.
 
     Attributes:
-      join: fact of a value with two readers.
-      rule: facts of an equation's operands, from those of its outputs. None to enter its bodies;
-        without bodies, its operands get the default. Equations whose outputs all have the default
-        are skipped.
-      default: fact of a value without readers; it is below all others.
-      turn: fact of one iteration's output, from that of the stack.
-      stack: fact of the stack, from that of one iteration's slice.
-      decide: fact of the condition that decides on branches or iterations, from the joined facts of
-        outputs.
+      join: (fact, fact) -> fact of a value that two equations read.
+      rule: (equation, facts of its outputs) -> facts of its operands. If it returns None, the
+        driver enters the equation's bodies; operands of an equation without bodies get the default.
+        An equation is skipped if all its outputs have the default.
+      default: fact of a value that nothing reads; the lowest fact.
+      turn: fact of the stacked outputs of a scan -> fact of one iteration's output.
+      stack: fact of the slice that one iteration reads -> fact of the scanned array.
+      decide: joined facts of the outputs -> fact of the condition that selects the branch or the
+        number of iterations.
     """
 
     join: Callable[[Fact, Fact], Fact]
@@ -113,16 +113,16 @@ class BackwardAnalysis(NamedTuple, Generic[Fact]):
 
 
 class Entered(NamedTuple, Generic[Fact, Result]):
-    """Facts of an equation with bodies, for all iterations and branches together.
+    """Facts of an equation with bodies, joined over all iterations and branches.
 
     Attributes:
-      operands: one for each operand; those of carried operands are joined over iterations.
-      outs: one for each output.
-      bodies: result of each body, by its position in `bodies(eqn)`. Branches that are never taken
-        are absent.
+      operands: fact of each operand; facts of carried operands are joined over the iterations.
+      outs: fact of each output.
+      bodies: result of `run` for each body, by its index in `bodies(eqn)`; branches that are never
+        taken are absent.
       decision: fact of the condition of a `while`, or of the index of a `cond`.
-      ends: forward: facts of each body's outputs. Carried ones and outputs of branches have the
-        facts that they have outside.
+      ends: facts of each body's outputs, by the index of the body; only `enter` fills it. The facts
+        of carried values and of branch outputs are those of the equation's outputs.
     """
 
     operands: list[Fact]
@@ -132,21 +132,21 @@ class Entered(NamedTuple, Generic[Fact, Result]):
     ends: Mapping[int, Sequence[Fact]] = MappingProxyType({})
 
 
-# (position of a body, body, facts of its inputs) -> (result, facts of its outputs); inputs and
-# outputs are exchanged backward
+# forward:  (index of a body, body, facts of its inputs) -> (result, facts of its outputs)
+# backward: (index of a body, body, facts of its outputs) -> (result, facts of its inputs)
 Run = Callable[[int, Any, list[Fact]], tuple[Result, Sequence[Fact]]]
 
 
 def enter(
     analysis: ForwardAnalysis[Fact], eqn: JaxprEqn, ins: Sequence[Fact], run: Run[Fact, Result]
 ) -> Entered[Fact, Result]:
-    """Enter the bodies of an equation, from the facts of its operands.
+    """Evaluate the bodies of an equation forward, until the facts of carried values settle.
 
     Args:
-      analysis: joins facts; `run` applies its rule.
+      analysis: functions that join and convert facts; its `rule` is not called here.
       eqn: the equation.
       ins: facts of its operands.
-      run: evaluates a body. It is called again until carried facts settle; the last result stays.
+      run: evaluates one body. The result of its last call for a body is recorded.
     """
     wires, inner = wiring(eqn), bodies(eqn)
     found: dict[int, Result] = {}
@@ -163,9 +163,9 @@ def enter(
             else:
                 each.append(facts)
         outs = _joined(analysis.join, each)
-        return (
-            [analysis.decide(decision[0], x) for x in outs] if decision and chosen is None else outs
-        )
+        if not decision or chosen is not None:
+            return outs
+        return [analysis.decide(decision[0], x) for x in outs]
 
     operands = list(ins)
     for i in wires.slices:
@@ -174,23 +174,21 @@ def enter(
     for i, j in wires.carried.items():
         outs[j] = operands[i]
     ends = {k: decision if wires.outs[k] is None else list(outs) for k in found}
-    operands, outs = (
-        _stacked(analysis, operands, wires.slices),
-        _stacked(analysis, outs, wires.stacks),
-    )
+    operands = _stacked(analysis, operands, wires.slices)
+    outs = _stacked(analysis, outs, wires.stacks)
     return Entered(operands, outs, found, decision[0] if decision else None, ends)
 
 
 def enter_backward(
     analysis: BackwardAnalysis[Fact], eqn: JaxprEqn, outs: Sequence[Fact], run: Run[Fact, Result]
 ) -> Entered[Fact, Result]:
-    """Enter the bodies of an equation, from the facts of its outputs.
+    """Evaluate the bodies of an equation backward, until the facts of carried values settle.
 
     Args:
-      analysis: joins facts; `run` applies its rule.
+      analysis: functions that join and convert facts; its `rule` is not called here.
       eqn: the equation.
       outs: facts of its outputs.
-      run: evaluates a body backward: from facts of its outputs to those of its inputs.
+      run: evaluates one body backward. The result of its last call for a body is recorded.
     """
     wires, inner = wiring(eqn), bodies(eqn)
     found: dict[int, Result] = {}
@@ -199,11 +197,12 @@ def enter_backward(
     def turn(ends: Sequence[Fact]) -> list[Fact]:
         if eqn.primitive.name in (COND, WHILE):
             decision[:] = [analysis.decide(functools.reduce(analysis.join, ends))]
-        operands = dict(zip([0], decision, strict=False)) if eqn.primitive.name == COND else {}
+        operands: dict[int, Fact] = {}
+        if eqn.primitive.name == COND:
+            operands[0] = decision[0]
         for k, (read, body_outs) in enumerate(zip(wires.ins, wires.outs, strict=True)):
-            found[k], facts = run(
-                k, inner[k], decision if body_outs is None else values_at(ends, body_outs)
-            )
+            out_facts = decision if body_outs is None else values_at(ends, body_outs)
+            found[k], facts = run(k, inner[k], out_facts)
             for i, x in zip(read, facts, strict=True):
                 operands[i] = analysis.join(operands[i], x) if i in operands else x
         return values_at(operands, range(len(eqn.invars)))
@@ -212,12 +211,10 @@ def enter_backward(
     ends, operands = _settle(analysis.join, ends, invert(wires.carried), turn)
     for i, j in wires.carried.items():
         operands[i] = ends[j]
-    outs = [
-        x if j in wires.stacks else end for j, (x, end) in enumerate(zip(outs, ends, strict=True))
-    ]
-    return Entered(
-        _stacked(analysis, operands, wires.slices), outs, found, decision[0] if decision else None
-    )
+    for j in wires.stacks:
+        ends[j] = outs[j]
+    operands = _stacked(analysis, operands, wires.slices)
+    return Entered(operands, ends, found, decision[0] if decision else None)
 
 
 def _settle(
@@ -226,17 +223,19 @@ def _settle(
     carried: Mapping[int, int],
     turn: Callable[[Sequence[Fact]], list[Fact]],
 ) -> tuple[list[Fact], list[Fact]]:
-    """Return facts that an iteration preserves, and the results of that iteration.
+    """Iterate until the facts of carried values settle; return the facts before and after a turn.
 
     Args:
       join: joins two facts.
       start: facts before the first iteration.
-      carried: position in these to that in the results, for carried values.
+      carried: index in `start` -> index in the results of `turn`, for each carried value.
       turn: evaluates one iteration.
     """
     while True:
         results = turn(start)
-        joined = [join(x, results[carried[i]]) if i in carried else x for i, x in enumerate(start)]
+        joined = list(start)
+        for i, j in carried.items():
+            joined[i] = join(start[i], results[j])
         if joined == start:
             return start, results
         start = joined
@@ -247,7 +246,10 @@ def _stacked(
     facts: Sequence[Fact],
     numbers: Sequence[int],
 ) -> list[Fact]:
-    return [analysis.stack(x) if i in numbers else x for i, x in enumerate(facts)]
+    found = list(facts)
+    for i in numbers:
+        found[i] = analysis.stack(found[i])
+    return found
 
 
 def _joined(join: Callable[[Fact, Fact], Fact], each: Sequence[Sequence[Fact]]) -> list[Fact]:
@@ -262,9 +264,9 @@ class Facts(Generic[Fact]):
     """Facts that an analysis attached to the values of some equations.
 
     Attributes:
-      values: one for each input and each output of an equation; backward, for each value with one.
-      entered: by position, the facts of an equation with bodies, and those inside.
-      default: fact of a literal, and of a value without a fact.
+      values: fact of each variable that the analysis reached.
+      default: returns the fact of any other value, such as a literal.
+      entered: facts of each equation with bodies, by its index; its `bodies` are the inner `Facts`.
     """
 
     values: dict[Var, Fact]
@@ -281,12 +283,12 @@ class Facts(Generic[Fact]):
 def forward(
     analysis: ForwardAnalysis[Fact], eqns: Sequence[JaxprEqn], start: Mapping[Var, Fact]
 ) -> Facts[Fact]:
-    """Attach facts to the values of equations, from the first to the last.
+    """Attach facts to the values of equations, forward.
 
     Args:
       analysis: the analysis.
       eqns: equations in order.
-      start: facts of values that the equations read, but do not compute.
+      start: facts of variables that the equations read, but do not compute.
     """
 
     def of_free(atom: Atom) -> Fact:
@@ -299,7 +301,7 @@ def forward(
     facts = Facts(dict(start), of_free)
     known = facts.values
     for i, eqn in enumerate(eqns):
-        # `facts.of` inlined: planning follows thousands of operands
+        # `facts.of` is inlined here because plans evaluate it for thousands of operands
         ins = [
             known[a] if not isinstance(a, Literal) and a in known else of_free(a)
             for a in eqn.invars
@@ -315,7 +317,7 @@ def forward(
 
 
 def forward_jaxpr(analysis: ForwardAnalysis[Fact], jaxpr: Any, ins: Sequence[Fact]) -> Facts[Fact]:
-    """Attach facts to the values of a jaxpr, open or closed, from those of its inputs."""
+    """Attach facts to the values of an open or closed jaxpr, forward from its inputs."""
     inner = opened(jaxpr)
     start = dict(zip(inner.invars, ins, strict=True))
     for v, value in zip(inner.constvars, constants(jaxpr), strict=False):
@@ -326,12 +328,12 @@ def forward_jaxpr(analysis: ForwardAnalysis[Fact], jaxpr: Any, ins: Sequence[Fac
 def backward(
     analysis: BackwardAnalysis[Fact], eqns: Sequence[JaxprEqn], end: Iterable[tuple[Atom, Fact]]
 ) -> Facts[Fact]:
-    """Attach facts to the values of equations, from the last to the first.
+    """Attach facts to the values of equations, backward.
 
     Args:
       analysis: the analysis.
       eqns: equations in order.
-      end: values that others read, with the facts of these readers.
+      end: (value, fact) for each value that is an output, or that is read outside of `eqns`.
     """
     facts = Facts(dict[Var, Fact](), lambda atom: analysis.default)
 

@@ -1,6 +1,6 @@
-"""Equations of a program as ops: with a name for each operand and output.
+"""Ops of a program: its equations, with a unique name for each operand and output.
 
-Names are unique: an input, a label, an output, or a number such as `%3`.
+The name of a value is the name of an input or output, a label, or a number such as `%3`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from dtrans.ir import display
 
 @dataclasses.dataclass(frozen=True)
 class Op:
-    """Equation of a program, in the form of Paddle's `OpDesc`.
+    """Equation of a program as a record of names, like Paddle's `OpDesc`.
 
     Attributes:
       type: name of the primitive, e.g. `dot_general`, `send`.
       role: one of `ROLES`.
-      inputs, outputs: names of the values; literals as text.
+      inputs, outputs: name of each operand and output; a literal is its value as text.
       attrs: parameters of the equation.
     """
 
@@ -42,7 +42,7 @@ def list_ops(jaxpr: NamedJaxpr, roles: Sequence[str], names: Mapping[Var, str]) 
     Args:
       jaxpr: the program.
       roles: role of each equation.
-      names: name of each value.
+      names: name of each variable.
     """
     name_of = lambda a: display.literal(a) if isinstance(a, Literal) else names[a]
     ops = []
@@ -53,21 +53,23 @@ def list_ops(jaxpr: NamedJaxpr, roles: Sequence[str], names: Mapping[Var, str]) 
 
 
 def name_values(jaxpr: NamedJaxpr, labels: Mapping[Var, str]) -> dict[Var, str]:
-    """Return the name of every value of a program, from its labels if it has any."""
+    """Return a unique name for every variable of a program; a label is preferred to a number."""
     inner = jaxpr.inner
     in_names = set(jaxpr.in_names)
     names: dict[Var, str] = {v: f"const/{i}" for i, v in enumerate(inner.constvars)}
     names |= zip(inner.invars, jaxpr.in_names, strict=True)
-    outputs = zip(inner.outvars, jaxpr.out_names, strict=True)
-    outs = {v: n for v, n in outputs if isinstance(v, Var)}
+    outs: dict[Var, str] = {}
+    for out, name in zip(inner.outvars, jaxpr.out_names, strict=True):
+        if isinstance(out, Var):
+            outs[out] = name
     count = 0
     for eqn in inner.eqns:
         for v in eqn.outvars:
             if v in labels:
                 names[v] = labels[v]
             elif v in outs and v not in names:
-                # a prime distinguishes the new value of an input
-                names[v] = outs[v] + ("'" if outs[v] in in_names else "")
+                prime = "'" if outs[v] in in_names else ""  # w' is the new value of input w
+                names[v] = outs[v] + prime
             else:
                 names[v] = f"%{count}"
                 count += 1
@@ -75,16 +77,16 @@ def name_values(jaxpr: NamedJaxpr, labels: Mapping[Var, str]) -> dict[Var, str]:
 
 
 def check_names(program: str, jaxpr: NamedJaxpr) -> None:
-    """Raise TraceError unless each input and each output of a program has a name of its own."""
+    """Raise TraceError if two inputs, or two outputs, of a program have the same name."""
     inner = jaxpr.inner
     for kind, values, names in (
         ("inputs", inner.invars, jaxpr.in_names),
         ("outputs", inner.outvars, jaxpr.out_names),
     ):
         if len(values) != len(names):
-            raise TraceError(f"program {program}: {len(values)} {kind} but {len(names)} names")
+            raise TraceError(f"program {program} has {len(values)} {kind} but {len(names)} names")
         repeated = sorted(n for n, count in Counter(names).items() if count > 1)
         if repeated:
             raise TraceError(
-                f"program {program}: two {kind} are called {repeated[0]}: rename one of them"
+                f"program {program} has two {kind} named {repeated[0]}; rename one of them"
             )

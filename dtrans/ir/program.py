@@ -2,19 +2,19 @@
 
 A `Program` is a closed jaxpr, a name for each of its inputs and outputs, and a role for each of its
 equations. Names are pytree paths (`params/dense/kernel`, `opt_state/0/mu/w`, `x`). *State is paired
-by path*: an output with the name of an input is its new value after one run. The rest of the
-package is functions from programs to programs.
+by path*: an output with the name of an input is the new value of that input after one run. The
+transforms of dtrans are functions from programs to programs.
 
-Roles are those of Paddle's `OpRole` (paddle/fluid/framework/op_proto_maker.h):
+The roles are those of Paddle's `OpRole` (paddle/fluid/framework/op_proto_maker.h):
 
-    forward    the loss            lr_sched   optimizer arithmetic that no parameter's row enters
+    forward    the loss            lr_sched   optimizer arithmetic without parameters and gradients
     backward   gradients           rpc        communication
     optimize   new parameters      dist       splitting, joining, averaging for distribution
 
-A jaxpr has fixed shapes, a program need not. `Program.specialize(*arguments)` returns the program
-for another batch size, traced again if needed and cached, as `jax.jit` does. State cannot change
-shape. A rewritten program (`Program.rewritten`) replays its pass on its source, down to the traced
-function.
+A jaxpr has fixed shapes, but a program can be traced again for others, as `jax.jit` does.
+`Program.specialize(*arguments)` returns the cached program for another batch size. Only the shapes
+of state are fixed. A program that a pass rewrote (`Program.rewritten`) is specialized in two steps:
+its source is specialized, and the pass runs again on the result.
 """
 
 from __future__ import annotations
@@ -55,32 +55,36 @@ FORWARD, BACKWARD, OPTIMIZE, LR_SCHED, RPC, DIST = (
     "dist",
 )
 ROLES = (FORWARD, BACKWARD, OPTIMIZE, LR_SCHED, RPC, DIST)
-# parts of a program's fingerprint, by the roles of their equations
+# the roles whose equations form each part of a program's fingerprint
 _PARTS = {"loss": (FORWARD, BACKWARD), "update": (OPTIMIZE, LR_SCHED), "exchange": (RPC, DIST)}
 
 Signature = tuple[tuple[tuple[int, ...], Any], ...]
-Types = Mapping[str, Any]  # by input name
+Types = Mapping[str, Any]  # input name -> type
 T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program(NamedJaxpr):
-    """Named, closed jaxpr.
+    """Closed jaxpr whose inputs, outputs and equations have names and roles.
 
     Attributes:
       name: name of the program, e.g. `step`, `trainer 0`.
-      jaxpr: the closed jaxpr; its invars are the arrays of `args`, its outvars those of `out`.
+      jaxpr: the closed jaxpr; its inputs are the arrays of `args`, its outputs the arrays of `out`.
       args: structure of each argument.
       out: structure of the result.
       roles: one of `ROLES` for each equation.
-      guessed: True if roles come from names of scopes, since the program was not cut yet.
-      labels: names for values that are neither input nor output, e.g. `params/w@GRAD.block0`.
-      ambiguous_outputs: reason why the pairing of outputs with inputs is a guess, if it is.
-      numbers: outputs that the function returned as Python numbers.
-      frozen_constants: the constant entry of state arrays that never change (`dtrans.step.frozen`).
-      takes_one_state: True if its first two arguments are parts of a state (`step.one_state`).
-      specializer: returns the program for other types, one per input; None if shapes are fixed.
-      plan: the plan of a role's program. Roles compare its `identity` when they connect.
+      guessed: True if roles were guessed from scope names, before a transform analysed the step.
+      labels: names of values that are neither inputs nor outputs, e.g. `params/w@GRAD.block0`.
+      ambiguous_outputs: if outputs could be paired with inputs in several ways, the explanation.
+      numbers: outputs that the traced function returned as Python numbers.
+      frozen_constants: for each state array that is constant and never changes, the number in all
+        its entries (`dtrans.step.frozen`).
+      takes_one_state: True if the step had one state argument, which `dtrans.step.one_state`
+        split into parameters and optimizer state.
+      specializer: maps a type for each input to the program for these types; None if shapes are
+        fixed.
+      plan: the plan that this program of a role belongs to; roles compare its `identity` when they
+        connect.
 
     Example:
       >>> import jax.numpy as jnp, dtrans
@@ -111,7 +115,8 @@ class Program(NamedJaxpr):
         check_names(self.name, self)
         if len(self.roles) != len(self.inner.eqns):
             raise TraceError(
-                f"program {self.name}: {len(self.inner.eqns)} equations but {len(self.roles)} roles"
+                f"program {self.name} has {len(self.inner.eqns)} equations but {len(self.roles)} "
+                "roles"
             )
 
     @classmethod
@@ -123,14 +128,14 @@ class Program(NamedJaxpr):
         out: TreeSpec,
         values: Mapping[str, Atom],
     ) -> Program:
-        """Return the program of a builder, for its shapes.
+        """Return the program that a builder has written; its shapes are fixed.
 
         Args:
           name: name of the program.
           b: the builder.
           args: structure of each argument.
           out: structure of the result.
-          values: values by name; those in `out` are the outputs.
+          values: name -> value; must contain the names of `out`.
         """
         return cls(name, b.build(values_at(values, out.names)), args, out, tuple(b.roles), b.labels)
 
@@ -158,7 +163,7 @@ class Program(NamedJaxpr):
 
     @cached_property
     def read(self) -> frozenset[str]:
-        """Names of the inputs that it reads."""
+        """Names of the inputs that an equation or an output reads."""
         used = set(variables_read(self.eqns, self.inner.outvars))
         return frozenset(n for n, v in self.invars.items() if v in used)
 
@@ -170,7 +175,7 @@ class Program(NamedJaxpr):
 
     @cached_property
     def ops(self) -> tuple[Op, ...]:
-        """Equations in order, with the names of their operands."""
+        """Equations in order, as ops with named operands."""
         return list_ops(self, self.roles, self.value_names)
 
     @cached_property
@@ -180,7 +185,7 @@ class Program(NamedJaxpr):
 
     @cached_property
     def communicates(self) -> bool:
-        """True if it has equations that only a realiser can carry out."""
+        """True if the program contains communication, which only a realiser can run."""
         return any(is_communication(eqn) for eqn in equations(self.jaxpr))
 
     @cached_property
@@ -196,10 +201,10 @@ class Program(NamedJaxpr):
     # -- running it ------------------------------------------------------------------------------
 
     def flatten(self, *args: Any) -> list[Any]:
-        """Return the input arrays of a call.
+        """Flatten the arguments of a call into the list of input arrays.
 
         Raises:
-          TraceError: an argument has another structure.
+          TraceError: an argument has a different structure than in the trace.
         """
         if len(args) != len(self.args):
             raise TraceError(
@@ -211,16 +216,16 @@ class Program(NamedJaxpr):
         return flat
 
     def specialize(self, *args: Any) -> Program:
-        """Return this program for the shapes of `args`; the same object for the traced shapes.
+        """Return the program for the shapes of `args`: this object, or a cached new trace.
 
         Raises:
-          TraceError: state (parameters, optimizer state) has another shape or dtype, or the program
-            was not traced from a function.
+          TraceError: the shape or dtype of state (parameters, optimizer state) differs, or the
+            program cannot be traced again.
         """
         return self.specialize_flat(self.flatten(*args))
 
     def specialize_flat(self, arrays: Sequence[Any]) -> Program:
-        """Return the program for the shapes of flat arrays, as `specialize` does."""
+        """Return the program for the shapes of these input arrays; see `specialize`."""
         wanted, family = signature(arrays), self._family
         if wanted == self._signature:
             return self
@@ -235,16 +240,16 @@ class Program(NamedJaxpr):
         types: Callable[[Types], Types] | None = None,
         result: Program | None = None,
     ) -> Program:
-        """Return the result of a pass over this program; other shapes replay the pass.
+        """Return `pass_(self)`, with a specializer that runs the pass again for other shapes.
 
-        State of this program keeps its shape. Its other inputs take their shapes from the inputs of
-        the same name.
+        When the result is specialized, so is this program: each input that is not state gets the
+        new type of the result's input with the same name.
 
         Args:
           pass_: returns the rewritten program, for any shapes.
-          types: maps the types of the rewritten program's inputs to those of this one's, if they
-            differ.
-          result: result of the pass on this program, if known.
+          types: maps new types of the result's inputs to types of this program's inputs; needed if
+            the pass changes names or shapes of inputs.
+          result: `pass_(self)`, if it is computed already.
 
         Example:
           >>> import dataclasses, jax.numpy as jnp, dtrans
@@ -259,25 +264,23 @@ class Program(NamedJaxpr):
         return result if result is self else dataclasses.replace(result, specializer=again)
 
     def returning(self, out: TreeSpec, names: Sequence[str], **changed: Any) -> Program:
-        """Return this program, for its own shapes, with some of its outputs in another structure.
+        """Return this program with some of its outputs, in a new structure; shapes are fixed.
 
         Args:
-          out: the structure.
-          names: the output for each of its arrays.
-          changed: other fields.
+          out: the new structure.
+          names: name of this program's output for each array of `out`.
+          changed: other fields to replace.
         """
         values = self.outvars
         jaxpr = closed_with(self.jaxpr, outvars=values_at(values, names))
         return self.with_jaxpr(jaxpr, out=out, roles=self.roles, **changed)
 
     def with_jaxpr(self, jaxpr: ClosedJaxpr, **changed: Any) -> Program:
-        """Return this program with another jaxpr, for its own shapes.
-
-        A jaxpr without the function that it was traced from cannot be retraced for new shapes.
+        """Return this program with another jaxpr; its shapes are fixed.
 
         Args:
-          jaxpr: the jaxpr; by default each of its equations has the role "forward".
-          changed: other fields.
+          jaxpr: the jaxpr.
+          changed: other fields to replace; the default of `roles` is "forward" for each equation.
 
         Example:
           >>> import jax.numpy as jnp, dtrans
@@ -289,10 +292,10 @@ class Program(NamedJaxpr):
         return dataclasses.replace(self, jaxpr=jaxpr, specializer=None, **changed)
 
     def once(self, make: Callable[[Program], T]) -> T:
-        """Return `make(self)`, computed once and cached with the program.
+        """Return `make(self)`; the result is computed once and cached in the program.
 
         Args:
-          make: a function of the program alone.
+          make: a function of the program that reads nothing else.
         """
         results = vars(self).setdefault("_results", {})
         if make not in results:
@@ -301,10 +304,10 @@ class Program(NamedJaxpr):
         return found
 
     def __call__(self, *args: Any) -> Any:
-        """Run the program on this process's default device.
+        """Run the program on the default device of this process.
 
         Raises:
-          NotRealisedError: the program communicates.
+          NotRealisedError: the program contains communication.
         """
         flat = self.flatten(*args)
         program = self.specialize_flat(flat)
@@ -314,7 +317,7 @@ class Program(NamedJaxpr):
 
     @cached_property
     def compiled(self) -> Callable[..., list[Any]]:
-        """Jitted program on flat arrays."""
+        """Jitted function from the input arrays to the output arrays."""
         return jax.jit(jaxpr_as_fun(self.jaxpr))
 
     @cached_property
@@ -323,8 +326,9 @@ class Program(NamedJaxpr):
 
     @cached_property
     def _family(self) -> dict[Signature, Program]:
-        """Programs for all requested shapes; they share the dict."""
-        # later traces have strong types; weak ones (`jnp.asarray(0.5)`) lead to other equations
+        """Cache of specialized programs by signature, which all of them share."""
+        # A call never has weak types (`jnp.asarray(0.5)` at the trace), and strong types lead to
+        # other equations. So a program with weak types is not the program for its own signature.
         weak = any(getattr(v.aval, "weak_type", False) for v in self.inner.invars)
         return {} if weak else {self._signature: self}
 
@@ -345,16 +349,16 @@ class Program(NamedJaxpr):
 
 
 def is_communication(eqn: JaxprEqn) -> bool:
-    """Return True if only a realiser can carry out an equation (see `dtrans.ops`)."""
+    """Return True if an equation is communication (`dtrans.ops`), which only a realiser runs."""
     return getattr(eqn.primitive, "communicates", False)
 
 
 def _call_error(program: Program) -> NotRealisedError:
-    """Return the error of a call of a program that communicates."""
+    """Return the error for calling a program that contains communication."""
     kinds = sorted({op.type for op in program.ops if op.role == RPC})
     return NotRealisedError(
-        f"program {program.name} communicates ({', '.join(kinds)}), so it cannot be called: "
-        "run it with dtrans.Executor(), or the whole job with plan.on_mesh()"
+        f"program {program.name} contains communication ({', '.join(kinds)}), so it cannot be "
+        "called; run it with dtrans.Executor(), or the whole job with plan.on_mesh()"
     )
 
 
@@ -362,7 +366,7 @@ def _call_error(program: Program) -> NotRealisedError:
 
 
 def signature(arrays: Sequence[Any]) -> Signature:
-    """Return shape and dtype of each array as JAX takes it (float64 is float32 without x64)."""
+    """Return the shape and dtype of each array; without x64, 32-bit instead of 64-bit dtypes."""
 
     def dtype(x: Any) -> Any:
         d = x.dtype
@@ -372,10 +376,10 @@ def signature(arrays: Sequence[Any]) -> Signature:
 
 
 def _retrace(program: Program, wanted: Signature) -> Program:
-    """Return a program for different shapes: its specializer traces it again.
+    """Trace a program again for other shapes.
 
     Raises:
-      TraceError: state has another shape, the shapes are fixed, or the function fails for them.
+      TraceError: the shape of state differs, all shapes are fixed, or the function fails.
     """
     state, traced = set(program.state), signature(avals(program.inner.invars))
     for name, (shape, dtype), (old_shape, old_dtype) in zip(
@@ -384,38 +388,39 @@ def _retrace(program: Program, wanted: Signature) -> Program:
         is_fixed = name in state or program.specializer is None
         if is_fixed and (shape, dtype) != (old_shape, old_dtype):
             raise TraceError(
-                f"{name} is {dtype}{list(shape)}, program {program.name} was traced with "
+                f"{name} is {dtype}{list(shape)}, but program {program.name} was traced with "
                 f"{old_dtype}{list(old_shape)}"
                 + ("; trace it again with these shapes" if name not in state else "")
             )
     assert program.specializer is not None
-    # the trace is cached: it must not depend on the caller's mesh
+    # the program is cached, so its trace must not depend on the mesh of this caller
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
         try:
             types = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in wanted]
             found = program.specializer(types)
             return found if program.plan is None else dataclasses.replace(found, plan=program.plan)
         except DtransError:
-            raise  # its text has the cause
+            raise  # dtrans errors already name the cause
         except (TypeError, ValueError) as e:
             inputs = zip(program.in_names, wanted, traced, strict=True)
             name, (shape, _), (old_shape, _) = next(x for x in inputs if x[1] != x[2])
             raise TraceError(
-                f"{program.name} was traced with {name} of shape {tuple(old_shape)}, and retracing "
-                f"it with {tuple(shape)} failed: {e}\n"
-                "A plan traces the step for the whole batch and for a part of it. A constant "
-                "may have the size of the first batch: make it from the shape of an argument, "
-                "or pass it as an argument"
+                f"{program.name} was traced with {name} of shape {tuple(old_shape)}, but tracing "
+                f"it again with shape {tuple(shape)} failed: {e}\n"
+                "A plan traces the step with the full batch and with a part of it. If a constant "
+                "in the step has the size of the first batch, compute it from the shape of an "
+                "argument, or pass it as an argument"
             ) from e
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rewrite:
-    """Specializer of a rewritten program: the source, and the pass that is replayed on it.
+    """Specializer of a rewritten program: runs the pass again on the specialized source.
 
     Attributes:
-      source, pass_, types: as those of `Program.rewritten`.
-      names: inputs of the rewritten program.
+      source: the program that the pass rewrote.
+      pass_, types: arguments of `Program.rewritten`.
+      names: names of the rewritten program's inputs.
     """
 
     source: Program
@@ -424,7 +429,7 @@ class Rewrite:
     types: Callable[[Types], Types] | None
 
     def __call__(self, types: Sequence[jax.ShapeDtypeStruct]) -> Program:
-        """Return the pass's result on the source, for these types of the new program's inputs."""
+        """Return the rewritten program for these types of its inputs."""
         new_types: Types = dict(zip(self.names, types, strict=True))
         new_types = new_types if self.types is None else self.types(new_types)
         state_names = set(self.source.state)
@@ -435,11 +440,11 @@ class Rewrite:
 
 
 def rewrite_root(program: Program, change: Callable[[Program], Program]) -> Program:
-    """Return the result of a program's passes on a changed first program.
+    """Change the traced program that `program` was rewritten from, and run all passes again.
 
     Args:
-      program: the program, possibly rewritten.
-      change: changes the traced program.
+      program: a traced program, or one that passes rewrote.
+      change: returns the changed traced program.
     """
     again = program.specializer
     if isinstance(again, Rewrite):

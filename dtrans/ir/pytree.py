@@ -1,9 +1,9 @@
-"""Pytrees as a program sees them: arrays that have a path, and static leaves.
+"""Structures of pytrees: named arrays and static leaves.
 
-Equinox modules have functions and Python numbers among their arrays; flax, plain dicts and
-NamedTuples have arrays only. A `TreeSpec` flattens any of them. A leaf with a `shape` and a `dtype`
-is an array of the program, known by its path (`params/dense/kernel`). Any other leaf is *static*:
-it is part of the program, as with `jax.jit(..., static_argnums=...)`.
+A `TreeSpec` describes the pytree of an argument or result. A leaf with a `shape` and a `dtype` is
+an array, and its path is its name (`params/dense/kernel`). Any other leaf, such as a function or a
+Python number in an Equinox module, is *static*: the program is compiled for this value, as with
+`jax.jit(..., static_argnums=...)`.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ NUMBERS = (bool, int, float, complex)
 
 
 def is_array(leaf: Any) -> bool:
-    """Return True if a leaf is data for a program: it has a shape and a dtype."""
+    """Return True if a leaf has a shape and a dtype."""
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
 def is_differentiable(leaf: Any) -> bool:
-    """Return True if a leaf has gradients: an array of floating or complex numbers."""
+    """Return True if a leaf can have gradients: an array of floating-point or complex numbers."""
     return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 def join_path(root: str, path: tuple[Any, ...]) -> str:
-    """Return `root` and a key path as one name: `params/dense/w`."""
+    """Join `root` and a JAX key path to a name: `params/dense/w`."""
     tail = keystr(path, simple=True, separator="/")
     return "/".join(part for part in (root, tail) if part)
 
 
 def is_under(name: str, roots: Collection[str]) -> bool:
-    """Return True if a name is one of `roots`, or that of a leaf below one."""
+    """Return True if a name is one of `roots`, or starts with one of them and a slash."""
     return any(name == r or name.startswith(r + "/") for r in roots)
 
 
 def unused_name(name: str, taken: Container[object]) -> str:
-    """Return a name that is not taken: the same, or with underscores appended."""
+    """Append underscores to a name until it is not in `taken`."""
     while name in taken:
         name += "_"
     return name
@@ -57,7 +57,7 @@ def unused_name(name: str, taken: Container[object]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Static:
-    """Leaf that is part of the program, not data."""
+    """Leaf that is not an array: its value is fixed in the program."""
 
     value: Any
 
@@ -69,7 +69,7 @@ class Static:
 
 @dataclasses.dataclass(frozen=True)
 class TreeSpec:
-    """Structure of a pytree, name of each array, and value of each static leaf."""
+    """Structure of a pytree, with the name of each array and the value of each static leaf."""
 
     treedef: PyTreeDef
     leaves: tuple[str | Static, ...]
@@ -94,11 +94,11 @@ class TreeSpec:
         return self.names[0].split("/")[0] if self.names else ""
 
     def flatten(self, tree: Any, what: str = "argument") -> list[Any]:
-        """Return the arrays of `tree`, in leaf order, without Explicit axes in their types.
+        """Return the arrays of `tree` in leaf order; explicitly sharded ones without the mesh axes.
 
         Raises:
-          TraceError: `tree` has another structure.
-          BatchError: an integer that JAX would truncate to 32 bits.
+          TraceError: the structure or a static leaf differs from this spec.
+          BatchError: an integer does not fit in 32 bits, to which JAX would truncate it.
         """
         found, treedef = jax.tree.flatten(tree)
         if treedef != self.treedef:
@@ -113,30 +113,31 @@ class TreeSpec:
                 arrays.append(plain_array(leaf))
             elif not spec.same(leaf):
                 raise TraceError(
-                    f"{what} holds {leaf!r} where {spec.value!r} was when it was traced; a leaf "
-                    "that is not an array is part of the program: trace again, or pass it as an "
-                    "array (jnp.asarray)"
+                    f"{what} contains {leaf!r}, but was traced with {spec.value!r} at this "
+                    "position. Leaves that are not arrays are fixed by the trace: trace again, or "
+                    "pass this leaf as an array (jnp.asarray)"
                 )
         return arrays
 
     def unflatten(self, arrays: Sequence[Any]) -> Any:
-        """Return the pytree of these arrays; the inverse of `flatten`."""
+        """Return the pytree with these arrays; the inverse of `flatten`."""
         it = iter(arrays)
         return jax.tree.unflatten(
             self.treedef, [next(it) if isinstance(x, str) else x.value for x in self.leaves]
         )
 
     def unflatten_named(self, values: Mapping[str, Any]) -> Any:
-        """Return the pytree of these values by name; other names may be there as well."""
+        """Return the pytree with the values of its names; `values` may contain other names too."""
         return self.unflatten(values_at(values, self.names))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # a pickled PyTreeDef loses sentinels in its nodes (Equinox); a pickled tree does not
+        # Pickling a PyTreeDef copies the sentinel objects in Equinox nodes, so that it no longer
+        # equals the original. Pickling a tree keeps them.
         return _unpickled, (jax.tree.unflatten(self.treedef, self.leaves),)
 
 
 def unflatten_all(specs: Iterable[TreeSpec], arrays: Iterable[Any]) -> tuple[Any, ...]:
-    """Return a pytree for each spec, from the arrays of all of them in order."""
+    """Return a pytree for each spec; `arrays` are the arrays of all specs in order."""
     remaining = iter(arrays)
     return tuple(
         spec.unflatten(list(itertools.islice(remaining, len(spec.names)))) for spec in specs
@@ -149,26 +150,24 @@ def _unpickled(tree: Any) -> TreeSpec:
 
 
 def as_array(leaf: Any) -> Any:
-    """Convert a Python scalar to the array that JAX would make of it; return anything else
-    unchanged."""
+    """Convert a Python or NumPy scalar to an array, as JAX does; return others unchanged."""
     if isinstance(leaf, np.generic):
         return np.asarray(leaf)
     return jnp.asarray(leaf) if isinstance(leaf, NUMBERS) else leaf
 
 
 def check_integers(name: str, leaf: Any) -> None:
-    """Refuse integers that do not fit: JAX would truncate them to 32 bits, silently.
+    """Raise BatchError if an array has an integer that JAX would silently truncate to 32 bits.
 
     Raises:
-      BatchError: names the leaf, the position of the first such integer, and a remedy.
+      BatchError: the error names the leaf and the position of the first such integer.
 
     Example:
       >>> import numpy as np
       >>> check_integers("ids", np.array([[7, 8], [9, 3_000_000_000]]))  # doctest: +ELLIPSIS
       Traceback (most recent call last):
       ...
-      dtrans.errors.BatchError: ids[1, 1] is 3000000000, which int32 does not hold: JAX keeps
-        integers in 32 bits, ...
+      dtrans.errors.BatchError: ids[1, 1] is 3000000000, which does not fit in int32, ...
     """
     if not isinstance(leaf, np.ndarray) or leaf.dtype.kind not in "iu" or not leaf.size:
         return
@@ -181,45 +180,48 @@ def check_integers(name: str, leaf: Any) -> None:
     place = tuple(np.argwhere((leaf < low) | (leaf > high))[0].tolist())
     where = f"{name}[{', '.join(map(str, place))}]" if place else name
     raise BatchError(
-        f"{where} is {leaf[place]}, which {to.name} does not hold: JAX keeps integers in 32 bits, "
-        "and would cut it; "
-        'turn 64 bits on (jax.config.update("jax_enable_x64", True)), or map such ids to smaller '
-        "ones"
+        f"{where} is {leaf[place]}, which does not fit in {to.name}, the dtype that JAX uses "
+        'without x64; enable 64-bit types (jax.config.update("jax_enable_x64", True)), or map the '
+        "ids to smaller numbers"
     )
 
 
 def partition(tree: Any, keep: Any) -> tuple[Any, Any]:
-    """Split a pytree into leaves that `keep(leaf)` accepts, and others; None in the other
-    places."""
-    return jax.tree.map(lambda x: x if keep(x) else None, tree), jax.tree.map(
-        lambda x: None if keep(x) else x, tree
-    )
+    """Split a pytree into two: the leaves for which `keep` is true, and the others.
+
+    Both have the structure of `tree`, with None for each leaf of the other.
+    """
+    selected = jax.tree.map(lambda x: x if keep(x) else None, tree)
+    others = jax.tree.map(lambda x: None if keep(x) else x, tree)
+    return selected, others
 
 
 def combine(first: Any, second: Any) -> Any:
-    """Merge two pytrees; the inverse of `partition`."""
+    """Merge two pytrees: fill each None of the first from the second; inverts `partition`."""
     return jax.tree.map(
         lambda a, b: b if a is None else a, first, second, is_leaf=lambda x: x is None
     )
 
 
 def tuple_of(*specs: TreeSpec) -> TreeSpec:
-    """Return the spec of a tuple of these."""
+    """Return the spec of a tuple of pytrees with these specs."""
     treedef = jax.tree_util.treedef_tuple([spec.treedef for spec in specs])
     return TreeSpec(treedef, tuple(leaf for spec in specs for leaf in spec.leaves))
 
 
 def result_of(spec: TreeSpec, leaves: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the results of a step after its state, as a tuple."""
+    """Return the results of a step after its state, as a tuple; `spec` describes them."""
     tree = spec.unflatten(leaves)
-    return (
-        tuple(tree) if isinstance(tree, (tuple, list)) and not hasattr(tree, "_fields") else (tree,)
-    )
+    if isinstance(tree, (tuple, list)) and not hasattr(tree, "_fields"):
+        return tuple(tree)
+    return (tree,)
 
 
 def without(spec: TreeSpec, part: TreeSpec) -> TreeSpec:
-    """Return a tuple, list, dict or NamedTuple without its first part equal to `part` (or None
-    in its place)."""
+    """Remove the first child equal to `part` from a tuple, list or dict.
+
+    In a NamedTuple, whose fields are fixed, None replaces the child.
+    """
     full = jax.tree.unflatten(spec.treedef, spec.leaves)
 
     def is_part(child: Any) -> bool:
@@ -230,7 +232,7 @@ def without(spec: TreeSpec, part: TreeSpec) -> TreeSpec:
         gone = next(k for k, child in full.items() if is_part(child))
         remaining: Any = {k: child for k, child in full.items() if k != gone}
     else:
-        # the empty state of an optimizer is ambiguous: prefer the usual second place
+        # An empty optimizer state, (), may equal other results. Steps usually return it second.
         places = sorted(range(len(full)), key=lambda i: i != 1)
         place = next(i for i in places if is_part(full[i]))
         if hasattr(full, "_fields"):

@@ -1,9 +1,8 @@
-"""Integers of a jaxpr that count a dimension: the index of a row, at every row.
+"""Proofs that an integer array *counts* a dimension: its entry at index i is i, as in `arange`.
 
-A value counts a dimension if it is an `iota` along it, up to equations that change no number:
-broadcasts, lossless casts, wrapping of negative indices, clamps without effect. The value may enter
-or leave calls, loops and branches. A value with an offset, a reversal or a permutation counts
-nothing: a fact that is not proven is unknown.
+The proof follows an `iota` through equations that leave its numbers unchanged: broadcasts, lossless
+casts, wrapping of negative indices, and clamps without effect, also into calls, loops and branches.
+Any other value, e.g. `iota + 1` or a permutation, is unknown.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from dtrans.ir.interpret import Facts, ForwardAnalysis, forward_jaxpr
 
 @dataclasses.dataclass(frozen=True)
 class Count:
-    """Index of an entry along a dimension with `size` entries."""
+    """Fact: each entry equals its own index along dimension `axis`, which has `size` entries."""
 
     axis: int
     size: int
@@ -30,32 +29,32 @@ class Count:
 
 @dataclasses.dataclass(frozen=True)
 class Same:
-    """One number in all entries."""
+    """Fact: all entries equal `value`."""
 
     value: int
 
 
 Known = Count | Same | None
-# about a value, then each entry of its last dimension; empty if nothing is known
+# the fact about the whole value, then about each entry of its last dimension; () if unknown
 Fact = tuple[Known, ...]
 
-Entry = int | None  # along the last dimension; None for the value itself
+Entry = int | None  # index in the last dimension; None for the whole value
 
 
 _COMPARE: Mapping[str, Callable[[int, int], bool]] = {
     "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge,
 }  # fmt: skip
-# an index has one component for each dimension of an array; longer dimensions have no components
+# the last dimension of gather indices has an entry for each indexed dimension, so it is short
 _MOST_COMPONENTS = 16
 
 
 def numbers_of(jaxpr: Any) -> Facts[Fact]:
-    """Return the integers of a jaxpr that count a dimension or are constant; inputs are unknown."""
+    """Find the integer arrays of a jaxpr that count a dimension or are constant."""
     return forward_jaxpr(_NUMBERS, jaxpr, [()] * len(opened(jaxpr).invars))
 
 
 def known_of(fact: Fact, component: Entry = None) -> Known:
-    """Return the fact about a value, or about one component of it."""
+    """Return the fact about a whole value, or about one entry of its last dimension."""
     place = 0 if component is None else 1 + component
     return fact[place] if place < len(fact) else None
 
@@ -70,12 +69,15 @@ def _of_equation(eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact] | None:
 
 
 def _output_fact(eqn: JaxprEqn, ins: Sequence[Fact], component: Entry) -> Known:
-    """Return the fact about an equation's output."""
+    """Return the fact about the output of an equation, or about one entry of its last dimension."""
     name, out = eqn.primitive.name, eqn.outvars[0].aval
     if name == "iota":
         d, size = eqn.params["dimension"], out.shape[eqn.params["dimension"]]
-        counts = Count(d, size) if _fits(size - 1, out.dtype) else None
-        return Same(component) if counts and component is not None and d == out.ndim - 1 else counts
+        if not _fits(size - 1, out.dtype):
+            return None
+        if component is not None and d == out.ndim - 1:
+            return Same(component)
+        return Count(d, size)
     if name == "broadcast_in_dim" and len(eqn.invars) == 1:
         return _broadcast(eqn, ins[0], component)
     if name == "concatenate" and component is not None and eqn.params["dimension"] == out.ndim - 1:
@@ -97,7 +99,8 @@ def _counts(aval: Any) -> bool:
 
 
 def _entries(aval: Any) -> tuple[Entry, ...]:
-    """Return the parts of a value that have facts: itself, and its components."""
+    """Return the entries that get a fact: None (the whole value), and those of a short last
+    dimension."""
     if aval.ndim and aval.shape[-1] <= _MOST_COMPONENTS:
         return (None, *range(aval.shape[-1]))
     return (None,)
@@ -133,7 +136,7 @@ def _of_constant(aval: Any, value: Any) -> Fact:
 
 
 def _of_value(value: np.ndarray[Any, Any]) -> Known:
-    """Return the fact about a constant; its first and last entries rule out most of them."""
+    """Return the fact about a constant; first compare two entries, which is cheap."""
     first, last = value.flat[0], value.flat[-1]
     if first == last and np.all(value == first):
         of_one_row = value.shape == (1,) and value.dtype.kind != "b" and value[0] == 0
@@ -155,7 +158,7 @@ def _fits(number: int, dtype: Any) -> bool:
 
 
 def _moved(eqn: JaxprEqn, known: Known) -> Known:
-    """Return the fact about a value with rearranged dimensions."""
+    """Return the fact about the output of a transpose, squeeze or reshape."""
     if not isinstance(known, Count):
         return known
     axis, name = known.axis, eqn.primitive.name
@@ -174,7 +177,7 @@ def _moved(eqn: JaxprEqn, known: Known) -> Known:
 
 
 def _ends(known: Count | Same) -> tuple[int, int]:
-    """Return the smallest and the largest number."""
+    """Return the smallest and the largest entry."""
     return (0, known.size - 1) if isinstance(known, Count) else (known.value, known.value)
 
 
@@ -195,7 +198,9 @@ def _added(eqn: JaxprEqn, of: Sequence[Known]) -> Known:
 
 def _multiplied(eqn: JaxprEqn, of: Sequence[Known]) -> Known:
     a, b = of
-    return a if b == Same(1) else b if a == Same(1) else None
+    if b == Same(1):
+        return a
+    return b if a == Same(1) else None
 
 
 def _compared(eqn: JaxprEqn, of: Sequence[Known]) -> Known:
@@ -209,7 +214,9 @@ def _compared(eqn: JaxprEqn, of: Sequence[Known]) -> Known:
 
 def _selected(eqn: JaxprEqn, of: Sequence[Known]) -> Known:
     which, *cases = of
-    return cases[which.value] if isinstance(which, Same) and 0 <= which.value < len(cases) else None
+    if not isinstance(which, Same) or not 0 <= which.value < len(cases):
+        return None
+    return cases[which.value]
 
 
 def _clamped(eqn: JaxprEqn, of: Sequence[Known]) -> Known:
@@ -244,17 +251,26 @@ _BY_ENTRY: Mapping[str, Callable[[JaxprEqn, Sequence[Known]], Known]] = {
 
 
 def _turn(fact: Fact) -> Fact:
-    """Return the fact about an iteration's slice of a stack."""
-    less = lambda x: Count(x.axis - 1, x.size) if x.axis else None
-    return tuple(less(x) if isinstance(x, Count) else x for x in fact)
+    """Return the fact about the slice of a scanned array that one iteration reads."""
+    return _with_axes_moved(fact, -1)
 
 
 def _stack(fact: Fact) -> Fact:
-    return tuple(Count(x.axis + 1, x.size) if isinstance(x, Count) else x for x in fact)
+    return _with_axes_moved(fact, 1)
+
+
+def _with_axes_moved(fact: Fact, by: int) -> Fact:
+    found: list[Known] = []
+    for known in fact:
+        if isinstance(known, Count):
+            axis = known.axis + by
+            known = Count(axis, known.size) if axis >= 0 else None
+        found.append(known)
+    return tuple(found)
 
 
 def _fitted(fact: Fact, aval: Any) -> Fact:
-    """Return the fact about an iteration's value; a scalar has no components of the stack."""
+    """Drop facts about entries that a slice of this type does not have."""
     return fact[: len(_entries(aval))]
 
 

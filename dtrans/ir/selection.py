@@ -1,4 +1,4 @@
-"""Selection and inversion of mappings."""
+"""Selection of entries from mappings and sequences, and inverse mappings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ U = TypeVar("U")
 
 
 class Indexable(Protocol[Key, Value]):
-    """Mapping, sequence or array: anything with `values[key]`."""
+    """Object with `values[key]`: a mapping, a sequence or an array."""
 
     def __getitem__(self, key: Key, /) -> Value: ...
 
@@ -26,15 +26,15 @@ def values_at(values: Indexable[T, U], keys: Iterable[T]) -> list[U]:
 
 
 def subset(values: Indexable[Any, U], keys: Iterable[K]) -> dict[K, U]:
-    """Return a dict of the entries under some keys, in the order of the keys."""
+    """Return the dict `{key: values[key]}` for some keys, in their order."""
     return {key: values[key] for key in keys}
 
 
 def invert(mapping: Mapping[K, V]) -> dict[V, K]:
-    """Return a dict from each value to its key; the last key, if several have one value."""
+    """Return the dict `{value: key}`; if several keys have one value, the last key."""
     return {value: key for key, value in mapping.items()}
 
 
 def number_items(items: Iterable[V]) -> dict[V, int]:
-    """Return a dict from each item to its index."""
+    """Return the dict `{item: index}`."""
     return {item: i for i, item in enumerate(items)}

@@ -1,15 +1,17 @@
-"""Row analysis: the relation between values of an update and the rows of parameters.
+"""Row analysis: which leaves an optimizer allows to slice by rows, and its update on some rows.
 
-The package also writes an update for some of the rows.
+A *block* is a part of a leaf's rows (indices of dimension 0) that one server has. The analysis
+relates every value of the update to the rows of parameters. The writer then writes the update of a
+block.
 
-layout       layouts: shared, rows of a leaf, or colocated with leaves
-rules        effect of each primitive on rows
-flow         one forward pass over equations, loops and branches
-normalize    equations on several leaves, split into one for each
-analysis     leaves that an optimizer allows to slice
-slices       a slice of an array
-parts        a slice of an output, from slices of operands
-random_bits  random bits of some rows
-writer       equations rewritten for a block of rows
-row_buckets  rows assigned to buckets by their ids
+    layout       layouts: shared, rows of a leaf, or colocated with leaves
+    rules        rule of each primitive: which rows of the outputs come from which operand rows
+    flow         one forward pass over equations, loops and branches
+    normalize    equations on several leaves, split into one for each leaf
+    analysis     the leaves that an optimizer allows to slice
+    slices       a slice of an array along one axis
+    parts        a slice of an equation's output, computed from slices of its operands
+    random_bits  random bits of some rows
+    writer       equations rewritten for a block of rows
+    row_buckets  rows assigned to buckets by their ids
 """

@@ -1,18 +1,18 @@
 """Row analysis: the leaves that an optimizer allows to slice along dimension 0.
 
-One forward pass over the optimize half of a step gives every value a layout (`dtrans.rows.layout`)
-by the rules of the primitives (`dtrans.rows.rules`). Elementwise equations keep rows. A reduction
-over rows becomes one partial result for each block and an `all_reduce`, whose result is shared. Any
-other equation on rows binds the leaf to one server, unsliced, with the equation as the reason.
-Leaves that such an equation combines are a `Group`. The pass enters loops and branches with the
-layouts of their operands.
+One forward pass over the optimize half of a step assigns a layout (`dtrans.rows.layout`) to every
+value, by the rules of the primitives (`dtrans.rows.rules`). Elementwise equations keep rows. A
+reduction over rows becomes a partial reduction on each block and an `all_reduce` between servers;
+its result is shared. Any other equation on rows *binds* its leaves: they stay unsliced, together on
+one server, and the plan reports the equation as the reason. Bound leaves form a `Group`.
 
-Layouts of state inputs are not guessed from names or shapes. A state input starts as `Shared`, and
-takes the layout of the output of its name until nothing changes. Layouts form a finite lattice and
-only go up, so two or three passes are enough.
+The layouts of optimizer state are not guessed from names or shapes. A state input starts as
+`Shared`, and then gets the layout of the output with its name. The pass is repeated until no layout
+changes. Layouts only rise in a finite lattice, so two or three passes suffice.
 
-Slicing every optimizer would be wrong by 1e-2 to 1e-1, silently, for clipping by global norm, LAMB,
-LARS or Adafactor. An equation that is not understood costs balance, never correctness.
+Without this analysis, sliced optimizers with clipping by global norm, LAMB, LARS or Adafactor would
+silently return numbers that are wrong by 1e-2 to 1e-1. An unknown primitive binds
+its leaves, which costs load balance, but the numbers stay correct.
 """
 
 from __future__ import annotations
@@ -24,16 +24,25 @@ from functools import cached_property
 from dtrans._jax import Atom, Var
 from dtrans.ir.inline import eliminate_dead
 from dtrans.rows.flow import Flow, FlowPass
-from dtrans.rows.layout import SHARED, Colocated, Layout, RowAxis, join, leaves_of, sendable
+from dtrans.rows.layout import (
+    SHARED,
+    Colocated,
+    Layout,
+    RowAxis,
+    binding,
+    join,
+    leaves_of,
+    sendable,
+)
 from dtrans.rows.normalize import inline_bodies, normalise
 from dtrans.step.cut import Gradient, Name, OptimizeHalf
 
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Leaves that must live unsliced on one server, together.
+    """Leaves that must stay unsliced on one server, together.
 
-    `reason` is the first equation that bound them, None for a 0-d leaf.
+    `reason` describes the first equation that bound them; None for a 0-d leaf.
     """
 
     leaves: tuple[str, ...]
@@ -42,14 +51,14 @@ class Group:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowAnalysis:
-    """Result of `analyse`.
+    """Result of the row analysis of an update (`analyse`).
 
     Attributes:
       half: the optimize half that was analysed, with branches split by leaf.
-      flow: layouts of its values, and how its equations run on rows.
-      groups: leaf to its group, for leaves that cannot be sliced.
-      params: the leaves, in leaf order.
-      axes: row dimension of a leaf, if it is not the first.
+      flow: layout of each value, and how each equation runs on rows.
+      groups: group of each leaf that cannot be sliced.
+      params: names of the leaves, in leaf order.
+      axes: row dimension of each leaf whose rows are not dimension 0.
     """
 
     half: OptimizeHalf
@@ -64,30 +73,34 @@ class RowAnalysis:
 
     @cached_property
     def inputs(self) -> dict[Name, Var]:
-        """Variable of each input."""
+        """Variable of each input, by name."""
         return self.half.invars
 
     @cached_property
     def outputs(self) -> dict[str, Atom]:
-        """Value of each output."""
+        """Value of each output, by name."""
         return self.half.outvars
 
     def home(self, layout: Layout) -> str | None:
-        """Return the leaf, or first leaf of the group, that a value lives with; None if shared."""
-        return None if layout is SHARED else self.home_of(min(leaves_of([layout])))
+        """Return the leaf whose server has a value with this layout (`home_of`); None if shared."""
+        if layout is SHARED:
+            return None
+        return self.home_of(min(leaves_of([layout])))
 
     def home_of(self, leaf: str) -> str:
-        """Return the leaf, or the first leaf of its group."""
-        return self.groups[leaf].leaves[0] if leaf in self.groups else leaf
+        """Return the first leaf of a leaf's group; the leaf itself if it has no group."""
+        if leaf not in self.groups:
+            return leaf
+        return self.groups[leaf].leaves[0]
 
     @cached_property
     def input_names(self) -> dict[Var, str]:
-        """Names of inputs other than gradients."""
+        """Name of each input that is not a gradient."""
         return {v: n for n, v in self.inputs.items() if isinstance(n, str)}
 
     @cached_property
     def state_of(self) -> dict[str | None, tuple[str, ...]]:
-        """Optimizer state by home; None is the home of shared state."""
+        """Names of optimizer state by home (see `home`); shared state is under None."""
         new = set(self.outputs) - set(self.params)
         found: dict[str | None, tuple[str, ...]] = {None: ()}
         for var, name in self.input_names.items():
@@ -97,24 +110,21 @@ class RowAnalysis:
         return found
 
     def with_unsliced(self, unsliced: Collection[str]) -> RowAnalysis:
-        """Return the analysis for a placement in which some leaves are on one server.
+        """Repeat the analysis for a placement that leaves some leaves unsliced.
 
-        Reductions over such a leaf need no communication.
+        Reductions over such a leaf need no communication between servers.
         """
         known = {*unsliced, *self.groups}
         half, roots = self.half, {leaf: g.leaves[0] for leaf, g in self.groups.items()}
         while True:
             flow, bound = _settled(half, self.params, known, self.axes)
             groups = _groups(bound, self.params)
-            # fewer may be bound: reductions in a loop over an unsliced leaf bind nothing, say
-            assert all(
-                set(g.leaves) <= set(self.groups[n].leaves)
-                for n, g in groups.items()
-                if n in self.groups
-            )
-            assert groups.keys() <= known, (
-                f"{sorted(groups.keys() - known)} were sliced, but cannot be"
-            )
+            # Groups can only become smaller: a reduction inside a loop, for example, no longer
+            # binds a leaf that is unsliced in any case.
+            for leaf in groups.keys() & self.groups.keys():
+                assert set(groups[leaf].leaves) <= set(self.groups[leaf].leaves)
+            sliced = groups.keys() - known
+            assert not sliced, f"{sorted(sliced)} were sliced, but cannot be"
             simpler = normalise(half.jaxpr, flow, roots)
             if simpler is None:
                 return dataclasses.replace(self, half=half, flow=flow)
@@ -124,14 +134,14 @@ class RowAnalysis:
 def analyse(
     half: OptimizeHalf, params: Sequence[str], axes: Mapping[str, int] | None = None
 ) -> RowAnalysis:
-    """Return the leaves in `params` that the optimize half allows to slice, with the layouts.
+    """Analyse the rows of an optimizer's update: find the leaves that it allows to slice.
 
-    Time is linear in the number of equations.
+    The time is linear in the number of equations.
 
     Args:
       half: the optimize half of a step.
       params: names of the leaves.
-      axes: row dimension of a leaf, if it is not the first.
+      axes: row dimension of each leaf whose rows are not dimension 0.
     """
     axes = axes or {}
     half = dataclasses.replace(half, jaxpr=inline_bodies(half.jaxpr))
@@ -146,21 +156,27 @@ def analyse(
             half = dataclasses.replace(half, jaxpr=eliminate_dead(simpler))
         elif groups.keys() <= unsliced:
             return RowAnalysis(half, flow, groups, tuple(params), axes)
-        else:  # again: reductions over these leaves, even in a loop, now stay on their server
+        else:  # repeat: a reduction over the newly bound leaves needs no communication now
             bound += found
             unsliced |= groups.keys()
 
 
 def leaves_of_state(half: OptimizeHalf, params: Sequence[str]) -> dict[str, str]:
-    """Return the leaf that each array of optimizer state lives with; shared state is left out."""
-    state_of = analyse(half, params).state_of
-    return {n: leaf for leaf, names in state_of.items() if leaf is not None for n in names}
+    """Return the leaf whose server has each array of optimizer state; omit shared state."""
+    found: dict[str, str] = {}
+    for leaf, names in analyse(half, params).state_of.items():
+        if leaf is not None:
+            found |= dict.fromkeys(names, leaf)
+    return found
 
 
 def _settled(
     half: OptimizeHalf, params: Sequence[str], unsliced: Collection[str], axes: Mapping[str, int]
 ) -> tuple[Flow, list[Colocated]]:
-    """Return the layouts once those of state inputs are stable, and all that bind leaves."""
+    """Repeat the forward pass until the layouts of state inputs are stable.
+
+    Return the last pass, and the layouts that bind leaves.
+    """
     inner = half.inner
     inputs = half.invars
     outputs = half.outvars
@@ -169,19 +185,18 @@ def _settled(
         rows = RowAxis(name, axes.get(name, 0))
         grad = inputs.get(Gradient(name))
         var = inputs.get(name, grad)
-        layout_of_leaf: Layout = (
-            rows if var is not None and var.aval.ndim else Colocated(frozenset([name]))
-        )
+        layout_of_leaf: Layout = rows
+        if var is None or not var.aval.ndim:
+            layout_of_leaf = Colocated(frozenset([name]))
         if name in inputs and name in outputs:
             start[inputs[name]] = layout_of_leaf
         if grad is not None:
             start[grad] = layout_of_leaf
     leaf_names = set(params)
-    state = {
-        n: v
-        for n, v in inputs.items()
-        if isinstance(n, str) and n in outputs and n not in leaf_names
-    }
+    state: dict[str, Var] = {}
+    for n, v in inputs.items():
+        if isinstance(n, str) and n in outputs and n not in leaf_names:
+            state[n] = v
     free = set(state.values())
 
     while True:
@@ -191,7 +206,7 @@ def _settled(
             now, out = start.get(var, SHARED), outputs[name]
             new = join(now, flow.layout(out), name)
             if new is SHARED and out is var and len(flow.claims.get(var, ())) == 1:
-                # constant state that only meets rows of one leaf: sliced like them
+                # constant state that is only combined with rows of one leaf is sliced like the leaf
                 (new,) = flow.claims[var]
             if new != now:
                 start[var] = new
@@ -205,19 +220,13 @@ def _settled(
         if isinstance(layout, Colocated) and name not in layout.leaves and not sendable(layout):
             bound.append(Colocated(layout.leaves | {name}, layout.reason))
         elif isinstance(layout, RowAxis) and layout != RowAxis(name, axes.get(name, 0)):
-            bound.append(
-                Colocated(
-                    frozenset({name, layout.leaf}), f"new {name} depends on rows of {layout.leaf}"
-                )
-            )
-    bound += [
-        x for x in start.values() if isinstance(x, Colocated) and (x.reason or len(x.leaves) > 1)
-    ]
-    return flow, bound
+            reason = f"new {name} depends on rows of {layout.leaf}"
+            bound.append(Colocated(frozenset({name, layout.leaf}), reason))
+    return flow, bound + binding(start.values())
 
 
 def _groups(bound: Sequence[Colocated], params: Sequence[str]) -> dict[str, Group]:
-    """Join leaves that are bound together (union-find)."""
+    """Return the group of each bound leaf: leaves that are bound together, by union-find."""
     parent: dict[str, str] = {}
 
     def find(leaf: str) -> str:

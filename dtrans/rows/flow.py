@@ -1,6 +1,6 @@
-"""One forward pass over equations: the layout of every value, and how equations run on rows.
+"""One forward pass over equations: the layout of each value, and how each equation runs on rows.
 
-The pass enters loops and branches with the layouts of their operands.
+The pass also enters the bodies of loops and branches.
 """
 
 from __future__ import annotations
@@ -24,20 +24,34 @@ from dtrans._jax import (
 )
 from dtrans.ir.display import short_type
 from dtrans.ir.interpret import ForwardAnalysis, enter
-from dtrans.rows.layout import SHARED, Colocated, Layout, RowAxis, join, leaves_of, sendable
+from dtrans.rows.layout import (
+    SHARED,
+    Colocated,
+    Layout,
+    RowAxis,
+    all_shared,
+    binding,
+    first_reason,
+    join,
+    leaves_of,
+    row_axes,
+    rows_or_none,
+    rows_or_shared,
+    sendable,
+)
 from dtrans.rows.rules import Step, step_of
 
 
 @dataclasses.dataclass(eq=False)
 class Flow:
-    """Result of one pass over equations.
+    """Result of a forward pass over equations.
 
     Attributes:
-      layouts: layout of every value that is not shared.
-      steps: by position, how an equation runs on a block of rows.
-      bound: layouts that bind leaves.
-      crosses: True if values must be sent between servers.
-      claims: for each free state input, the rows that it was read with.
+      layouts: layout of each value that is not shared.
+      steps: index of an equation -> how it runs on a block of rows.
+      bound: layouts that bind leaves (`dtrans.rows.analysis`).
+      crosses: True if the equations need communication between servers.
+      claims: for each state input with unknown layout, the rows that it was combined with.
     """
 
     layouts: dict[Var, Layout]
@@ -47,17 +61,17 @@ class Flow:
     claims: dict[Var, set[RowAxis]] = dataclasses.field(default_factory=dict)
 
     def layout(self, atom: Atom) -> Layout:
-        """Return the layout of a value; literals are shared."""
+        """Return the layout of a value."""
         return SHARED if isinstance(atom, Literal) else self.layouts.get(atom, SHARED)
 
 
 class FlowPass:
-    """One forward pass.
+    """Forward pass over the equations of a jaxpr or a body.
 
     Args:
-      unsliced: leaves that are on one server in any case.
+      unsliced: leaves that stay unsliced in any case.
       free: state inputs whose layouts are not known yet.
-      within: the loop or branch that has this body.
+      within: if the equations are in a body, the outermost loop or branch that contains them.
     """
 
     several = False  # True if a loop may run on rows of several leaves independently
@@ -70,20 +84,18 @@ class FlowPass:
         self.within = within
 
     def over(self, eqns: Iterable[JaxprEqn], start: Mapping[Var, Layout]) -> Flow:
-        """Follow equations, from the layouts of their inputs."""
+        """Run the pass; `start` has the layouts of the inputs."""
         flow = Flow(dict(start))
         for i, eqn in enumerate(eqns):
             ins = [flow.layout(a) for a in eqn.invars]
-            if all(x is SHARED for x in ins) and not self._begins(eqn):
+            if all_shared(ins) and not self._begins(eqn):
                 continue
             step = self._step(flow, eqn, ins)
             flow.steps[i] = step
-            flow.layouts.update(
-                (v, x) for v, x in zip(eqn.outvars, step.outs, strict=True) if x is not SHARED
-            )
-            flow.bound += [
-                x for x in step.outs if isinstance(x, Colocated) and (x.reason or len(x.leaves) > 1)
-            ]
+            for v, x in zip(eqn.outvars, step.outs, strict=True):
+                if x is not SHARED:
+                    flow.layouts[v] = x
+            flow.bound += binding(step.outs)
             if not self.free or all(x is SHARED or sendable(x) for x in ins):
                 continue
             for a, x, row in zip(eqn.invars, ins, step.operands, strict=True):
@@ -92,33 +104,34 @@ class FlowPass:
         return flow
 
     def _begins(self, eqn: JaxprEqn) -> bool:
-        """Return True if an equation makes rows from operands without rows."""
+        """Return True if an equation has rows in its outputs, but none in its operands.
+
+        A subclass overrides this.
+        """
         return False
 
     def _step(self, flow: Flow, eqn: JaxprEqn, ins: Sequence[Layout]) -> Step:
-        """Return how an equation runs, if some operand is not shared."""
-        stuck = [
-            x
-            for a, x in zip(eqn.invars, ins, strict=True)
-            if isinstance(x, Colocated) and x.reason and a.aval.ndim
-        ]
-        rows = [x for x in ins if isinstance(x, RowAxis)]
+        """Return how an equation runs on rows; some operand is not shared."""
+        stuck = []
+        for a, x in zip(eqn.invars, ins, strict=True):
+            if isinstance(x, Colocated) and x.reason and a.aval.ndim:
+                stuck.append(x)
+        rows = row_axes(ins)
         leaves = leaves_of([*stuck, *rows])
         name = eqn.primitive.name
         if name == COND or (leaves and name in LOOPS):
-            # sendable values of other leaves arrive before the first iteration
-            sent = [
-                SHARED if leaves and isinstance(x, Colocated) and not x.leaves <= leaves else x
-                for x in ins
-            ]
+            # values of other leaves are sent before the first iteration
+            sent = list(ins)
+            for i, x in enumerate(ins):
+                if leaves and isinstance(x, Colocated) and not x.leaves <= leaves:
+                    sent[i] = SHARED
             flow.crosses |= sent != list(ins)
             return self._control(flow, eqn, sent)
         if stuck or len(leaves) > 1:
-            out: Layout = Colocated(
-                leaves, stuck[0].reason if stuck else self._reason(eqn, ins, "mixes leaves")
-            )
+            reason = stuck[0].reason if stuck else self._reason(eqn, ins, "mixes leaves")
+            out: Layout = Colocated(leaves, reason)
         elif rows:
-            step = step_of(eqn, [x if isinstance(x, RowAxis) else SHARED for x in ins])
+            step = step_of(eqn, list(map(rows_or_shared, ins)))
             flow.crosses |= any(isinstance(x, Colocated) and x.leaves != leaves for x in ins)
             if step is not None and not step.reduce:
                 return step
@@ -127,30 +140,29 @@ class FlowPass:
                 return step
             if step is None:
                 warn_if_unknown(
-                    eqn, f"is treated as mixing rows: {', '.join(sorted(leaves))} is not sliced"
+                    eqn, f"is assumed to mix rows, so {', '.join(sorted(leaves))} is not sliced"
                 )
-            # a reduction over an unsliced leaf is small, and can be sent
+            # the result of a reduction is small, so it can be sent between servers
             out = Colocated(leaves, None if step else self._reason(eqn, ins, "mixes rows"))
         else:
             homes = {x.leaves for x in ins if isinstance(x, Colocated)}
             out = Colocated(homes.pop()) if len(homes) == 1 else SHARED
-        flow.crosses |= any(
-            isinstance(x, Colocated) and isinstance(out, Colocated) and not x.leaves <= out.leaves
-            for x in ins
-        )
+        for x in ins:
+            if isinstance(x, Colocated) and isinstance(out, Colocated):
+                flow.crosses |= not x.leaves <= out.leaves
         flow.crosses |= out is SHARED
         return Step((None,) * len(ins), (out,) * len(eqn.outvars))
 
     # -- loops and branches ----------------------------------------------------------------------
 
     def _inside(self, eqn: JaxprEqn) -> FlowPass:
-        """Return the pass for the body of an equation."""
+        """Return a new pass for the body of an equation."""
         return FlowPass(self.unsliced, within=self.within or eqn)
 
     def _control(self, flow: Flow, eqn: JaxprEqn, ins: Sequence[Layout]) -> Step:
-        """Return how an equation with bodies runs on rows, from its bodies.
+        """Return how a loop or branch runs on rows.
 
-        A loop on the rows of one leaf needs no value of other servers; any other loop binds.
+        A loop binds its leaves unless it runs on the rows of one leaf without communication.
         """
         rows_are_turns = []
 
@@ -161,9 +173,8 @@ class FlowPass:
 
         def run(number: int, body: Any, layouts: Sequence[Layout]) -> tuple[Flow, list[Layout]]:
             inner = opened(body)
-            inside = self._inside(eqn).over(
-                inner.eqns, dict(zip(inner.invars, layouts, strict=True))
-            )
+            start = dict(zip(inner.invars, layouts, strict=True))
+            inside = self._inside(eqn).over(inner.eqns, start)
             return inside, [inside.layout(a) for a in inner.outvars]
 
         layouts = ForwardAnalysis[Layout](
@@ -179,22 +190,24 @@ class FlowPass:
         if eqn.primitive.name == COND:
             self._note_branches(flow, ins[0], entered.outs, bodies)
         elif any(rows_are_turns):
-            return self._bound(eqn, ins, "goes through the rows")
+            return self._bound(eqn, ins, "iterates over the rows")
         elif entered.decision not in (None, SHARED):
-            return self._bound(eqn, entered.operands, "ends by a condition on rows", bodies)
+            return self._bound(
+                eqn, entered.operands, "ends by a condition that depends on rows", bodies
+            )
         elif any(b.bound for b in bodies) or (len(leaves) > 1 and not self.several):
             return self._bound(eqn, entered.operands, "mixes leaves", bodies)
         elif any(b.crosses for b in bodies) and not leaves <= set(self.unsliced):
-            return self._bound(eqn, entered.operands, "reduces over rows in each turn", bodies)
-        operands = tuple(x if isinstance(x, RowAxis) else None for x in entered.operands)
+            return self._bound(eqn, entered.operands, "reduces over rows in each iteration", bodies)
+        operands = tuple(map(rows_or_none, entered.operands))
         return Step(operands, tuple(entered.outs), bodies=bodies, ends=tuple(entered.ends.values()))
 
     def _note_branches(
         self, flow: Flow, which: Layout, outs: Sequence[Layout], branches: Sequence[Flow]
     ) -> None:
-        """Record the leaves that branches bind, and whether they send values between servers.
+        """Record the leaves that branches bind, and whether they need communication.
 
-        A branch that reads several homes is split later.
+        `dtrans.rows.normalize` later splits a branch that combines values of several servers.
         """
         for inside in branches:
             flow.bound += inside.bound
@@ -205,32 +218,43 @@ class FlowPass:
     def _bound(
         self, eqn: JaxprEqn, ins: Sequence[Layout], what: str, bodies: Sequence[Flow] = ()
     ) -> Step:
-        """Return the step of an equation that binds all its operands."""
-        reasons = [x.reason for b in bodies for x in b.bound if x.reason]
-        reasons += [x.reason for x in ins if isinstance(x, Colocated) and x.reason]
-        out = Colocated(leaves_of(ins), (*reasons, self._reason(eqn, ins, what))[0])
+        """Return the step of an equation that binds the leaves of its operands; `what` it does."""
+        layouts: list[Layout] = []
+        for body in bodies:
+            layouts += body.bound
+        reason = first_reason([*layouts, *ins]) or self._reason(eqn, ins, what)
+        out = Colocated(leaves_of(ins), reason)
         return Step((None,) * len(ins), (out,) * len(eqn.outvars))
 
     def _reason(self, eqn: JaxprEqn, ins: Sequence[Layout], what: str) -> str:
         """Describe an equation: `dot_general mixes rows of f32[5,5]
         (optax.contrib.scale_by_muon)`."""
-        operand = next(
-            (a for a, x in zip(eqn.invars, ins, strict=True) if isinstance(x, RowAxis)), None
-        )
-        of = f" of {short_type(operand.aval)}" if operand else ""
-        where = origin_of(eqn) or (origin_of(self.within) if self.within else "") or scope_of(eqn)
-        name = eqn.primitive.name + ("" if is_known(eqn) else ", which dtrans does not know,")
-        return f"{name} {what}{of}" + (f" ({where})" if where else "")
+        text = eqn.primitive.name
+        if not is_known(eqn):
+            text += ", which dtrans does not know,"
+        text += f" {what}"
+        for a, x in zip(eqn.invars, ins, strict=True):
+            if isinstance(x, RowAxis):
+                text += f" of {short_type(a.aval)}"
+                break
+        where = origin_of(eqn)
+        if not where and self.within is not None:
+            where = origin_of(self.within)
+        where = where or scope_of(eqn)
+        return f"{text} ({where})" if where else text
 
 
-_NO_ROWS = frozenset({RowAxis("", 0), RowAxis("", 1)})  # two claims: it is read in full
+# claims of an input that an equation reads in full: two, so that neither is adopted
+_NO_ROWS = frozenset({RowAxis("", 0), RowAxis("", 1)})
 
 
 def _moved(x: Layout, by: int) -> Layout | None:
-    """Return the layout of an iteration's slice (-1) or of the stack (+1).
+    """Return the layout of the slice that an iteration reads (by=-1), or of stacked outputs (1).
 
-    None if the iterations are the rows.
+    Return None if the loop iterates over the rows.
     """
     if not isinstance(x, RowAxis):
         return x
-    return dataclasses.replace(x, axis=x.axis + by) if x.axis + by >= 0 else None
+    if x.axis + by < 0:
+        return None
+    return dataclasses.replace(x, axis=x.axis + by)

@@ -1,10 +1,10 @@
 """Layouts of the values of an optimizer update: their relation to the rows of parameters.
 
-    Shared                       depends on no row except by reductions: every server can compute it
-    RowAxis(leaf, axis, width)   row i of `leaf` enters entries i*width to (i+1)*width along `axis`
-    Colocated(leaves, reason)    depends on the rows of `leaves` in another way; it lives with them
+    Shared                       depends on rows only through reductions; all servers can compute it
+    RowAxis(leaf, axis, width)   entries i*width to (i+1)*width along `axis` depend on row i
+    Colocated(leaves, reason)    depends on the rows of `leaves` in another way; is on their server
 
-A `Colocated` with a reason binds its leaves: they must live unsliced on one server, together. One
+A `Colocated` with a reason binds its leaves: they must stay unsliced on one server, together. One
 without a reason comes from a 0-d leaf, or from a reduction over an unsliced leaf. It can be sent to
 the servers that read it.
 """
@@ -22,10 +22,10 @@ class Shared:
 
 @dataclasses.dataclass(frozen=True)
 class RowOrder:
-    """Order of runs of entries in the slots of shards, other than that of the full value.
+    """Assignment of runs of entries to the slots of shards, if it is not consecutive.
 
     Attributes:
-      slots: for each shard, the index of the run in each of its slots; -1 for padding.
+      slots: for each shard, the index of the run in each slot; -1 for padding.
     """
 
     slots: tuple[tuple[int, ...], ...]
@@ -33,9 +33,9 @@ class RowOrder:
 
 @dataclasses.dataclass(frozen=True)
 class RowAxis:
-    """Layout of a value in which row i of `leaf` is at i*width to (i+1)*width along `axis`.
+    """Layout of a value with `width` entries along `axis` for each row of `leaf`.
 
-    Shards have consecutive rows, or an `order`, which only `dtrans.engine` uses.
+    `order` is used by `dtrans.engine` only; None if each shard has consecutive rows.
     """
 
     leaf: str
@@ -48,7 +48,8 @@ class RowAxis:
 class Colocated:
     """Layout of a value that depends on `leaves`, but not row by row.
 
-    `reason` is the equation that mixed the rows; None if the value can be sent to other servers.
+    `reason` describes the equation that mixed the rows; None if the value can be sent to other
+    servers.
     """
 
     leaves: frozenset[str]
@@ -59,8 +60,28 @@ Layout = Shared | RowAxis | Colocated
 SHARED = Shared()
 
 
+def row_axes(layouts: Iterable[object]) -> list[RowAxis]:
+    """Return the layouts that are a `RowAxis`."""
+    return [x for x in layouts if isinstance(x, RowAxis)]
+
+
+def rows_or_shared(layout: object) -> Shared | RowAxis:
+    """Return the layout if it is a `RowAxis`, else `SHARED`."""
+    return layout if isinstance(layout, RowAxis) else SHARED
+
+
+def rows_or_none(layout: object) -> RowAxis | None:
+    """Return the layout if it is a `RowAxis`, else None."""
+    return layout if isinstance(layout, RowAxis) else None
+
+
+def all_shared(layouts: Iterable[object]) -> bool:
+    """Return True if all layouts are `SHARED`."""
+    return all(x is SHARED for x in layouts)
+
+
 def leaves_of(layouts: Iterable[Layout]) -> frozenset[str]:
-    """Return the leaves that values of these layouts depend on."""
+    """Return the leaves on whose rows values with these layouts depend."""
     found: set[str] = set()
     for x in layouts:
         if isinstance(x, RowAxis):
@@ -71,15 +92,32 @@ def leaves_of(layouts: Iterable[Layout]) -> frozenset[str]:
 
 
 def sendable(x: Layout) -> bool:
-    """Return True if a value of an unsliced leaf can be sent to the servers that read it."""
+    """Return True if a value with this layout can be sent to the servers that read it."""
     return isinstance(x, Colocated) and not x.reason and len(x.leaves) == 1
 
 
-def join(a: Layout, b: Layout, name: str) -> Layout:
-    """Return the least layout above both, for a value that has one of two; `name` enters the
-    reason.
+def binding(layouts: Iterable[Layout]) -> list[Colocated]:
+    """Return the layouts that bind leaves: those with a reason or with several leaves."""
+    found = []
+    for x in layouts:
+        if isinstance(x, Colocated) and (x.reason or len(x.leaves) > 1):
+            found.append(x)
+    return found
 
-    A sendable value is sent to the leaf of the other.
+
+def first_reason(layouts: Iterable[Layout]) -> str | None:
+    """Return the first reason among layouts; None if there is none."""
+    for x in layouts:
+        if isinstance(x, Colocated) and x.reason:
+            return x.reason
+    return None
+
+
+def join(a: Layout, b: Layout, name: str) -> Layout:
+    """Return the layout of a value that has layout `a` or `b`, e.g. in two branches.
+
+    If one of the two can be sent, it is sent to the server of the other. Otherwise the leaves of
+    both are bound; the reason says that `name` depends on rows in two ways.
     """
     if a == b or b is SHARED:
         return a
@@ -89,5 +127,5 @@ def join(a: Layout, b: Layout, name: str) -> Layout:
         return min(a, b, key=lambda x: min(leaves_of([x])))
     if sendable(a) or sendable(b):
         return b if sendable(a) else a
-    reasons = [x.reason for x in (a, b) if isinstance(x, Colocated) and x.reason]
-    return Colocated(leaves_of((a, b)), (*reasons, f"{name} depends on rows in two ways")[0])
+    reason = first_reason((a, b)) or f"{name} depends on rows in two ways"
+    return Colocated(leaves_of((a, b)), reason)

@@ -1,19 +1,19 @@
-"""Rewriter that splits branches and loops, so that each lives with one leaf.
+"""Splitting of branches and loops, so that each needs the leaves of one server only.
 
-An optimizer may have a branch that updates all leaves at once (`optax.MultiSteps`,
-`optax.apply_if_finite`). On servers no process has all of them:
+An optimizer may have a `cond` that updates all leaves at once (`optax.MultiSteps`,
+`optax.apply_if_finite`), but no server has all leaves. So it is split:
 
     cond[p] (w, b, count) -> (w', b', count')     becomes     cond[p] w -> w'
                                                               cond[p] b -> b'
                                                               cond[p] count -> count'
 
-Branches are pruned to the equations that each output needs. A branch with communication between
-servers (for a norm, say) cannot stay one: all servers would have to take part. Both sides of it are
-computed, and `select_n` picks; optimizers are pure, so the numbers are equal.
+Each part keeps only the equations that its outputs depend on. If a branch communicates between
+servers (for a norm, say), all servers must take part, whatever the condition. Such a `cond` is
+replaced by both branches and a `select_n`; optimizers are pure, so the numbers are equal.
 
-A loop that carries rows and a shared value that others read becomes two loops: one of the shared
-value on every server, and one of the rows. `argmax` over rows becomes two reductions. Sums over
-rows of 16-bit numbers are taken in 32 bits, so that the sum over servers is rounded once.
+A loop may carry both rows and a shared value that other equations read. It is split in two: one
+loop computes the shared value on every server, the other one the rows. `argmax` over rows becomes
+two reductions. Sums of 16-bit numbers over rows use 32 bits, so that the result is rounded once.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 
 def inline_bodies(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
-    """Inline the calls in the bodies of loops, branches and remat, at any depth."""
+    """Inline all calls in the bodies of loops, branches and remat."""
     inner = opened(jaxpr)
     eqns = [inline_inside(e) for e in inner.eqns]
     if all(a is b for a, b in zip(eqns, inner.eqns, strict=True)):
@@ -64,12 +64,12 @@ def inline_bodies(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def inline_inside(eqn: JaxprEqn) -> JaxprEqn:
-    """Inline the calls in the bodies of an equation; return others unchanged."""
+    """Inline all calls in the bodies of an equation."""
     flat: Callable[[Any], Any] = lambda body: inline_bodies(inline_calls(body))
     if eqn.primitive.name in REMAT:
         (body,) = bodies(eqn)
         new = flat(body)
-        # a remat body is an open jaxpr, which cannot have constants
+        # the body of a remat equation is an open jaxpr, which cannot have constants
         if constants(new):
             return eqn
         return eqn.replace(params={**eqn.params, **with_bodies(eqn, [opened(new)])})
@@ -79,20 +79,22 @@ def inline_inside(eqn: JaxprEqn) -> JaxprEqn:
 
 
 def normalise(jaxpr: ClosedJaxpr, flow: Flow, roots: Mapping[str, str]) -> ClosedJaxpr | None:
-    """Split equations that span several leaves; None if there are none.
+    """Split the equations of an update as described above; return None if nothing changes.
 
     Args:
-      jaxpr: the equations.
-      flow: layouts of their values.
-      roots: leaf to the first leaf of its group, for leaves in groups.
+      jaxpr: the update.
+      flow: result of the forward pass over its equations.
+      roots: for each leaf in a group, the first leaf of the group.
     """
     rewriter = _Rewriter(jaxpr, roots)
     result = rewriter.rewrite(flow)
-    return result if rewriter.changed else None
+    if not rewriter.changed:
+        return None
+    return result
 
 
 class _Rewriter:
-    """Rewriter of one jaxpr."""
+    """Rewriter of one jaxpr: the update, or a body."""
 
     def __init__(self, jaxpr: ClosedJaxpr, roots: Mapping[str, str]) -> None:
         self.jaxpr = jaxpr
@@ -151,7 +153,10 @@ class _Rewriter:
         return outputs
 
     def place(self, layout: Layout) -> str | None:
-        """Return the home of a value: its leaf, or the first leaf of its group; None if shared."""
+        """Return the leaf whose server has a value with this layout; None if shared.
+
+        All leaves of a group are represented by the first one.
+        """
         if layout is SHARED:
             return None
         leaf = min(leaves_of([layout]))
@@ -164,19 +169,19 @@ class _Rewriter:
         branches: Sequence[_Branch],
         wanted: Sequence[int],
     ) -> list[Var]:
-        """Write the branch with some of its outputs, and the operands that they need."""
+        """Write a `cond` that computes only the `wanted` outputs, from the operands they need."""
         closures = [b.needed(wanted) for b in branches]
-        used = sorted({i for _, operands in closures for i in operands})
-        pruned = tuple(
-            b.pruned(eqns, used, wanted) for b, (eqns, _) in zip(branches, closures, strict=True)
-        )
-        types = [eqn.outvars[i].aval for i in wanted]
-        return self.b.copy(
-            eqn, [atoms[0], *(atoms[1 + i] for i in used)], types, **with_bodies(eqn, pruned)
-        )
+        operands = sorted(set().union(*(read for _, read in closures)))
+        pruned = []
+        for branch, (eqns, _) in zip(branches, closures, strict=True):
+            pruned.append(branch.pruned(eqns, operands, wanted))
+        which, *all_operands = atoms
+        types = avals(values_at(eqn.outvars, wanted))
+        ins = [which, *values_at(all_operands, operands)]
+        return self.b.copy(eqn, ins, types, **with_bodies(eqn, pruned))
 
     def both_sides(self, eqn: JaxprEqn, atoms: Sequence[Atom]) -> list[Atom]:
-        """Write all branches, and a selection."""
+        """Write the equations of all branches, and select one result."""
         which, *operands = atoms
         sides = [self.b.inline(branch, *operands) for branch in bodies(eqn)]
         if len(sides) == 1:
@@ -190,11 +195,12 @@ class _Rewriter:
     def loop(
         self, eqn: JaxprEqn, atoms: Sequence[Atom], outs: Sequence[Layout]
     ) -> Sequence[Atom] | None:
-        """Write the loop twice; dead code elimination prunes each to what its outputs need."""
+        """Write the loop twice, once for shared outputs; dead code elimination prunes both."""
         shared = [x is SHARED for x in outs]
-        if all(shared) or not any(
-            s and v in self.read_by_others for s, v in zip(shared, eqn.outvars, strict=True)
-        ):
+        reads_shared = False
+        for is_shared, v in zip(shared, eqn.outvars, strict=True):
+            reads_shared |= is_shared and v in self.read_by_others
+        if all(shared) or not reads_shared:
             return None
         types = avals(eqn.outvars)
         ours, theirs = self.b.copy(eqn, atoms, types), self.b.copy(eqn, atoms, types)
@@ -203,14 +209,17 @@ class _Rewriter:
     # -- sums of small types ---------------------------------------------------------------------
 
     def widened(self, eqn: JaxprEqn, atoms: Sequence[Atom]) -> Sequence[Atom] | None:
-        """Write a reduction over 16-bit rows in 32 bits, rounded once at the end."""
+        """Write a reduction of 16-bit numbers over rows in 32 bits, rounded once at the end."""
         dtype = eqn.outvars[0].aval.dtype
         if dtype not in (jnp.bfloat16, jnp.float16):
             return None
         if eqn.primitive.name == "dot_general":
             wide = self.b.copy(eqn, atoms, preferred_element_type=np.dtype(np.float32))
         else:
-            wide = self.b.copy(eqn, [self.b.call(converted(jnp.float32), a)[0] for a in atoms])
+            ins: list[Atom] = []
+            for atom in atoms:
+                ins += self.b.call(converted(jnp.float32), atom)
+            wide = self.b.copy(eqn, ins)
         return self.b.call(converted(dtype), *wide)
 
     # -- argmax ----------------------------------------------------------------------------------
@@ -226,9 +235,9 @@ class _Rewriter:
 
 @functools.cache
 def _arg_reduce(name: str, axis: int, index_dtype: Any) -> Callable[[jax.Array], jax.Array]:
-    """Return a function that computes argmax or argmin by two reductions.
+    """Return a function that computes argmax or argmin as a maximum (or minimum) and a minimum.
 
-    The result is the first index of the extreme value, or of the first NaN if there is one.
+    The result is the index of the first NaN; without NaN, the index of the first extreme value.
     """
     best = jnp.max if name == "argmax" else jnp.min
 
@@ -241,7 +250,7 @@ def _arg_reduce(name: str, axis: int, index_dtype: Any) -> Callable[[jax.Array],
 
 
 class _Branch:
-    """One branch that is pruned to some of its outputs."""
+    """Branch of a `cond`, for pruning it to some of its outputs."""
 
     def __init__(self, branch: ClosedJaxpr) -> None:
         self.branch = branch
@@ -250,9 +259,9 @@ class _Branch:
         self.operand = number_items(self.inner.invars)
 
     def needed(self, wanted: Sequence[int]) -> tuple[list[int], set[int]]:
-        """Return the positions of equations and operands that some outputs need.
+        """Return the indices of the equations and inputs that the `wanted` outputs depend on.
 
-        Time is linear in the size of the result.
+        The time is linear in the size of the result.
         """
         eqns: set[int] = set()
         operands: set[int] = set()
@@ -272,7 +281,7 @@ class _Branch:
     def pruned(
         self, eqns: Sequence[int], operands: Sequence[int], wanted: Sequence[int]
     ) -> ClosedJaxpr:
-        """Return the branch with some of its equations, operands and outputs."""
+        """Return a branch with some of the equations, inputs and outputs."""
         invars = values_at(self.inner.invars, operands)
         outvars = values_at(self.inner.outvars, wanted)
         return extract_part(self.branch, invars, values_at(self.inner.eqns, eqns), outvars)

@@ -1,16 +1,16 @@
 """Slices of an equation's output, computed from slices of its operands.
 
-A rule takes a slice along one axis of an output (`dtrans.rows.slices.Slice`), and returns a
-`Recipe`, or None if the equation needs its full operands.
+A rule takes an equation and a slice of an output (`dtrans.rows.slices.Slice`). It returns a
+`Recipe`, or None if the slice needs the full operands.
 
-    most equations   the rules of the row analysis (`dtrans.rows.rules`), asked in reverse: which
-                     operand's rows become rows along this axis of the output?
-    RULES            equations through which rows do not simply pass: broadcasts of constants,
-                     counters, concatenations, padding, reshapes, random bits
+    most primitives   use the rules of the row analysis (`dtrans.rows.rules`) in reverse: they find
+                      the operand whose rows become the rows along this axis of the output
+    RULES             rules for other primitives: broadcasts, counters, concatenations, padding,
+                      reshapes, random bits
 
-A slice is equal to that of the full output bit for bit, except after sums (a matrix product, a mean
-over other axes): XLA may add in another order for another shape. Rules that have to know the
-entries return None if only the running program knows them.
+The result equals the slice of the full output bit for bit. Sums (matrix products, means over other
+axes) are an exception, because XLA may add in another order for another shape. Some rules need a
+slice whose start is known when the program is written, and return None otherwise.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ import jax
 
 from dtrans._jax import Atom, JaxprEqn
 from dtrans.ir.builder import Builder
-from dtrans.rows.layout import RowAxis
+from dtrans.rows.layout import Layout, RowAxis
 from dtrans.rows.random_bits import block_bits_p, is_counted
 from dtrans.rows.rules import rows_of_operands
 from dtrans.rows.slices import Slice, Start
 
 
-Want = tuple[Atom, Slice | None]  # None for the full operand
+Want = tuple[Atom, Slice | None]  # (operand, its slice); None for the full operand
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +39,8 @@ class Recipe:
     """Recipe for a slice of an output.
 
     Attributes:
-      needs: slices of operands.
-      write: computes the output from them.
+      needs: the operands, and their slices, that the recipe reads.
+      write: writes the equations that compute the slice from these operands.
     """
 
     needs: tuple[Want, ...]
@@ -48,7 +48,7 @@ class Recipe:
 
 
 def recipe_of(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
-    """Return the recipe for a slice of an output; None if it needs full operands.
+    """Return the recipe for slice `part` of output number `out`; None if it needs full operands.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -57,48 +57,53 @@ def recipe_of(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
       [Slice(axis=0, start=2, size=3)]
     """
     rule = RULES.get(eqn.primitive.name)
-    found = rule(eqn, out, part) if rule is not None else None
-    return found or _by_row_analysis(eqn, out, part)
+    if rule is not None and (found := rule(eqn, out, part)) is not None:
+        return found
+    return _by_row_analysis(eqn, out, part)
 
 
 def _by_row_analysis(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
-    """Return the recipe from the operand whose rows become rows along this axis."""
+    """Return a recipe that runs the equation on slices of operands, by the row analysis."""
     step = rows_of_operands(eqn, RowAxis("", part.axis), out)
     if step is None:
         return None
-    wanted = lambda row: (
-        part.along(row.axis).widened(row.width) if isinstance(row, RowAxis) else None
-    )
-    types = [
-        v.aval if (p := wanted(x)) is None else p.of(v.aval)
-        for v, x in zip(eqn.outvars, step.outs, strict=True)
-    ]
-    needs = [(a, wanted(row)) for a, row in zip(eqn.invars, step.operands, strict=True)]
-    return _on_parts(eqn, out, types, needs, step.params(types) if step.params else {})
+
+    def slice_along(row: Layout | None) -> Slice | None:
+        if not isinstance(row, RowAxis):
+            return None
+        return part.along(row.axis).widened(row.width)
+
+    types = []
+    for v, layout in zip(eqn.outvars, step.outs, strict=True):
+        piece = slice_along(layout)
+        types.append(v.aval if piece is None else piece.of(v.aval))
+    needs = list(zip(eqn.invars, map(slice_along, step.operands), strict=True))
+    params = step.params(types) if step.params else {}
+    return _on_parts(eqn, out, types, needs, params)
 
 
 def _on_parts(
     eqn: JaxprEqn, out: int, types: Sequence[Any], needs: Sequence[Want], params: Mapping[str, Any]
 ) -> Recipe:
-    """Return a recipe that runs the equation on slices, with these output types."""
+    """Return a recipe that runs the equation on slices; `types` are the types of its outputs."""
     return Recipe(tuple(needs), lambda b, atoms: b.copy(eqn, atoms, types, **params)[out])
 
 
 def _copied(eqn: JaxprEqn, part: Slice, needs: Sequence[Want], **params: Any) -> Recipe:
-    """Return a recipe that runs an equation with one output on slices, with changed parameters."""
+    """Return a recipe that runs an equation with one output on slices, with new parameters."""
     return _on_parts(eqn, 0, [part.of(eqn.outvars[0].aval)], needs, params)
 
 
 def _called(fn: Callable[..., jax.Array], *needs: Want) -> Recipe:
-    """Return a recipe that calls a small cached function of slices."""
+    """Return a recipe that calls a function of slices (`Builder.call`)."""
     return Recipe(needs, lambda b, atoms: b.call(fn, *atoms)[0])
 
 
-# -- equations through which rows do not simply pass -----------------------------------------------
+# -- primitives with rules of their own ------------------------------------------------------------
 
 
 def _broadcast_in_dim(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
-    """Broadcast to fewer entries along an added or repeated axis; else slice the operand."""
+    """Slice the operand, or broadcast to fewer entries if the axis is new or repeated."""
     if len(eqn.invars) > 1:
         return None
     (a,), dims = eqn.invars, eqn.params["broadcast_dimensions"]
@@ -109,7 +114,7 @@ def _broadcast_in_dim(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
 
 
 def _iota(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
-    """Count from a later start."""
+    """Write a counter that begins at the start of the slice."""
     if eqn.invars:
         return None
     aval = part.of(eqn.outvars[0].aval)
@@ -119,7 +124,7 @@ def _iota(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
 
 
 def _concatenate(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
-    """Read only the operands that overlap the slice."""
+    """Concatenate only the operands that overlap the slice."""
     if eqn.params["dimension"] != part.axis or isinstance(part.start, Start):
         return None
     needs: list[Want] = []
@@ -138,14 +143,14 @@ def _concatenate(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
 
 
 def _stack(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
-    """Stack fewer operands."""
+    """Stack only the operands in the slice."""
     if eqn.params["axis"] != part.axis or isinstance(part.start, Start):
         return None
     return _copied(eqn, part, [(a, None) for a in eqn.invars[part.start : part.stop]])
 
 
 def _split(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
-    """Slice the operand at the position of the wanted piece."""
+    """Slice the operand, at the offset of this output."""
     if eqn.params["axis"] != part.axis or isinstance(part.start, Start):
         return None
     before = sum(int(size) for size in eqn.params["sizes"][:out])
@@ -153,7 +158,7 @@ def _split(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
 
 
 def _slice(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
-    """Slice the operand, and still slice its other axes."""
+    """Slice the operand along this axis, then apply the equation to its other axes."""
     p, axis, (a,) = eqn.params, part.axis, eqn.invars
     if isinstance(part.start, Start):
         return None
@@ -167,17 +172,16 @@ def _slice(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
 
 
 def _rev(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
-    """Count from the other end."""
+    """Slice the operand from its other end, and reverse the slice."""
     if part.axis not in eqn.params["dimensions"] or isinstance(part.start, Start):
         return None
     (a,) = eqn.invars
-    return _copied(
-        eqn, part, [(a, Slice(part.axis, a.aval.shape[part.axis] - part.stop, part.size))]
-    )
+    start = a.aval.shape[part.axis] - part.stop
+    return _copied(eqn, part, [(a, Slice(part.axis, start, part.size))])
 
 
 def _pad(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
-    """Pad the operand's entries in the slice; fill if there are none."""
+    """Pad the entries of the operand that are in the slice; if none are, return only padding."""
     a, value = eqn.invars
     axis, config = part.axis, [tuple(map(int, of)) for of in eqn.params["padding_config"]]
     low, _, interior = config[axis]
@@ -189,9 +193,8 @@ def _pad(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
         return _called(_filled(part.of(eqn.outvars[0].aval).shape), (value, None))
     before = lo + low - part.start
     config[axis] = (before, part.size - before - (hi - lo), 0)
-    return _copied(
-        eqn, part, [(a, Slice(axis, lo, hi - lo)), (value, None)], padding_config=tuple(config)
-    )
+    needs = [(a, Slice(axis, lo, hi - lo)), (value, None)]
+    return _copied(eqn, part, needs, padding_config=tuple(config))
 
 
 @functools.cache
@@ -200,7 +203,7 @@ def _filled(shape: tuple[int, ...]) -> Callable[[jax.Array], jax.Array]:
 
 
 def _reshape(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
-    """Take the run of old entries that covers the slice, for each index of the axes before."""
+    """Slice the operand axis that begins at the same offset, then reshape the slice."""
     (a, *more), new = eqn.invars, eqn.outvars[0].aval.shape
     old: tuple[int, ...] = a.aval.shape
     if more or eqn.params["dimensions"] is not None or not math.prod(new):
@@ -213,9 +216,8 @@ def _reshape(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
     width_old, width_new = math.prod(old[axis + 1 :]), math.prod(new[part.axis + 1 :])
     shape = part.of(eqn.outvars[0].aval).shape
     if width_new % width_old == 0:
-        return _copied(
-            eqn, part, [(a, part.along(axis).widened(width_new // width_old))], new_sizes=shape
-        )
+        need = part.along(axis).widened(width_new // width_old)
+        return _copied(eqn, part, [(a, need)], new_sizes=shape)
     if isinstance(part.start, Start):
         return None
     lo, hi = part.start * width_new, part.stop * width_new
@@ -238,7 +240,7 @@ def _run(
 
 
 def _keys(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
-    """Slice arrays of keys, or their words, which have one more axis."""
+    """Slice an array of random keys; an array of their words has one more axis."""
     (a,) = eqn.invars
     if part.axis >= min(a.aval.ndim, eqn.outvars[0].aval.ndim):
         return None
@@ -246,7 +248,7 @@ def _keys(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
 
 
 def _random_bits(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
-    """Draw the bits of some keys, or some bits of each key if a counter makes them."""
+    """Draw the bits of some keys; or some bits of each key, if the generator is counter-based."""
     (keys,) = eqn.invars
     ndim = keys.aval.ndim
     if part.axis < ndim:
@@ -258,16 +260,15 @@ def _random_bits(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
 
     def write(b: Builder, atoms: list[Atom]) -> Atom:
         if isinstance(start, Start):
-            return b.copy(
-                drawn, [*atoms, start.value(b)], types, axis=axis, start=0, stop=part.size
-            )[0]
+            ins = [*atoms, start.value(b)]
+            return b.copy(drawn, ins, types, axis=axis, start=0, stop=part.size)[0]
         return b.copy(drawn, atoms, types, axis=axis, start=start, stop=part.stop)[0]
 
     return Recipe(((keys, None),), write)
 
 
 def _gather(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
-    """Gather with some of the indices from the full operand."""
+    """Slice the indices, and gather from the full operand."""
     (operand, indices), numbers = eqn.invars, eqn.params["dimension_numbers"]
     if part.axis in numbers.offset_dims or numbers.operand_batching_dims:
         return None

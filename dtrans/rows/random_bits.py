@@ -1,19 +1,18 @@
-"""Random bits of a block of rows, without those of the others.
+"""Random bits of a block of rows, computed without the bits of other rows.
 
 `jax.random.normal`, `uniform`, `truncated_normal` and others draw one array of random bits with the
-equation `random_bits[bit_width=32 shape=(4096, 1024)]`, then continue entry by entry. With a
-counter-based generator the bits of entry i are a hash of the key and i (its row-major index in 64
-bits). The bits of rows `start:stop` are then hashes of their own counters. The equation for that is
-`block_bits_p`, which prints as `random_bits` too, with the rows next to the full shape. Its rows
-may start at a value of the program, or be a vector of ids.
+equation `random_bits[bit_width=32 shape=(4096, 1024)]`. A *counter-based* generator hashes the
+key and the row-major index of an entry (64 bits) to the bits of the entry. So the bits
+of rows `start:stop` can be computed alone. `block_bits_p` is the primitive for that. It prints as
+`random_bits`, with the rows in addition to the full shape. The rows may start at a value of the
+program, or be given as a vector of ids.
 
-JAX counts with its default implementation, `threefry2x32`, in its default mode,
-`jax_threefry_partitionable`. Bits may have any width (8, 16, 32, 64), and keys any shape. It does
-not count with other implementations: `rbg` passes the full shape to a generator of XLA. Nor does it
-in the former mode, in which entry i depends on the number of entries. An equation keeps the mode in
-which it was traced, and so does the one for a block.
+JAX's default implementation `threefry2x32` is counter-based in its default mode,
+`jax_threefry_partitionable`, for bits of any width and keys of any shape. `rbg` is not, because it
+passes the full shape to a generator of XLA. Without `jax_threefry_partitionable`, the bits of an
+entry depend on the number of entries. An equation keeps the mode in which it was traced.
 
-Source: `_threefry_random_bits_partitionable` and `iota_2x32_shape` in jax/_src/random (0.10.2); the
+Source: `_threefry_random_bits_partitionable` and `iota_2x32_shape` in jax/_src/random (0.10.2). The
 hash itself is public, `jax.extend.random`. Tests compare with `jax.random.bits`, bit for bit.
 """
 
@@ -31,20 +30,20 @@ from dtrans._jax import ShapedArray, new_primitive, threefry2x32_p
 
 
 def counts(key_type: Any) -> bool:
-    """Return True if random bits depend on the key and each entry's index only, in this mode.
+    """Return True if keys of this type have a counter-based generator in the present JAX mode.
 
     Example:
       >>> import jax
       >>> counts(jax.random.key(0).dtype), counts(jax.random.key(0, impl="rbg").dtype)
       (True, False)
     """
-    # JAX plans to remove the option, with the value True
+    # JAX plans to remove this option and to keep the behaviour of True
     mode: bool = getattr(jax.config, "jax_threefry_partitionable", True)
     return mode and bool(key_type == _threefry_type())
 
 
 def is_counted(eqn: Any) -> bool:
-    """Return True if a counter makes the bits of a `random_bits` equation, in its traced mode."""
+    """Return True if a `random_bits` equation is counter-based in the mode of its trace."""
     mode = getattr(getattr(eqn, "ctx", None), "threefry_partitionable", True)
     known = set(eqn.params) == {"bit_width", "shape"}
     return known and mode and bool(eqn.invars[0].aval.dtype == _threefry_type())
@@ -65,14 +64,14 @@ def block_bits(
     start: int,
     stop: int,
 ) -> jax.Array:
-    """Return entries `start` to `stop` along `axis` of the bits of each key for a `shape`.
+    """Return entries `start` to `stop` along `axis` of each key's random bits for a full `shape`.
 
     Args:
       keys: keys, of any shape.
-      at: a scalar that is added to `start` and `stop`; or the indices of `stop` entries.
+      at: a scalar that is added to `start` and `stop`; or a vector with the indices of the entries.
       bit_width: bits of an entry.
       shape: shape of the full array.
-      axis, start, stop: the block of entries.
+      axis, start, stop: the entries to return.
 
     Example:
       >>> import jax
@@ -85,17 +84,20 @@ def block_bits(
       >>> bool((rows == jax.random.bits(key, (6, 2))[numbers]).all())
       True
     """
-    counted = counts(keys.dtype)  # an equation is compiled in the mode in which it was traced
+    counted = counts(keys.dtype)  # JAX compiles an equation in the mode of its trace
     dtype = jnp.dtype(f"uint{bit_width}")
 
     def of_one(key: jax.Array) -> jax.Array:
         if not counted:
             bits = jax.random.bits(key, tuple(shape), dtype)
-            run = jnp.arange(start, stop)
-            return jnp.take(bits, run if at is None else at if at.ndim else at + run, axis)
+            index = jnp.arange(start, stop)
+            if at is not None:
+                index = at if at.ndim else at + index
+            return jnp.take(bits, index, axis)
         words = jax.random.key_data(key)
         high, low = counters(shape, axis, start, stop, at)
-        # the hash needs four operands of one shape; a vmap of `at` must map all of them
+        # The hash needs four operands of one shape. If vmap maps `at`, it maps `zero` too, and so
+        # all four operands.
         zero = jnp.uint32(0) if at is None else low & jnp.uint32(0)
         high, low = _hash(words[0] ^ zero, words[1] ^ zero, high ^ zero, low)
         if bit_width == 64:
@@ -115,12 +117,12 @@ def _hash(key0: jax.Array, key1: jax.Array, high: jax.Array, low: jax.Array) -> 
 def counters(
     shape: Sequence[int], axis: int, start: int, stop: int, at: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the row-major indices of entries `start` to `stop` along `axis`: high and low words.
+    """Return the row-major indices of entries `start` to `stop` along `axis`, as (high, low) words.
 
     Args:
       shape: shape of the full array.
-      axis, start, stop: the block of entries.
-      at: as in `block_bits`.
+      axis, start, stop: the entries.
+      at: see `block_bits`.
 
     Example:
       >>> high, low = counters((6, 2), 0, 2, 5)
@@ -131,7 +133,7 @@ def counters(
     strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
     first = start * strides[axis]
     high, low = (jnp.full(block, word, jnp.uint32) for word in _words(first))
-    # 32-bit words work without jax_enable_x64; small arrays leave the high word 0
+    # 64-bit integers would need jax_enable_x64; the high word of small arrays is 0
     wide = math.prod(shape) > 2**32
     for d, stride in enumerate(strides):
         if block[d] == 1 and (at is None or d != axis):
@@ -139,20 +141,17 @@ def counters(
         index = jax.lax.broadcasted_iota(jnp.uint32, block, d)
         if at is not None and d == axis:
             first_row = at.astype(jnp.uint32)
-            index = (
-                jax.lax.broadcast_in_dim(first_row, block, [d]) if at.ndim else index + first_row
-            )
+            if at.ndim:
+                index = jax.lax.broadcast_in_dim(first_row, block, [d])
+            else:
+                index = index + first_row
         step_high, step_low = (jnp.asarray(word, jnp.uint32) for word in _words(stride))
         more = index * step_low
         low = low + more
         if wide:
             carry = (low < more).astype(jnp.uint32)
-            high = (
-                high
-                + index * step_high
-                + jax.lax.mulhi(index, jnp.broadcast_to(step_low, block))
-                + carry
-            )
+            high += index * step_high + carry
+            high += jax.lax.mulhi(index, jnp.broadcast_to(step_low, block))
     return high, low
 
 

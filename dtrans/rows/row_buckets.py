@@ -1,11 +1,12 @@
-"""Rows of a leaf in buckets by their ids.
+"""Assignment of a leaf's rows to buckets by their ids.
 
-Row `n` is in bucket `n % count`, and a part of the leaf has consecutive buckets. The rows of a
-bucket do not depend on the number of parts: buckets move as units when parts are added or removed.
-In many tables the most frequent rows have low ids (words by frequency). A range of rows would get
-all of them, while consecutive buckets get their share.
+Row `n` is in bucket `n % count`, and a block of the leaf has the buckets `start` to `stop`. When
+blocks are added or removed, whole buckets move. In many tables the most frequent rows have low ids
+(words by frequency). One range of rows would contain all of these, but buckets contain equally
+many.
 
-Rows keep their order inside a part: `n` is at `n // count * (stop - start) + n % count - start`.
+A block has its rows in increasing order: row `n` is at index
+`n // count * (stop - start) + n % count - start`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from dtrans.rows.slices import Slice, Start
 
 @dataclasses.dataclass(frozen=True)
 class RowBuckets:
-    """Rows of a leaf in buckets `start` to `stop`.
+    """Rows of a block: those in buckets `start` to `stop`.
 
     Attributes:
       start, stop: range of buckets.
@@ -63,21 +64,23 @@ class RowBuckets:
         return self.in_leaf(np.arange(self.rows))
 
     def in_leaf(self, places: np.ndarray) -> np.ndarray:
-        """Return the ids of rows, from their positions in this part."""
+        """Convert indices in this block to ids of rows."""
         return places // self._width * self.count + self.start + places % self._width
 
     def local(self, ids: np.ndarray) -> np.ndarray:
-        """Return the positions in this part of rows, from their ids."""
+        """Convert ids of rows to indices in this block."""
         return ids // self.count * self._width + ids % self.count - self.start
 
     def among(self, ids: np.ndarray) -> np.ndarray:
-        """Return the positions in `ids` of this part's rows; the leaf's size may be among the
-        ids."""
+        """Return the indices in `ids` at which rows of this block are.
+
+        An id equal to `size` is padding and is skipped.
+        """
         bucket = ids % self.count
         return np.flatnonzero((bucket >= self.start) & (bucket < self.stop) & (ids < self.size))
 
     def along(self, row: RowAxis) -> RowBuckets:
-        """Return the buckets of a value in which each row has `width` entries."""
+        """Return the buckets of a value that has `row.width` entries for each row."""
         return RowBuckets(*(n * row.width for n in dataclasses.astuple(self)))
 
     @property
@@ -90,33 +93,33 @@ class RowBuckets:
 
 
 class BucketRows:
-    """Rows in buckets, for a writer of one program (`dtrans.rows.writer.BlockRows`)."""
+    """Rows in buckets, as `dtrans.rows.writer.BlockRows` of one program."""
 
     def __init__(self, rows: RowBuckets) -> None:
         self._rows = rows
         self._start = Start(lambda b: b.call(_all_numbers(rows))[0])
 
     def of(self, row: RowAxis) -> Slice:
-        """Return the slice of these rows along the axis of a value."""
+        """Return the slice of a value that has these rows."""
         return Slice(row.axis, self._start, self._rows.rows).widened(row.width)
 
     def inside(self, b: Builder) -> BucketRows:
-        """Return the same rows for a body."""
+        """Return the same rows for a body that `b` writes."""
         return BucketRows(self._rows)
 
     def operands(self) -> Sequence[Atom]:
-        """Return no values: a body computes the ids itself."""
+        """Return (), because a body computes the ids itself."""
         return ()
 
 
 @functools.cache
 def _all_numbers(rows: RowBuckets) -> Callable[[], jax.Array]:
-    """Return a function that computes the ids of all rows."""
+    """Return a function () -> ids of all rows of the block."""
     return lambda: numbers_at(rows)(jnp.arange(rows.rows, dtype=jnp.int32))
 
 
 @functools.cache
 def numbers_at(rows: RowBuckets) -> Callable[[jax.Array], jax.Array]:
-    """Return a function from positions in this part to ids."""
+    """Return a function that converts indices in the block to ids of rows."""
     width = rows.stop - rows.start
     return lambda places: places // width * rows.count + rows.start + places % width

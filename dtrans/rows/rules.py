@@ -1,12 +1,11 @@
 """Rules of primitives for rows.
 
 A rule takes an equation whose operands are shared or have the rows of one leaf. It returns a
-`Step`: operands to read as rows, layouts of outputs, and the reduction over blocks if it reduces
-rows. None means that the equation mixes rows.
+`Step`, which says how to run the equation on a block of rows, or None if the equation mixes rows.
 
-Facts come from `dtrans._jax.primitives`. Elementwise primitives, reductions, and primitives that
-only mix other axes need no rule here. Add a function to `RULES` for a primitive that moves rows.
-`dtrans.rows.flow` enters the bodies of loops and branches.
+`dtrans._jax.primitives` lists the primitives that are elementwise, that reduce, or that only mix
+axes other than the rows; they need no rule here. A primitive that moves rows to another axis needs
+a function in `RULES`. `dtrans.rows.flow` handles loops and branches.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dtrans._jax import JaxprEqn, facts_of, mixed_axes
-from dtrans.rows.layout import SHARED, Layout, RowAxis
+from dtrans.rows.layout import SHARED, Layout, RowAxis, all_shared, row_axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,12 +24,12 @@ class Step:
     """One way to run an equation on a block of rows.
 
     Attributes:
-      operands: rows in which each operand is read; None for a full operand.
+      operands: rows of each operand that are read; None for the full operand.
       outs: layout of each output.
-      reduce: operation that combines partial results of blocks, if rows are reduced.
-      params: parameters that depend on shapes, as a function of the output types on the block.
-      bodies: flow through each body of a loop or a branch (`dtrans.rows.flow.Flow`).
-      ends: layouts of each body's outputs.
+      reduce: if the equation reduces over rows, the operation that combines the results of blocks.
+      params: types of the outputs on the block -> changed parameters of the equation.
+      bodies: for a loop or branch, the `dtrans.rows.flow.Flow` of each body.
+      ends: for a loop or branch, the layouts of each body's outputs.
     """
 
     operands: tuple[RowAxis | None, ...]
@@ -42,7 +41,7 @@ class Step:
 
 
 def step_of(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
-    """Return how an equation runs on rows of one leaf; None if it mixes rows."""
+    """Return how an equation runs on a block of rows; None if it mixes rows."""
     facts = facts_of(eqn)
     if facts.elementwise:
         return _elementwise(eqn, ins)
@@ -50,12 +49,13 @@ def step_of(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
         return RULES[eqn.primitive.name](eqn, ins)
     if facts.reduces:
         return _reduce(eqn, ins)
-    return _along(eqn, ins) if mixed_axes(eqn) is not None else None
+    if mixed_axes(eqn) is None:
+        return None
+    return _along(eqn, ins)
 
 
 def rows_of_operands(eqn: JaxprEqn, row: RowAxis, out: int = 0) -> Step | None:
-    """Return how an equation runs on rows of operands so that an output has `row`; None if it
-    cannot.
+    """Return a step in which output number `out` has layout `row`; None if there is none.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -78,21 +78,21 @@ def rows_of_operands(eqn: JaxprEqn, row: RowAxis, out: int = 0) -> Step | None:
 
 
 def _one(ins: Sequence[Layout]) -> RowAxis | None:
-    """Return the rows of all operands with rows if they are the same, else None."""
-    rows = {x for x in ins if isinstance(x, RowAxis)}
+    """Return the layout of the operands with rows, if all of these have the same; else None."""
+    rows = set(row_axes(ins))
     return rows.pop() if len(rows) == 1 else None
 
 
 def _all_as(row: RowAxis, eqn: JaxprEqn) -> tuple[RowAxis | None, ...]:
-    """Return rows for every operand with dimensions."""
+    """Return `row` for each operand that is not a scalar, None for scalars."""
     return tuple(row if a.aval.ndim else None for a in eqn.invars)
 
 
 def _elementwise(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
-    """Map row i to row i. Operands have the output's shape or broadcast to it.
+    """Run an elementwise equation: row i of the output depends on row i of the operands.
 
-    A shared operand may be a scalar, or have dimensions of size 1; one with rows must have all
-    rows.
+    Operands have the shape of the output, or are broadcast to it: they are scalars or have
+    dimensions of size 1. An operand with rows must have all rows.
     """
     row = _one(ins)
     shape = eqn.outvars[0].aval.shape
@@ -101,18 +101,17 @@ def _elementwise(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
     operands: list[RowAxis | None] = []
     for a, layout in zip(eqn.invars, ins, strict=True):
         operand_shape = a.aval.shape
-        if isinstance(layout, RowAxis) and (
-            len(operand_shape) != len(shape) or operand_shape[row.axis] != shape[row.axis]
-        ):
+        if not operand_shape and not isinstance(layout, RowAxis):
+            operands.append(None)
+            continue
+        if len(operand_shape) != len(shape):
             return None
-        if operand_shape and (
-            len(operand_shape) != len(shape)
-            or any(d not in (1, n) for d, n in zip(operand_shape, shape, strict=True))
-        ):
+        if any(d not in (1, n) for d, n in zip(operand_shape, shape, strict=True)):
             return None
-        operands.append(
-            row if operand_shape and operand_shape[row.axis] == shape[row.axis] else None
-        )
+        has_rows = operand_shape[row.axis] == shape[row.axis]
+        if isinstance(layout, RowAxis) and not has_rows:
+            return None
+        operands.append(row if has_rows else None)
     return Step(tuple(operands), (row,) * len(eqn.outvars))
 
 
@@ -123,13 +122,12 @@ def _broadcast_in_dim(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
     axis = eqn.params["broadcast_dimensions"][row.axis]
     if eqn.params["shape"][axis] != eqn.invars[0].aval.shape[row.axis]:
         return None
-    return Step(
-        (row,), (dataclasses.replace(row, axis=axis),), params=lambda outs: {"shape": outs[0].shape}
-    )
+    to = dataclasses.replace(row, axis=axis)
+    return Step((row,), (to,), params=lambda outs: {"shape": outs[0].shape})
 
 
 def _reshape(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
-    """Merge rows with the axes behind them, or split them: a row is a run of `width` entries."""
+    """Merge the row axis with the axes after it, or split it: a row is a run of `width` entries."""
     row = _one(ins[:1])
     old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     if row is None or len(ins) > 1 or eqn.params["dimensions"] is not None or not old[row.axis]:
@@ -151,30 +149,34 @@ def _transpose(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
 
 
 def _without(row: RowAxis, gone: Sequence[int]) -> RowAxis:
-    """Return the rows after other axes were removed."""
+    """Return the layout after the axes `gone` were removed."""
     return dataclasses.replace(row, axis=row.axis - sum(d < row.axis for d in gone))
 
 
 def _squeeze(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
     row, gone = _one(ins), eqn.params["dimensions"]
-    return None if row is None or row.axis in gone else Step((row,), (_without(row, gone),))
+    if row is None or row.axis in gone:
+        return None
+    return Step((row,), (_without(row, gone),))
 
 
 def _reduce(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
-    """Reduce other axes, or reduce rows to partial results.
+    """Reduce over other axes; or over rows, to a partial result for each block.
 
-    `dtrans.rows.normalize` rewrites argmax before.
+    `dtrans.rows.normalize` has replaced argmax over rows before.
     """
     row, gone, op = _one(ins), mixed_axes(eqn) or (), facts_of(eqn).reduces
     if row is None or len(ins) > 1:
         return None
     if row.axis not in gone:
         return Step((row,), (_without(row, gone),))
-    return None if op == "position" else Step((row,), (SHARED,), reduce=op)
+    if op == "position":
+        return None
+    return Step((row,), (SHARED,), reduce=op)
 
 
 def _along(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
-    """Keep rows while other axes are mixed; all operands with dimensions have them on one axis."""
+    """Run an equation that mixes other axes only; all operands except scalars have the row axis."""
     row, last = _one(ins), facts_of(eqn).last_axes(eqn)
     if (
         row is None
@@ -188,7 +190,7 @@ def _along(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
 
 
 def _stack(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
-    """Stack along a new axis."""
+    """Stack along a new axis; the row axis moves by one if the new axis is before it."""
     row = _one(ins)
     if row is None:
         return None
@@ -204,7 +206,7 @@ def _unstack(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
 
 
 def _tile(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
-    """Tile other axes."""
+    """Tile along other axes."""
     row, reps = _one(ins), eqn.params["reps"]
     if row is None or len(reps) != eqn.invars[0].aval.ndim or reps[row.axis] != 1:
         return None
@@ -223,35 +225,32 @@ def _pad(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
 
 
 def _slice(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
-    """Slice other axes; all rows stay."""
+    """Slice along other axes."""
     row = _one(ins)
     if row is None or eqn.outvars[0].aval.shape[row.axis] != eqn.invars[0].aval.shape[row.axis]:
         return None
     axis, limits = row.axis, eqn.params["limit_indices"]
-    return Step(
-        (row,),
-        (row,),
-        params=lambda outs: {
-            "limit_indices": (*limits[:axis], outs[0].shape[axis], *limits[axis + 1 :])
-        },
-    )
+
+    def params(outs: Sequence[Any]) -> dict[str, Any]:
+        return {"limit_indices": (*limits[:axis], outs[0].shape[axis], *limits[axis + 1 :])}
+
+    return Step((row,), (row,), params=params)
 
 
 def _dynamic_slice(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
-    """Slice other axes; all rows stay, as XLA clamps the index along them to 0."""
+    """Slice along other axes; along rows the slice is full, so XLA clamps its index to 0."""
     row = _one(ins[:1])
-    if row is None or any(x is not SHARED for x in ins[1:]):
+    if row is None or not all_shared(ins[1:]):
         return None
     if eqn.outvars[0].aval.shape[row.axis] != eqn.invars[0].aval.shape[row.axis]:
         return None
-    return Step(
-        (row, *(None,) * (len(ins) - 1)), (row,), params=lambda outs: {"slice_sizes": outs[0].shape}
-    )
+    operands = (row, *(None,) * (len(ins) - 1))
+    return Step(operands, (row,), params=lambda outs: {"slice_sizes": outs[0].shape})
 
 
 def _dynamic_update_slice(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
     row = _one(ins[:2])
-    if row is None or any(x is not SHARED for x in ins[2:]):
+    if row is None or not all_shared(ins[2:]):
         return None
     if eqn.invars[0].aval.shape[row.axis] != eqn.invars[1].aval.shape[row.axis]:
         return None
@@ -259,7 +258,7 @@ def _dynamic_update_slice(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
 
 
 def _dot_general(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
-    """Sum over contracted rows; keep rows along a batch axis or a free axis."""
+    """Run a matrix product: contracted rows are summed, other rows are kept."""
     contract, batch = eqn.params["dimension_numbers"]
     lhs, rhs = ins
     free = []

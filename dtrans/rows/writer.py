@@ -1,13 +1,13 @@
 """Writer of equations for a block of rows.
 
-An equation on full leaves becomes the same equation on a block: operands with rows are the block's
-rows. If a shared operand meets rows, only these rows of it are computed (`dtrans.rows.parts`). The
-request moves up through the producers until it reaches scalars, counters and keys, so that no array
-of the full shape is computed. Values that need full operands are computed in full, then sliced.
-Bodies of loops and branches are written in the same way.
+An equation on full leaves becomes the same equation on the rows of a block. If it combines rows
+with a shared operand, only these rows of the shared operand are computed (`dtrans.rows.parts`):
+slices are propagated to the equations that compute the operand, down to scalars, counters and keys.
+So no array of the full shape is computed. If that is impossible, the full operand is computed and
+sliced. Bodies of loops and branches are written in the same way.
 
-One object names the rows of a block: `RowRange` for a known range, and others for rows of several
-leaves by their ids (`dtrans.parameter_server.tables.trainer_rows`).
+The rows of a block are described by a `BlockRows` object, such as `RowRange`. In
+`dtrans.parameter_server.tables.trainer_rows` it describes rows of several leaves by their ids.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dtrans._jax import (
 )
 from dtrans.ir.builder import Builder
 from dtrans.rows.flow import Flow
-from dtrans.rows.layout import SHARED, Layout, RowAxis
+from dtrans.rows.layout import SHARED, Layout, RowAxis, all_shared, rows_or_none
 from dtrans.rows.parts import recipe_of
 from dtrans.rows.row_buckets import RowBuckets
 from dtrans.rows.rules import Step
@@ -40,13 +40,13 @@ class BlockRows(Protocol):
     """Rows of a block."""
 
     def of(self, row: RowAxis) -> Slice:
-        """Return the slice of these rows along a value's axis; equal for equal arguments."""
+        """Return the slice of a value that has these rows; equal slices for equal arguments."""
 
     def inside(self, b: Builder) -> BlockRows:
-        """Return the same rows for a body that `b` writes; its first inputs are `operands`."""
+        """Return the same rows for a body that `b` writes; may add inputs to `b` for `operands`."""
 
     def operands(self) -> Sequence[Atom]:
-        """Return the values that a body needs to locate the rows."""
+        """Return the values that are passed to a body for the inputs that `inside` added."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,15 +62,15 @@ class RowRange:
         return self.stop - self.start
 
     def of(self, row: RowAxis) -> Slice:
-        """Return the slice of these rows along the axis of a value."""
+        """Return the slice of a value that has these rows."""
         return Slice(row.axis, self.start * row.width, self.rows * row.width)
 
     def inside(self, b: Builder) -> RowRange:
-        """Return the same rows."""
+        """Return this range."""
         return self
 
     def operands(self) -> Sequence[Atom]:
-        """Return no values: the rows are known when programs are written."""
+        """Return (), because the rows are known when the program is written."""
         return ()
 
     def numbers(self) -> np.ndarray:
@@ -78,11 +78,11 @@ class RowRange:
         return np.arange(self.start, self.stop)
 
     def in_leaf(self, places: np.ndarray) -> np.ndarray:
-        """Return the ids of rows, from their positions in this range."""
+        """Convert indices in this range to ids of rows."""
         return places + self.start
 
     def local(self, ids: np.ndarray) -> np.ndarray:
-        """Return the positions in this range of rows, from their ids."""
+        """Convert ids of rows to indices in this range."""
         return ids - self.start
 
     def among(self, ids: np.ndarray) -> slice:
@@ -98,7 +98,7 @@ class RowRange:
         return f"{self.start}:{self.stop}"
 
 
-RowSet = RowRange | RowBuckets  # rows of a part of a leaf
+RowSet = RowRange | RowBuckets  # rows of a block
 
 
 class RowWriter:
@@ -108,15 +108,16 @@ class RowWriter:
       b: builder of the program.
       flow: result of the row analysis of the equations.
       rows: rows of the block; None if it has full leaves.
-      producers: equation of each value, except shared values that only `outside` returns.
-      read_block: returns a value of the block that this writer has not computed; None for a shared
-        value.
-      outside: returns a shared value from elsewhere; None for one to compute here.
-      special: writes certain equations, here or in a body; returns None for all others.
+      producers: the equation that computes each value.
+      read_block: returns a value with rows that this writer has not computed, such as an input;
+        None for a shared value.
+      outside: returns a shared value that is an input; None if it must be computed.
+      special: writes an equation, here or in a body, and returns its outputs; None to write it as
+        usual.
 
     Attributes:
-      env: values of the block.
-      shared: shared values.
+      env: the values with rows that were written.
+      shared: the shared values that were written, in full.
     """
 
     def __init__(
@@ -138,11 +139,11 @@ class RowWriter:
         self._read_block, self._outside, self._special = read_block, outside, special
         self.env: dict[Var, Atom] = {}
         self.shared: dict[Var, Atom] = {}
-        self._parts: dict[tuple[Var, Slice], Atom] = {}  # rows of shared values
+        self._parts: dict[tuple[Var, Slice], Atom] = {}  # slices of shared values
         self._types: dict[Any, Any] = {}
 
     def place(self, layout: Layout) -> dict[Var, Atom]:
-        """Return the table of values in which a body stores a value with this layout."""
+        """Return `env` or `shared`, the dict for values with this layout."""
         if isinstance(layout, RowAxis) or (self.rows is None and layout is not SHARED):
             return self.env
         return self.shared
@@ -150,36 +151,36 @@ class RowWriter:
     # -- operands --------------------------------------------------------------------------------
 
     def read(self, atom: Atom, row: RowAxis | None) -> Atom:
-        """Return an operand, as rows or in full."""
+        """Return an operand: the block's rows in layout `row`, or in full if `row` is None."""
         if isinstance(atom, Literal):
             return atom
         value = self.env.get(atom)
-        value = self._read_block(atom) if value is None else value
+        if value is None:
+            value = self._read_block(atom)
         if value is not None:
             return value
-        return self.part_of(atom, None if row is None or self.rows is None else self.rows.of(row))
+        if row is None or self.rows is None:
+            return self.read_full(atom)
+        return self.part_of(atom, self.rows.of(row))
 
     def part_of(self, atom: Atom, part: Slice | None) -> Atom:
-        """Return a slice of a shared value, computed from as little as possible; None is the
-        full one."""
+        """Return a slice of a shared value, or the full value if `part` is None."""
         if isinstance(atom, Literal) or part is None or part.is_all(atom.aval):
             return self.read_full(atom)
         if (atom, part) not in self._parts:
             eqn = self.producers.get(atom)
-            is_shared = eqn is not None and all(self.flow.layout(a) is SHARED for a in eqn.invars)
             recipe = None
-            if eqn is not None and is_shared:
+            if eqn is not None and all_shared(map(self.flow.layout, eqn.invars)):
                 recipe = recipe_of(eqn, eqn.outvars.index(atom), part)
             if recipe is None:
                 self._parts[atom, part] = part.cut(self.b, self.read_full(atom))
             else:
-                self._parts[atom, part] = recipe.write(
-                    self.b, [self.part_of(a, p) for a, p in recipe.needs]
-                )
+                slices = [self.part_of(a, p) for a, p in recipe.needs]
+                self._parts[atom, part] = recipe.write(self.b, slices)
         return self._parts[atom, part]
 
     def read_full(self, atom: Atom) -> Atom:
-        """Return a full shared value: a constant, computed here, or from elsewhere."""
+        """Return a full shared value: a constant, an input, or computed by its equation."""
         if isinstance(atom, Literal) or self.b.is_constant(atom):
             return atom
         if atom not in self.shared:
@@ -195,7 +196,7 @@ class RowWriter:
     # -- equations -------------------------------------------------------------------------------
 
     def cut(self, aval: Any, layout: Layout) -> Any:
-        """Return the type of a value in this block."""
+        """Return the type that a value with this layout has in the block."""
         if self.rows is None or not isinstance(layout, RowAxis):
             return aval
         key = (aval.shape, aval.dtype, aval.weak_type, layout)
@@ -204,7 +205,7 @@ class RowWriter:
         return self._types[key]
 
     def emit(self, eqn: JaxprEqn, step: Step) -> list[Var]:
-        """Write an equation on this block."""
+        """Write an equation for the block, and return its outputs."""
         if (outputs := self._special(self, eqn, step)) is not None:
             return outputs
         atoms = [self.read(a, row) for a, row in zip(eqn.invars, step.operands, strict=True)]
@@ -214,16 +215,16 @@ class RowWriter:
         if step.bodies:
             new = list(map(self._body, bodies(eqn), step.bodies, step.ends))
             return self.b.copy_with_bodies(eqn, new, atoms, types, self.rows.operands())
-        return self.b.copy(eqn, atoms, types, **(step.params(types) if step.params else {}))
+        params = step.params(types) if step.params else {}
+        return self.b.copy(eqn, atoms, types, **params)
 
     def _body(self, jaxpr: ClosedJaxpr, flow: Flow, outs: Sequence[Layout]) -> ClosedJaxpr:
-        """Return a body on this block, with these layouts of its outputs."""
+        """Return a body rewritten for the block; `outs` has the layouts of its outputs."""
         inner = opened(jaxpr)
         b = Builder(jaxpr)
         rows = None if self.rows is None else self.rows.inside(b)
-        w = RowWriter(
-            b, flow, rows, {v: e for e in inner.eqns for v in e.outvars}, special=self._special
-        )
+        producers = {v: e for e in inner.eqns for v in e.outvars}
+        w = RowWriter(b, flow, rows, producers, special=self._special)
         for v in inner.invars:
             layout = flow.layout(v)
             w.place(layout)[v] = w.b.input(self.cut(v.aval, layout))
@@ -232,17 +233,8 @@ class RowWriter:
             if step is not None:
                 for v, value in zip(eqn.outvars, w.emit(eqn, step), strict=True):
                     w.place(flow.layout(v))[v] = value
-            elif eqn.effects:  # a print; others are computed once they are read
-                w.shared.update(
-                    zip(
-                        eqn.outvars,
-                        w.b.copy(eqn, [w.read_full(a) for a in eqn.invars]),
-                        strict=True,
-                    )
-                )
-        return w.b.build(
-            [
-                w.read(a, x if isinstance(x, RowAxis) else None)
-                for a, x in zip(inner.outvars, outs, strict=True)
-            ]
-        )
+            elif eqn.effects:  # e.g. a print; other shared equations are written when they are read
+                outputs = w.b.copy(eqn, list(map(w.read_full, eqn.invars)))
+                w.shared.update(zip(eqn.outvars, outputs, strict=True))
+        rows_of_outs = map(rows_or_none, outs)
+        return w.b.build(list(map(w.read, inner.outvars, rows_of_outs)))

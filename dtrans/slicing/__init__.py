@@ -1,10 +1,10 @@
-"""Update on parts of leaves: blocks of rows, and the exchange between their servers.
+"""Division of an optimizer update among servers: blocks of rows, and exchanges between servers.
 
-blocks          a block of a leaf, and the placement of blocks
-rounds          values that servers exchange, and when
-unit_program    programs of a unit, by level
-server_spec     analysis: state, inputs and computed values of each server
-server_update   update of each server, as optimize blocks
+blocks          blocks of leaves, units, and the placement of blocks on servers
+rounds          values that servers exchange, and the round after which each is known
+unit_program    programs that update a unit
+server_spec     state, inputs and computed values of each server
+server_update   the optimize blocks of each server
 mean            mean of the trainers' gradients
-partial_init    some rows of an init's outputs
+partial_init    initial values of some rows
 """

@@ -1,4 +1,4 @@
-"""Block of rows of a leaf, unit of an optimize block, and placement of blocks on servers."""
+"""Blocks of leaves, the units that are updated together, and the placement of blocks on servers."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ from dtrans.rows.writer import RowRange, RowSet
 from dtrans.step.cut import GRAD
 
 
-ARG = "@ARG"  # suffix of the name of an argument that trainers send
-TIED = "its update needs another leaf"
+ARG = "@ARG"  # suffix of the name of a step argument that trainers send to servers
+TIED = "its update reads another leaf"
 
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """Rows of one leaf on one server: a range of rows, or of buckets.
+    """Rows of one leaf on one server.
 
     Attributes:
       leaf: path of the leaf, `params/dense/kernel`.
       index: index of the block within the leaf.
       count: number of blocks of the leaf.
-      span: its rows; None for a 0-d leaf.
-      shape, dtype: those of the block.
-      endpoint: its server.
-      word: word for blocks in names; changed if a leaf has the same name.
-      is_table: True if its update is written for ranges of rows even if it has all of them.
+      span: range of rows or of buckets (`dtrans.rows.row_buckets`); None for a 0-d leaf.
+      shape, dtype: type of the block.
+      endpoint: server of the block.
+      word: word before the index in the block's name; another one if a leaf has that name.
+      is_table: True for a block of a table: its update is written for some rows, even if the block
+        has all rows of the leaf.
     """
 
     leaf: str
@@ -47,18 +48,19 @@ class Block:
 
     @classmethod
     def from_leaf(cls, leaf: str, aval: Any, endpoint: str = "") -> Block:
-        """Return a full leaf as one block."""
+        """Return a block that contains a full leaf."""
         span = RowRange(0, aval.shape[0]) if aval.ndim else None
         return cls(leaf, 0, 1, span, tuple(aval.shape), aval.dtype, endpoint)
 
     def named(self, base: str) -> str:
-        """Return the name of this block of an array: `opt_state/0/mu/w` to
-        `opt_state/0/mu/w.block0`."""
-        return base if self.count == 1 else f"{base}.{self.word}{self.index}"
+        """Return the name of this block of an array, such as `opt_state/0/mu/w.block0`."""
+        if self.count == 1:
+            return base
+        return f"{base}.{self.word}{self.index}"
 
     @property
     def name(self) -> str:
-        """`params/w.block0`, or `params/w` for a single block."""
+        """Name of the block: `params/w.block0`, or `params/w` if the leaf has one block."""
         return self.named(self.leaf)
 
     @property
@@ -77,44 +79,49 @@ class Block:
         return self.size * np.dtype(self.dtype).itemsize
 
     def gradient(self, trainer_id: int, trainers: int) -> str:
-        """Return the name of its gradient: `params/w@GRAD.block0.trainer_1` (Paddle's scheme)."""
-        return self.named(self.leaf + GRAD) + (f".trainer_{trainer_id}" if trainers > 1 else "")
+        """Return the name of a trainer's gradient, as Paddle: `params/w@GRAD.block0.trainer_1`."""
+        return _from_trainer(self.named(self.leaf + GRAD), trainer_id, trainers)
 
     def gradients(self, trainers: int, op: str) -> BlockGradient:
-        """Return its gradient from `trainers` trainers: their "mean" or "sum"."""
+        """Return the block's gradient: the "mean" or "sum" of those of the trainers."""
         sent = {k: self.gradient(k, trainers) for k in range(trainers)}
         return BlockGradient(self.gradient(0, 1), self.leaf, self.index, sent, op)
 
 
 def argument(name: str, trainers: int) -> BlockGradient:
-    """Return an argument of the step that an update reads and all trainers send:
-    `rate@ARG.trainer_1`."""
+    """Return a step argument as the gradient of a block: all trainers send equal values.
+
+    The update reads the argument. The name that trainer 1 sends is `rate@ARG.trainer_1`.
+    """
     sent_name = name + ARG
-    return BlockGradient(
-        sent_name,
-        name,
-        0,
-        {k: sent_name + (f".trainer_{k}" if trainers > 1 else "") for k in range(trainers)},
-        "same",
-    )
+    sent = {k: _from_trainer(sent_name, k, trainers) for k in range(trainers)}
+    return BlockGradient(sent_name, name, 0, sent, "same")
+
+
+def _from_trainer(name: str, trainer_id: int, trainers: int) -> str:
+    if trainers == 1:
+        return name
+    return f"{name}.trainer_{trainer_id}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """Blocks that one optimize block updates: one block, or the full leaves of a group."""
+    """Blocks that are updated together: one block, or the full leaves of a group."""
 
     blocks: tuple[Block, ...]
 
     @property
     def name(self) -> str:
-        """Name of its first block."""
+        """Name of the first block."""
         return self.blocks[0].name
 
     @property
     def span(self) -> RowSet | None:
-        """Its rows; None for full leaves."""
+        """Rows that the unit updates; None for full leaves."""
         first = self.blocks[0]
-        return first.span if first.count > 1 or first.is_table else None
+        if first.count == 1 and not first.is_table:
+            return None
+        return first.span
 
     @property
     def nbytes(self) -> int:
@@ -124,13 +131,13 @@ class Unit:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Placement of blocks on servers.
+    """Assignment of blocks to servers.
 
     Attributes:
       endpoints: the servers, in order.
-      blocks: leaf to its blocks.
-      groups: leaf to its group, for leaves that cannot be sliced.
-      order: the other leaves, in the order of dispatch.
+      blocks: blocks of each leaf.
+      groups: group of each leaf that cannot be sliced (`dtrans.rows.analysis.Group`).
+      order: the other leaves, in the order in which they were assigned.
     """
 
     endpoints: tuple[str, ...]
@@ -140,7 +147,7 @@ class Placement:
 
     @cached_property
     def units(self) -> dict[str, tuple[Unit, ...]]:
-        """Units of each server, in leaf order."""
+        """Units of each server, by endpoint, in leaf order."""
         found: dict[str, list[Unit]] = {ep: [] for ep in self.endpoints}
         for leaf, blocks in self.blocks.items():
             if leaf not in self.groups:
@@ -154,7 +161,7 @@ class Placement:
 
     @cached_property
     def unsliced(self) -> dict[str, str]:
-        """Leaves that cannot be sliced, with the reason."""
+        """Reason of each leaf that cannot be sliced."""
         return {n: g.reason or TIED for n, g in self.groups.items()}
 
     @cached_property
@@ -163,7 +170,6 @@ class Placement:
         return tuple(b for blocks in self.blocks.values() for b in blocks)
 
     def map(self, fn: Callable[[Block], Block]) -> Placement:
-        """Return the placement with each block changed by `fn`."""
-        return dataclasses.replace(
-            self, blocks={n: tuple(map(fn, of)) for n, of in self.blocks.items()}
-        )
+        """Return the placement with each block replaced by `fn(block)`."""
+        changed = {leaf: tuple(map(fn, blocks)) for leaf, blocks in self.blocks.items()}
+        return dataclasses.replace(self, blocks=changed)

@@ -1,7 +1,7 @@
-"""Mean or sum of the trainers' gradients, which a server's blocks read; also after trainers left.
+"""Mean or sum of the trainers' gradients on a server.
 
-It corresponds to Paddle's `sum` and `scale`. It is an attribute of a block (`OptimizeBlock.grads`)
-and none of its equations.
+Paddle adds `sum` and `scale` ops to an optimize block. Here the reduction is recorded in
+`OptimizeBlock.grads`, so that it can be changed when trainers leave.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ from dtrans.ops import OptimizeBlock
 
 
 def reduce_gradients(op: str, grads: Sequence[jax.Array]) -> jax.Array:
-    """Return the sum of gradients, or their mean; for "same", or a single one, the first."""
+    """Return the "sum" or "mean" of gradients; for "same", return the first gradient."""
     if len(grads) == 1 or op == "same":
         return grads[0]
     total = functools.reduce(jax.lax.add, grads)
-    return total * (1 / len(grads)) if op == "mean" else total
+    if op == "mean":
+        return total * (1 / len(grads))
+    return total
 
 
 def sent_by(block: OptimizeBlock, present: Collection[int]) -> OptimizeBlock:
-    """Return a block that reads the gradients of the trainers in `present`, at least one."""
+    """Return a block that reads only the gradients of the trainers in `present`."""
     grads = []
     for g in block.grads:
         sent = {k: n for k, n in g.sent.items() if k in present}

@@ -1,18 +1,18 @@
-"""Writer of parts of an init's outputs: some entries along one axis, without the others.
+"""Program for some rows of the outputs of an init function.
 
-A parameter server starts from rows `start:stop` of leaves that one device would compute in full. It
-computes the rows of a table on first use, by their ids. The wanted parts of outputs determine the
-wanted parts of their operands, from the last equation to the first (`dtrans.rows.parts`). The
-equations are then written in order, each for its wanted parts. A value without a rule is computed
-in full, then sliced: a QR decomposition, a permutation, a loop.
+A parameter server needs only the rows `start:stop` of a leaf. It computes the rows of a table on
+first use, by their ids. From the last equation to the first, the wanted *parts* of outputs
+determine the wanted parts of operands (`dtrans.rows.parts`). Then the equations are written in
+order, each for its wanted parts. A value without a rule, such as a QR decomposition, a permutation
+or a loop, is computed in full and sliced.
 
-Blocks are computed without the full value for zeros, ones, constants, and draws of
-`jax.random.normal`, `uniform` and `truncated_normal` with the default generator
-(`dtrans.rows.random_bits`). They may be scaled, reshaped, transposed or concatenated, and state
-that depends on them is computed in blocks too. Leaves of an orthogonal initialiser are computed in
-full.
+Zeros, ones, constants, and draws of `jax.random.normal`, `uniform` and `truncated_normal` with the
+default generator (`dtrans.rows.random_bits`) are computed without the full value. The same holds if
+they are scaled, reshaped, transposed or concatenated, and for optimizer state that depends on them.
+Orthogonal initialisers compute the full leaf.
 
-The walk is a loop, not recursive: init of a deep model splits one key a thousand times in a row.
+The traversal is a loop because recursion would be too deep: the init of a deep model splits one key
+a thousand times in a row.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from dtrans.rows.slices import Slice, Start
 
 
 def write_parts(b: Builder, jaxpr: ClosedJaxpr, wanted: Sequence[Want]) -> list[Atom]:
-    """Write the equations of `jaxpr` for parts of its values.
+    """Write the equations of an init for parts of its values.
 
     Args:
       b: builder of a program with the inputs of `jaxpr`.
-      jaxpr: equations, with calls inlined (`dtrans.ir.inline.inline_calls`).
-      wanted: variables of `jaxpr`, with the wanted part of each; None for the full value.
+      jaxpr: the init, with calls inlined (`dtrans.ir.inline.inline_calls`).
+      wanted: (variable of `jaxpr`, wanted slice); None for the full value.
 
     Returns:
       The wanted parts, in order.
@@ -67,26 +67,26 @@ def write_parts(b: Builder, jaxpr: ClosedJaxpr, wanted: Sequence[Want]) -> list[
             b.keep(eqn)
             continue
         for want, recipe in recipes:
-            computed[want] = recipe.write(b, [read(need) for need in recipe.needs])
-    return [read(want) for want in wanted]
+            computed[want] = recipe.write(b, list(map(read, recipe.needs)))
+    return list(map(read, wanted))
 
 
 def write_rows(
     b: Builder, jaxpr: ClosedJaxpr, wanted: Sequence[tuple[Atom, int]], numbers: Var
 ) -> list[Atom]:
-    """Write the equations of an init for the rows of its outputs whose ids a vector has.
+    """Write the equations of an init for the rows with given ids.
 
-    They are equal to the rows of the full outputs bit for bit, in the order of the ids, which may
-    repeat. An output without rules for rows (`makes_rows`) is computed in full, then gathered. An
-    id out of bounds returns an arbitrary row.
+    The rows equal those of the full outputs bit for bit. Ids may repeat. If `makes_rows` is False
+    for an output, it is computed in full, then gathered. For an id out of bounds, some row is
+    returned.
 
     Args:
       b, jaxpr: as in `write_parts`.
-      wanted: outputs of `jaxpr`, each with the axis of its rows.
-      numbers: ids of the rows, int32[n], a variable of the new program.
+      wanted: (output of `jaxpr`, axis of its rows).
+      numbers: ids of the rows, an int32[n] variable of the new program.
 
     Returns:
-      For each output, `n` entries along that axis.
+      For each output, the `n` rows, in the order of the ids.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -104,13 +104,12 @@ def write_rows(
       True
     """
     start = Start(lambda b: numbers)
-    return write_parts(
-        b, jaxpr, [(a, Slice(axis, start, numbers.aval.shape[0])) for a, axis in wanted]
-    )
+    count = numbers.aval.shape[0]
+    return write_parts(b, jaxpr, [(a, Slice(axis, start, count)) for a, axis in wanted])
 
 
 def makes_rows(jaxpr: ClosedJaxpr, output: Atom, axis: int) -> bool:
-    """Return True if `write_rows` computes rows of an output without the full value.
+    """Return True if `write_rows` computes rows of an output without computing the full output.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -125,17 +124,16 @@ def makes_rows(jaxpr: ClosedJaxpr, output: Atom, axis: int) -> bool:
 
 
 class _Plan:
-    """Wanted parts of each value, and their recipes.
+    """Wanted parts of each value, and the recipes that compute them.
 
     Attributes:
-      cuts: parts that are sliced from full values.
+      cuts: parts that must be sliced from the full value.
     """
 
     def __init__(self, eqns: Sequence[JaxprEqn], wanted: Sequence[Want]) -> None:
         self.eqns = eqns
-        # parts in the order of discovery
+        # value -> its wanted parts, as keys of a dict to keep their order
         self._wanted: dict[Atom, dict[Slice | None, None]] = {}
-
         self._recipes: dict[int, list[tuple[Want, Recipe]] | None] = {}
         outputs = {v for e in eqns for v in e.outvars}
         self.cuts: list[Want] = []
@@ -158,23 +156,22 @@ class _Plan:
                 self._cut(value)
 
     def _cut(self, value: Atom) -> None:
-        """Slice the wanted parts from a full value."""
+        """Record that the wanted parts of a value are cut from the full value."""
         self.cuts += [(value, part) for part in self._parts(value)]
 
     def steps(self) -> Iterator[tuple[JaxprEqn, list[tuple[Want, Recipe]] | None]]:
-        """Yield all equations in order, with the parts that each computes, or None for full
-        outputs."""
+        """Yield (equation, [(part, its recipe), ...]), or (equation, None) for full outputs."""
         return ((eqn, self._recipes[i]) for i, eqn in enumerate(self.eqns))
 
     def normal(self, want: Want) -> Want:
-        """Replace a part that covers the full value by None."""
+        """Replace a slice that covers the full value by None."""
         atom, part = want
         if part is None or isinstance(atom, Literal) or part.is_all(atom.aval):
             return atom, None
         return want
 
     def _of(self, eqn: JaxprEqn) -> list[tuple[Want, Recipe]] | None:
-        """Return the recipes for the parts of an equation's outputs; None if it runs in full."""
+        """Return recipes for the wanted parts of an equation's outputs; None for full outputs."""
         if any(self._is_full(v) for v in eqn.outvars):
             return None
         found: list[tuple[Want, Recipe]] = []
@@ -184,7 +181,7 @@ class _Plan:
                 if recipe is None:
                     warn_if_unknown(
                         eqn,
-                        "is treated as mixing rows: each server computes its outputs in full",
+                        "is assumed to mix rows, so each server computes its outputs in full",
                     )
                     return None
                 found.append(((v, part), recipe))
@@ -196,17 +193,21 @@ class _Plan:
             self._wanted.setdefault(atom, {})[part] = None
 
     def _is_full(self, var: Var) -> bool:
-        """Return True if a value is computed in full: it is wanted, or its parts have over twice
-        its size."""
-        found = self._wanted.get(var, {})
-        return (
-            None in found
-            or sum(p.size / var.aval.shape[p.axis] for p in found if p is not None) > 2
-        )
+        """Return True if a value is computed in full.
+
+        This is the case if the full value is wanted, or if its parts together have more than twice
+        its size.
+        """
+        if None in self._wanted.get(var, ()):
+            return True
+        return sum(p.size / var.aval.shape[p.axis] for p in self._parts(var)) > 2
 
     def _parts(self, var: Atom) -> list[Slice]:
-        """Return the wanted parts of a value, in order."""
+        """Return the wanted parts of a value, sorted by axis and start."""
         parts = [p for p in self._wanted.get(var, ()) if p is not None]
-        return sorted(
-            parts, key=lambda p: (p.axis, -1 if isinstance(p.start, Start) else p.start, p.size)
-        )
+        return sorted(parts, key=_position)
+
+
+def _position(part: Slice) -> tuple[int, int, int]:
+    start = -1 if isinstance(part.start, Start) else part.start
+    return part.axis, start, part.size

@@ -1,15 +1,16 @@
-"""Cross-server values, and the number of exchanges after which each is known.
+"""Cross-server values, and the exchange round after which each is known.
 
-A value is computed where its rows are (its *home*: a leaf, or a group of leaves). Shared values are
-computed on every server that reads them. A value is *cross-server* if a home provides it to others:
+A value that depends on the rows of a leaf is computed on the servers of this leaf, its *home*.
+Leaves of a group have one home. Shared values are computed on every server that reads them. A
+*cross-server value* is computed at a home and read on other servers:
 
     a reduction over the rows of a leaf               each block has a part; the parts are combined
-    a value of an unsliced leaf that others read      its one owner sends it
+    a value of an unsliced leaf                       its server sends it
 
-Crossings are exchanged in rounds: a server computes level 0 by itself, and level n + 1 after round
-n. LAMB after a clip by global norm has three rounds: the norm of the gradients, the norms of the
-updates, and the latter again (`optax.safe_norm`). Levels depend on equations, not on the placement;
-a round without values to send costs nothing.
+Servers exchange these values in rounds. Values of level 0 are known without an exchange, values of
+level n + 1 after round n. LAMB after a clip by global norm has three rounds: for the norm of the
+gradients, for the norms of the updates, and for these again (`optax.safe_norm`). Levels do not
+depend on the placement. A round without values to send costs nothing.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ from dtrans.ir.dataflow import propagate
 from dtrans.ops import EXACT
 from dtrans.ops.exact_sum import DIGITS, part_type
 from dtrans.rows.analysis import RowAnalysis
-from dtrans.rows.layout import SHARED, Colocated, RowAxis
+from dtrans.rows.layout import SHARED, Colocated, row_axes
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CrossServerValue:
-    """Value that a home provides to other servers.
+    """Value that is computed at a home and read on other servers.
 
     Attributes:
-      name: `all_reduce/3`; equal on every server.
-      var: the value.
-      op: reduction of its parts.
+      name: name on every server, e.g. `all_reduce/3`.
+      var: variable of the value.
+      op: operation that combines the parts of blocks.
       part: type of a part.
-      home: home of the parts.
+      home: leaf whose servers compute the parts.
       level: level of the parts; the value is known one level later.
     """
 
@@ -53,12 +54,12 @@ class ExchangeRounds:
 
     Args:
       analysis: row analysis of the half.
-      exact: leaves whose sums over rows are exact for floats (`dtrans.ops.exact_sum`).
+      exact: leaves whose sums over rows are added exactly (`dtrans.ops.exact_sum`).
 
     Attributes:
-      crossings: cross-server values, by variable.
-      eqns_of: for each home, the positions of its equations, in order.
-      makers: equations by output, without cross-server values.
+      crossings: variable -> cross-server value.
+      eqns_of: indices of the equations that run at each home, in order.
+      makers: the equation that computes each variable, without cross-server values.
     """
 
     def __init__(self, analysis: RowAnalysis, exact: Collection[str] = ()) -> None:
@@ -69,10 +70,11 @@ class ExchangeRounds:
         self.crossings: dict[Var, CrossServerValue] = {}
         self.eqns_of: dict[str, list[int]] = {}
         self._at_home: dict[Var, int] = {}
-        # other servers know an input of a home after one exchange
-        self._shared: dict[Var, int] = {
-            v: 1 for v in analysis.inputs.values() if analysis.layout(v) is not SHARED
-        }
+        # other servers know an input of a home after one round
+        self._shared: dict[Var, int] = {}
+        for v in analysis.inputs.values():
+            if analysis.layout(v) is not SHARED:
+                self._shared[v] = 1
         self._parts: dict[Var, int] = {}
         for i, eqn in enumerate(self.eqns):
             self._follow(i, eqn)
@@ -80,25 +82,28 @@ class ExchangeRounds:
             self._note_crossings(i, eqn)
         for name, out in analysis.outputs.items():
             self._note_read(out, analysis.home(analysis.layout(analysis.inputs[name])))
-        self.makers = {
-            v: self.eqns[i] for v, i in self.producers.items() if v not in self.crossings
-        }
+        self.makers: dict[Var, JaxprEqn] = {}
+        for v, i in self.producers.items():
+            if v not in self.crossings:
+                self.makers[v] = self.eqns[i]
         self._dependent = propagate(self.eqns, dict.fromkeys(analysis.half.inner.invars, 1), {})
 
     def depends(self, var: Var) -> bool:
-        """Return True if a value depends on an input; other values are constants."""
+        """Return True if a value depends on an input, so that it is not a constant."""
         return bool(self._dependent.get(var))
 
-    # -- where and when --------------------------------------------------------------------------
+    # -- homes and levels ------------------------------------------------------------------------
 
     def home_of(self, i: int) -> str | None:
-        """Return the home of an equation; None if every server that reads it runs it."""
+        """Return the home of an equation; None if each server that reads its outputs runs it."""
         step = self.analysis.flow.steps.get(i)
         if step is None:
             return None
-        if step.reduce:
-            return self.analysis.home(next(x for x in step.operands if x is not None))
-        return next((self.analysis.home(x) for x in step.outs if x is not SHARED), None)
+        layouts = step.operands if step.reduce else step.outs
+        for layout in layouts:
+            if layout is not None and layout is not SHARED:
+                return self.analysis.home(layout)
+        return None
 
     def at_home(self, var: Var) -> int:
         """Return the level at which a value is known at its home."""
@@ -106,15 +111,19 @@ class ExchangeRounds:
 
     def shared(self, atom: Atom) -> int:
         """Return the level at which all servers know a value."""
-        return 0 if isinstance(atom, Literal) else self._shared.get(atom, 0)
+        if isinstance(atom, Literal):
+            return 0
+        return self._shared.get(atom, 0)
 
     def of_eqn(self, i: int) -> int:
-        """Return the level of an equation with a home."""
+        """Return the level at which an equation with a home runs."""
         out = self.eqns[i].outvars[0]
-        return self._parts[out] if out in self._parts else self.at_home(out)
+        if out in self._parts:
+            return self._parts[out]
+        return self.at_home(out)
 
     def read(self, atom: Atom, home: str | None) -> int:
-        """Return the level at which a reader knows a value."""
+        """Return the level at which a reader at `home` knows a value; None: a reader everywhere."""
         layout = self.analysis.layout(atom)
         if home is not None and layout is not SHARED and self.analysis.home(layout) == home:
             assert isinstance(atom, Var)
@@ -122,16 +131,17 @@ class ExchangeRounds:
         return self.shared(atom)
 
     def derived(self, var: Var) -> bool:
-        """Return True if readers should compute a value of an unsliced leaf from its operands.
+        """Return True if other servers should compute a value of an unsliced leaf themselves.
 
-        That is better if the operands are smaller (a broadcast scalar). It is better, too, if they
-        are known one round earlier (the square of a 0-d leaf, added to the sum of others).
+        Then its operands are sent instead. This is better if the operands are smaller, e.g. for a
+        broadcast scalar. It is also better if they are as small, but known one round earlier, e.g.
+        for the square of a 0-d leaf.
         """
         i = self.producers.get(var)
         if i is None or not isinstance(self.analysis.layout(var), Colocated):
             return False
         ins = [a for a in self.eqns[i].invars if self.analysis.layout(a) is not SHARED]
-        if any(isinstance(self.analysis.layout(a), RowAxis) for a in ins):
+        if row_axes(map(self.analysis.layout, ins)):
             return False
         size, parts = math.prod(var.aval.shape), sum(math.prod(a.aval.shape) for a in ins)
         sooner = max(map(self.shared, self.eqns[i].invars)) <= self.at_home(var)
@@ -151,9 +161,9 @@ class ExchangeRounds:
                 self._shared[v] = level + 1
             else:
                 self._at_home[v] = level
-                self._shared[v] = (
-                    max(map(self.shared, eqn.invars)) if self.derived(v) else level + 1
-                )
+                self._shared[v] = level + 1
+                if self.derived(v):
+                    self._shared[v] = max(map(self.shared, eqn.invars))
 
     # -- crossings -------------------------------------------------------------------------------
 
@@ -170,7 +180,7 @@ class ExchangeRounds:
             self._cross(out, op, home, self._parts[out])
 
     def _note_read(self, atom: Atom, home: str | None) -> None:
-        """Record that a reader at `home` (None: everywhere) reads a value."""
+        """Record that a reader at `home` reads a value; None: a reader on every server."""
         layout = self.analysis.layout(atom)
         if not isinstance(layout, Colocated) or self.analysis.home(layout) == home:
             return
@@ -181,7 +191,8 @@ class ExchangeRounds:
         else:
             owner = self.analysis.home(layout)
             assert owner is not None
-            self._cross(atom, "or" if atom.aval.dtype == bool else "sum", owner, self.at_home(atom))
+            op = "or" if atom.aval.dtype == bool else "sum"
+            self._cross(atom, op, owner, self.at_home(atom))
 
     def _cross(self, var: Var, op: str, home: str, level: int) -> None:
         if var not in self.crossings:
@@ -192,6 +203,6 @@ class ExchangeRounds:
 
 
 def _can_be_exact(eqn: JaxprEqn) -> bool:
-    """Return True for a full sum of a type that can be cut into digits."""
+    """Return True for a sum over all axes in a dtype that `dtrans.ops.exact_sum` supports."""
     out = eqn.outvars[0].aval
     return eqn.primitive.name == "reduce_sum" and not out.shape and out.dtype.name in DIGITS

@@ -1,9 +1,10 @@
-"""Analysis of an update that servers divide: state, inputs and computed values of each server.
+"""Division of an update among servers: state, inputs and computed values of each server.
 
-The units of all servers are written first (`dtrans.slicing.unit_program`), which shows the shared
-values that each reads. A server computes these by itself, unless they are cross-server values
-(`dtrans.slicing.rounds`). No row enters shared state except by reductions (Adafactor's column
-sums). It is on each server that reads it, and on all servers if none does. All copies are equal.
+The units of all servers are written first (`dtrans.slicing.unit_program`). They show which shared
+values each server reads. A server computes these by itself, unless they are cross-server values
+(`dtrans.slicing.rounds`). *Shared state* depends on rows only through reductions, such as
+Adafactor's column sums. Each server that reads it stores a copy, or all servers if none reads it.
+All copies are equal.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from dtrans.step.cut import Gradient
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ServerSpec:
-    """Work of one server: the blocks that it updates, and the values that it reads and computes.
+    """Work of one server: its units, and the values that it reads and computes.
 
     Attributes:
-      units: its units, written.
+      units: its units, with their programs.
       computed: shared values that it computes.
       crossings: cross-server values that it reads.
       inputs: inputs of the update that it reads, other than those of its units.
-      shared_state: shared state that it stores.
+      shared_state: names of the shared state that it stores.
     """
 
     units: tuple[UnitProgram, ...]
@@ -55,19 +56,19 @@ class ServerSpec:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class UpdateSpec:
-    """Optimize half that is divided among servers.
+    """Division of an optimize half among servers.
 
     Attributes:
-      rounds: its equations, and the level at which each value is known.
-      placement: placement of the leaves.
-      trainers: number of gradients for each leaf.
-      arguments: arguments of the step that the update reads; trainers send them.
-      requested: shared state that trainers request before a step.
+      rounds: the equations, and the level at which each value is known.
+      placement: placement of the leaves on servers.
+      trainers: number of trainers; each sends a gradient of each leaf.
+      arguments: step arguments that the update reads; trainers send them.
+      requested: shared state that trainers request before each step.
       exact: leaves whose sums over rows have the same bits for every placement.
-      names: meaning of each name in the update.
-      owners: by home, the servers that have parts of cross-server values.
-      servers: by endpoint, for servers that update something.
-      over: by cross-server value, the servers that have parts of it or read it.
+      names: description of what each name in the update refers to, for errors.
+      owners: home -> servers that have parts of its cross-server values.
+      servers: endpoint -> work of the server, if it has any.
+      over: cross-server value -> servers that have parts of it or read it.
     """
 
     rounds: ExchangeRounds
@@ -83,28 +84,28 @@ class UpdateSpec:
 
     @property
     def analysis(self) -> RowAnalysis:
-        """Row analysis for this placement."""
+        """Row analysis of the update for this placement."""
         return self.rounds.analysis
 
     @property
     def shared_state(self) -> tuple[str, ...]:
-        """Shared state of the update."""
+        """Names of the shared state."""
         return self.analysis.state_of[None]
 
     def stays(self, crossing: CrossServerValue) -> bool:
-        """Return True if only one server takes part, so that there is no exchange.
+        """Return True if only one server uses a cross-server value, without an exchange.
 
-        Exact sums are exchanged even then: XLA rounds differently if it compiles more at once, and
-        bits must not depend on the number of servers.
+        With exact sums it is exchanged in any case. Otherwise XLA would compile other programs for
+        one server than for several, and round differently.
         """
         return len(self.over[crossing.var]) == 1 and not self.exact
 
     def holder_of(self, name: str) -> str:
-        """Return the first server with an array of shared state; trainers request it there."""
+        """Return the first server with an array of shared state; trainers send requests to it."""
         return next(ep for ep, server in self.servers.items() if name in server.shared_state)
 
     def readers_of(self, name: str) -> tuple[str, ...]:
-        """Return the servers that read an argument of the step."""
+        """Return the servers that read a step argument."""
         return tuple(ep for ep, server in self.servers.items() if name in server.inputs)
 
 
@@ -121,24 +122,22 @@ def analyse_update(
 
     Args:
       analysis: row analysis of the optimize half.
-      placement: placement of the leaves.
-      trainers: number of gradients for each leaf; its update reads their mean.
-      summed: leaves whose update reads the sum instead.
-      arguments: arguments of the step that the update reads; trainers send them to the servers that
-        read them.
-      requested: shared state that trainers request before a step.
-      exact: leaves whose sums over rows have the same bits for every placement.
+      placement: placement of the leaves on servers.
+      trainers: number of trainers; the update of a leaf reads the mean of their gradients.
+      summed: leaves whose update reads the sum of the gradients instead.
+      arguments: step arguments that the update reads; trainers send them to these servers.
+      requested: shared state that trainers request before each step.
+      exact: leaves whose sums over rows must have the same bits for every placement.
 
     Raises:
-      ConfigError: a leaf has the name of a block, a gradient or another value.
+      ConfigError: the name of a leaf is also the name of a block, a gradient or another value.
     """
     endpoints_of: dict[str, set[str]] = {}
     for b in placement.table:
         endpoints_of.setdefault(b.leaf, set()).add(b.endpoint)
     alone = [blocks[0] for blocks in placement.blocks.values() if len(blocks) == 1]
-    analysis = analysis.with_unsliced(
-        [b.leaf for b in alone if not b.is_table and b.leaf not in exact]
-    )
+    unsliced = [b.leaf for b in alone if not b.is_table and b.leaf not in exact]
+    analysis = analysis.with_unsliced(unsliced)
     rounds = ExchangeRounds(analysis, exact)
 
     names = dict.fromkeys(analysis.input_names.values(), "an array of the optimizer's state")
@@ -147,8 +146,10 @@ def analyse_update(
         claim(names, crossing.name)
 
     def write(unit: Unit) -> UnitProgram:
-        leaves = [b for b in unit.blocks if Gradient(b.leaf) in analysis.inputs]
-        gradients = [b.gradients(trainers, "sum" if b.leaf in summed else "mean") for b in leaves]
+        gradients = []
+        for b in unit.blocks:
+            if Gradient(b.leaf) in analysis.inputs:
+                gradients.append(b.gradients(trainers, "sum" if b.leaf in summed else "mean"))
         program = write_unit(rounds, unit, gradients)
         first = unit.blocks[0]
         if first.count > 1:
@@ -156,15 +157,14 @@ def analyse_update(
                 claim(names, name, f"block {first.index} of {base}")
         for grad in gradients:
             claim(names, grad.name, f"a gradient of {grad.leaf}")
-        for name in {n for p in program.levels.values() for n in p.out_names} - set(
-            program.names.values()
-        ):
+        out_names = itertools.chain(*(p.out_names for p in program.levels.values()))
+        for name in set(out_names).difference(program.names.values()):
             claim(names, name)
         return program
 
     units = {ep: tuple(map(write, of)) for ep, of in placement.units.items() if of}
     every = _server_spec(rounds, tuple(itertools.chain(*units.values())))
-    # a count of steps, say, that no unit reads
+    # shared state that no unit reads, such as a count of steps, is stored on all servers
     idle = set(analysis.state_of[None]) - every.shared_state
     servers = {ep: _server_spec(rounds, of, idle) for ep, of in units.items()}
 
@@ -173,10 +173,8 @@ def analyse_update(
         owners[analysis.home_of(leaf)] = tuple(ep for ep in placement.endpoints if ep in of)
     over: dict[Var, tuple[str, ...]] = {}
     for var, crossing in rounds.crossings.items():
-        takes_part = {
-            *owners[crossing.home],
-            *(ep for ep, server in servers.items() if var in server.crossings),
-        }
+        takes_part = set(owners[crossing.home])
+        takes_part |= {ep for ep, server in servers.items() if var in server.crossings}
         over[var] = tuple(ep for ep in placement.endpoints if ep in takes_part)
     return UpdateSpec(
         rounds,
@@ -193,28 +191,28 @@ def analyse_update(
 
 
 def claim(
-    names: MutableMapping[str, str], name: str, what: str = "a value that the optimizer makes"
+    names: MutableMapping[str, str], name: str, what: str = "a value that the optimizer computes"
 ) -> str:
-    """Return a name for a value.
+    """Reserve a name and return it; `what` describes what it refers to.
 
     Raises:
-      ConfigError: something else has the name.
+      ConfigError: the name already refers to something else.
     """
     other = names.setdefault(name, what)
     if other != what:
-        raise ConfigError(f"{name} is {other}, and would be the name of {what}: rename a leaf")
+        raise ConfigError(f"{name} would be the name of both {other} and {what}; rename a leaf")
     return name
 
 
 def _server_spec(
     rounds: ExchangeRounds, units: tuple[UnitProgram, ...], state: Iterable[str] = ()
 ) -> ServerSpec:
-    """Return the spec of a server: all values that the shared values of its units depend on.
+    """Return the spec of a server, with all values that the shared values of its units depend on.
 
     Args:
-      rounds: levels of all values.
+      rounds: equations, and the levels of all values.
       units: units of the server.
-      state: shared state that the server stores in any case.
+      state: shared state that the server stores, even if its units do not read it.
     """
     analysis = rounds.analysis
     computed, crossings = set[Var](), set[Var]()
@@ -235,7 +233,7 @@ def _server_spec(
                 ahead += eqn.invars
             elif var in analysis.input_names:
                 inputs.add(analysis.input_names[var])
-        # a server stores and updates the shared state that it reads
+        # a server also updates the shared state that it reads
         new = inputs.intersection(analysis.state_of[None]) - state_names
     return ServerSpec(
         units, frozenset(computed), frozenset(crossings), frozenset(inputs), frozenset(state_names)

@@ -1,17 +1,16 @@
 """Update of one server, as optimize blocks.
 
-Each server computes values that no row enters once. If equations reduce over rows, the blocks have
-levels (`dtrans.slicing.rounds`):
+The blocks run in the order of their levels (`dtrans.slicing.rounds`):
 
-    level 0    lr_sched           counts, schedules: values that no row enters
-               params/w.block0    equations without cross-server values; parts of reductions
-               all_reduce         parts of this server combined; one `all_reduce` for each value
-    level 1    reduced            values of reductions alone: norms, factors, decisions
-               params/w.block0    the remainder
+    level 0    lr_sched           counts and schedules: values that do not depend on rows
+               params/w.block0    equations that need no cross-server value; parts of reductions
+               all_reduce         combines the parts on this server, then reduces over servers
+    level 1    reduced            shared values that depend on these reductions: norms, factors
+               params/w.block0    equations that read them
                ...
 
-`dtrans.slicing.server_spec` has the needs of the server, and `dtrans.slicing.unit_program` writes
-its units.
+`dtrans.slicing.server_spec` determines the values that each server computes, and
+`dtrans.slicing.unit_program` writes its units.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import jax.numpy as jnp
 
 from dtrans._jax import Atom, Var
 from dtrans.ir.builder import Builder
-from dtrans.ir.dataflow import avals
+from dtrans.ir.dataflow import avals, variables
 from dtrans.ir.program import DIST, LR_SCHED, OPTIMIZE
 from dtrans.ir.selection import values_at
 from dtrans.ops import OptimizeBlock, all_reduce_p, combine, identity_of
@@ -45,12 +44,13 @@ class ServerVariable:
     """Value that a server stores.
 
     Attributes:
-      of: array of the step with its initial value.
-      block: index of the block that it is, or belongs to.
-      part: its rows of `of`; None for all rows.
-      beside: name of the full value if that is no array of the step: `params/w.trainer_1_bak`.
-      zeros: True if it starts with zeros; only its type comes from `of`.
-      buckets: its rows along that axis, if they are buckets.
+      of: name of the step's array that has the initial value.
+      block: index of the leaf's block that the variable belongs to.
+      part: rows of the array `of`; None for all rows.
+      beside: name of the full value, if it is not an array of the step, e.g.
+        `params/w.trainer_1_bak`.
+      zeros: True if the initial value is zeros; then only the type is that of `of`.
+      buckets: the buckets of the rows, if rows are assigned to buckets.
     """
 
     of: str
@@ -62,21 +62,23 @@ class ServerVariable:
 
     @property
     def origin(self) -> str:
-        """Name of the full value."""
+        """Name of the full value that this is a part of."""
         return self.beside or self.of
 
     def cut(self, aval: Any) -> Any:
-        """Return its type, from that of the full value."""
-        return aval if self.part is None else self.part.of(aval)
+        """Return the type of this variable, if `aval` is the type of the full value."""
+        if self.part is None:
+            return aval
+        return self.part.of(aval)
 
 
 @dataclasses.dataclass(frozen=True)
 class ServerWork:
-    """Blocks and state of one server.
+    """Optimize blocks and stored values of one server.
 
     Attributes:
-      blocks: optimize blocks in order.
-      variables: stored values by name.
+      blocks: optimize blocks in the order in which they run.
+      variables: name -> stored value.
     """
 
     blocks: tuple[OptimizeBlock, ...]
@@ -84,16 +86,18 @@ class ServerWork:
 
     @property
     def grads(self) -> dict[str, int]:
-        """Its gradients (`params/w@GRAD.block0`), with the index of the block that reads each,
-        from 1."""
-        return {g.name: i for i, block in enumerate(self.blocks, 1) for g in block.grads}
+        """Number of the block, from 1, that reads each gradient (`params/w@GRAD.block0`)."""
+        found: dict[str, int] = {}
+        for i, block in enumerate(self.blocks, 1):
+            found |= dict.fromkeys((g.name for g in block.grads), i)
+        return found
 
 
 def write_server(spec: UpdateSpec, endpoint: str) -> ServerWork:
-    """Write the update of one server; nothing for a server without units.
+    """Write the optimize blocks of one server.
 
     Raises:
-      ConfigError: a leaf has the name of an argument of the step, or of a shared value.
+      ConfigError: the name of a leaf is also the name of a step argument or of a shared value.
     """
     server = spec.servers.get(endpoint)
     if server is None:
@@ -110,11 +114,13 @@ def write_server(spec: UpdateSpec, endpoint: str) -> ServerWork:
         if crossing is None:
             return names.get(var) or spec.analysis.input_names[var]
         parts = server.parts_of(crossing)
-        # a value with a single part on this server needs no reduction
-        return parts[0] if len(parts) == 1 and spec.stays(crossing) else crossing.name
+        if len(parts) == 1 and spec.stays(crossing):
+            return parts[0]  # the only part is the value
+        return crossing.name
 
     blocks = _take_arguments(spec, server, claimed)
-    for level in sorted({*shared, *(n for u in server.units for n in u.levels), *joins}):
+    levels = {*shared, *joins}.union(*(unit.levels for unit in server.units))
+    for level in sorted(levels):
         if level in shared:
             name, role = ("reduced", OPTIMIZE) if level else ("lr_sched", LR_SCHED)
             blocks.append(shared[level].block(name, role, level, name_of))
@@ -127,28 +133,29 @@ def write_server(spec: UpdateSpec, endpoint: str) -> ServerWork:
 
 
 def inline_update(b: Builder, work: ServerWork, values: Mapping[str, Atom]) -> dict[str, Atom]:
-    """Write all blocks of the only server into a program.
+    """Write all blocks of a single server into a program.
 
     Args:
       b: builder of the program.
       work: blocks of the server.
-      values: state and gradients by name.
+      values: state and gradients, by name.
 
     Returns:
-      New state by name.
+      The new state, by name.
     """
     values, new = dict(values), dict[str, Atom]()
     for block in work.blocks:
         b.role = block.role if block.role == LR_SCHED else OPTIMIZE
         outputs = b.inline(block.jaxpr, *values_at(values, block.in_names))
         for name, value in zip(block.out_names, outputs, strict=True):
-            # no block reads new state: its name stands for the state before the step
-            (new if name in work.variables else values)[name] = value
+            # blocks read the state before the step, so new state must not replace it in `values`
+            target = new if name in work.variables else values
+            target[name] = value
     return new
 
 
 def _variables(spec: UpdateSpec, server: ServerSpec) -> dict[str, ServerVariable]:
-    """Return the stored values of a server: rows of leaves and of their state, and full arrays."""
+    """Return the variables of a server: rows of leaves and of their state, and full arrays."""
     variables: dict[str, ServerVariable] = {}
     analysis = spec.analysis
     for u in server.units:
@@ -157,41 +164,39 @@ def _variables(spec: UpdateSpec, server: ServerSpec) -> dict[str, ServerVariable
             row = RowAxis(base, 0) if base in leaves else analysis.layout(analysis.inputs[base])
             variables[name] = _rows_of(base, u.unit.blocks[0].index, u.unit.span, row)
     constant = server.inputs - set(analysis.outputs) - spec.arguments
-    variables |= {
-        n: ServerVariable(n)
-        for n in analysis.input_names.values()
-        if n in server.shared_state | constant
-    }
+    for name in analysis.input_names.values():
+        if name in server.shared_state | constant:
+            variables[name] = ServerVariable(name)
     return variables
 
 
 def _rows_of(name: str, block: int, span: RowSet | None, row: Any) -> ServerVariable:
-    """Return a unit's rows of an array along an axis; the full array if it has no rows."""
+    """Return the variable for the rows `span` of an array with layout `row`; all rows if None."""
     if span is None or not isinstance(row, RowAxis):
         return ServerVariable(name, block)
     if isinstance(span, RowBuckets):
-        return ServerVariable(
-            name, block, Slice(row.axis, 0, span.rows * row.width), buckets=span.along(row)
-        )
+        part = Slice(row.axis, 0, span.rows * row.width)
+        return ServerVariable(name, block, part, buckets=span.along(row))
     return ServerVariable(name, block, span.of(row))
 
 
 def _take_arguments(
     spec: UpdateSpec, server: ServerSpec, claimed: ChainMap[str, str]
 ) -> list[OptimizeBlock]:
-    """Write the block that reads arguments of the step, if there are any."""
+    """Write the block that receives step arguments, if there are any."""
     analysis = spec.analysis
     names = [n for n in analysis.input_names.values() if n in server.inputs & spec.arguments]
     if not names:
         return []
     b = Builder(analysis.half.jaxpr)
-    arguments = [b.input(analysis.inputs[n].aval) for n in names]
-    # copied, because the server reuses receive buffers
-    outs = [b.call(jnp.copy, v)[0] for v in arguments]
+    outs: list[Atom] = []
+    for name in names:
+        # a copy, because the server reuses its receive buffers
+        outs += b.call(jnp.copy, b.input(analysis.inputs[name].aval))
 
     grads = tuple(argument(n, spec.trainers) for n in names)
     for grad in grads:
-        claim(claimed, grad.name, f"an argument of the step, {grad.leaf}")
+        claim(claimed, grad.name, f"step argument {grad.leaf}")
     in_names = tuple(g.name for g in grads)
     return [OptimizeBlock("arguments", OPTIMIZE, b.build(outs), in_names, tuple(names), 0, grads)]
 
@@ -201,32 +206,36 @@ def _write_shared(
 ) -> tuple[dict[int, LevelProgram], dict[Var, str]]:
     """Write the shared values that a server computes.
 
-    Returns programs by level, and the names of values that units and later levels read.
+    Return the program of each level, and names for the values that units or later levels read.
     """
     analysis, level_of = rounds.analysis, rounds.shared
     writers: dict[int, LevelWriter] = {}
 
     def at(level: int) -> LevelWriter:
+        def computes(var: Var) -> bool:
+            return var in rounds.producers and level_of(var) == level
+
         if level not in writers:
-            computes: Callable[[Var], bool] = lambda v: (
-                v in rounds.producers and level_of(v) == level
-            )
             writers[level] = LevelWriter(rounds, computes=computes)
         return writers[level]
 
     positions = set(values_at(rounds.producers, server.computed))
     eqns = values_at(rounds.eqns, sorted(positions))
-    read = {v for u in server.units for v in u.shared}
+    read = set().union(*(unit.shared for unit in server.units))
     for eqn in eqns:
         level = level_of(eqn.outvars[0])
-        read.update(a for a in eqn.invars if isinstance(a, Var) and level_of(a) < level)
+        for v in variables(eqn.invars):
+            if level_of(v) < level:
+                read.add(v)
     for eqn in eqns:
         if rounds.depends(eqn.outvars[0]):
             w = at(level_of(eqn.outvars[0])).writer
-            operands = [w.read_full(a) for a in eqn.invars]
+            operands = list(map(w.read_full, eqn.invars))
             outputs = w.b.copy(eqn, operands, avals(eqn.outvars))
             w.shared.update(zip(eqn.outvars, outputs, strict=True))
-    for name in (n for n in analysis.input_names.values() if n in server.shared_state):
+    for name in analysis.input_names.values():
+        if name not in server.shared_state:
+            continue
         out = analysis.outputs[name]
         program = at(level_of(out))
         program.outs[name] = program.writer.read_full(out)
@@ -243,14 +252,13 @@ def _write_shared(
 def _joins(
     spec: UpdateSpec, server: ServerSpec, endpoint: str
 ) -> dict[int, list[CrossServerValue]]:
-    """Return the values whose parts a server combines or exchanges, by level."""
+    """Return the cross-server values whose parts a server combines or exchanges, by level."""
     found: dict[int, list[CrossServerValue]] = {}
     for var, crossing in spec.rounds.crossings.items():
         if endpoint not in spec.over[var]:
             continue
-        if not spec.stays(crossing) or (
-            var in server.crossings and len(server.parts_of(crossing)) > 1
-        ):
+        combines = var in server.crossings and len(server.parts_of(crossing)) > 1
+        if combines or not spec.stays(crossing):
             found.setdefault(crossing.level, []).append(crossing)
     return found
 
@@ -258,8 +266,7 @@ def _joins(
 def _join(
     spec: UpdateSpec, server: ServerSpec, crossings: Sequence[CrossServerValue]
 ) -> OptimizeBlock:
-    """Write the block at the end of a level: parts are combined and exchanged with other
-    servers."""
+    """Write the last block of a level, which combines parts and reduces them over servers."""
     b = Builder(spec.analysis.half.jaxpr)
     in_names: list[str] = []
     joined: list[Atom] = []
@@ -267,10 +274,12 @@ def _join(
         names = server.parts_of(c)
         in_names += names
         parts: list[Atom] = [b.input(c.part) for _ in names]
-        if not parts:
+        if not parts:  # this server only reads the value
             joined += b.call(identity_of(c.op, c.part.shape, c.part.dtype))
+        elif len(parts) == 1:
+            joined += parts
         else:
-            joined += parts if len(parts) == 1 else b.call(_combined(c.op), *parts)
+            joined += b.call(_combined(c.op), *parts)
     outs: list[Atom] = []
     for c, part in zip(crossings, joined, strict=True):
         if spec.stays(c):

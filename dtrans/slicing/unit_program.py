@@ -1,9 +1,10 @@
-"""Programs of a unit of an update, one for each level at which the unit computes something.
+"""Programs that update a unit: one for each level with equations of the unit.
 
-A *unit* is updated as one: a block of one leaf's rows, or a group of leaves that cannot be sliced.
-Its equations are those of its leaves, on the block's shapes (`dtrans.rows.writer`). Values that a
-later level reads are outputs of the level that computes them. Shared values are inputs, named by
-their variables: each server has its own names for them (`dtrans.slicing.server_update`).
+A *unit* is a block of one leaf's rows, or a group of leaves that cannot be sliced. The equations of
+its leaves are rewritten for the rows of the block (`dtrans.rows.writer`). A value that a later
+level reads is an output of the level that computes it. Shared values are inputs. They are
+identified by their variables, because each server names them differently
+(`dtrans.slicing.server_update`).
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ import jax.numpy as jnp
 
 from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, Var
 from dtrans.ir.builder import Builder
+from dtrans.ir.dataflow import variables
 from dtrans.ops import EXACT, BlockGradient, OptimizeBlock
 from dtrans.ops.exact_sum import part_of, sum_of
-from dtrans.rows.layout import RowAxis
+from dtrans.rows.layout import RowAxis, rows_or_none
 from dtrans.rows.row_buckets import BucketRows, RowBuckets
 from dtrans.rows.rules import Step
 from dtrans.rows.writer import BlockRows, RowWriter
@@ -31,13 +33,13 @@ from dtrans.step.cut import Gradient
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LevelProgram:
-    """Equations of one level.
+    """Program of one level.
 
     Attributes:
       jaxpr: the equations.
-      reads: the inputs: names, and shared values by their variables.
+      reads: for each input, its name, or the variable of a shared value.
       out_names: names of the outputs.
-      grads: gradients among the inputs.
+      grads: gradients that are inputs.
     """
 
     jaxpr: ClosedJaxpr
@@ -48,20 +50,20 @@ class LevelProgram:
     def block(
         self, name: str, role: str, level: int, name_of: Callable[[Var], str]
     ) -> OptimizeBlock:
-        """Return the block of a server, which names shared values by `name_of`."""
+        """Return this program as an optimize block; `name_of` names shared values."""
         in_names = tuple(n if isinstance(n, str) else name_of(n) for n in self.reads)
         return OptimizeBlock(name, role, self.jaxpr, in_names, self.out_names, level, self.grads)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class UnitProgram:
-    """Update of one unit.
+    """Programs that update one unit.
 
     Attributes:
       unit: the unit.
-      home: the first of its leaves.
-      names: names of its leaves and of their state, to the names of the unit's parts.
-      levels: its programs by level.
+      home: home of its leaves (`dtrans.slicing.rounds`).
+      names: name of a leaf or of its state -> name of the unit's block of that array.
+      levels: level -> program.
     """
 
     unit: Unit
@@ -71,8 +73,11 @@ class UnitProgram:
 
     @property
     def shared(self) -> set[Var]:
-        """Shared values that it reads."""
-        return {v for program in self.levels.values() for v in program.reads if isinstance(v, Var)}
+        """Variables of the shared values that the programs read."""
+        found: set[Var] = set()
+        for program in self.levels.values():
+            found.update(v for v in program.reads if isinstance(v, Var))
+        return found
 
 
 def part_name(unit: Unit, crossing: CrossServerValue) -> str:
@@ -81,14 +86,13 @@ def part_name(unit: Unit, crossing: CrossServerValue) -> str:
 
 
 class LevelWriter:
-    """Writer of one level.
+    """Writer of the program of one level.
 
     Args:
-      rounds: the update, with the level of each value.
-      rows: rows of the block; None for full leaves, and for shared values.
-      read_unit: returns a value of an earlier level, or an input of the unit; None for a shared
-        value.
-      computes: returns True if a shared value is computed at this level.
+      rounds: equations of the update, with the level of each value.
+      rows: rows of the block; None for full leaves, and for a program of shared values.
+      read_unit: returns an input for a value of the unit; None for a shared value.
+      computes: returns True if this program computes a shared value.
     """
 
     def __init__(
@@ -108,21 +112,24 @@ class LevelWriter:
         self.outs: dict[str, Atom] = {}
 
     def take(self, name: str | Var, aval: Any) -> Var:
-        """Add an input."""
+        """Add an input and return its variable; see `LevelProgram.reads`."""
         self._reads.append(name)
         return self.b.input(aval)
 
     def _outside(self, var: Var) -> Atom | None:
-        """Return an input for a shared value; None for constants and values computed here."""
+        """Return an input for a shared value; None if this program computes it."""
         crossing = self._rounds.crossings.get(var)
         if crossing is None:
-            here = not self._rounds.depends(var) or self._computes(var)
-            return None if here else self.take(var, var.aval)
+            if self._computes(var) or not self._rounds.depends(var):
+                return None
+            return self.take(var, var.aval)
         taken = self.take(var, crossing.part)
-        return self.b.call(sum_of, taken)[0] if crossing.op == EXACT else taken
+        if crossing.op == EXACT:
+            return self.b.call(sum_of, taken)[0]
+        return taken
 
     def program(self) -> LevelProgram:
-        """Return the program."""
+        """Return the finished program."""
         jaxpr = self.b.build(list(self.outs.values()))
         return LevelProgram(jaxpr, tuple(self._reads), tuple(self.outs), tuple(self.grads))
 
@@ -130,12 +137,12 @@ class LevelWriter:
 def write_unit(
     rounds: ExchangeRounds, unit: Unit, gradients: Sequence[BlockGradient]
 ) -> UnitProgram:
-    """Write the update of one unit.
+    """Write the programs of one unit.
 
     Args:
-      rounds: the update, with the level of each value.
-      unit: blocks of the unit.
-      gradients: gradients of the unit's blocks that have one.
+      rounds: equations of the update, with the level of each value.
+      unit: the unit.
+      gradients: gradients of its blocks; a block whose leaf has no gradient has none.
     """
     analysis = rounds.analysis
     home = analysis.home_of(unit.blocks[0].leaf)
@@ -149,9 +156,10 @@ def write_unit(
 
     # a gradient is an input of the first level that reads it
     for i in positions:
-        for a in rounds.eqns[i].invars:
-            if isinstance(a, Var) and a in grads:
-                levels.of[a] = min(levels.of.get(a, rounds.of_eqn(i)), rounds.of_eqn(i))
+        level = rounds.of_eqn(i)
+        for v in variables(rounds.eqns[i].invars):
+            if v in grads:
+                levels.of[v] = min(levels.of.get(v, level), level)
     for var, grad in grads.items():
         w = levels.at(levels.of.setdefault(var, 0))
         w.grads.append(grad)
@@ -167,31 +175,31 @@ def write_unit(
     for n, name in names.items():
         out, layout = analysis.outputs[n], analysis.layout(analysis.inputs[n])
         w = levels.at(levels.of_output(out, home))
-        w.outs[name] = w.writer.read(out, layout if isinstance(layout, RowAxis) else None)
+        w.outs[name] = w.writer.read(out, rows_or_none(layout))
     return UnitProgram(unit, home, names, {n: w.program() for n, w in levels.writers.items()})
 
 
 class _UnitLevels:
-    """Writers of the levels of one unit.
+    """Writers of the programs of one unit.
 
     Args:
-      rounds: the update, with the level of each value.
+      rounds: equations of the update, with the level of each value.
       unit: the unit.
-      inputs: names of the unit's parts of leaves and state.
+      inputs: variable of a leaf or of its state -> name of the unit's block of that array.
 
     Attributes:
-      writers: writers by level.
-      of: level at which each value of the unit is known.
+      writers: level -> writer.
+      of: level at which each value of the unit is computed.
     """
 
     def __init__(self, rounds: ExchangeRounds, unit: Unit, inputs: Mapping[Var, str]) -> None:
         self._rounds, self._unit, self._inputs = rounds, unit, inputs
         self.writers: dict[int, LevelWriter] = {}
         self.of: dict[Var, int] = {}
-        self._handed: dict[Var, str] = {}  # values that a later level reads
+        self._handed: dict[Var, str] = {}  # value that a later level reads -> its name
 
     def at(self, level: int) -> LevelWriter:
-        """Return the writer of a level."""
+        """Return the writer of a level; create it if there is none."""
         if level not in self.writers:
             span = self._unit.span
             rows = BucketRows(span) if isinstance(span, RowBuckets) else span
@@ -201,8 +209,7 @@ class _UnitLevels:
         return self.writers[level]
 
     def _read_unit(self, level: int, var: Var) -> Atom | None:
-        """Return an input for a value of the unit that this level reads; None for a shared
-        value."""
+        """Return an input of this level for a value of the unit; None for a shared value."""
         name = self._inputs.get(var) or self._from_earlier(level, var)
         if name is None:
             return None
@@ -211,7 +218,10 @@ class _UnitLevels:
         return w.writer.env[var]
 
     def _from_earlier(self, level: int, var: Var) -> str | None:
-        """Return the name of a value that an earlier level outputs; None if none has it."""
+        """Make a value of an earlier level an output of that level, and return its name.
+
+        Return None if no earlier level computes the value.
+        """
         before = self.of.get(var, level)
         if before == level or var not in self.writers[before].writer.env:
             return None
@@ -220,38 +230,38 @@ class _UnitLevels:
         return name
 
     def emit(self, position: int) -> None:
-        """Write an equation of the unit, and its parts of cross-server values."""
-        rounds = self._rounds
-        eqn, step, level = (
-            rounds.eqns[position],
-            rounds.analysis.flow.steps[position],
-            rounds.of_eqn(position),
-        )
+        """Write an equation of the unit; parts of cross-server values become outputs."""
+        rounds, level = self._rounds, self._rounds.of_eqn(position)
+        eqn, step = rounds.eqns[position], rounds.analysis.flow.steps[position]
         w = self.at(level)
         first = rounds.crossings.get(eqn.outvars[0])
-        exact = first is not None and first.op == EXACT
-        for v, value in zip(
-            eqn.outvars, _digits(w, eqn, step) if exact else w.writer.emit(eqn, step), strict=True
-        ):
+        values: Sequence[Atom]
+        if first is not None and first.op == EXACT:
+            values = _digits(w, eqn, step)
+        else:
+            values = w.writer.emit(eqn, step)
+        for v, value in zip(eqn.outvars, values, strict=True):
             crossing = rounds.crossings.get(v)
             if crossing is not None:
                 w.outs[part_name(self._unit, crossing)] = value
-                # readers of a reduction need the result over all blocks, not this part
+            # equations that read a reduction need the result over all blocks, not this part
             if crossing is None or not step.reduce:
                 w.writer.env[v] = value
             self.of[v] = level
 
     def of_output(self, out: Atom, home: str) -> int:
-        """Return the level at which a new value is known."""
+        """Return the level at which the new value of a leaf or of state is known."""
         if isinstance(out, Literal):
             return min(self.writers, default=0)
         if out in self.of and out not in self._rounds.crossings:
             return self.of[out]
-        return min(self.writers, default=0) if out in self._inputs else self._rounds.read(out, home)
+        if out in self._inputs:
+            return min(self.writers, default=0)
+        return self._rounds.read(out, home)
 
 
 def _digits(w: LevelWriter, eqn: JaxprEqn, step: Step) -> list[Atom]:
-    """Write a block's part of an exact sum; each row is reduced first, as on every server."""
+    """Write a block's part of an exact sum: sum each row in floats, then add rows exactly."""
     (row,) = step.operands
     assert row is not None
     return w.b.call(_digits_of_rows(row.axis, row.width), w.writer.read(eqn.invars[0], row))
@@ -261,7 +271,7 @@ def _digits(w: LevelWriter, eqn: JaxprEqn, step: Step) -> list[Atom]:
 def _digits_of_rows(axis: int, width: int) -> Callable[[jax.Array], jax.Array]:
     def part(x: jax.Array) -> jax.Array:
         by_row = jnp.moveaxis(x, axis, 0).reshape(x.shape[axis] // width, -1)
-        while by_row.shape[1] > 1:  # XLA's sums have other bits for fewer rows
+        while by_row.shape[1] > 1:  # pairwise, because XLA's sums depend on the number of rows
             odd = by_row[:, -1:] if by_row.shape[1] % 2 else by_row[:, :0]
             half = by_row.shape[1] // 2
             by_row = jnp.concatenate([by_row[:, :half] + by_row[:, half : 2 * half], odd], 1)

@@ -40,7 +40,7 @@ from dtrans._jax import (
     opened,
     wiring,
 )
-from dtrans.engine.layout import Shards, rows_only
+from dtrans.engine.layout import Shards
 from dtrans.engine.pieces import Pieces
 from dtrans.engine.rules import Strategy, strategy_of
 from dtrans.engine.writer import SplitWriter
@@ -48,7 +48,7 @@ from dtrans.errors import UnknownPrimitiveWarning
 from dtrans.ir.builder import Builder
 from dtrans.ir.selection import values_at
 from dtrans.ops import LAYERS
-from dtrans.rows.layout import SHARED, RowAxis
+from dtrans.rows.layout import SHARED, RowAxis, rows_or_shared
 from dtrans.step.weight_gradients import fuse_transposes
 from dtrans.zero.rank_values import local_inside
 from dtrans.zero.scatter_flow import rows_of_outputs, scatter_flow
@@ -279,7 +279,7 @@ class SliceAnalysis(SplitWriter):
                 return None
         if len(leaves) > 1:
             return None
-        ins = [rows_only(self.layout(a)) for a in eqn.invars]
+        ins = [rows_or_shared(self.layout(a)) for a in eqn.invars]
         way = strategy_of(eqn, ins, self.shards)
         if way is None or way.write:
             return None

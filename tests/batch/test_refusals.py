@@ -95,8 +95,8 @@ def test_a_constant_with_the_rows_of_the_first_batch() -> None:
     weights = np.ones(4, np.float32)
     programs = given(lambda params, x: jnp.mean((x @ params["w"])[:, 0] * weights))
     match = (
-        r"with x of shape \(4, 6\), and retracing it with \(8, 6\) failed: .*\n.*constant may have the "
-        r"size of the first batch"
+        r"with x of shape \(4, 6\), but tracing it again with shape \(8, 6\) failed: .*\n.*a constant in "
+        r"the step has the size of the first batch"
     )
     with pytest.raises(TraceError, match=match):
         dtrans.nccl2(*programs, trainers=2)
@@ -123,7 +123,7 @@ def test_a_batch_of_another_type_is_not_compiled_anew(mode: str) -> None:
 
 def test_a_program_that_was_not_cut_says_that_roles_are_guessed() -> None:
     main, startup = given()
-    assert str(main).startswith("program step: roles are guessed, from the names of scopes")
+    assert str(main).startswith("program step: roles are guessed from scope names")
     assert "roles are guessed" in main._repr_html_()
     plan = dtrans.nccl2(main, startup, trainers=2)
     assert "guessed" not in str(plan.main) and "guessed" not in str(plan.program)

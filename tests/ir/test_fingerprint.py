@@ -155,7 +155,7 @@ def test_every_process_makes_the_same_fingerprint() -> None:
         ({"jax": "jax 0.10.2"}, {"jax": "jax 0.11.0"}, ["jax is 0.11.0 at trainer 1, 0.10.2 at "
 "pserver h:1"]),
         ({"state": "params/w f32[4]"}, {"state": "params/w f32[4]\nparams/v f32[2]"},
-         ["params/v is f32[2] at trainer 1, not there at pserver h:1"]),
+         ["params/v is f32[2] at trainer 1, missing at pserver h:1"]),
         ({"state": "params/w f32[4]"}, {}, ["part state"]),
         ({}, {"x\n" * 99: "y"}, [f"part {repr(chr(120) + chr(10)) [1:-1] * 25}..."]),
     ],

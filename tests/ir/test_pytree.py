@@ -92,11 +92,11 @@ def test_a_changed_static_leaf_is_refused():
     assert len(spec.flatten({"a": np.ones(1), "rate": 0.5})) == 1
     with pytest.raises(
         TraceError,
-        match="argument holds 0.25 where 0.5 was when it was traced; a leaf that is not an array "
-        "is part",
+        match="argument contains 0.25, but was traced with 0.5 at this position. Leaves that are "
+        "not arrays are fixed",
     ):
         spec.flatten({"a": np.ones(1), "rate": 0.25})
-    with pytest.raises(TraceError, match="holds 1 where True was"):
+    with pytest.raises(TraceError, match="contains 1, but was traced with True"):
         TreeSpec.from_tree([True]).flatten([1])
 
 
@@ -202,7 +202,7 @@ def test_integers_that_jax_would_cut_are_refused_on_the_host(bad: int) -> None:
     step = dtrans.make_train_step(lambda p, b: jnp.mean(p["table"][b["ids"]] ** 2), tx)
     init = lambda p: (p, tx.init(p))
     main, startup = dtrans.trace(step, *init(params), {"ids": 0 * ids}), dtrans.trace(init, params)
-    message = rf"b/ids\[2, 1\] is {bad}, which int32 does not hold: JAX keeps integers in 32 bits"
+    message = rf"b/ids\[2, 1\] is {bad}, which does not fit in int32, the dtype that JAX uses"
     for plan in (
         dtrans.pserver(main, startup, trainers=2),
         dtrans.nccl2(main, startup, trainers=2),
@@ -225,7 +225,7 @@ def test_integers_of_64_bits_pass_where_they_fit() -> None:
     spec = TreeSpec.from_tree(ids, "ids")
     assert spec.flatten(ids)[0] is ids
     assert spec.flatten(np.zeros((0,), np.int64))[0].shape == (0,)
-    with pytest.raises(BatchError, match=r"^ids is 4294967296, which uint32 does not hold"):
+    with pytest.raises(BatchError, match=r"^ids is 4294967296, which does not fit in uint32"):
         TreeSpec.from_tree(np.uint64(1), "ids").flatten(as_array(np.uint64(2**32)))
     with jax.enable_x64(True):
         check_integers("ids", np.array([2**40]))

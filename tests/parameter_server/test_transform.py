@@ -829,7 +829,7 @@ def test_a_leaf_called_as_a_block_of_another_is_refused():
     params = {"w": jnp.ones((4, 2)), "w.block0": jnp.ones(1)}
     with pytest.raises(
         ConfigError,
-        match="params/w.block0 is a leaf, and would be the name of block 0 of params/w: rename a "
+        match="params/w.block0 would be the name of both a leaf and block 0 of params/w; rename a "
         "leaf",
     ):
         plan_of(

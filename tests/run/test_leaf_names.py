@@ -145,5 +145,5 @@ def test_beside_a_stack_any_name_trains(name: str) -> None:
 
 def test_two_leaves_of_one_path_are_refused() -> None:
     params = {"a": {"b": jnp.ones(2)}, "a/b": jnp.ones(2)}
-    with pytest.raises(TraceError, match="two inputs are called params/a/b: rename"):
+    with pytest.raises(TraceError, match="two inputs named params/a/b; rename"):
         dtrans.trace(lambda params: params["a"]["b"] + params["a/b"], params)

@@ -971,7 +971,7 @@ def test_a_leaf_that_the_server_does_not_hold_is_named(role_threads: RoleThreads
         mlp_loss({n: p for n, p in params.items() if n != "a"}, x, y) + params["a"][0]
     )
     said = disagreement(role_threads, mine)
-    assert said.startswith("params/a is f32[3] at trainer 0, not there at pserver {ep}; ")
+    assert said.startswith("params/a is f32[3] at trainer 0, missing at pserver {ep}; ")
 
 
 def test_another_number_of_trainers_is_refused(role_threads: RoleThreads) -> None:

@@ -505,7 +505,7 @@ def geo_of(params: Any) -> PServerPlan:
 
 @pytest.mark.parametrize("params, message", [
     ({"w": jnp.ones(2), "w@GRAD": jnp.ones(2)},
-     "params/w@GRAD is a leaf, and would be the name of a gradient of params/w: rename a leaf"),
+     "params/w@GRAD would be the name of both a leaf and a gradient of params/w; rename a leaf"),
     ({"w": jnp.ones(2), "w.delta": jnp.ones(2)},
      "params/w.delta is what servers call the change of params/w: rename that leaf"),
 ])  # fmt: skip

@@ -365,7 +365,7 @@ def test_an_id_that_the_table_does_not_have_is_named(role_threads: RoleThreads) 
     for wrong, said in (
         (V, rf"{lookup} 40 at \[3\]"),
         (-V - 1, rf"{lookup} -1 at \[3\]"),
-        (2**32, r"ids\[3, 0\] is 4294967296, which int32 does not hold"),
+        (2**32, r"ids\[3, 0\] is 4294967296, which does not fit in int32"),
     ):
         ids, y = batches(1)[0]
         ids[3, 0] = wrong
