@@ -19,7 +19,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo unit test nightly core compat fuzz lint format bench bench-smoke reliability notebooks docs architecture lock clean
+.PHONY: help venv demo unit test nightly core compat fuzz lint format bench bench-smoke chaos reliability notebooks docs architecture lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -72,6 +72,9 @@ bench: $(STAMP) ## run the benchmarks
 
 bench-smoke: $(STAMP) ## run every benchmark once, of its smallest size
 	$(BIN)/python -m pytest benchmarks --benchmark-disable --durations=5
+
+chaos: $(STAMP) ## kill and stop processes of jobs at random moments, and compare their results (takes an hour)
+	$(BIN)/python benchmarks/chaos.py --rounds 100
 
 reliability: $(STAMP) ## end processes of jobs, and write what the others do into docs/reliability.md
 	$(BIN)/python benchmarks/kill_matrix.py docs/reliability.md

@@ -1,0 +1,329 @@
+"""Jobs that are killed or stopped at random moments, and must end with the bits of an undisturbed job.
+
+    python benchmarks/chaos.py --rounds 100              two trainers and two parameter servers
+    python benchmarks/chaos.py --rounds 20 --mode nccl2  two trainers with collectives
+    python benchmarks/chaos.py --every 15 --seconds 3600 goodput of one job that is killed often
+
+A round is a job under `dtrans launch --restarts`. At a random moment one process, a role or the
+launcher, gets SIGKILL, or SIGSTOP and later SIGCONT. A launcher that was killed is started again by
+the same command. Then the parameters and the optimizer state of the last checkpoint are compared
+with those of an undisturbed job, bit for bit.
+
+Goodput is the share of time that trains: the steps of the job, times the seconds of a step in an
+undisturbed job, divided by the seconds of the job.
+
+Source: the experiment of torchft (a kill every 15 seconds).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import typer
+
+import dtrans
+
+
+EVERY = 20  # steps between two checkpoints
+LIMIT = 300.0  # seconds that a job may take
+LAUNCHER = "launcher"
+RESTARTED = "all roles start again"
+
+
+# -- a role of a job -------------------------------------------------------------------------------
+
+
+def loss(params, x, y):
+    return jnp.mean((jnp.tanh(x @ params["w1"]) @ params["w2"] - y) ** 2)
+
+
+def init(key):
+    params = {"w1": jax.random.normal(key, (16, 32)), "w2": jax.random.normal(key, (32, 1))}
+    return params, optax.adam(1e-3).init(params)
+
+
+def batch(step):
+    """The batch of a step, as a function of its number alone."""
+    key = jax.random.fold_in(jax.random.key(1), step)
+    return jax.random.normal(key, (8, 16)), jnp.ones((8, 1))
+
+
+def traced():
+    """The programs of a step and of the initial state."""
+    key = jax.random.key(0)
+    step = dtrans.make_train_step(loss, optax.adam(1e-3))
+    return dtrans.trace(step, *jax.eval_shape(init, key), *batch(0)), dtrans.trace(init, key)
+
+
+def work(mode: str, steps: int) -> None:
+    """Train in the current folder, from its newest checkpoint."""
+    cluster = dtrans.connect() if mode == "nccl2" else None
+    role = dtrans.Role.from_env()
+    Path(f"pid-{role.name}").write_text(str(os.getpid()))
+    main, startup = traced()
+    if cluster is not None:
+        plan = dtrans.nccl2(main, startup, trainers=role.trainers)
+    else:
+        plan = dtrans.pserver(main, startup, pservers=role.pservers, trainers=role.trainers)
+    path = dtrans.checkpoint.latest("ckpt")
+    with plan.on_cluster() as job:
+        if path is not None and (role.is_pserver or cluster is not None):
+            state = dtrans.checkpoint.restore(path, job)
+        else:
+            state = job.init(jax.random.key(0))
+        if role.is_pserver:
+            job.serve(state, checkpoints="ckpt")
+            return
+        for step in range(int(path.name) if path else 0, steps):
+            state, value = job.step(state, *job.shard_batch(*batch(step)))
+            jax.block_until_ready(value)
+            if role.trainer_id == 0:
+                Path("step").write_text(str(step + 1))
+            if (step + 1) % EVERY == 0 and cluster is not None:
+                dtrans.checkpoint.save(f"ckpt/{step + 1}", job, state)
+            elif (step + 1) % EVERY == 0:
+                job.save(str(step + 1))
+
+
+# -- a job -----------------------------------------------------------------------------------------
+
+
+class Job:
+    """A job under the launcher, in a folder of its own."""
+
+    def __init__(self, mode: str, steps: int, folder: Path, restarts: int) -> None:
+        self.folder = folder
+        kinds = ["--mode", "nccl2"] if mode == "nccl2" else ["--pservers", "2"]
+        script = [__file__, "--work", mode, "--steps", str(steps)]
+        options = ["--restarts", str(restarts), "--trainers", "2", *kinds]
+        self._command = [sys.executable, "-m", "dtrans", "launch", *options, *script]
+        trainers = ["trainer 0", "trainer 1"]
+        servers = [] if mode == "nccl2" else ["pserver 0", "pserver 1"]
+        self.roles = [*trainers, *servers]
+        self.begun = time.monotonic()
+        self.start()
+
+    def start(self) -> None:
+        """Start the launcher, also after it was killed."""
+        plain = {k: v for k, v in os.environ.items() if not k.startswith("DTRANS_")}
+        plain["JAX_PLATFORMS"] = "cpu"
+        with (self.folder / "log").open("ab") as log:
+            self.launcher = subprocess.Popen(
+                self._command,
+                cwd=self.folder,
+                env=plain,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def pid(self, who: str) -> int | None:
+        """The id of a process; None if it does not run."""
+        if who == LAUNCHER:
+            return self.launcher.pid
+        path = self.folder / f"pid-{who}"
+        pid = int(path.read_text() or 0) if path.exists() else 0
+        return pid if pid and Path(f"/proc/{pid}").exists() else None
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.begun
+
+    @property
+    def text(self) -> str:
+        return (self.folder / "log").read_text(errors="replace")
+
+    @property
+    def step(self) -> int:
+        path = self.folder / "step"
+        return int(path.read_text() or 0) if path.exists() else 0
+
+    def wait(self) -> int:
+        """Wait for the launcher; its exit code."""
+        return self.launcher.wait(LIMIT)
+
+    def orphans(self) -> list[str]:
+        """The roles that run although their launcher has ended."""
+        limit = time.monotonic() + 10
+        while time.monotonic() < limit:
+            left = [who for who in self.roles if self.pid(who) is not None]
+            if not left:
+                return []
+            time.sleep(0.05)
+        return left
+
+    def state(self, steps: int) -> list[bytes]:
+        """The bytes of all arrays of the last checkpoint; empty without it."""
+        path = dtrans.checkpoint.latest(self.folder / "ckpt")
+        if path is None or path.name != str(steps):
+            return []
+        found = dtrans.checkpoint.load(path, traced()[0])
+        return [np.asarray(x).tobytes() for x in jax.tree.leaves(found)]
+
+    def close(self) -> None:
+        """End the launcher, which ends the roles."""
+        for pid in filter(None, map(self.pid, (LAUNCHER, *self.roles))):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        if self.launcher.poll() is None:
+            self.launcher.kill()
+        self.launcher.wait()
+
+
+# -- rounds ----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Round:
+    """An event of a round, and the outcome.
+
+    Attributes:
+      pause: seconds between SIGSTOP and SIGCONT; 0 for SIGKILL.
+      at: seconds from the start of the job.
+    """
+
+    number: int
+    victim: str
+    pause: float
+    at: float
+    seconds: float = 0.0
+    restarts: int = 0
+    wrong: str = ""
+
+    def __str__(self) -> str:
+        what = f"SIGSTOP for {self.pause:.1f} s" if self.pause else "SIGKILL"
+        head = f"{self.number:4d}  {self.victim:9s}  {what:18s} at {self.at:5.1f} s"
+        return f"{head}  {self.restarts} restarts, {self.seconds:5.1f} s  {self.wrong or 'equal'}"
+
+
+def strike(job: Job, found: Round) -> None:
+    """Kill or stop the victim when its moment has come and it runs."""
+    while job.seconds < found.at or job.pid(found.victim) is None:
+        if job.launcher.poll() is not None:
+            return
+        time.sleep(0.01)
+    pid = job.pid(found.victim)
+    with contextlib.suppress(ProcessLookupError, TypeError):
+        os.kill(pid, signal.SIGSTOP if found.pause else signal.SIGKILL)
+        if found.pause:
+            time.sleep(found.pause)
+            os.kill(pid, signal.SIGCONT)
+    if found.victim == LAUNCHER and not found.pause:
+        job.wait()
+        orphans = job.orphans()
+        if orphans:
+            found.wrong = f"{', '.join(orphans)} outlived the launcher"
+        job.start()
+
+
+def run_round(mode: str, steps: int, found: Round, expected: list[bytes]) -> Round:
+    """Run a job, let its event happen, and compare the result."""
+    with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
+        job = Job(mode, steps, Path(folder), restarts=3)
+        try:
+            strike(job, found)
+            code = job.wait()
+            found.restarts = job.text.count(RESTARTED)
+            if code:
+                errors = re.findall(r"dtrans\.\S*Error.*|^\S*Error.*", job.text, re.M)
+                found.wrong = found.wrong or f"exit code {code}: {(errors or [''])[-1][:300]}"
+            elif job.state(steps) != expected:
+                found.wrong = found.wrong or "another result"
+        except subprocess.TimeoutExpired:
+            found.wrong = f"did not end in {LIMIT:.0f} s"
+        finally:
+            found.seconds = job.seconds
+            job.close()
+    return found
+
+
+def undisturbed(mode: str, steps: int) -> tuple[list[bytes], float, float]:
+    """The result of a job, its seconds, and the seconds of a step."""
+    with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
+        job = Job(mode, steps, Path(folder), restarts=0)
+        try:
+            while not job.step and job.launcher.poll() is None:
+                time.sleep(0.01)
+            first = job.seconds
+            assert job.wait() == 0, job.text
+            return job.state(steps), job.seconds, (job.seconds - first) / (steps - 1)
+        finally:
+            job.close()
+
+
+def rounds(mode: str, count: int, seed: int, steps: int, pause: float) -> bool:
+    """Run rounds; True if all end with the result of the undisturbed job."""
+    expected, seconds, _ = undisturbed(mode, steps)
+    print(f"undisturbed: {seconds:.1f} s (load {os.getloadavg()[0]:.1f})", flush=True)
+    wrong = 0
+    for number in range(seed, seed + count):
+        draw = random.Random(number)
+        roles = ["trainer 0", "trainer 1"]
+        roles += ["pserver 0", "pserver 1"] if mode != "nccl2" else []
+        victim, is_killed = draw.choice([*roles, LAUNCHER]), draw.random() < 0.6
+        stopped = 0.0 if is_killed else draw.uniform(0.1, pause)
+        found = Round(number, victim, stopped, draw.uniform(0.0, seconds))
+        run_round(mode, steps, found, expected)
+        wrong += bool(found.wrong)
+        print(found, flush=True)
+    print(f"{count - wrong} of {count} rounds ended with the bits of the undisturbed job")
+    return not wrong
+
+
+def goodput(mode: str, every: float, seconds: float, seed: int) -> None:
+    """Kill a role of one job again and again, and print its goodput."""
+    _, _, of_step = undisturbed(mode, 400)
+    draw, kills = random.Random(seed), 0
+    with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
+        job = Job(mode, 10**9, Path(folder), restarts=10**6)
+        try:
+            while job.seconds < seconds and job.launcher.poll() is None:
+                time.sleep(max(0.0, min(every, seconds - job.seconds)))
+                pid = job.pid(draw.choice(job.roles))
+                if pid is not None and job.seconds < seconds:
+                    os.kill(pid, signal.SIGKILL)
+                    kills += 1
+            share = job.step * of_step / job.seconds
+            print(
+                f"{kills} kills in {job.seconds:.0f} s, {job.step} steps of {of_step * 1e3:.2f} "
+                f"ms: goodput {share:.1%} (load {os.getloadavg()[0]:.1f})"
+            )
+        finally:
+            job.close()
+
+
+def main(
+    rounds_: int = typer.Option(100, "--rounds", help="Number of rounds."),
+    seed: int = typer.Option(0, help="Of the first round."),
+    mode: str = typer.Option("pserver", help="pserver or nccl2."),
+    steps: int = typer.Option(400, help="Of each job."),
+    pause: float = typer.Option(20.0, help="Longest time between SIGSTOP and SIGCONT, in seconds."),
+    every: float = typer.Option(0.0, help="Measure goodput: seconds between two kills."),
+    seconds: float = typer.Option(3600.0, help="Duration of the measurement of goodput."),
+    work_: str = typer.Option("", "--work", hidden=True),
+) -> None:
+    """Kill or stop processes of jobs, and compare their results with an undisturbed job."""
+    if work_:
+        work(work_, steps)
+    elif every:
+        goodput(mode, every, seconds, seed)
+    elif not rounds(mode, rounds_, seed, steps, pause):
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)
