@@ -95,6 +95,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     layers.mark_cases(metafunc)
 
 
+def pytest_collection() -> None:
+    """Collect no garbage while thousands of tests are collected."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m is looked at
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark each test's layer, and as `soak` the tests that today's sample leaves to the night."""
@@ -130,10 +139,10 @@ def open_sockets() -> set[str]:
 
 @pytest.fixture(autouse=True, scope="module")
 def small_heap() -> Iterator[None]:
-    """Let each file begin without what others compiled or joined, and collect no garbage among what
-    was there before.
+    """Clear compiled functions and known runs before each file, and freeze the remaining objects.
 
-    Thousands of compiled functions are gigabytes, and make every collection slow.
+    Thousands of compiled functions take gigabytes. The collected tests and the modules' objects
+    would make each garbage collection slow, so that the collector skips them from now on.
     """
     from dtrans.checkpoint import runs
 
@@ -142,7 +151,6 @@ def small_heap() -> Iterator[None]:
     gc.collect()
     gc.freeze()
     yield
-    gc.unfreeze()
 
 
 # options of JAX that change numbers or how they are compiled

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import by_numpy
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -52,15 +54,10 @@ def test_bags(mode: Any, weighted: bool, padding: int | None) -> None:
     table, ids = RNG.normal(size=(V, D)), RNG.integers(0, V, 20)
     bags = np.sort(RNG.integers(0, 4, 20)) * 2  # every second one is empty
     weights = RNG.uniform(0.5, 2, 20) if weighted else None
-    made = nn.embedding_bag(
-        jnp.asarray(table),
-        jnp.asarray(ids),
-        jnp.asarray(bags),
-        8,
-        weights=weights,
-        mode=mode,
-        padding_idx=padding,
+    bag = functools.partial(
+        nn.embedding_bag, num_segments=8, weights=weights, mode=mode, padding_idx=padding
     )
+    made = by_numpy.call(bag, table, ids, bags)
     wanted = bag_by_numpy(
         table, ids, bags, 8, np.ones(20) if weights is None else weights, mode, padding
     )
@@ -73,7 +70,7 @@ def test_a_row_of_padding_has_no_gradient() -> None:
         loss = lambda t, padding=padding: nn.embedding_bag(
             t, ids, jnp.zeros(3, int), 1, padding_idx=padding
         ).sum()
-        grad = jax.grad(loss)(table)
+        grad = by_numpy.call(jax.grad(loss), table)
         assert not grad[10].any() and grad[2].all()
 
 
@@ -110,7 +107,8 @@ def test_nce(name: str, shared: bool) -> None:
     weight, bias, x = RNG.normal(size=(V, D)), RNG.normal(size=(V, 1)), RNG.normal(size=(B, D))
     labels = RNG.integers(1, V, B)
     noise = np.asarray(sampler.draw(jax.random.key(1), (k,) if shared else (B, k)))
-    made = nn.nce_loss(*map(jnp.asarray, (weight, bias, x, labels, noise)), sampler)
+    loss = functools.partial(nn.nce_loss, sampler=sampler)
+    made = by_numpy.call(loss, weight, bias, x, labels, noise)
     sigmoid = lambda v: 1 / (1 + np.exp(-v))
     log_q = np.asarray(sampler.log_probability(jnp.arange(V)))
     for i in range(B):
@@ -144,13 +142,11 @@ def test_the_probabilities_of_all_classes_add_up_to_one(kind: str, classes: int)
         else nn.huffman_tree(RNG.uniform(size=classes))
     )
     assert tree.inner == classes - 1
-    weight, bias = (
-        jnp.asarray(RNG.normal(size=(classes - 1, D))),
-        jnp.asarray(RNG.normal(size=classes - 1)),
-    )
-    x = jnp.broadcast_to(jnp.asarray(RNG.normal(size=D)), (classes, D))
-    loss = nn.hierarchical_sigmoid(weight, bias, x, jnp.arange(classes), tree)
-    np.testing.assert_allclose(jnp.exp(-loss).sum(), 1.0, rtol=1e-12)
+    weight, bias = RNG.normal(size=(classes - 1, D)), RNG.normal(size=classes - 1)
+    x = np.broadcast_to(RNG.normal(size=D), (classes, D))
+    of_tree = functools.partial(nn.hierarchical_sigmoid, tree=tree)
+    loss = by_numpy.call(of_tree, weight, bias, x, np.arange(classes))
+    np.testing.assert_allclose(np.exp(-loss).sum(), 1.0, rtol=1e-12)
 
 
 @pytest.mark.parametrize("classes", [5, 8])
@@ -159,9 +155,8 @@ def test_the_complete_tree_is_paddles(classes: int) -> None:
     a node."""
     tree = nn.complete_tree(classes)
     weight, x = RNG.normal(size=(classes - 1, D)), RNG.normal(size=(classes, D))
-    made = nn.hierarchical_sigmoid(
-        jnp.asarray(weight), None, jnp.asarray(x), jnp.arange(classes), tree
-    )
+    of_tree = lambda w, x, label: nn.hierarchical_sigmoid(w, None, x, label, tree)
+    made = by_numpy.call(of_tree, weight, x, np.arange(classes))
     for label in range(classes):
         code, wanted = classes + label, 0.0
         for bit in range(code.bit_length() - 1):

@@ -8,12 +8,14 @@ from __future__ import annotations
 import inspect
 import math
 
+import by_numpy
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from helpers import (
+    array,
     mlp_batch,
     mlp_loss,
     mlp_params,
@@ -369,23 +371,28 @@ STATIC = {dpsgd: ("seed", "key")}
 def problem(dtype=np.float64, shapes=SHAPES, seed=0):
     """Parameters, and gradients for each of `STEPS` steps. A tenth of the gradients are 0."""
     rng = np.random.default_rng(seed)
-    params = {n: jnp.asarray(rng.normal(size=s), dtype) for n, s in shapes.items()}
+    params = {n: array(rng.normal(size=s), dtype) for n, s in shapes.items()}
     grads = [
-        {
-            n: jnp.asarray(rng.normal(size=s) * (rng.random(s) > 0.1), dtype)
-            for n, s in shapes.items()
-        }
+        {n: array(rng.normal(size=s) * (rng.random(s) > 0.1), dtype) for n, s in shapes.items()}
         for _ in range(STEPS)
     ]
     return params, grads
 
 
 def run(tx, params, grads):
-    """The job: one update after the other, eagerly."""
-    state = tx.init(params)
-    for g in grads:
+    """Return parameters and state after one update for each gradient.
+
+    NumPy computes them: compiling every operation for every shape would take most of the time.
+    """
+
+    def updated(params, state, g):
         updates, state = tx.update(g, state, params)
-        params = optax.apply_updates(params, updates)
+        return optax.apply_updates(params, updates), state
+
+    state = by_numpy.call(tx.init, params)
+    update = by_numpy.traced(updated, params, state, grads[0])
+    for g in grads:
+        params, state = update(params, state, g)
     return params, state
 
 
@@ -630,12 +637,14 @@ def test_lars_is_optaxs_where_gradients_point_along_the_parameters():
         params, _ = problem()
 
         def follow(tx, turn):
+            def updated(p, state, k):
+                updates, state = tx.update(jax.tree.map(lambda x: k * turn(x), p), state, p)
+                return optax.apply_updates(p, updates), state
+
             p, state = params, tx.init(params)
+            update = by_numpy.traced(updated, p, state, 1.0)
             for k in range(STEPS):
-                updates, state = tx.update(
-                    jax.tree.map(lambda x, k=k: (k + 1) * turn(x), p), state, p
-                )
-                p = optax.apply_updates(p, updates)
+                p, state = update(p, state, k + 1.0)
             return p
 
         along, across = lambda x: x, lambda x: jnp.flip(x)
@@ -875,7 +884,7 @@ def test_clips_clip_what_needs_it(clip, kernel, bias):
 @pytest.mark.parametrize("fix", [False, True])
 def test_leaves_without_weight_decay_are_picked_by_their_path(fix):
     grads = jax.tree.map(jnp.ones_like, NAMED)
-    one = lambda tx: tx.update(grads, tx.init(NAMED), NAMED)[0]["dense"]
+    one = lambda tx: by_numpy.call(lambda g: tx.update(g, tx.init(NAMED), NAMED)[0]["dense"], grads)
     off, on = lamb(0.1, 0.0, fix=fix), lamb(0.1, 0.5, fix=fix)
     picked = lamb(0.1, 0.5, exclude_from_weight_decay_fn=lambda path: path == "dense/bias", fix=fix)
     tree_equal(one(picked), {"bias": one(off)["bias"], "kernel": one(on)["kernel"]})
@@ -889,15 +898,17 @@ def test_leaves_without_weight_decay_are_picked_by_their_path(fix):
 
 def test_decays_go_on_at_their_ends():
     np.testing.assert_allclose(
-        polynomial_decay(1.0, 4, 0.5)(jnp.arange(3, 7)), [0.625, 0.5, 0.5, 0.5]
+        by_numpy.call(polynomial_decay(1.0, 4, 0.5), np.arange(3, 7)), [0.625, 0.5, 0.5, 0.5]
     )
     cycle = polynomial_decay(1.0, 4, 0.0, cycle=True)
     np.testing.assert_allclose(
-        cycle(jnp.arange(3, 10)), [1 / 4, 0, 3 / 8, 2 / 8, 1 / 8, 0, 3 / 12], rtol=1e-6
+        by_numpy.call(cycle, np.arange(3, 10)),
+        [1 / 4, 0, 3 / 8, 2 / 8, 1 / 8, 0, 3 / 12],
+        rtol=1e-6,
     )
     assert noam_decay(1, 4)(0) > 0  # step 1
     after = linear_lr_warmup(lambda count: 10.0 * count, 2, 0.0, 1.0)
-    np.testing.assert_allclose(after(jnp.arange(4)), [0.0, 0.5, 20.0, 30.0])
+    np.testing.assert_allclose(by_numpy.call(after, np.arange(4)), [0.0, 0.5, 20.0, 30.0])
 
 
 @pytest.mark.usefixtures("x64")

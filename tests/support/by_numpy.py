@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from dtrans._jax import JaxprEqn, Literal, constants, opened, scan_counts, while_counts
+from dtrans.ir.inline import inline_calls
 from dtrans.verification.numpy_rules import ELEMENTWISE, OTHERS
 
 
@@ -37,6 +38,24 @@ def interpret(jaxpr: Any, *args: Any) -> list[Any]:
             assert env[v].shape == v.aval.shape, f"{eqn} makes {env[v].shape}"
             assert env[v].dtype == v.aval.dtype, f"{eqn} makes {env[v].dtype}"
     return [read(a) for a in inner.outvars]
+
+
+def traced(fn: Callable[..., Any], *args: Any) -> Callable[..., Any]:
+    """Return a function that NumPy computes, for arguments of the same types."""
+    jaxpr, out = jax.make_jaxpr(fn, return_shape=True)(*args)
+    inlined, structure = inline_calls(jaxpr), jax.tree.structure(out)
+
+    def run(*args: Any) -> Any:
+        # XLA does not warn either: `where` often discards a quotient by zero
+        with np.errstate(all="ignore"):
+            return structure.unflatten(interpret(inlined, *jax.tree.leaves(args)))
+
+    return run
+
+
+def call(fn: Callable[..., Any], *args: Any) -> Any:
+    """Return `fn(*args)`, computed by NumPy."""
+    return traced(fn, *args)(*args)
 
 
 def _host(x: Any) -> Any:

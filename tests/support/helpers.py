@@ -76,6 +76,11 @@ def tree_equal(a: Any, b: Any) -> None:
 # -- models ----------------------------------------------------------------------------------------
 
 
+def array(x: np.ndarray, dtype: Any) -> jax.Array:
+    """Return a JAX array. NumPy converts it: JAX would compile the conversion of each shape."""
+    return jnp.asarray(x.astype(dtype))
+
+
 def mlp_params(
     sizes: Sequence[int] = (5, 6, 3), dtype: Any = jnp.float32, seed: int = 0
 ) -> dict[str, jax.Array]:
@@ -83,8 +88,8 @@ def mlp_params(
     rng = np.random.default_rng(seed)
     params = {}
     for i, (n, m) in enumerate(itertools.pairwise(sizes), 1):
-        params[f"w{i}"] = jnp.asarray(rng.normal(size=(n, m)) / np.sqrt(n), dtype)
-        params[f"b{i}"] = jnp.asarray(rng.normal(size=m) * 0.1, dtype)
+        params[f"w{i}"] = array(rng.normal(size=(n, m)) / np.sqrt(n), dtype)
+        params[f"b{i}"] = array(rng.normal(size=m) * 0.1, dtype)
     return params
 
 
@@ -104,9 +109,8 @@ def mlp_batch(
     rows: int = 8, sizes: Sequence[int] = (5, 6, 3), dtype: Any = jnp.float32, seed: int = 1
 ) -> tuple[jax.Array, jax.Array]:
     rng = np.random.default_rng(seed)
-    return jnp.asarray(rng.normal(size=(rows, sizes[0])), dtype), jnp.asarray(
-        rng.normal(size=(rows, sizes[-1])), dtype
-    )
+    x, y = rng.normal(size=(rows, sizes[0])), rng.normal(size=(rows, sizes[-1]))
+    return array(x, dtype), array(y, dtype)
 
 
 def plain_step(

@@ -83,16 +83,22 @@ def _function_layer(function: types.FunctionType) -> int:
     """Return the layer of a function and of the tests' functions and classes that it reads."""
     layer, todo, known = 0, [function], {function}
     while todo:
-        at = todo.pop()
-        names = set(_names(at.__code__))
-        layer = max([layer, *map(_layer, names)])
-        values = [at.__globals__.get(name) for name in names]
-        modules = [value for value in values if isinstance(value, types.ModuleType)]
-        values += [vars(module).get(name) for module in modules for name in names]
-        found = {fn for value in values for fn in _functions(value)}
+        own, found = _reads(todo.pop())
+        layer = max(layer, own)
         todo += found - known
         known |= found
     return layer
+
+
+@functools.cache
+def _reads(function: types.FunctionType) -> tuple[int, set[types.FunctionType]]:
+    """Return the layer of the names in a function, and the tests' functions that it reads."""
+    names = set(_names(function.__code__))
+    values = [function.__globals__.get(name) for name in names]
+    values += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    modules = [value for value in values if isinstance(value, types.ModuleType)]
+    values += [vars(module).get(name) for module in modules for name in names]
+    return max(map(_layer, names), default=0), {fn for value in values for fn in _functions(value)}
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
@@ -201,16 +207,18 @@ def mark_cases(metafunc: pytest.Metafunc) -> None:
     test = f"{metafunc.definition.path.relative_to(TESTS)}::{metafunc.definition.name}"
     marked = [call for call in metafunc._calls if any(m.name == "soak" for m in call.marks)]
     daily = [call for call in metafunc._calls if f"{test}[{call.id}]" in noticing()]
-    others = [call for call in metafunc._calls if call not in marked and call not in daily]
+    excluded = {id(call) for call in [*marked, *daily]}
+    others = [call for call in metafunc._calls if id(call) not in excluded]
     # a test is of the sample of its file every few days only: meanwhile its cases stay
     days = DAYS[LAYERS[_layer(metafunc.function)]] if is_of_today(metafunc.config) else 1
     turn = today().toordinal() // days
     chosen = sample(others, marker.args[0], test, turn)
-    late = [call for call in others if call not in chosen]
-    for call in late:
-        call.marks.append(pytest.mark.soak.mark)
+    late = {id(call) for call in others} - {id(call) for call in chosen}
+    for call in metafunc._calls:
+        if id(call) in late:
+            call.marks.append(pytest.mark.soak.mark)
     if "not soak" in metafunc.config.option.markexpr:
-        metafunc._calls = [call for call in metafunc._calls if call not in late]
+        metafunc._calls = [call for call in metafunc._calls if id(call) not in late]
 
 
 def of_other_nights(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
