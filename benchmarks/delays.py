@@ -1,16 +1,16 @@
-"""Effect of delayed gradients on training: `python benchmarks/delays.py`; `--write` writes
-docs/delays.md and its plot.
+"""Effect of delayed gradients on training: `python benchmarks/delays.py`.
+
+`--write` writes docs/delays.md and its plot.
 
 A delay counts the updates with other trainers' gradients between a trainer's read of the parameters
-and the arrival of its gradient. Clocks do not matter: trainers step in a fixed order, which decides
-how old gradients are, and one order gives one result. A communicator for which steps do not wait is
-the exception: its runs differ, and have a table of their own.
+and the arrival of its gradient. Clocks do not matter: trainers step in a fixed order, which
+determines the delays, so that results can be repeated. The exception is a communicator for which
+steps do not wait. Its runs differ, and have a table of their own.
 
-The servers and trainers are those of a job, over loopback, in threads of this process. The model is
-one perceptron for each seed, trained beside each other in one job: every array has a seed per row,
-and no two rows meet.
+Servers and trainers run in threads of this process, and communicate over loopback. One job trains a
+perceptron for each seed: every array has one row per seed, and rows do not interact.
 
-A further mode is a line of `MODES`: the options of `DistributeTranspilerConfig` that make it.
+To add a mode, add a line to `MODES` with its options of `DistributeTranspilerConfig`.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from examples import digits
 
 
 SEEDS = (0, 1, 2, 3, 4)
-GRID_SEEDS = (5, 6, 7, 8, 9)  # those that lambda is chosen on
+GRID_SEEDS = (5, 6, 7, 8, 9)  # seeds on which lambda is chosen
 HIDDEN = 32
 ROWS = 16  # examples in a gradient
-UPDATES = 1776  # of one gradient each; 3, 8, 12 and 16 trainers divide it
+UPDATES = 1776  # updates of one gradient each; 3, 8, 12 and 16 divide this number
 RATE = 0.15
-RATES = (RATE, 0.05, 0.02)  # of steps that do not wait
-TIMES = 3  # runs of each
-DECAY = 0.95  # m of the adaptive variant
+RATES = (RATE, 0.05, 0.02)  # learning rates of steps that do not wait
+TIMES = 3  # runs of each mode whose steps do not wait
+DECAY = 0.95  # decay m of the adaptive variant
 EVERY = 72  # updates between two points of a curve
 DEADLINE = 120.0
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -82,8 +82,10 @@ def loss_one(params: Params, x: ArrayLike, y: ArrayLike) -> jax.Array:
 
 
 def loss_fn(params: Params, x: jax.Array, y: jax.Array) -> jax.Array:
-    """The sum over seeds, dim 1 of the batch, of their mean losses: a seed's gradient is that of
-    its own loss."""
+    """Return the sum of the mean losses of all seeds, which are dimension 1 of the batch.
+
+    The gradient of a seed's parameters is the gradient of its own loss.
+    """
     return jnp.sum(jax.vmap(loss_one, in_axes=(0, 1, 1))(params, x, y))
 
 
@@ -94,7 +96,7 @@ def data() -> digits.Digits:
 
 @functools.cache
 def batches(seeds: tuple[int, ...], count: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Batches of `ROWS` examples for each seed, whose order depends on the seed alone."""
+    """Return `count` batches of `ROWS` examples for each seed; a seed determines their order."""
 
     def of(seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         epoch = 0
@@ -112,13 +114,13 @@ def batches(seeds: tuple[int, ...], count: int) -> list[tuple[np.ndarray, np.nda
 
 @jax.jit
 def train_loss(params: Params) -> jax.Array:
-    """Of all training images, for each seed."""
+    """Return the loss on all training images, for each seed."""
     return jax.vmap(loss_one, in_axes=(0, None, None))(params, data().x, data().y)
 
 
 @jax.jit
 def test_accuracy(params: Params) -> jax.Array:
-    """For each seed."""
+    """Return the accuracy on the test images, for each seed."""
     scores = jax.vmap(logits_one, in_axes=(0, None))(params, data().test_x)
     return jnp.mean(jnp.argmax(scores, -1) == data().test_y, axis=1)
 
@@ -128,12 +130,12 @@ def test_accuracy(params: Params) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Mode:
-    """A way to train.
+    """Mode of training.
 
     Attributes:
-      name: in the table.
-      config: of `DistributeTranspilerConfig`; None for one device, without a job.
-      few: whether to try it with 3 trainers only.
+      name: its name in the table.
+      config: options of `DistributeTranspilerConfig`; None for one device, without a job.
+      few: True to run it with 3 trainers only.
       grid: the lambdas to choose from.
     """
 
@@ -144,23 +146,23 @@ class Mode:
 
     @property
     def together(self) -> bool:
-        """Whether a step is one of all trainers."""
+        """True if each step is one step of all trainers."""
         return self.config is not None and self.config.get("sync_mode", True)
 
     def strong(self, strength: float) -> Mode:
-        """The same with a lambda."""
+        """Return the same mode with another lambda."""
         return dataclasses.replace(self, config={**(self.config or {}), "dc_asgd_lambda": strength})
 
 
 @dataclasses.dataclass(frozen=True)
 class Delay:
-    """Who steps when.
+    """Order in which trainers step, which determines the delays of gradients.
 
     Attributes:
-      name: in the table.
-      trainers: how many there are.
-      slow: the last of them has every `slow`th turn, and the others the rest; otherwise turns go
-        round.
+      name: its name in the table.
+      trainers: the number of trainers.
+      slow: the last trainer has every `slow`th turn, and the others share the remaining turns.
+        Without it, trainers step in turn.
       rate: the learning rate.
     """
 
@@ -170,7 +172,7 @@ class Delay:
     rate: float = RATE
 
     def order(self, updates: int) -> list[int]:
-        """Whose turn it is."""
+        """Return the trainer of each turn."""
         if self.slow is None:
             return [t % self.trainers for t in range(updates)]
         last, slow = self.trainers - 1, self.slow
@@ -178,11 +180,11 @@ class Delay:
 
     @property
     def oldest(self) -> int:
-        """The delay of the gradients of the last trainer."""
+        """Delay of the gradients of the last trainer."""
         return (self.slow or self.trainers) - 1
 
     def of_gradients(self, updates: int) -> list[int]:
-        """The delay of each gradient."""
+        """Return the delay of each gradient."""
         seen: dict[int, int] = {}
         found = []
         for t, k in enumerate(self.order(updates)):
@@ -219,12 +221,12 @@ DELAYS = (IN_TURN, ONE_SLOW, EIGHT, TWELVE, HEAVY, GENTLE)
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What became of the seeds.
+    """Result of one run, for each seed.
 
     Attributes:
-      loss, accuracy: of the servers' parameters at the end, for each seed.
-      at, curve: updates made, and the training loss of each seed then, of the newest parameters a
-        trainer has.
+      loss, accuracy: of the servers' parameters at the end.
+      at, curve: numbers of updates, and the training loss at each of them, of the newest parameters
+        that a trainer has.
     """
 
     loss: np.ndarray
@@ -234,7 +236,7 @@ class Run:
 
 
 class Roles:
-    """One thread for each role of a job, which does what it is told to, in its order."""
+    """One thread for each role of a job, which runs functions in the order of their calls."""
 
     def __init__(self, names: Sequence[Any]) -> None:
         self._pools = {n: ThreadPoolExecutor(1) for n in names}
@@ -250,11 +252,11 @@ class Roles:
         return self._pools[name].submit(fn, *args)
 
     def all(self, names: Sequence[Any], fn: Callable[[Any], Any]) -> list[Any]:
-        """What each makes of its own name, at the same time."""
+        """Call `fn` with each name in its thread, concurrently; return the results."""
         return [f.result() for f in [self.start(n, fn, n) for n in names]]
 
 
-ENDPOINTS = ReservedEndpoints()  # of all jobs, until this process ends
+ENDPOINTS = ReservedEndpoints()  # endpoints of all jobs, reserved until this process ends
 
 
 def train(
@@ -264,10 +266,10 @@ def train(
     updates: int = UPDATES,
     pservers: int = 2,
 ) -> Run:
-    """Train every seed on the same examples in the same order, whatever the mode.
+    """Train every seed on the same examples in the same order, for every mode.
 
-    A synchronous step is one update of the mean of all trainers' gradients: a step of n trainers
-    has n times the learning rate, and is as long as the n asynchronous ones that it stands for.
+    A synchronous step of n trainers is one update by the mean of their gradients. It replaces n
+    asynchronous updates, so it has n times the learning rate.
     """
     given = batches(seeds, updates)
     first = jnp.asarray(seeds)
@@ -335,7 +337,7 @@ def train(
 
 
 class _Record:
-    """The curve of a run."""
+    """Training losses of a run, recorded every `EVERY` updates."""
 
     def __init__(self, updates: int) -> None:
         self._next, self._at, self._curve = 0, list[int](), list[np.ndarray]()
@@ -353,7 +355,7 @@ class _Record:
 
 @contextlib.contextmanager
 def compiled_once() -> Iterator[None]:
-    """Compiles what is the same for several roles once: a folder is where they find it."""
+    """Cache compiled functions in a folder, so that functions of several roles are compiled once."""
     options = {
         "jax_compilation_cache_dir": None,
         "jax_persistent_cache_min_compile_time_secs": 0.0,
@@ -377,11 +379,11 @@ def compiled_once() -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class Results:
-    """Every run.
+    """Results of all runs.
 
     Attributes:
-      runs: by the names of delay and mode.
-      beside: those of `COMMUNICATOR`, by the name of the delay.
+      runs: maps the names of delay and mode to the run.
+      beside: maps the name of the delay to the runs of `COMMUNICATOR`.
       tried: mean loss by mode and lambda, on `GRID_SEEDS`.
       chosen: lambda by mode.
     """
@@ -401,7 +403,7 @@ def three(rate: float) -> Delay:
 
 
 def at_rate(delay: Delay, rate: float) -> Delay:
-    """The same turns at another rate."""
+    """Return the same order of turns with another learning rate."""
     return (
         delay
         if rate == delay.rate
@@ -410,7 +412,7 @@ def at_rate(delay: Delay, rate: float) -> Delay:
 
 
 def everything() -> Results:
-    """Choose each lambda under the heavy delay, on seeds of their own, and train everything."""
+    """Choose lambda for each mode under the heavy delay, on other seeds, and run all modes."""
     tried: dict[str, dict[float, float]] = {}
     chosen: dict[str, float] = {}
     runs: dict[tuple[str, str], Run] = {}
@@ -442,7 +444,7 @@ def everything() -> Results:
 
 
 def told(what: str, mode: Mode, delay: Delay, seeds: tuple[int, ...] = SEEDS) -> Run:
-    """A run, with a line about it on the standard error."""
+    """Run a mode, and print a line about it to the standard error."""
     start = time.monotonic()
     run = train(mode, delay, seeds)
     line = f"{what}: loss {_number(float(np.mean(run.loss)))}, {time.monotonic() - start:.1f} s"
@@ -467,7 +469,7 @@ def _spread(values: np.ndarray, show: Callable[[float], str]) -> str:
 
 
 def within(run: Run, reference: Run) -> bool:
-    """Whether the mean loss of a run lies among those of the seeds of another."""
+    """Return True if a run's mean loss lies between the extreme losses of another run's seeds."""
     return bool(reference.loss.min() <= np.mean(run.loss) <= reference.loss.max())
 
 
@@ -481,7 +483,7 @@ def _line(mode: str, run: Run, sync: Run | None, plain: Run | None) -> str:
 
 
 def table(results: Results) -> str:
-    """All runs in Markdown."""
+    """Return the table of all runs, in Markdown."""
     lines = [
         "| mode | training loss | test accuracy | in sync's spread | seeds with less loss than "
         "async |",
@@ -508,7 +510,7 @@ def table(results: Results) -> str:
 
 
 def table_beside(results: Results) -> str:
-    """The runs that do not wait, in Markdown."""
+    """Return the table of runs whose steps do not wait, in Markdown."""
     lines = [
         f"| rate | trainers | {SYNC.name} | {ASYNC.name} | {COMMUNICATOR.name}, {TIMES} runs |",
         "| --- | --- | --- | --- | --- |",
@@ -529,7 +531,7 @@ def table_beside(results: Results) -> str:
 
 
 def grid(results: Results) -> str:
-    """What was tried to choose lambda, in Markdown."""
+    """Return the table of the losses by which lambda was chosen, in Markdown."""
     lines = ["| mode | lambda: mean training loss |", "| --- | --- |"]
     for mode, tried in results.tried.items():
         cells = [f"**{x:g}**" if x == results.chosen[mode] else f"{x:g}" for x in tried]
@@ -540,7 +542,7 @@ def grid(results: Results) -> str:
 
 
 def plot(results: Results) -> str:
-    """The curves of all runs as SVG, the same text for the same results."""
+    """Return the curves of all runs as SVG; equal results give equal text."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -594,10 +596,10 @@ def plot(results: Results) -> str:
 
 
 def findings(results: Results) -> str:
-    """What the figures say, in Markdown.
+    """Return the findings in Markdown.
 
     Raises:
-      ValueError: they do not say that; the sentence has to be written anew.
+      ValueError: a finding does not hold for these results, and has to be rewritten.
     """
     of = lambda delay, mode: results.runs[delay.name, mode.name]
     mean = lambda delay, mode: float(of(delay, mode).loss.mean())
@@ -618,7 +620,7 @@ def findings(results: Results) -> str:
         "every mode ends within",
         f"the spread of the synchronous seeds ({_number(sync.loss.min())} to "
         f"{_number(sync.loss.max())}): asynchronous",
-        f"training with {at(IN_TURN, ASYNC)} and {at(ONE_SLOW, ASYNC)}. There is nothing to "
+        f"training ends at {at(IN_TURN, ASYNC)} and {at(ONE_SLOW, ASYNC)}. There is nothing to "
         "compensate, and",
         "compensation changes little.",
     )
@@ -627,16 +629,17 @@ def findings(results: Results) -> str:
         and all(np.array_equal(of(d, HALF).loss, of(d, ASYNC).loss) for d in (IN_TURN, ONE_SLOW)),
         "**Half-asynchronous.** With one thread for each trainer, this is asynchronous training: "
         "the losses of all",
-        "seeds are the same to the bit, on the way and at the end.",
+        "seeds are equal to the bit, during training and at the end.",
     )
     say(
         all(first(d, SELDOM) > first(d, OFTEN) > first(d, ASYNC) for d in (IN_TURN, ONE_SLOW))
         and all(within(of(d, m), sync) for d in (IN_TURN, ONE_SLOW) for m in (SELDOM, OFTEN)),
-        "**GEO-SGD.** To exchange less often costs something at first: after "
+        "**GEO-SGD.** Less frequent exchanges cost something at first: after "
         f"{of(IN_TURN, ASYNC).at[1]} gradients a",
         f"trainer in turn has a loss of {first(IN_TURN, SELDOM):.2f} (every 10 steps) and "
         f"{first(IN_TURN, OFTEN):.2f}",
-        f"(every 3), asynchronous {first(IN_TURN, ASYNC):.2f}. At the end it has cost nothing: "
+        f"(every 3), but {first(IN_TURN, ASYNC):.2f} in asynchronous training. At the end they "
+        "cost nothing:",
         f"{at(IN_TURN, SELDOM)}",
         f"and {at(IN_TURN, OFTEN)}, and with one slow trainer {at(ONE_SLOW, SELDOM)} and "
         f"{at(ONE_SLOW, OFTEN)}.",
@@ -646,7 +649,7 @@ def findings(results: Results) -> str:
         and max(better(EIGHT, CONSTANT), better(EIGHT, ADAPTIVE)) <= every // 2,
         f"**Eight.** Asynchronous training is worse than synchronous ({at(EIGHT, ASYNC)}), and "
         "DC-ASGD is *not* better",
-        f"({at(EIGHT, CONSTANT)}, constant, and {at(EIGHT, ADAPTIVE)}, adaptive): it has less loss "
+        f"({at(EIGHT, CONSTANT)}, constant, and {at(EIGHT, ADAPTIVE)}, adaptive): its loss is lower "
         "for",
         f"{better(EIGHT, CONSTANT)} and {better(EIGHT, ADAPTIVE)} of {every} seeds.",
     )
@@ -654,16 +657,16 @@ def findings(results: Results) -> str:
         better(TWELVE, CONSTANT) == better(TWELVE, ADAPTIVE) == every,
         f"**Twelve.** Asynchronous training ends at {at(TWELVE, ASYNC)}, DC-ASGD at "
         f"{at(TWELVE, CONSTANT)} (constant)",
-        f"and {at(TWELVE, ADAPTIVE)} (adaptive), less for every seed.",
+        f"and {at(TWELVE, ADAPTIVE)} (adaptive). The loss is lower for every seed.",
     )
     say(
         of(HEAVY, ASYNC).loss.min() > np.log(digits.CLASSES)
         and np.max(heavy) < 0.2
         and np.min(heavy) > plain.loss.mean(),
-        f"**Sixteen.** Asynchronous training diverges: a loss of {at(HEAVY, ASYNC)}, where "
+        f"**Sixteen.** Asynchronous training diverges: its loss is {at(HEAVY, ASYNC)}, while "
         "guessing has 2.3. DC-ASGD",
-        f"trains, to {at(HEAVY, CONSTANT)} and {at(HEAVY, ADAPTIVE)}; one device, which has no "
-        "delay, to",
+        f"ends at {at(HEAVY, CONSTANT)} and {at(HEAVY, ADAPTIVE)}, and one device, which has no "
+        "delay, at",
         f"{_number(plain.loss.mean())}.",
     )
     say(
@@ -671,11 +674,11 @@ def findings(results: Results) -> str:
         and max(quarter(CONSTANT), quarter(ADAPTIVE)) < quarter(ASYNC) / 2,
         f"**A lower rate is a remedy too.** At {GENTLE.rate} asynchronous training with sixteen "
         "trainers ends at",
-        f"{at(GENTLE, ASYNC)}. DC-ASGD is ahead on the way (after a quarter of the examples "
+        f"{at(GENTLE, ASYNC)}. DC-ASGD is better during training: after a quarter of the examples "
         f"{quarter(CONSTANT):.2f}",
-        f"and {quarter(ADAPTIVE):.2f}, asynchronous {quarter(ASYNC):.2f}), and not at the end: "
+        f"and {quarter(ADAPTIVE):.2f}, asynchronous {quarter(ASYNC):.2f}. It is not better at the end: "
         f"{at(GENTLE, CONSTANT)}",
-        f"and {at(GENTLE, ADAPTIVE)}, less for {better(GENTLE, CONSTANT)} and "
+        f"and {at(GENTLE, ADAPTIVE)}, lower for {better(GENTLE, CONSTANT)} and "
         f"{better(GENTLE, ADAPTIVE)} of {every}",
         "seeds.",
     )
@@ -683,10 +686,12 @@ def findings(results: Results) -> str:
 
 
 def findings_beside(results: Results) -> str:
-    """What the runs that do not wait say, in Markdown: what several of them agreed on, and no more.
+    """Return the findings about steps that do not wait, in Markdown.
+
+    They are limited to statements on which several runs agreed.
 
     Raises:
-      ValueError: they do not say that.
+      ValueError: a finding does not hold for these results.
     """
     sync = {rate: results.runs[three(rate).name, SYNC.name] for rate in RATES}
     plain = {
@@ -708,9 +713,9 @@ def findings_beside(results: Results) -> str:
             all(within(run, sync[slow]) for runs in found[slow] for run in runs),
         ),
         (
-            f"At {fast} no run ends within theirs, and every run has more loss than asynchronous "
+            f"At {fast} no run ends within this spread, and every run ends above asynchronous "
             "training:"
-            f" {_number(min(means[fast]))} to {_number(max(means[fast]))}, asynchronous"
+            f" at {_number(min(means[fast]))} to {_number(max(means[fast]))}, asynchronous at"
             f" {' and '.join(_number(run.loss.mean()) for run in plain[fast])}.",
             not any(within(run, sync[fast]) for runs in found[fast] for run in runs)
             and all(
@@ -730,7 +735,7 @@ def findings_beside(results: Results) -> str:
 
 
 def _checked(said: Sequence[tuple[str, Any]]) -> str:
-    """Sentences as Markdown, all of which have to hold."""
+    """Return sentences as a Markdown list; raise ValueError if one does not hold."""
     for sentence, holds in said:
         if not holds:
             raise ValueError(f"the figures do not say this: {sentence}")
@@ -738,7 +743,7 @@ def _checked(said: Sequence[tuple[str, Any]]) -> str:
 
 
 def filled(text: str) -> str:
-    """Markdown whose paragraphs and items have lines of the same length."""
+    """Return Markdown whose paragraphs and items are filled to lines of equal length."""
     blocks = []
     for block in text.strip().split("\n\n"):
         if block[0].isalpha() or block.startswith(("- ", "`", "*")):
@@ -754,14 +759,14 @@ def filled(text: str) -> str:
 
 
 def page(results: Results) -> str:
-    """docs/delays.md."""
+    """Return the text of docs/delays.md."""
     text = f"""# Delayed gradients
 
 <!-- Written by benchmarks/delays.py. -->
 
-Asynchronous training uses gradients of old parameters. This page measures the loss, and the part of it that delay
-compensation (`enable_dc_asgd`) recovers. It is a small version of the comparison in Zheng et al., Asynchronous
-Stochastic Gradient Descent with Delay Compensation (arXiv 1609.08326):
+Asynchronous training uses gradients of old parameters. This page measures how much worse the loss becomes, and how
+much of this delay compensation (`enable_dc_asgd`) recovers. It is a small version of the comparison in Zheng et al.,
+Asynchronous Stochastic Gradient Descent with Delay Compensation (arXiv 1609.08326):
 
     .venv/bin/python benchmarks/delays.py --write
 
@@ -771,29 +776,29 @@ This command writes the page and its plot. Two runs on one machine gave the same
 ## What is compared
 
 A perceptron of {digits.PIXELS}, {HIDDEN} (tanh) and {digits.CLASSES} units learns the {digits.TRAIN_IMAGES:,}
-training images of `examples.digits` by SGD. The job has two parameter servers and their trainers over loopback. Every
-mode sees {UPDATES * ROWS:,} examples, in {UPDATES:,} gradients of {ROWS} examples, at a learning rate of {RATE}
-unless the table has another one. A seed determines the initial parameters and the order of examples. A synchronous
+training images of `examples.digits` by SGD. The job has two parameter servers, to which trainers connect over loopback.
+Every mode sees {UPDATES * ROWS:,} examples, in {UPDATES:,} gradients of {ROWS} examples, at a learning rate of {RATE}
+unless the table gives another. A seed determines the initial parameters and the order of examples. A synchronous
 step is one update by the mean of 3 gradients, with 3 times the rate. The seeds {SEEDS[0]} to {SEEDS[-1]} train in one
 job, as independent rows of the same arrays.
 
-No clock takes part. The *delay* of a gradient counts the gradients of other trainers that the servers applied after its
-trainer received parameters. Trainers step in turns, and the order of turns determines the delays:
+Clocks do not matter. The *delay* of a gradient is the number of gradients of other trainers that the servers applied
+after its trainer had received parameters. Trainers step in turns, and the order of turns determines the delays:
 
 - *in turn*: of n trainers, every gradient is n - 1 updates old;
 - *one slow*: the last of 3 trainers has every {ONE_SLOW.slow}th turn, and its gradients are {ONE_SLOW.oldest} updates
-  old; the others share the rest.
+  old; the other trainers share the remaining turns.
 
 The mean delay is one less than the number of trainers, for any order. A large delay of all gradients therefore needs
 many trainers.
 
 In the half-asynchronous mode every step waits for a communicator (`runtime_split_send_recv`, `half_async`). In
 GEO-SGD a trainer updates its own parameters. Every 3rd or 10th step exchanges changes and waits
-(`geo_sgd_block_on_pull`). A trainer thus sees its own updates at once, and those of others later than the heading of
-the table says.
+(`geo_sgd_block_on_pull`). A trainer thus sees its own updates at once, but the updates of other trainers later than the
+heading of the table says.
 
-Lambda of DC-ASGD was chosen for each variant by training loss, with 16 trainers in turn. The choice used other seeds,
-{GRID_SEEDS[0]} to {GRID_SEEDS[-1]}, and is the same everywhere. The default of `dtrans.pserver` and Paddle is 1. The
+Lambda of DC-ASGD was chosen for each variant by training loss, with 16 trainers in turn and other seeds,
+{GRID_SEEDS[0]} to {GRID_SEEDS[-1]}. All runs use this lambda. The default of `dtrans.pserver` and Paddle is 1. The
 adaptive variant has a decay of {DECAY}.
 
 {grid(results)}
@@ -801,14 +806,14 @@ adaptive variant has a decay of {DECAY}.
 ## Figures
 
 Loss is the final mean cross entropy of all training images, with the servers' parameters. The table has means over five
-seeds, with the smallest and the largest. A mode is in the spread of synchronous training if its mean lies between the
-extremes of the synchronous seeds.
+seeds, and in parentheses the smallest and the largest value. A mode is in the spread of synchronous training if its
+mean lies between the smallest and the largest loss of the synchronous seeds.
 
 {table(results)}
 
 ![Training loss by examples seen, for each delay](delays.svg)
 
-The plot shows the mean of five seeds, and shades the range between the extremes.
+The plot shows the mean of five seeds, and shades the range from the smallest to the largest.
 
 ## What follows
 
@@ -816,23 +821,23 @@ The plot shows the mean of five seeds, and shades the range between the extremes
 
 With one lambda for all, DC-ASGD is better only if delay limits training. The paper finds it
 better than asynchronous and synchronous SGD for residual networks on CIFAR-10 and ImageNet, and nearly as good as
-sequential SGD. Here synchronous training is as good as sequential, and the gap at 16 is large because delayed gradients
-diverge at this rate.
+sequential SGD. Here synchronous training is as good as training on one device. The gap at 16 trainers is large because
+delayed gradients diverge at this rate.
 
 ## Steps that do not wait
 
 With a communicator and without `half_async`, a step uses the parameters that have arrived, and timing matters. A step
-of this model takes less time than a message. Its parameters lack the last gradients of its trainer and of the others.
-The communicator merges waiting gradients into one update of their sum. Their number varies, so that **these figures
-differ in each run**. The table has the mean training loss of five seeds; for the communicator, of each of {TIMES}
-runs.
+of this model takes less time than a message, so its parameters lack the last gradients of all trainers. The
+communicator merges waiting gradients into one update with their sum. The number of waiting gradients varies, so that
+**these figures differ in each run**. The table has the mean training loss of five seeds, and for the communicator the
+mean of each of {TIMES} runs.
 
 {table_beside(results)}
 
 {findings_beside(results)}
 
-The command checks the first two statements; their numbers are those of these runs. Other runs at {RATE} had up to 1.3
-with one slow trainer.
+The command checks the first two statements on these runs. Other runs at {RATE} ended at up to 1.3 with one slow
+trainer.
 """
     return filled(text)
 

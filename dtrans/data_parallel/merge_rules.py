@@ -172,7 +172,7 @@ class _MergeRules:
         if full.shape != (self.parts * t.shape[0], *t.shape[1:]):
             raise ConfigError(
                 f"{name} is {t.str_short()} on a {self.o.noun}'s part and {full.str_short()} on "
-                "the full batch; results may grow with the batch on dim 0 only: write "
+                "the full batch; results may grow with the batch on dim 0 only; write "
                 f"merge={{{name!r}: ...}}"
             )
         return "concat"
@@ -200,18 +200,18 @@ class _MergeRules:
         remedy = self.count_remedy if name in self.local_state else ""
         remedy = remedy or f"write merge={{{name!r}: 'sum'}} or 'max'"
         raise ConfigError(
-            f"{name} is {t.str_short()}, and depends on the number of rows of a {self.o.noun}'s "
-            f"part only; {remedy}"
+            f"{name} is {t.str_short()}, which depends on the number of rows of a {self.o.noun}'s "
+            f"part but not on the rows; {remedy}"
         )
 
 
 def _local_state(step: Cut, o: Options) -> list[str]:
-    """Return the state that trainers update locally: batch statistics, or all with local steps."""
+    """Return the state that trainers update locally: batch statistics, or all state."""
     return [n for n in mergeable_state(step, o) if not _is_unchanged(step.program, n)]
 
 
 def mergeable_state(step: Cut, o: Options) -> Sequence[str]:
-    """Return the state that may have a merge rule: with local steps all, else frozen leaves."""
+    """Return the state that can have merge rules: all with local steps, else frozen leaves."""
     if o.local_sgd is not None:
         return (*step.params, *step.opt_state)
     return step.frozen
@@ -239,7 +239,7 @@ def _trace_full_batch(step: Cut, o: Options, parts: int, may_grow: Sequence[str]
         raise ConfigError(
             f"{', '.join(may_grow)} may grow with the batch, whose arrays are split over the "
             f"{o.noun}s on dim 0, but {listed} rows; name the arrays that every {o.noun} needs "
-            "completely in unsplit_inputs=(...)"
+            "in full in unsplit_inputs=(...)"
         )
     full_types = []
     for n, t in types.items():

@@ -206,7 +206,7 @@ class Options:
 
     @property
     def splits_evenly(self) -> bool:
-        """True if the number of trainers must divide the batch: they clip or cut their parts."""
+        """True if the number of trainers must divide the batch: trainers clip or cut parts."""
         return self.micro_steps > 1 or self.reduce.clip_local_norm is not None
 
     @property

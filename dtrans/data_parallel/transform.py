@@ -269,9 +269,9 @@ def _by_micro_steps(
     """Return the split of the batch over all micro-steps, and their precomputed inputs."""
     axes, parts = batch_axes(step, o.batch), o.trainers * o.num_micro_batch
     of_part = micro_types(step.program, axes, o.num_micro_batch, o.noun)
-    # Run the step as it is on each part, if the step is a sum over parts. Other parts return terms
-    # of the gradients. These are smaller: a norm would clip too few of them, and they may underflow
-    # in 16 bits.
+    # Prefer the step itself on each part, if the step is a sum over parts. The alternative computes
+    # terms of the gradients. Terms are smaller: a norm would clip too little, and they may
+    # underflow in 16 bits.
     if o.reduce.clip_local_norm is not None or main is None:
         part = step.program.specialize_flat([*of_part.values()])
         alone = shard_step(cut(part).with_reported(), o.batch, parts, o.over, noun=o.noun)
@@ -414,7 +414,7 @@ def write_trainer(
     source = step.program
     outs: dict[str, Atom] = source.outvars
     if o.micro_steps > 1 and o.shared is not None:
-        # drop other callbacks, which each micro-step would call again
+        # keep only these callbacks: each micro-step would call the others again
         step = step.with_observers(STATE, UPDATE)
     b = Builder(source.jaxpr)
     b.role = FORWARD

@@ -200,7 +200,7 @@ class Gatherer(SliceWriter):
         return self._last
 
     def _can_be_waited_for(self, v: Var) -> bool:
-        """Return True if a value has floats, and the program computes all of it, not a slice."""
+        """Return True for a float value that the program computes in full, not as slices."""
         exists = v not in self.env and v not in self.rows and not self.b.is_constant(v)
         return exists and bool(v.aval.size) and bool(jnp.issubdtype(v.aval.dtype, jnp.floating))
 

@@ -173,7 +173,10 @@ def choose_slices(
 
 
 def _choose_axes(step: Cut, degree: int, in_layers: bool, planned: Slices | None) -> dict[str, int]:
-    """Return the dimension to cut of each leaf that can be cut, as `choose_slices` does."""
+    """Return the dimension to cut of each leaf that can be cut.
+
+    Arguments are the same as for `choose_slices`.
+    """
     axes: dict[str, int] = {}
     for n in step.params:
         axis = _choose_axis(step.program.inputs[n].shape, degree)
@@ -280,7 +283,7 @@ def _choose_state_row(
 
 
 def _choose_axis(shape: tuple[int, ...], degree: int, first: int = 0) -> int | None:
-    """Return the dimension to cut, `first` or later; None if padding would double each of them."""
+    """Return the dimension to cut, `first` or later; None if padding would double its length."""
     if len(shape) <= first:
         return None
     if shape[first] >= degree:
@@ -334,7 +337,7 @@ def _choose_layer_axes(step: Cut, axes: Mapping[str, int], degree: int) -> dict[
         for n, axis in tried.items():
             if largest.get(n, 0) < smallest.get(n, math.inf):
                 best[n], smallest[n] = axis, largest.get(n, 0)
-        # stop at the first dimension if loops gather less than the whole leaf
+        # keep the first dimension if, with it, loops gather less than the whole leaf
         following: dict[str, int] = {}
         for n in tried:
             if first > 1 or smallest[n] == vars_of[n].aval.size:

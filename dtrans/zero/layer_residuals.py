@@ -47,11 +47,14 @@ class _LayerResidual(NamedTuple):
 
 
 def rematerialize_layers(analysis: SliceAnalysis, wanted: Collection[Atom]) -> list[JaxprEqn]:
-    """Return the equations; their loops no longer output values that depend on layers alone.
+    """Rewrite loops so that they no longer output values that depend on layers alone.
 
     Args:
       analysis: the analysis of the equations: values that are slices, and bodies that take slices.
       wanted: values that are read after these equations.
+
+    Returns:
+      The equations with the rewritten loops.
     """
     eqns = list(analysis.eqns)
     for i, eqn in enumerate(eqns):
@@ -83,7 +86,7 @@ def rematerialize_layers(analysis: SliceAnalysis, wanted: Collection[Atom]) -> l
 
 
 def _readers_of(eqns: Sequence[JaxprEqn]) -> Mapping[Var, list[tuple[int, int]]]:
-    """Return for each value the pairs (index of an equation, index of its operand) that read it."""
+    """Map each value to the operands that read it: (index of equation, index of operand)."""
     readers: dict[Var, list[tuple[int, int]]] = {}
     for i, eqn in enumerate(eqns):
         for k, a in enumerate(eqn.invars):

@@ -300,7 +300,7 @@ class _LowWriter:
     def _write_product(self, eqn: JaxprEqn, atoms: Sequence[Atom]) -> None:
         """Write a product in 16 bits, and the cast of its result."""
         are_floats = all(jnp.issubdtype(a.aval.dtype, jnp.floating) for a in atoms)
-        # keep products of 16-bit operands, and named algorithms: the user chose their types
+        # copy products of 16-bit operands or with a named algorithm: the user chose their types
         if not are_floats or not any(map(_is_wide, atoms)) or _names_algorithm(eqn):
             self.b.keep(eqn, atoms)
             return
@@ -405,7 +405,7 @@ def _is_only_cast(body: Jaxpr, v: Var, dtype: Any) -> bool:
 
 
 def _narrow_inputs(body: ClosedJaxpr, narrow: Sequence[bool], dtype: Any) -> ClosedJaxpr:
-    """Return a body whose inputs marked in `narrow` have the type to which it cast them."""
+    """Return a body that takes the inputs marked in `narrow` as `dtype`, without their casts."""
     inner = opened(body)
     b = Builder(body)
     env: dict[Var, Atom] = {}

@@ -167,7 +167,7 @@ class Slicing:
         if not self.overlap and self.prefetch:
             raise ConfigError(
                 f"overlap=False and prefetch={self.prefetch}: a prefetch overlaps with "
-                "computation; leave one of them out"
+                "computation; leave one of the two out"
             )
         check_name("axis_name", self.axis_name, "the name of an axis")
         check_name("replica_axis_name", self.replica_axis_name, "the name of an axis")
@@ -214,7 +214,7 @@ class ShardingOptions(Options):
         if not slices.overlap and chains is not None and chains > 1:
             raise ConfigError(
                 f"overlap=False and chains={chains}: several chains of reductions overlap; leave "
-                "one of them out"
+                "one of the two out"
             )
         self._check_micro_steps()
         if slices.partition != "rows":

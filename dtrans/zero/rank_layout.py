@@ -139,7 +139,7 @@ class RankLayout:
         if o.stage == 1 or self._weights_or_clips or o.reduce.compress is not None:
             return {}
         eqns, _ = trainer_equations(step)
-        # replicated gradients are not reduced, so that nothing is scattered
+        # no loop scatters replicated gradients, because they are not reduced
         leaves = [n for n in self.slices.leaves if n not in self.replicated]
         gradients = summed_gradients(step, eqns, leaves)
         rows = {g: RowAxis(n, self.slices.leaves[n].axis) for g, n in gradients.items()}

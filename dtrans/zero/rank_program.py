@@ -143,8 +143,7 @@ class RankWriter:
     # -- forward and backward --------------------------------------------------------------------
 
     def _write_means(self, found: dict[str, Atom]) -> Scatterer:
-        """Write forward, backward and the reductions; add the outputs of forward and backward to
-        `found`.
+        """Write forward, backward and the reductions; add the outputs to `found`.
 
         Returns:
           The writer of the reductions, which has the reduced gradients.
@@ -217,8 +216,7 @@ class RankWriter:
         return found
 
     def _arrange(self, step: Cut) -> Arrange:
-        """Return a function that changes the equations of forward and backward before they are
-        written.
+        """Return a function that prepares the equations of forward and backward for their writer.
 
         It fuses transposes, and removes residuals that depend on layers only.
         """

@@ -166,7 +166,7 @@ class RankUpdate:
     # -- loss scaling ----------------------------------------------------------------------------
 
     def unscale_gradients(self, means: Mapping[str, Atom]) -> tuple[dict[str, Atom], Atom | None]:
-        """Write the division of gradients by the scale of the loss.
+        """Write equations that divide gradients by the scale of the loss.
 
         Returns:
           The divided gradients, and a value that is True if all gradients of all ranks are finite.
@@ -188,7 +188,7 @@ class RankUpdate:
         return unscaled, finite
 
     def skip_unless(self, finite: Atom, found: Mapping[str, Atom]) -> dict[str, Atom]:
-        """Write the choice of the new state, or of the old state if a gradient is not finite.
+        """Write equations that keep the old state if a gradient is not finite.
 
         Args:
           finite: True if all gradients are finite.

@@ -63,12 +63,15 @@ class ScatterFlow:
         return [k for k, out in wiring(eqn).carried.items() if out in self.loops[i]]
 
     def ends_of(self, v: Var, makers: Mapping[Var, tuple[int, JaxprEqn]]) -> tuple[int, bool]:
-        """Return the size of the largest full value to scatter for a value; True if loops scatter
-        some.
+        """Follow a value back to the values that are scattered for it.
 
         Args:
           v: the value.
           makers: maps each value to the equation that computes it, and the index of that equation.
+
+        Returns:
+          The size of the largest value that is scattered outside of loops, and True if loops
+          scatter some.
         """
         ahead, largest, in_loops = [v], 0, False
         while ahead:
@@ -91,7 +94,7 @@ def makers_of(eqns: Sequence[JaxprEqn]) -> dict[Var, tuple[int, JaxprEqn]]:
 
 
 def rows_of_outputs(outvars: Sequence[Atom], rows: Mapping[int, RowAxis]) -> dict[Var, RowAxis]:
-    """Return the rows of outputs by variable, from the rows by index; literals are left out."""
+    """Return rows by variable from rows by the index of an output, without literals."""
     found: dict[Var, RowAxis] = {}
     for k, row in rows.items():
         out = outvars[k]
@@ -107,7 +110,7 @@ def scatter_flow(
     ends: Iterable[Atom] = (),
     inputs: Collection[Var] = (),
 ) -> ScatterFlow:
-    """Find the values that are computed as slices, so that gradients are.
+    """Find the values to compute as slices, so that the wanted gradients are slices.
 
     Args:
       eqns: the equations.
@@ -202,7 +205,7 @@ def _prune(
     local: Collection[Var],
     inputs: Collection[Var],
 ) -> None:
-    """Remove equations on slices that save no memory.
+    """Remove equations from the flow whose slices save no memory.
 
     It saves memory to scatter the operands of an equation instead of its output only if loops
     compute the operands, or the operands are smaller.
@@ -225,7 +228,7 @@ def _prune(
         else:
             size[out] = largest
 
-    # then remove what only these equations wanted
+    # then remove equations whose slices only the removed equations wanted
     reached = set(wanted)
     for i in sorted({*flow.steps, *flow.loops}, reverse=True):
         eqn = eqns[i]

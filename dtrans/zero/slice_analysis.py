@@ -186,9 +186,7 @@ class SliceAnalysis(SplitWriter):
         self.full |= self.roots_of(atoms)
 
     def position_of(self, atom: Atom) -> int:
-        """Return the index of the equation that computes a value; the number of equations for an
-        input.
-        """
+        """Return the index of the equation that computes a value, or for an input their number."""
         last = len(self.eqns)
         return self._position.get(atom, last) if isinstance(atom, Var) else last
 
@@ -285,7 +283,7 @@ class SliceAnalysis(SplitWriter):
             return None
         if any(x not in (SHARED, y) for x, y in zip(ins, way.operands, strict=True)):
             return None
-        # a reduction in 16 bits would round the part of each rank
+        # a 16-bit reduction runs on the full value, because each rank would round its part
         rounds = way.reduce and eqn.outvars[0].aval.dtype.itemsize == 2
         return None if rounds else way
 

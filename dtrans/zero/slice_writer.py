@@ -88,7 +88,7 @@ class SliceWriter(SliceAnalysis):
 
     @contextlib.contextmanager
     def communicating(self) -> Iterator[None]:
-        """Within this context, written equations have the role of communication."""
+        """Give equations that are written in this context the role of communication."""
         role, self.b.role = self.b.role, DIST
         yield
         self.b.role = role
@@ -123,7 +123,7 @@ class SliceWriter(SliceAnalysis):
             return self.env[atom]
         if isinstance(atom, Var) and atom in self.local:
             return self.scatter_sum(atom, row)
-        # the sum over ranks contains a term that is equal on all ranks once for each rank
+        # a term that is equal on all ranks occurs in the sum once for each rank, so multiply it
         piece = self.read(atom, self._engine_layout(atom, row))
         if is_zero_array(atom, self._producers):
             return piece

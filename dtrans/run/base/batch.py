@@ -154,7 +154,10 @@ def check_rows(
 
 
 def share_of(name: str, x: Any, trainers: int, unsplit: Collection[str]) -> Share:
-    """Return the share of an array in a step that each trainer takes on its part of the batch."""
+    """Return the share of a batch array.
+
+    An array is split on dimension 0 if it has dimensions, and `unsplit` does not name it.
+    """
     if trainers == 1 or name in unsplit:
         return "replicated"
     if x.ndim:

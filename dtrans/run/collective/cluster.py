@@ -232,7 +232,7 @@ def on_cluster(plan: CollectivePlan, *, donate: bool, on_nonfinite: str = "ignor
       ConfigError: the plan is for another number of trainers, or it is sharded and
         `connect(on_trainer_loss="drop")` was called.
     """
-    # call `connected` before trainer_devices(): it also adopts a job that the user connected
+    # call this before trainer_devices(): it also adopts a jax.distributed job of the user
     drop = connected().on_trainer_loss == "drop"
     devices = trainer_devices()
     if drop and isinstance(plan, ShardingPlan):

@@ -281,7 +281,7 @@ class CollectiveJob(Job):
         check_arrays(items, donates=self.donate)
 
     def place_state(self, state: CollectiveState) -> CollectiveState:
-        """Place a state from elsewhere, such as a checkpoint, on the devices of the trainers."""
+        """Place a state that no step returned, such as a restored one, on the devices."""
         placed = {}
         for n, x in self._state.arrays(state).items():
             placed[n] = self.trainers.place_state(x, self._state.slice_axis(n))

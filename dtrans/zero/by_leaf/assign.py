@@ -1,7 +1,7 @@
 """Assignment of whole leaves to ranks, by Paddle's two rules.
 
-    greedy_even    each leaf to the rank with the fewest elements so far, the lowest of equals
-    use_order      leaves fill rank after rank; the next begins after 1/ranks of all elements
+    greedy_even    each leaf goes to the rank with the fewest elements so far (ties: lowest rank)
+    use_order      leaves fill rank after rank; the next rank begins after 1/ranks of all elements
 
 Both rules process leaves in the order in which the program first uses them. `greedy_even` is as
 even as whole leaves in this order allow. `use_order` assigns neighbouring leaves to one rank. It
@@ -9,8 +9,8 @@ may leave ranks without leaves: after a leaf it advances by one rank at most, ev
 larger than two shares. In stage 2, `use_order` delays gradients: a bucket contains gradients of all
 ranks, and the backward pass computes the gradients of rank 0 last.
 
-If their optimizer binds leaves together (`RowAnalysis.groups`), one rank owns them all. The first
-of them determines the rank.
+If the optimizer binds leaves together (`RowAnalysis.groups`), the rank of the first leaf owns all
+of them.
 
 Source: `partition_parameters` of passes/auto_parallel_sharding.py (Paddle).
 """

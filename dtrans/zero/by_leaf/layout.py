@@ -107,7 +107,7 @@ class LeafOwners:
 
     @property
     def cuts(self) -> dict[str, Sliced]:
-        """Bins of state with their slices: each rank stores its own bin."""
+        """Cuts of the bins of state: the slice of a rank is its own bin."""
         return self.state.cuts
 
     @property
@@ -196,7 +196,7 @@ class LeafOwners:
 
 
 class _BinScatterer(Scatterer):
-    """Writer that reduces gradients in parts of bins; `means` has the rank's bins by name.
+    """Writer that reduces gradients in parts of bins; `means` maps bins to this rank's sums.
 
     A part contains the same elements of all ranks' bins. It is packed and scattered when the last
     gradient in it is computed. A bin has gradients in the order in which the backward pass computes

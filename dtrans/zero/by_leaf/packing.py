@@ -135,7 +135,7 @@ class Bins:
 
     @property
     def cuts(self) -> dict[str, Sliced]:
-        """Bins of all ranks with their slices: each rank stores its own bin."""
+        """Cuts of the bins of all ranks: the slice of a rank is its own bin."""
         return {
             n: Sliced(0, t.size * self.ranks, t.size, self.ranks) for n, t in self.types.items()
         }
