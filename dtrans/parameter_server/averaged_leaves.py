@@ -1,9 +1,10 @@
-"""Leaves that trainers compute and servers average, such as batch statistics.
+"""Leaves without gradients, such as batch statistics, that servers average over trainers.
 
-No gradient enters such a leaf (`Cut.frozen`), and by default each trainer keeps its value. To
-average it, servers treat it as a parameter: its "gradient" is a trainer's value, and its new value
-is the mean of the gradients. So it is cut into blocks, sent, merged and received like a parameter.
-In asynchronous modes the newest value replaces it.
+By default each trainer keeps its own value of such a leaf (it is in `Cut.frozen`). To average a
+leaf, each trainer sends its value as if it were a gradient. The update of the leaf returns the mean
+of these gradients. So the leaf is cut into blocks, sent, merged and received like a parameter.
+Asynchronous servers do not combine values of several trainers, so there the newest value replaces
+the old one.
 """
 
 from __future__ import annotations
@@ -19,18 +20,19 @@ from dtrans.errors import ConfigError
 from dtrans.ir.builder import Builder
 from dtrans.ir.display import short_type
 from dtrans.ir.pytree import is_under
-from dtrans.ir.selection import values_at
+from dtrans.ir.selection import subset
 from dtrans.step.cut import Cut, Gradient, Name, OptimizeHalf
 
 
 def choose_averages(step: Cut, merge: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the leaves that servers average.
+    """Return the names of the leaves that servers average.
 
     Args:
-      merge: the user's option: leaf, or prefix of leaves, to "mean" or "own".
+      merge: the user's option: maps a leaf's name, or a prefix of names, to "mean" or "own".
 
     Raises:
-      ConfigError: a name matches no leaf that trainers compute, or the leaf has no mean.
+      ConfigError: a key of `merge` matches no leaf that trainers compute, or a leaf to average is
+        an integer or a boolean.
     """
     outs = step.program.outvars
     computed = [n for n in step.frozen if outs[n] not in step.program.inner.invars]
@@ -38,27 +40,27 @@ def choose_averages(step: Cut, merge: Mapping[str, str]) -> tuple[str, ...]:
         if not any(is_under(n, [prefix]) for n in computed):
             known = ", ".join(computed) or "none"
             raise ConfigError(
-                f"merge[{prefix!r}]: no leaf of that name is computed by the trainers; those that "
-                f"are: {known}"
+                f"merge[{prefix!r}] matches no leaf that trainers compute; expected one of, or a "
+                f"prefix of: {known}"
             )
     chosen = []
     for n in computed:
-        # the longest prefix decides
+        # If several prefixes match a leaf, the longest one decides.
         prefix = max((x for x in merge if is_under(n, [x])), key=len, default="")
         if merge.get(prefix) != "mean":
             continue
         t = step.program.outputs[n]
         if not jnp.issubdtype(t.dtype, jnp.inexact):
             raise ConfigError(
-                f"merge[{prefix!r}]='mean': {n} is {short_type(t)}, and servers average "
-                "floating-point and complex numbers only; say 'own'"
+                f"merge[{prefix!r}] is 'mean', but servers average floating-point and complex "
+                f"numbers only, and {n} is {short_type(t)}; pass 'own'"
             )
         chosen.append(n)
     return tuple(chosen)
 
 
 def add_averages(step: Cut, leaves: Sequence[str]) -> Cut:
-    """Return the step with an optimize half that also takes `leaves` from the trainers."""
+    """Return the step with an update that also sets `leaves` to the values that trainers send."""
     if not leaves:
         return step
     half = step.optimize
@@ -73,24 +75,27 @@ def add_averages(step: Cut, leaves: Sequence[str]) -> Cut:
         average_inputs[Gradient(n)] = b.input(outs[n].aval)
         (outputs[n],) = b.call(_copy, average_inputs[Gradient(n)])
 
-    optimized = tuple(n for n in step.params if n in leaves or n in step.optimized)
-    names = (*optimized, *(n for n in half.out_names if n not in step.optimized))
+    optimized = []
     gradients = {}
     for n in step.params:
+        if n in leaves or n in step.optimized:
+            optimized.append(n)
         if n in leaves:
             gradients[n] = outs[n]
         elif n in step.gradients:
             gradients[n] = step.gradients[n]
-    jaxpr = b.build(values_at(outputs, names))
+    # parameters come before the optimizer state
+    outputs = subset(outputs, optimized) | outputs
+    jaxpr = b.build(list(outputs.values()))
     return dataclasses.replace(
         step,
         gradients=gradients,
-        optimized=optimized,
+        optimized=tuple(optimized),
         frozen=tuple(n for n in step.frozen if n not in leaves),
-        optimize=OptimizeHalf(jaxpr, (*inputs, *average_inputs), names),
+        optimize=OptimizeHalf(jaxpr, (*inputs, *average_inputs), tuple(outputs)),
     )
 
 
 def _copy(x: jax.Array) -> list[jax.Array]:
-    # a copy, since a server writes into the memory of received values
+    # The new value needs memory of its own, because a server reuses the buffer of a received value.
     return [jnp.copy(x)]

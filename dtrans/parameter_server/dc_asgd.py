@@ -1,20 +1,22 @@
-"""Delay compensation: a term that an asynchronous server adds to a gradient of older parameters.
+"""Delay compensation (DC-ASGD): an asynchronous server corrects gradients for their delay.
 
-    w_bak    the block as trainer k last received it, one copy for each trainer
-    g'       g + lambda g g (w - w_bak), the optimizer's input instead of g
+    w        the parameters now
+    w_bak    the parameters as the gradient's trainer last received them
+    g'       g + lambda g g (w - w_bak); the optimizer gets g' instead of the gradient g
     lambda   fixed; or adaptive: lambda0 / sqrt(ms + 1e-7), with ms = m ms + (1 - m) g g
 
-`lambda g g` approximates the diagonal of the Hessian in the first-order expansion of the gradient
-at w.
+g' is the first-order expansion of the gradient at w, with `lambda g g` in place of the Hessian's
+diagonal.
 
-Copies are named as in Paddle: `params/w.block0.trainer_1_bak`. An update reads
-`params/w.block0.bak`, and the server passes the copy of the gradient's sender. A trainer receives
-only rows of a table. A server stores these rows until their gradient arrives, and has no copy of a
-table for each trainer.
+A server stores a backup of each block for each trainer, named as in Paddle:
+`params/w.block0.trainer_1_bak`. An update reads the backup under the name `params/w.block0.bak`;
+the server passes the one of the trainer that sent the gradient. Of a table, a trainer receives only
+some rows. The server stores these rows until their gradient arrives, so it needs no backup of the
+full table.
 
 Source: Zheng et al., Asynchronous Stochastic Gradient Descent with Delay Compensation (arXiv
-1609.08326), equations 10 and 14. In Paddle, `DistributeTranspiler._append_dc_asgd_ops`, where
-lambda is 1, and which fails when it is run.
+1609.08326), equations 10 and 14. Paddle's `DistributeTranspiler._append_dc_asgd_ops` has the same
+update with lambda = 1, but its program fails at run time.
 """
 
 from __future__ import annotations
@@ -50,22 +52,24 @@ def compensate(
     leaves: Collection[str],
     averages: Sequence[str] = (),
 ) -> ServerWork:
-    """Return a server's work with updates that compensate received gradients.
+    """Return a server's work whose updates correct each gradient for its delay.
 
     Args:
       units: the server's blocks.
       trainers: the number of trainers.
-      delay: the options.
-      leaves: names of all parameters, which copies must not have.
+      delay: the options of the compensation.
+      leaves: names of all parameters. A backup must not have one of these names.
       averages: leaves that servers average (`dtrans.parameter_server.averaged_leaves`). They have
-        no gradients to compensate.
+        no gradients to correct.
 
     Raises:
-      ConfigError: a leaf has the name of a copy.
+      ConfigError: a leaf has the name of a backup.
     """
-    has_average = lambda unit: any(x.leaf in averages for x in unit.blocks)
-    units = [unit for unit in units if not has_average(unit)]
-    blocks_of = {unit.name: unit.blocks for unit in units}
+    corrected = []
+    for unit in units:
+        if not any(x.leaf in averages for x in unit.blocks):
+            corrected.append(unit)
+    blocks_of = {unit.name: unit.blocks for unit in corrected}
     updates = []
     for update in work.blocks:
         if update.role == OPTIMIZE and update.name in blocks_of:
@@ -73,36 +77,41 @@ def compensate(
         updates.append(update)
 
     variables = dict(work.variables)
-    for unit in units:
+    for unit in corrected:
         for block in unit.blocks:
             if _gradient(block) not in work.grads:
                 continue
-            copies = _copies(block, variables[block.name], trainers, delay)
-            for name in (*copies, *(x.beside for x in copies.values()), block.name + BACKUP):
+            added = _backups(block, variables[block.name], trainers, delay)
+            names = [*added, block.name + BACKUP]
+            for variable in added.values():
+                names.append(variable.beside)
+            for name in names:
                 if name in variables or name in leaves:
                     raise ConfigError(
-                        f"{name} is what servers call a copy of {block.name}: rename that leaf"
+                        f"the step has a leaf named {name}, the name that servers give to their "
+                        f"backup of {block.name}; rename the leaf"
                     )
-            variables |= copies
+            variables |= added
     return dataclasses.replace(work, blocks=tuple(updates), variables=variables)
 
 
-def _copies(
+def _backups(
     block: Block, param: ServerVariable, trainers: int, delay: DelayCompensation
 ) -> dict[str, ServerVariable]:
-    """Return the arrays beside a block: a backup for each trainer, and the mean squares."""
-    copies = {}
-    for k in range(0 if block.is_table else trainers):
-        beside = backup_of(block.leaf, k)
-        copies[backup_of(block.name, k)] = dataclasses.replace(param, beside=beside, zeros=False)
+    """Return the arrays that a server adds for a block: its backups, and its mean squares."""
+    added = {}
+    if not block.is_table:
+        for k in range(trainers):
+            beside = backup_of(block.leaf, k)
+            added[backup_of(block.name, k)] = dataclasses.replace(param, beside=beside, zeros=False)
     if delay.decay is not None:
         beside = block.leaf + MEAN_SQUARE
-        copies[block.name + MEAN_SQUARE] = dataclasses.replace(param, beside=beside, zeros=True)
-    return copies
+        added[block.name + MEAN_SQUARE] = dataclasses.replace(param, beside=beside, zeros=True)
+    return added
 
 
 def moving_suffixes(mode: Mode) -> tuple[str, ...]:
-    """Return the suffixes of arrays beside parameters that change with a gradient of zero."""
+    """Return the name suffixes of the added arrays that change even if a gradient is zero."""
     delay = mode.delay if isinstance(mode, Async | HalfAsync) else None
     if delay is None or delay.decay is None:
         return ()
@@ -116,10 +125,10 @@ def _gradient(block: Block) -> str:
 def _compensated_update(
     update: OptimizeBlock, blocks: Sequence[Block], work: ServerWork, delay: DelayCompensation
 ) -> OptimizeBlock:
-    """Return an optimize block that compensates its gradients first."""
+    """Return an optimize block that corrects its gradients for their delay first."""
     b = Builder(update.jaxpr)
     inputs = {n: b.input(v.aval) for n, v in update.invars.items()}
-    values: dict[str, Any] = dict(inputs)  # the inputs, with compensated gradients
+    values: dict[str, Any] = dict(inputs)  # the inputs, with corrected gradients
     mean_squares: dict[str, Any] = {}
     for block in blocks:
         gradient = _gradient(block)

@@ -1,9 +1,9 @@
 """Blocks of parameters, and dispatchers that place them on servers.
 
-The rules equal those of two Paddle files to the element, without their defects:
-python/paddle/fluid/transpiler/distribute_transpiler.py (`slice_variable`, `VarBlock`) and
-python/paddle/fluid/transpiler/ps_dispatcher.py (`RoundRobin`, `HashName`). `SizeBalanced` is not in
-Paddle.
+Paddle defines the rules in python/paddle/fluid/transpiler: `slice_variable` and `VarBlock` in
+distribute_transpiler.py, `RoundRobin` and `HashName` in ps_dispatcher.py. Blocks here are equal to
+Paddle's, element for element; docstrings name the defects of Paddle that are mended.
+`SizeBalanced` is not in Paddle.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from dtrans.errors import ConfigAssertionError, ConfigError
-from dtrans.ir.selection import values_at
 
 
 class Variable(Protocol):
-    """Variable that `slice_variable` cuts: anything with a name and a shape."""
+    """Argument of `slice_variable`: any object with a name and a shape."""
 
     @property
     def name(self) -> str: ...
@@ -54,22 +53,22 @@ class VarBlock:
 def slice_variable(
     var_list: Iterable[Variable], slice_count: int, min_block_size: int
 ) -> list[VarBlock]:
-    """Cut variables into blocks of whole rows.
+    """Cut variables into blocks of whole rows, and return the blocks of all variables in order.
 
-    A variable becomes at most `slice_count` blocks of equal size; the last may be smaller. Each
-    other block has at least `min_block_size` elements. A variable of two or more dimensions is cut
-    between rows. A 0-d or empty variable is one block.
+    A variable becomes at most `slice_count` blocks of equal size, but the last block may be
+    smaller. The other blocks have at least `min_block_size` elements. A variable with two or more
+    dimensions is cut between rows. A scalar or an empty variable is one block.
 
     Args:
       var_list: objects with a `name` and a `shape`.
-      slice_count: the most blocks of a variable, usually the number of servers.
-      min_block_size: the least number of elements of a block.
+      slice_count: the maximum number of blocks per variable, usually the number of servers.
+      min_block_size: the minimum number of elements in a block.
 
     Raises:
       ConfigError: a count or size is not positive, or a dimension is unknown (negative).
 
-    Source: `slice_variable` of Paddle's distribute_transpiler.py, which divides by zero for empty
-    variables and silently drops variables with a dimension of -1.
+    Source: `slice_variable` of Paddle's distribute_transpiler.py. Paddle's function divides by zero
+    for an empty variable, and silently drops a variable that has a dimension of -1.
 
     Example:
       >>> import dtrans, jax
@@ -80,16 +79,16 @@ def slice_variable(
     """
     if slice_count < 1 or min_block_size < 1:
         raise ConfigError(
-            f"slice_count and min_block_size must be positive, they are {slice_count} and "
-            f"{min_block_size}"
+            f"slice_count is {slice_count} and min_block_size is {min_block_size}; expected "
+            "positive numbers"
         )
     blocks = []
     for var in var_list:
         shape = tuple(var.shape)
         if any(d < 0 for d in shape):
             raise ConfigError(
-                f"{var.name} has the unknown dimension {min(shape)} in its shape {shape}; blocks "
-                "need the real one"
+                f"{var.name} has the shape {shape}; expected known dimensions, but {min(shape)} "
+                "stands for an unknown one"
             )
         numel = math.prod(shape)
         size = max(1, math.ceil(numel / min(slice_count, max(1, numel // min_block_size))))
@@ -97,7 +96,8 @@ def slice_variable(
             width = numel // shape[0]
             size = math.ceil(size / width) * width
         count = max(1, math.ceil(numel / size))
-        blocks += [VarBlock(var.name, i, min(size, numel - i * size)) for i in range(count)]
+        for i in range(count):
+            blocks.append(VarBlock(var.name, i, min(size, numel - i * size)))
     return blocks
 
 
@@ -105,16 +105,16 @@ def slice_variable(
 
 
 class PSDispatcher:
-    """Base of dispatchers, which place blocks on servers; subclasses define `dispatch`.
+    """Base class of dispatchers, which choose a server for each block.
 
-    A plan creates a dispatcher, and calls `dispatch` once with the blocks of all leaves. They are
-    in leaf order, as in Paddle for the values that trainers receive. Each block has a `name`
-    (`params/w.block0`), `shape`, `dtype`, `size` (elements) and `nbytes`.
+    Subclasses define `dispatch`. A plan creates the dispatcher, and calls `dispatch` with the
+    blocks of all leaves, in leaf order. Each block has a `name` (`params/w.block0`), `shape`,
+    `dtype`, `size` (elements) and `nbytes`.
 
     Args:
-      pserver_endpoints: the servers, in order.
+      pserver_endpoints: the servers' endpoints.
 
-    Source: `PSDispatcher` of Paddle's ps_dispatcher.py; Paddle accepted only its direct subclasses.
+    Source: `PSDispatcher` of Paddle's ps_dispatcher.py. Paddle accepts direct subclasses only.
 
     Example:
       >>> import dtrans
@@ -134,20 +134,24 @@ class PSDispatcher:
 
     @property
     def eps(self) -> list[str]:
-        """The servers, in order."""
+        """The servers' endpoints, in the order of the constructor's argument."""
         return self._eps
 
     def reset(self) -> None:
-        """Return to the initial state, as before the first `dispatch`."""
+        """Forget all earlier calls of `dispatch`."""
         self._step = 0
 
     def dispatch(self, varlist: Sequence[Any]) -> list[str]:
-        """Return one endpoint for each block, in order; this base raises NotImplementedError."""
+        """Return one endpoint for each block, in order; the base class has no rule.
+
+        Raises:
+          NotImplementedError: the subclass does not define this method.
+        """
         raise NotImplementedError(f"{type(self).__name__} does not define dispatch(varlist)")
 
 
 class RoundRobin(PSDispatcher):
-    """Dispatcher that takes the servers in turn; a call continues where the last one stopped.
+    """Dispatcher that assigns blocks to the servers in turn, across all calls of `dispatch`.
 
     Example:
       >>> import dtrans
@@ -157,16 +161,18 @@ class RoundRobin(PSDispatcher):
     """
 
     def dispatch(self, varlist: Sequence[Any]) -> list[str]:
-        eplist = [self._eps[(self._step + i) % len(self._eps)] for i in range(len(varlist))]
-        self._step += len(varlist)
+        eplist = []
+        for _ in varlist:
+            eplist.append(self._eps[self._step % len(self._eps)])
+            self._step += 1
         return eplist
 
 
 class HashName(PSDispatcher):
-    """Dispatcher by a hash of the block's name, BLAKE2b, which is equal in every process.
+    """Dispatcher that chooses the server by a BLAKE2b hash of the block's name.
 
-    Paddle's used Python's `hash`, which is salted per process (and called the name, so that it
-    raised). A checksum such as CRC-32 gives `w.block0` and `w.block1` the same parity, so two
+    Every process computes the same hash. Python's `hash`, which Paddle uses, differs between
+    processes. With a checksum such as CRC-32, `w.block0` and `w.block1` have the same parity: two
     servers would never share a variable.
 
     Example:
@@ -176,20 +182,22 @@ class HashName(PSDispatcher):
     """
 
     def dispatch(self, varlist: Sequence[Any]) -> list[str]:
-        hashes = [_stable_hash(str(getattr(v, "name", v))) for v in varlist]
-        return [self._eps[x % len(self._eps)] for x in hashes]
+        eplist = []
+        for var in varlist:
+            name_hash = _stable_hash(str(getattr(var, "name", var)))
+            eplist.append(self._eps[name_hash % len(self._eps)])
+        return eplist
 
 
 class SizeBalanced(PSDispatcher):
-    """Dispatcher that assigns each block to the server with the fewest bytes, largest block first.
+    """Dispatcher that assigns blocks, the largest first, to the server with the fewest bytes.
 
-    Blocks of equal size keep their order, and servers with equal loads theirs, so the result is
-    deterministic. The largest load of one call is at most 4/3 of the optimum (Graham, "Bounds on
-    multiprocessing timing anomalies", 1969). A plan first assigns leaves that the optimizer does
-    not let be cut; blocks then fill the other servers.
+    The result is deterministic: ties are decided by the order of blocks and of servers. The largest
+    load after one call is at most 4/3 of the optimum (Graham, "Bounds on multiprocessing timing
+    anomalies", 1969). A plan first places the leaves that cannot be cut, and then the blocks.
 
-    It balances parameters. For leaves with different optimizer state see `plan.balance` and
-    `plan.compare`.
+    Only the bytes of parameters are balanced, not those of optimizer state: `plan.balance` and
+    `plan.compare` count both.
 
     Example:
       >>> import dtrans
@@ -207,7 +215,7 @@ class SizeBalanced(PSDispatcher):
 
     @property
     def loads(self) -> dict[str, int]:
-        """Endpoint to the bytes assigned to it."""
+        """Bytes assigned so far, by endpoint."""
         return dict(self._loads)
 
     def reset(self) -> None:
@@ -215,35 +223,41 @@ class SizeBalanced(PSDispatcher):
         self._loads = dict.fromkeys(self._eps, 0)
 
     def assign(self, nbytes: int, endpoint: str | None = None) -> str:
-        """Assign bytes to the server with the fewest, or to the named one; return its endpoint."""
+        """Add bytes to the load of `endpoint`, by default the least loaded server; return it."""
         if endpoint is None:
             endpoint = min(self._eps, key=self._loads.__getitem__)
         self._loads[endpoint] += nbytes
         return endpoint
 
     def dispatch(self, varlist: Sequence[Any]) -> list[str]:
-        sizes = [_size(v) for v in varlist]
-        largest_first = sorted(range(len(sizes)), key=lambda i: -sizes[i])
-        endpoints = {i: self.assign(sizes[i]) for i in largest_first}
-        return values_at(endpoints, range(len(sizes)))
+        sizes = list(map(_size, varlist))
+        eplist = [""] * len(sizes)
+        for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+            eplist[i] = self.assign(sizes[i])
+        return eplist
 
 
 def check_dispatcher(split_method: Any) -> None:
-    """Raise ConfigAssertionError, as Paddle asserts, unless it is a subclass of `PSDispatcher`."""
+    """Check that `split_method` is a proper subclass of `PSDispatcher`.
+
+    Raises:
+      ConfigAssertionError: it is anything else. Paddle has an assertion here.
+    """
     is_dispatcher = isinstance(split_method, type) and issubclass(split_method, PSDispatcher)
     if not is_dispatcher or split_method is PSDispatcher:
         raise ConfigAssertionError(
-            "split_method must be a subclass of dtrans.PSDispatcher, such as dtrans.RoundRobin or "
-            f"dtrans.HashName; it is {split_method!r}"
+            f"split_method is {split_method!r}; expected a subclass of dtrans.PSDispatcher, such "
+            "as dtrans.RoundRobin or dtrans.HashName"
         )
 
 
 def _size(var: Any) -> int:
-    """Return a block's weight: its bytes, or its elements if it has no `nbytes`."""
+    """Return a block's bytes, or its number of elements if it has no `nbytes`."""
     size = getattr(var, "nbytes", getattr(var, "size", None))
     if not isinstance(size, int) or isinstance(size, bool):
         raise ConfigError(
-            f"dtrans.SizeBalanced weighs blocks by their nbytes or size; {var!r} has neither"
+            f"dtrans.SizeBalanced got the block {var!r}; expected an object with an integer "
+            "nbytes or size"
         )
     return size
 

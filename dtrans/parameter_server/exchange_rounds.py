@@ -1,15 +1,16 @@
-"""Exchange of values between trainers in the middle of a step, through servers, in rounds.
+"""Rounds of all-reduces within a step: trainers exchange values through the servers.
 
-A step whose parts do not add up (`dtrans.batch`) communicates wherever rows of the batch meet. A
-masked mean sums two numbers, batch normalisation its statistics. Trainers are connected to servers
-only. So in a round every trainer sends its value to one server, which reduces the values and
-answers. Servers take turns.
+Some steps need values of the whole batch before the gradients are complete (`dtrans.batch`): a
+masked mean sums the masks of all rows, and batch normalisation needs their statistics. Trainers are
+connected to servers only. So in a round every trainer sends its values to one server, which reduces
+them and answers with the result. The servers take turns.
 
-Independent values share a round: a value is in round n if n rounds must precede it. That minimises
-the number of rounds. Equations are sorted by the rounds that they need.
+Independent values share a round: round n contains the values that depend on the results of n
+earlier rounds. This minimises the number of rounds. Equations are sorted by the round after which
+they can run.
 
-Results of trainers, and the statistics that they keep, are reduced in the same way. Each trainer
-then has the numbers of one device.
+The step's results, and statistics that trainers store, are all-reduced too. So each trainer returns
+the numbers of one device.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ from dtrans.ops import all_reduce_p, collective_of, exchange_p, way_of
 from dtrans.step.forward_backward import Arrange
 
 
-TRAINERS = ("trainers",)  # the mesh axis of the trainers
+TRAINERS = ("trainers",)  # name of the mesh axis along which trainers are placed
 
 
 def reduce_results(part: TrainerStep) -> TrainerStep:
-    """Return a trainer's step whose results and parameters are summed over all trainers.
+    """Return a trainer's step whose outputs are summed over all trainers.
 
-    Values with rows of a part stay parts.
+    Outputs that contain rows of the batch, one for each example, are not summed.
 
     Raises:
       ConfigError: the body of a loop communicates, so each iteration would need a round.
@@ -50,10 +51,10 @@ def reduce_results(part: TrainerStep) -> TrainerStep:
         if collective is not None:
             line = line_of(collective) or "an unknown line"
             raise ConfigError(
-                f"batch='exact': the body of {eqn.primitive.name} has values of the whole batch "
-                f"({collective.primitive.name} for {line}), and with parameter servers each "
+                f"batch is 'exact', but the body of {eqn.primitive.name} needs values of the whole "
+                f"batch ({collective.primitive.name} for {line}), so with parameter servers each "
                 "iteration would wait for all trainers; use dtrans.nccl2 or dtrans.sharding, or "
-                "say batch='local': then each part has its own statistics, random numbers and "
+                "pass batch='local', where each trainer has its own statistics, random numbers and "
                 "counts"
             )
         b.keep(eqn)
@@ -72,7 +73,7 @@ def reduce_results(part: TrainerStep) -> TrainerStep:
 
 
 def sort_by_rounds(endpoints: Sequence[str], trainer_id: int, trainers: int) -> Arrange:
-    """Return a function that sorts equations by rounds, and fuses the collectives of a round."""
+    """Return a function that sorts equations by rounds, with one `exchange` for each round."""
 
     def arrange(
         eqns: Sequence[JaxprEqn], roles: Sequence[str], wanted: Collection[Atom]
@@ -109,7 +110,7 @@ def sort_by_rounds(endpoints: Sequence[str], trainer_id: int, trainers: int) -> 
 
 
 def _exchange(eqns: Sequence[JaxprEqn], params: dict[str, Any]) -> JaxprEqn:
-    """Return one `exchange` equation for all collectives of a round."""
+    """Return the `exchange` equation that replaces all collectives of a round."""
     invars: list[Atom] = []
     outvars: list[Var] = []
     how: list[Any] = []
@@ -127,7 +128,10 @@ def _is_collective(eqn: JaxprEqn) -> bool:
 
 
 def _communicating_remat(eqn: JaxprEqn) -> Any:
-    """Return the body of a remat that communicates; inlined, it communicates only once."""
+    """Return the body of a remat that communicates, or None for any other equation.
+
+    Such a body is inlined; otherwise it would communicate again when backward recomputes it.
+    """
     if eqn.primitive.name not in REMAT or _collective_inside(eqn) is None:
         return None
     return bodies(eqn)[0]

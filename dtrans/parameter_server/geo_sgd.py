@@ -1,26 +1,31 @@
 """GEO-SGD: trainers update their own parameters, and servers add up the changes.
 
-    trainer   the full step, with the optimizer; then one `send` of all its parameters. Every n-th
-              `send` pushes d = (local - old) / trainers to the servers; old + d is the new old
-    pserver   w + d, for each block
-    trainer   a later `send` returns local + (server - old); the server's value is the new old
+A trainer runs the full step, with the optimizer, and then one `send` of its parameters. Servers
+store their own copy of the parameters. `old` is the trainer's copy of the server's value:
 
-So trainers wait for nothing, and changes of other trainers arrive later. With one trainer, the
-server's parameters equal its own. When a trainer closes, it pushes the changes since its last push.
+    push   every n-th `send` computes d = (local - old) / trainers and sends d. The server computes
+           w + d for each block, and the trainer sets old = old + d
+    pull   a later `send` receives the server's value. It returns local + (server - old), and sets
+           old = server
 
-Each trainer has its own optimizer state, and its own leaves without gradients (batch statistics,
-counters).
+So a trainer never waits, and it receives the changes of other trainers some steps later. With one
+trainer, the server's parameters equal the trainer's. A trainer that closes pushes its last changes.
 
-A trainer stores the rows of a table that it looked up, with their state. A step uses the rows of
-its batch. Pushes and pulls transfer rows with ids (`dtrans.parameter_server.tables.own_update`):
+Each trainer has its own optimizer state, and its own values of leaves without gradients (batch
+statistics, counters).
 
-    trainer   `split_ids`, `prefetch`, the step with the optimizer on these rows, and `send` of
+If a leaf is a table, a trainer stores only the rows that it looked up, with their optimizer state.
+A step uses the rows of its batch. Pushes and pulls transfer rows with their ids
+(`dtrans.parameter_server.tables.own_update`):
+
+    trainer   `split_ids`, `prefetch`, the step with the optimizer on these rows, and a `send` of
               parameters and rows
-    pserver   w + d for the rows that were sent. It records the changed rows that each trainer has
+    pserver   w + d for the rows that were sent. For each trainer, it records the stored rows that
+              other trainers have changed since the last pull
 
 Source: python/paddle/fluid/transpiler/geo_sgd_transpiler.py, and `GeoSgdCommunicator` in
-paddle/fluid/operators/distributed/communicator.cc, which has the old parameters in its memory,
-outside of the program.
+paddle/fluid/operators/distributed/communicator.cc. Paddle's communicator stores `old` in its own
+memory, outside of the program.
 """
 
 from __future__ import annotations
@@ -79,17 +84,17 @@ def plan_geo_sgd(
     endpoints: Sequence[str],
     options: PServerOptions,
 ) -> PServerPlan:
-    """Plan GEO-SGD: `dtrans.pserver` with `mode=Geo(...)`.
+    """Return the plan of `dtrans.pserver` with `mode=Geo(...)`.
 
-    Servers only add, so every leaf with rows can be cut, whatever its optimizer.
+    Servers only add changes, so a leaf can be cut whatever its optimizer is.
 
     Returns:
-      A plan whose trainer programs have the arguments (params, opt_state, *batch) and the step's
-      results. Trainer startup programs return params and opt_state.
+      A plan whose trainer programs have the step's arguments (params, opt_state, *batch) and its
+      results. The trainers' startup programs return params and opt_state.
 
     Raises:
-      ConfigError: a parameter is an integer; or a leaf in `sparse` is no table.
-      TraceError: `startup` does not return the state that the step takes.
+      ConfigError: a parameter is an integer, or a leaf in `sparse` cannot be a table.
+      TraceError: `startup` does not return the state that the step reads.
 
     Source: `GeoSgdTranspiler` in Paddle's geo_sgd_transpiler.py.
     """
@@ -127,10 +132,12 @@ def plan_geo_sgd(
 
 
 def with_shared_leaves(step: Cut) -> Cut:
-    """Return the step that optimizes only the parameters with gradients; others stay on trainers.
+    """Return the step with only those parameters in `optimized` whose new values use gradients.
+
+    The other parameters become `frozen`: each trainer has its own value.
 
     Raises:
-      ConfigError: such a parameter is an integer.
+      ConfigError: a parameter whose new value uses gradients is an integer.
     """
     gradients = dict.fromkeys(step.boundary.values(), 1)
     enters = propagate(step.program.inner.eqns, {}, gradients)
@@ -140,17 +147,17 @@ def with_shared_leaves(step: Cut) -> Cut:
         dtype = step.program.outputs[n].dtype
         if not jnp.issubdtype(dtype, jnp.inexact):
             raise ConfigError(
-                f"{n} has the type {dtype}, and servers of GEO-SGD add up changes of floats; use "
-                "another mode"
+                f"{n} is {dtype}, but servers of dtrans.Geo add up changes of floating-point "
+                "parameters; use another mode"
             )
     frozen = tuple(n for n in step.params if n not in chosen)
     return dataclasses.replace(step, optimized=chosen, frozen=frozen)
 
 
 def with_added_changes(step: Cut) -> Cut:
-    """Return the step with an optimize half that adds a change to each parameter.
+    """Return the step with another update: new parameter = parameter + change.
 
-    The change has the name of a gradient.
+    The input for the change has the name of the parameter's gradient.
     """
     outs = step.program.outvars
     b = Builder(step.program.jaxpr)
@@ -167,10 +174,10 @@ def with_added_changes(step: Cut) -> Cut:
 
 
 def with_delta_names(work: ServerWork, units: Sequence[Unit]) -> ServerWork:
-    """Rename a server's gradients as Paddle does: `params/w.block0.delta` for a change.
+    """Rename a server's gradients to Paddle's names for changes: `params/w.block0.delta`.
 
     Raises:
-      ConfigError: a leaf has such a name.
+      ConfigError: a leaf has the name of a change.
     """
     names = {}
     for unit in units:
@@ -178,8 +185,8 @@ def with_delta_names(work: ServerWork, units: Sequence[Unit]) -> ServerWork:
             names[block.gradient(0, 1)] = block.name + DELTA
             if block.name + DELTA in work.variables:
                 raise ConfigError(
-                    f"{block.name + DELTA} is what servers call the change of {block.name}: rename "
-                    "that leaf"
+                    f"the step has a leaf named {block.name + DELTA}, the name that servers give "
+                    f"to the change of {block.name}; rename the leaf"
                 )
     updates = []
     for update in work.blocks:
@@ -196,12 +203,12 @@ class GeoTrainerSide:
     """Writer of the trainers' programs of a GEO-SGD plan.
 
     Attributes:
-      step: the step; `optimized` has every parameter that the update changes.
+      step: the step; its `optimized` contains every parameter that the update changes.
       init: the single-device init.
-      placement: the blocks of shared leaves, and their servers.
-      tables: the shared leaves whose rows trainers store.
+      placement: the blocks of the leaves on servers, and the server of each block.
+      tables: the leaves that trainers store by rows: only the rows that they looked up.
       trainers: the number of trainers.
-      mode: the options.
+      mode: the options of GEO-SGD.
     """
 
     step: Cut
@@ -238,7 +245,7 @@ class GeoTrainerSide:
         """Return one trainer's program with tables: a step on the rows of its batch, and a `send`.
 
         Args:
-          step: the step; `optimized` has every parameter that the update changes.
+          step: the step; its `optimized` contains every parameter that the update changes.
         """
         source, tables = step.program, self.tables
         empty = {n: Var(t) for n, t in empty_types(tables, source.inputs).items()}
@@ -252,7 +259,7 @@ class GeoTrainerSide:
             if isinstance(gradient, Var):
                 b.labels[gradient] = n + GRAD
 
-        # the update, on rows of tables and on full leaves
+        # the update, for the rows of tables and for full leaves
         state = {n: source.invars[n] for n in (*step.params, *step.opt_state) if n not in empty}
         new = write_update(b, step, rows.sizes, state | rows.rows, gradients)
 
@@ -260,7 +267,7 @@ class GeoTrainerSide:
         full = {n: new[n] for n in shared if n not in tables.of}
         row_groups = {}
         for n, t in tables.of.items():
-            row_groups[n] = (rows.uniq[n], *values_at(new, (n, *t.zero.state)))
+            row_groups[n] = [rows.uniq[n], *values_at(new, (n, *t.zero.state))]
         received = self._send(b, full, trainer_id, row_groups)
         outs = {**source.outvars, **results, **new, **received, **empty}
         without_unused(b, values_at(outs, source.out_names))
@@ -272,10 +279,10 @@ class GeoTrainerSide:
     def _write_half(
         self, b: Builder, step: Cut, gradients: dict[str, Any], trainer_id: int
     ) -> tuple[TableWriter, dict[str, Any]]:
-        """Write forward and backward on rows of tables; return the writer and the results.
+        """Write forward and backward for the looked-up rows; return the writer and the results.
 
         Args:
-          gradients: receives the gradients, by leaf.
+          gradients: an empty dict, which this method fills: leaf to gradient.
         """
         source, tables = step.program, self.tables
         found = find_lookups(step, tables.names)
@@ -298,7 +305,8 @@ class GeoTrainerSide:
     def startup(self, trainer_id: int) -> Program:
         """Return a trainer's startup program.
 
-        Parameters come from the servers, other leaves from the init. Tables have no rows.
+        It receives parameters from the servers, and computes the other leaves by the init. Tables
+        begin without rows.
         """
         step, startup = with_shared_leaves(self.step), self.init
         empty = empty_types(self.tables, step.program.inputs)
@@ -312,7 +320,7 @@ class GeoTrainerSide:
         for n, t in self.tables.of.items():
             names = (n, *t.zero.state)
             types = tuple(values_at(empty, names))
-            # the initial state of rows is computed at their first lookup
+            # `geo_init` only stores the program `write`, which runs at a row's first lookup
             write = initial_state_rows(startup, t.zero.state)
             args = startup.inner.invars if t.zero.state else ()
             location = self._row_location(n, trainer_id)
@@ -322,7 +330,7 @@ class GeoTrainerSide:
         return Program.written(f"trainer {trainer_id} startup", b, startup.args, startup.out, outs)
 
     def _row_location(self, table: str, trainer_id: int) -> dict[str, Any]:
-        """Return the parameters of an equation that transfers a table's rows."""
+        """Return the parameters that locate a table's rows, for equations that transfer rows."""
         blocks = self.placement.blocks[table]
         names = tuple(x.name for x in blocks)
         return {**row_location(table, blocks), "names": names, **self._trainer(trainer_id)}
@@ -338,13 +346,13 @@ class GeoTrainerSide:
         row_groups: Mapping[str, Sequence[Any]] = {},
         starts: bool = False,
     ) -> dict[str, Any]:
-        """Write one `send` of parameters; return its outputs.
+        """Write one `send` of parameters; return the parameters that it outputs, by name.
 
         Args:
           params: full parameters, by name.
-          row_groups: for each table the ids of the looked-up rows, their new values, and their new
-            state.
-          starts: True in the startup program, whose `send` only stores the parameters.
+          row_groups: for each table a list: the ids of the looked-up rows, the rows' new values,
+            and their new optimizer state.
+          starts: True in the startup program, where the `send` only stores `old`.
         """
         b.role = RPC
         rows: list[Any] = []
@@ -352,7 +360,7 @@ class GeoTrainerSide:
         for n, group in row_groups.items():
             rows += group
             tables.append((n, len(group) - 1))
-        # a plan without tables has equations without this parameter, as before there were tables
+        # Without tables the parameter is left out, so that fingerprints of such plans stay equal.
         optional = {"tables": tuple(tables)} if tables else {}
         blocks = values_at(self.placement.blocks, params)
         new = b.bind(
@@ -374,5 +382,5 @@ class GeoTrainerSide:
 def per_block(
     leaves: Sequence[Sequence[Block]], value: Callable[[Block], Any]
 ) -> tuple[tuple[Any, ...], ...]:
-    """Return a value of each block, in a tuple for each leaf."""
+    """Return `value(block)` for each block, as one tuple for each leaf."""
     return tuple(tuple(map(value, blocks)) for blocks in leaves)

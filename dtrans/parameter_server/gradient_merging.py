@@ -1,11 +1,11 @@
-"""Merging of the gradients of several steps into one update.
+"""Rule by which a communicator merges the gradients of several steps into one update.
 
-sum    for updates that are linear in the gradients, and otherwise depend only on values that no
-       update changes. One update with the sum then equals all of them: plain SGD with a
-       constant rate, without momentum, weight decay or clips
-mean   for other updates: one step, of the size of each
-none   if a count decides about the use of a gradient (`optax.MultiSteps`), or a parameter
-       changes without a gradient: the number of updates matters
+sum    if one update with the sum equals the separate updates. Each update must be linear in the
+       gradients, and may otherwise read only values that no update changes: plain SGD with a
+       constant learning rate, without momentum, weight decay or clipping
+none   if the number of updates matters: a counter decides which steps apply gradients
+       (`optax.MultiSteps`), or a parameter changes without a gradient. Every gradient is sent
+mean   for all other updates: one update with the mean replaces the separate updates
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dtrans.step.cut import Cut, Gradient
 
 
 def merging(step: Cut) -> Literal["sum", "mean", "none"]:
-    """Return the rule that merges gradients of several steps into one update."""
+    """Return the rule by which gradients of several steps may be merged into one update."""
     half = step.optimize
     of_gradient, of_state = 1, 2
     seeds = {}
@@ -36,7 +36,7 @@ def merging(step: Cut) -> Literal["sum", "mean", "none"]:
     enters = propagate(half.inner.eqns, seeds, {})
     for eqn in half.inner.eqns:
         if bits_of(enters, *eqn.outvars) & of_gradient:
-            # only state, not gradients, decides: a count, for example
+            # a counter, rather than a gradient, selects this value
             which = bits_of(enters, eqn.invars[0])
             selects_by_state = eqn.primitive.name == "select_n" and which == of_state
             if selects_by_state or eqn.primitive.name in (COND, *LOOPS):
@@ -46,8 +46,8 @@ def merging(step: Cut) -> Literal["sum", "mean", "none"]:
     for n in step.optimized:
         if not bits_of(enters, half.outvars[n]) & of_gradient and terms[n] != _Term("old", n):
             return "none"
-    # "sum": each new parameter is the old one plus a term that is linear in the gradients and in
-    # which no parameter enters; and no gradient enters the state
+    # "sum" needs: new parameter = parameter + a linear function of the gradients that reads no
+    # parameter; and an optimizer state that does not depend on gradients
     for n, x in terms.items():
         is_param = n in step.params
         if is_param and x not in (_Term("old", n), _Term("new", n)):
@@ -61,11 +61,11 @@ class _Term(NamedTuple):
     """Dependence of a value on the gradients and parameters of an update.
 
     Attributes:
-      kind: dependence of the value. "zero": it is zero everywhere. "fixed": it depends on neither.
-        "moving": a parameter enters it. "linear": it is linear in the gradients. "old": it is a
-        parameter. "new": it is a parameter plus a linear term. "other": any other function of
-        gradients.
-      leaf: the parameter of "old" and "new".
+      kind: "zero": the value is zero. "fixed": it depends neither on gradients nor on parameters.
+        "moving": it depends on parameters only. "linear": it is linear in the gradients. "old": it
+        is a parameter. "new": it is a parameter plus a linear function of the gradients. "other":
+        it is any other function of gradients.
+      leaf: the parameter, for the kinds "old" and "new".
     """
 
     kind: str
@@ -82,8 +82,10 @@ def _terms(step: Cut) -> dict[str, _Term]:
     for n in half.in_names:
         if isinstance(n, Gradient):
             starts.append(_Term("linear"))
+        elif n in step.params:
+            starts.append(_Term("old", n))
         else:
-            starts.append(_Term("old", n) if n in step.params else _Term("fixed"))
+            starts.append(_Term("fixed"))
     facts = forward_jaxpr(_LINEAR, half.jaxpr, starts)
     return {n: facts.of(a) for n, a in half.outvars.items()}
 
@@ -95,18 +97,25 @@ def _rule(eqn: JaxprEqn, ins: Sequence[_Term]) -> list[_Term] | None:
 
 
 def _term(eqn: JaxprEqn, ins: Sequence[_Term]) -> _Term:
-    """Return the dependence of an equation's outputs, from those of its operands."""
+    """Return the dependence of an equation's outputs, given the dependences of its operands."""
     name, kinds = eqn.primitive.name, [x.kind for x in ins]
-    indices = lambda kind: [i for i, x in enumerate(kinds) if x == kind]
-    zeros, linear = indices("zero"), indices("linear")
+    zeros: list[int] = []
+    linear: list[int] = []
+    for i, kind in enumerate(kinds):
+        if kind == "zero":
+            zeros.append(i)
+        elif kind == "linear":
+            linear.append(i)
     if zeros and zeros_by(eqn, zeros) == ():
         return _Term("zero")
 
     # casts and copies of a parameter
     if (name == "convert_element_type" or same_operand(eqn) == 0) and kinds[0] in ("old", "new"):
-        return ins[0] if _is_inexact(eqn) else _any_function_of(ins[0])
+        if _is_inexact(eqn):
+            return ins[0]
+        return _any_function_of(ins[0])
 
-    # a parameter plus an update
+    # the sum of a parameter and its update
     if name in ("add", "add_any", "sub"):
         first, second = ins
         if name != "sub" and kinds[0] != "old":
@@ -117,18 +126,21 @@ def _term(eqn: JaxprEqn, ins: Sequence[_Term]) -> _Term:
             return _Term("new", first.leaf)
 
     if linear and not {"old", "moving", "new", "other"}.intersection(kinds):
-        # the other operands of a group have to be zeros: x + 1 is not linear in x
+        # The other operands of the group must be zero: x + 1 is not linear in x.
         group = linear_group(eqn, set(linear))
-        is_linear = group and {*linear, *zeros} >= set(group)
-        return _Term("linear" if is_linear else "other")
+        if group and {*linear, *zeros} >= set(group):
+            return _Term("linear")
+        return _Term("other")
     return functools.reduce(_join, map(_any_function_of, ins), _Term("fixed"))
 
 
 def _any_function_of(x: _Term) -> _Term:
-    """Return the dependence of an arbitrary function of a value."""
+    """Return the dependence of f(x) for an arbitrary function f."""
     if x.kind in _OF_GRADIENTS:
         return _Term("other")
-    return _Term("moving" if x.leaf else x.kind)
+    if x.leaf:
+        return _Term("moving")
+    return x
 
 
 def _join(one: _Term, other: _Term) -> _Term:
@@ -151,7 +163,7 @@ def _of_constant(aval: Any, value: Any) -> _Term:
 
 
 def _decided(condition: _Term, x: _Term) -> _Term:
-    """Return the dependence of a value that a condition selects."""
+    """Return the dependence of `x` if a condition decides whether `x` is used."""
     if condition.kind in ("zero", "fixed"):
         return x
     return _join(_any_function_of(condition), _any_function_of(x))

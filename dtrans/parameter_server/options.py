@@ -15,14 +15,14 @@ from dtrans.step.batch_sharing import Batch
 
 @dataclasses.dataclass(frozen=True)
 class DelayCompensation:
-    """Options of DC-ASGD, which corrects gradients of old parameters for their delay.
+    """Options of DC-ASGD: servers correct gradients that were computed with older parameters.
 
-    `dtrans.parameter_server.dc_asgd` has the formulas.
+    For the formulas see `dtrans.parameter_server.dc_asgd`.
 
     Attributes:
       strength: lambda, or lambda0 of the adaptive variant.
-      decay: decay of the mean squares of gradients in the adaptive variant, e.g. 0.95; None for a
-        fixed lambda.
+      decay: decay of the mean squares of gradients in the adaptive variant, for example 0.95; None
+        for a fixed lambda.
 
     Raises:
       ConfigError: a value is out of range.
@@ -51,8 +51,9 @@ class Sync:
     """Synchronous mode: every update uses the gradients of all trainers.
 
     Attributes:
-      runtime_split: True if trainers cut leaves into blocks at run time, without equations for it
-        (Paddle's `completely_not_async`). Numbers are equal.
+      runtime_split: True if `send` and `recv` transfer full leaves and cut them into blocks at run
+        time (Paddle's `completely_not_async`). With False the trainer's program has equations that
+        cut and concatenate. Results are equal.
 
     Raises:
       ConfigError: a value is out of range.
@@ -76,14 +77,14 @@ class Async:
     Trainers do not wait for each other.
 
     Attributes:
-      delay: delay compensation of gradients; None for none.
+      delay: options of delay compensation; None turns it off.
       communicator: options of a background thread that sends gradients and receives parameters.
-        A step puts its gradients into a queue and continues with the parameters received last. If
+        A step puts its gradients into a queue, and continues with the parameters received last. If
         sends are slower than steps, gradients of several steps are merged. None: each step waits
         for its sends and receives.
 
     Raises:
-      ConfigError: a value is out of range, or both are set.
+      ConfigError: a value is out of range, or both `delay` and `communicator` are set.
 
     Example:
       >>> import dtrans
@@ -100,19 +101,19 @@ class Async:
             check_type("communicator", self.communicator, CommunicatorConfig)
         if self.delay is not None and self.communicator is not None:
             raise ConfigError(
-                "delay and communicator: a server cannot know which received parameters a step "
-                "used that does not wait; use dtrans.HalfAsync"
+                "delay and communicator are both set; with a communicator a step does not wait, "
+                "so the server cannot know which parameters it used: use dtrans.HalfAsync"
             )
 
 
 @dataclasses.dataclass(frozen=True)
 class HalfAsync:
-    """Asynchronous mode with a communicator for which steps wait.
+    """Asynchronous mode with a communicator, where each step waits for the communicator.
 
-    A step waits until its gradients are sent, and the parameters after their updates received.
+    A step ends when its gradients were sent, and the updated parameters received.
 
     Attributes:
-      delay: delay compensation of gradients; None for none.
+      delay: options of delay compensation; None turns it off.
       communicator: options of the background thread that sends and receives.
 
     Raises:
@@ -136,13 +137,13 @@ class HalfAsync:
 class Geo:
     """GEO-SGD: trainers update their own parameters, and servers add up the changes.
 
-    `dtrans.parameter_server.geo_sgd` has the protocol. A trainer stores the rows of a table
-    (`sparse=`) that it looked up, and exchanges changes of rows.
+    For the protocol see `dtrans.parameter_server.geo_sgd`. If a leaf is a table (`sparse=`), a
+    trainer stores only the rows that it looked up, and pushes and pulls changes of these rows.
 
     Attributes:
-      push_every: steps between pushes of a trainer's changes to the servers.
-      block_on_pull: True if the step of a push waits for the changes of other trainers. Otherwise
-        they are in the results of the first later step that finds them.
+      push_every: the number of steps between two pushes of a trainer's changes to the servers.
+      block_on_pull: True if a step that pushes also waits for the changes of other trainers. With
+        False, a later step adds them once they have arrived.
 
     Raises:
       ConfigError: a value is out of range.
@@ -169,12 +170,13 @@ class BlockPlacement:
     """Rules that cut leaves into blocks, and assign blocks to servers.
 
     Attributes:
-      slice_var_up: True cuts leaves into blocks of rows; with False every leaf is whole on one
-        server. A leaf that the optimizer cannot update in blocks stays whole, and the plan gives
-        the reason; "require" makes that an error.
-      split_method: a subclass of `PSDispatcher`: `RoundRobin`, `HashName`, or the user's.
-      min_block_size: the least number of elements of a block, at least 1.
-      seed: seed of the order in which whole leaves are dispatched if `slice_var_up` is False.
+      slice_var_up: True cuts leaves into blocks of rows, except leaves that the optimizer cannot
+        update in blocks; the printed plan lists these with the reason. "require" raises
+        OptimizerError for such leaves. False places every leaf whole on one server.
+      split_method: a subclass of `PSDispatcher`: `RoundRobin`, `HashName`, `SizeBalanced`, or the
+        user's own.
+      min_block_size: the minimum number of elements in a block, at least 1.
+      seed: seed of the random order in which leaves are dispatched if `slice_var_up` is False.
 
     Raises:
       ConfigError: a value is out of range.
@@ -200,33 +202,37 @@ class BlockPlacement:
 def check_options(
     trainers: Any, mode: Any, placement: Any, on_trainer_exit: Any, batch: Any
 ) -> Batch:
-    """Return the options of the batch; raise ConfigError for options that contradict each other."""
+    """Check the arguments of `dtrans.pserver`; return `batch` as a record.
+
+    Raises:
+      ConfigError: a value is out of range, or two options contradict each other.
+    """
     check_int("trainers", trainers, "a positive number of trainers")
     check_type("mode", mode, (Sync, Async, HalfAsync, Geo))
     check_type("placement", placement, BlockPlacement)
     check_one_of("on_trainer_exit", on_trainer_exit, ON_TRAINER_EXIT)
     if on_trainer_exit != "drop" and not isinstance(mode, Sync):
         raise ConfigError(
-            f"on_trainer_exit={on_trainer_exit!r} is for synchronous updates: asynchronous ones "
-            "never combine gradients of several trainers; leave it out"
+            f"on_trainer_exit={on_trainer_exit!r} needs mode=dtrans.Sync(), since asynchronous "
+            "updates never combine gradients of several trainers; leave on_trainer_exit out"
         )
     found = Batch.from_option(batch, "local" if isinstance(mode, Geo) else "exact")
     if not found.exact:
         found.check_axes()
     if found.exact and found.merge:
         raise ConfigError(
-            f"merge={dict(found.merge)!r} is for batch='local': an exact step has one device's "
-            "values; leave merge out"
+            f"merge={dict(found.merge)!r} needs batch='local', since trainers of an exact step "
+            "have equal values; leave merge out"
         )
     if found.example_count is not None or (found.unsplit_inputs and not found.exact):
         raise ConfigError(
-            f"batch={batch!r}: with parameter servers a local batch has only merge; pass "
-            "plan.on_mesh(unsplit_inputs=...) to replicate arrays"
+            f"batch={batch!r} sets more than merge, the only option of a local batch with "
+            "parameter servers; pass plan.on_mesh(unsplit_inputs=...) to replicate arrays"
         )
     if found.merge and isinstance(mode, Geo):
         raise ConfigError(
-            f"merge={found.merge!r} with dtrans.Geo: each trainer keeps leaves without gradients; "
-            "leave merge out"
+            f"merge={found.merge!r} cannot be used with dtrans.Geo, where each trainer keeps its "
+            "own leaves without gradients; leave merge out"
         )
     found.check_merge(("mean", "own"))
     return found

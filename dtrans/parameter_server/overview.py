@@ -1,8 +1,7 @@
-"""Overview of the arrays on parameter servers, with their rows of the step's arrays.
+"""Overview of the arrays on parameter servers: for each array, its server, origin and rows.
 
-Paddle stores the overview as `program._parameters_on_pservers`, with parameters only. This one also
-has the optimizer state, since the servers' programs have it. Checkpoints, printed plans and costs
-read it.
+Checkpoints, printed plans and costs read it. Paddle's overview, `program._parameters_on_pservers`,
+contains the parameters only; this overview also contains the optimizer state.
 
 Source: `VarDistributed` and `VarsDistributed` of
   python/paddle/fluid/transpiler/details/vars_distributed.py.
@@ -24,7 +23,7 @@ from dtrans.slicing.server_update import ServerVariable
 
 @dataclasses.dataclass(frozen=True)
 class VarDistributed:
-    """Array on one server, the *slice*, and its array in the single-device step, the *origin*.
+    """Array on one server (the *slice*), with the step's array that it is cut from (the *origin*).
 
     Attributes:
       origin_name: name of the origin: `params/w`, `opt_state/0/mu/w`.
@@ -32,14 +31,14 @@ class VarDistributed:
       slice_name: name of the slice: `params/w.block0`, or the origin's name if it was not cut.
       slice_shape: shape of the slice.
       dtype: type of both arrays.
-      axis: the dimension along which the origin was cut; 0 if it was not. State may have a
-        parameter's rows along another axis.
-      offset: where the slice begins along that axis.
-      block_id: index of the parameter's block that the slice belongs to.
+      axis: the dimension along which the origin was cut; 0 if it was not cut. Optimizer state can
+        have a parameter's rows along another dimension than 0.
+      offset: the first index of the slice along `axis`.
+      block_id: index of the parameter's block to which the slice belongs.
       is_slice: True if the slice is smaller than its origin.
-      vtype: "Param", or "Optimizer" for state.
-      endpoint: the server.
-      buckets: rows of the slice, if servers have buckets of rows; None for the run of rows that
+      vtype: "Param", or "Optimizer" for optimizer state.
+      endpoint: the server's endpoint.
+      buckets: the slice's rows, if they are placed in buckets; None for a contiguous range that
         begins at `offset`.
     """
 
@@ -71,20 +70,24 @@ class VarDistributed:
 
     @property
     def index(self) -> tuple[slice | np.ndarray, ...]:
-        """Index of the slice in its origin: `origin[row.index]`."""
+        """NumPy index that cuts the slice out of its origin: `origin[var.index]`."""
         if not self.is_slice:
             return ()
         return (slice(None),) * self.axis + (self.rows.index,)
 
     def __str__(self) -> str:
         slice_ = f"{self.slice_name}{list(self.slice_shape)} on {self.endpoint}"
-        first = f"from {self.offset}" if self.buckets is None else str(self.buckets)
-        rows = f" {first} along axis {self.axis}" if self.is_slice else ""
+        rows = ""
+        if self.is_slice:
+            first = f"from {self.offset}"
+            if self.buckets is not None:
+                first = str(self.buckets)
+            rows = f" {first} along axis {self.axis}"
         return f"{self.vtype} {slice_}: {self.origin_name}{list(self.origin_shape)}{rows}"
 
 
 class VarsDistributed(tuple[VarDistributed, ...]):
-    """Overview of a plan (`plan.overview`): its rows by server, in the order of the programs.
+    """Overview of a plan (`plan.overview`): the arrays of all servers, one server after the other.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, dtrans
@@ -111,16 +114,19 @@ class VarsDistributed(tuple[VarDistributed, ...]):
     __slots__ = ()
 
     def by_endpoint(self, endpoint: str) -> VarsDistributed:
-        """Return one server's rows; Paddle's `get_distributed_vars_by_ep`."""
+        """Return the arrays on one server; Paddle's `get_distributed_vars_by_ep`."""
         return VarsDistributed(row for row in self if row.endpoint == endpoint)
 
     def by_origin(self, name: str) -> VarsDistributed:
-        """Return the slices of one array of the step, in the order of its rows."""
+        """Return the slices of one array of the step, in the order of the array's rows."""
         slices = [row for row in self if row.origin_name == name]
         return VarsDistributed(sorted(slices, key=lambda row: row.block_id))
 
     def by_slice(self, name: str) -> VarsDistributed:
-        """Return a slice's rows, one per server; Paddle's `get_distributed_var_by_slice`."""
+        """Return the arrays named `name`; Paddle's `get_distributed_var_by_slice`.
+
+        Several servers can have copies of state that belongs to no parameter.
+        """
         return VarsDistributed(row for row in self if row.slice_name == name)
 
     def __str__(self) -> str:
@@ -135,27 +141,34 @@ def overview_of(
     """Return the overview of the arrays on servers.
 
     Args:
-      servers: endpoint to the server's arrays, by name. Arrays beside a block, such as the backups
-        of DC-ASGD, are cut like the block. `params/w.block0.trainer_1_bak` has the origin
-        `params/w.trainer_1_bak`.
+      servers: endpoint to the server's arrays, by name. Arrays that a server adds for a block, such
+        as the backups of DC-ASGD, are cut like the block: `params/w.block0.trainer_1_bak` has the
+        origin `params/w.trainer_1_bak`.
       types: types of the step's arrays, by name.
       params: names of parameters.
     """
-    return VarsDistributed(
-        VarDistributed(
-            origin_name=x.origin,
-            origin_shape=tuple(types[x.of].shape),
-            slice_name=name,
-            slice_shape=tuple(x.cut(types[x.of]).shape),
-            dtype=types[x.of].dtype,
-            axis=x.part.axis if x.part else 0,
-            offset=x.part.first if x.part else 0,
-            block_id=x.block,
-            is_slice=x.part is not None,
-            vtype="Param" if x.origin in params else "Optimizer",
-            endpoint=endpoint,
-            buckets=x.buckets,
-        )
-        for endpoint, variables in servers.items()
-        for name, x in variables.items()
-    )
+    found: list[VarDistributed] = []
+    for endpoint, variables in servers.items():
+        for name, x in variables.items():
+            origin_type = types[x.of]
+            axis, offset = (x.part.axis, x.part.first) if x.part else (0, 0)
+            vtype: Literal["Param", "Optimizer"] = "Optimizer"
+            if x.origin in params:
+                vtype = "Param"
+            found.append(
+                VarDistributed(
+                    origin_name=x.origin,
+                    origin_shape=tuple(origin_type.shape),
+                    slice_name=name,
+                    slice_shape=tuple(x.cut(origin_type).shape),
+                    dtype=origin_type.dtype,
+                    axis=axis,
+                    offset=offset,
+                    block_id=x.block,
+                    is_slice=x.part is not None,
+                    vtype=vtype,
+                    endpoint=endpoint,
+                    buckets=x.buckets,
+                )
+            )
+    return VarsDistributed(found)

@@ -1,10 +1,11 @@
 """Placement: the server of each block of each leaf.
 
-`place` combines three rules. Row analysis finds the leaves that may be cut, Paddle's slice rule the
-sizes of blocks, and a dispatcher the servers. Other leaves stay whole. Leaves that their optimizer
-ties together form a unit, and each unit goes to the server with the fewest bytes so far.
+`place` combines three rules. Row analysis finds the leaves that may be cut, Paddle's slice rule
+computes the sizes of blocks, and a dispatcher chooses the servers. Other leaves stay whole. If the
+optimizer updates several leaves together, they form a unit on one server. Each unit is placed on
+the server with the fewest bytes so far.
 
-Blocks do not depend on the dispatcher: `dispatched` moves the same blocks to other servers.
+Blocks do not depend on the dispatcher: `dispatched` places the same blocks by another one.
 """
 
 from __future__ import annotations
@@ -38,18 +39,19 @@ def place(
     options: BlockPlacement,
     buckets: Mapping[str, int] | None = None,
 ) -> Placement:
-    """Cut `leaves` (name to type, in leaf order) and place the blocks on `endpoints`.
+    """Cut leaves into blocks, and choose a server for each block.
 
     Args:
-      buckets: leaf to its number of buckets of rows. Each server gets a run of buckets, in the
-        order of the servers, whatever the options are.
-      options: with `slice_var_up="require"` every other leaf must be one that can be cut. With
-        False no other leaf is cut, and leaves are dispatched in an order shuffled by `seed`. The
-        shuffle leaves NumPy's global generator unchanged.
+      analysis: row analysis of the update.
+      leaves: leaf name to type, in leaf order.
+      endpoints: the servers.
+      options: rules for all leaves that are not in `buckets`.
+      buckets: leaf to its number of buckets of rows (`dtrans.Rows(place="bucket")`). Each server
+        gets a contiguous range of buckets, in the order of `endpoints`.
 
     Raises:
       ConfigError: the dispatcher does not return one known endpoint for each block.
-      OptimizerError: with `slice_var_up="require"`, the optimizer does not let a leaf be cut.
+      OptimizerError: `slice_var_up` is "require", and the optimizer cannot update a leaf in blocks.
     """
     buckets = buckets or {}
     bound = {}
@@ -60,18 +62,20 @@ def place(
         reasons = [f"{n}: {group.reason or TIED}" for n, group in bound.items()]
         more = f"; and {len(reasons) - 5} more" if len(reasons) > 5 else ""
         raise OptimizerError(
-            "slice_var_up='require', but the optimizer does not let these leaves be cut: "
-            f"{'; '.join(reasons[:5])}{more}. Give them another optimizer (optax.multi_transform), "
-            "or let them stay whole on one server (slice_var_up=True)"
+            "slice_var_up is 'require', but the optimizer cannot update these leaves in blocks: "
+            f"{'; '.join(reasons[:5])}{more}. Use another optimizer for them "
+            "(optax.multi_transform), or pass slice_var_up=True, which leaves them whole"
         )
 
     free = [n for n in leaves if n not in bound and n not in buckets]
+    slice_count = len(endpoints)
     if not options.slice_var_up:
+        # a generator of its own, so that NumPy's global generator does not change
         np.random.RandomState(options.seed).shuffle(free)
-    parts = len(endpoints) if options.slice_var_up else 1
+        slice_count = 1
     blocks = []
     for n in free:
-        blocks += _cut(n, leaves[n], parts, options.min_block_size)
+        blocks += _cut(n, leaves[n], slice_count, options.min_block_size)
     tied = []
     for n in leaves:
         if n in bound and bound[n].leaves[0] == n:
@@ -84,11 +88,11 @@ def place(
 
 
 def dispatched(placement: Placement, split_method: type[PSDispatcher]) -> Placement:
-    """Return the placement of the same blocks by another dispatcher.
+    """Return a placement of the same blocks by another dispatcher.
 
     Raises:
-      ConfigError: the class is not a dispatcher, or does not return one known endpoint for each
-        block.
+      ConfigError: `split_method` is not a dispatcher, or does not return one known endpoint for
+        each block.
     """
     check_dispatcher(split_method)
     unit_by_name = {u.name: u for units in placement.units.values() for u in units}
@@ -96,10 +100,10 @@ def dispatched(placement: Placement, split_method: type[PSDispatcher]) -> Placem
     for leaf in placement.order:
         blocks += [dataclasses.replace(b, endpoint="") for b in placement.blocks[leaf]]
     tied: list[Unit] = []
-    fixed: list[Block] = []  # blocks of buckets stay on their servers
+    fixed: list[Block] = []  # blocks of buckets, whose servers no dispatcher chooses
     for leaf in placement.blocks:
         if leaf in placement.unsliced:
-            # a unit has the name of its first leaf
+            # A unit is named after its first leaf, so each unit is added once.
             if leaf in unit_by_name:
                 tied.append(unit_by_name[leaf])
         elif leaf not in placement.order:
@@ -114,16 +118,18 @@ def _assign(
     tied: Sequence[Unit],
     fixed: Sequence[Block],
 ) -> Placement:
-    """Return a placement of the same leaves.
+    """Return `old` with other servers for its blocks.
 
     Args:
-      blocks: blocks for the dispatcher, in its order.
-      tied: units, which go to the servers with the fewest bytes.
-      fixed: blocks that stay on their servers.
+      blocks: blocks whose servers the dispatcher chooses, in the order in which it gets them.
+      tied: units, each placed on the server with the fewest bytes.
+      fixed: blocks that stay on the servers that they have.
     """
     dispatcher = split_method(list(old.endpoints))
-    balanced = dispatcher if isinstance(dispatcher, SizeBalanced) else SizeBalanced(old.endpoints)
-    is_balanced = balanced is dispatcher
+    is_balanced = isinstance(dispatcher, SizeBalanced)
+    balanced = SizeBalanced(old.endpoints)
+    if isinstance(dispatcher, SizeBalanced):
+        balanced = dispatcher
     blocks_of: dict[str, list[Block]] = {n: [] for n in old.blocks}
     for b in fixed:
         blocks_of[b.leaf].append(b)
@@ -135,7 +141,8 @@ def _assign(
             for b in unit.blocks:
                 blocks_of[b.leaf].append(dataclasses.replace(b, endpoint=endpoint))
 
-    # SizeBalanced evens out the large units; after other dispatchers, units even out the blocks
+    # SizeBalanced places the (large) units first, so that blocks even out the loads. Other
+    # dispatchers ignore loads, so units come last and even out the blocks.
     if is_balanced:
         assign_tied()
     answers = _answer(dispatcher, blocks, old.endpoints)
@@ -156,42 +163,40 @@ def _check_again(
     endpoints: Sequence[str],
     first: Sequence[str],
 ) -> None:
-    """Raise ConfigError for a dispatcher whose second call returns other servers.
+    """Raise ConfigError if a second dispatcher of the same class returns other servers.
 
-    Each process of a job plans for itself, and all plans must agree.
+    Each process of a job computes the plan itself, and all plans must be equal.
     """
     dispatcher = make()
     for b, one, other in zip(blocks, first, _answer(dispatcher, blocks, endpoints), strict=True):
         if one != other:
             raise ConfigError(
-                f"{type(dispatcher).__name__}.dispatch placed {b.name} on {one}, and on {other} "
-                "when it was called again, so the plans of processes would disagree; let its "
-                "result depend on the blocks and the endpoints alone"
+                f"{type(dispatcher).__name__}.dispatch returned {one} for {b.name} in a first call "
+                f"and {other} in a second, but all processes must compute equal plans; its result "
+                "must depend on the blocks and the endpoints alone"
             )
 
 
 def _answer(
     dispatcher: PSDispatcher, blocks: Sequence[Block], endpoints: Sequence[str]
 ) -> list[str]:
-    """Call a dispatcher once; raise ConfigError for an invalid result."""
+    """Return the servers that a dispatcher chooses; raise ConfigError for an invalid result."""
     name, known = f"{type(dispatcher).__name__}.dispatch", ", ".join(endpoints)
     answer: Any = dispatcher.dispatch(blocks)
     answers = list(answer) if isinstance(answer, Iterable) else []
     if len(answers) != len(blocks):
         raise ConfigError(
-            f"{name} gave {answer!r} for {len(blocks)} blocks; it must give one of {known} for each"
+            f"{name} returned {answer!r} for {len(blocks)} blocks; expected one of {known} for "
+            "each block"
         )
     for b, endpoint in zip(blocks, answers, strict=True):
         if endpoint not in endpoints:
-            raise ConfigError(
-                f"{name} placed {b.name} on {endpoint!r}; it must give one of {known} for each "
-                "block"
-            )
+            raise ConfigError(f"{name} returned {endpoint!r} for {b.name}; expected one of {known}")
     return answers
 
 
 def _bucket_blocks(name: str, aval: Any, count: int, endpoints: Sequence[str]) -> list[Block]:
-    """Return the blocks of a leaf in buckets: a run of buckets for each server."""
+    """Return the blocks of a leaf with buckets: a contiguous range of buckets for each server."""
     rows, *row_shape = aval.shape
     count = min(count, rows)
     parts = min(count, len(endpoints))
@@ -204,7 +209,7 @@ def _bucket_blocks(name: str, aval: Any, count: int, endpoints: Sequence[str]) -
 
 
 def _cut(name: str, aval: Any, slice_count: int, min_block_size: int) -> list[Block]:
-    """Return the blocks of one leaf, by Paddle's rule, as ranges of rows."""
+    """Return the blocks of one leaf as ranges of rows, with the sizes that Paddle's rule gives."""
     shape = tuple(aval.shape)
     if not shape:
         return [Block.from_leaf(name, aval)]

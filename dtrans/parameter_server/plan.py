@@ -1,7 +1,7 @@
-"""Plans of parameter servers: a program for each role, the placement of blocks, and the traffic.
+"""Plans of parameter servers: a program for each role, and the placement of blocks.
 
-`server_balance` has the bytes of servers, `step_traffic` the traffic of a step, and `plan_notes`
-the remarks of a printed plan.
+See also `server_balance` (bytes on each server), `step_traffic` (bytes that a step sends) and
+`plan_notes` (remarks in a printed plan).
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class ServerPrograms:
     """Main and startup program of one parameter server.
 
     Attributes:
-      main: one `listen_and_serv` equation, on the server's state.
-      startup: returns the initial state.
-      variables: the arrays of that state, by name, with their origins in the step.
+      main: the main program: one `listen_and_serv` equation, from the server's state to its state.
+      startup: the startup program: from init's arguments to the server's initial state.
+      variables: the arrays of the state, by name, with their origins in the step.
     """
 
     main: Program
@@ -55,11 +55,12 @@ class ServerPrograms:
 
 @dataclasses.dataclass(frozen=True)
 class PServerOptions:
-    """Options of `dtrans.pserver`, equal in all roles of a job.
+    """Options of `dtrans.pserver` that all roles of a job share.
 
     Attributes:
       mode, placement, on_trainer_exit, batch, trainers, sparse: arguments of `dtrans.pserver`.
-      pservers: the number of servers. Their endpoints are in the plan's placement.
+      pservers: the number of servers. Endpoints are left out, since roles may use different
+        addresses for a server.
     """
 
     mode: Mode
@@ -72,7 +73,7 @@ class PServerOptions:
 
     @property
     def push_every(self) -> int:
-        """Steps between pushes of changes with `Geo`; otherwise 0."""
+        """The number of steps between two pushes of changes with `dtrans.Geo`; 0 in other modes."""
         return self.mode.push_every if isinstance(self.mode, Geo) else 0
 
 
@@ -81,7 +82,7 @@ class TrainerPrograms(Protocol):
 
     @property
     def runtime_split(self) -> bool:
-        """True if trainers cut leaves into blocks at run time, without equations for it."""
+        """True if `send` and `recv` cut full leaves into blocks at run time."""
 
     def program(self, trainer_id: int) -> Program:
         """Return the program of one trainer."""
@@ -92,17 +93,19 @@ class TrainerPrograms(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class ServedUpdate:
-    """Update of a plan: its leaves, and its dependence on the batch.
+    """Facts about the update that servers run: its leaves, and its dependence on the batch.
 
     Attributes:
-      frozen: parameters that servers do not update: constants, and parameters of each trainer.
+      frozen: parameters that servers do not update: either nothing changes them, or each trainer
+        has its own value.
       unsent: parameters on the servers whose update uses no gradient.
       shared_state: optimizer state that belongs to no parameter. Each server that reads it has a
         copy.
-      sized: the update with inputs for numbers that depend on the batch size, which trainers send
-        with each step; None if it has no such number.
-      sent_values: the user's lines that compute values which trainers send for the update.
-      fixed_size: an output of the update that ties the plan to one batch size; empty if none does.
+      sized: the update with additional inputs for the numbers in it that depend on the batch size.
+        Trainers send these numbers with each step. None if the update has no such number.
+      sent_values: lines of the user's code whose values trainers compute and send to the update.
+      fixed_size: name of an output of the update that is valid for the traced batch size only;
+        empty if the plan works with other batch sizes.
     """
 
     frozen: tuple[str, ...] = ()
@@ -118,16 +121,16 @@ class PServerPlan(Plan):
     """Plan of a step's training with parameter servers; `dtrans.pserver` returns it.
 
     Attributes:
-      main: the step, with calls inlined and exact roles.
+      main: the single-device step, with calls inlined and a role for each equation.
       startup: the single-device init.
       options: the arguments of `dtrans.pserver`.
       placement: every block and its server.
       servers: endpoint to the programs of that server.
       trainer_side: writer of the trainers' programs.
-      update: the update's leaves, and its dependence on the batch.
-      tables: leaves whose rows trainers look up.
-      shared: the batch split of an exact step; None for local steps.
-      callers: a sentence for each host callback of the step, with the role that calls it.
+      update: facts about the update that servers run.
+      tables: leaves that trainers request by rows instead of in full.
+      shared: the split of the batch over trainers in an exact step; None for local steps.
+      callers: one sentence for each host callback of the step, which names the calling role.
     """
 
     main: Program
@@ -162,17 +165,17 @@ class PServerPlan(Plan):
 
     @property
     def push_every(self) -> int:
-        """Steps between pushes of changes with `dtrans.Geo`; otherwise 0."""
+        """The number of steps between two pushes of changes with `dtrans.Geo`; 0 in other modes."""
         return self.options.push_every
 
     @property
     def frozen(self) -> tuple[str, ...]:
-        """Parameters that servers do not update: constants, and parameters of each trainer."""
+        """Parameters that servers do not update: constants, and each trainer's own parameters."""
         return self.update.frozen
 
     @property
     def takes_uneven_batches(self) -> bool:
-        """True if the trainers need not divide the rows of a batch."""
+        """True if the batch size need not be a multiple of the number of trainers."""
         return self.shared is not None and self.sync_mode
 
     # -- programs --------------------------------------------------------------------------------
@@ -186,7 +189,7 @@ class PServerPlan(Plan):
     def trainer(self) -> Program:
         """The program of trainer 0: (params, *batch) -> (params, loss[, aux]).
 
-        In GEO-SGD its arguments and results also have the optimizer state.
+        With `dtrans.Geo` it is (params, opt_state, *batch) -> (params, opt_state, loss[, aux]).
         """
         return self.trainer_program(0)
 
@@ -194,7 +197,7 @@ class PServerPlan(Plan):
     def trainer_startup(self) -> Program:
         """The startup program of trainer 0: init's arguments -> params.
 
-        In GEO-SGD it also returns the optimizer state.
+        With `dtrans.Geo` it also returns the optimizer state.
         """
         return self.trainer_startup_program(0)
 
@@ -211,7 +214,7 @@ class PServerPlan(Plan):
     def for_uneven_batch(
         self, types: Sequence[jax.ShapeDtypeStruct], trainer_id: int
     ) -> tuple[ExactStep, Program]:
-        """Return the split of a batch that the trainers do not divide, and a trainer's program.
+        """Return the batch split and a trainer's program for a batch size with a remainder.
 
         Args:
           types: types of the inputs of `main`, with the global batch.
@@ -220,7 +223,7 @@ class PServerPlan(Plan):
         return self.trainer_side.uneven(self.shared, types, trainer_id)
 
     def _cached(self, write: Callable[[int], Program], trainer_id: int) -> Program:
-        """Return the result of `write`, computed once: the program caches its compiled code."""
+        """Return `write(trainer_id)`, always the same object, since it caches its compiled code."""
         key = write.__name__, trainer_id
         if key not in self._programs:
             self._programs[key] = dataclasses.replace(write(trainer_id), plan=self)
@@ -232,7 +235,7 @@ class PServerPlan(Plan):
 
     @cached_property
     def identity(self) -> dict[str, str]:
-        """Values on which all roles must agree, by part: see `dtrans.ir.fingerprint`.
+        """Digests of the plan, which must be equal in all roles (`dtrans.ir.fingerprint`).
 
         A server is identified by its index, since roles may use different addresses for it.
         """
@@ -241,7 +244,7 @@ class PServerPlan(Plan):
         options = {n: fingerprint.canonical_text(x) for n, x in vars(self.options).items()}
         update = {}
         if self.update.sized is not None:
-            # roles may trace the step with batches of different sizes
+            # This digest is equal for all batch sizes, so roles may trace different sizes.
             update["update"] = fingerprint.output_digest(self.update.sized)
         return {
             **fingerprint.environment(),
@@ -255,8 +258,12 @@ class PServerPlan(Plan):
         }
 
     def _input_types(self, specs: Sequence[TreeSpec]) -> dict[str, str]:
-        """Return the types of arguments of `main`, by name."""
-        return {n: short_type(self.main.inputs[n]) for spec in specs for n in spec.names}
+        """Return the types of the inputs of `main` in these arguments, by name."""
+        types = {}
+        for spec in specs:
+            for n in spec.names:
+                types[n] = short_type(self.main.inputs[n])
+        return types
 
     # -- state of servers ------------------------------------------------------------------------
 
@@ -276,15 +283,15 @@ class PServerPlan(Plan):
 
     @property
     def balance(self) -> float:
-        """Bytes of the fullest server divided by the mean of all servers; 1.0 is even."""
+        """Bytes on the fullest server, divided by the mean over servers; 1.0 is the optimum."""
         return imbalance([sum(sizes.values()) for sizes in self.server_bytes.values()])
 
     def compare(self, *split_methods: type[PSDispatcher]) -> dict[str, float]:
-        """Return the `balance` of this plan's blocks with different dispatchers, by their names.
+        """Return the `balance` that this plan would have with other dispatchers, by their names.
 
-        The optimizer state of a block moves with it. State that belongs to no parameter, such as
-        step counts, counts on every server with a block. A plan with that dispatcher may have it on
-        fewer servers, and then differs by those bytes.
+        The optimizer state of a block is on the block's server. State that belongs to no parameter,
+        such as a step count, is counted on every server that has a block. (A real plan has it only
+        on the servers that read it, so its balance can differ slightly.)
 
         Args:
           split_methods: subclasses of `PSDispatcher`; by default RoundRobin, HashName and
@@ -313,7 +320,7 @@ class PServerPlan(Plan):
 
     @cached_property
     def traffic(self) -> StepTraffic:
-        """Values that the roles send in a step."""
+        """The values that the roles send in a step, and their bytes."""
         servers = {ep: programs.main for ep, programs in self.servers.items()}
         return StepTraffic(
             self.trainer,
@@ -327,9 +334,10 @@ class PServerPlan(Plan):
 
     @property
     def bytes_per_step(self) -> dict[str, int]:
-        """Bytes that one trainer sends (gradients) and receives (parameters) in a step.
+        """Bytes that one trainer sends ("send") and receives ("recv") in a step.
 
-        They are an upper bound for tables. In GEO-SGD they are those of `push_every` steps.
+        For tables the bytes are an upper bound. With `dtrans.Geo` they are the bytes of
+        `push_every` steps.
         """
         return self.traffic.bytes_per_step
 
@@ -349,7 +357,7 @@ class PServerPlan(Plan):
 
     @cached_property
     def notes(self) -> list[str]:
-        """Remarks: the batch split, bytes of servers, uncut leaves, state on trainers."""
+        """Remarks below the placement table: batch split, traffic, whole leaves, and others."""
         return plan_notes(self)
 
     @property
@@ -364,7 +372,7 @@ class PServerPlan(Plan):
 
 
 class _Servers(dict[str, ServerPrograms]):
-    """Endpoint to programs; the error for an unknown endpoint lists the known ones."""
+    """Dict from endpoint to programs, whose error for an unknown endpoint lists all endpoints."""
 
     def __missing__(self, endpoint: str) -> ServerPrograms:
         raise UnknownEndpointError(
@@ -376,7 +384,7 @@ def check_trainer_id(trainer_id: Any, trainers: int) -> None:
     """Raise ConfigError unless 0 <= trainer_id < trainers."""
     if not is_int(trainer_id) or not 0 <= trainer_id < trainers:
         raise ConfigError(
-            f"trainer_id {trainer_id!r} is out of range: with {trainers} trainers it is one of 0 "
+            f"trainer_id is {trainer_id!r}; with {trainers} trainers, expected an integer from 0 "
             f"to {trainers - 1}"
         )
 
@@ -384,16 +392,16 @@ def check_trainer_id(trainer_id: Any, trainers: int) -> None:
 def check_trainer_endpoint(
     trainer_id: Any, current_endpoint: Any, endpoints: Sequence[str]
 ) -> None:
-    """Raise ConfigError unless a trainer of an nccl2 job has this endpoint."""
+    """Raise ConfigError unless `endpoints[trainer_id]` is `current_endpoint` (nccl2 mode)."""
     check_trainer_id(trainer_id, len(endpoints))
     if current_endpoint not in endpoints:
         raise ConfigError(
-            f"the current endpoint {current_endpoint!r} is not one of the trainers': "
+            f"current_endpoint is {current_endpoint!r}; expected one of the trainers' endpoints "
             f"{','.join(endpoints)}"
         )
     if endpoints[trainer_id] != current_endpoint:
         other = list(endpoints).index(current_endpoint)
         raise ConfigError(
-            f"trainer {trainer_id} is at {endpoints[trainer_id]}; the current endpoint "
-            f"{current_endpoint} belongs to trainer {other}"
+            f"current_endpoint is {current_endpoint}, the endpoint of trainer {other}; expected "
+            f"{endpoints[trainer_id]}, the endpoint of trainer {trainer_id}"
         )

@@ -1,4 +1,4 @@
-"""Remarks of a printed plan of parameter servers, which its table does not show."""
+"""Remarks below the placement table of a printed plan of parameter servers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def plan_notes(plan: Any) -> list[str]:
     """Return the remarks: the batch split, servers, traffic, the update, and state on trainers.
 
     Args:
-      plan: a `PServerPlan`, whose module imports this one.
+      plan: a `PServerPlan`. Its class cannot be named here, since its module imports this one.
     """
     notes = _batch_notes(plan)
     notes += _server_notes(plan)
@@ -34,15 +34,15 @@ def _batch_notes(plan: Any) -> list[str]:
         return list(plan.shared.notes)
     if plan.trainers == 1 or plan.push_every:
         return []
-    # each trainer takes the step on its part alone
+    # each trainer runs the step on its own part of the batch
     step = cut(plan.main).with_reported()
     try:
         return [shard_step(step, plan.options.batch, plan.trainers, TRAINERS).local_note]
     except BatchError as e:
-        # `plan.on_mesh(unsplit_inputs=...)` may replicate these arrays, unknown to the plan
+        # The plan works if the user replicates these arrays: `plan.on_mesh(unsplit_inputs=...)`.
         return [
-            "local: each part has its own numbers, averaged; they were not compared with one "
-            f"device's: {e}"
+            "local: each trainer computes its own numbers, and the updates average them; they "
+            f"were not compared with one device's: {e}"
         ]
 
 
@@ -63,8 +63,9 @@ def _shared_state_notes(plan: Any) -> list[str]:
     names_at: dict[str, list[str]] = {}
     for name in plan.update.shared_state:
         endpoints = [row.endpoint for row in plan.overview.by_origin(name)]
-        everywhere = len(endpoints) == servers_with_blocks
-        servers = "every server" if everywhere else " and ".join(endpoints)
+        servers = " and ".join(endpoints)
+        if len(endpoints) == servers_with_blocks:
+            servers = "every server"
         names_at.setdefault(servers, []).append(name)
     return [f"on {servers}: {', '.join(names)}" for servers, names in names_at.items()]
 
@@ -73,8 +74,8 @@ def _update_notes(plan: Any) -> list[str]:
     notes = []
     if plan.update.sized is not None:
         notes.append(
-            "the update has numbers that depend on the batch size; trainers send those of each "
-            "step's batch, whatever batch was traced"
+            "the update uses numbers that depend on the batch size; trainers send these numbers "
+            "with each step, so a batch may differ in size from the traced one"
         )
     if plan.update.sent_values:
         lines = ", ".join(dict.fromkeys(plan.update.sent_values))
@@ -84,8 +85,8 @@ def _update_notes(plan: Any) -> list[str]:
         )
     if plan.update.fixed_size and plan.shared is not None:
         notes.append(
-            f"the new {plan.update.fixed_size} depends on the batch size: a batch has "
-            f"{plan.shared.rows} rows, those of {plan.trainers} traced batches; for another size "
-            "trace the step with a trainer's part"
+            f"the new {plan.update.fixed_size} depends on the batch size, so each batch must have "
+            f"{plan.shared.rows} rows ({plan.trainers} times the traced batch); for another size "
+            "trace the step with the batch of one trainer"
         )
     return notes

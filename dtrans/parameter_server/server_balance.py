@@ -1,4 +1,4 @@
-"""Bytes of servers: the balance of a placement, and of different dispatchers' placements."""
+"""Bytes of parameters and optimizer state on each server, for a plan and for other dispatchers."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ def bytes_by_server(
     overview: VarsDistributed, endpoints: Iterable[str]
 ) -> dict[str, dict[str, int]]:
     """Return the bytes of parameters ("params") and optimizer state ("opt_state") by server."""
+    keys = {"Param": "params", "Optimizer": "opt_state"}
     found = {endpoint: {"params": 0, "opt_state": 0} for endpoint in endpoints}
     for row in overview:
-        found[row.endpoint]["params" if row.vtype == "Param" else "opt_state"] += row.nbytes
+        found[row.endpoint][keys[row.vtype]] += row.nbytes
     return found
 
 
 def imbalance(sizes: Sequence[int]) -> float:
     """Return the largest size divided by the mean; 1.0 if all sizes are 0."""
-    return max(sizes) * len(sizes) / sum(sizes) if any(sizes) else 1.0
+    if not any(sizes):
+        return 1.0
+    return max(sizes) * len(sizes) / sum(sizes)
 
 
 def compare_dispatchers(
@@ -34,7 +37,7 @@ def compare_dispatchers(
     trainers: int,
     methods: Iterable[type[PSDispatcher]],
 ) -> dict[str, float]:
-    """Return the imbalance of a plan's blocks with each dispatcher, by its name.
+    """Return the imbalance that a plan would have with each dispatcher, by the dispatcher's name.
 
     Args:
       placement: the plan's blocks.
@@ -62,26 +65,33 @@ def compare_dispatchers(
 def _state_units(
     placement: Placement, optimize_blocks: Iterable[OptimizeBlock], trainers: int
 ) -> dict[str, str]:
-    """Return the unit that each state array moves with, by the array's name on the server."""
+    """Map each state array on a server, by its name there, to the unit that it belongs to."""
     found: dict[str, str] = {}
     for block in optimize_blocks:
         if block.role == OPTIMIZE:
             found |= dict.fromkeys(block.out_names, block.name)
-    # an asynchronous server has a backup of each block for each trainer, which no update returns
+    # No update returns the backups of DC-ASGD, so the loop above does not find them.
     for units in placement.units.values():
         for unit in units:
             for b in unit.blocks:
-                found |= {backup_of(b.name, k): unit.name for k in range(trainers)}
+                for k in range(trainers):
+                    found[backup_of(b.name, k)] = unit.name
     return found
 
 
 def _state_bytes(
     placement: Placement, overview: VarsDistributed, unit_of: dict[str, str]
 ) -> tuple[dict[str, int], int]:
-    """Return the bytes of state that moves with each unit, and of state that each server needs."""
+    """Return the bytes of each unit's state, and the bytes of state that belongs to no unit.
+
+    A server with any block needs a copy of the state that belongs to no unit.
+
+    Args:
+      unit_of: state array to its unit.
+    """
     params = {b.name for b in placement.table}
     state: dict[str, int] = {}
-    shared: dict[str, int] = {}  # by name, since several servers have the same array
+    shared: dict[str, int] = {}  # by name, so that copies on several servers are counted once
     for row in overview:
         if row.slice_name in params:
             continue

@@ -1,4 +1,4 @@
-"""Programs of parameter servers: a server's updates, and its initial values."""
+"""Writer of the servers' programs: the main program with the updates, and the startup program."""
 
 from __future__ import annotations
 
@@ -35,12 +35,14 @@ class ServerProgramWriter:
 
     Args:
       step: the step; servers run its optimize half.
-      spec: the analysis of that half, divided among servers.
-      startup: the init, with names as in the step.
-      trainers, sync_mode, on_trainer_exit: as in the plan.
-      adapt: a change of a server's work, such as delay compensation; None for none.
-      tables: leaves whose rows trainers look up.
-      sized: returns the same analysis for different numbers of rows in blocks of tables.
+      spec: analysis of the optimize half, with the servers of its blocks.
+      startup: the init, whose outputs are named as in the step.
+      trainers: the number of trainers.
+      sync_mode: True if an update waits for the gradients of all trainers.
+      on_trainer_exit: as in `dtrans.pserver`.
+      adapt: rewrites the work of a server, for example to add delay compensation.
+      tables: leaves that trainers request by rows instead of in full.
+      sized: returns `spec` for other numbers of rows in the blocks of tables.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class ServerProgramWriter:
         return ServerPrograms(main, startup, subset(work.variables, main.in_names))
 
     def work(self, endpoint: str) -> ServerWork:
-        """Return one server's updates and arrays."""
+        """Return the updates that one server runs, and the arrays that it stores."""
         work = write_server(self.spec, endpoint)
         if self.adapt is None:
             return work
@@ -80,9 +82,14 @@ class ServerProgramWriter:
 
     def main(self, endpoint: str, work: ServerWork) -> Program:
         """Return a server's main program: one `listen_and_serv` equation on its arrays."""
-        units = self.spec.placement.units[endpoint]
-        requested = [n for n in self.spec.requested if self.spec.holder_of(n) == endpoint]
-        param_names = [x.name for unit in units for x in unit.blocks if not x.is_table]
+        param_names = []
+        for block in self._blocks(endpoint):
+            if not block.is_table:
+                param_names.append(block.name)
+        # trainers also receive the optimizer state that their forward reads
+        for n in self.spec.requested:
+            if self.spec.holder_of(n) == endpoint:
+                param_names.append(n)
         lr_blocks = [i for i, block in enumerate(work.blocks, 1) if block.role == LR_SCHED]
         spec = self._state_spec(work)
 
@@ -100,10 +107,17 @@ class ServerProgramWriter:
             lr_decay_block_id=lr_blocks[0] if lr_blocks else -1,
             optimize_blocks=work.blocks,
             state_names=spec.names,
-            param_names=(*param_names, *requested),
+            param_names=tuple(param_names),
             **self._tables(endpoint, work),
         )
         return Program(f"pserver {endpoint}", b.build(final), (spec,), spec, tuple(b.roles))
+
+    def _blocks(self, endpoint: str) -> list[Block]:
+        """Return the blocks on a server, in the order of their units."""
+        blocks: list[Block] = []
+        for unit in self.spec.placement.units[endpoint]:
+            blocks += unit.blocks
+        return blocks
 
     def _type(self, variable: ServerVariable) -> Any:
         """Return the type of a server's array."""
@@ -114,7 +128,7 @@ class ServerProgramWriter:
         return TreeSpec.from_tree({n: self._type(x) for n, x in work.variables.items()})
 
     def _tables(self, endpoint: str, work: ServerWork) -> dict[str, Any]:
-        """Return the `tables` parameter of a server's equation; empty without tables."""
+        """Return the parameter `tables` of `listen_and_serv`, or no parameter without tables."""
         if not self.tables or self.sized is None:
             return {}
         sized = self.sized
@@ -136,25 +150,29 @@ class ServerProgramWriter:
 
     def _table_blocks(self, endpoint: str, work: ServerWork) -> dict[str, TableBlock]:
         """Return a server's blocks of tables, by name."""
-        sent = {(g.leaf, g.index): g.sent for block in work.blocks for g in block.grads}
-        units = self.spec.placement.units[endpoint]
-        blocks = [b for unit in units for b in unit.blocks if b.is_table]
-        return {b.name: self._table_block(b, work, sent[b.leaf, b.index]) for b in blocks}
+        sent = {}
+        for update in work.blocks:
+            for g in update.grads:
+                sent[g.leaf, g.index] = g.sent
+        found = {}
+        for b in self._blocks(endpoint):
+            if b.is_table:
+                found[b.name] = self._table_block(b, work, sent[b.leaf, b.index])
+        return found
 
     def _table_block(self, b: Block, work: ServerWork, gradients: Mapping[int, str]) -> TableBlock:
         table = self.tables[b.leaf]
         assert b.span is not None
-        # arrays beside the block, such as DC-ASGD's mean squares, have its rows too
-        beside = [
-            n
-            for n, x in work.variables.items()
-            if x.beside and (x.of, x.block) == (b.leaf, b.index)
-        ]
+        # arrays that the server adds for the block, such as the mean squares of DC-ASGD
+        beside = []
+        for n, x in work.variables.items():
+            if x.beside and (x.of, x.block) == (b.leaf, b.index):
+                beside.append(n)
         rests = None
         if table.zero.rests is not None:
             rests = {b.named(n): number for n, number in table.zero.rests.items()}
             rests |= dict.fromkeys(beside, 0)
-        # each server gets its share of the limit, rounded up
+        # The limit is for the full table: a block gets its share by rows, rounded up.
         limit = table.limit and -(-table.limit * b.rows // table.lookups.rows)
         return TableBlock(
             b.leaf,
@@ -172,9 +190,10 @@ class ServerProgramWriter:
         )
 
     def init(self, endpoint: str, work: ServerWork) -> Program:
-        """Return a server's startup program: its rows of the single-device init.
+        """Return a server's startup program, which computes its rows of the single-device init.
 
-        Rows of a table whose update touches only some rows are initialised at their first use.
+        If an update changes only the rows that trainers look up, a table begins empty, and a row is
+        initialised at its first lookup.
         """
         variables, init_outs = work.variables, self.startup.outvars
         spec = self._state_spec(work)
@@ -209,7 +228,7 @@ class ServerProgramWriter:
         )
 
     def _inits_on_use(self, table: TableBlock, variables: Mapping[str, ServerVariable]) -> bool:
-        """Return True if a server may initialise the rows of a block one by one."""
+        """Return True if a server may initialise each row of a table at the row's first lookup."""
         if table.updates_all or any(variables[n].zeros for n in table.arrays):
             return False
         for n in table.arrays:
@@ -221,7 +240,7 @@ class ServerProgramWriter:
     def _rows(
         self, table: TableBlock, variables: Mapping[str, ServerVariable], count: int
     ) -> ClosedJaxpr:
-        """Return a program that maps `count` row ids of a block to the initial rows."""
+        """Return the program that computes the initial values of `count` rows from their ids."""
         b = Builder(self.startup.jaxpr)
         ids = b.input(ShapedArray((count,), jnp.int32))
         b.invars += self.startup.inner.invars
@@ -236,7 +255,7 @@ class ServerProgramWriter:
 
 
 def _part(x: ServerVariable) -> Slice | None:
-    """Return a variable's rows of the init's array; None for the full array."""
+    """Return the slice of the init's array that a server stores; None for the full array."""
     if x.buckets is None or x.part is None:
         return x.part
     return BucketRows(x.buckets).of(RowAxis(x.of, x.part.axis))
@@ -244,7 +263,7 @@ def _part(x: ServerVariable) -> Slice | None:
 
 @functools.cache
 def _leaf_ids_of(rows: RowSet) -> Callable[[jax.Array], jax.Array]:
-    """Return a function from row ids of a block to row ids of the leaf."""
+    """Return a function that maps row indices within a block to row indices within the leaf."""
     if isinstance(rows, RowBuckets):
         return numbers_at(rows)
     return lambda ids: ids + rows.start

@@ -11,10 +11,10 @@ import jax
 @partial(jax.tree_util.register_dataclass, data_fields=["params", "servers"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class MeshState:
-    """State of a job: a pytree of arrays.
+    """State of a job in one process, as a pytree of arrays.
 
     Attributes:
-      params: name to parameter of the trainers; replicated over the mesh of trainers.
+      params: the trainers' parameters, by name; replicated over the trainers' devices.
       servers: endpoint to the server's arrays, by name (`params/w.block0`,
         `opt_state/0/mu/w.block0`).
     """

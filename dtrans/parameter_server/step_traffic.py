@@ -1,4 +1,4 @@
-"""Traffic of one step: values that trainers and servers send each other, and their costs."""
+"""Traffic of one step: bytes and rounds of the messages between trainers and servers."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from dtrans.slicing.blocks import Placement
 
 @dataclasses.dataclass(frozen=True)
 class Reduction:
-    """Reduction of a value over servers.
+    """All-reduce of a value over servers.
 
     Attributes:
-      name: name of the value on every server.
-      op: operation: `sum`, `max`, ...
+      name: name of the value, equal on all servers.
+      op: the reduction: `sum`, `max`, ...
       shape, dtype: type of the value.
-      owners: servers with parts of the value.
-      over: servers in the exchange: owners, and servers that need the value.
+      owners: servers that contribute a partial result.
+      over: servers that take part: the owners, and the servers that need the result.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Reduction:
 
     @classmethod
     def from_equation(cls, eqn: JaxprEqn) -> Reduction:
-        """Return the reduction of an `all_reduce` equation."""
+        """Return the record of an `all_reduce` equation."""
         p, aval = eqn.params, eqn.outvars[0].aval
         return cls(p["name"], p["op"], aval.shape, aval.dtype, p["owners"], p["over"])
 
@@ -52,16 +52,16 @@ class Reduction:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepTraffic:
-    """Values that the roles of a plan send in a step.
+    """Values that the roles of a plan send in a step, and their bytes.
 
     Attributes:
       trainer: the program of trainer 0.
-      servers: endpoint to the program of the server.
+      servers: endpoint to the main program of the server.
       placement: every block and its server.
       unsent: parameters whose update uses no gradient.
-      tables: leaves whose rows trainers look up.
+      tables: leaves that trainers request by rows instead of in full.
       trainers: the number of trainers.
-      push_every: steps between pushes of changes in GEO-SGD; otherwise 0.
+      push_every: the number of steps between two pushes in GEO-SGD; 0 in other modes.
     """
 
     trainer: Program
@@ -73,18 +73,22 @@ class StepTraffic:
     push_every: int
 
     def costs(self, state_bytes: Mapping[str, int]) -> Costs:
-        """Return the costs of each role.
+        """Return the costs of each role: memory, traffic and operations.
 
         Args:
           state_bytes: endpoint to the bytes of the server's state.
         """
-        servers = [self._server_cost(ep, state_bytes[ep]) for ep in self.servers]
-        return Costs([self._trainer_cost(), *servers])
+        costs = [self._trainer_cost()]
+        for endpoint in self.servers:
+            costs.append(self._server_cost(endpoint, state_bytes[endpoint]))
+        return Costs(costs)
 
     def _trainer_cost(self) -> RoleCost:
         step, inputs = self.bytes_per_step, self.trainer.inputs
-        # params; in GEO-SGD also the optimizer state
-        specs = self.trainer.args[: 2 if self.push_every else 1]
+        # a trainer stores the parameters, and in GEO-SGD also the optimizer state
+        names = list(self.trainer.args[0].names)
+        if self.push_every:
+            names += self.trainer.args[1].names
         sent, received = step["send"], step["recv"]
         for eqn in self.exchanges:
             exchange = _exchange_bytes(eqn)
@@ -92,7 +96,7 @@ class StepTraffic:
         return RoleCost(
             "trainer",
             count=self.trainers,
-            state_bytes=sum(nbytes(inputs[n]) for spec in specs for n in spec.names),
+            state_bytes=sum(nbytes(inputs[n]) for n in names),
             sent=sent,
             received=received,
             rounds=1 + len(self.exchanges),
@@ -100,22 +104,24 @@ class StepTraffic:
         )
 
     def _server_cost(self, endpoint: str, state_bytes: int) -> RoleCost:
-        blocks = [b for b in self.placement.table if b.endpoint == endpoint]
-        # with trainers: gradients and arguments for parameters
-        from_trainer = sum(b.nbytes for b in blocks if b.leaf not in self.unsent)
-        from_trainer += sum(sizes.get(endpoint, 0) for sizes in self.arguments.values())
-        to_trainer = sum(b.nbytes for b in blocks)
+        # traffic with one trainer: gradients and arguments arrive, parameters are sent
+        from_trainer = to_trainer = 0
+        for b in self.placement.table:
+            if b.endpoint == endpoint:
+                to_trainer += b.nbytes
+                if b.leaf not in self.unsent:
+                    from_trainer += b.nbytes
+        for sizes in self.arguments.values():
+            from_trainer += sizes.get(endpoint, 0)
         rounds = 1
         for eqn in self.exchanges:
             if eqn.params["endpoint"] == endpoint:
                 sent, received = _exchange_bytes(eqn)
-                from_trainer, to_trainer, rounds = (
-                    from_trainer + sent,
-                    to_trainer + received,
-                    rounds + 1,
-                )
+                from_trainer += sent
+                to_trainer += received
+                rounds += 1
 
-        # with other servers: each owner sends its part to each of the others
+        # traffic with other servers: each owner sends its part to every server of the all-reduce
         to_servers = from_servers = 0
         for values in self.rounds:
             reductions = [r for r in values if endpoint in r.over]
@@ -138,21 +144,26 @@ class StepTraffic:
 
     @cached_property
     def bytes_per_step(self) -> dict[str, int]:
-        """Bytes that one trainer sends and receives in a step; an upper bound for tables."""
-        blocks = [b for b in self.placement.table if not b.is_table]
-        send = sum(b.nbytes for b in blocks if b.leaf not in self.unsent)
-        send += sum(sum(sizes.values()) for sizes in self.arguments.values())
-        recv = sum(b.nbytes for b in blocks)
+        """Bytes that a trainer sends ("send") and receives ("recv"); an upper bound for tables."""
+        send = recv = 0
+        for b in self.placement.table:
+            if not b.is_table:
+                recv += b.nbytes
+                if b.leaf not in self.unsent:
+                    send += b.nbytes
+        for sizes in self.arguments.values():
+            send += sum(sizes.values())
         for sent, received in self._row_bytes.values():
-            send, recv = send + sent, recv + received
+            send += sent
+            recv += received
         return {"send": send, "recv": recv}
 
     @property
     def _row_bytes(self) -> dict[str, tuple[int, int]]:
-        """The most bytes of each table that one trainer sends and receives.
+        """Upper bounds of the bytes that a trainer sends and receives, for each table.
 
-        In GEO-SGD they are those of `push_every` steps. The bound assumes that no row was looked up
-        before, and that all trainers take equally many steps.
+        In GEO-SGD the bytes are for `push_every` steps. The bound assumes that the trainer stores
+        no rows yet, and that all trainers run the same number of steps.
         """
         found = {}
         for n, t in self.tables.of.items():
@@ -168,7 +179,7 @@ class StepTraffic:
 
     @property
     def _id_bytes(self) -> int:
-        """Bytes of one row id. A communicator sends the id twice: also with the gradient."""
+        """Bytes of a row's ids in a step: a communicator sends the id again with the gradient."""
         for eqn in self.trainer.eqns:
             if eqn.primitive is send_rows_p and "communicator" in eqn.params:
                 return 2 * ID
@@ -176,7 +187,7 @@ class StepTraffic:
 
     @cached_property
     def arguments(self) -> dict[str, dict[str, int]]:
-        """Arguments of the step that the update reads, each with its bytes by server."""
+        """Arguments of the step that the update reads: name to {endpoint: bytes sent there}."""
         found: dict[str, dict[str, int]] = {}
         for endpoint, program in self.servers.items():
             (serve,) = program.eqns
@@ -189,12 +200,12 @@ class StepTraffic:
 
     @cached_property
     def exchanges(self) -> tuple[JaxprEqn, ...]:
-        """The `exchange` equations of trainer 0, one for each round of a step."""
+        """The `exchange` equations in the program of trainer 0, one for each round."""
         return tuple(eqn for eqn in self.trainer.eqns if eqn.primitive is exchange_p)
 
     @cached_property
     def rounds(self) -> tuple[tuple[Reduction, ...], ...]:
-        """The values that servers reduce together, in each round of a step."""
+        """The all-reduces between servers in a step, grouped by round."""
         found: dict[int, dict[str, Reduction]] = {}
         for block in self.optimize_blocks:
             if block.role != DIST:
@@ -208,12 +219,15 @@ class StepTraffic:
     @cached_property
     def optimize_blocks(self) -> tuple[OptimizeBlock, ...]:
         """The optimize blocks of all servers."""
-        serves = (eqn for program in self.servers.values() for eqn in program.eqns)
-        return tuple(block for eqn in serves for block in eqn.params["optimize_blocks"])
+        blocks: list[OptimizeBlock] = []
+        for program in self.servers.values():
+            (serve,) = program.eqns
+            blocks += serve.params["optimize_blocks"]
+        return tuple(blocks)
 
     @property
     def notes(self) -> list[str]:
-        """Remarks on this traffic."""
+        """Remarks on the traffic, for a printed plan."""
         step = self.bytes_per_step
         often = f"in {self.push_every} steps" if self.push_every else "per step"
         notes = [
@@ -231,14 +245,13 @@ class StepTraffic:
         for i, values in enumerate(self.rounds):
             size = sum(r.nbytes for r in values)
             notes.append(
-                f"round {i + 1} among pservers: {len(values)} values, {size:,} bytes from each at "
-                "most"
+                f"round {i + 1} between pservers: {len(values)} values, at most {size:,} bytes "
+                "from each pserver"
             )
         row_bytes = {n: sum(sizes) for n, sizes in self._row_bytes.items()}
         return notes + table_notes(self.tables, row_bytes, f" {often}" * bool(self.push_every))
 
 
 def _exchange_bytes(eqn: JaxprEqn) -> tuple[int, int]:
-    """Return the bytes that a trainer sends and receives in a round."""
-    sent = total_bytes(eqn.invars)
-    return sent, total_bytes(eqn.outvars)
+    """Return the bytes that a trainer sends, and the bytes that it receives, in a round."""
+    return total_bytes(eqn.invars), total_bytes(eqn.outvars)

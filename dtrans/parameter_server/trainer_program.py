@@ -1,12 +1,12 @@
-"""Programs of trainers of parameter servers.
+"""Writer of the trainers' programs.
 
     forward, backward
     after each gradient   `split_byref` (if the leaf has several blocks), `send`
     at the end            `send_barrier`, a `recv` for each parameter, `fetch_barrier`, and `concat`
                           for leaves of several blocks
 
-Asynchronous trainers have no barriers. With `runtime_split` a `send` and a `recv` transfer a full
-leaf, so no equation splits or concatenates.
+Programs of asynchronous trainers have no barriers. With `runtime_split`, `send` and `recv` transfer
+full leaves, so `split_byref` and `concat` are left out.
 """
 
 from __future__ import annotations
@@ -56,22 +56,22 @@ class TrainerCommConfig:
     Attributes:
       trainers: the number of trainers.
       sync_mode: True if an update uses the gradients of all trainers.
-      runtime_split: True if trainers cut leaves into blocks at run time, without equations for it.
+      runtime_split: True if `send` and `recv` cut full leaves into blocks at run time.
       half_async: with `runtime_split`, True if a step waits until its gradients are sent and its
         parameters received.
-      communicator: options of a communicator that sends and receives in the background; None
-        without one.
+      communicator: options of the communicator, which sends and receives in the background; None if
+        the step itself sends and receives.
       averages: leaves that trainers compute and servers average.
-      argument_servers: argument of the step that the update reads, to the servers that need it.
-      state_servers: array of the optimizer state that trainers receive before a step, to its
-        server.
-      tables: leaves whose rows trainers look up.
+      argument_servers: maps each argument of the step that the update reads to the servers that
+        need it.
+      state_servers: maps each array of the optimizer state that forward reads to its server.
+      tables: leaves that trainers request by rows instead of in full.
       calls_once: True if only trainer 0 calls host callbacks.
-      scale: factor of gradients before they are sent: the number of trainers, if trainers have
-        terms of a sum and servers average.
-      numbers: numbers of the update that depend on the batch size; trainers send them as arguments.
-      parts: arrays of the batch that no server has. Trainers compute the values that the update
-        needs from them, and send these as arguments; None if servers refuse such values.
+      scale: factor by which trainers multiply gradients. It is the number of trainers if the full
+        gradient is the sum of the trainers' gradients, since servers average.
+      numbers: numbers in the update that depend on the batch size; trainers send them as arguments.
+      parts: arrays of the batch. If the update reads a value that forward computes from them,
+        trainers send that value as an argument. None: such a step is an error.
     """
 
     trainers: int
@@ -89,13 +89,16 @@ class TrainerCommConfig:
     parts: tuple[str, ...] | None = None
 
     def hand_over(self, step: Cut) -> Cut:
-        """Return the step with values of forward as inputs of its update."""
+        """Return the step whose update takes the values that it reads from forward as inputs."""
         if self.parts is None:
             return step
         return hand_over(step, self.parts, drawn=True)
 
     def server_update(self, step: Cut) -> Cut:
-        """Return the step with the servers' update, with averages and values that trainers send."""
+        """Return the step with the update that servers run.
+
+        It has inputs for the values that trainers send, and it averages `averages`.
+        """
         return add_averages(self.numbers.taken_by(self.hand_over(step)), self.averages)
 
     @property
@@ -106,10 +109,10 @@ class TrainerCommConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TrainerSide:
-    """Writer of the programs of a plan's trainers.
+    """Writer of the trainers' programs of one plan.
 
     Attributes:
-      step: the step of one trainer, with the servers' update.
+      step: the step of one trainer, with the update that servers run.
       placement: every block and its server.
       init: the single-device init.
       comm: options of the communication with servers.
@@ -122,7 +125,7 @@ class TrainerSide:
 
     @property
     def runtime_split(self) -> bool:
-        """True if trainers cut leaves into blocks at run time, without equations for it."""
+        """True if `send` and `recv` cut full leaves into blocks at run time."""
         return self.comm.runtime_split
 
     def program(self, trainer_id: int) -> Program:
@@ -130,23 +133,26 @@ class TrainerSide:
         return write_trainer(self.step, self.placement, trainer_id, self.comm)
 
     def startup(self, trainer_id: int) -> Program:
-        """Return the startup program of one trainer: the arguments of init -> params."""
+        """Return the startup program of one trainer: init's arguments -> params."""
         return write_trainer_startup(self.step, self.placement, self.init, trainer_id, self.comm)
 
     def uneven(
         self, shared: ExactStep, types: Sequence[jax.ShapeDtypeStruct], trainer_id: int
     ) -> tuple[ExactStep, Program]:
-        """Return the split and a trainer's program for a batch that the trainers do not divide.
+        """Return the batch split and a trainer's program for a batch size with a remainder.
 
-        Parts are padded to `ceil(rows / trainers)` rows.
+        Each trainer's part of the batch is padded to `ceil(rows / trainers)` rows.
 
         Args:
-          shared: the split of batches that the trainers divide.
+          shared: the split of batches without a remainder.
           types: types of the inputs of the full step.
         """
         uneven = shared.for_types(types)
-        # uneven parts give terms of a sum; where servers average, trainers multiply by their number
-        scale = self.comm.scale if shared.reduce == "sum" else self.comm.trainers
+        # The gradients of parts of different sizes add up to the full gradient. Servers that
+        # average divide by the number of trainers, so trainers multiply by it first.
+        scale = self.comm.trainers
+        if shared.reduce == "sum":
+            scale = self.comm.scale
         step = self.comm.server_update(cut(uneven.step.program))
         check_same_update(self.step, step)
         comm = dataclasses.replace(self.comm, scale=scale)
@@ -158,7 +164,7 @@ def write_trainer(
 ) -> Program:
     """Return the program of one trainer: (params, *batch) -> (params, loss[, aux])."""
     if comm.gradients_per_update == 1:
-        # a gradient is complete on its trainer, so callbacks may read it there
+        # An update uses one trainer's gradient, so host callbacks may read it on that trainer.
         step = step.with_observers(GRADIENTS, READS_BATCH)
     source = step.program
     vars_of = source.invars
@@ -167,7 +173,7 @@ def write_trainer(
     b.invars += [empty.get(n, vars_of[n]) for n in (*step.params, *step.batch)]
     writer = TrainerCommWriter(b, placement, trainer_id, comm)
 
-    # before forward: state that it reads
+    # receive the optimizer state that forward reads
     writer.receive_state(subset(vars_of, comm.state_servers))
 
     # forward and backward, with a send after each gradient
@@ -175,7 +181,7 @@ def write_trainer(
     on_rows = writer.on_rows(step)
     results = write_trainer_half(b, step, step.results, writer.send, on_rows, rounds)
 
-    # then arguments of the update, and the new parameters
+    # send the arguments of the update, and receive the new parameters
     for n, servers in comm.argument_servers.items():
         value: Any = vars_of.get(n)
         if n in step.numbers:
@@ -202,19 +208,19 @@ def write_trainer(
 
 
 def out_names(step: Cut) -> tuple[str, ...]:
-    """Return the names of the outputs of a trainer's program."""
+    """Return the names of a trainer program's outputs: the step's, without the optimizer state."""
     return tuple(without(step.program.out, step.program.args[1]).names)
 
 
 def without_rows(aval: Any) -> Any:
-    """Return the type of a trainer's table without rows."""
+    """Return the type of an array with the same row shape and no rows."""
     return aval.update(shape=(0, *aval.shape[1:]))
 
 
 def write_trainer_startup(
     step: Cut, placement: Placement, startup: Program, trainer_id: int, comm: TrainerCommConfig
 ) -> Program:
-    """Write a trainer's startup program: it receives parameters, and computes frozen leaves."""
+    """Return a trainer's startup program, which receives parameters and computes frozen leaves."""
     b, outs = write_start(startup, step.frozen)
     received = [n for n in step.optimized if n not in comm.tables]
     outs |= TrainerCommWriter(b, placement, trainer_id, comm).receive_initial(received)
@@ -227,7 +233,11 @@ def write_trainer_startup(
 
 
 def write_start(startup: Program, leaves: Sequence[str]) -> tuple[Builder, dict[str, Any]]:
-    """Begin a startup program that computes `leaves`; return its builder and the init's outputs."""
+    """Begin a startup program with the equations of the init that compute `leaves`.
+
+    Returns:
+      The builder of the program, and all outputs of the init by name.
+    """
     inner = startup.inner
     outs: dict[str, Any] = startup.outvars
     b = Builder(startup.jaxpr)
@@ -240,7 +250,7 @@ def write_start(startup: Program, leaves: Sequence[str]) -> tuple[Builder, dict[
 
 
 def row_location(table: str, blocks: Sequence[Block]) -> dict[str, Any]:
-    """Return the parameters of an equation with the rows of a table's blocks and their servers."""
+    """Return equation parameters that locate a table's rows: the rows and server of each block."""
     spans = tuple(x.span for x in blocks)
     return {"table": table, "epmap": _endpoints(blocks), "spans": spans}
 
@@ -253,8 +263,12 @@ def _names(blocks: Sequence[Block]) -> tuple[str, ...]:
     return tuple(x.name for x in blocks)
 
 
+def _row_counts(blocks: Sequence[Block]) -> tuple[int, ...]:
+    return tuple(x.rows for x in blocks)
+
+
 class TrainerCommWriter:
-    """Writer of one trainer's communication.
+    """Writer of the equations by which one trainer communicates with servers.
 
     Args:
       b: builder of the trainer's program.
@@ -275,12 +289,12 @@ class TrainerCommWriter:
             "trainers": comm.trainers,
             "sync_mode": comm.sync_mode,
         }
-        # results of sends, on which later equations wait
+        # outputs of `send` equations; a barrier takes them as operands, so it comes after the sends
         self.tokens: list[Var] = []
         self._tables: TableWriter | None = None
 
     def on_rows(self, step: Cut) -> Callable[..., HalfWriter] | None:
-        """Return the writer of a trainer's half on looked-up rows, or None without tables."""
+        """Return a function that creates the writer of a step with tables; None without tables."""
         if not self.comm.tables:
             return None
         found = find_lookups(step, self.comm.tables)
@@ -299,23 +313,28 @@ class TrainerCommWriter:
         return writer
 
     def _row_location(self, leaf: str) -> dict[str, Any]:
-        """Return the parameters of an equation that transfers rows of a table."""
+        """Return the parameters of an equation that sends or receives rows of a table."""
         blocks = self.placement.blocks[leaf]
         return {**row_location(leaf, blocks), **self._background, **self.common}
 
     @property
     def _background(self) -> dict[str, Any]:
-        """The parameter of an equation that a communicator runs; empty without one."""
-        return {"communicator": self.comm.communicator} if self.comm.communicator else {}
+        """The equation parameter `communicator`; empty if the plan has no communicator."""
+        if self.comm.communicator is None:
+            return {}
+        return {"communicator": self.comm.communicator}
 
     def _at_run_time(self, blocks: Sequence[Block]) -> dict[str, Any]:
-        """Return the parameters of an equation that cuts a leaf at run time; empty otherwise."""
+        """Return the parameters for a `send` or `recv` of a full leaf.
+
+        They are empty if the program has equations that cut and concatenate leaves.
+        """
         if not self.comm.runtime_split:
             return {}
-        return {"sections": tuple(x.rows for x in blocks), **self._background}
+        return {"sections": _row_counts(blocks), **self._background}
 
     def send(self, leaf: str, grad: Any) -> None:
-        """Write a `send` of a gradient, behind `split_byref` if the program cuts the leaf."""
+        """Write the `send` of a gradient, after a `split_byref` if the leaf has several blocks."""
         trainer_id, count = self.me["trainer_id"], self.comm.gradients_per_update
         blocks = self.placement.blocks[leaf]
         names = tuple(x.gradient(trainer_id, count) for x in blocks)
@@ -334,7 +353,7 @@ class TrainerCommWriter:
         parts: list[Any] = [grad]
         if len(blocks) > 1 and not self.comm.runtime_split:
             self.b.role = DIST
-            parts = self.b.bind(split_byref_p, grad, sections=tuple(x.rows for x in blocks))
+            parts = self.b.bind(split_byref_p, grad, sections=_row_counts(blocks))
             self.b.labels.update(zip(parts, names, strict=True))
         self.b.role = RPC
         params = {"epmap": _endpoints(blocks), "names": names, **self._merge(leaf)}
@@ -342,17 +361,18 @@ class TrainerCommWriter:
         self.tokens += self.b.bind(send_p, *parts, **params)
 
     def _merge(self, leaf: str) -> dict[str, Any]:
-        """Return the rule by which a communicator merges the values that several steps send."""
+        """Return the equation parameter `merge`, the rule that merges values of several steps."""
         if self.comm.communicator is None:
             return {}
-        is_average = leaf in self.comm.averages
-        return {"merge": "newest" if is_average else self.comm.communicator.merge}
+        if leaf in self.comm.averages:
+            return {"merge": "newest"}
+        return {"merge": self.comm.communicator.merge}
 
     def receive_state(self, state: Mapping[str, Var]) -> None:
-        """Write the receipt of optimizer state that forward reads.
+        """Write equations that receive the optimizer state that forward reads.
 
         Args:
-          state: name to the variable that the program reads.
+          state: name to the variable of the step, which these equations define.
         """
         if not state:
             return
@@ -366,22 +386,27 @@ class TrainerCommWriter:
         servers = tuple(dict.fromkeys(endpoints.values()))
         received = b.bind(fetch_barrier_p, *arrived, endpoints=servers, **self.me)
 
-        # the program's variables become the outputs; random keys arrive as integers
-        variable_of: dict[Var, Var] = {}
+        # The barrier's outputs become the step's variables. Random keys are sent as integers, so an
+        # equation that converts them defines the step's variable.
+        outvars: list[Var] = []
         keys: dict[Var, Var] = {}
         for x, v in zip(received, state.values(), strict=True):
-            (keys if is_key(v.aval.dtype) else variable_of)[x] = v
-        b.eqns[-1] = b.eqns[-1].replace(outvars=[variable_of.get(x, x) for x in received])
+            if is_key(v.aval.dtype):
+                keys[x] = v
+                outvars.append(x)
+            else:
+                outvars.append(v)
+        b.eqns[-1] = b.eqns[-1].replace(outvars=outvars)
         b.role = DIST
         for x, v in keys.items():
             b.call(keys_of(str(jax.random.key_impl(jnp.zeros((), v.aval.dtype)))), x)
             b.eqns[-1] = b.eqns[-1].replace(outvars=[v])
 
     def send_argument(self, name: str, value: Any, servers: Sequence[str]) -> None:
-        """Write a `send` of an argument of the update to the servers that need it."""
+        """Write the `send` of an argument of the update to the servers that need it."""
         if not servers:
             return
-        # the copy has the type of the program, whatever value is passed
+        # The copy has the traced type, even if the user passes a Python number.
         (value,) = self.b.call(jnp.copy, value)
         self.b.role = RPC
         sent_name = argument(name, self.comm.gradients_per_update).sent[self.me["trainer_id"]]
@@ -391,7 +416,11 @@ class TrainerCommWriter:
         )
 
     def finish(self, leaves: Sequence[str]) -> dict[str, Var]:
-        """Write the barrier after the last gradient, if any, and the receipt of parameters."""
+        """Write the end of a step: `send_barrier`, if the mode has it, and a `recv` of each leaf.
+
+        Returns:
+          The received parameters, by leaf.
+        """
         after = self.tokens
         if self.comm.sync_mode or (self.comm.runtime_split and self.comm.half_async):
             self.b.role = RPC
@@ -401,22 +430,24 @@ class TrainerCommWriter:
             )
         if self.comm.runtime_split:
             return self.receive_full(leaves, after)
-        # the next step requests its rows when all gradients of this one are sent
+        # With tables, the fetch barrier keeps the next step from looking up rows before all
+        # gradients of this step are sent.
         barrier = self.comm.sync_mode or bool(self.comm.tables)
         return self.receive_blocks(leaves, after, barrier=barrier)
 
     def receive_full(self, leaves: Sequence[str], after: Sequence[Var]) -> dict[str, Var]:
-        """Write a `recv` of each full parameter."""
+        """Write the `recv` of each full parameter, which the run time cuts into blocks."""
         self.b.role = RPC
         new: dict[str, Var] = {}
-        if not leaves:  # all leaves are tables, and the step waits for its sends all the same
+        if not leaves:
+            # If all leaves are tables, no `recv` waits for the sends, so a barrier does.
             params = {**self._background, **self.common}
             self.b.bind(fetch_barrier_p, endpoints=self.placement.endpoints, **params)
         for leaf in leaves:
             blocks = self.placement.blocks[leaf]
             shape = blocks[0].shape
             if shape:
-                shape = (sum(x.rows for x in blocks), *shape[1:])
+                shape = (sum(_row_counts(blocks)), *shape[1:])
             (new[leaf],) = self.b.bind(
                 recv_p,
                 *after,
@@ -430,13 +461,22 @@ class TrainerCommWriter:
         return new
 
     def receive_initial(self, leaves: Sequence[str]) -> dict[str, Var]:
-        """Write the receipt of initial values, with a barrier."""
+        """Write equations that receive the initial parameters; return these by leaf."""
         return self.receive_blocks(leaves, (), barrier=True)
 
     def receive_blocks(
         self, leaves: Sequence[str], after: Sequence[Var], *, barrier: bool
     ) -> dict[str, Var]:
-        """Write a `recv` for each block, a `fetch_barrier` if wanted, and `concat` of blocks."""
+        """Write the `recv` of each leaf's blocks, and the `concat` of leaves with several blocks.
+
+        Args:
+          leaves: the leaves to receive.
+          after: outputs of earlier equations, which must run before.
+          barrier: True if a `fetch_barrier` follows the last `recv`.
+
+        Returns:
+          The received leaves, by name.
+        """
         b = self.b
         b.role = RPC
         arrived: list[Var] = []
@@ -454,16 +494,18 @@ class TrainerCommWriter:
             b.labels.update(zip(received, names, strict=True))
             arrived += received
         if barrier:
-            params = self.me if arrived else self.common  # all leaves may be tables
+            # without a `recv` (all leaves are tables), the barrier itself needs all parameters
+            params = self.me if arrived else self.common
             endpoints = self.placement.endpoints
             arrived = b.bind(fetch_barrier_p, *arrived, endpoints=endpoints, **params)
 
-        values = iter(arrived)
         b.role = DIST
         new: dict[str, Var] = {}
+        first = 0
         for leaf in leaves:
             names = _names(self.placement.blocks[leaf])
-            parts = [next(values) for _ in names]
+            parts = arrived[first : first + len(names)]
+            first += len(names)
             if len(parts) > 1:
                 b.labels.update(zip(parts, names, strict=True))
                 parts = b.bind(concat_p, *parts, axis=0)

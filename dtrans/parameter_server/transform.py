@@ -1,20 +1,20 @@
-"""Parameter-server mode: a step becomes a program of each trainer and of each server.
+"""`dtrans.pserver`: rewrites a step into one program for each trainer and each server.
 
     trainer   forward and backward. After the equation that computes a gradient: `split_byref` (for
               leaves of several blocks) and `send`. At the end: `send_barrier`, a `recv` for each
               parameter, `fetch_barrier`, and `concat` for leaves of several blocks
-    pserver   one `listen_and_serv`. Its optimize blocks sum the trainers' gradients, scale them by
-              1/trainers, and update the server's rows
+    pserver   one `listen_and_serv` equation. Its optimize blocks sum the trainers' gradients, scale
+              them by 1/trainers, and update the server's rows
 
-Asynchronous modes have no barriers, and an optimize block takes one trainer's gradient. It may
-correct the gradient for its delay (`dtrans.parameter_server.dc_asgd`). Geo has its own plan
+Asynchronous modes have no barriers, and an optimize block uses one trainer's gradient. It may
+correct the gradient for its delay (`dtrans.parameter_server.dc_asgd`). GEO-SGD has a different plan
 (`dtrans.parameter_server.geo_sgd`).
 
-Only servers have the optimizer state. Servers compute only their rows of the single-device init
-(`dtrans.slicing.partial_init`).
+Only servers store the optimizer state. Each server computes only its own rows of the single-device
+init (`dtrans.slicing.partial_init`).
 
-The job computes the numbers of one device on the global batch. Where parts of the batch do not add
-up, a trainer's program communicates with `exchange` equations
+The job computes the numbers of one device on the global batch. If that needs values of the whole
+batch within a step, such as batch statistics, trainers communicate in `exchange` equations
 (`dtrans.parameter_server.exchange_rounds`).
 
 Source: python/paddle/fluid/transpiler/distribute_transpiler.py (`transpile`, `get_trainer_program`,
@@ -29,13 +29,13 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
-from dtrans._jax import JaxprEqn, equations, jaxprs_in_params, line_of, without_mesh
+from dtrans._jax import JaxprEqn, Var, equations, jaxprs_in_params, line_of, without_mesh
 from dtrans.batch.exact_step import ExactStep, batch_axes, full_type, shard_alone, shard_step
 from dtrans.endpoints import parse_endpoints
 from dtrans.errors import ConfigError, GradientError, TraceError
-from dtrans.ir.dataflow import backward_slice, bits_of, propagate
+from dtrans.ir.dataflow import bits_of, needed_equations, propagate
 from dtrans.ir.program import DIST, Program, is_communication
-from dtrans.ir.selection import subset, values_at
+from dtrans.ir.selection import subset
 from dtrans.ops import CommunicatorConfig
 from dtrans.parameter_server.averaged_leaves import choose_averages
 from dtrans.parameter_server.dc_asgd import compensate, moving_suffixes
@@ -82,7 +82,7 @@ TRAINERS_HAVE = "which only the trainers have"
 SYNC_SENDS = (
     "With mode=dtrans.Sync() an update may read arguments that all trainers share and values that "
     "forward computes from the batch (a count of tokens, the loss), and a loss may read optimizer "
-    "state without rows"
+    "state that is not cut into rows"
 )
 
 
@@ -106,40 +106,44 @@ def pserver(
       main: `dtrans.trace(step, params, opt_state, *batch)`.
       startup: `dtrans.trace(init, *args)` with `init(*args) -> (params, opt_state)`.
       pservers: the servers' endpoints, `host:port`, as a sequence or separated by commas.
-      trainers: the number of trainers that share each global batch; with `dtrans.Geo` each has its
-        own batches.
-      mode: `dtrans.Sync`, `Async`, `HalfAsync` or `Geo`: when servers update, and what trainers
-        wait for.
-      placement: a `dtrans.BlockPlacement`: the cut of leaves into blocks, and the server of each.
-      on_trainer_exit: the effect on synchronous updates of a trainer that closes before the others.
-        "drop": each later update averages the gradients of the remaining trainers, as on one device
-        that sees only their rows. "paddle": as Paddle 1.8 mostly does: the last gradient of the
-        closed trainer counts once more, then as zero, and the sum is still divided by `trainers`.
-        (It is one outcome of a race: in the other outcome that gradient counts forever; see
-        `dtrans.ops.listen_and_serv`.) "error": the job ends with a `PeerError` that names the
-        trainer. A trainer that fails, or closes in the middle of a step, always ends a synchronous
-        job. So does a trainer that closes early if the parts of the step do not add up.
-      batch: "exact": the job gives one device's numbers. Where parts of the batch do not add up,
-        trainers exchange values through the servers, in rounds that the plan counts. Asynchronous
-        trainers cannot: such a step raises ConfigError with its line. "local": each trainer takes
-        the step on its part alone. Or a `dtrans.Batch`. With "local", its `merge` maps leaves that
-        trainers compute, such as batch statistics, or prefixes of their names, to "own" or "mean".
-        "own", the default: each trainer keeps its value. "mean": servers average them; in
-        asynchronous modes the newest value counts. With `dtrans.Geo` trainers have different
-        batches.
-      sparse: leaves whose rows trainers look up, such as embedding tables: name to `dtrans.Rows`.
-        "auto": leaves that a step reads by rows only, if it looks up at most a fourth of their
-        rows. A trainer requests the rows of its batch before forward, and sends their gradients;
-        with `dtrans.Geo` it stores them, and sends their changes. None: trainers have all leaves.
+      trainers: the number of trainers. They split each global batch; with `dtrans.Geo` each trainer
+        has its own batches.
+      mode: the update mode: `dtrans.Sync`, `dtrans.Async`, `dtrans.HalfAsync` or `dtrans.Geo`.
+      placement: rules that cut leaves into blocks, and assign blocks to servers.
+      on_trainer_exit: the effect on synchronous updates if a trainer closes before the others.
+
+        - "drop": each later update averages the gradients of the remaining trainers, as one device
+          would that sees only their rows.
+        - "paddle": as Paddle 1.8 does in one outcome of a race. The last gradient of the closed
+          trainer is used in one more update, and later counts as zero; the sum is still divided by
+          `trainers`. (In the other outcome it is used forever: `dtrans.ops.listen_and_serv`.)
+        - "error": the job ends with a `PeerError` that names the trainer.
+
+        A trainer that fails, or closes in the middle of a step, always ends a synchronous job. A
+        trainer that closes early also ends the job if the step has `exchange` rounds.
+      batch: "exact", "local", or a `dtrans.Batch`.
+
+        - "exact": the job computes one device's numbers. If the step needs values of the whole
+          batch, trainers exchange them through the servers; the plan counts these rounds.
+          Asynchronous trainers cannot exchange values, so such a step raises ConfigError.
+        - "local": each trainer runs the step on its part of the batch, and keeps its own value of
+          leaves without gradients, such as batch statistics. `dtrans.Batch(merge=...)` maps names
+          of these leaves, or prefixes, to "own" (this default) or "mean": servers average them, or
+          use the newest value in asynchronous modes.
+      sparse: tables, which trainers request by rows instead of in full: leaf name to `dtrans.Rows`.
+        A trainer requests the rows of its batch before forward, and sends their gradients. With
+        `dtrans.Geo` it stores the rows, and sends their changes. "auto" chooses the leaves that a
+        step reads by rows only, if it looks up at most a fourth of their rows. None: no tables.
 
     Raises:
-      ConfigError: an option is out of range, a leaf in `sparse` is no table, or these trainers
-        cannot take the exact step.
+      ConfigError: an option is out of range, or a leaf in `sparse` cannot be a table. Also raised
+        if the mode is asynchronous, and the step needs values of the whole batch.
       BatchError: arrays of an exact step's batch differ in their number of rows.
-      GradientError: the gradients of the step are ambiguous (see `dtrans.step.cut`), or one of
-        several trainers would compute a result from its gradients alone.
-      OptimizerError: the optimizer needs the loss; or, with "require", it mixes rows.
-      TraceError: `startup` does not return the state that `main` takes.
+      GradientError: the gradients of the step are ambiguous (see `dtrans.step.cut`), or a result of
+        the step depends on the gradients of several trainers.
+      OptimizerError: the optimizer needs the loss; or `slice_var_up` is "require", and the
+        optimizer cannot update a leaf in blocks.
+      TraceError: `startup` does not return the state that `main` reads.
 
     Source: `DistributeTranspiler.transpile` in Paddle's distribute_transpiler.py.
 
@@ -159,7 +163,7 @@ def pserver(
       >>> [op.type for op in plan.trainer.ops if op.role in ("rpc", "dist")]
       ['split_byref', 'send', 'send_barrier', 'recv', 'fetch_barrier', 'concat']
     """
-    # the options
+    # check the options
     main, startup = normalize_step(main, startup)
     endpoints = parse_endpoints(pservers)
     batch = check_options(trainers, mode, placement, on_trainer_exit, batch)
@@ -168,7 +172,7 @@ def pserver(
         mode, placement, on_trainer_exit, batch, trainers, len(endpoints), sparse
     )
 
-    # the step, and the split of its batch
+    # cut the step into forward and update, and split its batch
     plain = cut(main)
     refuse_across(plain, TRAINERS_HAVE, may_send=isinstance(mode, Sync), remedy=SYNC_SENDS)
     parts = sent_parts(plain, batch, trainers, mode)
@@ -182,28 +186,28 @@ def pserver(
         step = cut(shared.step.program)
         on_trainer_exit = refuse_paddle_exit(on_trainer_exit, shared)
 
-    # the communication, and the update that it leaves to servers
+    # choose the communication, and derive the update that servers run
     comm = dataclasses.replace(trainer_comm(step, trainers, mode, batch), parts=parts)
     refuse_exchange_in_update(comm.hand_over(step))
-    # a split is not proven for a step whose outputs depend on the batch size
+    # If the split is proven, the outputs do not depend on the batch size.
     if comm.sync_mode and (shared is None or not shared.proven):
         comm = dataclasses.replace(comm, numbers=batch_size_numbers(step, batch, comm))
     step = comm.server_update(step)
     check_step(step, comm, on_trainer_exit)
 
-    # tables and blocks; the analysis finds the leaf whose rows each value of the update has
+    # choose tables and place blocks; row analysis finds which rows each value of the update needs
     analysis = analyse(step.optimize, step.optimized)
     startup = match_startup(step, startup)
     tables = choose_tables(step, analysis, startup, sparse, moving_suffixes(mode))
     types = subset(step.program.inputs, step.optimized)
     placed = place(analysis, types, endpoints, placement, tables.buckets)
     placed = mark_tables(placed, tables.of)
-    # a trainer receives state from one server, so state with rows, in several blocks, is refused
+    # A trainer receives optimizer state from one server, so state that is cut into rows is refused.
     for n, output in step.state_read.items():
         if analysis.layout(analysis.inputs[n]) is not SHARED:
             raise asks_for(output, n).refused(TRAINERS_HAVE)
 
-    # the programs
+    # write the programs
     summed: tuple[str, ...] = ()
     if shared is not None and shared.reduce == "sum":
         summed = tuple(step.gradients)
@@ -218,13 +222,15 @@ def pserver(
         exact=exact,
     )
     update = analyse_for(placed)
-    # trainers of an exact step have equal results, and trainer 0 calls callbacks for all
+    # Trainers of an exact step compute equal results, so only trainer 0 calls host callbacks.
     calls_once = trainers == 1 or (shared is not None and isinstance(mode, Sync))
+    caller = "trainer 0" if calls_once else EACH_TRAINER
+    argument_servers = {n: update.readers_of(n) for n in step.arguments}
     state_servers = {n: update.holder_of(n) for n in step.state_read}
     comm = dataclasses.replace(
         comm,
         tables=tables.names,
-        argument_servers={n: update.readers_of(n) for n in step.arguments},
+        argument_servers=argument_servers,
         state_servers=state_servers,
         calls_once=calls_once,
     )
@@ -252,32 +258,35 @@ def pserver(
         update=served_update(step, update, comm),
         tables=tables,
         shared=shared,
-        callers=callers_of(
-            plain.observers, *["trainer 0" if comm.calls_once else EACH_TRAINER] * 2
-        ),
+        callers=callers_of(plain.observers, caller, caller),
     )
 
 
 def served_update(step: Cut, update: UpdateSpec, comm: TrainerCommConfig) -> ServedUpdate:
-    """Return a plan's record of its update."""
-    several = comm.trainers > 1
-    lines = tuple(source_line(step, n) for n in step.handed) if several else ()
-    fixed = comm.numbers.fixed
+    """Return the plan's record of the update that servers run."""
+    sent_values = []
+    fixed_size = ""
+    if comm.trainers > 1:
+        for n in step.handed:
+            sent_values.append(source_line(step, n))
+        if comm.numbers.fixed:
+            fixed_size = comm.numbers.fixed[0]
     return ServedUpdate(
         frozen=step.frozen,
         unsent=tuple(n for n in step.optimized if n not in step.gradients),
         shared_state=update.shared_state,
         sized=step.optimize if step.numbers else None,
-        sent_values=lines,
-        fixed_size=fixed[0] if fixed and several else "",
+        sent_values=tuple(sent_values),
+        fixed_size=fixed_size,
     )
 
 
 def check_callbacks(step: Cut, trainers: int, mode: Mode, *, in_geo: bool) -> None:
-    """Raise GradientError for host callbacks with values that no trainer has.
+    """Raise GradientError for host callbacks that read values which no trainer has.
 
     Args:
-      in_geo: True if trainers of GEO-SGD run the full step, which they do without tables.
+      in_geo: True if trainers of GEO-SGD run the full step, so that they have all values; this is
+        so without tables.
     """
     if trainers > 1:
         check_observers(step.program, step.observers)
@@ -286,17 +295,17 @@ def check_callbacks(step: Cut, trainers: int, mode: Mode, *, in_geo: bool) -> No
     remedy = (
         "take it out of the step, and print job.params(state) between steps; or use dtrans.nccl2"
     )
-    # a gradient is complete on a trainer if an update uses one trainer's alone
+    # If an update uses the gradient of one trainer, callbacks may read it on that trainer.
     is_complete = not isinstance(mode, Geo) and (trainers == 1 or not isinstance(mode, Sync))
     refused = (UPDATE,) if is_complete else (GRADIENTS, UPDATE)
     refuse_observers(step.observers, refused, "only servers have", remedy)
 
 
 def split_batch(step: Cut, batch: Batch, trainers: int, mode: Mode) -> ExactStep | None:
-    """Split the batch over trainers; return None if each takes the step on its part alone.
+    """Return the split of the batch over trainers, or None if each runs the step on its own part.
 
     Raises:
-      ConfigError: updates are asynchronous, and the parts of the step do not add up.
+      ConfigError: updates are asynchronous, and the step needs values of the whole batch.
     """
     if trainers == 1 or not batch.exact:
         return None
@@ -308,63 +317,66 @@ def split_batch(step: Cut, batch: Batch, trainers: int, mode: Mode) -> ExactStep
         trainers,
         TRAINERS,
         adapt=reduce_results,
-        # leaves that trainers keep must be equal: without rounds they would stay different
+        # Rounds can be left out only if leaves that trainers keep stay equal on all trainers.
         alone=lambda merges: all(merges[n] == "same" for n in step.frozen if n in merges),
     )
 
 
 def sent_parts(step: Cut, batch: Batch, trainers: int, mode: Mode) -> tuple[str, ...] | None:
-    """Return the batch arrays whose values trainers may send for the update.
+    """Return the batch arrays if trainers may send values computed from them to the update.
 
-    None: they send no such values.
+    Returns:
+      Names of the arrays of the batch; None if trainers may not send such values.
     """
-    exact = trainers == 1 or batch.exact
-    return tuple(batch_axes(step, batch)) if exact and isinstance(mode, Sync) else None
+    if isinstance(mode, Sync) and (trainers == 1 or batch.exact):
+        return tuple(batch_axes(step, batch))
+    return None
 
 
 def batch_size_numbers(step: Cut, batch: Batch, comm: TrainerCommConfig) -> BatchNumbers:
-    """Find the numbers of the update that depend on the batch size, by a batch of twice the rows.
+    """Return the numbers of the update that depend on the batch size.
+
+    To find them, the step is also traced with twice as many rows, and the two updates are compared.
 
     Raises:
-      GradientError: the update reads values of forward that have the rows of the batch.
+      GradientError: the update reads a value of forward that has a row for each example.
     """
     axes = batch_axes(step, batch)
     twice = [full_type(t, axes.get(n), 2) for n, t in step.program.inputs.items()]
     try:
         other = comm.hand_over(cut(step.program.specialize_flat(twice)))
-    except TraceError:  # the user's step allows one batch size only
+    except TraceError:  # the user's step works with one batch size only
         return BatchNumbers()
     traced = comm.hand_over(step)
     for n, a in traced.handed.items():
         grows = n in other.handed and other.handed[n].aval.shape != a.aval.shape
         if comm.trainers > 1 and grows:
             raise GradientError(
-                f"the update of {step.program.name} reads {a.aval.str_short()} with the rows of "
-                f"the batch ({source_line(traced, n)}), and each trainer has only some of the "
-                "rows; reduce it before the update reads it (a mean, a count), or use dtrans.nccl2 "
-                "or dtrans.sharding, whose trainers have all rows"
+                f"the update of {step.program.name} reads {a.aval.str_short()}, which has a row "
+                f"for each example ({source_line(traced, n)}), but each trainer has only some of "
+                "the rows; reduce the rows (a mean, a count) before the update reads them, or use "
+                "dtrans.nccl2 or dtrans.sharding, which gather all rows"
             )
     return numbers_of_size(traced, other)
 
 
 def source_line(step: Cut, handed: str) -> str:
-    """Return the user's line that computes a value of forward."""
-    eqns = step.program.eqns
-    makers = values_at(eqns, backward_slice(eqns, [step.handed[handed]])[0])
+    """Return the line of the user's code that computes a value which trainers send."""
+    makers = needed_equations(step.program.eqns, [step.handed[handed]])
     return next(filter(None, map(line_of, reversed(makers))), "an unknown line")
 
 
 def refuse_paddle_exit(on_trainer_exit: str, shared: ExactStep) -> Literal["error"]:
-    """Return the exit policy of a step whose parts do not add up: "error", which ends the job.
+    """Return "error", the only exit policy for a step with `exchange` rounds.
 
     Raises:
-      ConfigError: the option is "paddle".
+      ConfigError: the user's option is "paddle".
     """
     if on_trainer_exit == "paddle":
         raise ConfigError(
-            f"on_trainer_exit='paddle': the step has values of the whole batch ({shared.reason}), "
-            "which cannot be computed without the trainer that left; omit on_trainer_exit, or pass "
-            "batch='local'"
+            "on_trainer_exit is 'paddle', but the step needs values of the whole batch "
+            f"({shared.reason}), which cannot be computed after a trainer has left; leave "
+            "on_trainer_exit out, or pass batch='local'"
         )
     return "error"
 
@@ -372,24 +384,25 @@ def refuse_paddle_exit(on_trainer_exit: str, shared: ExactStep) -> Literal["erro
 def check_arguments(
     step: Cut, parts: Sequence[str] | None, batch: Batch, trainers: int, on_trainer_exit: str
 ) -> None:
-    """Raise for updates that read arguments whose parts differ between trainers.
+    """Raise for an update that reads an argument which servers cannot get.
 
     Args:
-      parts: the batch arrays whose values trainers send.
+      parts: as returned by `sent_parts`.
 
     Raises:
       ConfigError: `on_trainer_exit` is "paddle".
-      GradientError: the update reads a batch array.
+      GradientError: the update reads an array of the batch, but each trainer has only its part.
     """
     if not step.arguments or trainers == 1:
         return
     if on_trainer_exit == "paddle":
         raise ConfigError(
-            f"on_trainer_exit='paddle': {step.arguments[0]}, which the update reads, would count "
-            "as zero of a trainer that left; say on_trainer_exit='drop'"
+            f"on_trainer_exit is 'paddle', but the update reads {step.arguments[0]}, which would "
+            "count as zero after a trainer has left; pass on_trainer_exit='drop'"
         )
     remaining = step
     if parts is not None:
+        # values that trainers compute from the batch and send are inputs of this step's update
         remaining = hand_over(step, parts)
     axes = batch_axes(step, batch)
     if any(n in axes for n in remaining.arguments):
@@ -398,19 +411,24 @@ def check_arguments(
 
 
 def refuse_exchange_in_update(step: Cut) -> None:
-    """Raise GradientError for an update that reads rows of the batch, such as random numbers."""
+    """Raise GradientError for an update that communicates.
+
+    It does if it computes something for each example, such as random numbers.
+    """
     eqns = step.optimize.eqns
     exchanges = [e for e in eqns if is_communication(e) or _has_exchange(e)]
     if not exchanges:
         return
-    outputs = [v for e in exchanges for v in e.outvars]
-    depends = propagate(eqns, dict.fromkeys(outputs, 1), {})
+    starts: dict[Var, int] = {}
+    for e in exchanges:
+        starts |= dict.fromkeys(e.outvars, 1)
+    depends = propagate(eqns, starts, {})
     readers = [e for e in eqns if bits_of(depends, *e.invars)]
     line = next(filter(None, map(line_of, [*exchanges, *readers])), "an unknown line")
     raise GradientError(
-        f"the update of {step.program.name} reads values with the rows of the batch ({line}), and "
-        "each trainer has only its own rows; use dtrans.nccl2 or dtrans.sharding, or say "
-        "batch='local', which computes them from each part alone"
+        f"the update of {step.program.name} reads a value with a row for each example ({line}), "
+        "and each trainer has only its own rows; use dtrans.nccl2 or dtrans.sharding, or pass "
+        "batch='local', where each trainer computes the value from its own rows"
     )
 
 
@@ -429,8 +447,10 @@ def trainer_comm(
         return TrainerCommConfig(
             trainers, sync_mode=True, runtime_split=mode.runtime_split, averages=averages
         )
-    queue = None if mode.communicator is None else communicator_for(step, mode.communicator)
-    # full gradients wait in the queue, and are cut when they are sent
+    queue = None
+    if mode.communicator is not None:
+        queue = communicator_for(step, mode.communicator)
+    # With a communicator, full gradients wait in its queue, and are cut when they are sent.
     return TrainerCommConfig(
         trainers,
         sync_mode=False,
@@ -442,7 +462,7 @@ def trainer_comm(
 
 
 def communicator_for(step: Cut, options: CommunicatorConfig) -> CommunicatorConfig:
-    """Return the communicator's options with the merge rule that the optimizer allows."""
+    """Return the communicator's options with a merge rule that is valid for the optimizer."""
     rule = merging(step)
     if rule == "none":
         return dataclasses.replace(options, max_merge_var_num=1, merge="mean")
@@ -452,30 +472,31 @@ def communicator_for(step: Cut, options: CommunicatorConfig) -> CommunicatorConf
 
 
 def check_step(step: Cut, comm: TrainerCommConfig, on_trainer_exit: str) -> None:
-    """Raise for steps that trainers and servers cannot share.
+    """Raise for steps that cannot be divided between trainers and servers.
 
     Raises:
-      ConfigError: `merge` with `on_trainer_exit="paddle"`.
-      GradientError: gradients, or results, depend on gradients that only servers have.
+      ConfigError: `merge` is used with `on_trainer_exit="paddle"`.
+      GradientError: a gradient, or a result of the step, depends on mean gradients, which only
+        servers have.
     """
     if comm.averages and on_trainer_exit == "paddle":
         raise ConfigError(
-            f"on_trainer_exit='paddle' with merge: {comm.averages[0]} of a trainer that left would "
-            "count as zero in the mean; say on_trainer_exit='drop'"
+            f"on_trainer_exit is 'paddle', but merge averages {comm.averages[0]}, which would "
+            "count as zero after a trainer has left; pass on_trainer_exit='drop'"
         )
     refuse_nested(step, comm.gradients_per_update)
     if step.from_gradients and comm.gradients_per_update > 1:
         raise GradientError(
-            f"{step.from_gradients[0]} is computed from gradients; with {comm.trainers} trainers "
-            "each would compute it from its own, not from their mean, which only the servers have. "
-            "Leave it out of the step's results"
+            f"{step.from_gradients[0]} is computed from gradients, and of {comm.trainers} trainers "
+            "each has only its own gradients: only the servers have the mean. Leave it out of the "
+            "step's results"
         )
 
 
 def compensation(
     step: Cut, mode: Sync | Async | HalfAsync, comm: TrainerCommConfig
 ) -> Callable[[ServerWork, Sequence[Unit]], ServerWork] | None:
-    """Return the delay compensation of servers, or None if there is none."""
+    """Return the function that adds delay compensation to a server's work; None without it."""
     if isinstance(mode, Sync) or mode.delay is None:
         return None
     return functools.partial(
@@ -488,19 +509,23 @@ def compensation(
 
 
 def check_async(servers: Mapping[str, ServerPrograms]) -> None:
-    """Raise ConfigError for updates that need several gradients at once, or none."""
+    """Raise ConfigError for updates that one gradient cannot trigger.
+
+    Either they need several gradients at once, or they use no gradient.
+    """
     for endpoint, programs in servers.items():
         (serve,) = programs.main.eqns
         blocks = serve.params["optimize_blocks"]
         if any(x.level or x.role == DIST for x in blocks):
             raise ConfigError(
-                "the optimizer reduces over rows of several blocks (a norm of all, or a test that "
-                "all are finite), which needs the gradients of a full step at once; use "
+                "the optimizer reduces over several blocks (a global norm, or a test that all "
+                "gradients are finite), so it needs all gradients of a step at once; use "
                 "mode=dtrans.Sync(), or clip by value"
             )
         if blocks and not serve.params["grad_to_block_id"]:
             params = ", ".join(serve.params["param_names"])
             raise ConfigError(
-                f"pserver {endpoint} updates {params} without a gradient, and in asynchronous "
-                "modes a gradient triggers an update; use mode=dtrans.Sync(), or fewer pservers"
+                f"pserver {endpoint} would update {params} without any gradient, but in "
+                "asynchronous modes a gradient triggers each update; use mode=dtrans.Sync(), or "
+                "fewer pservers"
             )

@@ -114,7 +114,7 @@ def test_a_job_is_given_batches_of_other_sizes() -> None:
 
 def test_servers_are_sent_the_numbers_and_the_plan_says_so() -> None:
     plan = planned("pserver", counted, rows(12))
-    assert "numbers that depend on the batch size; trainers send those of each step" in str(plan)
+    assert "numbers that depend on the batch size; trainers send these numbers" in str(plan)
     assert "@batch_size/0" in plan.traffic.arguments
     check(plan.on_mesh(), counted, [(rows(n, n),) for n in (12, 13)])
 
@@ -157,7 +157,7 @@ def test_results_of_gradients_have_the_size_of_the_whole_batch(mode: str) -> Non
 
 def test_a_number_in_a_branch_names_both_sizes_and_tracing_with_a_part_helps() -> None:
     plan = planned("pserver", in_branch, rows(12))
-    assert "opt_state/1 depends on the batch size: a batch has 36 rows" in str(plan)
+    assert "opt_state/1 depends on the batch size, so each batch must have 36 rows" in str(plan)
     job = plan.simulate()
     with pytest.raises(
         BatchError,

@@ -337,7 +337,7 @@ def test_servers_refuse_rows_that_meet_gradients() -> None:
     )
     main, startup = dtrans.trace(case.step(), *init(key), *batch(6, 0)), dtrans.trace(init, key)
     told = (
-        r"update reads float64\[12,6\] with the rows of the batch "
+        r"update reads float64\[12,6\], which has a row for each example "
         r"\(test_forward_values.py:\d+\), .* reduce it"
     )
     with pytest.raises(GradientError, match=told):
@@ -354,7 +354,10 @@ def test_a_plan_says_that_random_rows_in_an_update_are_those_of_one_batch() -> N
     main, startup = dtrans.trace(case.step(), *init(key), *batch(6, 0)), dtrans.trace(init, key)
     servers = ("127.0.0.1:1", "127.0.0.1:2")
     plan = dtrans.pserver(main, startup, pservers=servers, trainers=2)
-    assert "depends on the batch size: a batch has 12 rows, those of 2 traced batches" in str(plan)
+    assert (
+        "depends on the batch size, so each batch must have 12 rows (2 times the traced batch)"
+        in str(plan)
+    )
     job, alone = plan.simulate(), init(key)
     state, _ = job.step(job.init(key), *batch(12, 0))
     params, *_ = case.step()(*alone, *batch(12, 0))

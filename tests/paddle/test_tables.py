@@ -120,10 +120,13 @@ def test_both_modes_have_tables(name: str) -> None:
             {"params/shared_w": dtrans.Rows()},
             r"sparse\['params/shared_w'\] must be a dtrans.paddle.Embedding",
         ),
-        ({"params/fc_w": Embedding()}, "sparse: trainers cannot look up rows of params/fc_w alone"),
+        (
+            {"params/fc_w": Embedding()},
+            "sparse contains params/fc_w, but trainers need more of it than single rows",
+        ),
         (
             {"params/table": Embedding()},
-            "sparse names params/table; the parameters that servers update are",
+            "sparse contains 'params/table'; expected parameters that servers update: ",
         ),
     ],
 )

@@ -154,13 +154,12 @@ def test_a_split_method_that_is_not_a_dispatcher_is_refused(programs: Any, metho
     t = DistributeTranspiler()
     t.config.split_method = method  # set later, it is found when transpiling
     with pytest.raises(
-        ConfigError, match="^split_method must be a subclass of dtrans.PSDispatcher"
+        ConfigError, match="^split_method is .*; expected a subclass of dtrans.PSDispatcher"
     ):
         t.transpile(0, programs[0], EPS, 2, startup_program=programs[1])
     assert str(caught.value) == (
-        "split_method must be a subclass of dtrans.PSDispatcher, such as dtrans.RoundRobin or "
-        "dtrans.HashName; "
-        f"it is {method!r}"
+        f"split_method is {method!r}; expected a subclass of dtrans.PSDispatcher, such as "
+        "dtrans.RoundRobin or dtrans.HashName"
     )
 
 
@@ -189,18 +188,23 @@ def test_a_split_method_places_the_blocks(programs: Any, method: Any) -> None:
     [
         (
             [],
-            f"Wrong.dispatch gave [] for 5 blocks; it must give one of {FIRST}, {SECOND} for each",
+            f"Wrong.dispatch returned [] for 5 blocks; expected one of {FIRST}, {SECOND} for each "
+            "block",
         ),
         (
             None,
-            f"Wrong.dispatch gave None for 5 blocks; it must give one of {FIRST}, {SECOND} for "
-            "each",
+            f"Wrong.dispatch returned None for 5 blocks; expected one of {FIRST}, {SECOND} for each "
+            "block",
         ),
-        (3, f"Wrong.dispatch gave 3 for 5 blocks; it must give one of {FIRST}, {SECOND} for each"),
+        (
+            3,
+            f"Wrong.dispatch returned 3 for 5 blocks; expected one of {FIRST}, {SECOND} for each "
+            "block",
+        ),
         (
             [FIRST, SECOND, "127.0.0.1:1", FIRST, FIRST],
-            "Wrong.dispatch placed params/w1.block0 on '127.0.0.1:1'; it must give one of "
-            f"{FIRST}, {SECOND} for each block",
+            "Wrong.dispatch returned '127.0.0.1:1' for params/w1.block0; expected one of "
+            f"{FIRST}, {SECOND}",
         ),
     ],
 )
@@ -272,7 +276,7 @@ def test_a_trainer_id_out_of_range_is_refused(programs: Any, trainer_id: Any) ->
         transpiled(programs, trainer_id=trainer_id)
     assert (
         str(caught.value)
-        == f"trainer_id {trainer_id!r} is out of range: with 2 trainers it is one of 0 to 1"
+        == f"trainer_id is {trainer_id!r}; with 2 trainers, expected an integer from 0 to 1"
     )
 
 
@@ -652,15 +656,14 @@ def refusal(programs: Any, config: dict[str, Any], options: dict[str, Any]) -> C
      AssertionError, "enable_dc_asgd=True needs completely_not_async=False: synchronous gradients "
      "have no delay"),
     ({"merge": {"params/nothing": "mean"}}, {}, ValueError,
-     "merge['params/nothing']: no leaf of that name is computed by the trainers; those that are: none"),
+     "merge['params/nothing'] matches no leaf that trainers compute; expected one of, or a prefix of: none"),
     ({"merge": "mean"}, {}, ValueError,
      "merge='mean' must say for each name how to merge it, such as {'aux': 'sum'}"),
     ({"min_block_size": 4096}, {}, AssertionError,
      "min_block_size must be 8192 or more, it is 4096; dtrans.pserver takes any positive number"),
     ({"split_method": object}, {}, AssertionError,
-     "split_method must be a subclass of dtrans.PSDispatcher, such as dtrans.RoundRobin or "
-"dtrans.HashName; "
-     "it is <class 'object'>"),
+     "split_method is <class 'object'>; expected a subclass of dtrans.PSDispatcher, such as "
+     "dtrans.RoundRobin or dtrans.HashName"),
     ({"enable_dc_asgd": True}, {}, AssertionError,
      "enable_dc_asgd=True needs sync_mode=False: synchronous gradients have no delay"),
     ({"mode": "bogus"}, {}, ValueError, "mode must be 'pserver', 'nccl2' or 'collective', it is "
@@ -673,8 +676,8 @@ def refusal(programs: Any, config: dict[str, Any], options: dict[str, Any]) -> C
     ({"enable_dc_asgd": 0}, {}, ValueError, "enable_dc_asgd must be True or False, it is 0"),
     ({"slice_var_up": None}, {}, ValueError, "slice_var_up must be True, False or 'require', it is "
 "None"),
-    ({}, {"trainer_id": 2}, ValueError, "trainer_id 2 is out of range: with 2 trainers it is one "
-"of 0 to 1"),
+    ({}, {"trainer_id": 2}, ValueError, "trainer_id is 2; with 2 trainers, expected an integer "
+     "from 0 to 1"),
     ({}, {"trainers": "a,b"}, ValueError,
      "trainers must be a number in pserver mode, it is 'a,b'; a list of endpoints belongs to "
 "mode='nccl2'"),
@@ -865,23 +868,24 @@ def test_nccl2_trainers_must_be_endpoints(programs: Any, trainers: Any) -> None:
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"trainer_id": 2}, "trainer_id 2 is out of range: with 2 trainers it is one of 0 to 1"),
-        ({"trainer_id": -1}, "trainer_id -1 is out of range: with 2 trainers it is one of 0 to 1"),
+        ({"trainer_id": 2}, "trainer_id is 2; with 2 trainers, expected an integer from 0 to 1"),
+        ({"trainer_id": -1}, "trainer_id is -1; with 2 trainers, expected an integer from 0 to 1"),
         (
             {"trainer_id": "0"},
-            "trainer_id '0' is out of range: with 2 trainers it is one of 0 to 1",
+            "trainer_id is '0'; with 2 trainers, expected an integer from 0 to 1",
         ),
         (
             {"trainer_id": 1},
-            f"trainer 1 is at {SECOND}; the current endpoint {FIRST} belongs to trainer 0",
+            f"current_endpoint is {FIRST}, the endpoint of trainer 0; expected {SECOND}, the endpoint "
+            "of trainer 1",
         ),
         (
             {"current_endpoint": "127.0.0.1:9"},
-            f"the current endpoint '127.0.0.1:9' is not one of the trainers': {EPS}",
+            f"current_endpoint is '127.0.0.1:9'; expected one of the trainers' endpoints {EPS}",
         ),
         (
             {"current_endpoint": None},
-            f"the current endpoint None is not one of the trainers': {EPS}",
+            f"current_endpoint is None; expected one of the trainers' endpoints {EPS}",
         ),
         (
             {"trainers": f"{EPS},{FIRST}"},

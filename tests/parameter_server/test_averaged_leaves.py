@@ -143,12 +143,12 @@ def test_statistics_are_sent_when_they_are_made_and_are_nobodys_by_default() -> 
 
 
 @pytest.mark.parametrize("merge, message", [
-    ({"params/stats": "mean"}, "merge['params/stats']='mean': params/stats/seen is i32[], and "
-     "servers average floating-point and complex numbers only; say 'own'"),
+    ({"params/stats": "mean"}, "merge['params/stats'] is 'mean', but servers average floating-point "
+     "and complex numbers only, and params/stats/seen is i32[]; pass 'own'"),
     ({"params/stats/mean": "sum"}, "merge['params/stats/mean'] must be 'mean' or 'own', it is "
 "'sum'"),
-    ({"params/net/w": "mean"}, "merge['params/net/w']: no leaf of that name is computed by "
-     "the trainers; those that are: "
+    ({"params/net/w": "mean"}, "merge['params/net/w'] matches no leaf that trainers compute; "
+     "expected one of, or a prefix of: "
      "params/stats/mean, params/stats/seen, params/stats/var"),
     ("mean", "merge='mean' must say for each name how to merge it, such as {'aux': 'sum'}"),
 ])  # fmt: skip
@@ -162,7 +162,7 @@ def test_a_trainer_that_left_and_counts_as_zero_is_refused() -> None:
     """It does no harm among gradients; a mean of variances would go to zero."""
     with pytest.raises(
         ConfigError,
-        match="^on_trainer_exit='paddle' with merge: params/stats/mean of a trainer that left "
+        match="^on_trainer_exit is 'paddle', but merge averages params/stats/mean, which would "
         "would",
     ):
         plan_for(2, 2, MEAN, on_trainer_exit="paddle")

@@ -436,7 +436,7 @@ def test_what_servers_tell_each_other_is_in_the_plan():
     assert [(r.op, r.shape, r.owners, r.over) for r in norms] == [
         ("sum", (), endpoints(2), endpoints(2))
     ] * 4
-    assert "round 1 among pservers: 4 values, 16 bytes from each at most" in str(plan)
+    assert "round 1 between pservers: 4 values, at most 16 bytes from each pserver" in str(plan)
     alone = plan_of(mlp_loss, tx, mlp_params(), *mlp_batch(), servers=1)
     assert alone.traffic.rounds == (), "one server has nobody to tell"
     assert plan_of(mlp_loss, optax.adam(0.1), mlp_params(), *mlp_batch()).traffic.rounds == ()
@@ -717,23 +717,25 @@ class TooFew(dtrans.RoundRobin):
             {"min_block_size": 0.5},
             "min_block_size must be a positive number of elements, it is 0.5",
         ),
-        ({"split_method": object}, "split_method must be a subclass of dtrans.PSDispatcher"),
+        (
+            {"split_method": object},
+            "split_method is .*; expected a subclass of dtrans.PSDispatcher",
+        ),
         (
             {"split_method": dtrans.PSDispatcher},
-            "split_method must be a subclass of dtrans.PSDispatcher",
+            "split_method is .*; expected a subclass of dtrans.PSDispatcher",
         ),
         (
             {"split_method": dtrans.RoundRobin(["a:1"])},
-            "split_method must be a subclass of dtrans.PSDispatcher",
+            "split_method is .*; expected a subclass of dtrans.PSDispatcher",
         ),
         (
             {"split_method": Nonsense},
-            r"Nonsense.dispatch placed params/b1 on 'nowhere:1'; it must give one of .* for each "
-            r"block$",
+            r"Nonsense.dispatch returned 'nowhere:1' for params/b1; expected one of ",
         ),
         (
             {"split_method": TooFew},
-            r"TooFew.dispatch gave \[\] for 4 blocks; it must give one of .* for each$",
+            r"TooFew.dispatch returned \[\] for 4 blocks; expected one of .* for each block$",
         ),
     ],
 )
@@ -767,7 +769,7 @@ def test_a_trainer_id_out_of_range_is_refused(small, trainer_id):
     for ask in (plan.trainer_program, plan.trainer_startup_program):
         with pytest.raises(
             ConfigError,
-            match=f"trainer_id {trainer_id!r} is out of range: with 2 trainers it is one of 0 to 1",
+            match=f"trainer_id is {trainer_id!r}; with 2 trainers, expected an integer from 0 to 1",
         ):
             ask(trainer_id)
 
@@ -860,7 +862,7 @@ def test_a_result_computed_from_gradients_is_refused_with_several_trainers():
     key = jax.random.key(0)
     main, startup = dtrans.trace(step, *init(key), jnp.ones((4, 4))), dtrans.trace(init, key)
     with pytest.raises(
-        dtrans.errors.GradientError, match="^aux is computed from gradients; with 2 trainers"
+        dtrans.errors.GradientError, match="^aux is computed from gradients, and of 2 trainers"
     ):
         dtrans.pserver(main, startup, trainers=2)
     job = dtrans.pserver(main, startup, trainers=1).on_mesh()

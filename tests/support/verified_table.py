@@ -116,9 +116,9 @@ IN_SHORT: Mapping[str, str] = {
     "near tie": "a tie that rounding decides",
     "which belongs to the optimizer": "forward reads the optimizer's state",
     "which only the trainers have": "the update reads an argument",
-    "reduces over rows of several blocks": "the optimizer needs all gradients at once",
+    "reduces over several blocks": "the optimizer needs all gradients at once",
     "reduces over all rows": "the optimizer needs all rows at once",
-    "an update touches all rows": "the optimizer needs all rows at once",
+    "the update changes all rows": "the optimizer needs all rows at once",
 }
 
 

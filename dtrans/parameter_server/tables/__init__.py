@@ -1,10 +1,10 @@
-"""Tables: leaves whose rows trainers look up, instead of the full leaf.
+"""Tables: leaves that trainers request by rows instead of in full, such as embedding tables.
 
 options         options of a table
 choose          choice of a plan's tables, and of the update of each
 lookups         search for leaves that a step reads by rows only
-trainer_rows    a trainer's half of a step, written for the rows that it looks up
-wide_numbers    row ids from before JAX truncates them to 32 bits
+trainer_rows    forward and backward of a trainer, written for the rows that it looks up
+wide_numbers    row ids before JAX truncates them to 32 bits
 zero_gradient   effect of an update on rows whose gradient is zero
 touched_rows    a server's update, written for the rows that were looked up
 own_update      a trainer's update of the rows that it looks up (GEO-SGD)

@@ -1,4 +1,4 @@
-"""Choice of a plan's tables, and of the way in which servers update each."""
+"""Choice of a plan's tables, and of the rows that an update of each table changes."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from dtrans.step.cut import Cut
 
 
 ID = 4  # bytes of a row id in a message
-AUTO = 4  # "auto" chooses a leaf if a step looks up at most 1/AUTO of its rows
+AUTO = 4  # sparse="auto" chooses a leaf if a step looks up at most 1/AUTO of the leaf's rows
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Table:
-    """Leaf whose rows trainers look up.
+    """Leaf that trainers request by rows instead of in full.
 
     Attributes:
       lookups: the lookups of a step.
       zero: the effect of the update on rows whose gradient is zero.
-      updates_all: True if each update touches all rows.
-      catches_up: True if rows that no trainer looked up change too, and catch up before a trainer
-        reads them.
-      limit: the most rows that servers may create.
+      updates_all: True if each update runs on all rows.
+      catches_up: True if an update also changes rows that no trainer looked up, and servers apply
+        these changes later, before a trainer reads the row.
+      limit: the maximum number of rows that servers may create; None for no limit.
       why: a description of the update for users.
-      buckets: the number of buckets of its rows; 0 if servers have runs of rows.
+      buckets: the number of buckets; 0 if each server stores a contiguous range of rows.
       on_trainers: True if trainers store the rows that they looked up (GEO-SGD).
-      staleness: the most updates that prefetched rows may lack.
+      staleness: the maximum number of updates that prefetched rows may miss.
     """
 
     lookups: TableLookups
@@ -57,8 +57,8 @@ class Tables:
     """Tables of a plan.
 
     Attributes:
-      of: name to table.
-      others: other leaves whose rows a step looks up, with the reason why they are no tables.
+      of: leaf name to table.
+      others: maps each other leaf whose rows a step looks up to the reason why it is no table.
     """
 
     of: Mapping[str, Table] = dataclasses.field(default_factory=dict)
@@ -83,18 +83,19 @@ def choose_tables(
     beside: Sequence[str] = (),
     otherwise: str = "Say dtrans.Rows(update='dense')",
 ) -> Tables:
-    """Choose the tables of a plan.
+    """Return the tables of a plan.
 
     Args:
+      step: the step.
       analysis: the row analysis of the update.
-      startup: the init, with names as in the step.
+      startup: the init, whose outputs are named as in the step.
       sparse: as in `dtrans.pserver`.
-      beside: suffixes of the arrays that servers have beside each table, and that change with a
-        gradient of zero.
-      otherwise: the remedy if an update has no lazy form.
+      beside: name suffixes of arrays that servers add for each table, and that an update changes
+        even if the gradient is zero.
+      otherwise: the remedy in the error for an update without a lazy form.
 
     Raises:
-      ConfigError: a named leaf is no table, or needs `update` in its `dtrans.Rows`.
+      ConfigError: a leaf in `sparse` cannot be a table, or its `dtrans.Rows` needs `update`.
     """
     if sparse is None:
         return Tables()
@@ -103,15 +104,17 @@ def choose_tables(
     for n in options:
         if n not in step.optimized:
             raise ConfigError(
-                f"sparse names {n}; the parameters that servers update are "
+                f"sparse contains {n!r}; expected parameters that servers update: "
                 f"{', '.join(step.optimized)}"
             )
-    found = find_lookups(step, None if is_auto else list(options))
+    leaves = None if is_auto else list(options)
+    found = find_lookups(step, leaves)
     others = dict(found.refused)
     if others and not is_auto:
         name, why = next(iter(others.items()))
         raise ConfigError(
-            f"sparse: trainers cannot look up rows of {name} alone: {why}. Leave it out"
+            f"sparse contains {name}, but trainers need more of it than single rows: {why}; leave "
+            "it out of sparse"
         )
     of: dict[str, Table] = {}
     for n, lookups in found.tables.items():
@@ -122,8 +125,8 @@ def choose_tables(
             others[n] = f"its update cannot be cut: {reason}"
             if not is_auto:
                 raise ConfigError(
-                    f"sparse: {n} cannot be a table: {others[n]}. Leave it out, or give it another "
-                    "optimizer"
+                    f"sparse: {n} cannot be a table: {others[n]}; leave it out of sparse, or use "
+                    "another optimizer for it"
                 )
         else:
             option = options.get(n, Rows("dense"))
@@ -140,15 +143,15 @@ def _choose_update(
     beside: Sequence[str],
     otherwise: str,
 ) -> Table:
-    """Return the table with its update and options; raise ConfigError for an impossible option."""
+    """Return the record of one table; raise ConfigError for an option that it cannot have."""
     zero = at_zero_gradient(analysis, name, constant_outputs(startup))
     if beside:
         moves = (*zero.moves, *(name + suffix for suffix in beside))
         zero = dataclasses.replace(zero, moves=moves)
     if option.update == "lazy":
         why = _why_all_rows(zero)
-        if zero.moves:
-            why = why or find_waiting(analysis, name)
+        if zero.moves and not why:
+            why = find_waiting(analysis, name)
         if why:
             raise ConfigError(f"sparse: {name} cannot have update='lazy': {why}. {otherwise}")
     table = _limited(name, _table(name, lookups, zero, option), option.limit)
@@ -157,10 +160,10 @@ def _choose_update(
 
 
 def exactly_summed_leaves(step: Cut, tables: Tables, trainers: int) -> frozenset[str]:
-    """Return the leaves whose gradients are summed exactly, in any order.
+    """Return the leaves whose gradients are summed exactly, so that the order does not matter.
 
-    The bits of a plan with tables then do not depend on the placement of rows. Leaves with more
-    rows than an exact sum can add are left out.
+    Results of a plan with tables then do not depend on the placement of rows, bit for bit. Leaves
+    with more rows than an exact sum can add are not included.
     """
     if not tables.of:
         return frozenset()
@@ -186,13 +189,13 @@ def _table(name: str, lookups: TableLookups, zero: ZeroGradient, option: Rows) -
         return Table(lookups, zero, False, False, why)
     why = all_rows
     if zero.moves:
-        verb = "move" if len(zero.moves) > 1 else "moves"
-        why = f"{', '.join(zero.moves)} {verb} with a gradient of zero"
+        verb = "change" if len(zero.moves) > 1 else "changes"
+        why = f"{', '.join(zero.moves)} {verb} even if the gradient is zero"
     if option.update is None:
         raise ConfigError(
-            f"sparse: dtrans.Rows for {name} needs update='dense' or 'lazy', since {why}: "
-            "'dense' changes all rows, as one device does; 'lazy' leaves rows unchanged that no "
-            "trainer looks up"
+            f"sparse: dtrans.Rows for {name} needs update='dense' or update='lazy', since {why}. "
+            "'dense' changes all rows, as one device does; with 'lazy', rows that no trainer looks "
+            "up stay unchanged"
         )
     if all_rows:
         return Table(
@@ -204,26 +207,30 @@ def _table(name: str, lookups: TableLookups, zero: ZeroGradient, option: Rows) -
 
 
 def _limited(name: str, table: Table, limit: int | None) -> Table:
-    """Return the table with a limit of rows; raise ConfigError if its update creates all rows."""
+    """Return the table with a limit of rows.
+
+    Raises:
+      ConfigError: the update also changes rows that no trainer looked up, so servers need all rows.
+    """
     if limit is None:
         return table
     if table.updates_all or (table.catches_up and table.zero.rests is None):
         raise ConfigError(
-            f"sparse: {name} cannot have a limit of rows: its update also changes rows that no "
-            f"trainer has looked up ({table.why}). Leave the limit out, or say "
+            f"sparse: {name} cannot have limit={limit}, since its update also changes rows that no "
+            f"trainer has looked up ({table.why}); leave limit out, or pass "
             f"dtrans.Rows(update='lazy', limit={limit})"
         )
     return dataclasses.replace(table, limit=limit)
 
 
 def _why_all_rows(zero: ZeroGradient) -> str:
-    """Return the reason why an update must touch all rows; empty if it need not."""
+    """Return the reason why an update must run on all rows; empty if some rows suffice."""
     if zero.counts:
         return f"{zero.counts} reduces over all rows"
     if zero.positions:
-        return f"{zero.positions} computes a row from its number"
+        return f"{zero.positions} computes a row from its row id"
     if zero.unlike:
-        return f"{zero.unlike[0]} has the rows along another dimension"
+        return f"{zero.unlike[0]} has the rows along another dimension than 0"
     return ""
 
 
@@ -231,16 +238,22 @@ def table_notes(tables: Tables, row_bytes: Mapping[str, int], often: str = "") -
     """Return a plan's remarks on its tables.
 
     Args:
-      row_bytes: the most bytes of each table that a trainer sends and receives.
-      often: the interval of these transfers, if it is not each step: " in 10 steps".
+      row_bytes: the maximum number of bytes of each table that a trainer sends and receives.
+      often: the interval of these transfers, such as " in 10 steps"; empty for each step.
     """
     notes = []
     for n, t in tables.of.items():
-        buckets = f" in {t.buckets} buckets" if t.buckets else ""
-        keeps = ", which keeps them" if t.on_trainers else ""
-        stale = f"; prefetched rows may lack {t.staleness} updates" if t.staleness else ""
+        buckets = keeps = stale = ""
+        if t.buckets:
+            buckets = f" in {t.buckets} buckets"
+        if t.on_trainers:
+            keeps = ", which keeps them"
+        if t.staleness:
+            stale = f"; prefetched rows may miss {t.staleness} updates"
         notes.append(
             f"table {n}: {t.lookups.rows:,} rows{buckets}, at most {t.lookups.size:,} looked up by "
             f"a trainer in a step{keeps}, at most {row_bytes[n]:,} bytes{often}; {t.why}{stale}"
         )
-    return [*notes, *(f"no table: {n}: {why}" for n, why in tables.others.items())]
+    for n, why in tables.others.items():
+        notes.append(f"no table: {n}: {why}")
+    return notes

@@ -1,28 +1,30 @@
 """Search for the leaves that a step reads by rows only.
 
-A leaf is a *table* of a step if forward and backward only pick single rows of it by id (`emb[ids]`,
-`jnp.take`, an embedding layer). No row of a table may enter the ids. The gradient must be zeros to
-which rows are added by id.
+A leaf is a *table* of a step if three conditions hold:
 
-Row analysis (`dtrans.rows`) finds tables. An elementwise operation on all rows (a cast, a factor)
-keeps the rows. A pick of rows yields a value without rows of the table, and a scatter-add keeps
-them. Any other operation, such as a matrix product with the leaf, binds the leaf, and is the reason
-why it is no table.
+- Forward and backward read it only by *picks* of single rows by id: `emb[ids]`, `jnp.take`, an
+  embedding layer.
+- The ids do not depend on rows of a table.
+- Its gradient consists of zeros to which rows are added by id (a scatter-add).
 
-The gradient begins with zeros of the leaf's shape that no equation connects with the leaf: a
-backward search from the gradient finds them.
+Row analysis (`dtrans.rows`) finds the operations that read the leaf. The result of an elementwise
+operation on all rows (a cast, a factor) may be picked from like the leaf itself. Any other
+operation, such as a matrix product with the leaf, needs all rows, so the leaf is no table.
 
-Loops, branches and the recomputation of `jax.checkpoint` may pick rows. Their ids are needed before
-the pick. The ids of a `scan` are a stack: an input, an output, or the output of a `scan` that
-computes only the ids. The ids of a `cond` are those of all branches. A `while` is refused, since
-its number of iterations is unknown.
+Autodiff creates the zeros with which a gradient begins by a broadcast, which does not read the
+leaf. A backward search from the gradient finds these zeros.
+
+Loops, branches and `jax.checkpoint` may contain picks, but a trainer needs all ids before the first
+pick. Inside a `scan`, ids are stacked along the iterations: they are an input or output of the
+`scan`, or the output of another `scan` that computes only ids. For a `cond`, the ids of all
+branches are collected. A `while` is refused, since its number of iterations is unknown.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -48,7 +50,7 @@ from dtrans._jax import (
     scan_length,
     wiring,
 )
-from dtrans.ir.dataflow import backward_slice, free_variables, variables
+from dtrans.ir.dataflow import backward_slice, free_variables, needed_equations, variables
 from dtrans.ir.display import short_type
 from dtrans.ir.interpret import BackwardAnalysis, ForwardAnalysis, backward, forward
 from dtrans.ir.selection import values_at
@@ -68,8 +70,9 @@ class RowPick(Step):
     """Equation that reads rows, or adds to rows, by id.
 
     Attributes:
-      numbers: index of the operand with the ids.
-      component: index of the row id along its last dimension; None if the operand is an id.
+      numbers: index of the operand that contains the row ids.
+      component: position of the row id in the index vectors along the operand's last dimension;
+        None if the operand is a single id.
     """
 
     numbers: int = 1
@@ -82,9 +85,9 @@ class TableLookups:
 
     Attributes:
       leaf: name of the table.
-      rows: the number of its rows.
-      ids: the values that contain row ids, each with the component of the id.
-      size: the most rows that a step can look up.
+      rows: the number of the table's rows.
+      ids: the values that contain row ids, each with its `component` (see `RowPick`).
+      size: the maximum number of rows that a step can look up.
     """
 
     leaf: str
@@ -95,15 +98,16 @@ class TableLookups:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Lookups:
-    """Tables of a step.
+    """Tables of a step, and their lookups.
 
     Attributes:
-      tables: name to lookups.
-      refused: other leaves whose rows are picked, with the reason why they are no tables.
+      tables: leaf name to the lookups of the table.
+      refused: maps each other leaf whose rows are picked to the reason why it is no table.
       eqns: the equations of forward and backward.
-      plain: the same equations, with the calls in bodies inlined.
-      flow: the effect of each of these equations on rows of tables.
-      numbering: further equations, which compute the row ids of loops and branches.
+      plain: the same equations, with calls inside their bodies inlined.
+      flow: row analysis of `plain`.
+      numbering: additional equations that compute, outside of loops and branches, the ids that are
+        used inside.
     """
 
     tables: Mapping[str, TableLookups]
@@ -116,12 +120,12 @@ class Lookups:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Lookup:
-    """Pick of rows, in a step or in the body of one of its equations.
+    """One pick of rows, at the top level of a step or inside the body of an equation.
 
     Attributes:
       eqn: the equation that picks.
       leaf: the table.
-      numbers: the row ids, as a value outside of all loops and branches.
+      numbers: the row ids, as a value at the top level.
       component: as in `RowPick`.
     """
 
@@ -133,11 +137,11 @@ class _Lookup:
 
 @dataclasses.dataclass(eq=False)
 class _Zeros:
-    """Zeros to which the gradients of tables are added.
+    """Zeros with which the gradients of tables begin.
 
     Attributes:
-      of: zeros of a leaf's shape, also in bodies, with the leaf's layout.
-      inside: equations, by `id`, whose bodies contain such zeros.
+      of: maps each array of zeros, also inside bodies, to the layout of its table.
+      inside: `id` of each equation whose body contains such zeros.
     """
 
     of: dict[Var, Layout] = dataclasses.field(default_factory=dict)
@@ -145,10 +149,10 @@ class _Zeros:
 
 
 class _LookupPass(FlowPass):
-    """Forward pass that finds picks of rows, also in loops, branches and remat.
+    """Row analysis that also finds picks of rows, at the top level and inside bodies.
 
     Args:
-      zeros: the zeros with which gradients of tables begin.
+      zeros: the zeros with which the gradients of tables begin.
       within: as in `FlowPass`.
     """
 
@@ -180,59 +184,68 @@ class _LookupPass(FlowPass):
 
 
 def find_lookups(step: Cut, leaves: Iterable[str] | None = None) -> Lookups:
-    """Find the tables of a step among some leaves, by default among all whose rows are picked.
+    """Find the tables of a step among some leaves.
 
     Args:
       step: the step, with its calls inlined.
-      leaves: names of leaves.
+      leaves: names of the candidates; None for all leaves whose rows are picked.
     """
     half = half_equations(step, step.results)[0]
-    eqns = [inline_inside(e) for e in half]
+    eqns = list(map(inline_inside, half))
     vars_of = step.program.invars
     if leaves is None:
-        leaves = (n for n in step.optimized if _is_picked(eqns, vars_of[n]))
+        leaves = [n for n in step.optimized if _is_picked(eqns, vars_of[n])]
     chosen = list(leaves)
     refused: dict[str, str] = {}
-    # without a refused leaf, rows of others may follow other equations: search again
+    # Row analysis treats all chosen leaves together, so its result for the remaining leaves can
+    # change when a leaf is refused. The search is repeated until none is refused.
     while True:
-        start: dict[Var, Layout] = {vars_of[n]: RowAxis(n, 0) for n in chosen}
+        start: dict[Var, Layout] = {}
         zeros = _Zeros()
         for n in chosen:
-            _find_zeros(eqns, step.gradients.get(n), vars_of[n].aval.shape, RowAxis(n, 0), zeros)
+            start[vars_of[n]] = row = RowAxis(n, 0)
+            _find_zeros(eqns, step.gradients.get(n), vars_of[n].aval.shape, row, zeros)
         flow = _LookupPass(zeros).over(eqns, start)
         picks, numbering = _lookups_in(eqns, flow)
-        reasons = {n: _refusal(step, eqns, flow, n, picks) for n in chosen}
-        tables = set(values_at(vars_of, chosen))
-        reasons |= _refused_numbers([*eqns, *numbering], picks, tables, step.program.jaxpr)
-        if not any(reasons.values()):
+        reasons = {}
+        for n in chosen:
+            if why := _refusal(step, eqns, flow, n, picks):
+                reasons[n] = why
+        reasons |= _refused_numbers([*eqns, *numbering], picks, set(start), step.program.jaxpr)
+        if not reasons:
             break
-        refused |= {n: why for n, why in reasons.items() if why}
-        chosen = [n for n in chosen if not reasons[n]]
-    found = {n: _table(n, step.program.inputs[n].shape[0], picks) for n in chosen}
-    return Lookups(found, refused, half, eqns, flow, numbering)
+        refused |= reasons
+        chosen = [n for n in chosen if n not in reasons]
+    tables = {}
+    for n in chosen:
+        tables[n] = _table(n, step.program.inputs[n].shape[0], picks)
+    return Lookups(tables, refused, half, eqns, flow, numbering)
 
 
 def numbers_first(eqns: Sequence[JaxprEqn], numbers: Iterable[Atom], like: Any) -> list[JaxprEqn]:
-    """Return the equations that compute row ids; loops among them keep only these outputs.
+    """Return the equations that compute row ids, and nothing else.
+
+    Loops among them are rewritten to compute only the outputs that ids depend on.
 
     Args:
-      eqns: the equations in order.
-      numbers: the wanted values.
+      eqns: candidates, in order.
+      numbers: the row ids.
       like: the jaxpr that contains the equations.
     """
     wanted = variables(dict.fromkeys(numbers))
-    needed = values_at(eqns, backward_slice(eqns, wanted)[0])
+    positions, inputs = backward_slice(eqns, wanted)
+    needed = values_at(eqns, positions)
     if not any(e.primitive.name in _WITH_BODIES for e in needed):
         return needed
-    computed = {v for e in needed for v in e.outvars}
     free = free_variables(needed)
-    jaxpr = opened(closed((), (), free, [a for a in wanted if a in computed], needed, like))
-    live, _ = live_part(jaxpr, [True] * len(jaxpr.outvars), [False] * len(free))
+    outvars = [v for v in wanted if v not in inputs]
+    jaxpr = opened(closed((), (), free, outvars, needed, like))
+    live, _ = live_part(jaxpr, [True] * len(outvars), [False] * len(free))
     return list(live.eqns)
 
 
 def _is_picked(eqns: Sequence[JaxprEqn], var: Var) -> bool:
-    """Return True if an equation picks rows of a value, or of an elementwise function of it."""
+    """Return True if an equation picks rows of `var`, or of an elementwise function of `var`."""
     picks: list[JaxprEqn] = []
 
     def rule(eqn: JaxprEqn, ins: Sequence[bool]) -> list[bool] | None:
@@ -256,24 +269,32 @@ def _find_zeros(
     row: RowAxis,
     found: _Zeros,
 ) -> None:
-    """Find the zeros of a shape to which the parts of a gradient are added.
+    """Find the zeros with which a gradient begins.
 
     Args:
-      row: the layout of the gradient.
-      found: receives the zeros.
+      eqns: the equations of forward and backward.
+      gradient: the gradient; None if there is none.
+      shape: its shape.
+      row: its layout.
+      found: a record, to which this function adds the zeros.
     """
 
     def rule(eqn: JaxprEqn, outs: Sequence[bool]) -> list[bool] | None:
         name = eqn.primitive.name
-        enters = [v for v, x in zip(eqn.outvars, outs, strict=True) if x and v.aval.shape == shape]
+        enters = []  # outputs of the equation that are part of the gradient
+        for v, is_part in zip(eqn.outvars, outs, strict=True):
+            if is_part and v.aval.shape == shape:
+                enters.append(v)
         if enters and name in _WITH_BODIES and name != WHILE:
             found.inside.add(id(eqn))
             return None
         if name == "broadcast_in_dim":
-            found.of.update({v: found.of.get(v, row) for v in enters})
-        adds = name in ("scatter-add", "dynamic_update_slice")
-        follows = bool(enters) and (adds or facts_of(eqn).elementwise)
-        return [follows and (k == 0 or not adds) for k in range(len(eqn.invars))]
+            for v in enters:
+                found.of.setdefault(v, row)
+        operands = len(eqn.invars)
+        if enters and _adds(eqn):
+            return [True] + [False] * (operands - 1)
+        return [bool(enters) and facts_of(eqn).elementwise] * operands
 
     if gradient is not None:
         analysis = BackwardAnalysis[bool](operator.or_, rule, default=False)
@@ -284,10 +305,11 @@ def _find_zeros(
 
 
 def _lookups_in(eqns: Sequence[JaxprEqn], flow: Flow) -> tuple[list[_Lookup], list[JaxprEqn]]:
-    """Find all picks of rows, and equations outside of bodies that compute their ids."""
+    """Return all picks of rows, and additional equations for the ids of picks inside bodies."""
     found: list[_Lookup] = []
     extra: list[JaxprEqn] = []
-    # equal equations of forward and backward share their ids
+    # Outputs of the additional equations, by `_key`. Forward and backward contain equal equations,
+    # which share one copy.
     known: dict[Any, Sequence[Var]] = {}
     for i, step in flow.steps.items():
         eqn = eqns[i]
@@ -309,7 +331,7 @@ def _lookups_in(eqns: Sequence[JaxprEqn], flow: Flow) -> tuple[list[_Lookup], li
 
 
 def _note_integers(eqns: Iterable[JaxprEqn], known: dict[Any, Sequence[Var]]) -> None:
-    """Note equations outside that compute integers, which bodies may repeat."""
+    """Add equations that compute integers to `known`, so that bodies reuse their results."""
     for eqn in eqns:
         if not any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars):
             known.setdefault(_key(eqn, eqn.invars), eqn.outvars)
@@ -318,30 +340,33 @@ def _note_integers(eqns: Iterable[JaxprEqn], known: dict[Any, Sequence[Var]]) ->
 def _in_branches(
     eqn: JaxprEqn, step: Step, known: dict[Any, Sequence[Var]]
 ) -> tuple[list[_Lookup], list[JaxprEqn]]:
-    """Return the picks of a `cond` or remat, and the equations that compute their ids outside."""
+    """Return the picks of a `cond` or remat, and copies of the equations that compute their ids.
+
+    The copies are at the level of `eqn`. They compute the ids of every branch, since ids are
+    needed before it is known which branch runs.
+    """
     found: list[_Lookup] = []
     extra: list[JaxprEqn] = []
     branches = zip(map(opened, bodies(eqn)), wiring(eqn).ins, step.bodies, strict=True)
     for body, read, flow in branches:
         env: dict[Var, Atom] = dict(zip(body.invars, values_at(eqn.invars, read), strict=True))
         inside, new = _lookups_in(body.eqns, flow)
-        candidates = [*body.eqns, *new]
-        # ids of every branch are needed, whichever branch runs
-        for j in backward_slice(candidates, [x.numbers for x in inside])[0]:
-            extra += _copy_outside(candidates[j], env, known)
-        found += [dataclasses.replace(x, numbers=_outer(x.numbers, env)) for x in inside]
+        numbers = [x.numbers for x in inside]
+        for inner in needed_equations([*body.eqns, *new], numbers):
+            extra += _copy_outside(inner, env, known)
+        found += _with_outer_numbers(inside, env)
     return found, extra
 
 
 def _in_scan(
     eqn: JaxprEqn, jaxpr: Any, flow: Flow, known: dict[Any, Sequence[Var]]
 ) -> tuple[list[_Lookup], list[JaxprEqn]]:
-    """Return the picks of a `scan`, and the equations that stack their ids."""
+    """Return the picks of a `scan`, and a `scan` that computes those ids that exist only inside."""
     body, wires = opened(jaxpr), wiring(eqn)
     inside, new = _lookups_in(body.eqns, flow)
     count = len(wires.carried)
 
-    # ids that are inputs or stacked outputs exist outside
+    # inputs and stacked outputs of the body, which exist outside too
     env: dict[Var, Atom] = {}
     for i, v in enumerate(body.invars):
         if i not in wires.carried:
@@ -350,19 +375,21 @@ def _in_scan(
         stacked = body.outvars[j]
         if isinstance(stacked, Var):
             env[stacked] = eqn.outvars[j]
-    ids = dict.fromkeys(x.numbers for x in inside if isinstance(x.numbers, Var))
-    wanted = [a for a in ids if a not in env]
+    ids = dict.fromkeys(variables(x.numbers for x in inside))
+    wanted = [v for v in ids if v not in env]
     extra = []
     if wanted:
-        # another scan, which stacks the other ids
+        # write another scan, which stacks the ids that exist only inside
         outvars = [*body.outvars[:count], *wanted]
         ids_body = closed_with(jaxpr, outvars=outvars, eqns=[*body.eqns, *new])
-        stacks = [Var(a.aval.update(shape=(scan_length(eqn), *a.aval.shape))) for a in wanted]
-        carries = [Var(v.aval) for v in eqn.outvars[:count]]
-        scan = rebuilt(eqn, [ids_body], eqn.invars, [*carries, *stacks])
+        outputs = [Var(v.aval) for v in eqn.outvars[:count]]
+        for v in wanted:
+            outputs.append(Var(v.aval.update(shape=(scan_length(eqn), *v.aval.shape))))
+        stacks = outputs[count:]
+        scan = rebuilt(eqn, [ids_body], eqn.invars, outputs)
         (scan,) = numbers_first([scan], stacks, jaxpr)
         if wiring(scan).carried:
-            # forward and backward carry different values, so they cannot share a scan
+            # The scans of forward and backward have different carries, so neither can be reused.
             extra.append(scan)
         else:
             key = (*map(id, scan.invars), str(bodies(scan)[0]))
@@ -371,8 +398,20 @@ def _in_scan(
             else:
                 extra.append(scan)
                 known[key] = stacks
-        env |= dict(zip(wanted, stacks, strict=True))
-    return [dataclasses.replace(x, numbers=_outer(x.numbers, env)) for x in inside], extra
+        env |= zip(wanted, stacks, strict=True)
+    return _with_outer_numbers(inside, env), extra
+
+
+def _with_outer_numbers(picks: Iterable[_Lookup], env: Mapping[Var, Atom]) -> list[_Lookup]:
+    """Return the picks of a body, with row ids as values outside of the body.
+
+    Args:
+      env: maps variables of the body to values outside.
+    """
+    found = []
+    for x in picks:
+        found.append(dataclasses.replace(x, numbers=_outer(x.numbers, env)))
+    return found
 
 
 def _outer(atom: Atom, env: Mapping[Var, Atom]) -> Atom:
@@ -382,7 +421,10 @@ def _outer(atom: Atom, env: Mapping[Var, Atom]) -> Atom:
 def _copy_outside(
     eqn: JaxprEqn, env: dict[Var, Atom], known: dict[Any, Sequence[Var]]
 ) -> list[JaxprEqn]:
-    """Copy an equation of a body to the outside, unless it is there; add its outputs to `env`."""
+    """Return a copy of a body's equation for the outside, or no equation if `known` has one.
+
+    The outputs of the copy, or of the known equation, are added to `env`.
+    """
     atoms = [_outer(a, env) for a in eqn.invars]
     key = _key(eqn, atoms)
     copies = []
@@ -400,19 +442,24 @@ def _key(eqn: JaxprEqn, atoms: Sequence[Atom]) -> Any:
 
 
 def _table(leaf: str, rows: int, picks: Sequence[_Lookup]) -> TableLookups:
-    """Return the lookups of a table: ids of reads first, then ids to which gradients are added."""
-    reads: list[tuple[Atom, int | None]] = []
-    adds: list[tuple[Atom, int | None]] = []
+    """Return the lookups of a table: first the ids of reads, then the ids of added gradients."""
+    reads: dict[tuple[Atom, int | None], None] = {}
+    adds: dict[tuple[Atom, int | None], None] = {}
     for x in picks:
-        if x.leaf == leaf:
-            (adds if _adds(x.eqn) else reads).append((x.numbers, x.component))
-    ids = list(dict.fromkeys(reads))
-    read_values = {a for a, _ in ids}
+        if x.leaf == leaf and _adds(x.eqn):
+            adds[x.numbers, x.component] = None
+        elif x.leaf == leaf:
+            reads[x.numbers, x.component] = None
+    ids = list(reads)
+    read_values = set()
     size = 0
     for numbers, component in ids:
-        per_vector = 1 if component is None else max(1, int(numbers.aval.shape[-1]))
-        size += numbers.aval.size // per_vector
-    ids += [x for x in dict.fromkeys(adds) if x[0] not in read_values]
+        read_values.add(numbers)
+        vector_size = 1
+        if component is not None:
+            vector_size = max(1, int(numbers.aval.shape[-1]))
+        size += numbers.aval.size // vector_size
+    ids += [x for x in adds if x[0] not in read_values]
     return TableLookups(leaf, rows, tuple(ids), max(1, min(rows, size)))
 
 
@@ -422,20 +469,20 @@ def _table(leaf: str, rows: int, picks: Sequence[_Lookup]) -> TableLookups:
 def _refusal(
     step: Cut, eqns: Sequence[JaxprEqn], flow: Flow, leaf: str, picks: Sequence[_Lookup]
 ) -> str:
-    """Return the reason why a leaf is no table; empty if it is one."""
+    """Return the reason why a leaf is no table; empty if it is a table."""
     for i, done in flow.steps.items():
         layouts = [flow.layout(a) for a in eqns[i].invars]
         if not any(isinstance(x, RowAxis) and x.leaf == leaf for x in layouts):
             continue
-        bound = [x for x in done.outs if isinstance(x, Colocated) and leaf in x.leaves]
-        if bound:
-            return bound[0].reason or f"{_text(eqns[i])} mixes its rows"
+        for layout in done.outs:
+            if isinstance(layout, Colocated) and leaf in layout.leaves:
+                return layout.reason or f"{_text(eqns[i])} mixes its rows"
         if done.reduce:
             return f"{_text(eqns[i])} reads all of its rows"
         if eqns[i].primitive.name == WHILE:
             return (
-                f"{_text(eqns[i])} reads it in an unknown number of iterations: look its rows up "
-                "before"
+                f"{_text(eqns[i])} looks rows up in an unknown number of iterations (look them up "
+                "before the loop)"
             )
     if not any(x.leaf == leaf and not _adds(x.eqn) for x in picks):
         return "no equation of the step picks rows of it"
@@ -452,15 +499,15 @@ def _refusal(
 
 
 def _refused_numbers(
-    eqns: Sequence[JaxprEqn], picks: Sequence[_Lookup], tables: Collection[Var], like: Any
+    eqns: Sequence[JaxprEqn], picks: Sequence[_Lookup], tables: set[Var], like: Any
 ) -> dict[str, str]:
-    """Return the tables whose row ids depend on rows of tables, with the reason."""
+    """Return the tables whose row ids depend on rows of a table; table to reason."""
 
     def depend(numbers: Sequence[Atom]) -> bool:
+        read = set[Var]()
         for eqn in numbers_first(eqns, numbers, like):
-            if any(isinstance(a, Var) and a in tables for a in eqn.invars):
-                return True
-        return False
+            read.update(variables(eqn.invars))
+        return not tables.isdisjoint(read)
 
     found: dict[str, str] = {}
     if depend([x.numbers for x in picks]):
@@ -475,11 +522,15 @@ def _adds(eqn: JaxprEqn) -> bool:
 
 
 def _text(eqn: JaxprEqn) -> str:
-    """Return the name, the operand's type and the line of an equation, for users."""
+    """Return a description of an equation for users: name, type of its first variable, line."""
+    text = eqn.primitive.name
+    read = variables(eqn.invars)
+    if read:
+        text += f" of {short_type(read[0].aval)}"
     line = line_of(eqn)
-    operand = next((a for a in eqn.invars if not isinstance(a, Literal)), None)
-    of = f" of {short_type(operand.aval)}" if operand is not None else ""
-    return eqn.primitive.name + of + (f" ({line})" if line else "")
+    if line:
+        text += f" ({line})"
+    return text
 
 
 # -- rules: equations that pick rows ---------------------------------------------------------------
@@ -499,7 +550,7 @@ def _scatter_add(eqn: JaxprEqn, row: RowAxis) -> RowPick | None:
     if row.axis not in at or row.width != 1:
         return None
     if row.axis not in numbers.inserted_window_dims:
-        # the window must have one row
+        # Each window that is added must cover exactly one row of the table.
         without = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
         window = [d for d in range(eqn.invars[0].aval.ndim) if d not in without]
         dim = numbers.update_window_dims[window.index(row.axis)]

@@ -13,24 +13,28 @@ from dtrans.parameter_server.options import Sync
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Options of a leaf whose rows trainers look up.
+    """Options of a table: a leaf that trainers request by rows instead of in full.
 
     Attributes:
-      update: "dense": every row changes as on one device. Momentum and weight decay also apply to
-        rows that no trainer looked up; such rows catch up before a trainer reads them. "lazy": rows
-        that no trainer looked up stay unchanged, with their part of the optimizer state, whose
-        counts of steps still advance. An optimizer that accumulates a row's gradients for a later
-        step (`optax.MultiSteps`) has no lazy form. None: allowed if both are equal (plain SGD,
-        Adagrad).
-      place: assignment of rows to servers. "range": runs of rows, as for any other leaf;
-        `dtrans.BlockPlacement` chooses them. "bucket": row n is in bucket n % buckets, and each
-        server has a run of buckets, so that adjacent rows are on different servers.
+      update: the rows that an update changes.
+
+        - "dense": all rows, as on one device. Momentum and weight decay also apply to rows that no
+          trainer looked up; servers apply them before a trainer reads the row.
+        - "lazy": the rows that a trainer looked up. Other rows, and the optimizer state of these
+          rows, stay unchanged; step counts still advance. An optimizer that accumulates gradients
+          for a later step (`optax.MultiSteps`) has no lazy form.
+        - None: allowed if "dense" and "lazy" are equal (plain SGD, Adagrad).
+      place: assignment of rows to servers. "range": each server has contiguous rows, as of any
+        other leaf (`dtrans.BlockPlacement`). "bucket": row n is in bucket n % buckets, and each
+        server has contiguous buckets, so adjacent rows are on different servers.
       buckets: the number of buckets; a table with fewer rows has one bucket for each row.
-      limit: the most rows of the table that servers may create; each server may create its share. A
-        step that looks up more rows raises an error that names the table. None: no limit.
-      staleness: the number of updates that prefetched rows (`job.prefetch`) may lack. A trainer
-        that announces at least so many batches ahead has rows that lack exactly so many updates. 0:
-        servers send rows again that changed since, and numbers equal those without prefetch.
+      limit: the maximum number of rows that all servers together may create; each server may create
+        its share. A step that looks up more rows raises an error that names the table. None: no
+        limit.
+      staleness: the number of updates that prefetched rows (`job.prefetch`) may miss. If a trainer
+        announces batches at least so many steps ahead, its rows miss exactly so many updates. 0:
+        servers send rows again that changed since the prefetch, so results equal those without
+        prefetch.
 
     Raises:
       ConfigError: a value is out of range.
@@ -58,14 +62,18 @@ class Rows:
 
 
 def check_sparse(sparse: Any) -> Mapping[str, Rows] | Literal["auto"] | None:
-    """Return the option `sparse` as stored in a plan; raise ConfigError for an invalid one."""
+    """Return the argument `sparse` with its own copy of a mapping; check its type.
+
+    Raises:
+      ConfigError: it is not None, "auto", or a mapping to `dtrans.Rows`.
+    """
     if sparse is None:
         return None
     if sparse == "auto":
         return "auto"
     if not isinstance(sparse, Mapping):
         raise ConfigError(
-            f"sparse={sparse!r} must be None, 'auto', or {{'params/emb': dtrans.Rows(...)}}"
+            f"sparse is {sparse!r}; expected None, 'auto', or {{'params/emb': dtrans.Rows(...)}}"
         )
     for name, rows in sparse.items():
         check_type(f"sparse[{name!r}]", rows, Rows, "a dtrans.Rows")
@@ -73,11 +81,13 @@ def check_sparse(sparse: Any) -> Mapping[str, Rows] | Literal["auto"] | None:
 
 
 def check_staleness(sparse: Any, mode: Any) -> None:
-    """Raise ConfigError for tables with stale rows in a mode without prefetch."""
-    for name, rows in sparse.items() if isinstance(sparse, Mapping) else ():
-        if rows.staleness and not isinstance(mode, Sync):
+    """Raise ConfigError if a table has `staleness` and the mode is not synchronous."""
+    if not isinstance(sparse, Mapping) or isinstance(mode, Sync):
+        return
+    for name, rows in sparse.items():
+        if rows.staleness:
             raise ConfigError(
-                f"sparse[{name!r}].staleness={rows.staleness} and mode={mode!r}: asynchronous "
-                "steps read rows when they begin, without the updates that other trainers have not "
-                "sent; leave staleness out, or say mode=dtrans.Sync()"
+                f"sparse[{name!r}].staleness is {rows.staleness}, but only synchronous trainers "
+                f"prefetch rows, and mode is {mode!r}; leave staleness out, or pass "
+                "mode=dtrans.Sync()"
             )

@@ -1,7 +1,8 @@
 """Tables of GEO-SGD: a trainer updates the rows that it looks up, with its own optimizer state.
 
-It stores these rows and their state (`dtrans.protocol.tables.cached_rows`). A step uses the rows of
-its batch. Its update is that of a server with these rows of tables, and with all other leaves.
+The trainer stores all rows that it has looked up, and their optimizer state
+(`dtrans.protocol.tables.cached_rows`). A step reads and updates the rows of its batch. The update
+is written like the update of a server that stores these rows of tables, and all other leaves.
 """
 
 from __future__ import annotations
@@ -33,22 +34,22 @@ from dtrans.slicing.server_update import inline_update, write_server
 from dtrans.step.cut import Cut
 
 
-TRAINER = "trainer:0"  # a trainer's endpoint, where its update is written for a server
-REMEDY = "Leave it out, or give it another optimizer"
+TRAINER = "trainer:0"  # stands for an endpoint, since a trainer's update is written like a server's
+REMEDY = "Leave it out of sparse, or use another optimizer for it"
 OTHER_ROWS = "with dtrans.Geo trainers update only the rows that they look up"
 
 
 def choose_trainer_tables(
     step: Cut, startup: Program, sparse: Mapping[str, Rows] | str | None
 ) -> Tables:
-    """Choose the tables whose rows trainers store and update.
+    """Return the tables whose rows trainers store and update.
 
     Args:
-      startup: the init, with names as in the step.
+      startup: the init, whose outputs are named as in the step.
       sparse: as in `dtrans.pserver`.
 
     Raises:
-      ConfigError: a named leaf is not a table, or its rows change without a gradient.
+      ConfigError: a leaf in `sparse` cannot be a table, or its rows change without a gradient.
     """
     if sparse is None:
         return Tables()
@@ -58,9 +59,9 @@ def choose_trainer_tables(
     for n, table in found.of.items():
         why = _why_refused(table, analysis, startup)
         if why and not isinstance(sparse, str):
-            raise ConfigError(f"sparse: {n} cannot be a table: {OTHER_ROWS}, and {why}")
+            raise ConfigError(f"sparse: {n} cannot be a table: {OTHER_ROWS}, but {why}")
         if why:
-            others[n] = f"{OTHER_ROWS}, and {why}"
+            others[n] = f"{OTHER_ROWS}, but {why}"
         else:
             of[n] = dataclasses.replace(table, on_trainers=True)
     return Tables(of, others)
@@ -71,19 +72,19 @@ def _why_refused(table: Table, analysis: RowAnalysis, startup: Program) -> str:
     leaf = table.lookups.leaf
     if table.catches_up:
         if waits := find_waiting(analysis, leaf):
-            return f"other rows change, too ({table.why}), for which {waits}. {REMEDY}"
+            return f"other rows change too ({table.why}), and {waits}. {REMEDY}"
         lazy = f"sparse={{{leaf!r}: dtrans.Rows(update='lazy')}}"
-        return f"other rows change, too ({table.why}): say {lazy}"
+        return f"other rows change too ({table.why}); pass {lazy}"
     if table.updates_all:
-        return f"an update touches all rows ({table.why}). {REMEDY}"
+        return f"the update changes all rows ({table.why}). {REMEDY}"
     for n in table.zero.state:
         if not makes_rows(startup.jaxpr, startup.outvars[n], 0):
-            return f"the init computes {n} as one array, not row by row: leave it out"
+            return f"the init computes {n} as one array, not row by row; leave it out of sparse"
     return ""
 
 
 def on_servers(table: Table, analysis: RowAnalysis) -> Table:
-    """Return the table on servers, which add the trainers' changes to its rows."""
+    """Return the record of the table for servers, whose update adds the trainers' changes."""
     zero = at_zero_gradient(analysis, table.lookups.leaf, {})
     return dataclasses.replace(table, zero=zero)
 
@@ -95,15 +96,18 @@ def write_update(
     read: Mapping[str, Atom],
     gradients: Mapping[str, Atom],
 ) -> dict[str, Atom]:
-    """Write the update of a step on looked-up rows.
+    """Write the update of a step for looked-up rows.
 
     Args:
-      sizes: the number of rows of each table.
-      read: parameters and optimizer state, by name; tables, and their state, with `sizes` rows.
-      gradients: gradients, by leaf.
+      b: builder of the trainer's program.
+      step: the step.
+      sizes: table to the number of looked-up rows.
+      read: name to value of parameters and optimizer state. A table, and state with a row for each
+        of its rows, has `sizes[table]` rows.
+      gradients: leaf to gradient.
 
     Returns:
-      New parameters and state, by name.
+      The new parameters and optimizer state, by name.
     """
     analysis = analyse(step.optimize, step.optimized)
     types = subset(step.program.inputs, step.optimized)
@@ -116,11 +120,11 @@ def write_update(
 
 
 def initial_state_rows(startup: Program, state: Sequence[str]) -> RowsProgram:
-    """Return the program of the initial state of rows, from their ids and init's arguments.
+    """Return a program that computes the initial state of rows from their ids.
 
     Args:
-      startup: the init, with names as in the step.
-      state: names of arrays that have a row for each row of the table.
+      startup: the init, whose outputs are named as in the step.
+      state: arrays of the optimizer state that have a row for each row of the table.
     """
     return RowsProgram(functools.partial(_state_rows, startup, tuple(state)))
 
@@ -134,10 +138,10 @@ def _state_rows(startup: Program, state: Sequence[str], count: int) -> ClosedJax
 
 
 def empty_types(tables: Tables, types: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the types of a trainer's tables without rows, and of their state, by name.
+    """Return types with zero rows for the tables, and for the optimizer state of their rows.
 
     Args:
-      types: types of the full arrays.
+      types: name to the type of the full array.
     """
     found = {}
     for n, table in tables.of.items():

@@ -1,9 +1,9 @@
 """Updates of servers, written for the rows that trainers looked up.
 
-`dtrans.slicing.server_update` writes them, for blocks with a capacity. Looked-up rows come first,
-with the rows of their state; the remaining rows have a gradient of zero. Programs are compiled for
-a few capacities only. Those of updates are powers of two (`room_for`). Programs that initialise
-rows, or apply missed steps, have capacities with a ratio of eight (`rooms`).
+A program has a fixed number of rows, its *capacity*. An update gets the looked-up rows, padded to
+the capacity with rows whose gradient is zero. To compile few programs, updates have capacities that
+are powers of two (`room_for`). Programs that initialise rows, or apply missed updates, have
+capacities 16, 128, 1024, ... (`rooms`). `dtrans.slicing.server_update` writes the updates.
 """
 
 from __future__ import annotations
@@ -16,28 +16,29 @@ from dtrans.rows.writer import RowRange, RowSet
 from dtrans.slicing.blocks import Block, Placement
 
 
-LEAST = 16  # the least capacity, in rows
-MOST = 1 << 16  # the most rows that one call initialises, or applies missed steps to
+LEAST = 16  # minimum capacity, in rows
+MOST = 1 << 16  # capacities in `rooms` grow up to this number of rows
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TableBlock:
-    """A server's rows of a table.
+    """Block of a table on one server.
 
     Attributes:
       leaf: name of the table.
       name: name of the block.
-      span: the block's rows of the table.
-      arrays: names of the block, and of state arrays that have a row for each of its rows.
-      gradients: trainer to the name under which it sends the gradient of rows.
-      updates_all: True if each update touches all rows.
-      moves: True if rows that no trainer looked up change too, or their state. They catch up before
-        a trainer reads them.
-      leaf_moves: True if such rows of the leaf change, not only those of its state.
-      rests: state array to the value at which its rows do not change; None if all rows change.
-      limit: the most rows that servers may create.
+      span: the rows of the table that are in the block.
+      arrays: names of the block, and of the state arrays that have a row for each row of the block.
+      gradients: trainer id to the name under which that trainer sends its gradient of the block.
+      updates_all: True if each update runs on all rows.
+      moves: True if an update also changes rows that no trainer looked up, or the optimizer state
+        of such rows. Servers apply these changes later, before a trainer reads the row.
+      leaf_moves: True if an update also changes such rows of the leaf itself.
+      rests: maps each state array to its initial value, if rows with the initial values do not
+        change before their first lookup; None if they change.
+      limit: the maximum number of rows of the block that the server may create; None for no limit.
       on_trainers: True if trainers store the rows that they looked up (GEO-SGD).
-      staleness: the most updates that prefetched rows may lack.
+      staleness: the maximum number of updates that prefetched rows may miss.
     """
 
     leaf: str
@@ -55,7 +56,7 @@ class TableBlock:
 
     @property
     def rows(self) -> int:
-        """The number of its rows."""
+        """The number of rows in the block."""
         return self.span.rows
 
 
@@ -65,7 +66,8 @@ class ServedTables:
 
     Attributes:
       blocks: the server's blocks of tables, by name.
-      sized: returns the `listen_and_serv` equation for blocks with these numbers of rows, by name.
+      sized: maps a capacity for each block, by name, to a `listen_and_serv` equation with blocks of
+        these sizes.
     """
 
     blocks: Mapping[str, TableBlock]
@@ -76,7 +78,7 @@ class ServedTables:
 
 
 def room_for(count: int) -> int:
-    """Return the capacity of a program that updates `count` rows."""
+    """Return the capacity of a program that updates `count` rows: a power of two, at least 16."""
     size = LEAST
     while size < count:
         size *= 2
@@ -84,10 +86,11 @@ def room_for(count: int) -> int:
 
 
 def rooms(count: int) -> Iterator[tuple[int, int, int]]:
-    """Cut `count` rows into runs: yield each run's start and stop, and its program's capacity.
+    """Split `count` rows into several calls: yield (start, stop, capacity) for each call.
 
-    A program takes longer to compile than to run a thousand times. So there are few capacities,
-    each eight times the one before. A run gets the least one that covers half the remaining rows.
+    Compiling a program takes longer than a thousand calls. So there are few capacities, each eight
+    times the previous one. A call uses the smallest capacity that covers half of the remaining
+    rows.
     """
     start = 0
     while start < count:
@@ -99,7 +102,7 @@ def rooms(count: int) -> Iterator[tuple[int, int, int]]:
 
 
 def resized(placement: Placement, sizes: Mapping[str, int]) -> Placement:
-    """Return a placement whose blocks have different numbers of rows, by name."""
+    """Return a placement where each block named in `sizes` has that number of rows."""
 
     def resize(b: Block) -> Block:
         if b.name not in sizes:
@@ -112,9 +115,17 @@ def resized(placement: Placement, sizes: Mapping[str, int]) -> Placement:
 
 
 def mark_tables(placement: Placement, tables: Mapping[str, Any]) -> Placement:
-    """Return a placement with the blocks of tables marked; updates see them as runs of rows.
+    """Return a placement where `is_table` is set for the blocks of tables.
+
+    The updates of such blocks are written for a range of rows, even if a block is the full leaf.
 
     Args:
-      tables: a mapping or set with the names of tables.
+      tables: a mapping whose keys are the names of tables.
     """
-    return placement.map(lambda b: dataclasses.replace(b, is_table=True) if b.leaf in tables else b)
+
+    def mark(b: Block) -> Block:
+        if b.leaf not in tables:
+            return b
+        return dataclasses.replace(b, is_table=True)
+
+    return placement.map(mark)

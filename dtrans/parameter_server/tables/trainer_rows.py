@@ -1,12 +1,13 @@
-"""Trainer's half of a step, written for the rows that it looks up.
+"""Forward and backward of a trainer, written for the rows of tables that it looks up.
 
-First come the equations that compute row ids. `split_ids` and `prefetch` for each table follow, and
-then all other equations. These have an operand of `size` rows instead of the table. Fetched rows
-are sorted by id, and an id becomes the position of its row among them. So no value of the program
-has all rows of the table. Bodies of loops, branches and remat get the ids as constants.
+The program first computes the row ids. Then a `split_ids` for each table sorts them, and a
+`prefetch` fetches their rows. All other equations read the fetched rows instead of the table, and
+the position of a row among the fetched rows instead of its id. So no value of the program has all
+rows of a table. Bodies of loops, branches and remat get the sorted ids as an additional input.
 
-Other operands of such equations are reduced to the same rows (`dtrans.rows.parts`). A constant of
-one value shrinks. An operation that needs its full operands runs in full, and its rows are picked.
+Other operands of an equation that reads fetched rows are cut to these rows (`dtrans.rows.parts`).
+For example, a constant becomes a smaller constant. An operand that cannot be computed for some rows
+only is computed in full, and its rows are picked.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dtrans._jax import Atom, JaxprEqn, Literal, Var
+from dtrans._jax import Atom, JaxprEqn, Var
 from dtrans.ir.builder import Builder
 from dtrans.ir.dataflow import avals, variables
 from dtrans.ir.program import DIST, FORWARD, RPC, is_communication
@@ -32,11 +33,11 @@ from dtrans.rows.writer import RowWriter
 
 
 class _TableRows:
-    """Looked-up rows of tables, by table; implements `dtrans.rows.writer.BlockRows`.
+    """Looked-up rows of each table; implements `dtrans.rows.writer.BlockRows`.
 
     Attributes:
-      sizes: the number of rows.
-      uniq: the sorted ids of the rows.
+      sizes: table to the number of looked-up rows.
+      uniq: table to the sorted ids of these rows.
     """
 
     def __init__(self, sizes: Mapping[str, int], uniq: dict[str, Var]) -> None:
@@ -59,16 +60,25 @@ class _TableRows:
 def _pick(
     positions: dict[tuple[Any, ...], Atom], w: RowWriter, eqn: JaxprEqn, step: Step
 ) -> list[Var] | None:
-    """Write an equation that picks rows, or adds to rows; return None for any other equation.
+    """Write an equation that picks rows or adds to rows, and return its outputs.
 
     Args:
-      positions: positions among the fetched rows, by ids; shared by forward and backward.
+      positions: a cache that forward and backward share. It maps row ids to their positions among
+        the fetched rows.
+      w: writer of the program.
+      eqn: an equation of the step.
+      step: the row analysis of `eqn`.
+
+    Returns:
+      The outputs; None for an equation that neither picks rows nor adds to rows.
     """
     if not isinstance(step, RowPick):
         return None
     row = step.operands[0]
     assert row is not None and isinstance(w.rows, _TableRows)
-    atoms = [w.read(a, x) for a, x in zip(eqn.invars, step.operands, strict=True)]
+    atoms = []
+    for a, layout in zip(eqn.invars, step.operands, strict=True):
+        atoms.append(w.read(a, layout))
     numbers, uniq = atoms[step.numbers], w.rows.uniq[row.leaf]
     key = numbers, step.component, uniq
     if key not in positions:
@@ -77,12 +87,14 @@ def _pick(
             fn = _with_position(step.component)
         (positions[key],) = w.b.call(fn, numbers, uniq)
     atoms[step.numbers] = positions[key]
-    types = [w.cut(v.aval, x) for v, x in zip(eqn.outvars, step.outs, strict=True)]
+    types = []
+    for v, out_layout in zip(eqn.outvars, step.outs, strict=True):
+        types.append(w.cut(v.aval, out_layout))
     return w.b.copy(eqn, atoms, types)
 
 
 class TableWriter:
-    """Writer of a trainer's half for the rows of tables that it looks up.
+    """Writer of forward and backward for the rows of tables that a trainer looks up.
 
     It implements `dtrans.step.forward_backward.HalfWriter`.
 
@@ -91,15 +103,15 @@ class TableWriter:
       jaxpr: the jaxpr of the step.
       found: the lookups of the step.
       tables: table to its variable in `jaxpr`.
-      where: table to the parameters of `prefetch` with the locations of its rows.
-      eqns, roles: the half.
-      state: table to the trainer's own arrays with a row for each of its rows, as variables by
-        name; their rows come with the table's. None if servers send rows of the table alone.
+      where: table to the parameters of `prefetch` that locate its rows on servers.
+      eqns, roles: the equations of forward and backward, with their roles.
+      state: for GEO-SGD: table to {name: variable} of the optimizer state that has a row for each
+        row of the table; these rows are fetched too. None in other modes.
 
     Attributes:
-      sizes: the number of fetched rows, by table.
-      uniq: the ids of fetched rows, by table.
-      rows: fetched rows of tables and of their state, by name.
+      sizes: table to the number of fetched rows.
+      uniq: table to the sorted ids of the fetched rows.
+      rows: the fetched rows of tables and of optimizer state, by name.
     """
 
     def __init__(
@@ -114,9 +126,11 @@ class TableWriter:
         state: Mapping[str, Mapping[str, Var]] | None = None,
     ) -> None:
         rows = _TableRows({n: t.size for n, t in found.tables.items()}, {})
-        producers = {v: e for e in eqns for v in e.outvars}
+        producers: dict[Var, JaxprEqn] = {}
+        for eqn in eqns:
+            producers |= dict.fromkeys(eqn.outvars, eqn)
         pick = functools.partial(_pick, {})
-        # equations are written in order, so a shared value exists when it is read
+        # `outside` may return the variable itself, since it was written before it is read.
         self.writer = RowWriter(
             b, found.flow, rows, producers, outside=lambda var: var, special=pick
         )
@@ -138,15 +152,18 @@ class TableWriter:
         jaxpr: Any,
     ) -> None:
         """Write the equations that compute row ids."""
-        ids = [a for t in self._tables.values() for a, _ in t.ids]
-        role_of = {id(e): role for e, role in zip(eqns, roles, strict=True)}
+        ids: list[Atom] = []
+        for table in self._tables.values():
+            ids += [a for a, _ in table.ids]
+        role_of = dict(zip(map(id, eqns), roles, strict=True))
         for e in numbers_first(candidates, ids, jaxpr):
             self.b.role = role_of.get(id(e), FORWARD)
             if id(e) in role_of:
                 self._keep(e)
                 self._done.add(id(e))
-            else:  # the part of a loop that computes ids
-                atoms = [self.writer.read_full(a) for a in e.invars]
+            else:
+                # an additional equation, for example a loop that computes only ids
+                atoms = list(map(self.writer.read_full, e.invars))
                 new = self.b.copy(e, atoms, avals(e.outvars))
                 self.writer.shared.update(zip(e.outvars, new, strict=True))
 
@@ -157,7 +174,7 @@ class TableWriter:
         w = self.writer
         if id(eqn) in self._done:
             return
-        # the lookups were found before exchanges were written
+        # `exchange` equations were added after the search for lookups, so they have no analysis.
         plain, step = self._plain.get(id(eqn), (eqn, None))
         if step is None:
             self._keep(eqn)
@@ -166,30 +183,33 @@ class TableWriter:
                 w.place(w.flow.layout(v))[v] = new
 
     def result(self, atom: Atom, maker: int) -> Atom:
-        """Return a wanted value."""
-        layout = RowAxis("", 0) if isinstance(atom, Literal) else self.writer.flow.layout(atom)
-        return self.writer.read(
-            atom, layout if isinstance(layout, RowAxis) and layout.leaf else None
-        )
+        """Return an output of the step as a value of the program."""
+        if isinstance(atom, Var):
+            layout = self.writer.flow.layout(atom)
+            if isinstance(layout, RowAxis) and layout.leaf:
+                return self.writer.read(atom, layout)
+        return self.writer.read(atom, None)
 
     # -- equations -------------------------------------------------------------------------------
 
     def _keep(self, eqn: JaxprEqn) -> None:
-        self.b.keep(eqn, [self.writer.read_full(a) for a in eqn.invars])
-        self.writer.shared.update((v, v) for v in eqn.outvars)
+        self.b.keep(eqn, list(map(self.writer.read_full, eqn.invars)))
+        self.writer.shared.update(zip(eqn.outvars, eqn.outvars, strict=True))
 
     def _ids(self, table: TableLookups, wide: WideNumbers) -> list[Atom]:
-        """Return the row ids that a step looks up in a table, from before JAX narrowed them."""
+        """Return the row ids that a step looks up in a table, before JAX narrows them."""
         found: list[Atom] = []
-        atoms = [(a, c) if c is None else wide.component(a, c) for a, c in table.ids]
-        for atom, component in atoms:
+        for atom, component in table.ids:
+            if component is not None:
+                atom, component = wide.component(atom, component)
             found += self.b.call(_component(component), wide.of(atom))
         return found
 
     def _prefetch(self, tables: Mapping[str, Var]) -> None:
-        """Write the fetch of looked-up rows: all `prefetch` equations follow each other.
+        """Write the equations that sort row ids and fetch the rows.
 
-        A trainer then requests the rows of all tables at once.
+        All `prefetch` equations follow each other, so that a trainer requests the rows of all
+        tables at once.
         """
         b, found = self.b, self._tables
         b.role = FORWARD
@@ -206,11 +226,10 @@ class TableWriter:
             arrays = {n: tables[n]}
             if self._state:
                 arrays |= self._state[n]
-            shapes = [(t.size, *v.aval.shape[1:]) for v in arrays.values()]
-            types = tuple(
-                v.aval.update(shape=shape) for v, shape in zip(arrays.values(), shapes, strict=True)
-            )
-            fetched = b.bind(primitive, self.uniq[n], types=types, **self._where[n])
+            types = []
+            for v in arrays.values():
+                types.append(v.aval.update(shape=(t.size, *v.aval.shape[1:])))
+            fetched = b.bind(primitive, self.uniq[n], types=tuple(types), **self._where[n])
             for name, v in zip(arrays, fetched, strict=True):
                 self.rows[name] = v
                 b.labels[v] = f"{name}@ROWS"
@@ -227,7 +246,7 @@ def _component(component: int | None) -> Callable[[jax.Array], jax.Array]:
 
 @functools.cache
 def _with_position(component: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Return a function that replaces the row id in index vectors by a position in sorted ids."""
+    """Return a function that replaces the row id in index vectors by its position in sorted ids."""
 
     def fn(numbers: jax.Array, uniq: jax.Array) -> jax.Array:
         ids = numbers[..., component].astype(uniq.dtype)
@@ -243,10 +262,13 @@ def _position_of(number: jax.Array, uniq: jax.Array) -> jax.Array:
 
 
 def without_unused(b: Builder, outs: Sequence[Atom]) -> None:
-    """Remove equations whose results are not read, from a builder.
+    """Remove the equations of a builder whose outputs are not used.
+
+    Equations that communicate or have effects stay.
 
     Args:
-      outs: the outputs of its program.
+      b: the builder of a program.
+      outs: the outputs of the program.
     """
     used = set(variables(outs))
     eqns, roles = [], []

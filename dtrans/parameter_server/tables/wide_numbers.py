@@ -1,9 +1,9 @@
-"""Row ids from before JAX truncates them to 32 bits.
+"""Row ids before JAX truncates them to 32 bits.
 
-`emb[ids]` is a gather with 32-bit ids. JAX takes the low half of 64-bit ids without a warning, and
-so another row. To check ids, they are computed again from the 64-bit values. The search goes back
-through the equations that JAX writes for an index: these count negative ids from the end, and
-concatenate the ids of several dimensions.
+`emb[ids]` traces to a gather with 32-bit ids. JAX truncates 64-bit ids without a warning, so an id
+out of range can select a wrong row. Trainers must detect such ids. So the ids are computed again
+from the 64-bit values. To find these values, the search goes back through the equations that JAX
+adds for an index. They resolve negative ids, and concatenate the indices of several dimensions.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from dtrans._jax import Atom, JaxprEqn, Literal, Var
 from dtrans.ir.builder import Builder
 
 
-# equations that JAX writes between an id and the gather
+# primitives of the equations that JAX adds between an id and the gather
 _OF_INDEXES = frozenset(
     {"add", "lt", "select_n", "broadcast_in_dim", "reshape", "squeeze", "concatenate"}
 )
 
 
 class WideNumbers:
-    """Writer of row ids as they were before a narrowing cast.
+    """Writer of equations that compute row ids without a narrowing cast.
 
     Args:
       b: builder of the trainer's program.
-      producers: value to the equation that computes it.
-      read_full: returns the written value of an atom.
+      producers: variable of the step to the equation that computes it.
+      read_full: maps an atom of the step to its value in the trainer's program.
     """
 
     def __init__(
@@ -42,8 +42,11 @@ class WideNumbers:
         self._found: dict[Var, Atom | None] = {}
 
     def component(self, atom: Atom, component: int) -> tuple[Atom, int]:
-        """Return the operand of a concatenation that has a component, and its index there."""
-        eqn = None if isinstance(atom, Literal) else self._producers.get(atom)
+        """Return the value, and the position in it, where a component of index vectors is computed.
+
+        If the index vectors are a concatenation, this is the operand with the component.
+        """
+        eqn = self._producers.get(atom) if isinstance(atom, Var) else None
         if eqn is None or eqn.primitive.name != "concatenate":
             return atom, component
         if eqn.params["dimension"] == atom.aval.ndim - 1:
@@ -54,14 +57,14 @@ class WideNumbers:
         return atom, component
 
     def of(self, atom: Atom) -> Atom:
-        """Return row ids from before their narrowing cast; unchanged without one."""
+        """Return row ids computed without a narrowing cast, as a value of the trainer's program."""
         wide = self._wide(atom)
         if wide is None:
             return self._read_full(atom)
         return wide
 
     def _wide(self, atom: Atom) -> Atom | None:
-        """Return a value before its narrowing cast, or None if it was not narrowed."""
+        """Return a value computed without a narrowing cast; None if it was not narrowed."""
         if isinstance(atom, Literal):
             return None
         if atom not in self._found:
@@ -71,7 +74,10 @@ class WideNumbers:
         return self._found[atom]
 
     def _wide_result(self, eqn: JaxprEqn) -> Atom | None:
-        """Write the equation for wide operands; return None if no operand was narrowed."""
+        """Write a copy of an equation with operands that were not narrowed; return its output.
+
+        Return None if no operand was narrowed, or if the operands have different integer types.
+        """
         if eqn.primitive.name == "convert_element_type":
             old, new = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
             if _narrows(old, new):
@@ -101,7 +107,7 @@ def _is_int(dtype: Any) -> bool:
 
 
 def _narrows(old: Any, new: Any) -> bool:
-    """Return True if an integer type cannot represent all values of another."""
+    """Return True if both types are integers and `new` cannot represent all values of `old`."""
     if not (_is_int(old) and _is_int(new)):
         return False
     old_range, new_range = np.iinfo(old), np.iinfo(new)

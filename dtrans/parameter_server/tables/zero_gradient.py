@@ -1,20 +1,20 @@
 """Effect of an update on rows whose gradient is zero.
 
 Rows that no trainer looked up have a gradient of zero. If the update leaves such rows and their
-optimizer state unchanged, servers update only the rows that were looked up. The analysis follows
-each value of the update at such a row through the equations. A value is one number for all such
-rows, an unchanged array of the state, or another value. A number times zero counts as zero, though
-the number may be infinite.
+optimizer state unchanged, servers need to update only the rows that were looked up.
 
-If the update reduces over rows (a clip by the norm of the gradients), such rows must be neutral.
+The analysis evaluates the update for one such row, with abstract values: a known number, an array
+of the state that is unchanged at this row, or an unknown value. It assumes x * 0 = 0 for all x,
+even if x could be infinite. If the update reduces over rows (a clip by the norm of the gradients),
+such rows must contribute the neutral element of the reduction.
 
-A row that no trainer has looked up yet may rest though others move: Adam's moments begin with zero,
-and stay zero.
+Some optimizers change a row with zero gradient after its first lookup, but not before: Adam's
+moments begin with zero and stay zero.
 
-A lazy update leaves such rows out. It loses no gradient if each step uses a row's gradient at once,
-as Adam does; only the decay of moments is left out. An accumulator (`optax.MultiSteps`) keeps
-gradients until a later step, and that step must reach every row. `find_waiting` follows a row
-through the update for each outcome of each condition, and tells the two apart.
+A lazy update runs on looked-up rows only. That is correct for Adam, apart from the missing decay of
+moments, since each step uses a row's gradient at once. It is wrong for `optax.MultiSteps`, which
+accumulates gradients until a later step: that step must update all rows with accumulated gradients.
+`find_waiting` detects such optimizers. It evaluates the update for each outcome of each condition.
 """
 
 from __future__ import annotations
@@ -55,27 +55,27 @@ from dtrans.step.cut import Gradient
 
 @dataclasses.dataclass(frozen=True)
 class _Other:
-    """Computed value.
+    """Unknown value.
 
     Attributes:
-      reads: row-wise inputs that the value depends on.
+      reads: the inputs with rows of the leaf that the value depends on.
     """
 
     reads: frozenset[Var] = frozenset()
 
 
 _OTHER = _Other()
-_Kind = Any  # a number, `Alias`, or `_Other`
+_Kind = Any  # abstract value: a number (NumPy array), `Alias` (an unchanged input), or `_Other`
 
 
 @dataclasses.dataclass(frozen=True)
 class _Condition:
-    """Condition that decides about the update of rows.
+    """Condition on which the new rows depend.
 
     Attributes:
-      var: the condition.
+      var: the variable of the update that is the condition.
       outcomes: its possible values.
-      text: the equation that computes it, for users.
+      text: description for users of the equation that computes the condition.
     """
 
     var: Var
@@ -83,7 +83,7 @@ class _Condition:
     text: str
 
 
-MOST_CASES = 256  # the most combinations of outcomes that are followed
+MOST_CASES = 256  # maximum number of combinations of outcomes that `find_waiting` evaluates
 
 _NEUTRAL = {"sum": 0, "or": False, "and": True, "xor": False}  # neutral elements of reductions
 
@@ -93,13 +93,15 @@ class ZeroGradient:
     """Effect of an update on rows of a leaf whose gradient is zero.
 
     Attributes:
-      moves: the leaf, and arrays of the state, that change at rows that no trainer looked up.
-      counts: the equation by which such rows enter a reduction over all rows; empty if none does.
-      positions: the equation by which a row's id enters the row; empty if none does.
+      moves: names of the arrays (the leaf, or optimizer state) that change at such a row.
+      counts: description of an equation that reduces over all rows, where such rows contribute to
+        the result; empty if there is no such equation.
+      positions: description of an equation that computes rows from their row ids; empty if there is
+        no such equation.
       state: arrays of the optimizer state that have a row for each row of the leaf.
       unlike: arrays in `state` whose rows are not along dimension 0.
-      rests: array of the state to its initial value, if rows do not change before their first
-        lookup; None if they do.
+      rests: maps each array in `state` to its initial value, if rows with these values do not
+        change before their first lookup; None if they change.
     """
 
     moves: tuple[str, ...]
@@ -111,12 +113,13 @@ class ZeroGradient:
 
 
 def at_zero_gradient(analysis: RowAnalysis, leaf: str, begins: Mapping[Any, Any]) -> ZeroGradient:
-    """Follow a row with a gradient of zero through an update that lets the leaf be cut.
+    """Return the effect of an update on rows of `leaf` whose gradient is zero.
 
     Args:
       analysis: row analysis of the update.
-      leaf: the leaf.
-      begins: array of the optimizer state to its initial number, for arrays that begin as one.
+      leaf: a leaf that can be cut into rows.
+      begins: maps arrays of the optimizer state to their initial number, for arrays that the init
+        fills with one number.
     """
     rows = _arrays_with_rows(analysis, leaf)
     followed, moves = _moves(analysis, leaf, rows, {})
@@ -131,7 +134,12 @@ def at_zero_gradient(analysis: RowAnalysis, leaf: str, begins: Mapping[Any, Any]
 def _moves(
     analysis: RowAnalysis, leaf: str, rows: Mapping[str, Var], begins: Mapping[Any, Any]
 ) -> tuple[_FollowedRow, tuple[str, ...]]:
-    """Return a followed row, and the arrays that change at it."""
+    """Evaluate the update for a row with zero gradient; return the row and the arrays that change.
+
+    Args:
+      rows: the arrays with rows of the leaf, by name.
+      begins: array to its value, for arrays with a known value.
+    """
     followed = _follow(analysis, leaf, begins=begins)
     moves = []
     for n, v in rows.items():
@@ -141,19 +149,20 @@ def _moves(
 
 
 def find_waiting(analysis: RowAnalysis, leaf: str) -> str:
-    """Return why gradients of a row wait for a later step; empty if each step uses them at once.
+    """Return why a row's gradients wait for a later step; empty if each step uses them at once.
 
-    The search follows a row with a gradient of zero and any state, for each outcome of each
-    condition of the update. Gradients wait if an outcome decides about either of these:
+    The update is evaluated for a row with zero gradient and unknown state, once for each outcome of
+    each condition in the update. Gradients wait if an outcome decides one of two questions:
 
-    - Other arrays enter the leaf or an array of the state (`optax.MultiSteps`, a lookahead).
-    - Such an array is replaced.
+    - Does the new leaf, or a new state array, depend on other arrays (`optax.MultiSteps`, a
+      lookahead)?
+    - Does it depend on its own old value?
 
-    Steps that use no gradient of any row (`optax.apply_if_finite`) do not count.
+    Steps that ignore the gradients of all rows (`optax.apply_if_finite`) are left out.
 
-    Conditions are booleans that all rows share, and comparisons of a row's integers, such as its
-    count. A number that is zero in some steps counts if a condition selects it, but not if it is
-    computed.
+    Conditions are booleans that all rows share, and comparisons of integers of the row, such as its
+    step count. Not detected: a factor that is zero in some steps, if it is computed rather than
+    selected by a condition.
     """
     rows, outputs = _arrays_with_rows(analysis, leaf), analysis.outputs
     cases: list[_FollowedRow] = []
@@ -175,19 +184,25 @@ def find_waiting(analysis: RowAnalysis, leaf: str) -> str:
 
     names = invert(rows)
     for n, v in rows.items():
-        reads = [_reads(case.kind(outputs[n])) for case in cases]
-        others = frozenset[Var]().union(*reads) - {v}
-        if cause := _decider(cases, [bool(x - {v}) for x in reads], text_of):
+        others = set[Var]()
+        reads_others: list[bool] = []
+        reads_itself: list[bool] = []
+        for case in cases:
+            reads = _reads(case.kind(outputs[n]))
+            others |= reads - {v}
+            reads_others.append(bool(reads - {v}))
+            reads_itself.append(v in reads)
+        if cause := _decider(cases, reads_others, text_of):
             waiting = ", ".join(sorted(values_at(names, others)))
             verb = "enter" if len(others) > 1 else "enters"
             return f"{waiting} {verb} {n} only in steps that {cause} selects"
-        if cause := _decider(cases, [v in x for x in reads], text_of):
+        if cause := _decider(cases, reads_itself, text_of):
             return f"{n} is replaced only in steps that {cause} selects"
     return ""
 
 
 def _arrays_with_rows(analysis: RowAnalysis, leaf: str) -> dict[str, Var]:
-    """Return the inputs with rows of a leaf that are also outputs of the update, by name."""
+    """Return the arrays with rows of a leaf that the update reads and replaces, by name."""
     found = {}
     for n, v in analysis.inputs.items():
         layout = analysis.layout(v)
@@ -205,28 +220,29 @@ def _follow(
     *,
     any_gradient: bool = False,
 ) -> _FollowedRow:
-    """Follow a row through an update.
+    """Evaluate an update for one row, and return the row's abstract values.
 
     Args:
-      begins: array of the state to its number, for arrays that are one number.
-      assumed: outcomes of conditions.
-      any_gradient: True if the row has a gradient; it is zero otherwise.
+      begins: maps arrays of the state to their number, for arrays that are filled with one number.
+      assumed: conditions to their assumed outcomes.
+      any_gradient: True for a row with an unknown gradient; False for a gradient of zero.
     """
     followed = _FollowedRow(leaf, analysis.flow, analysis.half.inner.eqns, assumed or {})
     known = begins or {}
     for n, v in analysis.inputs.items():
         if followed.is_row(v):
-            followed.kinds[v] = known[n] if n in known else Alias(v)
+            followed.kinds[v] = known.get(n, Alias(v))
     gradient = analysis.inputs.get(Gradient(leaf))
     if gradient is not None:
-        zero = np.zeros((), gradient.aval.dtype)
-        followed.kinds[gradient] = Alias(gradient) if any_gradient else zero
+        followed.kinds[gradient] = np.zeros((), gradient.aval.dtype)
+        if any_gradient:
+            followed.kinds[gradient] = Alias(gradient)
     followed.run()
     return followed
 
 
 def _skips(analysis: RowAnalysis, leaf: str, assumed: Mapping[Var, _Kind]) -> bool:
-    """Return True if rows stay unchanged for any gradient, with these outcomes of conditions."""
+    """Return True if, with the assumed outcomes, rows stay unchanged whatever their gradient is."""
     followed = _follow(analysis, leaf, assumed=assumed, any_gradient=True)
     rows = _arrays_with_rows(analysis, leaf)
     return all(are_equal(followed.kind(analysis.outputs[n]), Alias(v)) for n, v in rows.items())
@@ -235,47 +251,58 @@ def _skips(analysis: RowAnalysis, leaf: str, assumed: Mapping[Var, _Kind]) -> bo
 def _decider(
     cases: Sequence[_FollowedRow], holds: Sequence[bool], text_of: Mapping[Var, str]
 ) -> str:
-    """Return the condition that decides about a property, for users; empty if none does.
+    """Return the condition that decides whether cases have a property, as a text for users.
+
+    Two cases, one with and one without the property, are compared; of all such pairs, a pair whose
+    assumed outcomes differ least. Empty if all cases or no cases have the property.
 
     Args:
-      holds: True for the cases with the property.
-      text_of: condition to its text.
+      holds: for each case, True if it has the property.
+      text_of: condition to its description.
     """
-    yes = [case for case, x in zip(cases, holds, strict=True) if x]
-    no = [case for case, x in zip(cases, holds, strict=True) if not x]
+    yes: list[_FollowedRow] = []
+    no: list[_FollowedRow] = []
+    for case, has_property in zip(cases, holds, strict=True):
+        (yes if has_property else no).append(case)
     differences: list[list[Var]] = []
     for a, b in itertools.product(yes, no):
-        differences.append(
-            [v for v, x in a.assumed.items() if v in b.assumed and b.assumed[v] != x]
-        )
+        different = []
+        for v, outcome in a.assumed.items():
+            if v in b.assumed and b.assumed[v] != outcome:
+                different.append(v)
+        differences.append(different)
     if not differences:
         return ""
     return text_of[min(differences, key=len)[0]]
 
 
 def constant_outputs(program: Program) -> dict[str, Any]:
-    """Return the outputs of an init that repeat one number, with that number, by name."""
+    """Return those outputs of an init that are filled with one number: name to the number."""
     followed = _FollowedRow("", Flow({}), program.inner.eqns, {})
-    kinds = {n: followed.kind(a) for n, a in program.outvars.items()}
-    return {n: kind for n, kind in kinds.items() if isinstance(kind, np.ndarray)}
+    found = {}
+    for n, a in program.outvars.items():
+        kind = followed.kind(a)
+        if isinstance(kind, np.ndarray):
+            found[n] = kind
+    return found
 
 
 class _FollowedRow:
-    """Kinds of values at one row, in an update or a branch of it.
+    """Abstract values of an update, or of a branch in it, for one row of a leaf.
 
     Args:
       leaf: the leaf.
       flow: the row analysis of the equations.
       eqns: the equations.
-      assumed: outcomes of conditions.
-      parent: the row outside of a branch; None for an update.
-      outer: a branch's inputs to the values outside.
+      assumed: conditions to their assumed outcomes.
+      parent: for a branch, the record of the equations around it; None for an update.
+      outer: for a branch, its inputs to the values outside.
 
     Attributes:
-      kinds: value to its kind.
+      kinds: variable to its abstract value.
       counts, positions: as in `ZeroGradient`.
-      open: a condition that enters rows and whose outcome is not assumed; None if there is none.
-      loop: a loop that rows enter; empty if there is none.
+      open: a condition on which rows depend, but whose outcome is not assumed; None without one.
+      loop: description of a loop that reads rows; empty if there is none.
     """
 
     def __init__(
@@ -300,7 +327,7 @@ class _FollowedRow:
         return isinstance(layout, RowAxis) and layout.leaf == self.leaf
 
     def kind(self, a: Atom) -> _Kind:
-        """Return the kind of a value at such a row; a shared number is its own kind."""
+        """Return the abstract value of an atom at the row."""
         if isinstance(a, Literal):
             if np.ndim(a.val):
                 return _OTHER
@@ -315,7 +342,7 @@ class _FollowedRow:
         return self.kinds[a]
 
     def run(self) -> None:
-        """Follow all equations."""
+        """Evaluate all equations for the row."""
         for i, eqn in enumerate(self.eqns):
             step = self.flow.steps.get(i)
             if step is None or not any(map(self._is_row_layout, step.operands)):
@@ -327,15 +354,16 @@ class _FollowedRow:
             if eqn.primitive.name in (SCAN, WHILE):
                 self.loop = self.loop or _text(eqn)
             for a, row in zip(eqn.invars, step.operands, strict=True):
-                is_shared = row is not None and isinstance(self.flow.layout(a), Shared)
-                alike = row is None or not is_shared or self._is_alike(a, row.axis)
-                self.positions = self.positions or ("" if alike else _text(eqn))
+                if row is None or not isinstance(self.flow.layout(a), Shared):
+                    continue
+                # an array that is no array of the leaf, such as an `iota`, but has its rows
+                if not self._is_alike(a, row.axis):
+                    self.positions = self.positions or _text(eqn)
             kinds = [*map(self.kind, eqn.invars)]
             if step.reduce:
-                neutral = isinstance(kinds[0], np.ndarray) and kinds[0] == _NEUTRAL.get(
-                    step.reduce, np.nan
-                )
-                self.counts = self.counts or ("" if neutral else _text(eqn))
+                neutral = _NEUTRAL.get(step.reduce, np.nan)
+                if not isinstance(kinds[0], np.ndarray) or kinds[0] != neutral:
+                    self.counts = self.counts or _text(eqn)
                 continue
             for v in eqn.outvars:
                 self.kinds[v] = _result_kind(eqn, kinds, v)
@@ -344,7 +372,7 @@ class _FollowedRow:
         return isinstance(layout, RowAxis) and layout.leaf == self.leaf
 
     def _find_condition(self, eqn: JaxprEqn) -> None:
-        """Note a condition that enters rows: a boolean, or a condition of a shared number."""
+        """Set `open` if the equation reads a condition whose outcome is unknown."""
         for a in eqn.invars:
             if not isinstance(a, Literal) and (a.aval.dtype == bool or not self.is_row(a)):
                 self._open_first(a)
@@ -352,7 +380,7 @@ class _FollowedRow:
             self._set_open(eqn.invars[0], range(len(bodies(eqn))), eqn)
 
     def _open_first(self, a: Atom) -> None:
-        """Note the first condition that enters a value."""
+        """Set `open` to the first condition that a value depends on, if its outcome is unknown."""
         stack, seen = [a], set[Var]()
         while stack and self.open is None:
             a = stack.pop()
@@ -369,15 +397,17 @@ class _FollowedRow:
                 self._set_open(a, (False, True), eqn)
 
     def _set_open(self, a: Atom, outcomes: Sequence[Any], eqn: JaxprEqn | None) -> None:
-        """Note a condition, unless there is one or its value is known."""
+        """Set `open`, unless it is set or the outcome of the condition is known."""
         if self.open is not None or isinstance(a, Literal) or isinstance(self.kind(a), np.ndarray):
             return
         values = tuple(np.asarray(x, a.aval.dtype) for x in outcomes)
-        text = "a condition of its state" if eqn is None else _text(eqn)
+        text = "a condition of its state"
+        if eqn is not None:
+            text = _text(eqn)
         self.open = _Condition(a, values, text)
 
     def _cond(self, eqn: JaxprEqn, step: Step) -> None:
-        """Follow the branch that runs, or the common results of all branches."""
+        """Evaluate a `cond`: the branch that runs, or all branches if the condition is unknown."""
 
         def run(number: int, branch: Any, kinds: list[_Kind]) -> tuple[None, list[_Kind]]:
             inner = opened(branch)
@@ -397,7 +427,7 @@ class _FollowedRow:
         self.kinds |= zip(eqn.outvars, entered.outs, strict=True)
 
     def _is_alike(self, a: Atom, axis: int) -> bool:
-        """Return True if a shared value is the same at each row."""
+        """Return True if a shared array is constant along `axis`."""
         if isinstance(a, Literal) or not a.aval.ndim or a.aval.shape[axis] == 1:
             return True
         eqn = self._producers.get(a)
@@ -412,31 +442,37 @@ class _FollowedRow:
 
 
 def _conditions_are_in_operands(eqn: JaxprEqn) -> bool:
-    """Return True if the search for conditions continues in the operands of an equation."""
+    """Return True unless an equation computes a condition itself, as a comparison does."""
     is_logic = eqn.primitive.name in ("and", "or", "xor", "not")
     compares = any(v.aval.dtype == bool for v in eqn.outvars) and not is_logic
     return bool(moved_operands(eqn)) or (facts_of(eqn).elementwise and not compares)
 
 
 def _compares_integers(eqn: JaxprEqn | None) -> bool:
-    """Return True if a boolean compares integers, such as counts."""
+    """Return True for an equation that reads integers, such as step counts."""
     return eqn is not None and any(jnp.issubdtype(a.aval.dtype, jnp.integer) for a in eqn.invars)
 
 
 def _reads(kind: _Kind) -> frozenset[Var]:
-    """Return the row-wise inputs that a value depends on."""
+    """Return the inputs with rows of the leaf that a value depends on."""
     if isinstance(kind, Alias):
         return frozenset([kind.var])
-    return kind.reads if isinstance(kind, _Other) else frozenset()
+    if isinstance(kind, _Other):
+        return kind.reads
+    return frozenset()
 
 
 def _result_kind(eqn: JaxprEqn, kinds: Sequence[_Kind], out: Var) -> _Kind:
-    """Return the kind of an equation's result; reductions are within a row.
+    """Return the abstract value of an equation's output.
+
+    The equation is elementwise in rows, or reduces within each row.
 
     Args:
-      kinds: the kinds of its operands.
+      eqn: the equation.
+      kinds: the abstract values of its operands.
+      out: one of its outputs.
     """
-    # 0 / 0 is not 0: a zero divisor hides nothing
+    # `fold` assumes x * 0 = 0, and likewise 0 / x = 0, but not if the divisor x is 0 as well.
     divides = eqn.primitive.name == "div"
     is_factor = lambda i: not (divides and is_number(kinds[i], 0))
     kind = fold(eqn, list(eqn.outvars).index(out), kinds, is_factor, number_by_jax)
@@ -460,6 +496,8 @@ _BRANCHES = ForwardAnalysis[_Kind](
 
 
 def _text(eqn: JaxprEqn) -> str:
-    """Return the name and the line of an equation, for users."""
+    """Return a description of an equation for users: its name and its line."""
     line = origin_of(eqn) or line_of(eqn)
-    return eqn.primitive.name + (f" ({line})" if line else "")
+    if not line:
+        return eqn.primitive.name
+    return f"{eqn.primitive.name} ({line})"

@@ -108,7 +108,7 @@ REFUSED = {
                 )
             )
         ),
-        "while .* reads it in an unknown number of iterations",
+        "while .* looks rows up in an unknown number of iterations",
     ),
     "one-hot beside": (
         lambda p, ids: jnp.mean(p["emb"][ids]) + jnp.mean(jax.nn.one_hot(ids[:, 0], V) @ p["emb"]),
@@ -128,7 +128,7 @@ def test_what_reads_all_rows_is_named(what: str) -> None:
     assert not lookups.tables
     assert re.search(why, lookups.refused["params/emb"])
     with pytest.raises(
-        ConfigError, match="trainers cannot look up rows of params/emb alone: .*" + why
+        ConfigError, match="sparse contains params/emb, .* more of it than single rows: .*" + why
     ):
         dtrans.pserver(step_of(loss), dtrans.trace(lambda: (PARAMS, optax.sgd(0.1).init(PARAMS))),
                        sparse={"params/emb": dtrans.Rows()})  # fmt: skip
@@ -168,11 +168,11 @@ def test_auto_takes_what_is_large_enough_and_says_so() -> None:
 @pytest.mark.parametrize(
     "sparse, said",
     [
-        ("all", "sparse='all' must be None, 'auto', or"),
+        ("all", "sparse is 'all'; expected None, 'auto', or"),
         ({"params/emb": "dense"}, "a dtrans.Rows"),
         (
             {"params/nothing": dtrans.Rows()},
-            "sparse names params/nothing; the parameters that servers update are",
+            "sparse contains 'params/nothing'; expected parameters that servers update: ",
         ),
         ({"params/w": dtrans.Rows()}, "rows of params/w alone: .*dot_general"),
     ],
@@ -383,7 +383,8 @@ def test_a_trainer_that_updates_rows_itself_is_told_what_helps() -> None:
     """Neither form of update is right with GEO-SGD, so that no message names the other one."""
     for update in ("lazy", "dense"):
         with pytest.raises(
-            ConfigError, match=r"only in steps that .* Leave it out, or give it another optimizer"
+            ConfigError,
+            match=r"only in steps that .* Leave it out of sparse, or use another optimizer",
         ):
             planned({"params/emb": dtrans.Rows(update)}, WAITS["MultiSteps"], mode=dtrans.Geo(2))
 

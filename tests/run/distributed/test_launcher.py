@@ -325,15 +325,15 @@ GOOD_NCCL2 = {
         ),
         (
             {"DTRANS_TRAINER_ID": "2"},
-            "trainer_id 2 is out of range: with 2 trainers it is one of 0 to 1",
+            "trainer_id is 2; with 2 trainers, expected an integer from 0 to 1",
         ),
         (
             {"DTRANS_TRAINER_ID": "0"},
-            "trainer 0 is at 127.0.0.1:6174; the current endpoint 127.0.0.1:6175 belongs to",
+            "current_endpoint is 127.0.0.1:6175, the endpoint of trainer 1; expected 127.0.0.1:6174",
         ),
         (
             {"DTRANS_CURRENT_ENDPOINT": "127.0.0.1:1"},
-            "the current endpoint '127.0.0.1:1' is not one of the trainers'",
+            "current_endpoint is '127.0.0.1:1'; expected one of the trainers' endpoints",
         ),
         ({"DTRANS_CURRENT_ENDPOINT": None}, "DTRANS_CURRENT_ENDPOINT is not set"),
         ({"DTRANS_TRAINER_ENDPOINTS": "x,y"}, "'x' is not an endpoint"),
@@ -366,7 +366,7 @@ GOOD = {
         ({"DTRANS_TRAINER_ID": None}, "DTRANS_TRAINER_ID is not set"),
         (
             {"DTRANS_TRAINER_ID": "2"},
-            "trainer_id 2 is out of range: with 2 trainers it is one of 0 to 1",
+            "trainer_id is 2; with 2 trainers, expected an integer from 0 to 1",
         ),
         ({"DTRANS_PSERVER_ENDPOINTS": None}, "DTRANS_PSERVER_ENDPOINTS is not set"),
         ({"DTRANS_PSERVER_ENDPOINTS": "here"}, "'here' is not an endpoint"),

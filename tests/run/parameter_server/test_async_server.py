@@ -366,7 +366,7 @@ def test_a_synchronous_gradient_has_no_delay() -> None:
         (
             dtrans.Async,
             {"delay": dtrans.DelayCompensation(), "communicator": dtrans.CommunicatorConfig()},
-            "delay and communicator: .*; use dtrans.HalfAsync",
+            "delay and communicator are both set; .* use dtrans.HalfAsync",
         ),
         (
             dtrans.HalfAsync,
@@ -409,7 +409,7 @@ def test_what_takes_all_gradients_at_once_is_refused(name: str, servers: int) ->
     }[name]
     with pytest.raises(
         ConfigError,
-        match="^the optimizer reduces over rows of several .*; use mode=dtrans.Sync",
+        match="^the optimizer reduces over several .*; use mode=dtrans.Sync",
     ):
         plan_for(
             [f"127.0.0.1:{i + 1}" for i in range(servers)],

@@ -439,10 +439,10 @@ def test_a_plan_says_what_it_is() -> None:
     ({"every": True}, "push_every must be a positive number of steps, it is True"),
     ({"block_on_pull": 1}, "block_on_pull must be True or False, it is 1"),
     ({"merge": {"params/w1": "mean"}},
-     "merge={'params/w1': 'mean'} with dtrans.Geo: each trainer keeps leaves without gradients; leave merge out"),
-    ({"on_trainer_exit": "error"}, "on_trainer_exit='error' is for synchronous updates: "
-"asynchronous ones never "
-     "combine gradients of several trainers; leave it out"),
+     "merge={'params/w1': 'mean'} cannot be used with dtrans.Geo, where each trainer keeps its own "
+     "leaves without gradients; leave merge out"),
+    ({"on_trainer_exit": "error"}, "on_trainer_exit='error' needs mode=dtrans.Sync(), since "
+     "asynchronous updates never combine gradients of several trainers; leave on_trainer_exit out"),
 ])  # fmt: skip
 def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -507,7 +507,8 @@ def geo_of(params: Any) -> PServerPlan:
     ({"w": jnp.ones(2), "w@GRAD": jnp.ones(2)},
      "params/w@GRAD would be the name of both a leaf and a gradient of params/w; rename a leaf"),
     ({"w": jnp.ones(2), "w.delta": jnp.ones(2)},
-     "params/w.delta is what servers call the change of params/w: rename that leaf"),
+     "the step has a leaf named params/w.delta, the name that servers give to the change of params/w; "
+     "rename the leaf"),
 ])  # fmt: skip
 def test_leaves_that_are_called_as_messages_are_are_named(params: Any, message: str) -> None:
     with pytest.raises(ConfigError) as caught:

@@ -169,7 +169,7 @@ def test_a_limit_of_rows_is_kept() -> None:
         server.rows(b.name, np.array([3]), train=True), np.asarray(jax.jit(drawn)(KEY))[[3]]
     )
     with pytest.raises(
-        ConfigError, match=r"params/emb cannot have a limit of rows: .*update='lazy', limit=9"
+        ConfigError, match=r"params/emb cannot have limit=9, since .*update='lazy', limit=9"
     ):
         planned(optax.adamw(0.1), update="dense", limit=9)
     with pytest.raises(

@@ -380,11 +380,11 @@ def test_stale_rows_are_refused_where_there_are_none() -> None:
     stale = {"params/emb": dtrans.Rows(staleness=2)}
     with pytest.raises(
         ConfigError,
-        match=r"\['params/emb'\].staleness=2 and mode=.*Async.*: asynchronous steps read rows",
+        match=r"\['params/emb'\].staleness is 2, but only synchronous .* and mode is .*Async",
     ):
         planned(optax.sgd(0.1), stale, 1, 1, mode=ASYNC)
     plan = planned(optax.sgd(0.1), stale, 1, 1)
-    assert "prefetched rows may lack 2 updates" in str(plan)
+    assert "prefetched rows may miss 2 updates" in str(plan)
     for run in (plan.on_mesh, plan.simulate):
         with pytest.raises(
             ConfigError,
