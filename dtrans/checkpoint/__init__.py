@@ -1,42 +1,43 @@
 """Checkpoints of jobs, under the names of the single-device step, with orbax.
 
     parameter servers
-      ckpt/300/pserver-0   an orbax checkpoint {"params/w.block0": ..., ...} of the first server,
-                           and the rows of the step's arrays in each block (`plan.overview`)
+      ckpt/300/pserver-0   an orbax checkpoint {"params/w.block0": ..., ...} of the first server.
+                           It records which rows of the step's arrays each block contains
       ckpt/300/pserver-1   ...
-      ckpt/300/trainer-0   leaves on no server (`plan.frozen`), if any: frozen leaves, batch
-                           statistics
+      ckpt/300/trainer-0   only if there are leaves that no server stores (`plan.frozen`), such as
+                           batch statistics: these leaves of trainer 0
 
     dtrans.sharding
-      ckpt/300/rank-0      rows of each array, {"params/w": ...}, and arrays that are not sliced
+      ckpt/300/rank-0      rows of each sliced array, {"params/w": ...}, and all other arrays
       ckpt/300/rank-1      ...
 
     dtrans.nccl2
-      ckpt/300/trainer-0   everything
+      ckpt/300/trainer-0   all arrays
 
-Each process writes its *pieces* without communication: processes share only the folder. A piece is
-written under another name, then renamed, so that it exists completely or not at all. Each piece
-lists all pieces, its run and its step. Pieces of two runs or two steps are never combined. A
-complete checkpoint is never overwritten: save each step to another folder, and restore the last
-complete one (`latest`). A later save under the same name replaces the pieces of a crashed save.
+Each process writes its *pieces*, the folders above, without communication: processes share only
+the file system. A piece is written under a temporary name and then renamed, so it is never
+incomplete. Each piece lists all pieces of the checkpoint, its run and its step, and pieces of two
+runs or two steps are never combined. A complete checkpoint is never overwritten: save each step to
+its own folder, and restore the last complete checkpoint (`latest`). After a crash during a save, a
+later save to the same folder replaces the remaining pieces.
 
-Arrays are assembled by names and rows of the step, not by blocks or slices. So a checkpoint fits
-other numbers of servers, blocks and dispatchers, and other degrees, stages, groups and precisions.
-It also fits jobs of another strategy, and one device (`load`). `gather` and `scatter` do the same
-for servers without files.
+Arrays are saved by their names and rows in the single-device step. So a checkpoint can be restored
+with another number of servers, another placement, degree, stage or precision, by another strategy,
+or on one device (`load`). `gather` and `scatter` convert the state of servers without files.
 
-A rank saves its rows without padding from its device, and reads only its rows: no device ever
-assembles a leaf. The first group of ranks saves. `save` returns when this process has written its
-pieces. The checkpoint is complete when all processes have; `latest` checks this.
+A rank copies its rows from its device, without padding, and a restore reads only the rows of this
+process. So no device ever needs memory for a full leaf. The first group of ranks saves. `save`
+returns when this process has written its pieces. The checkpoint is complete when all processes have
+written theirs, which `latest` checks.
 
-A server saves when it has ended: `exe.run(pserver, state)` returns its state when every trainer has
-closed. Another job may continue from that state, or from a restored one. A running server saves
-during its steps (`job.save`), to NumPy files (`array_files`) instead of an orbax checkpoint.
+A server is saved after it ended: `exe.run(pserver, state)` returns its state when every trainer has
+closed. Another job can continue from that state, or from a restored state. To save while servers
+run, use `job.save`, which writes NumPy files (`array_files`) instead of an orbax checkpoint.
 
 Source: `save_persistables` and `load_persistables` of python/paddle/fluid/io.py,
-`checkpoint_notify` and `recv_save` of paddle/fluid/operators/distributed_ops. In Paddle one trainer
-joined the blocks of a parameter. State was joined by guesses from names. Only the same server could
-load its rows.
+`checkpoint_notify` and `recv_save` of paddle/fluid/operators/distributed_ops. In Paddle, one
+trainer joins the blocks of a parameter. Blocks of optimizer state are recognised by their names,
+and only the same server can load its rows.
 
 Example:
   >>> import tempfile, jax, jax.numpy as jnp, optax, dtrans
@@ -61,12 +62,12 @@ Example:
   {'opt_state/0/count': (), 'opt_state/0/mu/w': (5, 2), 'opt_state/0/nu/w': (5, 2), 'params/w': (5,
   2)}
 
-Source files, from the top; none imports one below it:
+Modules; each imports only modules above it:
 
-    runs               the run of a process, and the marks of pieces
+    runs               identifier of a run, and the mark of a piece
     assemble           assembly of arrays from slices
-    pserver_state      state of servers from pytrees of the step, and back, without files
-    collective_state   state of trainers and ranks, without files
+    pserver_state      conversion between the state of servers and pytrees of the step
+    collective_state   conversion between the state of ranks and arrays of the step
     saved_rows         rows of tables, in segments
     table_files        files of table rows
     array_files        NumPy files of arrays

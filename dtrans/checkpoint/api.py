@@ -1,4 +1,4 @@
-"""Checkpoints in files: each process saves its pieces, and reads what it needs from all pieces."""
+"""Functions that save and restore checkpoints: each process writes its pieces, and may read all."""
 
 from __future__ import annotations
 
@@ -68,31 +68,31 @@ def save(path: Folder, job: Job, state: Any, /, *, tag: str | None = None) -> No
 def save(
     path: Folder, plan: Any, endpoint: Any, state: Any = None, *, tag: str | None = None
 ) -> None:
-    """Save the state in this process; each process of the job saves to the same path.
+    """Save the state in this process. Each process of the job saves to the same path.
 
-        save(path, plan, endpoint, state)     a server, in its process
-        save(path, job, state)                a job, in each process; a server when it has ended
+        save(path, plan, endpoint, state)     in the process of a server, with an `Executor`
+        save(path, job, state)                in each process of a job; on servers after they ended
 
-    `check(path, job)` checks the path before training.
+    To check the path before training, call `check(path, job)`.
 
     Args:
-      path: a folder that all processes see, one for each checkpoint: `ckpt/300`.
-      plan: the plan of the servers, the same in all processes.
+      path: the folder of this checkpoint, such as `ckpt/300`, which all processes must see.
+      plan: the plan of the servers, equal in all processes.
       endpoint: the server's endpoint.
       job: the job of `plan.on_mesh()`, `plan.on_cluster()`, `plan.simulate()` or `plan.on_ray()`.
-      state: the result of `exe.run(pserver, ...)` for a server, or of the job's `step`. Each rank's
-        rows are copied from its device, without a gather.
-      tag: a name of this save, shared by all processes of the job and used by no other run. Pieces
-        with different tags are not combined. Only processes that were started separately need it.
-        Others know their run (`dtrans.checkpoint.runs`), and replace pieces of an earlier run.
+      state: for a server, the result of `exe.run(pserver, ...)`; for a job, the state that
+        `job.step` returned. Rows are copied from each rank's device, without a gather.
+      tag: a name of this save, equal in all processes of the job and different for each run. It is
+        needed only by processes that were started separately; other processes know the identifier
+        of their run (`dtrans.checkpoint.runs`). Pieces with different tags are not combined.
 
     Raises:
-      ConfigError: the path has a complete checkpoint, or pieces that may belong to this run; or
-        orbax is not installed.
+      ConfigError: the path contains a complete checkpoint, or pieces that may belong to this run;
+        or orbax is not installed.
       StateError: an array is missing, has another shape or dtype, or was donated.
-      UnknownEndpointError: the plan has no such server.
+      UnknownEndpointError: the plan has no server with this endpoint.
 
-    Source: `checkpoint_notify` of Paddle, which makes each server save; `save_persistables` of its
+    Source: `checkpoint_notify` of Paddle, which makes each server save, and `save_persistables` of
     meta_optimizers/sharding/utils.py, where each rank saves its parameters.
 
     Example:
@@ -126,12 +126,12 @@ def save_serving(
 ) -> None:
     """Save the state of a server while it serves.
 
-    Each server of an asynchronous job counts its own steps, so that copies of a count may differ. A
-    restore reads the first server's copy, with a `CheckpointWarning`.
+    In an asynchronous job, each server counts its own steps, so copies of a step count can differ
+    between servers. A restore reads the first server's copy, with a `CheckpointWarning`.
 
     Args:
       path, plan, endpoint, state: as in `save`.
-      mark: the run and the step.
+      mark: the run and the step of the saved state.
 
     Raises:
       As `save`.
@@ -149,14 +149,15 @@ def save_serving(
 
 
 def check(path: Folder, job: Job) -> None:
-    """Check before training that `save(path, job, state)` can write to its path.
+    """Check, before training, that `save(path, job, state)` will be able to write.
 
     Args:
       path, job: as in `save`.
 
     Raises:
-      ConfigError: the path has a complete checkpoint, or pieces that may belong to this run; it is
-        no folder, or cannot be written. Or the plan has no checkpoints, or orbax is not installed.
+      ConfigError: the path contains a complete checkpoint or pieces that may belong to this run, is
+        not a folder, or cannot be written. Also raised if the plan's state cannot be saved, or
+        orbax is not installed.
 
     Example:
       >>> import tempfile, jax.numpy as jnp, optax, dtrans
@@ -180,19 +181,25 @@ def _layout(plan: PServerPlan) -> PieceLayout:
 
 
 def _pieces(job: Any) -> tuple[PieceLayout, list[str]]:
-    """Return the pieces of a job, and the savers in this process."""
+    """Return the pieces of a job, and the roles in this process that write one (*savers*)."""
     plan = job.plan
+    savers: list[str] = []
     if isinstance(plan, PServerPlan):
         check_plan(plan)
         layout = _layout(plan)
-        return layout, [] if job.is_driver else [who for who in job.roles if who in layout.pieces]
-    if isinstance(plan, CollectivePlan):
+        if not job.is_driver:
+            savers = [who for who in job.roles if who in layout.pieces]
+    elif isinstance(plan, CollectivePlan):
         layout = PieceLayout(
             plan.main, collective_state.saver_rows(plan), collective_state.piece_names(plan)
         )
-        return layout, [] if job.is_driver else collective_state.local_savers(job)
-    layout = PieceLayout(plan.main, step_rows(plan.main, TRAINER), {TRAINER: "trainer-0"})
-    return layout, [TRAINER] * job.saves
+        if not job.is_driver:
+            savers = collective_state.local_savers(job)
+    else:
+        layout = PieceLayout(plan.main, step_rows(plan.main, TRAINER), {TRAINER: "trainer-0"})
+        if job.saves:
+            savers = [TRAINER]
+    return layout, savers
 
 
 def _save_job(path: Folder, job: Any, state: Any, tag: str | None) -> None:
@@ -211,7 +218,10 @@ def _mark_of_job(job: Any, layout: PieceLayout, here: Iterable[str], tag: str | 
 
 
 def _values(job: Any, state: Any, here: Iterable[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield each saver here and its arrays, one at a time: each yield copies to the host."""
+    """Yield each saver of this process with its arrays.
+
+    It is a generator, so that only one saver's arrays are copied to the host at a time.
+    """
     plan = job.plan
     if isinstance(plan, PServerPlan):
         job.check(state)
@@ -225,27 +235,27 @@ def _values(job: Any, state: Any, here: Iterable[str]) -> Iterator[tuple[str, Ma
         for who in here:
             yield who, collective_state.values_to_save(plan, who, arrays)
     else:
-        # all processes take part in `params` and `opt_state`, and one saves the results
+        # `params` and `opt_state` communicate, so all processes call them, though only one saves.
         arrays = arrays_of(plan.main, job.params(state), job.opt_state(state))
         for who in here:
             yield who, arrays
 
 
 def save_trainer(path: Folder, plan: PServerPlan, params: Any, *, tag: str | None = None) -> None:
-    """Save the leaves that are on no server, in the process of trainer 0; nothing if there is none.
+    """Save the leaves that no server stores (`plan.frozen`), in the process of trainer 0.
 
-    These are `plan.frozen`: frozen leaves, and leaves that each trainer updates locally, such as
-    batch statistics. The checkpoint has trainer 0's.
+    These are constant leaves, and leaves that each trainer updates itself, such as batch
+    statistics. Without such leaves, nothing is written.
 
     Args:
       path, plan, tag: as in `save`.
       params: the pytree of trainer 0's parameters.
 
     Raises:
-      ConfigError: the path has a piece of trainer 0, or pieces of another job; or orbax is not
+      ConfigError: the path contains a piece of trainer 0, or pieces of another job; or orbax is not
         installed.
       TraceError: `params` differs in structure from the step's argument.
-      StateError: a leaf differs in shape or dtype.
+      StateError: a leaf differs in shape or dtype from the step's argument.
 
     Example:
       >>> import tempfile, jax.numpy as jnp, optax, dtrans
@@ -292,27 +302,28 @@ def restore(path: Folder, plan: Any, endpoint: Any = None) -> Any:
         restore(path, plan, endpoint)     the state of a server, in its process
         restore(path, job)                the state of a job, in each of its processes
 
-    `exe.run(pserver, restore(path, plan, endpoint))`, or `job.step(restore(path, job), *batch)`,
-    continues the saved job, whatever its strategy. A process reads the saved arrays that have rows
-    of it. Each device receives its shard only.
+    Continue training with `exe.run(pserver, restore(path, plan, endpoint))` or
+    `job.step(restore(path, job), *batch)`. The saved job may have used another strategy. A process
+    reads only the arrays whose rows it needs, and each device receives only its shard.
 
-    State that is no part of the step is not saved and starts from its initial value. Backups of
-    DC-ASGD are copies of the parameters, as in `scatter`.
+    State that is not part of the single-device step starts from its initial value if it was not
+    saved. For example, backups of DC-ASGD start as copies of the parameters, as in `scatter`.
 
     Args:
-      path: the path of `save`.
-      plan, endpoint: the plan of the job that continues, and the server.
+      path: the path that was passed to `save`.
+      plan, endpoint: the plan of the job that continues, and the server's endpoint.
       job: the job that continues, from `plan.on_mesh()`, `plan.on_cluster()`, `plan.simulate()` or
         `plan.on_ray()`.
 
     Raises:
-      StateError: there is no checkpoint, or pieces are missing, unreadable or belong to several
-        jobs. The step differs (names, shapes, dtypes). Copies of an array differ between servers.
-      CheckpointError: `path` is None: `latest` has found no complete checkpoint.
-      UnknownEndpointError: the plan has no such server.
+      StateError: the path contains no checkpoint, or an incomplete or unreadable one, or pieces of
+        several jobs. Also raised if names, shapes or dtypes of the step differ, or if copies of an
+        array differ between servers.
+      CheckpointError: `path` is None, since `latest` found no complete checkpoint.
+      UnknownEndpointError: the plan has no server with this endpoint.
       ConfigError: orbax is not installed.
 
-    Source: `load_persistables` of Paddle, and the load operators of its servers' startup programs.
+    Source: `load_persistables` of Paddle, and the load operators in the servers' startup programs.
 
     Example:
       >>> import tempfile, jax.numpy as jnp, optax, dtrans
@@ -339,11 +350,10 @@ def restore(path: Folder, plan: Any, endpoint: Any = None) -> Any:
     plan.servers[endpoint]  # raises UnknownEndpointError
     saved = Checkpoint.at(path).of(plan.main)
     sources = initial_sources(plan, endpoint, saved.rows)
-    targets = {
-        row.slice_name: dataclasses.replace(row, origin_name=origin)
-        for row, origin in sources
-        if origin is not None
-    }
+    targets = {}
+    for row, origin in sources:
+        if origin is not None:
+            targets[row.slice_name] = dataclasses.replace(row, origin_name=origin)
     found: dict[str, Any] = dict(_table_arrays(saved, plan.servers[endpoint], targets))
     rest = [target for n, target in targets.items() if n not in found]
     first = _init_outputs(saved, plan.servers[endpoint].startup)
@@ -358,7 +368,10 @@ def restore(path: Folder, plan: Any, endpoint: Any = None) -> Any:
 def _table_arrays(
     saved: Checkpoint, programs: Any, targets: Mapping[str, VarDistributed]
 ) -> Iterator[tuple[str, TableArray]]:
-    """Yield the table blocks of a server with their optimizer state, as rows read on demand."""
+    """Yield each array of the server's tables as a `TableArray`, which reads rows on demand.
+
+    Arrays of tables that cannot be restored row by row are left out.
+    """
     (serves,) = (e for e in programs.main.eqns if e.primitive is listen_and_serv_p)
     on_use = {e.params["table"]: e for e in programs.startup.eqns if e.primitive is init_on_use_p}
     served = serves.params.get("tables")
@@ -379,7 +392,10 @@ def _table_arrays(
 def _init_outputs(
     saved: Checkpoint, init: Program
 ) -> Callable[[], Mapping[str, np.ndarray]] | None:
-    """Return a function that runs an init with the saved arguments; None if all rows are saved."""
+    """Return a function that computes the init's outputs, by name, with the saved arguments.
+
+    Return None if the checkpoint contains all rows, so that the init is not needed.
+    """
     args = saved.init_args(init)
     if args is None:
         return None
@@ -392,9 +408,13 @@ def _init_outputs(
 
 
 def _init_slices(saved: Checkpoint, init: Program | None) -> InitSlice | None:
-    """Return a function that slices the init's outputs; None if nothing needs them."""
-    first = None if init is None else _init_outputs(saved, init)
-    return None if first is None else lambda target: first()[target.origin_name][target.index]
+    """Return a function from a slice to its initial values; None if the init is not needed."""
+    if init is None:
+        return None
+    first = _init_outputs(saved, init)
+    if first is None:
+        return None
+    return lambda target: first()[target.origin_name][target.index]
 
 
 def _restore_job(path: Folder, job: Any) -> Any:
@@ -417,7 +437,11 @@ def _restore_job(path: Folder, job: Any) -> Any:
 
 
 def _trainer_params(path: Folder, plan: PServerPlan) -> Any:
-    """Return the parameters of a trainer; tables, which servers have, are zeros without memory."""
+    """Return the parameters of a trainer.
+
+    A trainer needs no values of tables, so these are zeros, broadcast from one element to save
+    memory.
+    """
     main, tables = plan.main, plan.tables.of
     dense = {*main.args[0].names} - {*tables}
     rows = [row for row in step_rows(main) if row.origin_name in dense]
@@ -430,14 +454,15 @@ def _trainer_params(path: Folder, plan: PServerPlan) -> Any:
 
 
 def restore_trainer(path: Folder, plan: PServerPlan, params: Any) -> Any:
-    """Return the parameters of a trainer, with the leaves on no server (`plan.frozen`) restored.
+    """Return a trainer's parameters, with the leaves that no server stores restored.
 
-    The other leaves are on servers, and are returned unchanged.
+    These leaves are `plan.frozen`. All other leaves are returned unchanged, since the trainer
+    receives them from the servers.
 
     Args:
       path, plan: as in `restore`.
-      params: the initial parameters of the trainer: `exe.run(t.get_trainer_startup_program(),
-        ...)`.
+      params: the trainer's initial parameters: the result of
+        `exe.run(t.get_trainer_startup_program(), ...)`.
 
     Raises:
       As `restore`.
@@ -456,19 +481,20 @@ def restore_trainer(path: Folder, plan: PServerPlan, params: Any) -> Any:
 
 
 def load(path: Folder, main: Program, startup: Program | None = None) -> Any:
-    """Return the single-device state of a checkpoint: `(params, opt_state)`, or the one state.
+    """Return the single-device state in a checkpoint.
 
     Args:
-      path: the path of `save`.
-      main: the traced step, which has the structure of the pytrees: `dtrans.trace(step, params,
-        opt_state, *batch)`, `dtrans.trace(step, state, *batch)` or `plan.main`.
-      startup: the traced init, `dtrans.trace(init, ...)` or `plan.startup`. It generates the table
-        rows that no step has looked up, which are not saved. It also tells a step of one state
-        whose results look like its batch, as those of an autoencoder do.
+      path: the path that was passed to `save`.
+      main: the traced step: `dtrans.trace(step, params, opt_state, *batch)`, `dtrans.trace(step,
+        state, *batch)` or `plan.main`.
+      startup: the traced init: `dtrans.trace(init, ...)` or `plan.startup`. It is needed if the
+        checkpoint lacks table rows that no step looked up. It is also needed for
+        `step(state, *batch)` if the results of the step have the types of the batch.
 
     Returns:
-      New arrays on the default device, in the step's pytrees. The jitted step can continue from
-      them on one device. A `plan.main` always takes a pair, also if the step has one state.
+      `(params, opt_state)`, or `state` for `step(state, *batch)`: the arguments with which the
+      jitted step continues on one device. The arrays are new and on the default device. With
+      `plan.main`, the result is always a pair.
 
     Raises:
       StateError, CheckpointError, ConfigError: as `restore`.
@@ -497,24 +523,26 @@ def load(path: Folder, main: Program, startup: Program | None = None) -> Any:
     remedy = ""
     if startup is None and not one_state and {*first.names} == {*saved.types}:
         remedy = (
-            "; if the step takes one state, dtrans.checkpoint.load(path, main, startup), or "
-            "job.gather(dtrans.checkpoint.restore(path, job)), returns it"
+            "; for a step(state, *batch), call dtrans.checkpoint.load(path, main, startup), or "
+            "job.gather(dtrans.checkpoint.restore(path, job))"
         )
     saved.of(main, remedy)
     params, opt_state = to_trees(main, saved.arrays(step_rows(main), _init_slices(saved, startup)))
-    return params if one_state else (params, opt_state)
+    if one_state:
+        return params
+    return params, opt_state
 
 
 def latest(folder: Folder) -> Path | None:
-    """Return the last complete checkpoint in a folder of checkpoints; None without one.
+    """Return the path of the last complete checkpoint in a folder; None if there is none.
 
-    Incomplete and unreadable ones, and those with pieces of several runs or steps, are skipped with
-    a `CheckpointWarning`. It returns None without a warning if the folder does not exist, or has no
-    subfolder with a number as name. Then start with `job.init(...)`: `restore` and `load` raise a
-    `CheckpointError` for None.
+    Checkpoints that are incomplete or unreadable, or contain pieces of several runs or steps, are
+    skipped with a `CheckpointWarning`. If the result is None, start with `job.init(...)`, since
+    `restore(None, ...)` and `load(None, ...)` raise a `CheckpointError`.
 
     Args:
-      folder: its subfolders with a number as name are checkpoints: `ckpt/100`, `ckpt/200`.
+      folder: a folder that need not exist. Its subfolders whose names are numbers are checkpoints,
+        in the order of these numbers: `ckpt/100`, `ckpt/200`.
 
     Raises:
       ConfigError: orbax is not installed.

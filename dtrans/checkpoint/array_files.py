@@ -1,12 +1,12 @@
-"""NumPy files of arrays that a server writes while it serves, past the page cache.
+"""NumPy files of arrays, which a server writes while it serves, with direct output (O_DIRECT).
 
-    dense/0.npy    the first array; `about["dense"]` has the names and types of all, in this order
+    dense/0.npy    the first array in the mapping of names and types that `write_arrays` returns
 
-Orbax compresses, and stores compressed data in memory until all of it is written. On hosts that
-servers share with trainers, this takes processors from their steps for three times as long as a
-copy of the state. Direct output (O_DIRECT) takes a tenth of the processor time, and `CHUNK` bytes
-of memory. File systems without it, such as older ones in memory, are written through the page
-cache.
+A running server does not save with orbax, which compresses the data, and stores the compressed data
+in memory until it is written. If trainers run on the same host, this slows their steps for three
+times as long as a copy of the state. Direct output bypasses the page cache. It needs a tenth of the
+processor time, and `CHUNK` bytes of memory. On file systems without direct output, such as older
+tmpfs, data is written through the page cache.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import numpy as np
 from dtrans.ir.selection import number_items
 
 
-CHUNK = 4 << 20  # bytes of one write
+CHUNK = 4 << 20  # maximum number of bytes of one write
 DIRECT = getattr(os, "O_DIRECT", 0)  # only Linux has it
 
 
 def write_arrays(folder: Path, arrays: Mapping[str, np.ndarray]) -> dict[str, str]:
-    """Write a file for each array, and return the types by name, in the order of the files."""
+    """Write one file for each array; return {name: dtype} in the order of the files."""
     folder.mkdir()
     room = np.frombuffer(mmap.mmap(-1, CHUNK), np.uint8)
     for i, x in enumerate(arrays.values()):
@@ -41,22 +41,22 @@ def write_arrays(folder: Path, arrays: Mapping[str, np.ndarray]) -> dict[str, st
 def read_arrays(
     folder: Path, types: Mapping[str, str], names: Mapping[str, None]
 ) -> dict[str, np.ndarray]:
-    """Read the arrays of some names.
+    """Read some of the arrays, by name.
 
     Args:
-      folder: the folder of `write_arrays`.
+      folder: the folder that was passed to `write_arrays`.
       types: the result of `write_arrays`.
-      names: the arrays to read.
+      names: the names of the arrays to read.
     """
     numbers = number_items(types)
     return {n: np.load(folder / f"{numbers[n]}.npy").view(np.dtype(types[n])) for n in names}
 
 
 def _header(x: np.ndarray) -> bytes:
-    """Return the header of an array in NumPy's format, padded to pages.
+    """Return the header of an array in NumPy's format, padded to a multiple of the page size.
 
-    Types of other libraries, such as bfloat16, are written as raw bytes: NumPy's format has none of
-    them.
+    The format does not know types of other libraries, such as bfloat16, so these are written as raw
+    bytes.
     """
     kind = np.dtype(f"V{x.dtype.itemsize}") if x.dtype.kind == "V" else x.dtype
     text = repr({"descr": kind.str, "fortran_order": False, "shape": x.shape}).encode("latin1")
@@ -71,13 +71,15 @@ def _round_to_pages(size: int) -> int:
 
 
 def _write(path: Path, header: bytes, data: np.ndarray, room: np.ndarray) -> None:
-    """Write a new file. Direct output needs complete pages in page-aligned memory.
+    """Write a new file: the header, then the data.
+
+    Direct output needs complete pages in page-aligned memory.
 
     Args:
       path: the file.
-      header: its first pages.
-      data: bytes that follow.
-      room: page-aligned memory, to which other data is copied first.
+      header: the header, a multiple of the page size.
+      data: the bytes of the array.
+      room: a page-aligned buffer. Data that is not aligned is copied to it before a write.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
@@ -102,14 +104,14 @@ def _put(descriptor: int, data: np.ndarray) -> None:
         except OSError as e:
             if e.errno != errno.EINVAL or not fcntl.fcntl(descriptor, fcntl.F_GETFL) & DIRECT:
                 raise
-            # a file system with larger pages, or one that accepts the flag and cannot do it
+            # The file system needs larger pages, or accepts the flag without supporting it.
             _set_direct(descriptor, 0)
         else:
             data = data[count:]
 
 
 def _set_direct(descriptor: int, direct: int) -> None:
-    """Set or clear direct output; file systems without it ignore this."""
+    """Set or clear the flag for direct output; on file systems without it, do nothing."""
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~DIRECT
     with contextlib.suppress(OSError):
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | direct)

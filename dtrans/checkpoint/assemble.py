@@ -1,10 +1,10 @@
-"""Assembly of arrays from slices, as an overview lists them: from one cut to another.
+"""Assembly of a slice of an array from other slices, which may be cut differently.
 
-A slice is a box of its origin: along each axis a range of entries, or buckets of them. The target
-is a box too, and is filled from its intersections with the sources. Copies of the same box must
-agree.
+A slice covers a *box* of its origin: along each dimension a range of indices, or buckets of
+indices. The target is filled from its intersections with the boxes of the sources. If several
+sources have the same box, they must be equal.
 
-Results are in NumPy's memory; random keys are the words of their data.
+Results are NumPy arrays; random keys are represented by their key data.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from dtrans.rows.writer import RowRange, RowSet
 
 
 Box = tuple[RowSet, ...]
-Shared = tuple[RowSet | np.ndarray, ...]  # an intersection: along each axis a range, or the ids
+Shared = tuple[RowSet | np.ndarray, ...]  # intersection of boxes: indices along each dimension
 
 
 def full_slice(name: str, aval: Any, endpoint: str = "") -> VarDistributed:
-    """Return a row of an overview that covers all of an array."""
+    """Return the record of a slice that is the full array."""
     shape = tuple(aval.shape)
     return VarDistributed(name, shape, name, shape, aval.dtype, 0, 0, 0, False, "Param", endpoint)
 
 
 def group_by_origin(rows: Iterable[VarDistributed]) -> dict[str, list[VarDistributed]]:
-    """Group rows of an overview by array."""
+    """Group slices by their origin: origin name to slices."""
     found: dict[str, list[VarDistributed]] = {}
     for row in rows:
         found.setdefault(row.origin_name, []).append(row)
@@ -43,7 +43,7 @@ def group_by_origin(rows: Iterable[VarDistributed]) -> dict[str, list[VarDistrib
 
 
 def overlaps(a: VarDistributed, b: VarDistributed) -> bool:
-    """Return True if two slices of one array have entries in common."""
+    """Return True if two slices of one array have elements in common."""
     return _intersect(_box(a), _box(b)) is not None
 
 
@@ -54,17 +54,17 @@ def assemble_slice(
     *,
     may_differ: bool = False,
 ) -> np.ndarray:
-    """Assemble a slice of an array from other slices, in the form of `as_numpy`.
+    """Assemble a slice of an array from other slices; return it as `as_numpy` would.
 
     Args:
       target: the slice to assemble.
-      rows: slices of the same array.
-      read: returns the entries of a slice; called for slices that overlap `target`.
-      may_differ: copies may come from different steps; read the first one then, with a
-        `CheckpointWarning`.
+      rows: the available slices of the same array.
+      read: returns the values of a slice; called only for slices that overlap `target`.
+      may_differ: True if copies of a slice may come from different steps. If they differ, the first
+        copy is used, with a `CheckpointWarning`.
 
     Raises:
-      StateError: the slices do not cover the target, or copies differ.
+      StateError: the slices do not cover the target, or copies of a slice differ.
 
     Example:
       >>> import dataclasses, numpy as np
@@ -89,8 +89,8 @@ def assemble_slice(
     if found != _size(wanted):
         places = ", ".join(dict.fromkeys(row.endpoint for row in rows)) or "no server"
         raise StateError(
-            f"{target.origin_name}: {found} of {_size(wanted)} elements are there, on {places}; "
-            "pass the pieces or states of all servers"
+            f"{target.origin_name} has {_size(wanted)} elements, but only {found} were found, on "
+            f"{places}; pass the pieces or states of all servers"
         )
     return out
 
@@ -98,7 +98,7 @@ def assemble_slice(
 def _choose_copy(
     rows: Sequence[VarDistributed], values: Sequence[np.ndarray], *, may_differ: bool
 ) -> np.ndarray:
-    """Return one of several copies. Raises StateError if they differ, unless they may."""
+    """Return the first of several copies of a slice; raise StateError if they must not differ."""
     first = values[0]
     for row, other in zip(rows[1:], values[1:], strict=True):
         if not same_values(first, other):
@@ -108,17 +108,17 @@ def _choose_copy(
             )
             if not may_differ:
                 raise StateError(f"{difference}; pass states of one job, at one step")
-            text = f"{difference}, saved during asynchronous steps: the first copy is used"
+            text = f"{difference}; they were saved during asynchronous steps, so the first is used"
             warnings.warn(CheckpointWarning(text), stacklevel=2)
             break
     return first
 
 
 def same_values(a: np.ndarray, b: np.ndarray) -> bool:
-    """Return True if two copies are equal up to rounding.
+    """Return True if two copies of an array are equal up to rounding.
 
-    Servers compile their programs separately, so the last bits of values that all of them compute
-    may differ.
+    If several servers compute the same value, the last bits can differ, since each server compiles
+    its own program.
     """
     if a.tobytes() == b.tobytes():
         return True
@@ -139,17 +139,22 @@ def _shown(x: np.ndarray) -> str:
 
 
 def _box(row: VarDistributed) -> Box:
-    """Return the entries of a row along each axis of its origin."""
-    sizes = enumerate(row.slice_shape)
-    return tuple(
-        row.rows if row.is_slice and i == row.axis else RowRange(0, size) for i, size in sizes
-    )
+    """Return the indices of a slice in its origin, along each dimension."""
+    box: list[RowSet] = [RowRange(0, size) for size in row.slice_shape]
+    if row.is_slice:
+        box[row.axis] = row.rows
+    return tuple(box)
 
 
 def _intersect(a: Box, b: Box) -> Shared | None:
     """Return the intersection of two boxes; None if it is empty."""
-    shared = tuple(_intersect_rows(x, y) for x, y in zip(a, b, strict=True))
-    return shared if all(_count(x) > 0 for x in shared) else None
+    shared = []
+    for x, y in zip(a, b, strict=True):
+        common = _intersect_rows(x, y)
+        if _count(common) <= 0:
+            return None
+        shared.append(common)
+    return tuple(shared)
 
 
 def _intersect_rows(a: RowSet, b: RowSet) -> RowSet | np.ndarray:
@@ -157,14 +162,14 @@ def _intersect_rows(a: RowSet, b: RowSet) -> RowSet | np.ndarray:
         return a
     if isinstance(a, RowRange) and isinstance(b, RowRange):
         return RowRange(max(a.start, b.start), min(a.stop, b.stop))
-    # ids of the smaller set are looked up in the larger one
-    few, other = (a, b) if a.rows <= b.rows else (b, a)
+    # Buckets: the smaller set is listed, and its ids are looked up in the larger one.
+    few, other = sorted((a, b), key=lambda rows: rows.rows)
     numbers = few.numbers()
     return numbers[other.among(numbers)]
 
 
 def _index_in(shared: Shared, outer: Box) -> tuple[slice | np.ndarray, ...]:
-    """Return an intersection as an index into the array of the box `outer`."""
+    """Return the index that selects an intersection in an array that covers the box `outer`."""
     return tuple(_local_index(x, o) for x, o in zip(shared, outer, strict=True))
 
 
@@ -188,17 +193,23 @@ def _size(box: Shared) -> int:
 
 
 def type_of(x: Any) -> str:
-    """Return the type of a value as text: `float32[4, 2]`."""
+    """Return a description of an array's type: `float32[4, 2]`."""
     return f"{x.dtype}{list(x.shape)}"
 
 
 def as_numpy(x: Any) -> np.ndarray:
-    """Convert a value to NumPy; a random key to the words of its data."""
+    """Convert an array to NumPy; random keys become their key data."""
     return np.asarray(words(x))
 
 
 def as_jax(data: np.ndarray, dtype: Any, device: jax.Device | None = None) -> jax.Array:
-    """Convert a result of `as_numpy` back, in new memory on a device, by default JAX's."""
+    """Convert a result of `as_numpy` back to a JAX array, in new memory.
+
+    Args:
+      data: the NumPy array.
+      dtype: the type of the original array.
+      device: the device of the result; None for JAX's default device.
+    """
     array = jnp.array(data, device=device)
     if not is_key(dtype):
         return array
@@ -206,12 +217,12 @@ def as_jax(data: np.ndarray, dtype: Any, device: jax.Device | None = None) -> ja
 
 
 def copy_array(x: Any) -> jax.Array:
-    """Copy a value to new memory."""
+    """Copy an array to new memory on the default device."""
     return as_jax(as_numpy(x), x.dtype)
 
 
 def numpy_type(shape: tuple[int, ...], dtype: Any) -> tuple[tuple[int, ...], Any]:
-    """Return the shape and dtype of `as_numpy`."""
+    """Return the shape and dtype that `as_numpy` returns for an array of this shape and dtype."""
     if is_key(dtype):
         data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
         return data.shape, data.dtype

@@ -1,21 +1,20 @@
-"""State of data-parallel trainers or sharded ranks, as rows of the step's arrays.
+"""Conversion between the state of trainers or ranks and rows of the single-device step's arrays.
 
-    nccl2       trainer 0 saves everything, since all trainers have the same
-    sharding    each rank of the first group saves its rows of sliced arrays, without padding, and
-                rank 0 all other arrays
+    nccl2       trainer 0 saves all arrays, since they are equal on all trainers
+    sharding    each rank of the first group saves its rows of sliced arrays, without padding.
+                Rank 0 also saves all other arrays
 
-The rows of a rank are the same in each stage. Each rank saves the rows of a replicated parameter
-whose optimizer state it has. So all ranks save equally much, and a checkpoint does not depend on
-the stage.
+A checkpoint does not depend on the ZeRO stage. In stages 1 and 2, parameters are replicated, but
+each rank saves only the rows whose optimizer state it has, as in stage 3. So all ranks save about
+as many bytes.
 
-If ranks own complete leaves, state is in bins (`dtrans.zero.by_leaf.packing`). Each rank saves the
-arrays in its bins.
+If ranks own whole leaves, state is packed into bins (`dtrans.zero.by_leaf.packing`), and each rank
+saves the arrays in its bins.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -23,7 +22,7 @@ import jax
 import numpy as np
 
 from dtrans.checkpoint.assemble import as_jax, as_numpy, full_slice, numpy_type
-from dtrans.checkpoint.pserver_state import TRAINER, check_type
+from dtrans.checkpoint.pserver_state import TRAINER, check_names, check_type
 from dtrans.data_parallel.plan import CollectivePlan
 from dtrans.data_parallel.state import CollectiveState
 from dtrans.errors import StateError
@@ -38,46 +37,50 @@ if TYPE_CHECKING:
 
 
 class SavedJob(Protocol):
-    """Attributes of a job of `dtrans.run.collective` that this module reads."""
+    """Part of the interface of a job in `dtrans.run.collective` that this module uses."""
 
     plan: Any
     mesh: jax.sharding.Mesh | None
 
     def slice_axis(self, name: str) -> int | None:
-        """Return the dimension along which ranks slice an array; None if they do not."""
+        """Return the dimension along which ranks slice an array; None if it is not sliced."""
 
     def sharding_of(self, name: str) -> Any:
-        """Return the sharding of an array of the state."""
+        """Return the `jax.sharding.Sharding` of an array of the state."""
 
 
 def piece_names(plan: CollectivePlan) -> dict[str, str]:
-    """Return the savers, each with the name of its folder."""
+    """Map each saver (a rank or trainer that writes a piece) to the name of its folder."""
     if isinstance(plan, ShardingPlan):
         return {f"rank {k}": f"rank-{k}" for k in range(plan.options.degree)}
     return {TRAINER: "trainer-0"}
 
 
 def saver_rows(plan: CollectivePlan) -> list[VarDistributed]:
-    """Return the rows of each array that each saver writes."""
-    cuts = {**plan.slices.leaves, **plan.slices.state} if isinstance(plan, ShardingPlan) else {}
+    """Return the slices that savers write; the `endpoint` of a slice is its saver."""
+    cuts: Mapping[str, Sliced] = {}
+    if isinstance(plan, ShardingPlan):
+        cuts = {**plan.slices.leaves, **plan.slices.state}
     savers = tuple(piece_names(plan))
     params, places = {*plan.main.args[0].names}, _bin_slots(plan)
     found = []
     for n, t in _types(plan).items():
         kind: Any = "Param" if n in params else "Optimizer"
-        owner = savers[places[n].rank] if n in places else savers[0]
-        row = dataclasses.replace(full_slice(n, t, owner), vtype=kind)
+        rank = places[n].rank if n in places else 0
+        row = dataclasses.replace(full_slice(n, t, savers[rank]), vtype=kind)
         if n not in cuts:
             found.append(row)
             continue
-        found += [_slice(row, cuts[n], k, savers[k]) for k in range(_filled_ranks(cuts[n]))]
+        for k in range(_filled_ranks(cuts[n])):
+            found.append(_slice(row, cuts[n], k, savers[k]))
     return found
 
 
 def _bin_slots(plan: CollectivePlan) -> Mapping[str, BinSlot]:
-    """Return the slot of each array in a bin."""
-    has_bins = isinstance(plan, ShardingPlan) and plan.owned is not None
-    return plan.owned.state.places if has_bins else {}
+    """Map each array that is packed into a bin to its slot there."""
+    if isinstance(plan, ShardingPlan) and plan.owned is not None:
+        return plan.owned.state.places
+    return {}
 
 
 def _types(plan: CollectivePlan) -> dict[str, Any]:
@@ -87,7 +90,7 @@ def _types(plan: CollectivePlan) -> dict[str, Any]:
 
 
 def _filled_ranks(cut: Sliced) -> int:
-    """Return the number of ranks that have more than padding of an array."""
+    """Return the number of ranks that have rows of an array; further ranks have padding only."""
     return -(-cut.size // cut.part)
 
 
@@ -108,49 +111,60 @@ def _rows_of(row: VarDistributed, axis: int, start: int, stop: int) -> VarDistri
 
 
 def check_job_state(job: SavedJob, state: Any) -> dict[str, jax.Array]:
-    """Return the arrays of a state by name. Raises StateError unless it belongs to this job."""
+    """Return the arrays of a state by name; raise StateError unless it is a state of this job."""
     plan = job.plan
     is_state = hasattr(state, "params") and hasattr(state, "opt_state")
     if not dataclasses.is_dataclass(state) or not is_state:
         raise StateError(
-            f"save takes the state that init or step returned, not {type(state).__name__}"
+            f"the state is a {type(state).__name__}; expected the state that job.init or job.step "
+            "returned"
         )
     arrays: dict[str, Any] = {}
     for field in dataclasses.fields(state):
         arrays |= getattr(state, field.name)
     wanted = state_types(plan)
-    for n in (*wanted, *arrays):
-        if n not in arrays or n not in wanted:
-            problem = "is missing in the state" if n in wanted else "is no part of the state"
-            raise StateError(f"{n} {problem} of {plan.main.name}; pass a state of this plan")
+    check_names(arrays, wanted, plan.main.name)
     for n, x in arrays.items():
-        check_type(x, wanted[n], n, "this job has")
+        check_type(x, wanted[n], n, "this job")
         if isinstance(x, jax.Array) and x.is_deleted():
-            raise StateError(f"{n} was donated to a step; save the state that step returned")
+            raise StateError(f"{n} was donated to job.step; save the state that it returned")
     return arrays
 
 
 def state_types(plan: CollectivePlan) -> dict[str, Any]:
-    """Return the type of each array of a job's state, by name: that of all ranks, with padding."""
-    cuts, places = plan.cuts if isinstance(plan, ShardingPlan) else {}, _bin_slots(plan)
-    separate = {n: t for n, t in _types(plan).items() if n not in places}
-    found = {n: cuts[n].padded_type(t) if n in cuts else t for n, t in separate.items()}
-    bins = dict.fromkeys(p.bin for p in places.values())
-    return found | {n: cuts[n].padded_type(plan.program.inputs[n]) for n in bins}
+    """Return the global type of each array of a job's state, with padding, by name."""
+    cuts: Mapping[str, Sliced] = {}
+    if isinstance(plan, ShardingPlan):
+        cuts = plan.cuts
+    places = _bin_slots(plan)
+    found = {}
+    for n, t in _types(plan).items():
+        if n in places:
+            continue
+        found[n] = t
+        if n in cuts:
+            found[n] = cuts[n].padded_type(t)
+    for place in places.values():
+        found[place.bin] = cuts[place.bin].padded_type(plan.program.inputs[place.bin])
+    return found
 
 
 def local_savers(job: SavedJob) -> list[str]:
-    """Return the savers in this process."""
+    """Return the savers whose devices belong to this process."""
     savers, mesh = list(piece_names(job.plan)), job.mesh
     if mesh is None:
         return savers
-    devices = mesh.devices.reshape(-1)[: len(savers)]  # the ranks of a group are adjacent
-    is_local = [device.process_index == jax.process_index() for device in devices]
-    return list(itertools.compress(savers, is_local))
+    # the first group of ranks saves, and the ranks of a group are adjacent in the mesh
+    devices = mesh.devices.reshape(-1)[: len(savers)]
+    local = []
+    for saver, device in zip(savers, devices, strict=True):
+        if device.process_index == jax.process_index():
+            local.append(saver)
+    return local
 
 
 def values_to_save(plan: CollectivePlan, who: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that one saver writes, on a device that has them and without a gather."""
+    """Return the arrays that one saver writes, by name, each on a device that already has it."""
     places, found = _bin_slots(plan), {}
     for row in saver_rows(plan):
         if row.endpoint != who:
@@ -165,7 +179,7 @@ def values_to_save(plan: CollectivePlan, who: str, arrays: Mapping[str, Any]) ->
 def _read_bin(
     plan: CollectivePlan, row: VarDistributed, place: BinSlot, arrays: Mapping[str, Any]
 ) -> Any:
-    """Return an array that is in a bin."""
+    """Return an array that is packed into a bin."""
     everything = full_slice(place.bin, arrays[place.bin], row.endpoint)
     inside = _rows_of(everything, 0, *_bin_span(plan, place))
     return _rows(inside, arrays[place.bin]).reshape(place.shape)
@@ -178,7 +192,7 @@ def _bin_span(plan: CollectivePlan, place: BinSlot) -> tuple[int, int]:
 
 
 def _rows(row: VarDistributed, x: Any) -> Any:
-    """Return rows of an array, from a device of this process that has them."""
+    """Return a slice of an array, from a device of this process that has all of its rows."""
     if not isinstance(x, jax.Array):
         return x[row.index]
     if not row.is_slice and not row.origin_shape:
@@ -191,7 +205,7 @@ def _rows(row: VarDistributed, x: Any) -> Any:
             if data.shape == row.slice_shape:
                 return data
             return jax.lax.dynamic_slice_in_dim(data, row.offset - start, size, row.axis)
-    raise StateError(f"{row} is on no device of this process; pass a state of this job")
+    raise StateError(f"the devices of this process do not have {row}; pass a state of this job")
 
 
 # -- to a job --------------------------------------------------------------------------------------
@@ -202,30 +216,35 @@ def build_state(
     saved: Container[str],
     read: Callable[[Sequence[VarDistributed]], Sequence[np.ndarray]],
 ) -> CollectiveState:
-    """Build the state of a job from saved arrays: each device of this process gets its shards only.
+    """Build the state of a job from saved arrays; each device receives only its shards.
 
     Args:
       job: the job.
-      saved: the names of saved arrays. Extra state of the plan that was not saved starts from its
-        initial value.
-      read: a function that reads saved slices, without padding.
+      saved: the names of the saved arrays. Extra state of the plan that is not among them starts
+        from its initial value.
+      read: a function that reads slices of saved arrays, without padding.
     """
     plan, types = job.plan, state_types(job.plan)
     initial = {n: as_numpy(x) for n, x in plan.extra_state.items() if n not in saved}
     parts = {n: _device_parts(job, n, t) for n, t in types.items()}
 
-    # one call of `read` for all arrays, so that each piece of the checkpoint is read once
+    # `read` is called once, with the slices of all arrays: it reads each piece once for each call.
+    # Equal parts of an array, on several devices, are read once.
     wanted: dict[tuple[str, Part], list[tuple[VarDistributed, int]]] = {}
+    slices: list[VarDistributed] = []
     for n in types:
-        if n not in initial:
-            axis = job.slice_axis(n)
-            wanted |= {(n, part): _part_rows(plan, n, axis, part) for part in parts[n].values()}
-    values = iter(read([row for rows in wanted.values() for row, _ in rows]))
+        if n in initial:
+            continue
+        for part in dict.fromkeys(parts[n].values()):
+            wanted[n, part] = _part_rows(plan, n, job.slice_axis(n), part)
+            slices += [row for row, _ in wanted[n, part]]
+    values = iter(read(slices))
     found: dict[tuple[str, Part], list[tuple[np.ndarray, int]]] = {}
     for key, rows in wanted.items():
         found[key] = [(next(values), start) for _, start in rows]
     for n, x in initial.items():
-        found |= {(n, part): [(x, 0)] for part in parts[n].values()}
+        for part in parts[n].values():
+            found[n, part] = [(x, 0)]
 
     arrays = {}
     for n, t in types.items():
@@ -240,16 +259,16 @@ def build_state(
     return CollectiveState(*fields)
 
 
-# start and stop of a device's part of an array, along the sliced dimension; empty if not sliced
+# a device's part of an array: (start, stop) along the sliced dimension, () for the full array
 Part = tuple[int, ...]
 
 
 def _device_parts(job: SavedJob, name: str, aval: Any) -> dict[Any, Part]:
-    """Return the part of an array on each device of this process; the default device is None."""
+    """Map each device of this process to its part of an array; None is JAX's default device."""
     axis, mesh = job.slice_axis(name), job.mesh
-    if mesh is None:
-        return {None: () if axis is None else (0, aval.shape[axis])}
-    indices: Any = job.sharding_of(name).addressable_devices_indices_map(aval.shape)
+    indices: Any = {None: [slice(None)] * aval.ndim}
+    if mesh is not None:
+        indices = job.sharding_of(name).addressable_devices_indices_map(aval.shape)
     if axis is None:
         return dict.fromkeys(indices, ())
     return {d: index[axis].indices(aval.shape[axis])[:2] for d, index in indices.items()}
@@ -258,26 +277,36 @@ def _device_parts(job: SavedJob, name: str, aval: Any) -> dict[Any, Part]:
 def _part_rows(
     plan: CollectivePlan, name: str, axis: int | None, part: Part
 ) -> list[tuple[VarDistributed, int]]:
-    """Return the step's rows in a part of an array, each with its start there; without padding."""
-    inside = {n: p for n, p in _bin_slots(plan).items() if p.bin == name}
-    if inside:
-        types, spans = _types(plan), {n: _bin_span(plan, p) for n, p in inside.items()}
-        return [
-            (full_slice(n, types[n]), start - part[0])
-            for n, (start, stop) in spans.items()
-            if part[0] <= start and stop <= part[1]
-        ]
-    row = full_slice(name, _types(plan)[name])
+    """Return the slices of the step's arrays that a part contains, each with its start there.
+
+    Args:
+      name: an array of the job's state: an array of the step, or a bin, which contains several.
+      axis: the dimension along which the array is sliced; None if it is not sliced.
+      part: a device's part of the array.
+    """
+    found = []
+    types = _types(plan)
+    in_bin = {n: place for n, place in _bin_slots(plan).items() if place.bin == name}
+    if in_bin:
+        for n, place in in_bin.items():
+            start, stop = _bin_span(plan, place)
+            if part[0] <= start and stop <= part[1]:
+                found.append((full_slice(n, types[n]), start - part[0]))
+        return found
+    row = full_slice(name, types[name])
     if axis is None:
         return [(row, 0)]
+    # rows from `stop` on are padding
     start, stop = part[0], min(part[1], row.origin_shape[axis])
-    return [(_rows_of(row, axis, start, stop), 0)] if start < stop else []
+    if start < stop:
+        found.append((_rows_of(row, axis, start, stop), 0))
+    return found
 
 
 def _fill_part(
     found: Sequence[tuple[np.ndarray, int]], aval: Any, axis: int | None, part: Part
 ) -> np.ndarray:
-    """Return a part of an array: saved values at their starts, and zeros as padding."""
+    """Return a part of an array, filled with saved values at their starts and zeros elsewhere."""
     if axis is None:
         ((x, _),) = found
         return x
@@ -285,13 +314,14 @@ def _fill_part(
     shape, dtype = numpy_type((*aval.shape[:axis], size, *aval.shape[axis + 1 :]), aval.dtype)
     out = np.zeros(shape, dtype)
     for x, start in found:
-        x = x if x.ndim == out.ndim else x.reshape(-1)  # a bin is a vector
+        if x.ndim != out.ndim:
+            x = x.reshape(-1)  # a bin is a vector
         out[(slice(None),) * axis + (slice(start, start + x.shape[axis]),)] = x
     return out
 
 
 def _global_array(job: SavedJob, name: str, aval: Any, pieces: list[jax.Array]) -> jax.Array:
-    """Return the global array with the pieces of this process's devices."""
+    """Return the global array, made of the shards on this process's devices."""
     if job.mesh is None:
         return pieces[0]
     return jax.make_array_from_single_device_arrays(aval.shape, job.sharding_of(name), pieces)

@@ -1,24 +1,28 @@
-"""Pieces of checkpoints, and checkpoints of pieces; the only module that imports orbax.
+"""Files of a checkpoint: writing a piece, and reading all pieces. Only this module imports orbax.
 
-    ckpt/300/pserver-0/arrays     arrays by name, as orbax stores pytrees, without empty arrays
-    ckpt/300/pserver-0/dense      the same as NumPy files (`dtrans.checkpoint.array_files`), in
-                                  place of `arrays`, from a server that was serving
-    ckpt/300/pserver-0/rows       rows of tables that exist in part
+    ckpt/300/pserver-0/arrays     the arrays by name, as orbax stores a pytree; without arrays that
+                                  have no elements, which orbax refuses
+    ckpt/300/pserver-0/dense      in place of `arrays` if the server was running: the same arrays as
+                                  NumPy files (`dtrans.checkpoint.array_files`)
+    ckpt/300/pserver-0/rows       rows of tables, if only some rows exist
                                   (`dtrans.checkpoint.table_files`)
-    ckpt/300/pserver-0/overview   JSON: the step's rows in each saved array, the types of the step's
-                                  arrays, all pieces, a hash of the plan, the run, step and tag
+    ckpt/300/pserver-0/overview   the *description* of the piece as JSON: its slices, the types of
+                                  the step's arrays, the names of all pieces, a hash of the plan,
+                                  and the run, step and tag
 
-A complete checkpoint is a folder with all pieces that each piece lists, with one plan, run, step
-and tag. A crash leaves some of the pieces. In a later run with the same folder, each process
-replaces its pieces. A complete checkpoint is never overwritten.
+The role that writes a piece is its *saver*. A checkpoint is complete if its folder has all pieces
+that each piece lists, and all have the same plan, run, step and tag. If a process crashes during a
+save, some pieces are missing. Then each process of a later run replaces its own piece in this
+folder. A complete checkpoint is never overwritten.
 
-Files are flushed to the disk before a piece is renamed, and its name before `write` returns.
+The files of a piece are flushed to the disk before the piece is renamed. The new name is flushed
+before `write` returns.
 
-Orbax assumes that all processes of a `jax.distributed` job write one checkpoint together. Processes
-would wait for each other, only the first would write NumPy arrays, and none would write an array
-that one process has alone. But a piece belongs to one process. So each process tells orbax that it
-is alone, and passes arrays that appear replicated. Orbax's handler of several items broadcasts the
-creation of a folder to all processes, so pieces have another handler.
+Orbax assumes that all processes of a `jax.distributed` job write one checkpoint together: processes
+wait for each other, and only one of them writes a NumPy array. But here each piece belongs to one
+process. So each process tells orbax that it is the only one. An array must then be a replicated
+`jax.Array`, so that orbax writes it in this process (`_as_replicated`). Orbax's handler for several
+items broadcasts the creation of a folder to all processes, so this module has its own handler.
 """
 
 from __future__ import annotations
@@ -66,7 +70,7 @@ from dtrans.rows.row_buckets import RowBuckets
 from dtrans.step.frozen import check_frozen
 
 
-# formats of a piece: plain, with rows of tables, and with files of arrays
+# format of a piece: with `arrays` only; with `rows`; with `dense`
 FORMAT, FORMAT_TABLES, FORMAT_FILES = 1, 2, 3
 ORBAX_FILES = ("_CHECKPOINT_METADATA", "commit_success.txt")  # files that orbax adds to a piece
 
@@ -76,15 +80,15 @@ InitSlice = Callable[[VarDistributed], np.ndarray]  # returns a slice of the ini
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """Complete checkpoint.
+    """Complete checkpoint, opened for reading.
 
     Attributes:
-      path: its folder.
-      pieces: the savers, and the folder of each.
-      types: the type of each array of the step, by name.
-      rows: the saved rows of each array, and of each array that servers have in addition.
-      tables: saved blocks of tables whose rows exist one by one, with the position of an array in
-        them. Keys are the saver and the name of the slice.
+      path: the folder of the checkpoint.
+      pieces: saver to the name of its piece.
+      types: array of the step to its type, as text.
+      rows: array to its saved slices; also for arrays that servers have in addition to the step's.
+      tables: (saver, slice name) to the files of the slice, if it was saved by rows: the block, and
+        the column of this array in the block's files.
       may_differ: True if copies of an array may come from different steps.
     """
 
@@ -97,54 +101,72 @@ class Checkpoint:
 
     @classmethod
     def at(cls, path: Folder | None) -> Checkpoint:
-        """Open the checkpoint at a path. Raises StateError if there is no complete one."""
+        """Open the checkpoint at a path.
+
+        Raises:
+          StateError: the path contains no complete checkpoint.
+        """
         path = require_path(path).absolute()
         with _read_errors(path):
             pieces = _finished(path)
         abouts = {piece.name: _read_about(piece) for piece in pieces}
         if not abouts:
-            problem = "" if path.is_dir() else ": it is no folder"
+            problem = "" if path.is_dir() else ", which is not a folder"
             raise StateError(f"there is no checkpoint at {path}{problem}")
+
+        # check that the pieces belong together, and that none is missing
         name, first = next(iter(abouts.items()))
-        for count, (other, about) in enumerate(abouts.items(), 1):
-            if not _are_one_save([*abouts.values()][:count]):
+        checked: list[Mapping[str, Any]] = []
+        for other, about in abouts.items():
+            checked.append(about)
+            if not _are_one_save(checked):
                 raise StateError(
                     f"the checkpoint at {path} has pieces of several jobs, runs or steps: {name} "
                     f"({_origin(first)}) and {other} ({_origin(about)}); restore another "
-                    "checkpoint, such as dtrans.checkpoint.latest finds"
+                    "checkpoint, such as the result of dtrans.checkpoint.latest"
                 )
-        missing = [
-            f"{piece} of {who}" for who, piece in first["pieces"].items() if piece not in abouts
-        ]
+        missing = []
+        for who, piece in first["pieces"].items():
+            if piece not in abouts:
+                missing.append(f"{piece} of {who}")
         if missing:
             raise StateError(
                 f"the checkpoint at {path} is incomplete: {', '.join(missing)} is missing; restore "
-                "another one, such as dtrans.checkpoint.latest finds"
+                "another checkpoint, such as the result of dtrans.checkpoint.latest"
             )
-        rows = [_from_json(fields) for about in abouts.values() for fields in about["rows"]]
-        # older checkpoints lack this key
-        may_differ = any(about.get("goes_on") for about in abouts.values())
+
+        # list the saved slices
+        rows = []
+        may_differ = False
+        for about in abouts.values():
+            rows += map(_from_json, about["rows"])
+            # "goes_on" is missing in checkpoints of older versions
+            may_differ = may_differ or bool(about.get("goes_on"))
         tables: dict[tuple[str, str], tuple[SavedBlock, int]] = {}
         for who, piece in first["pieces"].items():
             for i, about in enumerate(abouts[piece].get("tables", ())):
                 block = SavedBlock(path / piece / "rows" / str(i), about)
-                tables |= {(who, n): (block, column) for column, n in enumerate(about["names"])}
+                for column, n in enumerate(about["names"]):
+                    tables[who, n] = block, column
         return cls(path, first["pieces"], first["types"], group_by_origin(rows), tables, may_differ)
 
     def of(self, main: Program, remedy: str = "") -> Checkpoint:
-        """Return this checkpoint. Raises StateError unless it fits a step and its constants.
+        """Return this checkpoint, after a check that it belongs to the step `main`.
 
         Args:
           main: the step.
-          remedy: the end of the error.
+          remedy: a remedy to append to the error, or an empty string.
+
+        Raises:
+          StateError: names or types of arrays differ, or values of the step's constant arrays.
         """
         wanted = _types_of(main)
         for name in (*wanted, *self.types):
             if self.types.get(name) != wanted.get(name):
                 raise StateError(
-                    f"the checkpoint at {self.path} belongs to another step: {name} is "
-                    f"{self.types.get(name, 'not')} in it, and {wanted.get(name, 'nothing')} in "
-                    f"{main.name}{remedy}"
+                    f"the checkpoint at {self.path} belongs to another step: there, {name} is "
+                    f"{self.types.get(name, 'missing')}; in {main.name}, it is "
+                    f"{wanted.get(name, 'missing')}{remedy}"
                 )
         constants = self.on_host([full_slice(n, main.inputs[n]) for n in main.frozen_constants])
         for name, x in zip(main.frozen_constants, constants, strict=True):
@@ -154,42 +176,49 @@ class Checkpoint:
     def arrays(
         self, targets: Sequence[VarDistributed], first: InitSlice | None = None
     ) -> list[jax.Array]:
-        """Return slices of saved arrays, on the default device."""
+        """Return slices of saved arrays as JAX arrays; arguments as in `on_host`."""
         values = self.on_host(targets, first)
         return [as_jax(x, target.dtype) for x, target in zip(values, targets, strict=True)]
 
     def on_host(
         self, targets: Sequence[VarDistributed], first: InitSlice | None = None
     ) -> list[np.ndarray]:
-        """Return slices of saved arrays. Each piece is read once, and only overlapping arrays.
+        """Return slices of saved arrays as NumPy arrays.
+
+        Each piece is read once, and only the arrays that overlap a slice.
 
         Args:
           targets: the slices.
-          first: a function that returns a slice of the init's outputs, for table rows that were not
-            saved.
+          first: a function that returns a slice of the init's outputs. It is needed for table rows
+            that were not saved.
         """
         needed: dict[str, dict[str, None]] = {}
-        by_rows = {id(target) for target in targets if self._blocks(target)}
-        for target in targets:
+        by_rows: set[int] = set()
+        for i, target in enumerate(targets):
+            if self._blocks(target):
+                by_rows.add(i)
+                continue
             for row in self.rows.get(target.origin_name, ()):
-                if id(target) not in by_rows and overlaps(target, row):
+                if overlaps(target, row):
                     needed.setdefault(row.endpoint, {})[row.slice_name] = None
         found = {}
         for who, names in needed.items():
             found[who] = _read_arrays(self.path / self.pieces[who], names)
         read = lambda row: found[row.endpoint][row.slice_name]
-        saver_rows = lambda target: self.rows.get(target.origin_name, ())
-        full_slice = lambda target: assemble_slice(
-            target, saver_rows(target), read, may_differ=self.may_differ
-        )
-        return [
-            self._assemble_rows(x, first) if id(x) in by_rows else full_slice(x) for x in targets
-        ]
+
+        arrays = []
+        for i, target in enumerate(targets):
+            if i in by_rows:
+                arrays.append(self._assemble_rows(target, first))
+            else:
+                rows = self.rows.get(target.origin_name, ())
+                arrays.append(assemble_slice(target, rows, read, may_differ=self.may_differ))
+        return arrays
 
     # -- tables ------------------------------------------------------------------------------------
 
     def _blocks(self, target: VarDistributed) -> list[tuple[VarDistributed, SavedBlock, int]]:
-        """Return the table blocks that overlap a slice."""
+        """Return the saved table blocks that overlap a slice: (slice, files, column in files)."""
         rows = self.rows.get(target.origin_name, ())
         found = []
         for row in rows:
@@ -199,10 +228,10 @@ class Checkpoint:
         return found
 
     def init_args(self, init: Program) -> list[Any] | None:
-        """Return the init's arguments in the job that saved; None if all rows are saved.
+        """Return the arguments of the init in the job that saved; None if all rows are saved.
 
         Raises:
-          StateError: this init takes another number of arguments.
+          StateError: `init` takes another number of arguments.
         """
         block = next((block for block, _ in self.tables.values() if block.about["begins"]), None)
         if block is None:
@@ -212,19 +241,18 @@ class Checkpoint:
         wanted = values_at(init.inputs, init.in_names)
         if len(args) != len(wanted):
             raise StateError(
-                f"the init of this plan takes {len(wanted)} arrays, and the init of the job that "
-                f"saved {self.path} took {len(args)}; plan with the init of that job"
+                f"the init of this plan has {len(wanted)} arguments, but in the job that saved "
+                f"{self.path} it had {len(args)}; plan with the init of that job"
             )
         return [as_jax(x, t.dtype) for x, t in zip(args, wanted, strict=True)]
 
     def _assemble_rows(self, target: VarDistributed, first: InitSlice | None) -> np.ndarray:
-        """Return a slice of an array of a table."""
+        """Return a slice of an array that was saved by rows; arguments as in `on_host`."""
         if target.is_slice and target.axis:
-            # a cut of columns: blocks have complete rows
+            # The slice is cut along another dimension, but files contain full rows.
             aval = jax.ShapeDtypeStruct(target.origin_shape, target.dtype)
-            everything = full_slice(target.origin_name, aval)
-            init_all = None if first is None else lambda _: first(everything)
-            return self._assemble_rows(everything, init_all)[target.index]
+            full = full_slice(target.origin_name, aval)
+            return self._assemble_rows(full, first)[target.index]
         out = np.empty(target.slice_shape, target.dtype)
         is_saved = np.zeros(target.slice_shape[0], bool)
         blocks, found = self._blocks(target), 0
@@ -236,17 +264,17 @@ class Checkpoint:
                     out[local], is_saved[local] = segment.rows[0][at], True
         if found != len(is_saved):
             raise StateError(
-                f"{target.origin_name}: {self.path} has blocks for {found} of {len(is_saved)} "
-                "rows; restore another checkpoint, such as dtrans.checkpoint.latest finds"
+                f"{target.origin_name} has {len(is_saved)} rows, but the blocks in {self.path} "
+                f"have {found}; restore another checkpoint, such as the result of "
+                "dtrans.checkpoint.latest"
             )
         if is_saved.all():
             return out
         if first is None:
             raise StateError(
-                f"{len(is_saved) - int(is_saved.sum()):,} of {len(is_saved):,} rows of "
-                f"{target.origin_name} were not looked up by any step, and {self.path} does not "
-                "have them; pass the traced init, which generates them: "
-                "dtrans.checkpoint.load(path, main, startup)"
+                f"{self.path} lacks {len(is_saved) - int(is_saved.sum()):,} of {len(is_saved):,} "
+                f"rows of {target.origin_name}, since no step looked them up; pass the traced "
+                "init, which generates them: dtrans.checkpoint.load(path, main, startup)"
             )
         new = np.asarray(first(target))
         for row, block, column in blocks:
@@ -260,77 +288,78 @@ class Checkpoint:
     def table(
         self, targets: Sequence[VarDistributed], eqn: Any, args: Sequence[Any] | None
     ) -> SavedTable | None:
-        """Return the rows of a block and of its state; None if rows do not exist one by one.
+        """Return the saved rows of a server's block; None if they were not all saved by rows.
 
         Args:
-          targets: the block, and each array of its state.
-          eqn: the `init_on_use` of all other rows; None if there is none.
+          targets: the slices of the block, and of each state array with a row for each of its rows.
+          eqn: the `init_on_use` equation that generates rows that were not saved; None without one.
           args: the arguments of the init.
         """
-        sources = list(zip(*map(self._blocks, targets), strict=False))
-        blocks = [source[0][1] for source in sources]
-        same = all(block is source[0][1] for source in sources for _, block, _ in source)
-        counts = [_shared_rows(targets[0], source[0][0]) for source in sources]
-        if not sources or not same or sum(counts) != targets[0].slice_shape[0]:
-            return None
-        types = [t.dtype for t in targets]
-        parts, probes = [], []
-        for source in sources:
-            row, block = source[0][0], source[0][1]
-            columns = {column: dtype for (_, _, column), dtype in zip(source, types, strict=True)}
-            if len(columns) != len(types):
+        target = targets[0]
+        row_count, found_count = target.slice_shape[0], 0
+        step = evicted = 0
+        parts: list[RowSegment] = []
+        probe_ids, probe_rows = [np.arange(0)], [_empty_rows(targets)]
+        # for each saved block, its files and the column of each array in them
+        for source in zip(*map(self._blocks, targets), strict=False):
+            row, block, _ = source[0]
+            columns: dict[int, Any] = {}
+            for t, (_, other, column) in zip(targets, source, strict=True):
+                if other is not block:
+                    return None
+                columns[column] = t.dtype
+            if len(columns) != len(targets):
                 return None
+            found_count += _shared_rows(target, row)
+            step = max(step, block.about["step"])
+            evicted += block.about["evicted"]
             with _read_errors(block.folder):
-                parts += [
-                    _select_rows(targets[0], row, segment) for segment in block.segments(columns)
-                ]
+                for segment in block.segments(columns):
+                    parts.append(_select_rows(target, row, segment))
                 if block.about["begins"]:
                     ids, rows = block.first(columns)
-                    at, local = _locate_rows(targets[0], row, ids)
-                    probes.append((local, [x[at] for x in rows]))
-        segment = _merge_segments(parts, targets)
-        begins = None if eqn is None or args is None else InitRows(eqn, args)
-        if begins is None and len(segment.present) != targets[0].slice_shape[0]:
+                    at, local = _locate_rows(target, row, ids)
+                    probe_ids.append(local)
+                    probe_rows.append([x[at] for x in rows])
+        if found_count != row_count:
             return None
-        ids = np.concatenate([ids for ids, _ in probes]) if probes else np.arange(0)
-        if probes:
-            columns_of_probes = zip(*(rows for _, rows in probes), strict=True)
-            probe_rows = [np.concatenate(column) for column in columns_of_probes]
-        else:
-            probe_rows = [np.empty((0, *t.slice_shape[1:]), t.dtype) for t in targets]
-        slice_names = [t.slice_name for t in targets]
-        steps = [block.about["step"] for block in blocks]
-        evicted = [block.about["evicted"] for block in blocks]
+
+        merged = _merge_segments(parts, targets)
+        begins = None
+        if eqn is not None and args is not None:
+            begins = InitRows(eqn, args)
+        if begins is None and len(merged.present) != row_count:
+            return None
         return SavedTable(
-            slice_names,
-            segment,
-            rows=targets[0].slice_shape[0],
-            step=max(steps),
-            evicted=sum(evicted),
+            [t.slice_name for t in targets],
+            merged,
+            rows=row_count,
+            step=step,
+            evicted=evicted,
             begins=begins,
-            probe=(ids, probe_rows),
+            probe=(np.concatenate(probe_ids), _concatenate_columns(probe_rows)),
         )
 
 
 def require_path(path: Folder | None) -> Path:
-    """Return the path. Raises CheckpointError for None, which `latest` returns."""
+    """Return the path; raise CheckpointError for None, which `latest` may return."""
     if path is None:
         raise CheckpointError(
-            "there is no checkpoint to read: the path is None, which dtrans.checkpoint.latest "
-            "returns if the folder has no complete checkpoint under a number as name; start with "
-            "job.init(...), or pass the path of a checkpoint"
+            "the path of the checkpoint is None, which dtrans.checkpoint.latest returns if it "
+            "finds no complete checkpoint; start with job.init(...), or pass the path of a "
+            "checkpoint"
         )
     return Path(path)
 
 
 @dataclasses.dataclass(frozen=True)
 class PieceLayout:
-    """Savers of a step's arrays, and the rows that each writes.
+    """Division of a step's arrays into pieces.
 
     Attributes:
       main: the step.
-      rows: the rows of all savers.
-      pieces: the savers, and the folder of each.
+      rows: the slices in all pieces; the `endpoint` of a slice is its saver.
+      pieces: saver to the name of its piece.
     """
 
     main: Program
@@ -339,7 +368,7 @@ class PieceLayout:
 
 
 def check_place(path: Folder, layout: PieceLayout, here: Sequence[str], mark: Mark) -> None:
-    """Check before training that pieces can be written to a path.
+    """Check, before training, that this process will be able to write its pieces.
 
     Args:
       path: the folder of the checkpoint.
@@ -348,15 +377,18 @@ def check_place(path: Folder, layout: PieceLayout, here: Sequence[str], mark: Ma
       mark: the mark of their pieces.
 
     Raises:
-      ConfigError: they cannot be written.
+      ConfigError: the path cannot be written, or contains another checkpoint.
     """
     _orbax()
     path = Path(path).absolute()
-    there = next(p for p in (path, *path.parents) if os.path.exists(p))
-    if not there.is_dir():
-        raise ConfigError(f"{path} cannot hold a checkpoint: {there} is no folder")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError(f"{path} cannot hold a checkpoint: {there} may not be written to")
+    existing = next(p for p in (path, *path.parents) if os.path.exists(p))
+    if not existing.is_dir():
+        raise ConfigError(f"{path} cannot be created, since {existing} is not a folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"{path} cannot be created, since this process may not write to {existing}"
+        )
+    # a process without savers, such as a driver, checks for the first saver
     for who in here or [*layout.pieces][:1]:
         _stale_pieces(path, layout, who, _about(layout, who, mark), mark)
 
@@ -371,51 +403,61 @@ def write(
     goes_on: bool = False,
     serving: bool = False,
 ) -> None:
-    """Write the piece of one saver: arrays by the names of its rows.
-
-    An existing piece of the same run and step is left unchanged.
+    """Write the piece of one saver; leave an existing piece of the same run and step unchanged.
 
     Args:
       path: the folder of the checkpoint.
       layout: the pieces.
       who: the saver.
-      values: its arrays.
+      values: the saver's arrays, by the slice names in `layout`.
       mark: the run and step.
-      goes_on: True if other processes of the job make separate steps meanwhile.
-      serving: True if the process makes steps meanwhile, so that writing should use few processors.
+      goes_on: True if other processes of the job may be at another step (asynchronous servers).
+      serving: True if the process continues to serve during the save, so that the save should use
+        little processor time.
 
     Raises:
-      ConfigError: another checkpoint is there.
-      StateError: the folder cannot be used.
+      ConfigError: the path contains another checkpoint.
+      StateError: the piece cannot be written.
     """
     path = Path(path).absolute()
-    about = _about(layout, who, mark) | ({"goes_on": True} if goes_on else {})
+    about = _about(layout, who, mark)
+    if goes_on:
+        about["goes_on"] = True
     place = path / layout.pieces[who]
     with _write_errors(who, place):
-        there = _read_or_torn(place) if place.exists() else None
-        if there and mark.step is not None and _are_one_save([there, about]):
+        existing = _read_or_torn(place) if place.exists() else None
+        if existing and mark.step is not None and _are_one_save([existing, about]):
             return
         for piece in _stale_pieces(path, layout, who, about, mark):
             _remove(piece)
-        name_leaves = [path, *(p.parent for p in (path, *path.parents) if not p.exists())]
+        # folders that get a new entry, whose names must be flushed to the disk
+        changed_folders = [path]
+        for folder in (path, *path.parents):
+            if not folder.exists():
+                changed_folders.append(folder.parent)
         path.mkdir(parents=True, exist_ok=True)
         _save_piece(place, values, about, serving=serving)
-        for folder in name_leaves:
+        for folder in changed_folders:
             _sync(folder)
 
 
 def _about(layout: PieceLayout, who: str, mark: Mark) -> dict[str, Any]:
-    """Return the description of a piece."""
-    plan = json.dumps([_as_json(row) for row in layout.rows])
+    """Return the description of a piece, as for its `overview` file."""
+    rows, saver_rows = [], []
+    for row in layout.rows:
+        fields = _as_json(row)
+        rows.append(fields)
+        if row.endpoint == who:
+            saver_rows.append(fields)
     return {
         "format": FORMAT,
         "tag": mark.tag,
         "run": list(mark.run),
         "step": mark.step,
-        "plan": hashlib.sha256(plan.encode()).hexdigest(),
+        "plan": hashlib.sha256(json.dumps(rows).encode()).hexdigest(),
         "pieces": dict(layout.pieces),
         "types": _types_of(layout.main),
-        "rows": [_as_json(row) for row in layout.rows if row.endpoint == who],
+        "rows": saver_rows,
     }
 
 
@@ -423,12 +465,18 @@ def _save_piece(
     place: Path, values: Mapping[str, Any], about: Mapping[str, Any], *, serving: bool = False
 ) -> None:
     """Write a piece with orbax under a temporary name, and rename it."""
-    alone = serving or jax.process_count() == 1
     tables = _tables_in(values)
-    by_rows = {n for t in tables for n in t.names}
-    # orbax refuses arrays without elements; their type describes them completely
-    dense = {n: x for n, x in values.items() if n not in by_rows and math.prod(x.shape)}
-    arrays = {n: as_numpy(x) if alone else _as_replicated(x) for n, x in dense.items()}
+    by_rows = set[str]()
+    for table in tables:
+        by_rows.update(table.names)
+    to_orbax: Callable[[Any], Any] = _as_replicated
+    if serving or jax.process_count() == 1:
+        to_orbax = as_numpy
+    arrays = {}
+    for n, x in values.items():
+        # Orbax refuses arrays without elements. Nothing is lost, since their types are saved.
+        if n not in by_rows and math.prod(x.shape):
+            arrays[n] = to_orbax(x)
     ocp, (handler, args) = _orbax(), _piece_types()
     with (
         _one_at_a_time,
@@ -440,15 +488,12 @@ def _save_piece(
 
 
 def _tables_in(values: Mapping[str, Any]) -> list[TableRows]:
-    """Return the table rows among the values of a piece."""
-    found = dict.fromkeys(
-        x.table for x in values.values() if isinstance(x, ArrayLike) and x.table is not None
-    )
-    complete = []
-    for table in found:
-        if all(getattr(values.get(n), "table", None) is table for n in table.names):
-            complete.append(table)
-    return complete
+    """Return the tables in a piece that are saved by rows: those with all arrays in `values`."""
+    arrays_of: dict[TableRows, set[str]] = {}
+    for n, x in values.items():
+        if isinstance(x, ArrayLike) and x.table is not None:
+            arrays_of.setdefault(x.table, set()).add(n)
+    return [table for table, names in arrays_of.items() if names.issuperset(table.names)]
 
 
 @contextlib.contextmanager
@@ -459,11 +504,11 @@ def _write_errors(who: str, place: Path) -> Iterator[None]:
     except DtransError:
         raise
     except (OSError, ValueError) as e:  # orbax raises ValueError for a full disk
-        # remains of the write would fill the disk
+        # Remove the incomplete files, which would fill the disk.
         shutil.rmtree(place.with_name(f"{place.name}.orbax-checkpoint-tmp"), ignore_errors=True)
         raise StateError(
-            f"the piece of {who} cannot be written to {place}: {e}; free space, or let this "
-            "process write there. Earlier checkpoints are unchanged"
+            f"the piece of {who} cannot be written to {place}: {e}; free space, or allow this "
+            "process to write there. Earlier checkpoints are unchanged"
         ) from e
 
 
@@ -471,22 +516,30 @@ def _write_errors(who: str, place: Path) -> Iterator[None]:
 
 
 def check_first(name: str, old: np.ndarray, new: np.ndarray) -> None:
-    """Raise StateError if an init generates different rows than the init of the job that saved."""
+    """Raise StateError if this init generates other rows than the init of the job that saved.
+
+    Args:
+      name: the table.
+      old: some initial rows, which the checkpoint contains for this check.
+      new: the same rows, generated by this init.
+    """
     if not same_values(old, new):
         raise StateError(
-            f"the init of this plan generates different rows of {name} than the init of the job "
-            "that saved, and the checkpoint lacks rows that no step has looked up; plan with the "
-            "init of that job"
+            f"the init of this plan generates other rows of {name} than the init of the job that "
+            "saved, but rows that no step looked up must be generated again; plan with the init of "
+            "that job"
         )
 
 
 def _locate_rows(
     target: VarDistributed, row: VarDistributed, ids: np.ndarray
 ) -> tuple[slice | np.ndarray, np.ndarray]:
-    """Return the positions in `ids` of rows that `target` also has, and their indices there.
+    """Return two indices, one in `ids` and one in `target`, of the rows that both contain.
 
     Args:
-      ids: indices of rows in `row`.
+      target: a slice of a table.
+      row: another slice of the table.
+      ids: indices of rows within the slice `row`.
     """
     in_leaf = row.rows.in_leaf(ids)
     at = target.rows.among(in_leaf)
@@ -500,9 +553,9 @@ def _shared_rows(target: VarDistributed, row: VarDistributed) -> int:
 
 
 def _select_rows(target: VarDistributed, row: VarDistributed, segment: RowSegment) -> RowSegment:
-    """Return the rows of a segment that are in a slice, with their indices there."""
+    """Return the rows of a segment of `row` that `target` also contains, with ids in `target`."""
     at, local = _locate_rows(target, row, segment.ids)
-    # `rows` has existing rows only, `ids` and `changed` evicted ones too
+    # `segment.rows` lacks evicted rows, which are in `segment.ids` and `segment.changed`.
     positions = np.cumsum(segment.changed > 0) - 1
     present = positions[at][segment.changed[at] > 0]
     return RowSegment(local, segment.changed[at], [x[present] for x in segment.rows])
@@ -511,99 +564,125 @@ def _select_rows(target: VarDistributed, row: VarDistributed, segment: RowSegmen
 def _merge_segments(parts: Sequence[RowSegment], targets: Sequence[VarDistributed]) -> RowSegment:
     """Merge segments into one with increasing ids."""
     nothing = np.empty(0, np.int64)
-    empty_rows = [np.empty((0, *t.slice_shape[1:]), t.dtype) for t in targets]
-    parts = [RowSegment(nothing, nothing, empty_rows), *parts]
+    parts = [RowSegment(nothing, nothing, _empty_rows(targets)), *parts]
     ids = np.concatenate([x.ids for x in parts])
     changed = np.concatenate([x.changed for x in parts])
     order = np.argsort(ids, kind="stable")
     present_order = np.argsort(ids[changed > 0], kind="stable")
-    columns = zip(*(x.rows for x in parts), strict=True)
-    rows = [np.concatenate(column)[present_order] for column in columns]
-    return RowSegment(ids[order], changed[order], rows)
+    columns = _concatenate_columns([x.rows for x in parts])
+    return RowSegment(ids[order], changed[order], [x[present_order] for x in columns])
+
+
+def _empty_rows(targets: Sequence[VarDistributed]) -> list[np.ndarray]:
+    """Return an array without rows for each slice, with the shape and dtype of its rows."""
+    return [np.empty((0, *t.slice_shape[1:]), t.dtype) for t in targets]
+
+
+def _concatenate_columns(parts: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:
+    """Concatenate the first arrays of all parts, the second arrays, and so on."""
+    return [np.concatenate(column) for column in zip(*parts, strict=True)]
 
 
 # -- remains of earlier runs -----------------------------------------------------------------------
 
 
 def _are_one_save(abouts: Sequence[Mapping[str, Any]]) -> bool:
-    """Return True if pieces were written by one save of one run."""
-    first, runs = abouts[0], [_run_of(about) for about in abouts]
-    keys = ("plan", "tag", "step", "pieces", "types")
-    same = all(_key_of(about, key) == _key_of(first, key) for about in abouts for key in keys)
-    return same and (bool(set.intersection(*runs)) or not any(runs))
+    """Return True if the descriptions belong to pieces of one save."""
+    runs = []
+    for about in abouts:
+        for key in ("plan", "step", "pieces", "types"):
+            if about.get(key) != abouts[0].get(key):
+                return False
+        if _tag_of(about) != _tag_of(abouts[0]):
+            return False
+        runs.append(_run_of(about))
+    # pieces without any identifier of a run are told apart by their tags alone
+    return bool(set.intersection(*runs)) or not any(runs)
 
 
 def _run_of(about: Mapping[str, Any]) -> set[str]:
-    """Return the identifiers of a piece's run; older pieces have a tag only."""
+    """Return the identifiers of a piece's run. Pieces of older versions have a tag instead."""
     return set(about.get("run", [about["tag"]]))
 
 
-def _key_of(about: Mapping[str, Any], key: str) -> Any:
-    return about.get(key) if "run" in about or key != "tag" else None
+def _tag_of(about: Mapping[str, Any]) -> str | None:
+    """Return the user's tag. In pieces of older versions, the tag identifies the run instead."""
+    return about["tag"] if "run" in about else None
 
 
 def _origin(about: Mapping[str, Any]) -> str:
-    """Describe the origin of a piece, for messages."""
-    parts = {
-        "tag": repr(_key_of(about, "tag")),
-        "run": min(_run_of(about), default=""),
-        "step": about.get("step"),
-    }
-    known = ", ".join(f"{name} {x}" for name, x in parts.items() if x not in ("None", "", None))
-    return known or "of an unknown run"
+    """Return a description for errors: the tag, run and step of a piece, as far as known."""
+    known = []
+    if _tag_of(about) is not None:
+        known.append(f"tag {_tag_of(about)!r}")
+    if _run_of(about):
+        known.append(f"run {min(_run_of(about))}")
+    if about.get("step") is not None:
+        known.append(f"step {about['step']}")
+    return ", ".join(known) or "of an unknown run"
 
 
 def _may_be_replaced(theirs: Mapping[str, Any] | None, mark: Mark) -> bool:
-    """Return True if a piece of an incomplete checkpoint is torn or comes from an earlier run."""
+    """Return True if a piece of an incomplete checkpoint is certainly of no use.
+
+    Args:
+      theirs: the description of the piece; None if the piece is torn.
+      mark: the mark of the piece that this process is about to write.
+    """
     if theirs is None:
         return True
     run = _run_of(theirs)
-    maybe = mark.tag is not None and mark.tag == theirs["tag"] and not (run and mark.run)
-    return mark.shared and not maybe and run.isdisjoint({*mark.run, THIS_PROCESS})
+    # Equal tags decide if one of the two pieces has no identifier of its run.
+    same_tag = mark.tag is not None and mark.tag == theirs["tag"] and not (run and mark.run)
+    return mark.shared and not same_tag and run.isdisjoint({*mark.run, THIS_PROCESS})
 
 
 def _stale_pieces(
     path: Path, layout: PieceLayout, who: str, about: Mapping[str, Any], mark: Mark
 ) -> list[Path]:
-    """Return the pieces to remove before this one is written: remains of incomplete earlier saves.
+    """Return the pieces of incomplete earlier saves that this process removes before it writes.
 
-    Each process removes those under its name, and those under no name of this job. So it never
-    removes a piece that another process of its run has written meanwhile.
+    A process removes a piece with its own name, and pieces whose names no process of this job has.
+    So it never removes a piece that another process of its run has written in the meantime.
+
+    Args:
+      path: the folder of the checkpoint.
+      layout: the pieces of this save.
+      who: the saver.
+      about: the description of its piece.
+      mark: the mark of its piece.
 
     Raises:
-      ConfigError: pieces belong to a complete checkpoint, to this run, or to a run that may be this
-        one.
+      ConfigError: the folder contains a complete checkpoint, or pieces that this run has written or
+        may have written.
     """
     place = path / layout.pieces[who]
     found = {piece: _read_or_torn(piece) for piece in _finished(path)}
-    others = {
-        piece: theirs
-        for piece, theirs in found.items()
-        if theirs is None or not _are_one_save([theirs, about])
-    }
-    readable = [theirs for theirs in others.values() if theirs is not None]
-    is_complete = any(_is_complete(path, theirs, others) for theirs in readable)
-    blocking = [
-        piece
-        for piece, theirs in others.items()
-        if is_complete or not _may_be_replaced(theirs, mark)
-    ]
+    others = {}  # pieces that do not belong to this save
+    for piece, theirs in found.items():
+        if theirs is None or not _are_one_save([theirs, about]):
+            others[piece] = theirs
+    is_complete = False
+    for theirs in others.values():
+        if theirs is not None and _is_complete(path, theirs, others):
+            is_complete = True
+    blocking = []  # pieces that must not be removed
+    for piece, theirs in others.items():
+        if is_complete or not _may_be_replaced(theirs, mark):
+            blocking.append(piece)
     if place in found and (place not in others or place in blocking):
         theirs, origins = found[place], ""
         if theirs is not None and place in others:
             origins = f" ({_origin(theirs)}, and this is {_origin(about)})"
-        raise ConfigError(
-            f"{place} exists already{origins}; save each checkpoint of {who} to a separate path"
-        )
+        raise ConfigError(f"{place} exists already{origins}; save each checkpoint to another path")
     if blocking:
         theirs = found[blocking[0]]
         origins = "torn"
         if theirs is not None:
             origins = f"{_origin(theirs)}, and this is {_origin(about)}"
         raise ConfigError(
-            f"{path} is in use: {blocking[0].name} in it belongs to another job, run or step "
-            f"({origins}); save to a separate path, and pass the same tag in processes that were "
-            "started separately"
+            f"{path} contains {blocking[0].name} of another job, run or step ({origins}); save to "
+            "another path, and pass the same tag in processes that were started separately"
         )
     return [piece for piece in others if piece == place or piece.name not in layout.pieces.values()]
 
@@ -611,26 +690,30 @@ def _stale_pieces(
 def _is_complete(
     path: Path, about: Mapping[str, Any], found: Mapping[Path, Mapping[str, Any] | None]
 ) -> bool:
-    """Return True if all pieces that one of them lists exist and belong to one save."""
-    parts = [found.get(path / name) for name in about["pieces"].values()]
-    there = [part for part in parts if part is not None]
-    return len(there) == len(parts) and _are_one_save(there)
+    """Return True if all pieces that the description `about` lists exist and belong to one save."""
+    pieces = []
+    for name in about["pieces"].values():
+        piece = found.get(path / name)
+        if piece is None:
+            return False
+        pieces.append(piece)
+    return _are_one_save(pieces)
 
 
 def _read_or_torn(piece: Path) -> dict[str, Any] | None:
-    """Return the description of a piece; None if a machine crash left a name without files."""
+    """Return the description of a piece; None if it is torn: a crash of the host lost its files."""
     try:
         return _read_about(piece)
     except StateError as e:
         torn = isinstance(e.__cause__, (FileNotFoundError, json.JSONDecodeError))
-        # it may be empty: another process may have removed it meanwhile
+        # The folder can also be empty, if another process is removing it.
         if torn and _names(piece) <= {"overview", "arrays", "dense", "rows", *ORBAX_FILES}:
             return None
-        raise  # a folder that dtrans has not written, or an error of the disk
+        raise  # the folder has other files, so it is not a piece, or the disk has an error
 
 
 def _names(folder: Path) -> set[str]:
-    """Return the names in a folder; none if it does not exist."""
+    """Return the names in a folder; an empty set if the folder does not exist."""
     try:
         return {*os.listdir(folder)}
     except (FileNotFoundError, NotADirectoryError):
@@ -638,18 +721,18 @@ def _names(folder: Path) -> set[str]:
 
 
 def _remove(piece: Path) -> None:
-    """Remove a piece: rename it first, so that a crash leaves no torn piece."""
+    """Remove a piece. It is renamed first, so that a crash cannot leave half of it."""
     away = piece.with_name(f".{piece.name}.{new_run()}")
-    with contextlib.suppress(FileNotFoundError):  # another process has removed it
+    with contextlib.suppress(FileNotFoundError):  # another process may have removed the piece
         piece.rename(away)
         shutil.rmtree(away)
 
 
 def _sync(folder: Path) -> None:
-    """Flush the names in a folder to the disk, if this process may read the folder."""
+    """Flush the names in a folder to the disk, if the system allows it."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
-    except PermissionError:  # a folder that may be written but not listed
+    except PermissionError:  # the process may write to the folder, but not read it
         return
     try:
         os.fsync(descriptor)
@@ -662,7 +745,7 @@ def _sync(folder: Path) -> None:
 
 
 def _sync_tree(folder: Path) -> None:
-    """Flush all files of a folder to the disk."""
+    """Flush all files in a folder and its subfolders to the disk."""
     for at, _, names in os.walk(folder):
         for name in names:
             with open(os.path.join(at, name), "rb") as file:
@@ -674,8 +757,12 @@ def _sync_tree(folder: Path) -> None:
 
 
 def _types_of(main: Program) -> dict[str, str]:
-    """Return the types of the arrays that a step updates, by name."""
-    return {n: type_of(main.inputs[n]) for spec in main.args[:2] for n in spec.names}
+    """Return the types of the arrays in params and opt_state, by name, as text."""
+    types = {}
+    for spec in main.args[:2]:
+        for n in spec.names:
+            types[n] = type_of(main.inputs[n])
+    return types
 
 
 def _as_json(row: VarDistributed) -> dict[str, Any]:
@@ -690,10 +777,13 @@ def _from_json(fields: Mapping[str, Any]) -> VarDistributed:
 
 
 def _finished(path: Path) -> list[Path]:
-    """Return the pieces that were written completely; others have a longer name."""
+    """Return the folders of complete pieces. Incomplete pieces have longer, temporary names."""
     _orbax()
-    names = [n for n in _names(path) if re.fullmatch(r"(pserver|trainer|rank)-\d+", n)]
-    return sorted(path / n for n in names if (path / n).is_dir())
+    found = []
+    for n in _names(path):
+        if re.fullmatch(r"(pserver|trainer|rank)-\d+", n) and (path / n).is_dir():
+            found.append(path / n)
+    return sorted(found)
 
 
 def _read_about(piece: Path) -> dict[str, Any]:
@@ -702,7 +792,8 @@ def _read_about(piece: Path) -> dict[str, Any]:
         about = _handlers()[1].restore(piece / "overview")
         if about["format"] not in (FORMAT, FORMAT_TABLES, FORMAT_FILES):
             raise ValueError(
-                f"its format is {about['format']}, and this dtrans reads {FORMAT} to {FORMAT_FILES}"
+                f"its format is {about['format']}, but this version of dtrans reads {FORMAT} to "
+                f"{FORMAT_FILES}"
             )
         return dict(about)
 
@@ -743,20 +834,20 @@ def _orbax() -> Any:
 
 
 def load_orbax() -> None:
-    """Import orbax, so that the first save does not: it takes as long as several steps.
+    """Import orbax now, since the import would delay the first save by several steps.
 
     Raises:
-      ConfigError: it is not installed.
+      ConfigError: orbax is not installed.
     """
     _piece_types()
 
 
-# orbax numbers its operations per process
+# orbax counts its operations in global state, so threads must not use it at the same time
 _one_at_a_time = threading.Lock()
 
 
 def _single_process() -> Any:
-    """Return options of orbax for a process that writes alone."""
+    """Return the options that tell orbax that this is the only process."""
     me = jax.process_index()
     prefix = f"dtrans-{me}"
     return _orbax().options.MultiprocessingOptions(
@@ -765,7 +856,7 @@ def _single_process() -> Any:
 
 
 def _handlers() -> tuple[Any, Any]:
-    """Return orbax's handlers of arrays and of JSON."""
+    """Return orbax's handlers for arrays and for JSON."""
     ocp, alone = _orbax(), _single_process()
     kinds = ocp.type_handlers
     arrays = kinds.ArrayHandler(
@@ -774,8 +865,8 @@ def _handlers() -> tuple[Any, Any]:
         enable_write_sharding_file=False,
     )
     registry = kinds.create_type_handler_registry(
-        (int, kinds.ScalarHandler()),  # placeholders of the arrays to read
-        # no copy, which takes memory and time: a save blocks until everything is written
+        (int, kinds.ScalarHandler()),  # `_read_arrays` passes 0 as a placeholder for each array
+        # A copy is not needed, since a save waits until everything is written.
         (np.ndarray, kinds.NumpyHandler(deepcopy_host_arrays=False)),
         (jax.Array, arrays),
     )
@@ -787,11 +878,11 @@ def _handlers() -> tuple[Any, Any]:
 
 @functools.cache
 def _piece_types() -> tuple[Any, Any]:
-    """Return orbax's handler of a piece and the class of its arguments."""
+    """Return the orbax handler that writes a piece, and the class of its arguments."""
     ocp = _orbax()
 
     class Handler(ocp.CheckpointHandler):  # type: ignore[name-defined]
-        """Handler of a piece: an overview, arrays and rows of tables, each in a folder."""
+        """Orbax handler for a piece: a folder each for overview, arrays and rows of tables."""
 
         def __init__(self, arrays: Any, overview: Any) -> None:
             self.arrays, self.overview = arrays, overview
@@ -822,7 +913,7 @@ def _piece_types() -> tuple[Any, Any]:
             _sync_tree(Path(directory))
 
         def restore(self, directory: Any, args: Any = None) -> Any:
-            raise NotImplementedError("the folders of a piece are read separately")
+            raise NotImplementedError("dtrans reads the folders of a piece one by one")
 
     @ocp.args.register_with_handler(Handler, for_save=True, for_restore=True)
     @dataclasses.dataclass
@@ -836,12 +927,15 @@ def _piece_types() -> tuple[Any, Any]:
 
 
 def _as_replicated(x: Any) -> jax.Array:
-    """Return an array of this process as one that a second process replicates.
+    """Return an array of this process as a global array that another process replicates.
 
-    Orbax then makes this process, which has the first copy, write it.
+    Orbax lets the process with the first copy write a replicated array, which is this process. The
+    other copy is never read.
     """
     x = words(x)
-    local = next(iter(x.devices())) if isinstance(x, jax.Array) else jax.local_devices()[0]
+    local = jax.local_devices()[0]
+    if isinstance(x, jax.Array):
+        local = next(iter(x.devices()))
     other = next(d for d in jax.devices() if d.process_index != local.process_index)
     mesh = Mesh(np.array([local, other]), ("copies",))
     sharding = NamedSharding(mesh, PartitionSpec())

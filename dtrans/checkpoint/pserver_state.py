@@ -1,10 +1,10 @@
-"""State of servers from the step's pytrees, and back, by the rows of the overview.
+"""Conversion between the state of servers and the pytrees of the single-device step.
 
-Servers also have arrays that are no part of the step: backups and mean squares of DC-ASGD. They
-start from initial values unless they were saved (`initial_sources`). Leaves on no server
-(`plan.frozen`) are trainer 0's.
+Servers also store arrays that are not part of the step: backups and mean squares of DC-ASGD. These
+start from initial values unless they were saved (`initial_sources`). The values of leaves that no
+server stores (`plan.frozen`) are those of trainer 0.
 
-States are checked against the plan by name, shape and dtype. Results share no memory with the
+Functions check names, shapes and dtypes of a state. Their results share no memory with their
 arguments.
 """
 
@@ -40,23 +40,23 @@ TRAINER = "trainer 0"
 def gather(
     plan: PServerPlan, servers: Mapping[str, Mapping[str, Any]], trainer: Any = None
 ) -> tuple[Any, Any]:
-    """Assemble the single-device `(params, opt_state)` from the states of servers.
+    """Return the single-device `(params, opt_state)`, assembled from the states of servers.
 
     Args:
       plan: the plan of the job.
-      servers: the state of each server by endpoint, arrays by name: results of
-        `exe.run(pserver, ...)`, or `state.servers` of a mesh job.
-      trainer: the pytree of trainer 0's parameters (`job.params(state)`); needed if some are on no
-        server (`plan.frozen`).
+      servers: endpoint to the state of the server, arrays by name: the results of
+        `exe.run(pserver, ...)`, or `state.servers` of a job on a mesh.
+      trainer: the pytree of trainer 0's parameters (`job.params(state)`). It is needed if there are
+        leaves that no server stores (`plan.frozen`).
 
     Returns:
-      New arrays on the default device, in the step's pytrees, without the backups of DC-ASGD.
+      New arrays on the default device, in the step's pytrees. Backups of DC-ASGD are left out.
 
     Raises:
-      StateError: a server or an array is missing, was donated, or has another shape or dtype. Or
-        copies of an array on several servers differ by more than rounding. Step counts of an
-        asynchronous job that lost a trainer may differ so.
-      UnknownEndpointError: the plan has no such server.
+      StateError: a server or an array is missing, was donated, or has another shape or dtype. Also
+        raised if copies of an array on several servers differ by more than rounding. (Step counts
+        can differ if an asynchronous job lost a trainer.)
+      UnknownEndpointError: the plan has no server with this endpoint.
       TraceError: `trainer` differs in structure from the parameters.
 
     Example:
@@ -77,38 +77,38 @@ def gather(
     missing = [ep for ep in plan.servers if ep not in states and plan.overview.by_endpoint(ep)]
     if missing:
         raise StateError(
-            f"the state of pserver {missing[0]} is missing; pass gather the state of every server"
+            f"servers lacks the state of pserver {missing[0]}; pass the state of every server to "
+            "gather(plan, servers)"
         )
     if plan.frozen:
         if trainer is None:
             raise StateError(
-                f"{plan.frozen[0]} is on no server; pass the parameters of trainer 0 to "
-                "gather(plan, servers, trainer), job.params(state) on a mesh"
+                f"no server stores {plan.frozen[0]}; pass the parameters of trainer 0, "
+                "job.params(state): gather(plan, servers, trainer)"
             )
         states[TRAINER] = frozen_values(plan, trainer)
     rows = group_by_origin([*plan.overview, *trainer_rows(plan)])
     read = lambda row: as_numpy(states[row.endpoint][row.slice_name])
-    found = [
-        (assemble_slice(x, rows.get(x.origin_name, ()), read), x.dtype)
-        for x in step_rows(plan.main)
-    ]
-    return to_trees(plan.main, [as_jax(x, dtype) for x, dtype in found])
+    arrays = []
+    for x in step_rows(plan.main):
+        arrays.append(as_jax(assemble_slice(x, rows.get(x.origin_name, ()), read), x.dtype))
+    return to_trees(plan.main, arrays)
 
 
 def scatter(plan: PServerPlan, endpoint: str, params: Any, opt_state: Any) -> dict[str, jax.Array]:
-    """Return the state of one server from a single-device `(params, opt_state)`.
+    """Return the state of one server, cut from a single-device `(params, opt_state)`.
 
-    This is the inverse of `gather`, and the argument of `exe.run(pserver, ...)`: new arrays on the
-    default device. Backups of DC-ASGD are copies of the parameters, and its mean squares of
-    gradients are 0.
+    This is the inverse of `gather`. Pass the result to `exe.run(pserver, ...)`. It consists of new
+    arrays on the default device. Backups of DC-ASGD are copies of the parameters, and its mean
+    squares of gradients are 0.
 
     Args:
-      plan: the plan of the job that continues, with any number of servers and blocks.
+      plan: the plan of the job that continues. It may differ in servers and blocks.
       endpoint: the server's endpoint.
       params, opt_state: the step's pytrees.
 
     Raises:
-      UnknownEndpointError: the plan has no such server.
+      UnknownEndpointError: the plan has no server with this endpoint.
       TraceError: a pytree differs in structure from the step's argument.
       StateError: an array differs in shape or dtype from the step's argument.
 
@@ -145,38 +145,45 @@ def server_state(
 
 
 def step_rows(main: Program, who: str = "") -> list[VarDistributed]:
-    """Return the arrays that a step updates, as rows of an overview."""
-    return [full_slice(n, main.inputs[n], who) for spec in main.args[:2] for n in spec.names]
+    """Return a slice for each array of params and opt_state: the full array, saved by `who`."""
+    found = []
+    for spec in main.args[:2]:
+        for n in spec.names:
+            found.append(full_slice(n, main.inputs[n], who))
+    return found
 
 
 def trainer_rows(plan: PServerPlan) -> list[VarDistributed]:
-    """Return the leaves that trainer 0 stores and no server does, as rows of an overview."""
+    """Return a slice for each leaf that no server stores: the full leaf, saved by trainer 0."""
     return [full_slice(n, plan.main.inputs[n], TRAINER) for n in plan.frozen]
 
 
 def initial_sources(
     plan: PServerPlan, endpoint: str, saved: Collection[str] = ()
 ) -> list[tuple[VarDistributed, str | None]]:
-    """Return the arrays of a server, each with the array it starts from; None for zeros.
+    """Return the slices on a server, each with the name of the array that it is restored from.
+
+    The name is None for a slice that starts from zeros.
 
     Args:
       plan: the plan.
       endpoint: the server's endpoint.
-      saved: names of saved arrays, which may include arrays that are no part of the step.
+      saved: names of saved arrays. They may include arrays that are not part of the step.
     """
-    arrays = plan.servers[endpoint].variables
-
-    def source(name: str) -> str | None:
-        array = arrays[name]
-        if array.origin in saved:
-            return array.origin
-        return None if array.zeros else array.of
-
-    return [(row, source(row.slice_name)) for row in plan.overview.by_endpoint(endpoint)]
+    found: list[tuple[VarDistributed, str | None]] = []
+    for row in plan.overview.by_endpoint(endpoint):
+        variable = plan.servers[endpoint].variables[row.slice_name]
+        source: str | None = variable.of
+        if variable.origin in saved:
+            source = variable.origin
+        elif variable.zeros:
+            source = None
+        found.append((row, source))
+    return found
 
 
 def name_leaves(spec: TreeSpec, tree: Any, what: str) -> dict[str, Any]:
-    """Return the arrays of a pytree, by name."""
+    """Return the leaves of a pytree by name; `what` is the tree's name in errors."""
     return dict(zip(spec.names, spec.flatten(tree, what), strict=True))
 
 
@@ -184,18 +191,19 @@ def arrays_of(main: Program, params: Any, opt_state: Any) -> dict[str, Any]:
     """Return the arrays of `(params, opt_state)`, by name.
 
     Raises:
-      TraceError, StateError: they differ from the step's arguments.
+      TraceError: the structure differs from the step's arguments.
+      StateError: an array has another shape or dtype.
     """
     arrays = name_leaves(main.args[0], params, "params")
     arrays |= name_leaves(main.args[1], opt_state, "opt_state")
     for name, x in arrays.items():
-        check_type(x, main.inputs[name], name, f"the step of this plan, {main.name}, takes")
+        check_type(x, main.inputs[name], name, f"the step of this plan, {main.name},")
         check_frozen(main, name, x)
     return arrays
 
 
 def to_trees(main: Program, arrays: Iterable[Any]) -> tuple[Any, Any]:
-    """Return `(params, opt_state)` from the arrays of `step_rows`."""
+    """Return `(params, opt_state)`, given their arrays in the order of `step_rows`."""
     params, opt_state = unflatten_all(main.args[:2], arrays)
     return params, opt_state
 
@@ -204,85 +212,102 @@ def to_trees(main: Program, arrays: Iterable[Any]) -> tuple[Any, Any]:
 
 
 def check_plan(plan: Any) -> None:
-    """Raise ConfigError unless all of the optimizer's state is on servers of the plan.
+    """Raise ConfigError unless servers store all optimizer state, so that it can be saved.
 
-    Trainers of GEO-SGD have it.
+    With `dtrans.Geo`, trainers store optimizer state.
     """
     if not isinstance(plan, PServerPlan):
         raise ConfigError(
-            f"checkpoints have no {type(plan).__name__}; pass a plan of dtrans.pserver (t.plan of "
-            "a transpiler), or a job of another plan (plan.on_mesh())"
+            f"plan is a {type(plan).__name__}; expected a plan of dtrans.pserver (t.plan of a "
+            "transpiler), or a job of another plan (plan.on_mesh())"
         )
     local = _on_no_server(plan)
     if local is not None:
         raise ConfigError(
-            f"{local} is local to each trainer, and checkpoints have the state of servers alone; "
-            "use another mode than Geo, or save the trainers' states yourself"
+            f"{local} is different on each trainer, but checkpoints contain only what servers "
+            "store; use another mode than dtrans.Geo, or save the trainers' states yourself"
         )
 
 
 def has_checkpoints(plan: PServerPlan) -> bool:
-    """Return True if servers hold all of the optimizer's state."""
+    """Return True if servers store all optimizer state, so that checkpoints are possible."""
     return _on_no_server(plan) is None
 
 
 def _on_no_server(plan: PServerPlan) -> str | None:
-    """Return the name of an array of the optimizer's state on no server, if there is one."""
+    """Return the name of an optimizer state array that no server stores; None if there is none."""
     there = {row.origin_name for row in plan.overview}
     return next((n for n in plan.main.args[1].names if n not in there), None)
 
 
 def check_step(main: Any) -> None:
-    """Raise ConfigError unless this is a traced step."""
+    """Raise ConfigError unless `main` is a traced step."""
     if not isinstance(main, Program) or len(main.args) < 2:
         raise ConfigError(
-            f"load takes the traced step, dtrans.trace(step, ...) or plan.main; it is {main!r}"
+            f"main is {main!r}; expected the traced step, dtrans.trace(step, ...) or plan.main"
         )
 
 
 def check_server_state(
     plan: PServerPlan, endpoint: str, state: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the state of a server as a dict.
+    """Return the state of a server as a dict, after checks of its arrays.
 
     Raises:
-      StateError: it is no state of this server.
-      UnknownEndpointError: the plan has no such server.
+      StateError: it is not a state of this server.
+      UnknownEndpointError: the plan has no server with this endpoint.
     """
     wanted = plan.servers[endpoint].main.inputs
     if not isinstance(state, Mapping):
         raise StateError(
-            f"the state of pserver {endpoint} must be a dict of arrays by name, it is "
-            f"{type(state).__name__}"
+            f"the state of pserver {endpoint} is a {type(state).__name__}; expected a dict of "
+            "arrays by name"
         )
-    for name in (*wanted, *state):
-        if name not in state or name not in wanted:
-            problem = "is missing in the state" if name in wanted else "is no part of the state"
-            raise StateError(f"{name} {problem} of pserver {endpoint}; pass a state of this plan")
+    check_names(state, wanted, f"pserver {endpoint}")
     for name, x in state.items():
-        check_type(x, wanted[name], name, f"pserver {endpoint} has")
+        check_type(x, wanted[name], name, f"pserver {endpoint}")
         if isinstance(x, jax.Array) and x.is_deleted():
             raise StateError(
-                f"{name} of pserver {endpoint} was donated to a step; save the state that step "
+                f"{name} of pserver {endpoint} was donated to job.step; save the state that it "
                 "returned"
             )
     return dict(state)
 
 
+def check_names(state: Collection[str], wanted: Collection[str], owner: str) -> None:
+    """Raise StateError unless a state has exactly the wanted names; `owner` is for the error."""
+    for name in wanted:
+        if name not in state:
+            raise StateError(f"the state of {owner} lacks {name}; pass a state of this plan")
+    for name in state:
+        if name not in wanted:
+            raise StateError(
+                f"the state of {owner} has {name}, which is not an array of this plan; pass a "
+                "state of this plan"
+            )
+
+
 def frozen_values(plan: PServerPlan, params: Any) -> dict[str, Any]:
-    """Return the parameters of trainer 0 that are on no server.
+    """Return the parameters of trainer 0 that no server stores, by name.
 
     Raises:
-      StateError: one has another type than the step's.
+      StateError: a parameter has another shape or dtype than in the step.
     """
     values = name_leaves(plan.main.args[0], params, "params")
     for name in plan.frozen:
-        check_type(values[name], plan.main.inputs[name], name, "a trainer has")
+        check_type(values[name], plan.main.inputs[name], name, "a trainer")
     return subset(values, plan.frozen)
 
 
-def check_type(x: Any, wanted: Any, name: str, who: str) -> None:
-    """Raise StateError unless a value has a type; `who` is such as "the step takes"."""
+def check_type(x: Any, wanted: Any, name: str, owner: str) -> None:
+    """Raise StateError unless an array has the wanted shape and dtype.
+
+    Args:
+      x: the array.
+      wanted: a type or an array.
+      name: the array's name, for the error.
+      owner: the role or program that expects the array, for the error.
+    """
     found = type_of(x) if hasattr(x, "dtype") else repr(x)
     if found != type_of(wanted):
-        raise StateError(f"{name} is {found}; {who} {type_of(wanted)}")
+        raise StateError(f"{name} is {found}; {owner} expects {type_of(wanted)}")

@@ -1,14 +1,14 @@
-"""Runs of jobs: the mark of each piece names the run that wrote it, so that runs are never mixed.
+"""Identifiers of runs. The mark of a piece contains them, so that runs are never mixed.
 
-All processes of a run must agree on an identifier without communication, since each writes its
-pieces alone. Earlier messages provide it:
+All processes of a run need a common identifier. They do not communicate during a save, so they use
+a random number that was sent before:
 
-    parameter servers   the random session of trainer 0, which servers know. While a server serves,
-                        the sessions of all trainers identify the run.
-    collectives         a number that trainer 0 draws and sends when trainers connect
+    parameter servers   the session of trainer 0, which it sends to the servers when it connects. A
+                        save while servers run uses the sessions of all trainers
+    collectives         a number that trainer 0 draws, and sends when trainers connect
                         (`dtrans.run.distributed.connect`)
-    neither             the identifier from `dtrans launch`, else a random one of this process.
-                        Processes without a common one need a tag to save one checkpoint.
+    other processes     the identifier from `dtrans launch`; without it, a number that this process
+                        draws. Processes without a common identifier need a tag (`save(tag=...)`)
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import secrets
 from collections.abc import Mapping
 
 
-VARIABLE = "DTRANS_RUN"  # set by `dtrans launch`
+VARIABLE = "DTRANS_RUN"  # environment variable, which `dtrans launch` sets
 
 _known: dict[str, str] = {}
 
@@ -33,26 +33,31 @@ THIS_PROCESS = new_run()
 
 
 def note(who: str, run: str) -> None:
-    """Remember the last run of a role in this process: a server's endpoint, or a trainer."""
+    """Store the identifier of a role's run in this process.
+
+    Args:
+      who: the role: a server's endpoint, or a trainer.
+      run: the identifier; it replaces the identifier of an earlier run.
+    """
     _known[who] = run
 
 
 def run_of(who: str, environ: Mapping[str, str] | None = None) -> str:
-    """Return the current or last run of a role in this process."""
+    """Return the identifier of the current or last run of a role in this process."""
     env = os.environ if environ is None else environ
     return _known.get(who) or env.get(VARIABLE) or THIS_PROCESS
 
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """Origin of a piece of a checkpoint: pieces are combined only if their marks agree.
+    """Origin of a piece: pieces are combined only if their marks agree.
 
     Attributes:
-      run: identifiers of the run; pieces of one save have at least one in common.
-      step: the step of the run; None if processes have no common count.
+      run: identifiers of the run. All pieces of one save have at least one in common.
+      step: the step of the run; None if processes have no common step count.
       tag: the user's name of the save.
-      shared: True if other processes of the run know one of the identifiers. Otherwise pieces of an
-        earlier run look like those of another process of this run.
+      shared: True if other processes of the run know one of the identifiers. With False, a piece of
+        an earlier run cannot be told from a piece of another process of this run.
     """
 
     run: tuple[str, ...] = ()
@@ -62,12 +67,16 @@ class Mark:
 
 
 def mark_of(run: str, tag: str | None = None, *, alone: bool = False) -> Mark:
-    """Return the mark of a piece that a process saves alone.
+    """Return the mark for the pieces that a process saves.
 
     Args:
-      run: the run of the process.
+      run: the identifier of the process's run.
       tag: the user's tag, for processes that were started separately.
       alone: True if this process writes all pieces.
     """
-    shared = alone or run != THIS_PROCESS
-    return Mark((run,) if shared or tag is None else (), tag=tag, shared=shared or tag is not None)
+    if alone or run != THIS_PROCESS:
+        return Mark((run,), tag=tag)
+    if tag is not None:
+        # other processes do not know this identifier, so the tag replaces it
+        return Mark((), tag=tag)
+    return Mark((run,), shared=False)

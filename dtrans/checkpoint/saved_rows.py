@@ -1,11 +1,13 @@
-"""Table rows in checkpoints: existing rows in segments, and the init of all other rows.
+"""Tables in the state of a server, without memory for rows that do not exist.
 
-A `TableRows` is a block of a table with the optimizer state of its rows. A state has each of these
-arrays under its name as an `ArrayLike`, which is not in memory. Writers of a state read its
-segments. Reading it as an array generates all rows.
+A row of a table exists after its first lookup; all other rows have the values of the init. In a
+saved or restored state, an array of a table is an `ArrayLike`, which is not in memory. It refers to
+a `TableRows`: the existing rows of a block and of its optimizer state, in segments, and the init
+that generates all other rows. To write a checkpoint, the segments are read. Converting an
+`ArrayLike` to an array generates all rows.
 
-    running server      a snapshot (`dtrans.run.parameter_server.tables.row_snapshot`)
-    restored server     `SavedTable`, from which a server reads its rows
+    saving a running server   a snapshot (`dtrans.run.parameter_server.tables.row_snapshot`)
+    restoring a server        `SavedTable`, from which the server reads its rows
 """
 
 from __future__ import annotations
@@ -22,11 +24,11 @@ from dtrans._jax import JaxprEqn
 
 
 class ArrayLike(abc.ABC):
-    """Stand-in for an array that is not in memory.
+    """Array that is not in memory; NumPy functions convert it to an array.
 
     Args:
-      like: its type.
-      table: the table rows that it is part of, if rows exist one by one.
+      like: an array or type with its shape and dtype.
+      table: the rows that it is part of, if it is an array of a table; otherwise None.
     """
 
     def __init__(self, like: Any, table: TableRows | None = None) -> None:
@@ -36,7 +38,7 @@ class ArrayLike(abc.ABC):
 
     @abc.abstractmethod
     def materialize(self) -> np.ndarray:
-        """Return the array."""
+        """Return the values as a NumPy array."""
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return self.materialize() if dtype is None else self.materialize().astype(dtype)
@@ -50,13 +52,13 @@ class ArrayLike(abc.ABC):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowSegment:
-    """Rows of a block.
+    """Some rows of a table block and of its optimizer state.
 
     Attributes:
-      ids: row ids in the block, increasing.
-      changed: n + 1 for a row that step n changed last (n is 0 if none did). -(n + 1) for a row
-        that was evicted before step n and does not exist.
-      rows: the existing rows of the block, and of each array of its state.
+      ids: indices of the rows within the block, increasing.
+      changed: a number for each id. If the row exists, n + 1 for the last step n that changed it (n
+        is 0 for an unchanged row). If it was evicted before step n, -(n + 1).
+      rows: the existing rows, as one array for the block and one for each state array.
     """
 
     ids: np.ndarray
@@ -65,16 +67,16 @@ class RowSegment:
 
     @property
     def present(self) -> np.ndarray:
-        """The ids of rows that exist."""
+        """The ids of the rows that exist."""
         return self.ids[self.changed > 0]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class InitRows:
-    """Initial rows of a block, before their first lookup.
+    """Generator of the initial rows of a block.
 
     Attributes:
-      eqn: the `init_on_use` equation that generates them.
+      eqn: the `init_on_use` equation, which generates the rows.
       args: the arguments of the init.
     """
 
@@ -82,7 +84,7 @@ class InitRows:
     args: Sequence[Any]
 
     def all(self) -> list[np.ndarray]:
-        """Return all rows, of the block and of each array of its state."""
+        """Return all initial rows, as one array for the block and one for each state array."""
         make = jax.jit(lambda *args: self.eqn.primitive.bind(*args, **self.eqn.params))
         return [np.asarray(x) for x in make(*self.args)]
 
@@ -91,11 +93,11 @@ class TableRows(abc.ABC):
     """Rows of a table block and of its optimizer state.
 
     Attributes:
-      names: the names of the block and of the arrays of its state.
+      names: the names of the block and of its state arrays.
       rows: the number of rows, existing or not.
-      step: the number of updates.
-      evicted: the number of evicted rows so far.
-      begins: the init of rows that do not exist; None if all do.
+      step: the number of updates so far.
+      evicted: the number of rows that were evicted so far.
+      begins: generator of the rows that do not exist; None if all rows exist.
     """
 
     names: tuple[str, ...]
@@ -106,24 +108,25 @@ class TableRows(abc.ABC):
 
     @abc.abstractmethod
     def segments(self) -> Iterator[RowSegment]:
-        """Yield existing and evicted rows in increasing order, a bounded number at a time."""
+        """Yield all existing and evicted rows by increasing id, a bounded number at a time."""
 
     @abc.abstractmethod
     def first(self, ids: np.ndarray) -> list[np.ndarray]:
-        """Return initial rows of the block and of each array of its state; needs `begins`."""
+        """Return the initial rows with these ids, one array for each name; needs `begins`."""
 
     def close(self) -> None:
-        """Release resources of a reader of segments; by default there are none."""
+        """Release the resources of a reader; the base class has none."""
         return
 
 
 class SavedTable(TableRows):
-    """Saved rows of a table block.
+    """Rows of a table block that were read from a checkpoint.
 
     Args:
       names, rows, step, evicted, begins: as in `TableRows`.
       segment: all saved rows.
-      probe: some initial rows of the job that saved: their ids, and the rows of each array.
+      probe: ids of some rows, and their initial values in the job that saved, one array for each
+        name. They show whether the init is the same.
     """
 
     def __init__(
@@ -150,7 +153,7 @@ class SavedTable(TableRows):
 
 
 class TableArray(ArrayLike):
-    """Table block, or an array of its state, whose rows exist one by one."""
+    """Table block or state array, as the array with position `index` in a `TableRows`."""
 
     def __init__(self, like: Any, table: TableRows, index: int) -> None:
         super().__init__(like, table)

@@ -1,13 +1,13 @@
-"""Files of table rows in a piece: segments of bounded size, in NumPy's format.
+"""Files of table rows in a piece: NumPy files of bounded size, one for each segment.
 
-    rows/0/0.npz        the first rows of a block: `ids`, `changed`, and "0", "1", ... for the block
-                        and the arrays of its state (`dtrans.checkpoint.saved_rows.RowSegment`)
-    rows/0/1.npz        the next rows
-    rows/0/first.npz    some initial rows, which a later job compares with those of its init
-    rows/init.npz       the arguments of the init, which generates all other rows
+    rows/0/0.npz        the first segment of the first block: `ids`, `changed`, and "0", "1", ...
+                        for the block and its state arrays (`dtrans.checkpoint.saved_rows`)
+    rows/0/1.npz        the next segment
+    rows/0/first.npz    some initial rows, with which a later job checks that its init is the same
+    rows/init.npz       the arguments of the init, which generates rows that are not saved
 
-Orbax takes complete arrays, but rows of a running server are in memory only a segment at a time. So
-these are separate files, in the folder that orbax renames when all files are written.
+Orbax needs complete arrays, but a running server can have only one segment in memory at a time. So
+rows are saved in these files, in the folder of the piece.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ARGS, FIRST = "init.npz", "first.npz"
 
 
 def write_tables(folder: Path, tables: Sequence[TableRows]) -> list[dict[str, Any]]:
-    """Write the rows of tables, a segment at a time; return a description of each table."""
+    """Write the rows of tables, one segment at a time; return a description of each table."""
     found = []
     folder.mkdir()
     for i, table in enumerate(tables):
@@ -46,7 +46,7 @@ def write_tables(folder: Path, tables: Sequence[TableRows]) -> list[dict[str, An
         if table.begins is not None:
             ids = np.unique([0, table.rows // 2, table.rows - 1])
             np.savez(at / FIRST, ids=ids, **_columns(table.first(ids)))
-            np.savez(folder / ARGS, **_columns([as_numpy(x) for x in table.begins.args]))
+            np.savez(folder / ARGS, **_columns(list(map(as_numpy, table.begins.args))))
         about = {
             "names": list(table.names),
             "step": table.step,
@@ -59,28 +59,28 @@ def write_tables(folder: Path, tables: Sequence[TableRows]) -> list[dict[str, An
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SavedBlock:
-    """Rows of a block in files.
+    """Block of a table whose rows are in files.
 
     Attributes:
       folder: the folder of the files.
-      about: their description from `write_tables`.
+      about: the description that `write_tables` returned.
     """
 
     folder: Path
     about: Mapping[str, Any]
 
     def segments(self, columns: Mapping[int, Any]) -> Iterator[RowSegment]:
-        """Yield the rows of some arrays.
+        """Yield the segments, with the rows of some arrays.
 
         Args:
-          columns: positions of the arrays in `about["names"]`, with their types.
+          columns: index of an array in `about["names"]` to its dtype.
         """
         for i in range(self.about["segments"]):
             with np.load(self.folder / f"{i}.npz") as file:
                 yield RowSegment(file["ids"], file["changed"], _read(file, columns))
 
     def first(self, columns: Mapping[int, Any]) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Return ids of some initial rows, and these rows of some arrays."""
+        """Return the ids of the rows in `first.npz`, and these rows of some arrays."""
         with np.load(self.folder / FIRST) as file:
             return file["ids"], _read(file, columns)
 
@@ -95,5 +95,5 @@ def _columns(rows: Sequence[np.ndarray]) -> dict[str, Any]:
 
 
 def _read(file: Any, columns: Mapping[int, Any]) -> list[np.ndarray]:
-    """Read arrays of a file; NumPy's format does not keep types of other libraries."""
+    """Read arrays of a file; `columns` restores types that the format lacks, such as bfloat16."""
     return [file[str(i)].view(np.dtype(dtype)) for i, dtype in columns.items()]

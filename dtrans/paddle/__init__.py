@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Import `dtrans.paddle.optimizers` on first use: optax doubles the time of an import."""
+    """Import `dtrans.paddle.optimizers` at first use, since optax doubles the import time."""
     if name == "optimizers":
         return importlib.import_module("dtrans.paddle.optimizers")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,6 +1,6 @@
-"""Options of a `DistributeTranspiler`: names, defaults and contradictions.
+"""Options of a `DistributeTranspiler`: Paddle's names and defaults, and checks of combinations.
 
-`transpile` checks its own arguments, and the strategies check the options that they receive.
+`transpile` checks its own arguments. The strategies check the values of the options that they get.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dtrans.parameter_server.tables.options import Rows
 
 MIN_BLOCK_SIZE = 8192
 
-# Attribute to default, as Paddle 1.8.5 has them.
+# attributes of Paddle 1.8.5, with Paddle's defaults
 DEFAULTS: dict[str, Any] = {
     "slice_var_up": True,
     "split_method": None,
@@ -48,7 +48,7 @@ DEFAULTS: dict[str, Any] = {
     "collective_mode": None,
 }
 
-# Options that Paddle has no attribute for.
+# options that Paddle does not have, with their defaults
 EXTENSIONS: dict[str, Any] = {
     "dc_asgd_lambda": 1.0,
     "dc_asgd_decay": None,
@@ -59,7 +59,7 @@ EXTENSIONS: dict[str, Any] = {
     "sparse": None,
 }
 
-# Options of `dtrans.nccl2` and `dtrans.pserver` (and fields of their records) to Paddle's names.
+# dtrans's names of options to Paddle's names, so that errors contain the name that the user wrote
 OPTIONS = {
     "strength": "dc_asgd_lambda",
     "decay": "dc_asgd_decay",
@@ -69,8 +69,7 @@ OPTIONS = {
     "trainers_per_node": "hierarchical_allreduce_inter_nranks",
 }
 
-# Options of jobs whose servers update parameters; of GEO-SGD, whose servers add up deltas; and of
-# jobs without servers.
+# options for mode="pserver", except for GEO-SGD
 _OF_SERVERS = (
     "enable_dc_asgd",
     "dc_asgd_lambda",
@@ -80,7 +79,9 @@ _OF_SERVERS = (
     "communicator",
     "on_trainer_exit",
 )
+# options for GEO-SGD
 _OF_GEO = ("geo_sgd_mode", "geo_sgd_need_push_nums", "geo_sgd_block_on_pull")
+# options for mode="nccl2"
 _OF_TRAINERS = ("nccl_comm_num", "hierarchical_allreduce_inter_nranks")
 
 COLLECTIVE_MODES = ("grad_allreduce", "local_sgd")
@@ -88,14 +89,14 @@ COLLECTIVE_MODES = ("grad_allreduce", "local_sgd")
 
 @dataclasses.dataclass(frozen=True)
 class Embedding:
-    """Options of an embedding table that Paddle passes to its layers and optimizers.
+    """Options of an embedding table. In Paddle, they are arguments of layers and optimizers.
 
     Attributes:
-      is_sparse: trainers look up single rows on the servers, and send the gradients of these rows.
-        Each server has a contiguous range of rows (Paddle's `remote_prefetch`).
-      is_distributed: as `is_sparse`, but row n is on server n % servers.
-      lazy_mode: an option of Adam: rows that no trainer looks up stay unchanged. With False every
-        optimizer updates them as it does on one device.
+      is_sparse: True if trainers request single rows from the servers, and send the gradients of
+        these rows. Each server stores a contiguous range of rows (Paddle's `remote_prefetch`).
+      is_distributed: True for the same, but with row n on server n % servers.
+      lazy_mode: True if rows that no trainer looks up stay unchanged (an option of Paddle's Adam).
+        With False every optimizer updates all rows, as on one device.
 
     Raises:
       ConfigError: an attribute is neither True nor False.
@@ -119,61 +120,68 @@ class Embedding:
             check_flag(name, getattr(self, name))
 
     def rows(self, servers: int) -> Rows:
-        """Return these options as `dtrans.pserver` takes them."""
+        """Return the `dtrans.Rows` with the same meaning.
+
+        Args:
+          servers: the number of servers.
+        """
         update: Literal["lazy", "dense"] = "lazy" if self.lazy_mode else "dense"
-        return Rows(update, "bucket", servers) if self.is_distributed else Rows(update)
+        if self.is_distributed:
+            return Rows(update, "bucket", servers)
+        return Rows(update)
 
 
 class DistributeTranspilerConfig:
     """Options of a `DistributeTranspiler`: Paddle's attributes and defaults, and some extensions.
 
     Attributes:
-      mode: "pserver"; or "nccl2" or "collective": no servers, trainers all-reduce their gradients.
-      collective_mode: for mode="collective". "grad_allreduce" reduces each gradient separately.
-        "local_sgd" lets each trainer step alone, then averages their results. The average includes
-        the optimizer's state, which Paddle does not average.
-      slice_var_up: cut parameters into blocks of rows; False puts each on one server. "require" is
-        an error if the optimizer does not let a parameter be cut.
-      split_method: a subclass of `PSDispatcher`: `RoundRobin` (the meaning of None), `HashName`,
-        `SizeBalanced`, or a subclass that you write.
-      min_block_size: the smallest number of elements in a block, 8192 or more.
-      sync_mode: every update uses the gradients of all trainers. With False each gradient is a
-        separate update. False here or as an argument of `transpile` turns it off.
-      enable_dc_asgd: with sync_mode=False, compensate gradients for their delay.
-      dc_asgd_lambda, dc_asgd_decay: an extension: fields of `dtrans.DelayCompensation`.
-      on_trainer_exit: an extension: synchronous updates after a trainer has closed early. "drop" it
-        from them, "paddle", or "error"; see `dtrans.pserver`.
-      runtime_split_send_recv: with sync_mode=False, trainers have a communicator, and steps do not
-        wait.
+      mode: "pserver" for parameter servers; "nccl2" or "collective" for trainers that all-reduce
+        gradients, without servers.
+      collective_mode: required with mode="collective". With "grad_allreduce" each gradient is
+        reduced separately. With "local_sgd" each trainer steps alone, and then parameters and
+        optimizer state are averaged over trainers. (Paddle averages the parameters only.)
+      slice_var_up: in pserver mode, True cuts parameters into blocks of rows, and False places each
+        parameter whole on one server. "require" raises an error if the optimizer cannot update a
+        parameter in blocks.
+      split_method: in pserver mode, a subclass of `PSDispatcher`: `RoundRobin`, `HashName`,
+        `SizeBalanced`, or your own. None is `RoundRobin`.
+      min_block_size: in pserver mode, the minimum number of elements in a block, at least 8192.
+      sync_mode: True if every update uses the gradients of all trainers; False if each gradient is
+        a separate update. `transpile` has an argument of the same name: a job is synchronous if
+        both are True.
+      enable_dc_asgd: with sync_mode=False, True corrects gradients for their delay.
+      dc_asgd_lambda, dc_asgd_decay: an extension: the fields of `dtrans.DelayCompensation`.
+      on_trainer_exit: an extension: the effect on synchronous updates if a trainer closes before
+        the others: "drop", "paddle" or "error", as in `dtrans.pserver`.
+      runtime_split_send_recv: with sync_mode=False, True if a communicator in each trainer sends
+        and receives in the background, so that steps do not wait.
       communicator: a `dtrans.CommunicatorConfig`, in place of Paddle's environment variables.
-      half_async: with both, steps wait for the communicator. In Paddle the threads of a trainer
-        wait for each other; a dtrans trainer has one. Without a communicator it has no effect:
-        steps wait anyway.
-      completely_not_async: with both, updates use the gradients of all trainers, as with
-        sync_mode=True.
-      geo_sgd_mode: with sync_mode=False, trainers train locally, and servers add up their deltas;
-        see `dtrans.Geo`. `GeoSgdTranspiler` always sets it.
-      geo_sgd_need_push_nums: the number of steps between two pushes of a trainer's deltas.
-      geo_sgd_block_on_pull: an extension: the pushing step waits for the deltas of other trainers.
-      merge: an extension: merge rules for state that trainers update themselves; see
+      half_async: with runtime_split_send_recv=True, True if each step waits for the communicator.
+        (In Paddle, the threads of a trainer wait for each other. A dtrans trainer has one thread.)
+        Without a communicator it has no effect, since steps wait anyway.
+      completely_not_async: with runtime_split_send_recv=True, True if updates use the gradients of
+        all trainers, as with sync_mode=True.
+      geo_sgd_mode: with sync_mode=False, True if trainers update their own parameters, and servers
+        add up the changes (`dtrans.Geo`). `GeoSgdTranspiler` always sets it.
+      geo_sgd_need_push_nums: the number of steps between two pushes of a trainer's changes.
+      geo_sgd_block_on_pull: an extension: True if a step that pushes also waits for the changes of
+        other trainers.
+      merge: an extension: rules that merge the state that trainers update themselves; see
         `dtrans.pserver` and `dtrans.nccl2`.
-      sparse: tables whose rows trainers look up on the servers: `{name of a parameter:
-        dtrans.paddle.Embedding(...)}`, or "auto", as in `dtrans.pserver`. Paddle's programs have
-        this with the layers.
-      print_log: log the plan in `transpile`, at level INFO, with the logger
-        "dtrans.paddle.transpiler". Without a handler the plan goes to stderr, as Python's warnings
-        do.
-      nccl_comm_num: in nccl2 mode, the number of chains of reductions that may overlap; 1 leaves
-        that to XLA.
-      use_hierarchical_allreduce: in nccl2 mode, reduce gradients inside each node, across nodes,
-        and gather inside.
-      hierarchical_allreduce_inter_nranks: the number of trainers of a node; by default the number
-        of endpoints on one host.
-
-    slice_var_up, split_method and min_block_size are for pserver mode.
+      sparse: the embedding tables, as `{parameter name: dtrans.paddle.Embedding(...)}`; or "auto",
+        as in `dtrans.pserver`. In Paddle, these options are arguments of the layers.
+      print_log: True if `transpile` logs the plan, at level INFO, with the logger
+        "dtrans.paddle.transpiler". If logging has no handler, the plan is printed to stderr.
+      nccl_comm_num: in nccl2 mode, the number of chains of reductions that may overlap; with 1, XLA
+        decides.
+      use_hierarchical_allreduce: in nccl2 mode, True reduces gradients inside each node, then
+        across nodes, and then gathers them inside each node.
+      hierarchical_allreduce_inter_nranks: the number of trainers per node; by default the number
+        of endpoints with the same host.
+      wait_port: accepted and ignored: the `Executor` waits for the servers at its first request.
 
     Raises:
-      ConfigError: an attribute that does not exist.
+      ConfigError: an attribute is set that does not exist.
 
     Example:
       >>> import dtrans
@@ -226,37 +234,43 @@ class DistributeTranspilerConfig:
         super().__setattr__(name, value)
 
     def __repr__(self) -> str:
-        changed = {n: v for n, v in vars(self).items() if v != (DEFAULTS | EXTENSIONS)[n]}
-        return f"DistributeTranspilerConfig({', '.join(f'{n}={v!r}' for n, v in changed.items())})"
+        changed = []
+        for name, value in vars(self).items():
+            if value != (DEFAULTS | EXTENSIONS)[name]:
+                changed.append(f"{name}={value!r}")
+        return f"DistributeTranspilerConfig({', '.join(changed)})"
 
     @property
     def dispatcher(self) -> type[PSDispatcher]:
-        """The dispatcher that `split_method` stands for."""
+        """The class in `split_method`, or `RoundRobin` if that is None."""
         return RoundRobin if self.split_method is None else self.split_method
 
     def placement(self, seed: int = 0) -> BlockPlacement:
-        """Return the options of cutting leaves into blocks and placing them on servers."""
+        """Return the argument `placement` of `dtrans.pserver`."""
         return BlockPlacement(self.slice_var_up, self.dispatcher, self.min_block_size, seed)
 
     def tables(self, servers: int) -> Mapping[str, Rows] | Literal["auto"] | None:
-        """Return the options of tables as `dtrans.pserver` takes them."""
+        """Return the argument `sparse` of `dtrans.pserver`.
+
+        Args:
+          servers: the number of servers.
+        """
         if self.sparse is None or self.sparse == "auto":
             return self.sparse
-        found = {
-            name: table.rows(servers)
-            for name, table in self.sparse.items()
-            if table.is_sparse or table.is_distributed
-        }
+        found = {}
+        for name, table in self.sparse.items():
+            if table.is_sparse or table.is_distributed:
+                found[name] = table.rows(servers)
         return found or None
 
     def update_mode(self, sync_mode: bool) -> Mode:
-        """Return the mode of updates: when servers update, and what trainers wait for.
+        """Return the argument `mode` of `dtrans.pserver`.
 
         Args:
           sync_mode: the argument of `transpile`.
 
         Raises:
-          ConfigError: options that contradict each other.
+          ConfigError: two options contradict each other.
         """
         if self.geo_sgd_mode:
             return Geo(self.geo_sgd_need_push_nums, self.geo_sgd_block_on_pull)
@@ -279,13 +293,13 @@ class DistributeTranspilerConfig:
         return Async(compensation, communicator)
 
     def _check_async(self) -> None:
-        """Refuse options of asynchronous modes that contradict each other."""
+        """Raise ConfigError for options of asynchronous modes that contradict each other."""
         if not self.enable_dc_asgd:
             self._refuse(("dc_asgd_lambda", "dc_asgd_decay"), "enable_dc_asgd=True, it is False")
         if self.completely_not_async and not self.runtime_split_send_recv:
             raise ConfigError(
-                "completely_not_async=True needs runtime_split_send_recv=True, it is False; "
-                "sync_mode=True is the same without a communicator"
+                "completely_not_async=True needs runtime_split_send_recv=True, it is False; for "
+                "synchronous updates without a communicator, set sync_mode=True"
             )
         if self.completely_not_async and self.enable_dc_asgd:
             raise ConfigAssertionError(
@@ -307,14 +321,14 @@ class DistributeTranspilerConfig:
         if self.enable_dc_asgd and self.runtime_split_send_recv and not self.half_async:
             raise ConfigError(
                 "enable_dc_asgd=True with runtime_split_send_recv=True needs half_async=True, "
-                "it is False: a server cannot know which parameters a step reads that does not wait"
+                "it is False: if a step does not wait, servers cannot know which parameters it used"
             )
 
     def check(self) -> None:
-        """Refuse options that are out of range or contradict each other.
+        """Check all options, except those that depend on the arguments of `transpile`.
 
         Raises:
-          ConfigError: names the option.
+          ConfigError: an option is out of range, or contradicts another one.
         """
         check_dispatcher(self.dispatcher)
         check_one_of("mode", self.mode, ("pserver", "nccl2", "collective"))
@@ -360,19 +374,19 @@ class DistributeTranspilerConfig:
         self._refuse(_OF_GEO, "geo_sgd_mode=True, it is False")
 
     def _check_sparse(self) -> None:
-        """Refuse a `sparse` that is neither a mapping of tables, nor "auto", nor None."""
+        """Raise ConfigError unless `sparse` is None, "auto", or a mapping to `Embedding`."""
         if self.sparse is None or self.sparse == "auto":
             return
         if not isinstance(self.sparse, Mapping):
             raise ConfigError(
-                f"sparse={self.sparse!r} must be None, 'auto', or {{'params/emb': "
-                f"dtrans.paddle.Embedding(...)}}"
+                f"sparse is {self.sparse!r}; expected None, 'auto', or {{'params/emb': "
+                "dtrans.paddle.Embedding(...)}"
             )
         for name, table in self.sparse.items():
             check_type(f"sparse[{name!r}]", table, Embedding, "a dtrans.paddle.Embedding")
 
     def _refuse(self, names: Sequence[str], needed: str) -> None:
-        """Raise ConfigError for the first of these options that is not at its default."""
+        """Raise ConfigError if one of these options is not at its default."""
         for name in names:
             if getattr(self, name) != (DEFAULTS | EXTENSIONS)[name]:
                 raise ConfigError(f"{name}={getattr(self, name)!r} needs {needed}")

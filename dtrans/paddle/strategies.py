@@ -1,8 +1,9 @@
 """Sharding with Paddle's names for the options of `dtrans.sharding`.
 
 The names come from `DistributedStrategy.sharding_configs` (fleet), and from the `sharding`, `amp`
-and `gradient_merge` parts of `Strategy` (auto parallel). Options that Paddle has not keep dtrans's
-names: `merge`, `prefetch`, `min_slice_size`. A table maps the names; a few values are converted.
+and `gradient_merge` parts of `Strategy` (auto parallel). Options that Paddle does not have keep the
+names of dtrans: `merge`, `prefetch`, `min_slice_size`. `NAMES` maps the names; `sharding` converts
+the values.
 
 Source: python/paddle/distributed/fleet/meta_optimizers/sharding_optimizer.py and
 python/paddle/distributed/passes/auto_parallel_sharding.py.
@@ -24,7 +25,7 @@ from dtrans.zero.plan import ShardingPlan
 from dtrans.zero.transform import sharding as sharding_of
 
 
-# Options of `dtrans.sharding`, and fields of its records, to Paddle's names.
+# dtrans's names of options to Paddle's names, so that errors contain the name that the user wrote
 NAMES = {
     "degree": "sharding_degree",
     "replicas": "dp_degree",
@@ -43,14 +44,15 @@ NAMES = {
 
 RECORDS = {"slices": Slicing(), "reduce": Reduce(), "batch": Batch("local")}
 
-# Paddle's other options: the neutral value, and the remedy for any other value.
+# Paddle's options that `dtrans.sharding` does not have: the one value that is accepted, and the
+# remedy in the error for other values
 ELSEWHERE: dict[str, tuple[Any, str]] = {
     "mp_degree": (1, "dtrans.pipeline has tensor parallelism: mark the layers with dtrans.split"),
     "pp_degree": (
         1,
         "dtrans.pipeline has stages, and shards their state with StageMemory(sharding_stage=...)",
     ),
-    "hybrid_dp": (False, "dp_degree says how many groups of ranks there are"),
+    "hybrid_dp": (False, "dp_degree is the number of groups of ranks"),
     "sharding_segment_strategy": (
         "segment_broadcast_MB",
         "segments are always cut by segment_broadcast_MB",
@@ -96,33 +98,34 @@ def sharding(
     Args:
       main: `dtrans.trace(step, params, opt_state, *batch)`.
       startup: `dtrans.trace(init, *args)` with `init(*args) -> (params, opt_state)`.
-      stage: 1 shards the optimizer's state, 2 gradients as well, 3 parameters as well.
-      sharding_degree: the number of ranks in a group, which shards one copy of the state.
+      stage: 1 shards the optimizer state; 2 also shards gradients; 3 also shards parameters.
+      sharding_degree: the number of ranks in a group. Each group shards one copy of the state.
       dp_degree: the number of groups.
-      partition_algor: "rows" cuts each parameter; Paddle's "greedy_even" and "use_order" place
-        uncut parameters on ranks.
-      fuse_grad_size_in_MB: the size of a bucket of gradients, which are reduced together.
-      segment_broadcast_MB: in stage 3, the size of a bucket of parameters, gathered together.
-      enable_overlap: let collectives overlap computation.
-      comm_stream_num: the number of chains of reductions that may overlap; 1 leaves that to XLA.
-      gradient_merge_acc_step: the number of micro-batches into which a rank cuts its batch.
-      amp: compute products of matrices in 16 bits.
+      partition_algor: "rows" cuts each parameter into slices; Paddle's "greedy_even" and
+        "use_order" place whole parameters on ranks.
+      fuse_grad_size_in_MB: the size of a bucket, whose gradients are reduced together.
+      segment_broadcast_MB: in stage 3, the size of a bucket, whose parameters are gathered
+        together.
+      enable_overlap: True if collectives may overlap computation.
+      comm_stream_num: the number of chains of reductions that may overlap; with 1, XLA decides.
+      gradient_merge_acc_step: the number of micro-batches into which each rank cuts its batch.
+      amp: True computes matrix products in 16 bits.
       amp_dtype: "float16" or "bfloat16".
-      init_loss_scaling: the first scale of the loss; for "float16" only.
-      use_dynamic_loss_scaling: adapt the scale to the gradients.
-      incr_every_n_steps: the number of finite steps after which the scale grows.
-      incr_ratio: the factor by which it grows.
-      decr_ratio: the factor by which it shrinks after a nonfinite step: 1 / incr_ratio.
-      **options: `reduce` ("mean" or "sum") and `batch` of `dtrans.sharding`, and the fields of its
-        records that Paddle has no name for. Paddle's other options are accepted with their neutral
-        value.
+      init_loss_scaling: the initial loss scale; used with "float16" only.
+      use_dynamic_loss_scaling: True if the loss scale adapts to the gradients.
+      incr_every_n_steps: the number of finite steps after which the loss scale grows.
+      incr_ratio: the factor by which the loss scale grows.
+      decr_ratio: the factor after a step that is not finite; it must be 1 / incr_ratio.
+      **options: `reduce` ("mean" or "sum") and `batch` of `dtrans.sharding`, and fields of its
+        records for which Paddle has no name. Further options of Paddle are accepted with the value
+        that has no effect.
 
     Returns:
       The plan of `dtrans.sharding`.
 
     Raises:
-      ConfigError: an option is out of range, unknown, or served by another interface. The message
-        has Paddle's name.
+      ConfigError: an option is out of range, unknown, or not an option of `dtrans.sharding`. The
+        message contains Paddle's name of the option.
       GradientError, TraceError: as `dtrans.sharding`.
 
     Source: `sharding_configs` and `amp_configs` of Paddle's DistributedStrategy.
@@ -140,13 +143,12 @@ def sharding(
       >>> dtrans.paddle.sharding(main, startup, optimize_cast=True)
       Traceback (most recent call last):
       ...
-      dtrans.errors.ConfigError: optimize_cast=True: with amp=True parameters are gathered in 16
-        bits, and each rank \
-casts its slices; leave it out
+      dtrans.errors.ConfigError: optimize_cast=True is not supported: with amp=True parameters are \
+gathered in 16 bits, and each rank casts its slices; leave optimize_cast out
     """
     for name, (neutral, remedy) in ELSEWHERE.items():
         if (value := options.pop(name, neutral)) != neutral:
-            raise ConfigError(f"{name}={value!r}: {remedy}; leave it out")
+            raise ConfigError(f"{name}={value!r} is not supported: {remedy}; leave {name} out")
     check_known(
         "dtrans.paddle.sharding", options, inspect.signature(sharding).parameters, RECORDS, NAMES
     )
@@ -155,8 +157,8 @@ casts its slices; leave it out
     is_scaled = amp and use_dynamic_loss_scaling and amp_dtype == "float16"
     if is_scaled and not math.isclose(decr_ratio, 1 / incr_ratio):
         raise ConfigError(
-            f"decr_ratio={decr_ratio!r} must be 1 / incr_ratio, which is {incr_ratio!r}; "
-            f"write decr_ratio={1 / incr_ratio!r}"
+            f"decr_ratio is {decr_ratio!r}; expected 1 / incr_ratio: pass "
+            f"decr_ratio={1 / incr_ratio!r}"
         )
     flat = {
         **options,

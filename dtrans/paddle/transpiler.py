@@ -1,8 +1,8 @@
-"""Paddle's interface: `DistributeTranspiler` over the strategies.
+"""Paddle's `DistributeTranspiler` and `GeoSgdTranspiler`, implemented by dtrans's strategies.
 
-Names, arguments and defaults are those of
-python/paddle/fluid/transpiler/distribute_transpiler.py. These differ: `transpile` checks everything
-and changes none of its arguments. Methods can be called repeatedly and in any order. One object
+Names, arguments and defaults are equal to
+python/paddle/fluid/transpiler/distribute_transpiler.py. Differences: `transpile` checks its
+arguments and does not change them. Methods can be called repeatedly and in any order. One object
 returns the programs of every role.
 """
 
@@ -31,18 +31,18 @@ from dtrans.parameter_server.transform import pserver
 from dtrans.step.batch_sharing import Batch
 
 
-# print_log=True is an explicit request, so the root logger's default level, WARNING, must not
-# suppress it. A level that the user sets on this logger does.
+# A user who passes print_log=True wants to see the plan, although the root logger's default level
+# is WARNING. The user can still set another level on this logger.
 logger = logging.getLogger(__name__)
 logger.setLevel(logging.INFO)
 
 
 class DistributeTranspiler:
-    """Transpiler of a traced step into the programs of trainers and parameter servers.
+    """Transpiler from a traced step to the programs of trainers and parameter servers.
 
-    In mode="nccl2" and "collective" all processes are trainers. Their program maps
-    (params, opt_state, *batch) to the outputs of the step. Their startup program returns params and
-    opt_state, equal on every trainer.
+    With mode="nccl2" or "collective" all processes are trainers. A trainer's program maps
+    (params, opt_state, *batch) to the outputs of the step. Its startup program returns params and
+    opt_state, which are equal on every trainer.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, dtrans
@@ -83,24 +83,23 @@ class DistributeTranspiler:
         current_endpoint: str = "127.0.0.1:6174",
         seed: int = 0,
     ) -> None:
-        """Plan the job; change none of the arguments.
+        """Plan the job, so that the `get_...` methods can return its programs.
 
         Args:
-          trainer_id: the id of this trainer; any number in a pserver process.
+          trainer_id: the id of this trainer, from 0; in the process of a server, any valid id.
           program: the traced step.
           pservers: the servers' endpoints, separated by commas; unused in nccl2 mode.
-          trainers: the number of trainers; in nccl2 mode their endpoints, a sequence or separated
-            by commas.
-          sync_mode: every update uses the gradients of all trainers.
+          trainers: the number of trainers; in nccl2 mode their endpoints, as a sequence or
+            separated by commas.
+          sync_mode: True if every update uses the gradients of all trainers.
           startup_program: the traced init.
-          current_endpoint: this trainer's endpoint in nccl2 mode; unused in pserver mode, as in
-            Paddle.
-          seed: Paddle's `program.random_seed`, from 0 to 2**32 - 1, equal in all processes of a
-            job. With slice_var_up=False it determines the order in which leaves are dispatched. No
-            global random state is read or changed.
+          current_endpoint: this trainer's endpoint in nccl2 mode; unused in pserver mode.
+          seed: Paddle's `program.random_seed`: an integer from 0 to 2**32 - 1, equal in all
+            processes of a job. With slice_var_up=False it determines the order in which leaves are
+            dispatched. Global random state is neither read nor changed.
 
         Raises:
-          ConfigError: an option is out of range, contradicts another, or is not supported.
+          ConfigError: an option is out of range, contradicts another one, or is not supported.
           GradientError, TraceError: as `dtrans.pserver` and `dtrans.nccl2`.
         """
         self.config.check()
@@ -138,8 +137,8 @@ class DistributeTranspiler:
     ) -> None:
         if isinstance(trainers, str):
             raise ConfigError(
-                f"trainers must be a number in pserver mode, it is {trainers!r}; a list of "
-                "endpoints belongs to mode='nccl2'"
+                f"trainers is {trainers!r}; expected a number of trainers in pserver mode (a list "
+                "of endpoints is for mode='nccl2')"
             )
         plan = pserver(
             program,
@@ -168,33 +167,31 @@ class DistributeTranspiler:
             isinstance(trainers, Sequence) and all(isinstance(e, str) for e in trainers)
         ):
             raise ConfigAssertionError(
-                f"trainers must be the trainers' endpoints in mode={self.config.mode!r}, such as "
-                f"'127.0.0.1:6174,127.0.0.1:6175'; it is {trainers!r}"
+                f"trainers is {trainers!r}; with mode={self.config.mode!r}, expected the trainers' "
+                "endpoints, such as '127.0.0.1:6174,127.0.0.1:6175'"
             )
         if not (sync_mode and self.config.sync_mode):
-            raise ConfigError(
-                f"sync_mode=False: mode={self.config.mode!r} is synchronous; leave sync_mode=True"
-            )
+            raise ConfigError(f"sync_mode=False needs mode='pserver', it is {self.config.mode!r}")
         endpoints = parse_endpoints(trainers, "trainer")
         check_trainer_endpoint(trainer_id, current_endpoint, endpoints)
-        kind, chains = self.config.collective_mode, self.config.nccl_comm_num
+        collective_mode, chains = self.config.collective_mode, self.config.nccl_comm_num
+        bucket_size = 32
+        if collective_mode == "grad_allreduce":
+            # Paddle's transpiler/collective.py reduces each gradient separately
+            bucket_size = 0
         self._plan = nccl2(
             program,
             startup_program,
             trainers=len(endpoints),
             trainers_per_node=self._trainers_per_node(endpoints),
-            local_sgd=1 if kind == "local_sgd" else None,
-            # Paddle's transpiler/collective.py reduces each gradient by itself
-            reduce=Reduce(
-                bucket_MB=0 if kind == "grad_allreduce" else 32,
-                chains=None if chains == 1 else chains,
-            ),
+            local_sgd=1 if collective_mode == "local_sgd" else None,
+            reduce=Reduce(bucket_MB=bucket_size, chains=None if chains == 1 else chains),
             batch=Batch("local", merge=self.config.merge or {}),
         )
         self._trainer_id, self._endpoints = trainer_id, endpoints
 
     def _trainers_per_node(self, endpoints: Sequence[str]) -> int:
-        """Return the number of trainers of a node; 0 if reductions are not hierarchical."""
+        """Return the number of trainers per node; 0 if reductions are not hierarchical."""
         inter: Any = self.config.hierarchical_allreduce_inter_nranks
         count = len(endpoints)
         check_int("hierarchical_allreduce_inter_nranks", inter, "a number of trainers", least=0)
@@ -210,33 +207,38 @@ class DistributeTranspiler:
             inter = hosts.count(hosts[0])
             if hosts != [h for h in dict.fromkeys(hosts) for _ in range(inter)]:
                 raise ConfigError(
-                    "use_hierarchical_allreduce=True: hosts have different numbers of trainers, or "
-                    f"endpoints of one host are not adjacent in {','.join(endpoints)}; set "
-                    "hierarchical_allreduce_inter_nranks"
+                    "use_hierarchical_allreduce=True needs hosts with equally many trainers, whose "
+                    f"endpoints are adjacent; the endpoints are {','.join(endpoints)}. Set "
+                    "hierarchical_allreduce_inter_nranks to the number of trainers per node"
                 )
         if not 1 < inter < count or count % inter:
             raise ConfigAssertionError(
-                f"use_hierarchical_allreduce=True: {inter} trainers per node must be several, and "
-                f"divide the {count} trainers into several nodes; set "
-                "hierarchical_allreduce_inter_nranks"
+                f"use_hierarchical_allreduce=True: the {count} trainers have {inter} per node; "
+                "expected several nodes, with the same number of trainers in each, two or more. "
+                "Set hierarchical_allreduce_inter_nranks to the number of trainers per node"
             )
         return inter
 
     @property
     def plan(self) -> PServerPlan | CollectivePlan:
-        """The plan. Raises ConfigError before `transpile`."""
+        """The plan that `transpile` computed.
+
+        Raises:
+          ConfigError: `transpile` was not called.
+        """
         if self._plan is None:
-            raise ConfigError("call transpile(...) before asking for programs")
+            raise ConfigError("the transpiler has no programs yet; call transpile(...) first")
         return self._plan
 
     def get_trainer_program(self, wait_port: bool = True) -> Program:
         """Return the program of this trainer: (params, *batch) -> (params, loss[, aux]).
 
-        In nccl2 mode and in GEO-SGD trainers have the optimizer's state. It follows params in the
-        inputs and outputs.
+        In nccl2 mode and in GEO-SGD it is (params, opt_state, *batch) -> (params, opt_state,
+        loss[, aux]), since trainers have the optimizer state.
 
-        Paddle waits here until the servers' ports are open. In dtrans the `Executor` waits at its
-        first request, so that a plan can be made anywhere; `wait_port` has no effect.
+        Args:
+          wait_port: accepted and ignored. Paddle waits here until the servers' ports are open; in
+            dtrans the `Executor` waits at its first request.
         """
         plan = self.plan
         if isinstance(plan, CollectivePlan):
@@ -244,9 +246,9 @@ class DistributeTranspiler:
         return plan.trainer_program(self._trainer_id)
 
     def get_trainer_startup_program(self) -> Program:
-        """Return the startup program of this trainer: arguments of init -> params[, opt_state].
+        """Return the startup program of this trainer: init's arguments -> params[, opt_state].
 
-        Trainers have opt_state in nccl2 mode and in GEO-SGD.
+        It returns opt_state in nccl2 mode and in GEO-SGD.
         """
         plan = self.plan
         if isinstance(plan, CollectivePlan):
@@ -254,18 +256,18 @@ class DistributeTranspiler:
         return plan.trainer_startup_program(self._trainer_id)
 
     def get_pserver_program(self, endpoint: str) -> Program:
-        """Return the program that serves at `endpoint`.
+        """Return the main program of the server at `endpoint`.
 
         Raises:
-          UnknownEndpointError: the plan has no server there.
+          UnknownEndpointError: the plan has no server with this endpoint.
         """
         return self._server(endpoint, "get_pserver_program").main
 
     def get_pserver_programs(self, endpoint: str) -> tuple[Program, Program]:
-        """Return the program that serves at `endpoint`, and its startup program.
+        """Return the main program and the startup program of the server at `endpoint`.
 
         Raises:
-          UnknownEndpointError: the plan has no server there.
+          UnknownEndpointError: the plan has no server with this endpoint.
         """
         programs = self._server(endpoint, "get_pserver_programs")
         return programs.main, programs.startup
@@ -273,35 +275,39 @@ class DistributeTranspiler:
     def get_startup_program(
         self, endpoint: str, pserver_program: Any = None, startup_program: Any = None
     ) -> Program:
-        """Return the startup program of the server at `endpoint`; ignore the other arguments."""
+        """Return the startup program of the server at `endpoint`.
+
+        The other arguments are accepted because Paddle has them, and ignored.
+        """
         return self._server(endpoint, "get_startup_program").startup
 
     def _set_server_config(self, server_config: Any = None) -> None:
-        """Refuse Paddle's numbers of threads of a server.
+        """Accept None only. In Paddle, this method sets numbers of threads of a server.
 
         Raises:
-          ConfigTypeError: servers of dtrans have no such numbers.
+          ConfigTypeError: `server_config` is not None.
         """
         if server_config is not None:
             raise ConfigTypeError(
-                f"server_config={server_config!r}: dtrans has no ServerRuntimeConfig, since its "
+                f"server_config is {server_config!r}, but dtrans has no ServerRuntimeConfig: its "
                 "servers have no numbers of threads to set; leave _set_server_config out"
             )
 
     def _server(self, endpoint: str, method: str) -> ServerPrograms:
         if isinstance(self.plan, CollectivePlan):
             raise ConfigError(
-                f"{method}: there are no pservers in mode={self.config.mode!r}; every process runs "
-                "get_trainer_startup_program() and get_trainer_program()"
+                f"{method} needs mode='pserver', it is {self.config.mode!r}; in this mode every "
+                "process is a trainer, and runs get_trainer_startup_program() and "
+                "get_trainer_program()"
             )
         return self.plan.servers[endpoint]
 
 
 class GeoSgdTranspiler(DistributeTranspiler):
-    """Transpiler of a traced step into the programs of GEO-SGD: see `dtrans.Geo`.
+    """Transpiler from a traced step to the programs of GEO-SGD (see `dtrans.Geo`).
 
-    It copies the config with geo_sgd_mode=True and sync_mode=False. The caller's config is not
-    changed, and later changes to it have no effect.
+    It uses a copy of the config with geo_sgd_mode=True and sync_mode=False. The caller's config is
+    not changed, and later changes to it have no effect.
 
     Source: python/paddle/fluid/transpiler/geo_sgd_transpiler.py.
 
@@ -319,12 +325,12 @@ class GeoSgdTranspiler(DistributeTranspiler):
 
     def __init__(self, config: DistributeTranspilerConfig | None = None) -> None:
         if isinstance(config, DistributeTranspilerConfig) or config is None:
-            options = {} if config is None else vars(config)
-            # True is the default, so it is replaced; a value that is no flag stays for the check
-            sync_mode = options.get("sync_mode", True)
-            sync_mode = False if sync_mode is True else sync_mode
-            changed = {**options, "geo_sgd_mode": True, "sync_mode": sync_mode}
-            config = DistributeTranspilerConfig(**changed)
+            options = {} if config is None else dict(vars(config))
+            options["geo_sgd_mode"] = True
+            # True is the default. Any other value is kept, so that the config's check finds errors.
+            if options.get("sync_mode", True) is True:
+                options["sync_mode"] = False
+            config = DistributeTranspilerConfig(**options)
         super().__init__(config)
 
     def transpile(
@@ -341,10 +347,12 @@ class GeoSgdTranspiler(DistributeTranspiler):
         """Plan the job, as `DistributeTranspiler.transpile` does.
 
         Raises:
-          ConfigError: sync_mode=True, or as there.
+          ConfigError: `sync_mode` is True, or as in `DistributeTranspiler.transpile`.
         """
         if sync_mode is True:
-            raise ConfigError("sync_mode=True: GEO-SGD has no synchronous mode; leave it out")
+            raise ConfigError(
+                "sync_mode is True, but GEO-SGD has no synchronous mode; leave sync_mode out"
+            )
         super().transpile(
             trainer_id,
             program,
@@ -358,11 +366,12 @@ class GeoSgdTranspiler(DistributeTranspiler):
 
 
 def _log(plan: PServerPlan | CollectivePlan) -> None:
-    """Log the plan, for print_log=True."""
+    """Log the plan; without any handler of logging, print it to stderr."""
     if logger.hasHandlers():
         logger.info("%s", plan)
         return
-    # removed afterwards: with a handler that the user adds later, plans would be logged twice
+    # The handler is removed afterwards. Otherwise a handler that the user adds later would print
+    # each plan a second time.
     handler = logging.StreamHandler()
     logger.addHandler(handler)
     try:

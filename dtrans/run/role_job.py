@@ -358,7 +358,7 @@ class TrainerJob(RoleJob):
         spec, tables = self.plan.main.args[0], self.plan.tables.of
         leaves = name_leaves(spec, params, "params")
         for n, x in leaves.items():
-            check_type(x, self.plan.main.inputs[n], n, "the step takes")
+            check_type(x, self.plan.main.inputs[n], n, "the step")
             if n in tables:
                 leaves[n] = x[:0]  # a trainer has no rows of a table
         return (spec.unflatten_named(leaves),)

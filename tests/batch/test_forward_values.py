@@ -338,7 +338,7 @@ def test_servers_refuse_rows_that_meet_gradients() -> None:
     main, startup = dtrans.trace(case.step(), *init(key), *batch(6, 0)), dtrans.trace(init, key)
     told = (
         r"update reads float64\[12,6\], which has a row for each example "
-        r"\(test_forward_values.py:\d+\), .* reduce it"
+        r"\(test_forward_values.py:\d+\), .* reduce the rows"
     )
     with pytest.raises(GradientError, match=told):
         STRATEGIES["pserver"](main, startup, 2)

@@ -258,7 +258,7 @@ def test_asynchronous_trainers_take_what_adds_up_and_refuse_the_rest_by_line() -
             ):
                 dtrans.pserver(*given, **servers, mode=mode)
         plan = dtrans.pserver(*given, **servers, batch="local")
-        assert "local: each trainer computes its own numbers" in str(plan)
+        assert "local: each part has its own numbers" in str(plan)
 
 
 @pytest.mark.usefixtures("x64")
@@ -371,7 +371,7 @@ def test_an_exchange_in_each_turn_of_a_loop_is_refused_by_line() -> None:
     given = main, dtrans.trace(lambda w: (w, tx.init(w)), w)
     with pytest.raises(
         ConfigError,
-        match=r"scan has .* \(all_reduce for .*test_step_zoo.py:\d+\).*each iteration would wait",
+        match=r"scan needs .* \(all_reduce for .*test_step_zoo.py:\d+\).*each iteration would wait",
     ):
         dtrans.pserver(*given, trainers=2)
     assert "exact: sum over 12 rows" in str(dtrans.nccl2(*given, trainers=2))
@@ -389,7 +389,7 @@ def test_sums_are_added_up_by_servers_also_without_a_trainer_that_left() -> None
     assert serve.params["on_trainer_exit"] == "error"  # its numbers are those of the batch of both
     with pytest.raises(
         ConfigError,
-        match=r"on_trainer_exit='paddle': the step has values of the whole batch \(all_",
+        match=r"on_trainer_exit is 'paddle', but the step needs values of the whole batch \(all_",
     ):
         planned(step_zoo.by_name("masked_mean"), 2, "pserver", on_trainer_exit="paddle")
 

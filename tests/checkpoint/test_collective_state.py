@@ -324,33 +324,33 @@ def test_states_that_are_none_are_refused_by_name_and_types(saved: Any, tmp_path
     params, opt_state = state.params, state.opt_state
     other = on_mesh(planned(adam, degree=2, stage=3))
     cases: list[tuple[Any, str]] = [
-        (params, "save takes the state that init or step returned, not dict"),
+        (params, "the state is a dict; expected the state that job.init or job.step returned"),
         (
             type(state)({}, opt_state),
-            "params/b is missing in the state of step; pass a state of this plan",
+            "the state of step lacks params/b; pass a state of this plan",
         ),
         (
             type(state)(params, opt_state | {"opt_state/x": 1}),
-            "opt_state/x is no part of the state of step",
+            "the state of step has opt_state/x, which is not an array of this plan",
         ),
         (
             type(state)(params | {"params/b": 1.0}, opt_state),
-            r"params/b is 1.0; this job has float32\[16\]",
+            r"params/b is 1.0; this job expects float32\[16\]",
         ),
-        (other.init(*whole_of(adam)), r"params/b is float32\[14\]; this job has float32\[16\]"),
+        (other.init(*whole_of(adam)), r"params/b is float32\[14\]; this job expects float32\[16\]"),
     ]
     for wrong, message in cases:
         with pytest.raises(StateError, match=f"^{message}"):
             checkpoint.save(tmp_path / "2", job, wrong)
     job.step(state, jnp.ones(24))
     with pytest.raises(
-        StateError, match=r"^params/b was donated to a step; save the state that step returned"
+        StateError, match=r"^params/b was donated to job.step; save the state that it returned"
     ):
         checkpoint.save(tmp_path / "2", job, state)
     assert not (tmp_path / "2").exists()
     with pytest.raises(
         ConfigError,
-        match=r"checkpoints have no ShardingPlan; pass .*, or a job of another plan",
+        match=r"plan is a ShardingPlan; expected .*, or a job of another plan",
     ):
         checkpoint.restore(tmp_path / "1", job.plan)  # type: ignore[call-overload]
 
@@ -369,12 +369,12 @@ def test_checkpoints_that_are_not_whole_or_of_another_step(saved: Any, tmp_path:
     path, job, state = saved
     with pytest.raises(
         ConfigError,
-        match=f"{path}/rank-0 exists already; save each checkpoint of rank 0 to a separate path",
+        match=f"{path}/rank-0 exists already; save each checkpoint to another path",
     ):
         checkpoint.save(path, job, state)
     other = on_mesh(planned(OPTIMIZERS["adam"], degree=2, stage=3))
     (path / "rank-0").rename(tmp_path / "away")
-    with pytest.raises(ConfigError, match=f"{path} is in use: rank-1 in it belongs to another job"):
+    with pytest.raises(ConfigError, match=f"{path} contains rank-1 of another job"):
         checkpoint.save(path, other, other.init(*whole_of(OPTIMIZERS["adam"])))
     with pytest.raises(StateError, match="is incomplete: rank-0 of rank 0 is missing"):
         checkpoint.restore(path, other)
@@ -384,7 +384,7 @@ def test_checkpoints_that_are_not_whole_or_of_another_step(saved: Any, tmp_path:
     sgd = on_mesh(planned(OPTIMIZERS["sgd"], degree=2))
     with pytest.raises(
         StateError,
-        match=r"belongs to another step: opt_state/0/count is int32\[\] in it, and nothing in",
+        match=r"belongs to another step: there, opt_state/0/count is int32\[\]; in .*, it is missing",
     ):
         checkpoint.restore(path, sgd)
     shutil.rmtree(path / "rank-6" / "arrays")
@@ -421,7 +421,7 @@ def test_an_init_tells_the_one_state_of_a_step_that_returns_what_looks_like_its_
     checkpoint.save(tmp_path / "1", job, state)
     tree_equal(checkpoint.load(tmp_path / "1", main, startup), job.gather(state))
     with pytest.raises(
-        StateError, match=r"x is not in it.*; if the step takes one state, .*job\.gather"
+        StateError, match=r"x is missing; .*; for a step\(state, \*batch\), .*job\.gather"
     ):
         checkpoint.load(tmp_path / "1", main)
 
@@ -433,7 +433,7 @@ def test_none_of_latest_is_no_path(tmp_path: Path) -> None:
         lambda: checkpoint.restore(path, job),
         lambda: checkpoint.load(path, job.plan.main),
     ):
-        with pytest.raises(CheckpointError, match="no checkpoint to read: the path is None"):
+        with pytest.raises(CheckpointError, match="the path of the checkpoint is None"):
             fails()
 
 

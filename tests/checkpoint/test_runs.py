@@ -109,7 +109,7 @@ def test_pieces_of_two_steps_are_not_put_together(tmp_path: Path) -> None:
         save(path, plan, 0, 2, later)
     with pytest.raises(
         ConfigError,
-        match=r"10 is in use: pserver-0 in it belongs to another job, run or step \(run new 1, ",
+        match=r"10 contains pserver-0 of another job, run or step \(run new 1, ",
     ):
         save(path, plan, 1, 2, later)
     save(tmp_path / "12", plan, 1, 2, later)
@@ -136,12 +136,10 @@ def test_a_whole_checkpoint_is_never_written_over(tmp_path: Path) -> None:
     for k in range(2):
         with pytest.raises(
             ConfigError,
-            match="exists already.*run new 1.*; save each checkpoint of .* to a separate path",
+            match="exists already.*run new 1.*; save each checkpoint to another path",
         ):
             save(path, plan, k, 2, NEW)
-    with pytest.raises(
-        ConfigError, match="is in use: pserver-0 in it belongs to another job, run or step"
-    ):
+    with pytest.raises(ConfigError, match="contains pserver-0 of another job, run or step"):
         save(path, servers(3), 2, 2, NEW)
     assert values(path, plan) == [1]
 
@@ -152,7 +150,7 @@ def test_a_process_that_knows_no_run_replaces_nothing(tmp_path: Path) -> None:
     save(path, plan, 0, 1, OLD)
     with pytest.raises(
         ConfigError,
-        match="is in use: pserver-0 .*pass the same tag in processes that were started separately",
+        match="contains pserver-0 .*pass the same tag in processes that were started separately",
     ):
         checkpoint.save(
             path, plan, [*plan.servers][1], checkpoint.scatter(plan, [*plan.servers][1], *init())

@@ -115,7 +115,10 @@ def test_both_modes_have_tables(name: str) -> None:
 @pytest.mark.parametrize(
     "sparse, said",
     [
-        ("all", "sparse='all' must be None, 'auto', or {'params/emb': dtrans.paddle.Embedding"),
+        (
+            "all",
+            "sparse is 'all'; expected None, 'auto', or {'params/emb': dtrans.paddle.Embedding",
+        ),
         (
             {"params/shared_w": dtrans.Rows()},
             r"sparse\['params/shared_w'\] must be a dtrans.paddle.Embedding",

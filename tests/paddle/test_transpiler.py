@@ -292,7 +292,7 @@ def test_a_number_of_trainers_that_is_none_is_refused(programs: Any, trainers: A
 def test_trainers_as_a_list_of_endpoints_is_refused(programs: Any) -> None:
     with pytest.raises(
         ConfigError,
-        match="^trainers must be a number in pserver mode, it is '127.0.0.1:1,127.0.0.1:2'; ",
+        match="^trainers is '127.0.0.1:1,127.0.0.1:2'; expected a number of trainers",
     ):
         transpiled(programs, trainers="127.0.0.1:1,127.0.0.1:2")
 
@@ -441,7 +441,9 @@ def test_a_refused_transpile_leaves_the_plan_of_before(programs: Any) -> None:
     ],
 )
 def test_programs_are_not_there_before_transpile(ask: Any) -> None:
-    with pytest.raises(ConfigError, match=r"^call transpile\(...\) before asking for programs$"):
+    with pytest.raises(
+        ConfigError, match=r"^the transpiler has no programs yet; call transpile\(...\) first$"
+    ):
         ask(DistributeTranspiler())
 
 
@@ -618,7 +620,7 @@ def refusal(programs: Any, config: dict[str, Any], options: dict[str, Any]) -> C
      "runtime_split_send_recv=True needs sync_mode=False, it is True"),
     ({"completely_not_async": True, "sync_mode": False}, {}, ValueError,
      "completely_not_async=True needs runtime_split_send_recv=True, it is False; "
-     "sync_mode=True is the same without a communicator"),
+     "for synchronous updates without a communicator, set sync_mode=True"),
     ({"completely_not_async": True}, {}, ValueError, "completely_not_async=True needs "
      "sync_mode=False, it is True"),
     ({"half_async": True}, {}, ValueError, "half_async=True needs sync_mode=False, it is True"),
@@ -638,7 +640,7 @@ def refusal(programs: Any, config: dict[str, Any], options: dict[str, Any]) -> C
      "half_async=True needs mode='pserver', it is 'nccl2'"),
     ({"enable_dc_asgd": True, "sync_mode": False, "runtime_split_send_recv": True}, {}, ValueError,
      "enable_dc_asgd=True with runtime_split_send_recv=True needs half_async=True, it is "
-     "False: a server cannot know which parameters a step reads that does not wait"),
+     "False: if a step does not wait, servers cannot know which parameters it used"),
     ({"nccl_comm_num": 2}, {}, ValueError, "nccl_comm_num=2 needs mode='nccl2', it is 'pserver'"),
     ({"hierarchical_allreduce_inter_nranks": 2}, {}, ValueError,
      "hierarchical_allreduce_inter_nranks=2 needs mode='nccl2', it is 'pserver'"),
@@ -679,8 +681,8 @@ def refusal(programs: Any, config: dict[str, Any], options: dict[str, Any]) -> C
     ({}, {"trainer_id": 2}, ValueError, "trainer_id is 2; with 2 trainers, expected an integer "
      "from 0 to 1"),
     ({}, {"trainers": "a,b"}, ValueError,
-     "trainers must be a number in pserver mode, it is 'a,b'; a list of endpoints belongs to "
-"mode='nccl2'"),
+     "trainers is 'a,b'; expected a number of trainers in pserver mode (a list of endpoints is for "
+     "mode='nccl2')"),
     ({}, {"pservers": f"{FIRST},{FIRST}"}, ValueError,
      f"the endpoint {FIRST} is listed 2 times; each pserver needs another one"),
     ({}, {"seed": -1}, ValueError, "seed must be an integer from 0 to 2**32 - 1, it is -1"),
@@ -689,7 +691,7 @@ f"{2**32}"),
     ({}, {"seed": None}, ValueError, "seed must be an integer from 0 to 2**32 - 1, it is None"),
     ({}, {"seed": True}, ValueError, "seed must be an integer from 0 to 2**32 - 1, it is True"),
     ({"mode": "nccl2"}, {}, AssertionError,
-     f"trainers must be the trainers' endpoints in mode='nccl2', such as '{EPS}'; it is 2"),
+     f"trainers is 2; with mode='nccl2', expected the trainers' endpoints, such as '{EPS}'"),
     ({"mode": "nccl2"}, {"trainers": EPS, "seed": "1"}, ValueError,
      "seed must be an integer from 0 to 2**32 - 1, it is '1'"),
 ])  # fmt: skip
@@ -724,7 +726,7 @@ def test_there_are_no_threads_of_servers_to_set(programs: Any, ask: Any) -> None
         t._set_server_config(ask)
     assert isinstance(caught.value, ConfigError)
     assert str(caught.value) == (
-        f"server_config={ask!r}: dtrans has no ServerRuntimeConfig, since its servers have no "
+        f"server_config is {ask!r}, but dtrans has no ServerRuntimeConfig: its servers have no "
         "numbers of threads to set; leave _set_server_config out"
     )
     t._set_server_config()
@@ -860,8 +862,8 @@ def test_nccl2_trainers_must_be_endpoints(programs: Any, trainers: Any) -> None:
     with pytest.raises(ConfigAssertionError) as caught:
         nccl2(programs, trainers=trainers)
     assert str(caught.value) == (
-        f"trainers must be the trainers' endpoints in mode='nccl2', such as '{EPS}'; it is "
-        f"{trainers!r}"
+        f"trainers is {trainers!r}; with mode='nccl2', expected the trainers' endpoints, such as "
+        f"'{EPS}'"
     )
 
 
@@ -895,7 +897,7 @@ def test_nccl2_trainers_must_be_endpoints(programs: Any, trainers: Any) -> None:
         ({"trainers": "a"}, "'a' is not an endpoint: write host:port, e.g. 127.0.0.1:6174"),
         (
             {"sync_mode": False},
-            "sync_mode=False: mode='nccl2' is synchronous; leave sync_mode=True",
+            "sync_mode=False needs mode='pserver', it is 'nccl2'",
         ),
     ],
 )
@@ -945,11 +947,15 @@ def test_collective_mode(programs: Any, mode: str, reductions: list[str]) -> Non
             {},
             "collective_mode='local_sgd' needs mode='collective', it is 'pserver'",
         ),
-        ({}, {"trainers": 2}, "trainers must be the trainers' endpoints in mode='collective'"),
+        (
+            {},
+            {"trainers": 2},
+            "trainers is 2; with mode='collective', expected the trainers' endpoints",
+        ),
         (
             {},
             {"sync_mode": False},
-            "sync_mode=False: mode='collective' is synchronous; leave sync_mode=True",
+            "sync_mode=False needs mode='pserver', it is 'collective'",
         ),
     ],
 )
@@ -992,15 +998,13 @@ def test_nccl2_over_nodes(
 
 
 @pytest.mark.parametrize("inter, endpoints, kind, message", [
-    (3, of_hosts(4), AssertionError, "3 trainers per node must be several, and divide the 4 "
-"trainers into several"),
-    (4, of_hosts(4), AssertionError, "4 trainers per node must be several, and divide the 4 "
-"trainers into several"),
-    (0, of_hosts(4), AssertionError, "4 trainers per node .*; set "
-"hierarchical_allreduce_inter_nranks$"),
-    (0, of_hosts(1, 1), AssertionError, "1 trainers per node must be several"),
-    (0, of_hosts(3, 2), ConfigError, "hosts have different numbers of trainers, .*10.0.0.2:6171; "
-"set hierarchical"),
+    (3, of_hosts(4), AssertionError, "the 4 trainers have 3 per node; expected several nodes"),
+    (4, of_hosts(4), AssertionError, "the 4 trainers have 4 per node; expected several nodes"),
+    (0, of_hosts(4), AssertionError, "the 4 trainers have 4 per node; .* Set "
+     "hierarchical_allreduce_inter_nranks to the number of trainers per node$"),
+    (0, of_hosts(1, 1), AssertionError, "the 2 trainers have 1 per node; expected several nodes"),
+    (0, of_hosts(3, 2), ConfigError, "needs hosts with equally many trainers, .*10.0.0.2:6171. "
+     "Set hierarchical"),
     (-1, of_hosts(4), ConfigError, "hierarchical_allreduce_inter_nranks must be a number of "
 "trainers, it is -1"),
 ])  # fmt: skip
@@ -1043,7 +1047,7 @@ def test_nccl2_chains(programs: Any, count: int, chains: int | None) -> None:
     "ask", ["get_pserver_program", "get_pserver_programs", "get_startup_program"]
 )
 def test_nccl2_has_no_pservers(programs: Any, ask: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{ask}: there are no pservers in mode='nccl2'; "):
+    with pytest.raises(ConfigError, match=f"^{ask} needs mode='pserver', it is 'nccl2'; "):
         getattr(nccl2(programs), ask)(FIRST)
 
 

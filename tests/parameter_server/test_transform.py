@@ -418,7 +418,7 @@ def test_slicing_can_be_required():
     assert made.placement.unsliced == {}
     with pytest.raises(
         dtrans.errors.OptimizerError,
-        match="slice_var_up='require'.*params/b1: cumsum mixes rows of",
+        match="slice_var_up is 'require', .*params/b1: cumsum mixes rows of",
     ):
         plan_of(mlp_loss, mixing(), mlp_params(), *mlp_batch(), slice_var_up="require")
     with pytest.raises(

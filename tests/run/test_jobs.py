@@ -327,10 +327,12 @@ def test_a_checkpoint_looks_for_its_place_before_training(plan: Plan, tmp_path: 
     dtrans.checkpoint.check(tmp_path / "new" / "1", job)
     assert not (tmp_path / "new").exists()
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"file/1 cannot hold a checkpoint: .*file is no folder$"):
+    with pytest.raises(
+        ConfigError, match=r"file/1 cannot be created, since .*file is not a folder$"
+    ):
         dtrans.checkpoint.check(tmp_path / "file" / "1", job)
     dtrans.checkpoint.save(tmp_path / "1", job, job.init(KEY))
     with pytest.raises(
-        ConfigError, match="-0 exists already; save each checkpoint of .* to a separate path$"
+        ConfigError, match="-0 exists already; save each checkpoint to another path$"
     ):
         dtrans.checkpoint.check(tmp_path / "1", job)

@@ -1,38 +1,41 @@
-"""Paddle's optimizers, decays of the learning rate and clips of gradients, as in Paddle 1.8.
+"""Paddle's optimizers, learning rate decays and gradient clips, as in Paddle 1.8.
 
-Optimizers and clips are `optax.GradientTransformation`s with the update rule, names and defaults of
-Paddle fluid 1.8. Sources: python/paddle/fluid/optimizer.py, and the CPU kernels under
-paddle/fluid/operators/optimizers/. Each decay is an optax schedule. A job that moves here keeps its
-losses. Where a kernel deviates from the paper that it is named after, `fix=True` has the paper's
-rule.
+Optimizers and clips are `optax.GradientTransformation`s with the update rules, names and defaults
+of Paddle fluid 1.8. Each decay is an optax schedule. So a job that moves from Paddle to dtrans has
+the same losses. Sources: python/paddle/fluid/optimizer.py, and the CPU kernels under
+paddle/fluid/operators/optimizers/.
 
-    here              differs from the paper                     from optax's, also in defaults
-    sgd, momentum     no                                         no
-    adam              sqrt(v) + eps, not corrected; `fix`        has the paper's rule
-    adamw             decay not times the learning rate; `fix`   learning rate · weight decay
-    adamax            max(|g|, beta2·u + eps); `fix`             max(|g| + eps, beta2·u)
-    adagrad           no                                         sqrt(m + eps), m from 0.1
-    decayed_adagrad   has none                                   rmsprop with eps_in_sqrt=False
-    adadelta          average of updates one step ahead,         the paper's rule, times the
-                      no learning rate; `fix`                    learning rate
-    rmsprop           no                                         decay 0.9, eps 1e-8
-    ftrl              l2 is l1; `fix`                            has none
-    lamb              no bias correction; `fix`                  has the paper's rule
-    lars_momentum     no                                         divides by ‖g + decay · p‖
-    dpsgd             one noise for all elements; `fix`          clips each example's gradient
+Some kernels deviate from the paper that they are named after. Then the argument `fix=True` selects
+the paper's rule:
+
+    function          deviation from the paper                   rule in optax
+    sgd, momentum     none                                       the same
+    adam              eps added to sqrt(v) before the bias       the paper's
+                      correction
+    adamw             decay not multiplied by learning rate      learning rate · weight decay
+    adamax            max(|g|, beta2·u + eps)                    max(|g| + eps, beta2·u)
+    adagrad           none                                       sqrt(m + eps), m from 0.1
+    decayed_adagrad   (no paper)                                 rmsprop(eps_in_sqrt=False)
+    adadelta          reads the average of updates one step      the paper's, times the
+                      too late, no learning rate                 learning rate
+    rmsprop           none                                       the same; decay 0.9, eps 1e-8
+    ftrl              l1 used in place of l2                     (not in optax)
+    lamb              no bias correction                         the paper's
+    lars_momentum     none                                       divides by ‖g + decay · p‖
+    dpsgd             one random number for all elements         clips each example's gradient
 
 Paddle's optimizers clip, then regularize, then update. Chain transformations in this order:
 
     l2_decay = optax.add_decayed_weights(0.01)
     optax.chain(gradient_clip_by_global_norm(1.0), l2_decay, momentum(0.1, 0.9))
 
-L1Decay is an `optax.stateless` that adds c·sign(param) in the same place. Use `optax.partition` for
-learning rates by parameter, `optax.lookahead` for Lookahead, and `optax.incremental_update` for
-ExponentialMovingAverage. DGC and ModelAverage have no counterpart.
+For L1Decay, put an `optax.stateless` that adds c·sign(param) in place of `l2_decay`. Use
+`optax.partition` for learning rates by parameter, `optax.lookahead` for Lookahead, and
+`optax.incremental_update` for ExponentialMovingAverage. DGC and ModelAverage have no counterpart.
 
 The arguments `need_clip`, `apply_decay_param_fun` and `exclude_from_weight_decay_fn` select
-parameters. They are functions of a leaf's path, e.g. `dense/bias`; Paddle passes the parameter or
-its name.
+parameters. They are functions of a leaf's path, for example `dense/bias`. (Paddle passes the
+parameter or its name.)
 """
 
 from dtrans.paddle.optimizers.adaptive import (

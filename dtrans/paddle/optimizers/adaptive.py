@@ -1,4 +1,4 @@
-"""Paddle's Adagrad, DecayedAdagrad, Adadelta, RMSProp and Ftrl: steps by squared gradients."""
+"""Paddle's optimizers that scale by squared gradients: Adagrad, Adadelta, RMSProp and others."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class AdadeltaState(NamedTuple):
     Attributes:
       count: updates so far, int32; None unless the learning rate is a schedule.
       avg_squared_grad: per leaf, the moving average of squared gradients.
-      avg_squared_update: per leaf, the moving average of squares of the kernel's first update.
+      avg_squared_update: per leaf, the moving average of squares of `first` (see `adadelta`).
     """
 
     count: Any
@@ -63,7 +63,7 @@ class FtrlState(NamedTuple):
     Attributes:
       count: updates so far, int32; None unless the learning rate is a schedule.
       squared_accum: per leaf, the sum of squared gradients.
-      linear_accum: per leaf, the sum of gradients minus the sum of proximal terms, as in `ftrl`.
+      linear_accum: per leaf, `linear` in the formula of `ftrl`.
     """
 
     count: Any
@@ -74,7 +74,7 @@ class FtrlState(NamedTuple):
 def adagrad(
     learning_rate: LearningRate, epsilon: Scalar = 1e-6, initial_accumulator_value: Scalar = 0.0
 ) -> optax.GradientTransformation:
-    """Adagrad, with epsilon outside the root.
+    """Adagrad, with epsilon added outside the root.
 
         moment = moment + g²
         param  = param - learning_rate · g / (sqrt(moment) + epsilon)
@@ -88,11 +88,11 @@ def adagrad(
       initial_accumulator_value: the initial moment.
 
     Returns:
-      A transformation with state `AdagradState`, the moment of the shapes and dtypes of the
+      A transformation with state `AdagradState`, whose moment has the shapes and dtypes of the
       parameters. Its `update` needs the parameters.
 
     Raises:
-      ConfigError: from `update` without parameters.
+      ConfigError: `update` is called without parameters.
 
     Source: `AdagradOptimizer` of Paddle's python/paddle/fluid/optimizer.py, and
     paddle/fluid/operators/optimizers/adagrad_op.h. Paper: Duchi et al., Adaptive Subgradient
@@ -119,12 +119,12 @@ def adagrad(
 def decayed_adagrad(
     learning_rate: LearningRate, decay: Scalar = 0.95, epsilon: Scalar = 1e-6
 ) -> optax.GradientTransformation:
-    """Adagrad over a moving average of squared gradients.
+    """Adagrad with a moving average of squared gradients instead of their sum.
 
         moment = decay·moment + (1 - decay)·g²
         param  = param - learning_rate · g / (sqrt(moment) + epsilon)
 
-    To rounding it is `optax.rmsprop(learning_rate, decay, epsilon, eps_in_sqrt=False)`.
+    Up to rounding, it is `optax.rmsprop(learning_rate, decay, epsilon, eps_in_sqrt=False)`.
 
     Args:
       learning_rate: a number or a schedule.
@@ -132,11 +132,11 @@ def decayed_adagrad(
       epsilon: added to the root; with 0, an element whose gradients have all been zero becomes NaN.
 
     Returns:
-      A transformation with state `DecayedAdagradState`, the moment of the shapes and dtypes of the
-      parameters. Its `update` needs the parameters.
+      A transformation with state `DecayedAdagradState`, whose moment has the shapes and dtypes of
+      the parameters. Its `update` needs the parameters.
 
     Raises:
-      ConfigError: from `update` without parameters.
+      ConfigError: `update` is called without parameters.
 
     Source: `DecayedAdagradOptimizer` of Paddle's python/paddle/fluid/optimizer.py, and
     paddle/fluid/operators/optimizers/decayed_adagrad_op.h.
@@ -163,30 +163,32 @@ def adadelta(
     """Adadelta as Paddle's kernel computes it, which deviates from the paper.
 
         avg_squared_grad   = rho·avg_squared_grad + (1 - rho)·g²
-        first              = -sqrt(avg_squared_update + epsilon) / sqrt(avg_squared_grad + epsilon)
-        · g avg_squared_update = rho·avg_squared_update + (1 - rho)·first²
         ratio              = (avg_squared_update + epsilon) / (avg_squared_grad + epsilon)
-        param              = param - sqrt(ratio) · g
+        first              = -sqrt(ratio) · g
+        avg_squared_update = rho·avg_squared_update + (1 - rho)·first²
+        new_ratio          = (avg_squared_update + epsilon) / (avg_squared_grad + epsilon)
+        param              = param - sqrt(new_ratio) · g
 
     Defects of the kernel:
 
-    - It does not apply `first`, as the paper does. It computes the update again from the new
+    - The paper adds `first` to the parameter. The kernel computes another update, from the new
       average of squared updates.
-    - It has no learning rate: Paddle accepts one and ignores it.
+    - It ignores the learning rate.
 
     Args:
-      learning_rate: read with `fix` only: a number or a schedule. Paddle has no default; the
-        paper's is 1.
+      learning_rate: a number or a schedule; used with `fix` only. Paddle has no default; the
+        paper's value is 1.
       epsilon: added to both averages.
       rho: decay rate of the averages.
-      fix: the paper's rule, times the learning rate: `optax.adadelta(learning_rate, rho, epsilon)`.
+      fix: True for the paper's rule, times the learning rate: `optax.adadelta(learning_rate, rho,
+        epsilon)`.
 
     Returns:
-      A transformation with state `AdadeltaState`, averages of the shapes and dtypes of the
-      parameters (with `fix` optax's state). Its `update` needs the parameters.
+      A transformation with state `AdadeltaState`, whose averages have the shapes and dtypes of the
+      parameters. (With `fix` it has optax's state.) Its `update` needs the parameters.
 
     Raises:
-      ConfigError: from `update` without parameters.
+      ConfigError: `update` is called without parameters.
 
     Source: `AdadeltaOptimizer` of Paddle's python/paddle/fluid/optimizer.py, and
     paddle/fluid/operators/optimizers/adadelta_op.h. Paper: Zeiler, ADADELTA, 2012.
@@ -233,10 +235,10 @@ def rmsprop(
       rho: decay rate of the averages.
       epsilon: added under the root.
       momentum: decay rate of the velocity.
-      centered: divide by the root of the variance instead of the mean square.
+      centered: True divides by the root of the variance; False by the root of the mean square.
 
     Returns:
-      A transformation. It needs no parameters.
+      A transformation. Its `update` does not need the parameters.
 
     Source: `RMSPropOptimizer` of Paddle's python/paddle/fluid/optimizer.py, and
     paddle/fluid/operators/optimizers/rmsprop_op.h. Centred: Graves, Generating Sequences, 2013.
@@ -265,34 +267,33 @@ def ftrl(
         scale  = new^-lr_power / learning_rate + 2·l2
         param  = (l1·sign(linear) - linear) / scale    if |linear| > l1, else 0
 
-    with 1e-10 added to `l1` and to `l2`. The formula sets the parameter and ignores its old value:
-    an element becomes 0 if its gradient has been zero from the start. The update is the difference
-    to the old parameter. In floating point the new parameter has a rounding error of the old one;
-    zeros are exact.
+    with 1e-10 added to `l1` and to `l2`. The new parameter does not depend on the old one. In
+    particular, an element becomes 0 if all its gradients have been zero. Since optax adds an update
+    to the old parameter, the result has the rounding error of this sum; zeros are exact.
 
-    Defect: Paddle passes `l1` to the kernel in place of `l2`, so that the user's `l2` has no
-    effect.
+    Defect: Paddle passes `l1` to the kernel in place of `l2`, so the user's `l2` has no effect.
 
     Args:
-      learning_rate: a number or a schedule. It is a divisor, so it may never be 0, not even in a
-        warm-up.
+      learning_rate: a number or a schedule. The formula divides by it, so it must never be 0, not
+        even in a warm-up.
       l1: strength of the L1 regularization.
-      l2: strength of the L2 regularization, read with `fix` only.
-      lr_power: the exponent by which squared gradients shrink the step. -0.5 is the square root; 0
-        does not shrink.
-      fix: the formula with the user's `l2`: the paper's, where lambda2 is 2·l2 and beta is 0.
+      l2: strength of the L2 regularization; used with `fix` only.
+      lr_power: exponent of the sum of squared gradients that scales the step: -0.5 divides by its
+        square root, and 0 does not scale.
+      fix: True for the formula with the user's `l2`. It is the paper's rule with lambda2 = 2·l2 and
+        beta = 0.
 
     Returns:
-      A transformation with state `FtrlState`, its accumulators of the shapes and dtypes of the
+      A transformation with state `FtrlState`, whose accumulators have the shapes and dtypes of the
       parameters. Its `update` needs the parameters.
 
     Raises:
-      ConfigError: a learning rate of 0 or an `lr_power` above 0, which would yield NaN. From
-        `update`: no parameters.
+      ConfigError: the learning rate is 0 or `lr_power` is above 0, which would yield NaN. Also
+        raised if `update` is called without parameters.
 
     Source: `FtrlOptimizer` of Paddle's python/paddle/fluid/optimizer.py, and the dense branch of
-    paddle/fluid/operators/optimizers/ftrl_op.h. The docstring of the former divides by
-    learning_rate · param; the kernel does not. Paper: McMahan et al., Ad Click Prediction, 2013.
+    paddle/fluid/operators/optimizers/ftrl_op.h. (The docstring of `FtrlOptimizer` divides by
+    learning_rate · param; the kernel does not.) Paper: McMahan et al., Ad Click Prediction, 2013.
 
     Example:
       >>> import jax.numpy as jnp, optax, dtrans
@@ -305,9 +306,11 @@ def ftrl(
       [1.0, 0.0]
     """
     if is_number(learning_rate) and learning_rate == 0:
-        raise ConfigError("ftrl divides by its learning rate, which is 0; pass a positive rate")
+        raise ConfigError(
+            "the learning rate of ftrl is 0; pass a positive one, since ftrl divides by it"
+        )
     if is_number(lr_power) and lr_power > 0:
-        raise ConfigError(f"lr_power is {lr_power}, and must be 0 or less: ftrl would yield NaN")
+        raise ConfigError(f"lr_power is {lr_power}; pass 0 or less, otherwise ftrl yields NaN")
     by_sqrt = is_number(lr_power) and lr_power == -0.5
     strength2 = l2 if fix else l1
 

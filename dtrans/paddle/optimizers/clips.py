@@ -1,8 +1,7 @@
-"""Paddle's three clips of gradients, to be chained before an optimizer."""
+"""Paddle's three gradient clips. Chain a clip before an optimizer (`optax.chain`)."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +21,7 @@ from dtrans.paddle.optimizers.leafwise import (
 
 
 NeedClip = Callable[[str], bool] | None
-"""A predicate over a leaf's path, e.g. `dense/bias`: True for leaves to clip. None selects all."""
+"""Function of a leaf's path, e.g. `dense/bias`: True for leaves to clip. None clips all leaves."""
 
 
 def gradient_clip_by_value(
@@ -33,10 +32,10 @@ def gradient_clip_by_value(
     Args:
       max: the upper bound.
       min: the lower bound; by default `-max`.
-      need_clip: a predicate over paths that selects the leaves to clip; by default all.
+      need_clip: a function of a leaf's path: True for leaves to clip. None clips all.
 
     Returns:
-      A transformation. It needs no parameters.
+      A transformation. Its `update` does not need the parameters.
 
     Raises:
       ConfigError: `max` is not above 0, and `min` is None.
@@ -51,7 +50,7 @@ def gradient_clip_by_value(
       [0.5, -0.25, 0.125]
     """
     if min is None and is_number(max) and max <= 0:
-        raise ConfigError(f"max is {max}, and min would be {-max}; pass min too, or a max above 0")
+        raise ConfigError(f"max is {max}, so min would be {-max}; pass min too, or a max above 0")
     low = -max if min is None else min
     return _clip(
         need_clip,
@@ -62,14 +61,15 @@ def gradient_clip_by_value(
 def gradient_clip_by_norm(
     clip_norm: Scalar, need_clip: NeedClip = None
 ) -> optax.GradientTransformation:
-    """Clip the gradient of each leaf to the norm `clip_norm`: `g · clip_norm / ‖g‖` if larger.
+    """Clip the gradient of each leaf to a maximum norm: `g · min(1, clip_norm / ‖g‖)`.
 
     Args:
-      clip_norm: the largest norm of a leaf's gradient.
-      need_clip: a predicate over paths that selects the leaves to clip; by default all.
+      clip_norm: the maximum norm of a leaf's gradient.
+      need_clip: a function of a leaf's path: True for leaves to clip. None clips all.
 
     Returns:
-      A transformation. It needs no parameters. Norms of half precision are taken in float32.
+      A transformation. Its `update` does not need the parameters. Norms of half-precision leaves
+      are computed in float32.
 
     Raises:
       ConfigError: `clip_norm` is not above 0.
@@ -96,15 +96,16 @@ def gradient_clip_by_global_norm(
 ) -> optax.GradientTransformation:
     """Scale all gradients by `clip_norm / max(clip_norm, ‖all gradients‖)`.
 
-    Paddle's `group_name` has no counterpart: the norm covers the gradients in one `update`.
+    The norm covers all selected gradients in one `update`. Paddle's `group_name` has no
+    counterpart.
 
     Args:
-      clip_norm: the largest norm of all gradients together.
-      need_clip: a predicate over paths that selects the leaves to clip; by default all. The
-        norm covers these.
+      clip_norm: the maximum norm of all gradients together.
+      need_clip: a function of a leaf's path: True for leaves to clip. None clips all.
 
     Returns:
-      A transformation. It needs no parameters. Norms of half precision are taken in float32.
+      A transformation. Its `update` does not need the parameters. Norms of half-precision leaves
+      are computed in float32.
 
     Raises:
       ConfigError: `clip_norm` is not above 0.
@@ -133,7 +134,7 @@ def gradient_clip_by_global_norm(
 def _check_norm(clip_norm: Scalar) -> None:
     if is_number(clip_norm) and clip_norm <= 0:
         raise ConfigError(
-            f"clip_norm is {clip_norm}; pass the largest norm of a gradient, a number above 0"
+            f"clip_norm is {clip_norm}; expected the maximum norm of a gradient, a number above 0"
         )
 
 
@@ -150,11 +151,14 @@ def _clip(
     def update(grads: Any, params: Any = None) -> Any:
         treedef: Any
         leaves, treedef = jax.tree_util.tree_flatten_with_path(grads)
-        needs = [need_clip is None or need_clip(path_name(path)) for path, _ in leaves]
         values = [g for _, g in leaves]
-        clipped = iter(clip(list(itertools.compress(values, needs))))
-        return treedef.unflatten(
-            [next(clipped) if need else g for g, need in zip(values, needs, strict=True)]
-        )
+        selected = []
+        for i, (path, _) in enumerate(leaves):
+            if need_clip is None or need_clip(path_name(path)):
+                selected.append(i)
+        clipped = clip([values[i] for i in selected])
+        for i, g in zip(selected, clipped, strict=True):
+            values[i] = g
+        return treedef.unflatten(values)
 
     return optax.stateless(update)

@@ -1,12 +1,11 @@
-"""Paddle's decays of the learning rate and its warm-up, as optax schedules.
+"""Paddle's learning rate decays, and its warm-up, as optax schedules.
 
-A schedule maps the number of previous updates to a learning rate. It fits any `learning_rate` of
-this package or of optax. Values, powers and quotients are float32, as in Paddle, or float64 if JAX
-has 64 bits enabled.
+A schedule maps the number of previous updates to a learning rate. It can be the `learning_rate` of
+any optimizer in this package or in optax. It computes in float32, as in Paddle, or in float64 if
+JAX has 64 bits enabled. In the formulas, `step` is the number of previous updates.
 
-Paddle's schedules read one counter of the program, which is 0 in the first step; `noam_decay`
-starts it at 1. Two schedules of its dygraph mode have no counterpart: LambdaDecay's function is a
-schedule already. ReduceLROnPlateau needs the loss, which servers do not know.
+Two schedules of Paddle's dygraph mode have no counterpart: LambdaDecay, since its function is a
+schedule already, and ReduceLROnPlateau, since it needs the loss, which servers do not have.
 """
 
 from __future__ import annotations
@@ -22,18 +21,20 @@ from dtrans.errors import ConfigError
 
 
 Schedule = Callable[[Any], jax.Array]
-"""A learning rate by the number of previous updates: a Python number or a 0-d integer array."""
+"""Function from the number of previous updates (an integer or a 0-d array) to a learning rate."""
 
 
 def noam_decay(d_model: float, warmup_steps: float, learning_rate: float = 1.0) -> Schedule:
-    """Rise for `warmup_steps`, then fall as 1 / sqrt(step), where step is 1 in the first update.
+    """Return a schedule that rises for `warmup_steps`, then falls as 1 / sqrt(step).
 
         learning_rate · d_model^-0.5 · min(step^-0.5, warmup_steps^-1.5 · step)
 
+    Here `step` is 1 in the first update.
+
     Args:
-      d_model: width of the model.
-      warmup_steps: the step with the largest learning rate.
-      learning_rate: multiplies all of it.
+      d_model: the width of the model.
+      warmup_steps: the step with the maximum learning rate.
+      learning_rate: a factor of the result.
 
     Returns:
       A schedule.
@@ -57,13 +58,13 @@ def noam_decay(d_model: float, warmup_steps: float, learning_rate: float = 1.0) 
 def exponential_decay(
     learning_rate: float, decay_steps: float, decay_rate: float, staircase: bool = False
 ) -> Schedule:
-    """Decay by a factor: `learning_rate · decay_rate^(step / decay_steps)`.
+    """Return a schedule that decays by a factor: `learning_rate · decay_rate^(step / decay_steps)`.
 
     Args:
-      learning_rate: the rate of the first step.
-      decay_steps: the number of steps for one factor.
+      learning_rate: the learning rate in the first step.
+      decay_steps: the number of steps in which the learning rate decays by one factor.
       decay_rate: the factor.
-      staircase: round `step / decay_steps` down.
+      staircase: True rounds `step / decay_steps` down.
 
     Returns:
       A schedule.
@@ -82,13 +83,13 @@ def exponential_decay(
 def natural_exp_decay(
     learning_rate: float, decay_steps: float, decay_rate: float, staircase: bool = False
 ) -> Schedule:
-    """Decay by a rate: `learning_rate · exp(-decay_rate · step / decay_steps)`.
+    """Return an exponential decay: `learning_rate · exp(-decay_rate · step / decay_steps)`.
 
     Args:
-      learning_rate: the rate of the first step.
+      learning_rate: the learning rate in the first step.
       decay_steps: the number of steps that `decay_rate` applies to.
       decay_rate: the rate.
-      staircase: round `step / decay_steps` down.
+      staircase: True rounds `step / decay_steps` down.
 
     Returns:
       A schedule.
@@ -109,13 +110,13 @@ def natural_exp_decay(
 def inverse_time_decay(
     learning_rate: float, decay_steps: float, decay_rate: float, staircase: bool = False
 ) -> Schedule:
-    """Decay with time: `learning_rate / (1 + decay_rate · step / decay_steps)`.
+    """Return a hyperbolic decay: `learning_rate / (1 + decay_rate · step / decay_steps)`.
 
     Args:
-      learning_rate: the rate of the first step.
+      learning_rate: the learning rate in the first step.
       decay_steps: the number of steps that `decay_rate` applies to.
       decay_rate: the rate.
-      staircase: round `step / decay_steps` down.
+      staircase: True rounds `step / decay_steps` down.
 
     Returns:
       A schedule.
@@ -140,17 +141,17 @@ def polynomial_decay(
     power: float = 1.0,
     cycle: bool = False,
 ) -> Schedule:
-    """Decay to an end value along a power of the remaining steps.
+    """Return a schedule that decays to an end value as a power of the remaining steps.
 
         end_learning_rate + (learning_rate - end_learning_rate) · (1 - step / decay_steps)^power
 
     Args:
-      learning_rate: the rate of the first step.
-      decay_steps: the step that reaches the end value; later steps stay there.
+      learning_rate: the learning rate in the first step.
+      decay_steps: the step in which the learning rate reaches the end value, and stays there.
       end_learning_rate: the end value.
-      power: 1 for a line, 2 for a parabola.
-      cycle: after `decay_steps`, multiply it by the least integer that covers the step. The rate
-        rises again, then decays more slowly.
+      power: the exponent: 1 for a line, 2 for a parabola.
+      cycle: True replaces `decay_steps` by its smallest multiple that is not below the step. So the
+        learning rate rises after each end, and then decays more slowly.
 
     Returns:
       A schedule.
@@ -176,10 +177,12 @@ def polynomial_decay(
 
 
 def piecewise_decay(boundaries: Sequence[float], values: Sequence[float]) -> Schedule:
-    """Select a value by step: `values[i]` before `boundaries[i]`, the last value after all.
+    """Return a piecewise constant schedule: `values[i]` before step `boundaries[i]`.
+
+    The last value is used from the last boundary on.
 
     Args:
-      boundaries: steps, ascending.
+      boundaries: numbers of steps, in ascending order.
       values: learning rates, one more than boundaries.
 
     Returns:
@@ -198,7 +201,8 @@ def piecewise_decay(boundaries: Sequence[float], values: Sequence[float]) -> Sch
     """
     if len(values) != len(boundaries) + 1:
         raise ConfigError(
-            f"{len(boundaries)} boundaries need {len(boundaries) + 1} values, not {len(values)}"
+            f"values has {len(values)} learning rates; {len(boundaries)} boundaries need "
+            f"{len(boundaries) + 1}"
         )
 
     def schedule(count: Any) -> jax.Array:
@@ -212,14 +216,16 @@ def piecewise_decay(boundaries: Sequence[float], values: Sequence[float]) -> Sch
 
 
 def cosine_decay(learning_rate: float, step_each_epoch: float, epochs: float) -> Schedule:
-    """Decay along half a cosine, epoch by epoch; rise again after `epochs`.
+    """Return a cosine schedule, which is constant within an epoch.
 
         learning_rate · (cos(pi · epoch / epochs) + 1) / 2
 
+    It is 0 after `epochs`, and then rises again.
+
     Args:
-      learning_rate: the rate of the first epoch.
-      step_each_epoch: the number of steps in an epoch, which share one rate.
-      epochs: the number of epochs until 0.
+      learning_rate: the learning rate in the first epoch.
+      step_each_epoch: the number of steps in an epoch.
+      epochs: the number of epochs until the learning rate is 0.
 
     Returns:
       A schedule.
@@ -240,13 +246,13 @@ def cosine_decay(learning_rate: float, step_each_epoch: float, epochs: float) ->
 
 
 def step_decay(learning_rate: float, step_size: int, decay_rate: float = 0.1) -> Schedule:
-    """Decay by a factor every `step_size`: `learning_rate · decay_rate^floor(step / step_size)`.
+    """Return a step decay: `learning_rate · decay_rate^floor(step / step_size)`.
 
-    Paddle counts calls of the method `epoch`. dtrans counts updates: multiply `step_size` by the
-    updates of an epoch.
+    Paddle counts calls of the method `epoch`, but here steps are updates: multiply `step_size` by
+    the number of updates in an epoch.
 
     Args:
-      learning_rate: the rate of the first step.
+      learning_rate: the learning rate in the first step.
       step_size: the number of steps with the same learning rate.
       decay_rate: the factor.
 
@@ -267,14 +273,14 @@ def step_decay(learning_rate: float, step_size: int, decay_rate: float = 0.1) ->
 def multi_step_decay(
     learning_rate: float, milestones: Sequence[int], decay_rate: float = 0.1
 ) -> Schedule:
-    """Decay by a factor at each milestone.
+    """Return a schedule that decays by a factor at each milestone.
 
-    Paddle counts calls of the method `epoch`. dtrans counts updates: multiply milestones by the
-    updates of an epoch.
+    Paddle counts calls of the method `epoch`, but here steps are updates: multiply milestones by
+    the number of updates in an epoch.
 
     Args:
-      learning_rate: the rate of the first step.
-      milestones: the first steps of the next learning rates, ascending.
+      learning_rate: the learning rate in the first step.
+      milestones: the steps in which the learning rate changes, in ascending order.
       decay_rate: the factor.
 
     Returns:
@@ -300,19 +306,19 @@ def linear_lr_warmup(
     end_lr: float,
     begin: int = 0,
 ) -> Schedule:
-    """Rise along a line for `warmup_steps`, then follow `learning_rate`.
+    """Return a schedule that rises linearly for `warmup_steps`, then follows `learning_rate`.
 
         start_lr + (end_lr - start_lr) · step / warmup_steps   in steps before warmup_steps
 
-    A schedule counts the steps of the warm-up too.
+    If `learning_rate` is a schedule, the steps of the warm-up count for it too.
 
     Args:
-      learning_rate: a number, or a schedule.
-      warmup_steps: the first step of `learning_rate`.
-      start_lr: the learning rate of the first step.
-      end_lr: the end of the line.
-      begin: the number of the first step. In Paddle the warm-up and its schedule share a counter,
-        which `noam_decay` starts at 1.
+      learning_rate: a number or a schedule, used after the warm-up.
+      warmup_steps: the number of steps of the warm-up.
+      start_lr: the learning rate at the start of the warm-up.
+      end_lr: the learning rate at the end of the warm-up.
+      begin: the value of `step` in the first update. Pass 1 with `noam_decay`: in Paddle, a warm-up
+        and its schedule share a counter, and `noam_decay` starts the counter at 1.
 
     Returns:
       A schedule.
@@ -342,6 +348,6 @@ def _as_real(count: Any) -> jax.Array:
 
 
 def _count_periods(count: Any, steps: float, staircase: bool) -> jax.Array:
-    """Return the number of periods of `steps` that have passed; with `staircase` rounded down."""
+    """Return count / steps, rounded down if `staircase` is True."""
     periods = _as_real(count) / steps
     return jnp.floor(periods) if staircase else periods

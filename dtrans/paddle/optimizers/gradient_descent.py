@@ -36,10 +36,10 @@ class LarsMomentumState(NamedTuple):
 
 
 class NoiseState(NamedTuple):
-    """State of the noise of `dpsgd`.
+    """State of the noise in `dpsgd`.
 
     Attributes:
-      key: the random key that the next update splits.
+      key: the random key for the next update.
     """
 
     key: jax.Array
@@ -52,7 +52,7 @@ def sgd(learning_rate: LearningRate) -> optax.GradientTransformation:
       learning_rate: a number or a schedule.
 
     Returns:
-      A transformation. It needs no parameters.
+      A transformation. Its `update` does not need the parameters.
 
     Source: `SGDOptimizer` of Paddle's python/paddle/fluid/optimizer.py, and
     paddle/fluid/operators/optimizers/sgd_op.h.
@@ -78,10 +78,10 @@ def momentum(
     Args:
       learning_rate: a number or a schedule.
       momentum: decay rate of the velocity. Paddle has no default.
-      use_nesterov: add the next step along the velocity.
+      use_nesterov: True for Nesterov's momentum, the last line of the formula.
 
     Returns:
-      A transformation. It needs no parameters.
+      A transformation. Its `update` does not need the parameters.
 
     Source: `MomentumOptimizer` of Paddle's python/paddle/fluid/optimizer.py, and
     paddle/fluid/operators/optimizers/momentum_op.h.
@@ -104,7 +104,7 @@ def lars_momentum(
     epsilon: Scalar = 0.0,
     rescale_grad: Scalar = 1.0,
 ) -> optax.GradientTransformation:
-    """Momentum with a learning rate for each leaf from the norms of leaf and gradient (LARS).
+    """Momentum with a learning rate for each leaf, computed from the leaf's norms (LARS).
 
         g        = rescale_grad · g
         norms    = ‖g‖ + lars_weight_decay·‖param‖ + epsilon
@@ -112,33 +112,33 @@ def lars_momentum(
         velocity = momentum·velocity + local_lr · (g + lars_weight_decay·param)
         param    = param - velocity
 
-    where `local_lr` is `learning_rate` if a norm is 0. This is also the paper's rule.
+    where `local_lr` is `learning_rate` if ‖g‖ or ‖param‖ is 0. This is also the paper's rule.
 
-    `optax.lars` divides by ‖g + weight_decay·param‖ (+ eps), which is smaller unless the two have
-    the same direction.
+    `optax.lars` divides by ‖g + weight_decay·param‖ (+ eps). This norm is smaller, unless g and
+    param have the same direction.
 
-    The last three arguments come from Paddle 2; with their defaults the rule is 1.8's. Kernels from
-    2.0 on scale only leaves with a weight decay above 0: others have the plain learning rate, as
-    excluded leaves have here.
+    The last three arguments come from Paddle 2; their defaults give the rule of Paddle 1.8. (Paddle
+    2 scales only leaves with a weight decay above 0. Other leaves have the plain learning rate, as
+    excluded leaves have here.)
 
     Args:
       learning_rate: a number or a schedule.
       momentum: decay rate of the velocity. Paddle has no default.
       lars_coeff: the trust coefficient: the size of a step relative to the norm of the leaf.
-      lars_weight_decay: weight decay; replaces any other L2 regularization.
-      exclude_from_weight_decay: parts of paths, e.g. `bias`, which is in `dense/bias`. A leaf whose
-        path contains one is excluded: no weight decay, no norms, and the plain learning rate of
-          momentum SGD.
+      lars_weight_decay: weight decay; do not add another L2 regularization.
+      exclude_from_weight_decay: substrings of paths, such as `bias` in `dense/bias`. A leaf whose
+        path contains one of them has no weight decay, and the plain learning rate.
       epsilon: added to the denominator.
-      rescale_grad: multiplies the gradient, often 1 / batch size.
+      rescale_grad: a factor of the gradient, often 1 / batch size.
 
     Returns:
-      A transformation with state `LarsMomentumState`, the velocity of the shapes and dtypes of the
-      parameters. Its `update` needs the parameters. Norms of half-precision leaves are computed in
-      float32.
+      A transformation with state `LarsMomentumState`, whose velocity has the shapes and dtypes of
+      the parameters. Its `update` needs the parameters. Norms of half-precision leaves are computed
+      in float32.
 
     Raises:
-      ConfigError: `exclude_from_weight_decay` is a string. From `update`: no parameters.
+      ConfigError: `exclude_from_weight_decay` is a string, or `update` is called without
+        parameters.
 
     Source: `LarsMomentumOptimizer` of Paddle's python/paddle/fluid/optimizer.py, and
     paddle/fluid/operators/optimizers/lars_momentum_op.h. Paper: You et al., Large Batch Training of
@@ -155,7 +155,7 @@ def lars_momentum(
     """
     if isinstance(exclude_from_weight_decay, str):
         raise ConfigError(
-            "exclude_from_weight_decay must be a list of names, it is a string; write "
+            "exclude_from_weight_decay is a string; expected a list of names: pass "
             f"[{exclude_from_weight_decay!r}]"
         )
     excluded = tuple(exclude_from_weight_decay or ())
@@ -184,35 +184,36 @@ def dpsgd(
     key: jax.Array | int = 0,
     fix: bool = False,
 ) -> optax.GradientTransformation:
-    """Gradient descent with a clipped gradient and noise.
+    """Gradient descent with a clipped gradient and noise (differentially private SGD).
 
         g     = g · min(1, clip / ‖g‖)
         param = param - learning_rate · (g + noise / batch_size)
 
-    Defects of the kernel. None of them makes training private:
+    Training with Paddle's kernel is not private, since the kernel has defects:
 
     - It draws one number, sigma · N(0, 1), and adds it to every element of the parameter.
-    - It seeds its generator with the clock in seconds: all parameters, and all steps of a second,
-      have the same number. With a `seed`, all steps have it.
+    - It seeds its generator with the clock in seconds, so all parameters, and all steps within a
+      second, get the same number. With a `seed`, all steps get the same number.
     - The noise is not proportional to `clip`, and each parameter is clipped separately.
     - It clips the gradient of the batch instead of the gradient of each example.
 
     Args:
       learning_rate: a number or a schedule.
-      clip: the largest norm of a gradient.
+      clip: the maximum norm of a gradient.
       batch_size: divides the noise. (The default is Paddle's.)
       sigma: scale of the noise.
       seed: the seed of the kernel's generator (Paddle's `_seed`, "for debugging"), a Python number.
-        With 0 the noise comes from `key`, not from the clock: a new number in each step, the same
+        With 0, the noise is drawn from `key` instead of the clock: a new number in each step, equal
         for all leaves.
-      key: a random key or its seed; unused with a `seed`.
-      fix: the paper's noise, sigma · clip · N(0, 1), drawn from `key` for each element and step,
-        and one norm over all leaves. Privacy also needs clipping by example: clip and average the
-        examples' gradients in the training step, and pass their number as `batch_size`.
+      key: a random key, or the seed of one; unused with a `seed`.
+      fix: True for the paper's noise, sigma · clip · N(0, 1), drawn from `key` for each element and
+        step, and for one norm over all leaves. Privacy also requires that each example is clipped:
+        clip and average the examples' gradients in the training step, and pass the number of
+        examples as `batch_size`.
 
     Returns:
-      A transformation. It needs no parameters. Norms of half-precision leaves are computed in
-      float32.
+      A transformation. Its `update` does not need the parameters. Norms of half-precision leaves
+      are computed in float32.
 
     Raises:
       ConfigError: `clip` is not above 0.
@@ -247,7 +248,13 @@ def dpsgd(
 def _add_noise(
     scale: Any, key: jax.Array | int, *, by_element: bool
 ) -> optax.GradientTransformation:
-    """Add `scale(g)` · N(0, 1): a number for each element, or one for all leaves."""
+    """Return a transformation that adds `scale(g)` · N(0, 1) to gradients.
+
+    Args:
+      scale: a function of a gradient.
+      key: a random key, or the seed of one.
+      by_element: True draws a number for each element; False one number for all leaves.
+    """
 
     def init(params: Any) -> NoiseState:
         if isinstance(key, jax.Array) and (
@@ -275,7 +282,7 @@ def _add_noise(
 
 
 def _draw_kernel_noise(seed: int) -> float:
-    """Return the number that the kernel draws with a seed.
+    """Return the number that Paddle's kernel draws with a seed.
 
     It applies Marsaglia's polar method to C++'s `minstd_rand`, in float32.
     """

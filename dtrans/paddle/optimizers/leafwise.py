@@ -1,7 +1,7 @@
-"""Optimizers that apply one rule to each leaf, as Paddle runs one optimizer op for each parameter.
+"""Base of optimizers that apply one rule to each leaf, as Paddle's optimizer ops do.
 
-A rule gets one leaf at a time. It is elementwise, apart from norms of the leaf. No rule reshapes a
-leaf, so that row analysis (`dtrans.rows.analysis`) can follow it.
+A rule is elementwise, except that it may compute norms of the leaf. A rule must not reshape the
+leaf: row analysis (`dtrans.rows.analysis`), which cuts updates into rows, could not follow it.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from dtrans.errors import ConfigError
 
 
 Scalar = float | jax.Array
-"""A hyperparameter: a number, or a 0-d array, as from `optax.inject_hyperparams`."""
+"""Hyperparameter: a number, or a 0-d array, such as `optax.inject_hyperparams` passes."""
 
 LearningRate = Scalar | Callable[[Any], Any]
-"""A number, or a schedule: a function of the number of updates before this one."""
+"""A number, or a schedule: a function of the number of previous updates."""
 
 
 class LeafStep(NamedTuple):
-    """Arguments of a rule that do not depend on the gradient.
+    """First argument of a rule: facts about a leaf and a step that do not depend on the gradient.
 
     Attributes:
       path: the leaf's path, e.g. `dense/bias`.
       lr: the learning rate of this step, a Python number or an array of the leaf's dtype.
-      powers: the powers of the transformation's betas, beta^t in update number t.
+      powers: beta^t for each beta of the transformation, in update number t.
     """
 
     path: str
@@ -49,17 +49,17 @@ def leafwise_optimizer(
 ) -> optax.GradientTransformation:
     """Return an optimizer that applies `rule(leaf, grad, param, *accumulators)` to each leaf.
 
-    The rule returns the update and the new accumulators. If the gradient of a leaf is None, so is
-    its update, and its accumulators stay.
+    The rule returns the update and the new accumulators. If the gradient of a leaf is None, its
+    update is None, and its accumulators stay unchanged.
 
     Args:
       name: the optimizer's name, for errors.
       learning_rate: a number or a schedule.
-      state_type: a NamedTuple of the count of updates, the accumulators and the powers of the
-        betas. The count is None unless the learning rate is a schedule.
+      state_type: a NamedTuple whose fields are the count of updates, the accumulators, and a power
+        of each beta. The count is None unless the learning rate is a schedule.
       rule: the update rule.
-      betas: the rule reads powers of these numbers. They are multiplied step by step, as in
-        Paddle. In float32 the result differs from `beta**t` by a relative 1e-5 of 1 - beta^t.
+      betas: numbers whose powers the rule reads. Each update multiplies a power by its beta, as in
+        Paddle. In float32, 1 - beta^t then differs from `1 - beta**t` by a relative 1e-5.
       initial: the initial value of accumulators.
 
     Returns:
@@ -67,7 +67,7 @@ def leafwise_optimizer(
       of the parameters.
 
     Raises:
-      ConfigError: from `update` without parameters.
+      ConfigError: `update` is called without parameters.
     """
     end = len(state_type._fields) - len(betas)
 
@@ -92,11 +92,14 @@ def leafwise_optimizer(
             step = LeafStep(path_name(path), cast_scalar(lr, p), powers)
             return rule(step, g.astype(p.dtype), p, *accs)
 
-        steps = [step_leaf(path, g, *rest) for (path, g), *rest in zip(grads, *others, strict=True)]
-        # an empty tree has no leaf to transpose
-        columns = list(zip(*steps, strict=True)) or [()] * (1 + len(accumulators))
+        # one list for the updates, and one for each accumulator
+        columns: list[list[Any]] = [[] for _ in range(1 + len(accumulators))]
+        for (path, g), *rest in zip(grads, *others, strict=True):
+            for column, x in zip(columns, step_leaf(path, g, *rest), strict=True):
+                column.append(x)
         new, *accumulators = map(treedef.unflatten, columns)
-        count = None if count is None else optax.safe_increment(count)
+        if count is not None:
+            count = optax.safe_increment(count)
         powers = [power * _as_real(beta) for power, beta in zip(powers, betas, strict=True)]
         return new, state_type(count, *accumulators, *powers)
 
@@ -116,15 +119,15 @@ def is_number(x: Any) -> bool:
 def cast_scalar(x: Any, leaf: jax.Array) -> Any:
     """Return `x` as a Python number, or as an array of the leaf's dtype.
 
-    Neither changes the dtype of the leaf in an operation with it.
+    An operation of the leaf with the result keeps the leaf's dtype.
     """
     return float(x) if is_number(x) else jnp.asarray(x, leaf.dtype)
 
 
 def complement(x: Any, leaf: jax.Array) -> Any:
-    """Return 1 - x as the kernel computes it: from the rounded x.
+    """Return 1 - x as Paddle's kernels compute it: x is rounded to float32 first.
 
-    In float32 this differs by a relative 5e-5 from 0.001 for x = 0.999.
+    For x = 0.999 the result differs from 0.001 by a relative 5e-5.
     """
     if is_number(x):
         real = jnp.result_type(float).type
@@ -138,10 +141,10 @@ def _as_real(x: Any) -> jax.Array:
 
 
 def norm(x: jax.Array) -> jax.Array:
-    """Return the Euclidean norm of a leaf, in float32 at least."""
+    """Return the Euclidean norm of a leaf, computed in float32 or a wider type."""
     return jnp.sqrt(squared_norm(x))
 
 
 def squared_norm(x: jax.Array) -> jax.Array:
-    """Return the sum of squares of a leaf, in float32 at least."""
+    """Return the sum of squares of a leaf, computed in float32 or a wider type."""
     return jnp.sum(jnp.square(x.astype(jnp.promote_types(x.dtype, jnp.float32))))

@@ -28,8 +28,8 @@ class AdamState(NamedTuple):
       count: updates so far, int32; None unless the learning rate is a schedule.
       moment1: per leaf, the moving average of gradients.
       moment2: per leaf, the moving average of squared gradients.
-      beta1_pow: the power of beta1 that the next update reads, a scalar for all leaves.
-      beta2_pow: the same power of beta2.
+      beta1_pow: beta1^t for the next update, number t; a scalar for all leaves.
+      beta2_pow: beta2^t, likewise.
     """
 
     count: Any
@@ -60,7 +60,7 @@ class AdamaxState(NamedTuple):
       count: updates so far, int32; None unless the learning rate is a schedule.
       moment: per leaf, the moving average of gradients.
       inf_norm: per leaf, the decayed maximum of absolute gradients.
-      beta1_pow: the power of beta1 that the next update reads, a real number for all leaves.
+      beta1_pow: beta1^t for the next update, number t; a scalar for all leaves.
     """
 
     count: Any
@@ -76,7 +76,7 @@ def adam(
     epsilon: Scalar = 1e-8,
     fix: bool = False,
 ) -> optax.GradientTransformation:
-    """Adam, with epsilon added to the root without bias correction.
+    """Adam, with epsilon added to the root before its bias correction.
 
         moment1 = beta1·moment1 + (1 - beta1)·g
         moment2 = beta2·moment2 + (1 - beta2)·g²
@@ -84,25 +84,26 @@ def adam(
         param   = param - lr · moment1 / (sqrt(moment2) + epsilon)
 
     in update number t. Defect: the paper adds epsilon to the corrected root,
-    sqrt(moment2 / (1 - beta2^t)). With the default beta2 epsilon is effectively 32 times larger in
-    the first update, and the factor falls to 1 later. (The paper's shorter form has the kernel's
-    rule, with another epsilon. Paddle 2 has the paper's rule.)
+    sqrt(moment2 / (1 - beta2^t)). With the default beta2, epsilon is effectively 32 times larger in
+    the first update; the factor falls to 1 later. (The paper also has Paddle's form, but with an
+    epsilon that changes with t. Paddle 2 uses the paper's rule.)
 
-    Paddle's `lazy_mode` applies to sparse gradients, which these optimizers do not have.
+    Paddle's `lazy_mode` has no counterpart here: it is for sparse gradients. See
+    `dtrans.paddle.Embedding`.
 
     Args:
       learning_rate: a number or a schedule.
       beta1: decay rate of the first moment.
       beta2: decay rate of the second moment.
       epsilon: added to the root.
-      fix: the paper's rule: `optax.adam(learning_rate, beta1, beta2, epsilon)`.
+      fix: True for the paper's rule: `optax.adam(learning_rate, beta1, beta2, epsilon)`.
 
     Returns:
-      A transformation with state `AdamState`, moments of the shapes and dtypes of the parameters
-      (with `fix` optax's state). Its `update` needs the parameters.
+      A transformation with state `AdamState`, whose moments have the shapes and dtypes of the
+      parameters. (With `fix` it has optax's state.) Its `update` needs the parameters.
 
     Raises:
-      ConfigError: from `update` without parameters.
+      ConfigError: `update` is called without parameters.
 
     Source: `AdamOptimizer` of Paddle's python/paddle/fluid/optimizer.py, and
     paddle/fluid/operators/optimizers/adam_op.h. Paper: Kingma and Ba, Adam, 2015.
@@ -141,25 +142,25 @@ def adamw(
 
         param = param - weight_decay·param - (the step of `adam`)
 
-    Defects: the decay is not multiplied by the learning rate, so that a schedule does not reduce
-    it. Epsilon is applied as in `adam`.
+    Defects: the decay is not multiplied by the learning rate, so a schedule does not reduce it.
+    Epsilon is added as in `adam`.
 
     Args:
       learning_rate: a number or a schedule.
       weight_decay: the fraction of a parameter that each step subtracts, independent of the
         learning rate. (Paddle 1.8 has no default, and fails with 0.)
-      apply_decay_param_fun: a predicate over a leaf's path, e.g. `dense/bias`: True for leaves that
-        decay. By default all.
+      apply_decay_param_fun: a function of a leaf's path, e.g. `dense/bias`: True for leaves that
+        decay. None: all leaves decay.
       beta1: decay rate of the first moment.
       beta2: decay rate of the second moment.
       epsilon: added to the root.
-      fix: decay times the learning rate, and the paper's Adam: `optax.adamw`.
+      fix: True for `optax.adamw`: decay times the learning rate, and the paper's Adam.
 
     Returns:
       A transformation. Its `update` needs the parameters.
 
     Raises:
-      ConfigError: from `update` without parameters (with `fix` a ValueError of optax).
+      ConfigError: `update` is called without parameters. (With `fix`, optax raises ValueError.)
 
     Source: `extend_with_decoupled_weight_decay(AdamOptimizer)` of Paddle's
     python/paddle/fluid/contrib/extend_optimizer/extend_optimizer_with_weight_decay.py. Paper:
@@ -184,7 +185,7 @@ def adamw(
             learning_rate, beta1, beta2, epsilon, weight_decay=weight_decay, mask=decay_mask
         )
 
-    # the order does not matter: the gradient precedes the decay, and Adam reads no parameter
+    # In this order the decay is not an input of Adam, which reads gradients only.
     return optax.chain(
         adam(learning_rate, beta1, beta2, epsilon),
         optax.add_decayed_weights(-weight_decay, mask=decay_mask),
@@ -204,23 +205,23 @@ def adamax(
         inf_norm = max(|g|, beta2·inf_norm + epsilon)
         param    = param - learning_rate / (1 - beta1^t) · moment / inf_norm
 
-    in update number t. Defect: while |g| is smaller, each update adds epsilon to the maximum. The
-    sum approaches epsilon / (1 - beta2): 1000 times epsilon with the default beta2. The paper has
-    no epsilon.
+    in update number t. Defect: as long as |g| is below the maximum, each update adds epsilon to
+    it. The sum approaches epsilon / (1 - beta2), which is 1000 · epsilon with the default beta2.
+    The paper has no epsilon.
 
     Args:
       learning_rate: a number or a schedule.
       beta1: decay rate of the moment.
       beta2: decay rate of the maximum.
       epsilon: keeps the maximum above 0.
-      fix: the paper's rule, with epsilon added to |g| outside the decay: `optax.adamax`.
+      fix: True for `optax.adamax`: the paper's rule, with epsilon added to |g|.
 
     Returns:
-      A transformation with state `AdamaxState`, accumulators of the shapes and dtypes of the
-      parameters (with `fix` optax's state). Its `update` needs the parameters.
+      A transformation with state `AdamaxState`, whose accumulators have the shapes and dtypes of
+      the parameters. (With `fix` it has optax's state.) Its `update` needs the parameters.
 
     Raises:
-      ConfigError: from `update` without parameters.
+      ConfigError: `update` is called without parameters.
 
     Source: `AdamaxOptimizer` of Paddle's python/paddle/fluid/optimizer.py, and
     paddle/fluid/operators/optimizers/adamax_op.h. Paper: Kingma and Ba, Adam, 2015, section 7.
@@ -264,9 +265,9 @@ def lamb(
         step    = moment1 / (sqrt(moment2) + epsilon) + weight_decay·param
         param   = param - learning_rate · ‖param‖ / ‖step‖ · step
 
-    where the factor is the learning rate if a norm is 0. Defect: the moments are not corrected,
-    although the op receives the powers of beta. With the default betas the first step is 3 times
-    too large relative to weight decay and epsilon.
+    where ‖param‖ / ‖step‖ is replaced by 1 if a norm is 0. Defect: the moments are not corrected
+    for bias. With the default betas, the first step is 3 times too large relative to weight decay
+    and epsilon.
 
     Args:
       learning_rate: a number or a schedule.
@@ -274,17 +275,17 @@ def lamb(
       beta1: decay rate of the first moment.
       beta2: decay rate of the second moment.
       epsilon: added to the root.
-      exclude_from_weight_decay_fn: a predicate over a leaf's path, e.g. `dense/bias`: True for
-        leaves that do not decay. They are scaled to their norm too. By default none.
-      fix: the paper's rule, with corrected moments: `optax.lamb`.
+      exclude_from_weight_decay_fn: a function of a leaf's path, e.g. `dense/bias`: True for leaves
+        that do not decay; their steps are scaled all the same. None: all leaves decay.
+      fix: True for `optax.lamb`: the paper's rule, with corrected moments.
 
     Returns:
-      A transformation with state `LambState`, moments of the shapes and dtypes of the parameters
-      (with `fix` optax's state). Its `update` needs the parameters. Norms of half-precision leaves
-      are computed in float32.
+      A transformation with state `LambState`, whose moments have the shapes and dtypes of the
+      parameters. (With `fix` it has optax's state.) Its `update` needs the parameters. Norms of
+      half-precision leaves are computed in float32.
 
     Raises:
-      ConfigError: from `update` without parameters (with `fix` a ValueError of optax).
+      ConfigError: `update` is called without parameters. (With `fix`, optax raises ValueError.)
 
     Source: `LambOptimizer` of Paddle's python/paddle/fluid/optimizer.py, and
     paddle/fluid/operators/optimizers/lamb_op.h. Paper: You et al., Large Batch Optimization for
@@ -323,6 +324,6 @@ def lamb(
 def _moments(
     g: Any, p: Any, moment1: Any, moment2: Any, beta1: Scalar, beta2: Scalar
 ) -> tuple[Any, Any]:
-    """Return the moving averages of gradients and of their squares."""
+    """Return the new moving averages of gradients and of their squares."""
     moment1 = cast_scalar(beta1, p) * moment1 + complement(beta1, p) * g
     return moment1, cast_scalar(beta2, p) * moment2 + complement(beta2, p) * g * g

@@ -118,7 +118,7 @@ def paths(plan: Any) -> dict[str, str]:
         ("1 donated", "StateError: a step has already used this state"),
         (
             "3 saved",
-            "StateError: params/b1 was donated to a step; save the state that step returned",
+            "StateError: params/b1 was donated to job.step; save the state that it returned",
         ),
         (
             "rows",

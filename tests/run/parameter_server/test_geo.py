@@ -528,7 +528,8 @@ def test_the_transpiler_takes_a_config_as_geo_sgds() -> None:
     assert t.get_trainer_program().name == "trainer 1"
     assert (config.geo_sgd_mode, config.sync_mode) == (False, True)
     with pytest.raises(
-        ConfigError, match="^sync_mode=True: GEO-SGD has no synchronous mode; leave it out$"
+        ConfigError,
+        match="^sync_mode is True, but GEO-SGD has no synchronous mode; leave sync_mode out$",
     ):
         t.transpile(
             1, main, trainers=2, sync_mode=True, startup_program=dtrans.trace(init_of(TX), params)

@@ -797,7 +797,7 @@ def test_any_job_goes_on_from_the_rows_that_were_made(tmp_path: Path) -> None:
     plan = planned(tx, 2, update="lazy")
     with pytest.raises(
         StateError,
-        match=r"5[0-9] of 60 rows of params/emb were not looked up .*load\(path, main, startup",
+        match=r"lacks 5[0-9] of 60 rows of params/emb, .*load\(path, main, startup",
     ):
         dtrans.checkpoint.load(tmp_path / "1", plan.main)
     params, opt_state = dtrans.checkpoint.load(tmp_path / "1", plan.main, plan.startup)
@@ -832,7 +832,7 @@ def test_an_init_that_makes_other_rows_is_refused(tmp_path: Path) -> None:
     saved_table(tmp_path / "1", tx)
     other = planned(tx, emb=lambda key: 2 * drawn(key))
     why = (
-        "the init of this plan generates different rows of params/emb than the init of the job "
+        "the init of this plan generates other rows of params/emb than the init of the job "
         "that saved"
     )
     with pytest.raises(StateError, match=why):

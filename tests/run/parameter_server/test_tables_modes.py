@@ -403,7 +403,7 @@ def test_a_server_keeps_rows_that_are_under_way_alone() -> None:
     assert {n for n in alone.server.state if "_bak" in n} == {
         f"params/w.trainer_{k}_bak" for k in range(3)
     }
-    kept = lambda: sum(x.rows.shape[0] for x in alone.server._requests._given.values())
+    kept = lambda: sum(x.rows.shape[0] for x in alone.server._requests._backups.values())
     alone.ask(0, np.array([1, 2]))
     alone.ask(1, np.array([2, 3, 4]))
     assert kept() == 5
