@@ -849,7 +849,7 @@ def test_a_checkpoint_of_another_optimizer_is_one_of_another_step(saved: Any) ->
     path, _, _ = saved
     other = planned(OPTIMIZERS["sgd"])
     with pytest.raises(
-        StateError, match=r"opt_state/0/count is int32\[\] in it, and nothing in step"
+        StateError, match=r"there, opt_state/0/count is int32\[\]; in step, it is missing"
     ):
         checkpoint.load(path, other.main)
 

@@ -839,7 +839,7 @@ def test_wrong_options_are_refused():
     ):
         with pytest.raises(ConfigError, match="clip_norm is 0.0"):
             clip(0.0)
-    with pytest.raises(ConfigError, match="2 boundaries need 3 values, not 2"):
+    with pytest.raises(ConfigError, match="values has 2 learning rates; 2 boundaries need 3"):
         piecewise_decay([1, 2], [0.1, 0.2])
 
 
