@@ -136,7 +136,7 @@ class Checkpoint:
             )
 
         # list the saved slices
-        rows = []
+        rows: list[VarDistributed] = []
         may_differ = False
         for about in abouts.values():
             rows += map(_from_json, about["rows"])
