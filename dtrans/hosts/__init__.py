@@ -1,20 +1,29 @@
-"""Roles of a job on several hosts: placement and start.
+"""Placement and start of a job's roles on several hosts.
 
-role_table      every process of a job, and a host for each
-named_plan      a plan that the command line names
-host_list       the hosts that a user names, in a file or in short
-on_hosts        a script per role on these hosts: `dtrans launch --hosts`
-host_check      versions and free ports of the hosts, before a job starts
-connection      the command that reaches one: ssh, or another
-remote_child    a role on another host, as the launcher sees it
-remote_agent    a role on another host, as that host sees it
-role_states     the table of roles and their states
-on_ray          a job as actors of a Ray cluster
-portable_plan   the way of a plan to another process
-ray_launch      a script per role on a Ray cluster: `dtrans launch --on ray`
-ray_group       actors for roles: where they run, waiting for them, and the role to blame
-ray_actor       a role as an actor
-emit            a job as text for a scheduler or a shell: `dtrans launch --emit`
+role_table      table of a job's processes; choice of a host for each
+named_plan      plans that the command line names
+host_list       hosts that a user lists, in a file or as `gpu1:2,gpu2`
+
+Start by ssh (`dtrans launch --hosts`):
+
+on_hosts        the roles of a job on these hosts
+host_check      checks of versions and free ports on the hosts, before the job starts
+connection      the command that runs another command on a host: ssh, or the user's `--rsh`
+remote_child    the launcher's side of a role on another host
+remote_agent    the other host's side: starts a role and reports its end
+role_states     terminal table of roles and their states
+
+Ray (`plan.on_ray()`, `dtrans launch --on ray`):
+
+on_ray          a job whose roles are actors of a Ray cluster
+portable_plan   plans that are pickled for another process
+ray_launch      scripts as the roles of a job on a Ray cluster
+ray_group       actors for roles: placement, calls, and the role that caused a failure
+ray_actor       the class of the actors
+
+Text for a scheduler (`dtrans launch --emit`):
+
+emit            the emitters by name
 emit_parts      values of a role table that every emitter writes
 emit_slurm      an sbatch file
 emit_jobset     a Kubernetes JobSet

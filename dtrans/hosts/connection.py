@@ -1,7 +1,7 @@
-"""Commands that run another one on a host: `ssh`, or the user's `--rsh`.
+"""Commands that run another command on a host: by `ssh`, or by the user's `--rsh`.
 
-A remote shell parses the words that ssh passes on; `ip netns exec` passes them unchanged. Words
-that a shell would change are refused, so that one command serves both.
+With ssh, a shell on the host parses the command; `ip netns exec` passes its words unchanged. Words
+that a shell would change raise an error, so that a command works with both.
 """
 
 from __future__ import annotations
@@ -9,33 +9,35 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from dtrans.errors import ConfigError
 from dtrans.hosts.host_list import HostEntry
 
 
-CONNECT = 10  # seconds that ssh may take for a connection
-# ssh uses the first value of an option, so the user's options precede these
+CONNECT = 10  # seconds until ssh gives up a connection
+# ssh uses the first value of an option, so the user's options come before these
 SSH = (
     *("-o", "BatchMode=yes"),  # no prompt for a password: a launcher has no terminal
     *("-o", f"ConnectTimeout={CONNECT}"),
     *("-o", "LogLevel=ERROR"),
-    # 20 s until a lost host is noticed: less than the deadlines of the other roles
+    # a lost host is noticed after 20 s, before the deadlines of the other roles
     *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=4"),
     "-T",
 )
 
 
 def connection(rsh: str, host: HostEntry, command: Sequence[str]) -> list[str]:
-    """Return the command that runs another one on a host.
+    """Return the command line that runs a command on a host.
 
     Args:
-      rsh: `ssh`, with options or without; or another command that takes a host and a command, `ip
-        netns exec`.
+      rsh: `ssh` with optional options, or another program that takes a host and a command, such as
+        `ip netns exec`.
+      host: the host.
+      command: program and arguments.
 
     Raises:
-      ConfigError: a word that a shell on the host would change.
+      ConfigError: `rsh` is empty, or a shell on the host would change a word of the command.
 
     Example:
       >>> from dtrans.hosts.connection import connection
@@ -51,13 +53,38 @@ def connection(rsh: str, host: HostEntry, command: Sequence[str]) -> list[str]:
     odd = [word for word in command if not re.fullmatch(r"[\w@%+=:,./-]+", word)]
     if odd:
         raise ConfigError(
-            f"{odd[0]!r} cannot be passed to host {host.name}, whose shell would change it; give a "
-            "path of letters, digits, . _ - and /, with --python or in PYTHONPATH"
+            f"{odd[0]!r} cannot be passed to host {host.name}, because its shell would change it; "
+            "use paths of letters, digits, . _ - and / in --python and PYTHONPATH"
         )
     options = SSH if os.path.basename(words[0]) == "ssh" else ()
     return [*words, *options, host.name, *command]
 
 
+def absolute_path(path: str) -> str:
+    """Return a search path such as PYTHONPATH with absolute folders; empty folders are left out."""
+    return os.pathsep.join(os.path.abspath(p) for p in path.split(os.pathsep) if p)
+
+
+def carried_variables(
+    env: Mapping[str, str], prefixes: tuple[str, ...], names: Collection[str] = ()
+) -> dict[str, str]:
+    """Return the variables of a role that another host does not set itself.
+
+    Args:
+      env: all variables of the role.
+      prefixes: prefixes of variables to return.
+      names: names of further variables to return. Variables that differ from this process's
+        environment are always returned.
+    """
+    carried = {}
+    for name, value in env.items():
+        if os.environ.get(name) != value or name.startswith(prefixes) or name in names:
+            carried[name] = value
+    if path := absolute_path(env.get("PYTHONPATH", "")):
+        carried["PYTHONPATH"] = path
+    return carried
+
+
 def rsh_name(rsh: str) -> str:
-    """Return the name of the program that reaches a host."""
+    """Return the name of the program of an `--rsh` command: `ssh` for `ssh -p 2222`."""
     return os.path.basename(shlex.split(rsh)[0])

@@ -1,6 +1,6 @@
 """Emitters of jobs as text for a scheduler: `dtrans launch --emit NAME`.
 
-Each emitter is a pure function of a role table.
+Each emitter is a pure function from a role table to text.
 """
 
 from __future__ import annotations

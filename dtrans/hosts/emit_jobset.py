@@ -1,9 +1,9 @@
-"""A role table as a Kubernetes JobSet (`jobset.x-k8s.io/v1alpha2`).
+"""Emitter of a Kubernetes JobSet (`jobset.x-k8s.io/v1alpha2`) from a role table.
 
-Servers are one Indexed job, and trainers another. A pod is reached at
-`JOBSET-ROLE-0-INDEX.JOBSET`, by the headless service that JobSet makes. Its index comes from the
-annotation that Kubernetes gives pods of Indexed jobs; `$(NAME)` in a variable refers to an earlier
-one.
+Servers are one Indexed job, and trainers another. The headless service of the JobSet resolves the
+host name `JOBSET-ROLE-0-INDEX.JOBSET` to a pod. A pod reads its index from an annotation, which
+Kubernetes adds to pods of Indexed jobs. In the value of a variable, Kubernetes replaces `$(NAME)`
+by the value of an earlier variable.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def emit_jobset(table: RoleTable, image: str = IMAGE) -> str:
     """Return the YAML of a JobSet that starts each role in a pod.
 
     Args:
-      table: of `role_table` or `plan.roles`, with a command.
+      table: the roles, with a command: the result of `role_table` or `plan.roles`.
       image: the container image with dtrans and the script.
     """
     parts = parts_of(table)
@@ -59,6 +59,7 @@ def emit_jobset(table: RoleTable, image: str = IMAGE) -> str:
 
 
 def _job(parts: EmitParts, kind: str, image: str) -> dict[str, Any]:
+    """Return the replicated job with all roles of a kind: `pserver` or `trainer`."""
     count = parts.servers if kind == "pserver" else parts.trainers
     container: dict[str, Any] = {
         "name": "role",
@@ -67,8 +68,9 @@ def _job(parts: EmitParts, kind: str, image: str) -> dict[str, Any]:
         "env": _variables(parts, kind),
     }
     if kind == "pserver" or not parts.servers:
-        ports = [PORT, PORT + 1] if parts.observed else [PORT]
-        container["ports"] = [{"containerPort": port} for port in ports]
+        container["ports"] = [{"containerPort": PORT}]
+        if parts.observed:
+            container["ports"].append({"containerPort": PORT + 1})
     if kind == "pserver":
         container["readinessProbe"] = {"tcpSocket": {"port": PORT}, "periodSeconds": 5}
     if parts.cores is not None:
@@ -85,30 +87,27 @@ def _job(parts: EmitParts, kind: str, image: str) -> dict[str, Any]:
 
 
 def _literal(text: str) -> str:
-    """Return a text that Kubernetes leaves unchanged.
-
-    In commands and variables it expands `$(NAME)` and `$$`.
-    """
+    """Escape a text of a command or variable, in which Kubernetes expands `$(NAME)` and `$$`."""
     return text.replace("$", "$$")
 
 
 def _variables(parts: EmitParts, kind: str) -> list[dict[str, Any]]:
-    bound = "pserver" if parts.servers else "trainer"
+    """Return the variables of all pods of a kind, as Kubernetes' list of `env` entries."""
+    bound = "pserver" if parts.servers else "trainer"  # the kind of role that has endpoints
     at = lambda index, port=PORT: f"{parts.name}-{_TARGET[bound]}-0-{index}.{parts.name}:{port}"
     endpoints = [at(i) for i in range(parts.servers or parts.trainers)]
-    plain = {
-        **{k: _literal(v) for k, v in parts.environment.items()},
+    plain = {name: _literal(value) for name, value in parts.environment.items()}
+    plain |= {
         ALLOW_REMOTE: "1",
         "DTRANS_ROLE": kind,
         "DTRANS_TRAINERS": str(parts.trainers),
         parts.variable: ",".join(endpoints),
-        **({STATUS: at(0, PORT + 1)} if parts.observed else {}),
     }
+    if parts.observed:
+        plain[STATUS] = at(0, PORT + 1)
     secret = {"name": f"{parts.name}-token", "key": "token"}
-    found: list[dict[str, Any]] = [
-        {"name": "DTRANS_TOKEN", "valueFrom": {"secretKeyRef": secret}},
-        *({"name": k, "value": v} for k, v in plain.items()),
-    ]
+    found: list[dict[str, Any]] = [{"name": "DTRANS_TOKEN", "valueFrom": {"secretKeyRef": secret}}]
+    found += [{"name": name, "value": value} for name, value in plain.items()]
     index = "DTRANS_TRAINER_ID" if kind == "trainer" else "POD_INDEX"
     found.append({"name": index, "valueFrom": {"fieldRef": {"fieldPath": INDEX}}})
     if kind == bound:
@@ -117,7 +116,7 @@ def _variables(parts: EmitParts, kind: str) -> list[dict[str, Any]]:
 
 
 def _yaml(value: dict[str, Any], indent: str = "") -> list[str]:
-    """Write a mapping in block style; strings in JSON's quotes, which YAML reads."""
+    """Return the lines of a mapping in YAML's block style, with strings quoted as in JSON."""
     lines = []
     for key, item in value.items():
         if isinstance(item, dict):

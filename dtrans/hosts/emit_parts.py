@@ -1,8 +1,8 @@
-"""Parts of a role table that every emitter writes: the command, shared variables, and a name.
+"""Values that every emitter writes: a job's command, shared variables, counts and name.
 
-A scheduler knows its hosts only when the job starts. Emitted files therefore compute the variables
-of `Role.environment` on the spot, and of trainer 0 where it answers observers. The table gives
-counts, the command, and all other variables.
+A scheduler chooses the hosts when the job starts. So an emitted file itself computes the variables
+that depend on hosts: those of `Role.environment`, and DTRANS_STATUS_ENDPOINT. All other values come
+from the role table.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ class EmitParts:
     Attributes:
       name: a DNS label from the script's name, such as `dtrans-train`.
       argv: the command of every role.
-      environment: variables that are the same in every role and do not say which one it is.
-      servers, trainers: numbers of servers and of trainers.
-      variable: the variable that lists all endpoints.
-      observed: trainer 0 of collectives answers `dtrans status`, one port above all endpoints.
-      cores: processors for each role; None if unknown.
+      environment: variables with the same value in every role.
+      servers: number of servers.
+      trainers: number of trainers.
+      variable: name of the variable that lists all endpoints.
+      observed: True if trainer 0 answers `dtrans status`, at one port above all endpoints. Jobs
+        with servers do not need this, since servers answer.
+      cores: processors for each role; None if the user named no number.
     """
 
     name: str
@@ -51,12 +53,12 @@ def parts_of(table: RoleTable) -> EmitParts:
         found.add((entry.argv, tuple(sorted(entry.user_environment.items())), entry.cores))
     if len(found) > 1:
         raise ConfigError(
-            f"the {table.title} differ in command, variables or cores; "
-            "give all of them the same before the job is written"
+            f"the {table.title} differ in command, variables or cores; a job can be written only "
+            "if all its roles have the same"
         )
     ((argv, environment, cores),) = found
     if not argv:
-        raise ConfigError(f"the {table.title} have no command; give role_table(command=...)")
+        raise ConfigError(f"the {table.title} have no command; pass role_table(command=...)")
     servers = len(table.of(PSERVER))
     first, variables = table.entries[0].role, dict(environment)
     answers = bool(observer_endpoint(first.trainer_endpoints)) and variables.get(LOSS) != "drop"
@@ -73,6 +75,7 @@ def parts_of(table: RoleTable) -> EmitParts:
 
 
 def _name(argv: tuple[str, ...]) -> str:
+    """Return a DNS label for a job from its script's name."""
     arguments = [a for a in argv[1:] if a != "-m"]
     script = (arguments or [argv[0]])[0].rpartition("/")[2].removesuffix(".py")
     label = re.sub(r"[^a-z0-9]+", "-", script.lower())[:30].strip("-")

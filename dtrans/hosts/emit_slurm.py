@@ -1,13 +1,13 @@
-"""A role table as an `sbatch` file.
+"""Emitter of an `sbatch` file from a role table.
 
-    emit_slurm(table)           a node for each process: a heterogeneous job of servers and
-                                trainers, or plain `srun` where all processes are trainers
+    emit_slurm(table)           one node per process: a heterogeneous job of servers and trainers,
+                                or plain `srun` if all processes are trainers
     emit_slurm(table, nodes=2)  servers and trainers share two nodes: `srun --multi-prog`
 
-In a heterogeneous job, servers and trainers are components with one process on each node. Each
-process finds its index by its node's place in `scontrol show hostnames`: `SLURM_PROCID` counts over
-components. On shared nodes one list gives each task its role, and another its node; `place` of the
-role table decides.
+In a heterogeneous job, the servers are one component and the trainers another. A process computes
+its index within its component from the position of its node in `scontrol show hostnames`, because
+`SLURM_PROCID` numbers the processes of both components together. On shared nodes, the file has two
+lists, with the role and the node of each task. `role_table.place` chooses the nodes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dtrans.run.distributed.status_door import VARIABLE as STATUS
 
 
 _TOKEN = """\
-# the secret of the job: of a file, of the environment, or a new one; never an argument
+# the job's token: from a file, from the environment, or new; never an argument
 if [ -n "${DTRANS_TOKEN_FILE:-}" ]; then
   DTRANS_TOKEN=$(cat "$DTRANS_TOKEN_FILE")
   unset DTRANS_TOKEN_FILE
@@ -58,7 +58,7 @@ _ID = "export DTRANS_TRAINER_ID=$index"
 
 # Slurm appends the command to each line, and does not interpret its quotes or %
 _MULTI_PROG = """\
-# tasks and their roles; the nodes of these tasks
+# the role of each task, and the node of each task
 lists=$(mktemp -d)
 trap 'rm -r "$lists"' EXIT
 cat >"$lists/roles" <<END
@@ -66,7 +66,7 @@ ROLES
 END
 export SLURM_HOSTFILE=$lists/nodes
 printf '%s\\n' NODES >"$SLURM_HOSTFILE"
-unset SLURM_NTASKS_PER_NODE  # the second list says it
+unset SLURM_NTASKS_PER_NODE  # the list of nodes replaces it
 """
 
 
@@ -74,12 +74,13 @@ def emit_slurm(table: RoleTable, nodes: int | None = None) -> str:
     """Return an `sbatch` file that starts the roles.
 
     Args:
-      table: of `role_table` or `plan.roles`, with a command.
-      nodes: servers and trainers share this number of nodes, in one allocation; fewer where `place`
-        leaves some empty. By default each process has a node.
+      table: the roles, with a command: the result of `role_table` or `plan.roles`.
+      nodes: number of nodes that servers and trainers share, in one allocation. The file requests
+        fewer nodes if `place` leaves some empty. By default each process has its own node.
 
     Raises:
-      ConfigError: the table has no command or no servers, or too few processes for the nodes.
+      ConfigError: the table has no command. With `nodes`: it has no servers, or fewer processes
+        than nodes.
 
     Example:
       >>> import dtrans
@@ -96,6 +97,7 @@ def emit_slurm(table: RoleTable, nodes: int | None = None) -> str:
 
 
 def _node_for_each(table: RoleTable, parts: EmitParts) -> str:
+    """Return the file of a job with one node per process."""
     ask = lambda n: f"#SBATCH --nodes={n} --ntasks={n} --ntasks-per-node=1{_cores(parts)}"
     asks = [ask(parts.trainers)]
     if parts.servers:
@@ -115,10 +117,10 @@ def _node_for_each(table: RoleTable, parts: EmitParts) -> str:
         f"export {parts.variable}=${{{parts.variable}%,}}",
         *_observers(parts),
         "",
-        "# which role a process is follows from its node",
+        "# a process computes its index from its node",
     ]
 
-    # the variables that differ
+    # variables that differ between the processes of a component
     if parts.servers:
         body = f"if [ $DTRANS_ROLE = pserver ]; then {_ENDPOINT}; else {_ID}; fi"
     else:
@@ -134,35 +136,36 @@ def _node_for_each(table: RoleTable, parts: EmitParts) -> str:
 
 
 def _shared_nodes(table: RoleTable, parts: EmitParts, nodes: int) -> str:
+    """Return the file of a job whose servers and trainers share nodes."""
     check_int("nodes", nodes, "a number of nodes", least=1)
     if not parts.servers:
         raise ConfigError(
-            f"nodes={nodes} is for jobs with servers, and these are {table.title}; leave it out"
+            f"nodes={nodes} is for jobs with servers, but these are {table.title}; leave nodes out"
         )
     if nodes > len(table):
         raise ConfigError(
-            f"nodes={nodes} is more than the {table.title}; give at most {len(table)}, or leave it "
-            "out"
+            f"nodes={nodes} is more than the {table.title}; use at most {len(table)} nodes, or "
+            "leave nodes out"
         )
     slots = -(-len(table) // nodes)
     names = [(str(n), slots) for n in range(nodes)]
-    places = [int(p) for p in place(table, names)]
+    places = list(map(int, place(table, names)))
     used = number_items(sorted(set(places)))
     node = [f"${{node[{used[p]}]}}" for p in places]
 
-    # a job of one node stays on loopback
+    # a job on one node uses loopback
     alone = len(used) == 1
     taken: collections.Counter[str] = collections.Counter()
     endpoints = []
     for name in node[: parts.servers]:
-        endpoints.append(f"{'127.0.0.1' if alone else name}:$((port + {taken[name]}))")
+        host = "127.0.0.1" if alone else name
+        endpoints.append(f"{host}:$((port + {taken[name]}))")
         taken[name] += 1
 
     # servers are the first tasks
-    roles = [
-        f"{i} env DTRANS_ROLE=pserver DTRANS_CURRENT_ENDPOINT={endpoint}"
-        for i, endpoint in enumerate(endpoints)
-    ]
+    roles = []
+    for i, endpoint in enumerate(endpoints):
+        roles.append(f"{i} env DTRANS_ROLE=pserver DTRANS_CURRENT_ENDPOINT={endpoint}")
     last = len(table) - 1
     tasks = f"{parts.servers}-{last}" if parts.trainers > 1 else f"{last}"
     roles.append(f"{tasks} env DTRANS_ROLE=trainer DTRANS_TRAINER_ID=%o")
@@ -185,8 +188,18 @@ def _shared_nodes(table: RoleTable, parts: EmitParts, nodes: int) -> str:
 
 
 def _head(title: str, parts: EmitParts, asks: list[str], *, remote: bool = True) -> list[str]:
-    """Return the head of a file: its options of Slurm, and the variables that all roles share."""
+    """Return the head of a file: Slurm's options, and the variables that all roles share.
+
+    Args:
+      title: a comment about the job.
+      parts: the job's values.
+      asks: the `#SBATCH` lines with nodes and tasks.
+      remote: True if roles run on several nodes.
+    """
     token = _TOKEN.replace("PYTHON", shlex.quote(parts.argv[0]))
+    exports = [f"export {name}={shlex.quote(x)}" for name, x in parts.environment.items()]
+    if remote:
+        exports.append("export DTRANS_ALLOW_REMOTE=1")
     return [
         "#!/bin/bash",
         f"# {title}",
@@ -195,8 +208,7 @@ def _head(title: str, parts: EmitParts, asks: list[str], *, remote: bool = True)
         "set -euo pipefail",
         "",
         *token.splitlines(),
-        *(f"export {k}={shlex.quote(v)}" for k, v in parts.environment.items()),
-        *(["export DTRANS_ALLOW_REMOTE=1"] if remote else []),
+        *exports,
         f"export DTRANS_TRAINERS={parts.trainers}",
         f"export port=${{DTRANS_PORT:-{PORT}}}",
         "",
@@ -204,7 +216,7 @@ def _head(title: str, parts: EmitParts, asks: list[str], *, remote: bool = True)
 
 
 def _observers(parts: EmitParts) -> list[str]:
-    """Return the lines that say where the job answers `dtrans status`."""
+    """Return the lines that print the `dtrans status` command, and set its endpoint if needed."""
     lines, shown = [], f"${{{parts.variable}//,/ }}"
     if parts.observed:
         first = f"${{{parts.variable}%%:*}}:$((port + 1))"
@@ -215,6 +227,5 @@ def _observers(parts: EmitParts) -> list[str]:
 
 
 def _cores(parts: EmitParts) -> str:
-    """Return the option of `sbatch` and of `srun`, which since 22.05 does not take it from
-    `sbatch`."""
+    """Return the option for processors. Since Slurm 22.05, `srun` needs it as well as `sbatch`."""
     return "" if parts.cores is None else f" --cpus-per-task={parts.cores}"

@@ -1,8 +1,7 @@
-"""A role table as a POSIX shell script that starts the roles by ssh.
+"""Emitter of a POSIX shell script that starts the roles of a table by ssh.
 
-Standard input of each remote role stays open while the script runs. When the script ends, in
-whatever way, that input ends, and the remote shell ends its role. The token is the first line of
-it.
+The script holds each remote shell's standard input open, and sends the token as its first line.
+When the script ends for any reason, the standard input closes, and the remote shell ends its role.
 """
 
 from __future__ import annotations
@@ -28,13 +27,14 @@ exit "$code"\
 _SCRIPT = """\
 #!/bin/sh
 # {title}
-# usage: sh THIS HOST... <TOKEN     or with DTRANS_TOKEN_FILE; the first role is on the first host
-#        RSH is the program that reaches a host (ssh); hosts are taken again where there are fewer
+# usage: sh THIS HOST... <TOKEN     or set DTRANS_TOKEN_FILE. The first role runs on the first host.
+#        If there are fewer hosts than roles, hosts are used several times.
+#        RSH is the program that runs a command on a host (default: ssh).
 set -u
 [ $# -gt 0 ] || {{ echo "usage: sh $0 HOST... <TOKEN" >&2; exit 2; }}
 if [ -n "${{DTRANS_TOKEN_FILE:-}}" ]; then exec <"$DTRANS_TOKEN_FILE"; fi
 IFS= read -r token || :
-[ -n "$token" ] || {{ echo "no token: dtrans keygen --token" >&2; exit 2; }}
+[ -n "$token" ] || {{ echo "no token; create one by: dtrans keygen --token" >&2; exit 2; }}
 
 dir=$(mktemp -d) || exit 1
 mkfifo "$dir/alive" "$dir/ended" || exit 1
@@ -54,7 +54,7 @@ while [ "$i" -lt {count} ]; do
     i=$((i + 1))
   done
 done
-# ssh takes user@host; others connect to host
+# ssh takes user@host; other roles connect to host
 endpoints=''
 i=0
 for host in $hosts; do
@@ -69,7 +69,7 @@ start() {{ # name, host, variables
   name=$1 host=$2; shift 2
   line="cd $(quote "$PWD") && exec env $* sh -c $(quote "$remote") dtrans"
   (
-    # opened before 3 is closed: a pipe without a writer blocks whoever opens it
+    # 5 is opened before 3 is closed, since opening a pipe without a writer blocks
     exec 5<"$dir/alive" 3>&-
     {{ printf '%s\\n' "$token"; exec cat <&5; }} | {{
       ${{RSH:-ssh}} "$host" "$line "{command}
@@ -86,7 +86,7 @@ for host in $hosts; do
   i=$((i + 1))
 done
 
-# the first role that fails ends the script, and with it all others
+# the first role that fails ends the script, which ends all other roles
 left={count}
 while [ "$left" -gt 0 ]; do
   read -r code name <&4
@@ -97,10 +97,10 @@ done
 
 
 def emit_ssh(table: RoleTable) -> str:
-    """Return a shell script that starts the roles on the hosts that are its arguments.
+    """Return a shell script whose arguments are hosts, and which starts the roles on them.
 
     Args:
-      table: of `role_table` or `plan.roles`, with a command.
+      table: the roles, with a command: the result of `role_table` or `plan.roles`.
     """
     parts = parts_of(table)
     shared = [f"{k}={shlex.quote(v)}" for k, v in parts.environment.items()]
@@ -111,7 +111,7 @@ def emit_ssh(table: RoleTable) -> str:
     )
     bound = ' "DTRANS_CURRENT_ENDPOINT=$own"'
 
-    # where the job answers `dtrans status`
+    # the endpoints for `dtrans status`
     listed = f"{parts.variable}=$endpoints"
     observers = []
     if parts.observed:
@@ -122,7 +122,7 @@ def emit_ssh(table: RoleTable) -> str:
     if observers:
         observers.append('echo "this job answers: dtrans status $observers" >&2')
 
-    # the call that starts each role
+    # shell code that starts role number $i
     if parts.servers:
         index = f"$((i - {parts.servers}))"
         choose = [

@@ -1,7 +1,8 @@
-"""A role table as a TorchX component: a Python file whose function returns an `AppDef`.
+"""Emitter of a TorchX component from a role table: a Python file that defines an `AppDef`.
 
-TorchX fills in `${replica_id}` and `${app_id}` when it starts a replica. A pattern with `{i}` names
-the host of server i, since each scheduler names the hosts of replicas in its own way.
+TorchX fills in `${replica_id}` and `${app_id}` when it starts a replica. Each scheduler names the
+hosts of replicas differently. So the user passes a pattern for host names, with `{i}` for the index
+of the server.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ def job(
 
     Args:
         image: container image with dtrans and the script
-        hosts: host of {bound} {{i}}, counted from 0; the default is for one machine with Linux
+        hosts: pattern for the host of {bound} {{i}}, from 0; the default is for one Linux machine
         port: port of every {bound}
-        token_file: path of the token inside each process; by default DTRANS_TOKEN is inherited
+        token_file: path of the token file in each process; by default DTRANS_TOKEN is inherited
         cpu: processors for each process
-        mounts: as in dist.ddp, for instance of the token
+        mounts: mounts as in dist.ddp, for example of the token file
     """
     at = lambda i, port=port: hosts.replace("{{i}}", str(i)) + f":{{port}}"
     shared = {{
@@ -88,7 +89,7 @@ def emit_torchx(table: RoleTable, image: str = IMAGE) -> str:
     """Return a Python file with a TorchX component.
 
     Args:
-      table: of `role_table` or `plan.roles`, with a command.
+      table: the roles, with a command: the result of `role_table` or `plan.roles`.
       image: the container image with dtrans and the script.
     """
     parts = parts_of(table)
@@ -100,7 +101,7 @@ def emit_torchx(table: RoleTable, image: str = IMAGE) -> str:
     else:
         roles = [f'role("trainer", {parts.trainers}, {{**current, **index}}),']
     role_lines = [f"            {line}" for line in roles]
-    # `$` begins a macro of TorchX
+    # `$$` escapes `$`, which begins a macro of TorchX
     command = [a.replace("$", "$$") for a in parts.argv]
     environment = {k: v.replace("$", "$$") for k, v in parts.environment.items()}
     observers = f'        "{STATUS}": at(0, port + 1),\n' if parts.observed else ""
@@ -116,6 +117,7 @@ def emit_torchx(table: RoleTable, image: str = IMAGE) -> str:
         variable=parts.variable,
         count=parts.servers or parts.trainers,
         observers=observers,
-        name=parts.name[:15].rstrip("-"),  # its Docker scheduler cuts names of hosts
+        # short, because TorchX's Docker scheduler cuts long host names
+        name=parts.name[:15].rstrip("-"),
         roles="\n".join(role_lines),
     )

@@ -1,7 +1,7 @@
-"""Checks of hosts before a job starts: all answer at once with versions, cores and free ports.
+"""Checks of hosts before a job starts: their versions, cores and free ports.
 
-A job with different versions of JAX or dtrans would fail later, and less clearly. One error names
-all hosts that cannot take part, so that users can mend them together.
+A job with different versions of JAX or dtrans would fail later, with a less clear error. All hosts
+are asked at the same time, and one error lists every host that cannot run roles, with the reason.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from typing import Any
 from dtrans.endpoints import is_loopback
 from dtrans.errors import LaunchError
 from dtrans.hosts import remote_agent
-from dtrans.hosts.connection import connection, rsh_name
+from dtrans.hosts.connection import absolute_path, connection, rsh_name
 from dtrans.hosts.host_list import HostEntry
 
 
-LIMIT = 60.0  # seconds for a host to answer; it imports JAX meanwhile
+LIMIT = 60.0  # seconds until a host must answer, which includes an import of JAX
 NO_COMMAND = (126, 127)  # exit codes of a shell, and of ssh, for a command that cannot be run
 
 
 @dataclasses.dataclass(frozen=True)
 class FoundHost:
-    """A host that has answered.
+    """A host that has answered, and can run roles.
 
     Attributes:
-      host: as the user has written it.
-      python: its interpreter.
-      agent: the path of `dtrans.hosts.remote_agent` there.
-      address: where the other hosts reach it.
-      ports: free ones at this address.
-      cores: that a process may use.
+      host: the user's entry for the host.
+      python: the interpreter on the host.
+      agent: the path of `dtrans.hosts.remote_agent` on the host.
+      address: the address to which the other hosts connect.
+      ports: free ports at this address.
+      cores: the number of cores that a process may use.
     """
 
     host: HostEntry
@@ -62,20 +62,19 @@ def check_hosts(
     ports: int,
     limit: float = LIMIT,
 ) -> list[FoundHost]:
-    """Check all hosts at once, and return their answers.
+    """Ask all hosts at the same time, and return their answers.
 
     Args:
       hosts: the hosts.
-      rsh: the command that runs another one on a host.
-      python: the interpreter on hosts that name none.
-      script: a path that every host must have, as it must have the working directory; empty for
-        none.
+      rsh: the command that runs a command on a host: `ssh`, or another.
+      python: the interpreter on hosts whose entry names none.
+      script: the path of the script, which every host must have; empty if there is none.
       ports: the number of free ports that each host chooses.
-      limit: the seconds until an answer.
+      limit: seconds until a host must answer.
 
     Raises:
-      LaunchError: hosts that cannot be reached or cannot take part; the message has the reason for
-        each.
+      LaunchError: a host cannot be reached, or cannot run roles; the message has the reason for
+        each such host.
     """
     asked = []
     try:
@@ -94,31 +93,42 @@ def check_hosts(
         wrong += [_unreachable(f) for f in found if not f.address or is_loopback(f.address)]
     if wrong:
         some = f"{len(wrong)} of {len(hosts)} hosts" if len(hosts) > 1 else "the host"
-        raise LaunchError(
-            f"{some} cannot take part, and nothing was started\n  " + "\n  ".join(wrong)
-        )
+        raise LaunchError(f"{some} cannot run roles; no role was started\n  " + "\n  ".join(wrong))
     return found
 
 
 def _unreachable(found: FoundHost) -> str:
+    """Return the reason why other hosts cannot connect to a host."""
     name, address = found.host.name, found.address
-    how = f"resolves its own name to {address}" if address else "cannot resolve its own name"
+    fault = "cannot resolve its own name"
+    if address:
+        fault = f"resolves its own name to {address}, which other hosts cannot reach"
     return (
-        f"host {name} {how}, where other hosts cannot reach it: write `{name} address=A` in the "
-        "file of hosts, with an "
-        "address of this host that the others reach"
+        f"host {name} {fault}; write `{name} address=A` in the file of hosts, where A is an "
+        "address that other hosts can reach"
     )
 
 
 class _Question:
-    """Request to one host: a process that answers with a line of JSON."""
+    """Request to one host, by a process here that runs `remote_agent` on the host.
+
+    Args:
+      host: the host.
+      rsh, script, ports: as for `check_hosts`.
+      python: the interpreter on the host.
+
+    Raises:
+      LaunchError: the `rsh` command cannot be started.
+    """
 
     def __init__(self, host: HostEntry, rsh: str, python: str, script: str, ports: int) -> None:
         self.host, self.rsh, self.python = host, rsh, python
-        # ssh does not pass on the environment, and Python must find dtrans before it reads an order
-        path = [os.path.abspath(p) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
-        found = ["env", f"PYTHONPATH={os.pathsep.join(path)}"] if path else []
-        command = connection(rsh, host, [*found, python, "-m", remote_agent.__name__])
+        command = [python, "-m", remote_agent.__name__]
+        path = absolute_path(os.environ.get("PYTHONPATH", ""))
+        if path:
+            # ssh does not forward the environment, and Python needs the path to import the agent
+            command = ["env", f"PYTHONPATH={path}", *command]
+        command = connection(rsh, host, command)
         self.mark = secrets.token_hex(16)
         self.out = self.err = b""
         try:
@@ -142,53 +152,59 @@ class _Question:
             "script": script and os.path.abspath(script),
         }
         assert self.process.stdin is not None
-        # a process that has ended does not read; its exit status has the reason
+        # the pipe is broken if the process has ended; its exit status then has the reason
         with contextlib.suppress(BrokenPipeError), self.process.stdin as stdin:
             stdin.write(json.dumps(order).encode() + b"\n")
         self.process.stdin = None
 
     def wait(self, until: float) -> None:
-        """Wait for the answer, until a time."""
+        """Wait for the answer; give up at `until`, in seconds of the monotonic clock."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.out, self.err = self.process.communicate(
                 timeout=max(0.0, until - time.monotonic())
             )
 
     def answer(self, limit: float) -> FoundHost | str:
-        """Return the facts about the host, or the reason why it cannot take part."""
-        name = self.host.name
-        lines = self.out.decode(errors="replace").splitlines()
-        errors = self.err.decode(errors="replace").strip()
-        answers = [line.removeprefix(self.mark) for line in lines if line.startswith(self.mark)]
-        if not answers:
-            if self.process.returncode is None:
-                return f"host {name} did not answer within {limit:g} s"
-            last = errors.splitlines()[-1] if errors else "it said nothing"
-            if "No module named" in last:
-                return (
-                    f"host {name} cannot run dtrans with {self.python}: {last}; install it "
-                    "there, or say --python"
-                )
-            code = self.process.returncode
-            if code in NO_COMMAND:
-                return (
-                    f"host {name} cannot run {self.python}: {last}; say --python, or python= "
-                    "in the file of hosts"
-                )
-            return (
-                f"host {name} cannot be reached: `{rsh_name(self.rsh)}` ended with exit code "
-                f"{code}: {last}; "
-                f"`{self.rsh} {name} true` has to work here without a password"
-            )
-        return self._checked(json.loads(answers[-1]))
+        """Return the host's answer, or the reason why the host cannot run roles."""
+        answer = ""
+        for line in self.out.decode(errors="replace").splitlines():
+            # lines without the mark are other output, of a shell's start-up files for example
+            if line.startswith(self.mark):
+                answer = line.removeprefix(self.mark)
+        if answer:
+            return self._check_answer(json.loads(answer))
+        return self._failure(limit)
 
-    def _checked(self, found: dict[str, Any]) -> FoundHost | str:
-        name, local = self.host.name, remote_agent.versions()
-        other = [
-            f"{n} {found['versions'].get(n)} (here {local[n]})"
-            for n in local
-            if found["versions"].get(n) != local[n]
-        ]
+    def _failure(self, limit: float) -> str:
+        """Return the reason why the host has not answered."""
+        name, code = self.host.name, self.process.returncode
+        if code is None:
+            return f"host {name} did not answer within {limit:g} s"
+        errors = self.err.decode(errors="replace").strip()
+        last = errors.splitlines()[-1] if errors else "no output"
+        if "No module named" in last:
+            return (
+                f"host {name} cannot run dtrans with {self.python}: {last}; install dtrans there, "
+                "or name another interpreter by --python"
+            )
+        if code in NO_COMMAND:
+            return (
+                f"host {name} cannot run {self.python}: {last}; name the interpreter by --python, "
+                "or by python= in the file of hosts"
+            )
+        return (
+            f"host {name} cannot be reached: `{rsh_name(self.rsh)}` ended with exit code "
+            f"{code}: {last}; the command `{self.rsh} {name} true` must work without a password"
+        )
+
+    def _check_answer(self, found: dict[str, Any]) -> FoundHost | str:
+        """Return the host with the facts of its answer, or the reason why it cannot run roles."""
+        name = self.host.name
+        other = []
+        for library, version in remote_agent.versions().items():
+            there = found["versions"].get(library)
+            if there != version:
+                other.append(f"{library} {there} (here {version})")
         if other:
             return (
                 f"host {name} has {', '.join(other)} in {self.python}; install the same "
@@ -197,13 +213,13 @@ class _Question:
         if found["missing"]:
             return (
                 f"host {name} has no {found['missing'][0]}: the working directory and the script "
-                "have to be at the same path on every host; copy them there, or use a folder that "
+                "must be at the same path on every host; copy them there, or use a folder that "
                 "the hosts share"
             )
         if "unbound" in found and found["address"]:
             return (
                 f"host {name} cannot listen at {found['address']}: {found['unbound']}; write "
-                f"`{name} address=A` in the file of hosts, with an address of this host"
+                f"`{name} address=A` in the file of hosts, where A is an address of this host"
             )
         ports = tuple(found["ports"])
         return FoundHost(
@@ -211,7 +227,7 @@ class _Question:
         )
 
     def close(self) -> None:
-        """End the process if it still runs."""
+        """Kill the process if it still runs."""
         if self.process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)

@@ -1,17 +1,18 @@
-"""Hosts of a job, as a user writes them.
+"""Hosts that a user lists for a job, in a file or in a short form.
 
 A file has a host on each line, and `#` begins a comment:
 
-    gpu1                            # as many roles as there are to place
-    gpu2  slots=2                   # two at most
-    alice@gpu3  address=10.0.0.7    # for connections from the other hosts
+    gpu1                            # any number of roles
+    gpu2  slots=2                   # two roles at most
+    alice@gpu3  address=10.0.0.7    # the address to which the other hosts connect
     gpu4  python=/opt/venv/bin/python
 
-The short form is a list with the numbers of slots: `gpu1:2,gpu2:2`.
+The short form lists hosts with optional numbers of slots: `gpu1:2,gpu2:2`.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import re
 from pathlib import Path
@@ -29,13 +30,14 @@ class HostEntry:
     """A host that may run roles of a job.
 
     Attributes:
-      name: the user's name for it, as `ssh` takes it; `user@name` is allowed.
-      slots: the most roles that it takes; None for any number.
-      address: the name or number that other hosts connect to; if empty, the host is asked for it.
-      python: the interpreter there; empty for the one of the launcher.
+      name: the host's name for `ssh`; `user@name` is allowed.
+      slots: the largest number of roles on the host; None for any number.
+      address: the name or IP address to which other hosts connect. If it is empty, the host
+        resolves its own name.
+      python: the interpreter on the host; empty for the launcher's path.
 
     Raises:
-      ConfigError: an invalid field.
+      ConfigError: a field is invalid.
 
     Example:
       >>> from dtrans.hosts.host_list import HostEntry, read_hosts
@@ -53,13 +55,12 @@ class HostEntry:
             raise ConfigError(f"{self.name!r} is not the name of a host; {EXAMPLE}")
         if self.slots is not None and self.slots < 1:
             raise ConfigError(
-                f"host {self.name} has slots={self.slots}; give it 1 or more, or leave it out"
+                f"host {self.name} has slots={self.slots}; write 1 or more, or leave slots out"
             )
         if self.address in WILDCARD_ADDRESSES or re.search(r"[\s/,;@]", self.address):
             raise ConfigError(
-                f"host {self.name} has address={self.address}, which other hosts cannot connect "
-                "to; "
-                "give one of the host's own addresses"
+                f"host {self.name} has address={self.address}, to which other hosts cannot "
+                "connect; write one of the host's own addresses"
             )
 
 
@@ -67,24 +68,23 @@ def read_hosts(source: str | Path) -> tuple[HostEntry, ...]:
     """Read the hosts in a file, or in a list such as `gpu1:2,gpu2:2`.
 
     Raises:
-      ConfigError: a line cannot be read, a host is listed twice, or there is none.
+      ConfigError: a line is invalid, a host is listed twice, or there are no hosts.
     """
     path = Path(source)
     if path.is_file():
         hosts = tuple(_from_file(path))
     elif "/" in str(source) or isinstance(source, Path):
-        raise ConfigError(f"there is no file of hosts {source}")
+        raise ConfigError(f"the file of hosts {source} does not exist")
     else:
         hosts = tuple(_from_list(source))
     if not hosts:
         raise ConfigError(f"{source} names no host; {EXAMPLE}")
-    names = [host.name for host in hosts]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ConfigError(
-            f"host {twice[0]} is listed {names.count(twice[0])} times; write it once, with its "
-            "slots"
-        )
+    counts = collections.Counter(host.name for host in hosts)
+    for name in sorted(counts):
+        if counts[name] > 1:
+            raise ConfigError(
+                f"host {name} is listed {counts[name]} times; write it once, with slots="
+            )
     return hosts
 
 
@@ -95,13 +95,16 @@ def _from_file(path: Path) -> list[HostEntry]:
         if not words:
             continue
         fields = dict(word.partition("=")[::2] for word in words[1:])
-        odd = [name for name, value in fields.items() if name not in FIELDS or not value]
-        if odd or len(fields) < len(words) - 1:
-            wrong = odd[0] if odd else "a field twice"
-            raise ConfigError(
-                f"{path}:{number} has {wrong!r}; the fields are {', '.join(FIELDS)}: {EXAMPLE}"
-            )
-        slots = _number(f"{path}:{number}", fields["slots"]) if "slots" in fields else None
+        if len(fields) < len(words) - 1:
+            raise ConfigError(f"{path}:{number} has a field twice; {EXAMPLE}")
+        for name, value in fields.items():
+            if name not in FIELDS or not value:
+                raise ConfigError(
+                    f"{path}:{number} has {name!r}; the fields are {', '.join(FIELDS)}: {EXAMPLE}"
+                )
+        slots = None
+        if "slots" in fields:
+            slots = _number(f"{path}:{number}", fields["slots"])
         address, python = fields.get("address", ""), fields.get("python", "")
         hosts.append(HostEntry(words[0], slots, address, python))
     return hosts
@@ -114,7 +117,6 @@ def _from_list(text: str) -> list[HostEntry]:
 def _number(where: str, text: str) -> int:
     if not text.isdecimal():
         raise ConfigError(
-            f"{where} has {text!r} as the number of slots; write a number, such as gpu1:2 or "
-            "slots=2"
+            f"{where} has {text!r} as the number of slots; write a number, such as slots=2"
         )
     return int(text)

@@ -8,17 +8,19 @@ from dtrans.plan import Plan
 
 
 def named_plan(name: str) -> Plan:
-    """Return the plan of `module:plan`: an object, or the result of a function without arguments.
+    """Import the plan with a name such as `module:plan`.
+
+    The name may also be that of a function without arguments that returns the plan.
 
     Raises:
-      ConfigError: there is no such module or name, or it is no plan.
+      ConfigError: the module or name does not exist, or it is not a plan.
     """
-    found = named_object(name, "--plan", "plan")
-    plan = found if isinstance(found, Plan) or not callable(found) else found()
+    plan = named_object(name, "--plan", "plan")
+    if callable(plan) and not isinstance(plan, Plan):
+        plan = plan()
     if not isinstance(plan, Plan):
         raise ConfigError(
-            f"--plan is {name!r}, which gives a {type(plan).__name__}; it must be a plan of "
-            "dtrans.pserver, dtrans.nccl2, dtrans.sharding or dtrans.pipeline, or a function that "
-            "returns one"
+            f"--plan {name} is a {type(plan).__name__}; expected the result of dtrans.pserver, "
+            "dtrans.nccl2, dtrans.sharding or dtrans.pipeline, or a function that returns it"
         )
     return plan

@@ -1,7 +1,7 @@
-"""Launching on several hosts: `dtrans launch --hosts`.
+"""Launch of a job on several hosts: `dtrans launch --hosts`.
 
-The launcher is `dtrans.run.distributed.launcher`; `SeveralHosts` says where its roles run. Hosts
-are asked first (`dtrans.hosts.host_check`). Then each role gets an agent on its host
+`dtrans.run.distributed.launcher` runs the job, and `SeveralHosts` is its `Site`. First all hosts
+are checked (`dtrans.hosts.host_check`). Then an agent on each host starts a role
 (`dtrans.hosts.remote_child`).
 """
 
@@ -15,20 +15,19 @@ from queue import SimpleQueue
 from typing import Any
 
 from dtrans.endpoints import is_loopback
-from dtrans.hosts.connection import connection
+from dtrans.hosts.connection import carried_variables, connection
 from dtrans.hosts.host_check import FoundHost, check_hosts
 from dtrans.hosts.host_list import HostEntry
 from dtrans.hosts.remote_child import RemoteChild
 from dtrans.hosts.role_states import RoleStates
 from dtrans.hosts.role_table import place, role_table
-from dtrans.ir.selection import values_at
 from dtrans.run.distributed.child_process import Child, Emit
 from dtrans.run.distributed.launcher import Site, jax_variables, launch, roles_at, say
 from dtrans.run.distributed.role import Role
 from dtrans.run.net.net_options import ALLOW_REMOTE
 
 
-# roles get this process's settings of JAX and its libraries; other variables are the host's
+# prefixes of the variables that roles get from this process; other variables are the host's own
 CARRIED = (
     "DTRANS_",
     "JAX_",
@@ -42,7 +41,7 @@ CARRIED = (
     "MKL_",
     "PYTHON",
 )
-AT_ONCE = 8  # connections to a host that are being made; sshd drops some beyond ten
+AT_ONCE = 8  # connections to one host that are opened at the same time; sshd refuses some above ten
 
 
 def launch_on_hosts(
@@ -57,15 +56,16 @@ def launch_on_hosts(
     """Run one command as every role of a job, on several hosts, and wait until all have ended.
 
     Args:
-      command: program and arguments; this process's Python stands for the one of each host.
-      hosts: where roles may run.
-      rsh: the command that reaches a host: `ssh`, or another that takes a host and a command.
-      python: the interpreter of hosts that name none.
-      carried: names of variables of this process's environment that roles get too.
+      command: program and arguments. If the program is this process's Python, each host runs its
+        own interpreter instead.
+      hosts: the hosts on which roles may run.
+      rsh: `ssh`, or another program that takes a host and a command.
+      python: the interpreter on hosts whose entry names none.
+      carried: names of further variables that roles get from this process's environment.
       **options: options of `dtrans.run.distributed.launcher.launch`.
 
     Raises:
-      LaunchError: hosts cannot take part, or a role failed.
+      LaunchError: hosts cannot run roles, or a role failed.
       ConfigError: there are more roles than slots.
     """
     with RoleStates() as states:
@@ -76,7 +76,7 @@ def launch_on_hosts(
 
 
 def _script(command: Sequence[str]) -> str:
-    """Return the script of a command of Python; empty for a module or another program."""
+    """Return the path of the script that a command runs; empty for a module or other program."""
     runs_script = (
         len(command) > 1 and command[0] == sys.executable and not command[1].startswith("-")
     )
@@ -84,7 +84,13 @@ def _script(command: Sequence[str]) -> str:
 
 
 class SeveralHosts(Site):
-    """Roles of a job on several hosts."""
+    """Several hosts on which the roles of a job run.
+
+    Args:
+      hosts, rsh, python, carried: as for `launch_on_hosts`.
+      states: the table of roles that the user sees.
+      script: the path of the script, which every host must have; empty if there is none.
+    """
 
     def __init__(
         self,
@@ -103,45 +109,59 @@ class SeveralHosts(Site):
         self._children: dict[str, list[RemoteChild]] = collections.defaultdict(list)
 
     def roles(self, mode: str, trainers: int, pservers: int) -> tuple[Role, ...]:
-        """Return every role of the job, with endpoints on the hosts where they run."""
+        """Place and return every role of the job, with endpoints on free ports of its host."""
         table = role_table(mode, trainers, pservers if mode == "pserver" else None)
-        named = place(
-            table,
-            zip([host.name for host in self._hosts], _slots(len(table), self._hosts), strict=True),
-        )
-        counts = collections.Counter(named)
-        used = [host for host in self._hosts if host.name in counts]
-        idle = [host.name for host in self._hosts if host.name not in counts]
-        if idle:
-            say(f"no role is placed on {', '.join(idle)}, and nothing is asked there")
-        needed = max(counts.values()) + 1  # one for observers of collectives
-        answers = check_hosts(used, self._rsh, self._python, script=self._script, ports=needed)
-        found = {f.host.name: f for f in answers}
-        for name, at in found.items():
-            if counts[name] > at.cores:
-                say(f"host {name} has {at.cores} cores for {counts[name]} roles")
-        self._ports = {name: iter(at.ports) for name, at in found.items()}
-        listening = [name for name, entry in zip(named, table, strict=True) if entry.endpoint]
-        endpoints = [found[name].endpoint(next(self._ports[name])) for name in listening]
+        slots = _slots(len(table), self._hosts)
+        names = [host.name for host in self._hosts]
+        named = place(table, zip(names, slots, strict=True))
+        found = self._check(collections.Counter(named))
+        for name, host in found.items():
+            self._ports[name] = iter(host.ports)
+
+        endpoints = []
+        for name, entry in zip(named, table, strict=True):
+            if entry.endpoint:
+                endpoints.append(found[name].endpoint(next(self._ports[name])))
         roles = roles_at(mode, trainers, endpoints)
-        places = values_at(found, named)
-        self._places = {role.name: at for role, at in zip(roles, places, strict=True)}
+        for role, name in zip(roles, named, strict=True):
+            self._places[role.name] = found[name]
         self._states.begin((name, at.host.name) for name, at in self._places.items())
         return roles
 
+    def _check(self, counts: Mapping[str, int]) -> dict[str, FoundHost]:
+        """Check the hosts that have roles; return their answers by name.
+
+        Args:
+          counts: the number of roles on each host.
+        """
+        idle = ", ".join(host.name for host in self._hosts if host.name not in counts)
+        if idle:
+            say(f"no role is placed on {idle}, so the launcher does not connect to it")
+        used = [host for host in self._hosts if host.name in counts]
+        needed = max(counts.values()) + 1  # one more port, for `dtrans status`
+        answers = check_hosts(used, self._rsh, self._python, script=self._script, ports=needed)
+        for answer in answers:
+            count = counts[answer.host.name]
+            if count > answer.cores:
+                say(f"host {answer.host.name} has {answer.cores} cores for {count} roles")
+        return {answer.host.name: answer for answer in answers}
+
     def status_endpoint(self, roles: Sequence[Role]) -> str:
-        """Return an endpoint on the host of trainer 0."""
+        """Return an endpoint on a free port of trainer 0's host."""
         at = self._places[roles[0].name]
         return at.endpoint(next(self._ports[at.host.name]))
 
     def variables(self, role: Role) -> dict[str, str]:
-        """Return variables of remote connections, and of a trainer's device on its host."""
+        """Return variables that allow connections to other hosts, and choose a trainer's device."""
         host = self._places[role.name]
-        remote = {} if is_loopback(host.address) else {ALLOW_REMOTE: "1"}
-        if role.mode != "nccl2":
-            return remote
-        neighbours = [name for name, other in self._places.items() if other is host]
-        return remote | jax_variables(neighbours.index(role.name))
+        found: dict[str, str] = {}
+        if not is_loopback(host.address):
+            found[ALLOW_REMOTE] = "1"
+        if role.mode == "nccl2":
+            # a role's device is its index among the roles of its host
+            neighbours = [name for name, other in self._places.items() if other is host]
+            found |= jax_variables(neighbours.index(role.name))
+        return found
 
     def start(
         self,
@@ -173,27 +193,30 @@ class SeveralHosts(Site):
         return child
 
     def ended(self, child: Child, *, stopped: bool) -> None:
-        """Update the states that the user sees: a role has ended."""
-        failed = f"failed with {child.how()}" if child.code else "ended"
-        self._states.change(child.role.name, "stopped" if stopped else failed)
+        """Show in the table of roles that a role has ended."""
+        state = "ended"
+        if stopped:
+            state = "stopped"
+        elif child.code:
+            state = f"failed with {child.how()}"
+        self._states.change(child.role.name, state)
 
     def _running(self, child: RemoteChild) -> None:
         self._states.change(child.role.name, "running", child.remote_pid)
 
     def _environment(self, env: Mapping[str, str]) -> dict[str, str]:
         """Return the variables that a role gets in addition to those of its host."""
-        carried = {
-            k: v
-            for k, v in env.items()
-            if os.environ.get(k) != v or k.startswith(CARRIED) or k in self._carried
-        }
-        path = [os.path.abspath(p) for p in env.get("PYTHONPATH", "").split(os.pathsep) if p]
-        return carried | ({"PYTHONPATH": os.pathsep.join(path)} if path else {})
+        return carried_variables(env, CARRIED, self._carried)
 
 
 def _slots(count: int, hosts: Sequence[HostEntry]) -> list[int]:
-    """Return the slots of each host; hosts without slots share the remaining roles evenly."""
-    free = [host for host in hosts if host.slots is None]
-    rest = count - sum(host.slots or 0 for host in hosts)
-    share = max(1, -(-rest // len(free))) if free else 0
-    return [share if host.slots is None else host.slots for host in hosts]
+    """Return the slots of each host; hosts without a number share the remaining roles evenly.
+
+    Args:
+      count: the number of roles.
+      hosts: the hosts.
+    """
+    slots = [host.slots for host in hosts]
+    rest = count - sum(n or 0 for n in slots)
+    share = max(1, -(-rest // max(1, slots.count(None))))
+    return [share if n is None else n for n in slots]

@@ -1,13 +1,14 @@
-"""Jobs on a Ray cluster: each role is an actor, and the driver is the process that calls
-`plan.on_ray()`.
+"""Jobs on a Ray cluster: each role is an actor.
+
+The process that calls `plan.on_ray()` is the driver.
 
     portable_plan   pickled plans for the actors
     ray_group       placement, calls, and the end of all actors
     ray_actor       an actor with one role, which runs `plan.on_cluster()`
     on_ray          the job in the driver
 
-Ray starts the processes, and carries endpoints, the token, batches and results. Roles exchange
-gradients and parameters as in every job of processes.
+Ray starts the processes, and transfers endpoints, the token, batches and results. Gradients and
+parameters do not pass through Ray: roles exchange them directly, as in every job of processes.
 """
 
 from __future__ import annotations
@@ -42,12 +43,16 @@ from dtrans.run.net.sockets import DEADLINE, PATIENCE
 from dtrans.step_meter import metered
 
 
-GRACE = 10.0  # seconds in which servers save when the job fails, where they have a folder
+GRACE = 10.0  # seconds that servers with a folder have to save their state when the job fails
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RayState:
-    """Handle of a state that actors hold. A job has one at a time: the last that it returned."""
+    """Handle of the state in the actors. Only the last handle that a job has returned is valid.
+
+    Attributes:
+      number: the number of earlier handles of the job.
+    """
 
     number: int
 
@@ -56,41 +61,45 @@ class RayState:
 @realises(CollectivePlan, "ray")
 @realises(PipelinePlan, "ray")
 class RayJob(Job):
-    """A plan, running as actors of a Ray cluster.
+    """A plan that runs as actors of a Ray cluster.
 
-    `step` takes the global batch, and each trainer gets its rows. It takes no batch if `batches`
-    gives trainers theirs. Results come to the driver. With `batch="local"`, and in
-    asynchronous modes of parameter servers, each trainer has results of its part. The driver
-    averages floating-point scalars of these, and gives all others a leading axis.
+    `step` takes the global batch, and each trainer uses its rows. With `batches` it takes no batch.
+    With `batch="local"`, and in asynchronous modes of parameter servers, each trainer has results
+    for its part of the batch. The driver averages floating-point scalars over trainers, and stacks
+    all other results along a new leading axis.
 
     An error of an actor ends the job and all actors. The loss of a role or node raises a
     `PeerError` that names both.
 
     Args:
-      plan: made by `dtrans.pserver`, `dtrans.nccl2`, `dtrans.sharding` or `dtrans.pipeline`. The
-        endpoints of its servers only say how many there are.
+      plan: the result of `dtrans.pserver`, `dtrans.nccl2`, `dtrans.sharding` or `dtrans.pipeline`.
+        Of the servers' endpoints only the number is used.
       batches: a function (trainer, step) -> the step's arguments after its state, which runs in the
         trainer's actor. Or a dataset of Ray Data, whose columns have the names of these arguments.
-        Trainers get equally many of its rows (`streaming_split`), and begin again at its end.
-      address: of the cluster, as `ray.init` takes it. By default the cluster that this process is
-        connected to, or the one that RAY_ADDRESS names, or a new one on this machine.
-      trainers_on: "PACK" puts trainers on few nodes, "SPREAD" on different ones. Servers are
-        spread.
-      trainer_resources, server_resources: for each of them, such as {"CPU": 4, "GPU": 1}; one CPU
-        by default.
-      processes: number of trainers' actors; by default one for each trainer, rank or stage
-        of the plan. With fewer, each has several devices. Not with parameter servers.
-      rows: of a trainer's batch, with a dataset.
-      checkpoints: the folder of `job.save(path)`, which all nodes see. Parameter servers need it.
-      env: variables of the actors. They also get the driver's variables of JAX, XLA and dtrans; a
-        role without a GPU or TPU computes on CPUs.
-      deadline: seconds that any wait for another role may take, and for room on the cluster.
-      patience: seconds without a sign of another role after which it counts as failed.
+        Each trainer gets the same number of rows (`streaming_split`), and starts again after its
+        last row.
+      address: the address of the cluster, as for `ray.init`. The default is the cluster to which
+        this process is connected, else the cluster in RAY_ADDRESS, else a new local cluster.
+      trainers_on: "PACK" puts trainers on few nodes, "SPREAD" on different nodes. Servers are
+        always spread.
+      trainer_resources: resources of each trainer, such as {"CPU": 4, "GPU": 1}; by default one
+        CPU.
+      server_resources: resources of each server; by default one CPU.
+      processes: number of actors of trainers; by default one for each trainer, rank or stage of the
+        plan. With fewer, each actor has several devices. It is not for parameter servers.
+      rows: rows of one trainer's batch, if `batches` is a dataset.
+      checkpoints: the folder for `job.save(path)`, which all nodes share. Parameter servers need
+        it.
+      env: further variables of the actors. They also get the driver's variables of JAX, XLA and
+        dtrans. A role without a GPU or TPU computes on CPUs.
+      deadline: seconds that any wait for another role, or for resources of the cluster, may take.
+      patience: seconds without a message from another role after which it counts as failed.
 
     Raises:
-      ConfigError: Ray is not installed, options that do not fit, or a plan that actors cannot make
-        again.
-      DeadlineError: no room within the deadline. PeerError: a role failed.
+      ConfigError: Ray is not installed, an option does not fit the plan, or actors cannot rebuild
+        the plan.
+      DeadlineError: the cluster had no free resources within the deadline.
+      PeerError: a role failed.
     """
 
     is_driver, saves = True, False
@@ -148,7 +157,7 @@ class RayJob(Job):
 
     @property
     def nodes(self) -> dict[str, str]:
-        """The node of each role, by its name: Ray's id of it."""
+        """The Ray id of each role's node, by role name."""
         return dict(self._group.node_ids)
 
     # -- the state -------------------------------------------------------------------------------
@@ -166,16 +175,22 @@ class RayJob(Job):
         """Return the state of a checkpoint; each actor reads its part.
 
         Args:
-          path: a folder that all nodes see; relative to `checkpoints` if there is one.
+          path: a folder that all nodes share. A relative path is relative to `checkpoints`, if the
+            job has this folder.
         """
         return self._begin("restore", str(self._path(path)))
 
     def _begin(self, method: str, arg: Any) -> RayState:
-        """Create the state of all actors, and start the servers."""
+        """Create the state of all actors, and start the servers.
+
+        Args:
+          method: the method of `RoleActor` that creates the state.
+          arg: its argument.
+        """
         self._check_open()
         if self._state is not None and self._group.servers:
             raise StateError(
-                f"the servers of this job serve already: make another job for another {method}"
+                "the servers of this job already have a state; make a new job for another state"
             )
         stored = self._ray.put(arg)
         folder = None if self._folder is None else str(self._folder)
@@ -184,7 +199,9 @@ class RayJob(Job):
         return self._newest()
 
     def _newest(self) -> RayState:
-        self._state = RayState(0 if self._state is None else self._state.number + 1)
+        """Return the handle of a new state; earlier handles become invalid."""
+        number = 0 if self._state is None else self._state.number + 1
+        self._state = RayState(number)
         return self._state
 
     def check(self, state: Any) -> None:
@@ -195,17 +212,17 @@ class RayJob(Job):
             )
         if state is not self._state:
             raise StateError(
-                "this state was given to a step already, or another job returned it; give the "
-                "state that the last step returned"
+                "this state was already stepped from, or another job returned it; pass the state "
+                "that the last step returned"
             )
 
     @metered
     def step(self, state: RayState, *batch: Any) -> tuple[Any, ...]:
-        """Run one step of all trainers: (state, loss[, aux]).
+        """Run one step of all trainers; return (state, loss[, aux]).
 
         Raises:
-          BatchError: a batch is passed with `batches`, or none without, or its rows cannot be
-            divided among trainers.
+          BatchError: a batch is passed although the job has `batches`, no batch is passed although
+            it has none, or trainers cannot divide the rows.
           StateError: the state is not the result of the last step.
         """
         self.check(state)
@@ -217,7 +234,7 @@ class RayJob(Job):
         return (self._newest(), *results)
 
     def _put(self, batch: Sequence[Any]) -> Any:
-        """Put the global batch into Ray's store; return None with `batches`."""
+        """Put the global batch into Ray's object store; return None if the job has `batches`."""
         if self._has_batches:
             if batch:
                 raise BatchError(
@@ -257,35 +274,39 @@ class RayJob(Job):
     # -- checkpoints -----------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str], *, tag: str | None = None) -> None:
-        """Save a checkpoint of the newest state: each actor its pieces.
+        """Save a checkpoint of the newest state. Each actor writes its pieces.
 
         Args:
-          path: a folder that all nodes see, one for each checkpoint; relative to `checkpoints` if
-            there is one. With parameter servers it must lie in `checkpoints`.
+          path: a folder for this checkpoint, which all nodes share. A relative path is relative to
+            `checkpoints`, if the job has this folder. With parameter servers, the checkpoint must
+            be directly in `checkpoints`.
           tag: as in `dtrans.checkpoint.save`.
 
         Raises:
-          ConfigError: servers have no folder, or another one.
-          CheckpointError: servers could not write it; the job continues.
+          ConfigError: the path is not in the servers' folder.
+          CheckpointError: servers could not write the checkpoint; the job continues.
         """
         self._check_open()
         if self._state is None:
-            raise StateError("there is nothing to save before job.init(...)")
-        place = self._path(path)
-        if self._group.servers and place.parent != self._folder:
+            raise StateError("the job has no state to save; call job.init(...) first")
+        folder = self._path(path)
+        if self._group.servers and folder.parent != self._folder:
             raise ConfigError(
-                f"servers save in one folder, and {place} is not in it; pass "
-                f"plan.on_ray(checkpoints={str(place.parent)!r})"
+                f"the servers of this job save in {self._folder}, and {folder} is not in this "
+                f"folder; pass plan.on_ray(checkpoints={str(folder.parent)!r})"
             )
-        self._call("save", {n: (str(place), tag) for n in self._group.trainers})
+        self._call("save", dict.fromkeys(self._group.trainers, (str(folder), tag)))
 
     def _path(self, path: str | os.PathLike[str]) -> Path:
-        return (self._folder / path if self._folder is not None else Path(path)).absolute()
+        """Return the absolute path of a checkpoint."""
+        if self._folder is not None:
+            return (self._folder / path).absolute()
+        return Path(path).absolute()
 
-    # -- the rest --------------------------------------------------------------------------------
+    # -- calls, and the end ----------------------------------------------------------------------
 
     def _call(self, method: str, args: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
-        """Call the actors; an error that ended them closes the job."""
+        """Call a method of actors; if an error has ended the actors, close this job."""
         try:
             return self._group.all(method, args)
         finally:
@@ -294,12 +315,12 @@ class RayJob(Job):
 
     def lower(self, state: RayState, *batch: Any) -> NoReturn:
         raise ConfigError(
-            "actors compile the step: plan.on_mesh().lower(...), or plan.simulate().lower(...), "
-            "shows it"
+            "the step is compiled in the actors; call plan.on_mesh().lower(...) or "
+            "plan.simulate().lower(...) instead"
         )
 
     def close(self) -> None:
-        """End the job: trainers tell the servers, and actors and placement groups are removed."""
+        """End the job: close the trainers, wait for the servers, and remove all actors."""
         if self._closed:
             return
         super().close()
@@ -323,7 +344,9 @@ def _check_rows(dataset: Any, rows: int | None) -> None:
     if dataset is not None:
         check_int("rows", rows, "a number of rows of each trainer's batch, which a dataset needs")
     elif rows is not None:
-        raise ConfigError(f"rows={rows} is for a dataset of Ray Data; leave it out")
+        raise ConfigError(
+            f"rows={rows} is for a dataset of Ray Data, which `batches` is not; leave rows out"
+        )
 
 
 def _split_dataset(dataset: Any, group: RayGroup) -> dict[str, Any]:
@@ -333,7 +356,7 @@ def _split_dataset(dataset: Any, group: RayGroup) -> dict[str, Any]:
     if not hasattr(dataset, "streaming_split"):
         raise ConfigError(
             f"batches is a {type(dataset).__name__}, expected a function (trainer, step) -> batch, "
-            "or a dataset of Ray Data; other batches go to job.step(state, *batch)"
+            "or a dataset of Ray Data; pass other batches to job.step(state, *batch)"
         )
     names = group.trainers
     at = values_at(group.node_ids, names)
@@ -342,12 +365,12 @@ def _split_dataset(dataset: Any, group: RayGroup) -> dict[str, Any]:
 
 
 def _shape(plan: Any, processes: int | None) -> tuple[int, int]:
-    """Return the number of trainers' actors, and of devices that each has on CPUs."""
+    """Return the number of actors of trainers, and the number of devices of each on CPUs."""
     if isinstance(plan, PServerPlan):
         if processes is not None:
             raise ConfigError(
-                f"processes={processes}: each trainer of parameter servers is a process; leave it "
-                "out"
+                f"processes={processes} is not for plans with parameter servers, whose trainers "
+                "are separate processes; leave processes out"
             )
         return plan.trainers, 1
     if isinstance(plan, PipelinePlan):
@@ -359,13 +382,18 @@ def _shape(plan: Any, processes: int | None) -> tuple[int, int]:
     if total % count:
         raise ConfigError(
             f"processes={count} does not divide the {total} trainers, ranks or stages of the plan; "
-            f"write a divisor of {total}"
+            f"pass a divisor of {total}"
         )
     return count, total // count * each
 
 
 def _arrays(specs: Sequence[Any], trees: Sequence[Any]) -> list[Any]:
-    """Return the arrays of some trees, as Ray shares them."""
+    """Return the leaves of pytrees as NumPy arrays.
+
+    Args:
+      specs: the structure of each tree.
+      trees: the trees.
+    """
     found: list[Any] = []
     for spec, tree in zip(specs, trees, strict=True):
         found += map(on_host, spec.flatten(tree))
@@ -373,7 +401,7 @@ def _arrays(specs: Sequence[Any], trees: Sequence[Any]) -> list[Any]:
 
 
 def of_each(xs: Sequence[Any]) -> Any:
-    """Merge the results that trainers have of their parts."""
+    """Merge one result of all trainers: the mean of floating-point scalars, else a stack."""
     if not np.ndim(xs[0]) and np.issubdtype(np.asarray(xs[0]).dtype, np.floating):
         return np.mean(xs, dtype=np.asarray(xs[0]).dtype)
     return np.stack([np.asarray(x) for x in xs])

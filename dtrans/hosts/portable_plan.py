@@ -1,11 +1,10 @@
-"""Plans on their way to another process: as the call that made them, which that process makes
-again.
+"""Plans in a form that can be pickled, so that another process can rebuild them.
 
-A jaxpr cannot be pickled: it holds tracebacks, and primitives that are known by identity. Functions
-can, by cloudpickle, as Ray does it. So a plan travels as its recipe (`dtrans.plan.PlanRecipe`): the
-transform, its options, and for each of its two programs the function that was traced, with the
-types of its arguments. The process that makes the plan again compares fingerprints. A function that
-traces to another program there is refused, and not trained.
+A jaxpr cannot be pickled: it refers to tracebacks, and to primitives that JAX compares by identity.
+Ray pickles functions by cloudpickle. So a plan is sent as its recipe (`dtrans.plan.PlanRecipe`):
+the transform, its options, and for each traced program its function and the types of its arguments.
+The other process traces the functions and calls the transform. It raises an error if the
+fingerprint of the new plan differs from the original's.
 """
 
 from __future__ import annotations
@@ -29,44 +28,47 @@ from dtrans.step.trace import TracedFunction
 
 @dataclasses.dataclass(frozen=True)
 class PortableProgram:
-    """A traced program as its function, and the types of its inputs."""
+    """A traced program in a form that can be pickled.
+
+    Attributes:
+      function: the function that was traced.
+      types: the types of the program's inputs.
+    """
 
     function: TracedFunction
     types: tuple[jax.ShapeDtypeStruct, ...]
 
     @classmethod
     def of(cls, program: Program) -> PortableProgram:
-        """Return the function of a program.
+        """Return the portable form of a program.
 
         Raises:
-          ConfigError: the program does not come from `dtrans.trace`.
+          ConfigError: the program is not the result of `dtrans.trace`.
         """
         if not isinstance(program.specializer, TracedFunction):
             raise ConfigError(
-                f"on_ray: actors trace the step again, and program {program.name} keeps no "
-                "function to trace; plan "
-                "with what dtrans.trace(...) returned"
+                f"on_ray: actors trace the step again, but program {program.name} was not "
+                "returned by dtrans.trace(...); make the plan from such programs"
             )
-        weak = lambda t: bool(getattr(t, "weak_type", False))
-        types = (
-            jax.ShapeDtypeStruct(t.shape, t.dtype, weak_type=weak(t))
-            for t in program.inputs.values()
-        )
+        types = []
+        for t in program.inputs.values():
+            weak = bool(getattr(t, "weak_type", False))
+            types.append(jax.ShapeDtypeStruct(t.shape, t.dtype, weak_type=weak))
         return cls(program.specializer, tuple(types))
 
     def traced(self) -> Program:
-        """Return the program, traced in this process."""
+        """Trace the function in this process; return the program."""
         return self.function(self.types)
 
 
 @dataclasses.dataclass(frozen=True)
 class PortablePlan:
-    """A plan as the call that made it, and its fingerprint.
+    """A plan in a form that can be pickled: the call of its transform, and its fingerprint.
 
     Attributes:
-      transform: of the recipe.
-      programs: the programs among its arguments, by name.
-      options: its other arguments.
+      transform: the transform, such as the function behind `dtrans.pserver`.
+      programs: the transform's arguments that are programs, by name.
+      options: the transform's other arguments, by name.
       identity: the parts of the plan's fingerprint.
     """
 
@@ -77,29 +79,31 @@ class PortablePlan:
 
     @classmethod
     def of(cls, plan: Any) -> PortablePlan:
-        """Return a plan as it travels.
+        """Return the portable form of a plan.
 
         Raises:
-          ConfigError: a plan that was derived from another one, or a program that does not come
-            from `dtrans.trace`.
+          ConfigError: the plan was derived from another plan, or a program is not the result of
+            `dtrans.trace`.
         """
         if plan.recipe is None:
             raise ConfigError(
-                f"on_ray: actors make the plan again, and {plan!r} was derived from another plan; "
-                "call the strategy (dtrans.pserver, dtrans.nccl2, dtrans.sharding, "
-                "dtrans.pipeline) with these options instead"
+                f"on_ray: actors rebuild the plan from its strategy's arguments, but {plan!r} was "
+                "derived from another plan; call the strategy (dtrans.pserver, dtrans.nccl2, "
+                "dtrans.sharding, dtrans.pipeline) with these options instead"
             )
-        arguments = plan.recipe.arguments
-        traced = {n: x for n, x in arguments.items() if isinstance(x, Program)}
-        programs = {n: PortableProgram.of(x) for n, x in traced.items()}
-        options = {n: x for n, x in arguments.items() if n not in programs}
+        programs, options = {}, {}
+        for name, x in plan.recipe.arguments.items():
+            if isinstance(x, Program):
+                programs[name] = PortableProgram.of(x)
+            else:
+                options[name] = x
         return cls(plan.recipe.transform, programs, options, plan.identity)
 
     def rebuild(self, **changed: Any) -> Any:
         """Make the plan in this process.
 
         Args:
-          changed: options with other values here, such as the endpoints of servers.
+          changed: options that have other values in this process, such as the servers' endpoints.
 
         Raises:
           PeerError: the plan differs from the original.
@@ -109,25 +113,25 @@ class PortablePlan:
         apart = fingerprint.differences("this process", plan.identity, "the driver", self.identity)
         if apart:
             raise PeerError(
-                f"the plan that this process makes is not the driver's: {'; '.join(apart)}. A "
-                "traced function must not depend on what only the driver has: a global variable, "
-                "a file, another version"
+                f"this process's plan differs from the driver's: {'; '.join(apart)}. A traced "
+                "function must not depend on global variables, files or library versions that "
+                "only the driver has"
             )
         return plan
 
 
 def pickled(value: Any, cloudpickle: Any) -> bytes:
-    """Return a value as bytes, with functions by value and primitives by reference.
+    """Pickle a value: functions by value, JAX primitives by the name of their module variable.
 
-    Functions that a library's function made are pickled with the globals that they read. A
-    primitive among these must be the library's own there too: JAX knows primitives by identity.
+    cloudpickle stores a closure with the globals that it reads, which may include primitives. JAX
+    compares primitives by identity, so the other process must use its library's own objects.
 
     Args:
-      value: to be pickled.
+      value: the value.
       cloudpickle: the module, or Ray's copy of it.
 
     Raises:
-      ConfigError: something in it cannot be pickled.
+      ConfigError: a part of the value cannot be pickled.
     """
 
     class Pickler(cloudpickle.Pickler):
@@ -145,8 +149,7 @@ def pickled(value: Any, cloudpickle: Any) -> bytes:
     except (TypeError, AttributeError, NotImplementedError, pickle.PicklingError) as e:
         raise ConfigError(
             "on_ray: the functions of the step and the init, or their closures, cannot be "
-            f"pickled: {e}. Make what "
-            "cannot in the function itself, or import it from a module"
+            f"pickled: {e}. Create such an object inside the function, or import it from a module"
         ) from e
     return file.getvalue()
 

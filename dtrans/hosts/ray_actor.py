@@ -1,8 +1,8 @@
-"""A role of a job as a Ray actor: the process that the driver of `dtrans.hosts.on_ray` calls.
+"""The Ray actor that runs one role of a job, called by the driver (`dtrans.hosts.on_ray`).
 
-Each actor becomes a process of the job as a launcher would start it: its environment says its role
-(`dtrans.Role.environment`), and `plan.on_cluster()` does the rest. Ray is imported in the actor
-alone. JAX has no devices here before `begin`, which has to connect them first.
+Each actor becomes a process of the job, as if a launcher had started it: it sets the environment
+variables of its role (`dtrans.Role.environment`), and calls `plan.on_cluster()`. Only methods that
+run in an actor import Ray. JAX must not create devices before `begin`, which connects them.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from dtrans.run.distributed.role import Role
 
 
 class RoleProcess:
-    """An actor that is to become a role, or to start the process of one.
+    """Base of actors with a role: chooses endpoints on its node.
 
     Args:
-      name: of the role, `trainer 0`; Ray shows it in front of the actor's output.
+      name: the role's name, `trainer 0`. Ray prints it in front of the actor's output.
     """
 
     def __init__(self, name: str) -> None:
@@ -42,15 +42,15 @@ class RoleProcess:
         return self._name
 
     def where(self) -> tuple[str, str]:
-        """Return the address of this node, and Ray's id of it."""
+        """Return the address and the Ray id of this node."""
         import ray
 
         return ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
 
     def endpoint(self, address: str) -> str:
-        """Return an endpoint at an address of this node, on a port that the system chose.
+        """Return an endpoint at an address of this node, on a port that the system chooses.
 
-        The port stays bound until `release`, so that two roles on one node never get the same.
+        The port stays bound until `release`, so that two roles on one node get different ports.
         """
         is_v6 = ":" in address
         port = socket.socket(socket.AF_INET6 if is_v6 else socket.AF_INET, socket.SOCK_STREAM)
@@ -60,13 +60,16 @@ class RoleProcess:
         return f"{host}:{port.getsockname()[1]}"
 
     def release(self) -> None:
-        """Give the ports back, for the role to bind them."""
+        """Release the ports so that the role can bind them."""
         for port in self._ports:
             port.close()
 
 
 class RoleActor(RoleProcess):
-    """One role of a plan. Calls come one after the other; the last one of a server is `serve`."""
+    """Actor with one role of a plan. Ray runs its calls one by one.
+
+    `begin` is the first call. A server's last call is `serve`, which returns at the end of the job.
+    """
 
     _job: Any = None
     _state: Any = None
@@ -80,21 +83,23 @@ class RoleActor(RoleProcess):
         data: Any,
         options: Mapping[str, Any],
     ) -> str:
-        """Become a role: connect, make the plan, and realise it; return the run
-        (`dtrans.checkpoint.runs`).
+        """Connect to the other roles, rebuild the plan, and create the job of this role.
 
         Args:
           role: the role.
           environment: variables in addition to those of the role, such as the token.
-          pickled: the plan (`dtrans.hosts.portable_plan`), and the function that makes batches.
-          data: a trainer's part of a dataset, if any, and the rows of its batches.
+          pickled: the pickled `PortablePlan`, and the function `batches` or None.
+          data: the trainer's part of a dataset and the rows of a batch; None without a dataset.
           options: `deadline` and `patience`.
+
+        Returns:
+          The id of the run (`dtrans.checkpoint.runs`).
         """
         os.environ.update({**role.environment(), **environment})
         self.release()
         if role.mode == "nccl2":
             connect(role, allow_remote=True, **options)
-            # it may hold arrays: not before JAX is connected
+            # unpickled after `connect`, since it may create arrays, and so devices
             portable, batches = pickle.loads(pickled)
             self._job = portable.rebuild().on_cluster()
         else:
@@ -113,33 +118,39 @@ class RoleActor(RoleProcess):
     # -- the state -------------------------------------------------------------------------------
 
     def init(self, arrays: Sequence[Any]) -> None:
-        """Make the first state, from the arrays of the arguments of `init`."""
+        """Create the first state. `arrays` are the leaves of the arguments of `init`."""
         self._state = self._job.init(*unflatten_all(self._job.plan.startup.args, arrays))
 
     def take(self, arrays: Sequence[Any]) -> None:
-        """Go on from the arrays of one device's parameters and optimizer state."""
+        """Create the state from `arrays`, the leaves of full parameters and optimizer state."""
         self._state = self._job.state_of(*unflatten_all(self._job.plan.main.args[:2], arrays))
 
     def restore(self, path: str) -> None:
-        """Go on from a checkpoint."""
+        """Create the state from a checkpoint."""
         self._state = checkpoint.restore(path, self._job)
 
     def serve(self, method: str, arg: Any, checkpoints: str | None) -> None:
         """Serve until every trainer has closed.
 
         Args:
-          method, arg: the call that makes the state: `init`, `take` or `restore`.
-          checkpoints: the folder of the checkpoints that trainers ask for.
+          method: the method that creates the state: `init`, `take` or `restore`.
+          arg: its argument.
+          checkpoints: the folder for checkpoints that trainers request.
         """
         getattr(self, method)(arg)
-        state, self._state = self._state, None  # blocks are replaced, and may then be freed
+        # without this reference, old blocks are freed when updates replace them
+        state, self._state = self._state, None
         self._job.serve(state, checkpoints=checkpoints)
 
     # -- trainers --------------------------------------------------------------------------------
 
     def step(self, arrays: Sequence[Any] | None) -> Any:
-        """Make a step on this trainer's rows of a global batch, or on its own; return its
-        results."""
+        """Take a step; return its results.
+
+        Args:
+          arrays: the leaves of the global batch; this trainer uses its rows. With None, it uses the
+            next batch of `batches` or of the dataset.
+        """
         if arrays is not None:
             batch = self._job.shard_batch(*unflatten_all(self._job.plan.main.args[2:], arrays))
         else:
@@ -153,18 +164,22 @@ class RoleActor(RoleProcess):
         self._state = getattr(self._job, method)(self._state, **options)
 
     def read(self, what: str, wanted: bool) -> list[Any] | None:
-        """Return the arrays of `params` or `opt_state`. All trainers call it, since some jobs
-        gather them.
+        """Return the leaves of the parameters or of the optimizer state.
+
+        All trainers must call it, because some jobs gather the arrays by collectives.
 
         Args:
-          wanted: the driver reads this trainer's.
+          what: "params" or "opt_state".
+          wanted: False to return None.
         """
         spec = self._job.plan.main.args[("params", "opt_state").index(what)]
         found = getattr(self._job, what)(self._state)
-        return [on_host(x) for x in spec.flatten(found)] if wanted else None
+        if not wanted:
+            return None
+        return list(map(on_host, spec.flatten(found)))
 
     def save(self, path: str, tag: str | None) -> None:
-        """Save this process's pieces of a checkpoint; servers save theirs in their folder."""
+        """Save this process's pieces of a checkpoint, or ask the servers to save theirs."""
         if isinstance(self._job.plan, PServerPlan):
             self._job.save(Path(path).name)
         else:
@@ -176,24 +191,30 @@ class RoleActor(RoleProcess):
 
 
 def on_host(x: Any) -> Any:
-    """Return an array as one that Ray shares without a copy; keys stay arrays of JAX."""
+    """Convert an array to NumPy, which Ray shares without a copy; leave PRNG keys unchanged."""
     if not isinstance(x, jax.Array) or jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return x
     return np.asarray(x)
 
 
 def _checked(batch: Any) -> Sequence[Any]:
+    """Return the batch; raise BatchError unless it is a tuple or list."""
     if not isinstance(batch, (tuple, list)):
         raise BatchError(
-            f"batches(trainer, step) returned {type(batch).__name__}, expected the arguments of "
-            "the step behind its "
-            "state; return a tuple, such as (x,)"
+            f"batches(trainer, step) returned a {type(batch).__name__}, expected a tuple of the "
+            "step's arguments after its state, such as (x,)"
         )
     return batch
 
 
 def _of_dataset(part: Any, rows: int, specs: Sequence[TreeSpec]) -> Iterator[Sequence[Any]]:
-    """Yield the batches of a part of a dataset, epoch after epoch."""
+    """Yield the batches of a part of a dataset, without end: it starts again after the last row.
+
+    Args:
+      part: a shard of a dataset of Ray Data.
+      rows: rows of a batch.
+      specs: the step's arguments after its state. Columns have the names of their leaves.
+    """
     names = [n for spec in specs for n in spec.names]
     while True:
         count = 0
@@ -202,13 +223,13 @@ def _of_dataset(part: Any, rows: int, specs: Sequence[TreeSpec]) -> Iterator[Seq
             yield list(unflatten_all(specs, [_column(columns, n) for n in names]))
         if not count:
             raise BatchError(
-                f"this trainer's part of the dataset has fewer rows than rows={rows}; give a "
-                "larger dataset, or fewer rows"
+                f"this trainer's part of the dataset has fewer than rows={rows} rows; use a larger "
+                "dataset, or fewer rows"
             )
 
 
 def _column(columns: Mapping[str, Any], name: str) -> Any:
-    """Return the column of an argument: under its whole name, or the last part of it."""
+    """Return the column of an argument, by its full name or the last part of its name."""
     short = name.rpartition("/")[2]
     if name not in columns and short not in columns:
         raise BatchError(f"the dataset has no column {name}; it has {', '.join(columns)}")

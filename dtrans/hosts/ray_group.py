@@ -1,12 +1,12 @@
-"""Actors for the roles of a job on a Ray cluster: placement, waits, and the role to blame.
+"""Actors for the roles of a job on a Ray cluster: placement, calls, and errors.
 
-Servers are spread over nodes; trainers are packed or spread. Each role has a bundle, and each of
-the two kinds a placement group, since a group has one strategy. The groups and the actors end with
-this object. Ray ends them if the driver ends first.
+Servers are spread over nodes; trainers are packed or spread. Each role has a bundle of resources.
+Trainers and servers have separate placement groups, because a placement group has one strategy.
+`RayGroup.end` removes the groups and the actors; Ray removes them if the driver ends.
 
-Every wait ends when an actor does. Roles notice each other's end, so the first error may be a
-`PeerError` of a role that is in order. Such an error waits a moment for the failure that caused it,
-as in `dtrans launch`.
+A wait for calls ends with an error when an actor ends. Roles notice each other's failures, so the
+first error may be a `PeerError` of a role that has not failed itself. The driver then waits a few
+seconds for the failure that caused it, as `dtrans launch` does.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from dtrans.run.net import ended_roles
 from dtrans.run.net.net_options import ALLOW_REMOTE
 
 
-BLAME = 5.0  # seconds that an error which names another role waits for that role's own
+BLAME = 5.0  # seconds to wait, after a role's PeerError, for the role that caused it
 # prefixes of the variables that actors get from the driver
 CARRIED = ("JAX_", "XLA_", "TF_CPP_", "DTRANS_")
 ROLE_VARIABLES = (
@@ -59,7 +59,8 @@ ROLE_VARIABLES = (
     "JAX_NUM_PROCESSES",
     "JAX_PROCESS_ID",
 )
-# a driver may have set these by jax.config.update; they change numbers, or where they are computed
+# options that a driver may have set by jax.config.update, and that must be the same in all roles,
+# because they change results or devices
 SETTINGS = (
     "jax_enable_x64",
     "jax_platforms",
@@ -71,11 +72,11 @@ DEVICE_COUNT = "--xla_force_host_platform_device_count"
 
 
 def ray_of(address: str | None) -> Any:
-    """Return Ray, connected.
+    """Return the module `ray`, connected to a cluster.
 
     Args:
-      address: of the cluster, as `ray.init` takes it. By default the cluster that this process is
-        connected to, or that RAY_ADDRESS names, or a new one on this machine.
+      address: the address of the cluster, as for `ray.init`. The default is the cluster to which
+        this process is connected, else the cluster in RAY_ADDRESS, else a new local cluster.
 
     Raises:
       ConfigError: Ray is not installed, or this process is connected to another cluster.
@@ -89,7 +90,7 @@ def ray_of(address: str | None) -> Any:
             ray.init(address=address)
         except (ConnectionError, ValueError) as e:
             raise ConfigError(
-                f"address={address!r} is no Ray cluster that this process reaches: {e}"
+                f"the Ray cluster at address={address!r} cannot be reached: {e}"
             ) from e
     elif address not in (None, "auto", ray.get_runtime_context().gcs_address):
         raise ConfigError(
@@ -101,21 +102,22 @@ def ray_of(address: str | None) -> Any:
 
 
 def driver_environment(bundle: Mapping[str, float], devices: int) -> dict[str, str]:
-    """Return the variables that roles get from this process: those of JAX, XLA and dtrans.
+    """Return this process's variables and options of JAX, XLA and dtrans, as variables of a role.
 
     Args:
-      bundle: the resources of a role.
-      devices: number of its devices if it computes on CPUs.
+      bundle: the resources of the role.
+      devices: number of the role's devices if it computes on CPUs.
     """
-    found = {
-        n: x for n, x in os.environ.items() if n.startswith(CARRIED) and n not in ROLE_VARIABLES
-    }
+    found = {}
+    for name, text in os.environ.items():
+        if name.startswith(CARRIED) and name not in ROLE_VARIABLES:
+            found[name] = text
     for name in SETTINGS:
         value = getattr(jax.config, name)
         if value is not None:
             found[name.upper()] = str(int(value)) if isinstance(value, bool) else str(value)
     flags = [x for x in found.get("XLA_FLAGS", "").split() if not x.startswith(DEVICE_COUNT)]
-    # a driver with virtual devices for on_mesh would give them to each role
+    # a flag of the driver, for virtual devices of its on_mesh, must not apply to the roles
     found |= {"XLA_FLAGS": " ".join(flags), "JAX_NUM_CPU_DEVICES": str(devices)}
     if not has_accelerator(bundle):
         found["JAX_PLATFORMS"] = "cpu"
@@ -123,28 +125,31 @@ def driver_environment(bundle: Mapping[str, float], devices: int) -> dict[str, s
 
 
 def has_accelerator(bundle: Mapping[str, float]) -> bool:
-    """Return True if a role has a GPU or a TPU. Others would take memory on those that Ray gives to
-    trainers."""
+    """Return True if a role's resources include a GPU or TPU."""
     return not bundle.keys().isdisjoint(("GPU", "TPU"))
 
 
 def secret_environment() -> dict[str, str]:
-    """Return the variables that Ray is not given, since its dashboard shows the others."""
+    """Return variables with secrets, which actors get by a call.
+
+    Ray's dashboard shows the variables of `runtime_env`, so the token must not be among them.
+    """
     return {token.VARIABLE: token.job_token() or token.new_token(), ALLOW_REMOTE: "1"}
 
 
 @dataclasses.dataclass(frozen=True)
 class RayPlacement:
-    """Needs of the roles, and the nodes that they may run on.
+    """Resources of the roles, and their distribution over nodes.
 
     Attributes:
-      trainers, pservers: numbers of trainers and of pservers.
-      trainers_on: "PACK" puts trainers on as few nodes as possible, "SPREAD" on different ones.
-      trainer_resources, server_resources: for each of them, as a bundle of a placement group:
-        {"CPU": 1, "GPU": 1}.
+      trainers: number of trainers.
+      pservers: number of pservers.
+      trainers_on: "PACK" puts trainers on as few nodes as possible, "SPREAD" on different nodes.
+      trainer_resources: resources of each trainer, such as {"CPU": 1, "GPU": 1}.
+      server_resources: resources of each pserver.
 
     Raises:
-      ConfigError: another strategy, or resources that are no numbers.
+      ConfigError: `trainers_on` has another value, or an amount is not a positive number.
     """
 
     trainers: int
@@ -158,39 +163,40 @@ class RayPlacement:
             raise ConfigError(f"trainers_on must be 'PACK' or 'SPREAD', it is {self.trainers_on!r}")
         for name in ("trainer_resources", "server_resources"):
             amounts = getattr(self, name)
-            fits = amounts and all(isinstance(x, (int, float)) and x > 0 for x in amounts.values())
-            if not fits:
+            is_amount = lambda x: isinstance(x, (int, float)) and x > 0
+            if not amounts or not all(map(is_amount, amounts.values())):
                 raise ConfigError(
                     f'{name} must have positive amounts, such as {{"CPU": 1}}; it is {amounts!r}'
                 )
 
     @property
     def groups(self) -> tuple[tuple[str, int, Mapping[str, float], str], ...]:
-        """Kind, number, bundle and strategy of both kinds of roles: trainers choose first."""
+        """The kind, number, bundle and strategy of each placement group: the trainers' first."""
         trainers = (TRAINER, self.trainers, self.trainer_resources, self.trainers_on)
-        servers = (PSERVER, self.pservers, self.server_resources, "SPREAD")
-        return (trainers, servers) if self.pservers else (trainers,)
+        if not self.pservers:
+            return (trainers,)
+        return (trainers, (PSERVER, self.pservers, self.server_resources, "SPREAD"))
 
 
 class RayGroup:
-    """The actors of a job. A context manager, or `end` ends them.
+    """The actors of a job. Use it as a context manager, or call `end`.
 
     Args:
       ray: the module, connected.
       actor: the class of the actors (`dtrans.hosts.ray_actor.RoleProcess`).
-      placement: numbers and nodes of the actors.
-      environment: gives the variables of a role's process, from its bundle.
-      deadline: seconds to wait until there is room for all, and their processes have started.
-      options: of Ray's for all actors.
-      grace: seconds that servers get to end by themselves when the trainers have gone: they may
-        save.
+      placement: numbers, resources and distribution of the actors.
+      environment: returns the variables of a role's process, from its resources.
+      deadline: seconds to wait for free resources, and for the start of all processes.
+      options: Ray's options for all actors.
+      grace: seconds that servers have to save their state, after the trainers are killed.
 
     Attributes:
-      actors: by name, `trainer 0`: the trainers, then the servers.
-      nodes, node_ids: name to its node, as messages call it, and as Ray does.
+      actors: the actors by role name, `trainer 0`: the trainers, then the servers.
+      nodes: the node of each role for messages, by role name.
+      node_ids: the Ray id of each role's node, by role name.
 
     Raises:
-      DeadlineError: there is no room, or processes did not start.
+      DeadlineError: the cluster has no free resources, or processes did not start.
     """
 
     def __init__(
@@ -212,19 +218,18 @@ class RayGroup:
         self._started: dict[Any, str] = {}  # calls that return at the end of the job
         self._placement = placement
         limit = time.monotonic() + deadline
-        # it also keeps Ray from giving an actor a process in which JAX was used
+        # A variable that is unique to this job also prevents Ray from reusing a worker process for
+        # an actor, in which JAX may have been used.
         run = {RUN: new_run()}
         try:
             for kind, count, bundle, strategy in placement.groups:
                 self._place(kind, count, bundle, strategy, limit)
             for kind, count, bundle, _ in placement.groups:
-                variables = {**environment(bundle), **run}
-                more = {
-                    "runtime_env": {"env_vars": variables},
+                more: dict[str, Any] = {
+                    "runtime_env": {"env_vars": {**environment(bundle), **run}},
                     "max_restarts": 0,
-                    **(options or {}),
                 }
-                self._start(actor, kind, count, bundle, more)
+                self._start(actor, kind, count, bundle, more | dict(options or {}))
             self._find_nodes(limit)
         except BaseException:
             self.end()
@@ -238,15 +243,14 @@ class RayGroup:
         group = placement_group([dict(bundle)] * count, strategy=strategy)
         self._groups.append(group)
         if not group.wait(max(0.0, limit - time.monotonic())):
-            every, idle = self._ray.cluster_resources(), self._ray.available_resources()
-            has = {n: every.get(n, 0.0) for n in bundle}
-            free = {n: idle.get(n, 0.0) for n in bundle}
+            of_bundle = lambda amounts: {n: amounts.get(n, 0.0) for n in bundle}
+            total = of_bundle(self._ray.cluster_resources())
+            free = of_bundle(self._ray.available_resources())
+            option = "server_resources" if kind == PSERVER else "trainer_resources"
             raise DeadlineError(
-                f"waited {self._deadline:g} s for room for {count} {kind}{'s' * (count > 1)} with "
-                f"{dict(bundle)} each; "
-                f"the Ray cluster has {has}, and {free} are free; add nodes, or let roles have "
-                "less, as "
-                f'{"server" if kind == PSERVER else kind}_resources={{"CPU": 0.5}}'
+                f"waited {self._deadline:g} s for resources of the Ray cluster: {count} "
+                f"{kind}{'s' * (count > 1)} need {dict(bundle)} each, the cluster has {total}, and "
+                f'{free} are free; add nodes, or reduce {option}, to {{"CPU": 0.5}} for example'
             )
 
     def _start(
@@ -272,7 +276,7 @@ class RayGroup:
                 ),
                 **more,
             }
-            # small arguments only: Ray keeps those of a creation as long as the actor (ray#53727)
+            # the arguments are small, because Ray stores them as long as the actor (ray#53727)
             self.actors[f"{kind} {k}"] = (
                 self._ray.remote(actor).options(**options).remote(f"{kind} {k}")
             )
@@ -283,17 +287,17 @@ class RayGroup:
             self._addresses[name], self.node_ids[name] = address, node
 
     def roles(self) -> dict[str, Role]:
-        """Return the role of each actor, with endpoints that the actors ask their nodes for."""
+        """Return the role of each actor, by name, with endpoints on free ports of its node."""
         placed = self._placement
-        binds = self.servers or self.trainers
-        endpoints = [*self.all("endpoint", {n: (self._addresses[n],) for n in binds}).values()]
-        roles = (
-            roles_of(placed.trainers, endpoints) if placed.pservers else trainer_roles(endpoints)
-        )
+        names = self.servers or self.trainers
+        endpoints = [*self.all("endpoint", {n: (self._addresses[n],) for n in names}).values()]
+        roles = trainer_roles(endpoints)
+        if placed.pservers:
+            roles = roles_of(placed.trainers, endpoints)
         return {role.name: role for role in roles}
 
     def another_endpoint(self, name: str) -> str:
-        """Return one more endpoint of an actor, on a port that its node chooses."""
+        """Return one more endpoint on an actor's node, at a free port."""
         return str(self.all("endpoint", {name: (self._addresses[name],)})[name])
 
     @property
@@ -315,20 +319,22 @@ class RayGroup:
         *,
         limit: float | None = None,
     ) -> dict[str, Any]:
-        """Call a method of some actors, and wait for all.
+        """Call a method of several actors, and wait for all results.
 
         Args:
-          method: its name.
-          args: name of an actor to its arguments; all actors without arguments by default.
-          limit: when to give up, by the monotonic clock.
+          method: the name of the method.
+          args: the method's arguments, by the names of the actors to call. By default all actors
+            are called without arguments.
+          limit: end of the wait, in seconds of the monotonic clock; None to wait without end.
 
         Returns:
           The result of each actor, by name.
 
         Raises:
-          PeerError: an actor or its node has gone, or the method failed by an error that is none of
-            dtrans's.
-          DtransError: the error of the method. DeadlineError: the limit has passed.
+          PeerError: an actor or its node has ended, or the method raised an error of another
+            library.
+          DtransError: the method's own error.
+          DeadlineError: the limit has passed.
         """
         args = dict.fromkeys(self.actors, ()) if args is None else args
         calls = {getattr(self.actors[n], method).remote(*x): n for n, x in args.items()}
@@ -336,7 +342,12 @@ class RayGroup:
         return subset(found, args)
 
     def start(self, method: str, args: Mapping[str, Sequence[Any]]) -> None:
-        """Call a method of some actors that lasts until the job ends; waits raise its error."""
+        """Call a method that runs until the job ends. Later waits raise its error.
+
+        Args:
+          method: the name of the method.
+          args: its arguments, by the names of the actors to call.
+        """
         for name, arguments in args.items():
             self._started[getattr(self.actors[name], method).remote(*arguments)] = name
 
@@ -345,7 +356,12 @@ class RayGroup:
         self._collect(dict(self._started), None)
 
     def _collect(self, calls: Mapping[Any, str], limit: float | None) -> dict[str, Any]:
-        """Return the results of calls; an error of any call ends all actors."""
+        """Wait for calls; return their results by actor. An error of any call ends all actors.
+
+        Args:
+          calls: the actor's name of each call.
+          limit: end of the wait, in seconds of the monotonic clock; None to wait without end.
+        """
         found: dict[str, Any] = {}
         waiting = {**calls, **self._started}
         while len(found) < len(calls):
@@ -354,8 +370,8 @@ class RayGroup:
             if not done:
                 names = ", ".join(n for ref, n in waiting.items() if ref in calls)
                 raise DeadlineError(
-                    f"waited {self._deadline:g} s, and the processes of {names} have not started; "
-                    "give a longer deadline"
+                    f"the processes of {names} did not start within {self._deadline:g} s; set a "
+                    "longer deadline"
                 )
             (ref,) = done
             name = waiting.pop(ref)
@@ -363,27 +379,33 @@ class RayGroup:
             failure = self._failure_of(ref, name)
             if failure is not None:
                 error = self._to_blame(failure, waiting)
-                if not isinstance(error, CheckpointError):  # a job continues after it
-                    self.end()
+                if not isinstance(error, CheckpointError):
+                    self.end()  # after a failed save, the job continues
                 raise error from failure.cause
             if ref in calls:
                 found[name] = self._ray.get(ref)
         return found
 
     def _failure_of(self, ref: Any, name: str) -> RoleFailure | None:
-        """Return the failure of a call that has ended, if it failed."""
+        """Return the failure of a call that has ended; None if it returned a result."""
         from ray.exceptions import RayError, RayTaskError
 
+        node = self.nodes.get(name, "its node")
         try:
             self._ray.get(ref)
         except RayTaskError as e:
-            return RoleFailure(name, self.nodes.get(name, "its node"), e.cause, has_gone=False)
+            return RoleFailure(name, node, e.cause, has_gone=False)
         except RayError as e:
-            return RoleFailure(name, self.nodes.get(name, "its node"), e, has_gone=True)
+            return RoleFailure(name, node, e, has_gone=True)
         return None
 
     def _to_blame(self, first: RoleFailure, waiting: dict[Any, str]) -> Exception:
-        """Return the first error, unless it names a role that fails a moment later."""
+        """Return the first error; if another role caused it, wait for that role's error instead.
+
+        Args:
+          first: the first failure.
+          waiting: the calls that have not ended.
+        """
         limit, failures = time.monotonic() + BLAME, [first]
         while waiting and all(x.is_by_peer for x in failures):
             done, _ = self._ray.wait(
@@ -392,15 +414,16 @@ class RayGroup:
             if not done:
                 break
             other = self._failure_of(done[0], waiting.pop(done[0]))
-            failures += [] if other is None else [other]
+            if other is not None:
+                failures.append(other)
         return min(failures, key=lambda x: x.is_by_peer).error()
 
     # -- the end ---------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """End all actors, and give back their room."""
-        if not self._ray.is_initialized():  # Ray ends actors with the driver's connection
-            return
+        """Kill all actors, and remove their placement groups."""
+        if not self._ray.is_initialized():
+            return  # Ray has ended the actors with the driver's connection
         from ray.util.placement_group import remove_placement_group
 
         for name in self.trainers:
@@ -422,15 +445,20 @@ class RayGroup:
         self.end()
 
 
+def one_line(error: Exception) -> str:
+    """Return the text of an error of Ray on one line, without the indented lines of its details."""
+    return " ".join(x for x in str(error).splitlines() if x and not x.startswith("\t"))
+
+
 @dataclasses.dataclass(frozen=True)
 class RoleFailure:
     """Failure of an actor.
 
     Attributes:
-      name: of the role.
-      node: where it was.
-      cause: the error of its method, or Ray's error about its end.
-      has_gone: its process has ended.
+      name: the name of the role.
+      node: the name of its node.
+      cause: the error of its method, or Ray's error about the end of its process.
+      has_gone: True if its process has ended.
     """
 
     name: str
@@ -440,7 +468,7 @@ class RoleFailure:
 
     @property
     def is_by_peer(self) -> bool:
-        """Return True if another role may be the cause."""
+        """Return True if the error was caused by the failure of another role."""
         return not self.has_gone and (
             isinstance(self.cause, PeerError) or is_by_peer(str(self.cause))
         )
@@ -449,8 +477,8 @@ class RoleFailure:
         """Return the error to raise in the driver."""
         who = f"{self.name} on {self.node}"
         if self.has_gone:
-            said = " ".join(x for x in str(self.cause).splitlines() if x and not x.startswith("\t"))
-            return PeerError(f"{who} has gone, and the other roles were ended; Ray says: {said}")
+            reason = one_line(self.cause)
+            return PeerError(f"{who} was lost, and the other roles were ended; Ray says: {reason}")
         if isinstance(self.cause, DtransError):
             return type(self.cause)(f"{who}: {self.cause}")
         return PeerError(

@@ -1,12 +1,11 @@
-"""Launching on a Ray cluster: `dtrans launch --on ray`.
+"""Launch of a job on a Ray cluster: `dtrans launch --on ray`.
 
-The launcher is `dtrans.run.distributed.launcher`; `OnRay` says where its roles run. Each role has
-an actor, as in `plan.on_ray()`, and the actor starts the role's process on its node: the same
-script, with the same variables, as on one host. Lines that the process prints come back as they are
-printed.
+`dtrans.run.distributed.launcher` runs the job, and `OnRay` is its `Site`. Each role has an actor,
+which starts the role's process on its node: the same script with the same variables as on one host.
+The actor streams the process's output to the launcher, line by line.
 
-Ray ends an actor with the driver. `dtrans.run.distributed.orphan_guard`, on the node, ends a
-process with its actor.
+Ray ends an actor when the driver ends. A process ends with its actor, by the
+`dtrans.run.distributed.orphan_guard` on the node.
 """
 
 from __future__ import annotations
@@ -23,8 +22,9 @@ from queue import SimpleQueue
 from typing import Any
 
 from dtrans.errors import ConfigError, LaunchError
+from dtrans.hosts.connection import carried_variables
 from dtrans.hosts.ray_actor import RoleProcess
-from dtrans.hosts.ray_group import RayGroup, RayPlacement, has_accelerator, ray_of
+from dtrans.hosts.ray_group import RayGroup, RayPlacement, has_accelerator, one_line, ray_of
 from dtrans.run.distributed.child_process import TAIL, Child, Emit, Guard
 from dtrans.run.distributed.launcher import Site, launch
 from dtrans.run.distributed.role import Role
@@ -33,8 +33,9 @@ from dtrans.run.net.net_options import ALLOW_REMOTE
 from dtrans.run.net.sockets import DEADLINE
 
 
-LOST = 255  # the exit code of a role whose actor has gone
-LINES = 1000  # of output that come at once, at most
+LOST = 255  # the exit code of a role whose actor has ended
+LINES = 1000  # lines of output in one message of an actor, at most
+# prefixes of the variables that roles get from this process
 CARRIED = ("DTRANS_", "JAX_", "XLA_", "TF_", "NCCL_", "GLOO_", "TPU_", "LIBTPU_", "PYTHON")
 
 
@@ -50,19 +51,19 @@ def launch_on_ray(
     """Run one command as every role of a job, on a Ray cluster, and wait until all have ended.
 
     Args:
-      command: program and arguments. This process's Python stands for that of each node, and the
-        working directory for the one of the same path there.
+      command: program and arguments. If the program is this process's Python, each node runs its
+        own interpreter instead. The working directory must be at the same path on all nodes.
       address, trainers_on, trainer_resources, server_resources: as in `plan.on_ray`.
       **options: options of `dtrans.run.distributed.launcher.launch`.
 
     Raises:
-      LaunchError: a role failed, or its node has gone. DeadlineError: the cluster has no room.
-      ConfigError: Ray is not installed, or options that do not fit.
+      LaunchError: a role failed, or its node was lost.
+      DeadlineError: the cluster has no free resources.
+      ConfigError: Ray is not installed, or an option has an invalid value.
     """
     if options.get("restarts"):
         raise ConfigError(
-            f"restarts={options['restarts']} is for roles on this host or on hosts=; leave it out "
-            "on Ray"
+            f"restarts={options['restarts']} is not for jobs on Ray; leave restarts out"
         )
     one = {"CPU": 1.0}
     placement = RayPlacement(1, 0, trainers_on, trainer_resources or one, server_resources or one)
@@ -71,13 +72,14 @@ def launch_on_ray(
 
 
 def resources(option: str, text: str) -> dict[str, float]:
-    """Return the resources of a role, from text such as `CPU=4,GPU=1`.
+    """Parse the resources of a role: `CPU=4,GPU=1`.
 
     Args:
-      option: of the text, for an error.
+      option: the name of the command line's option, for the error.
+      text: its value.
 
     Raises:
-      ConfigError: the text is no such list.
+      ConfigError: the text is not a list of resources.
     """
     found = {}
     for item in text.split(","):
@@ -86,24 +88,24 @@ def resources(option: str, text: str) -> dict[str, float]:
             found[name] = float(amount)
         except ValueError as e:
             raise ConfigError(
-                f"{option} {text} is no list of resources: write it as CPU=4,GPU=1"
+                f"{option} {text} is not a list of resources; write it as CPU=4,GPU=1"
             ) from e
     return found
 
 
 class ScriptActor(RoleProcess):
-    """Actor that starts a role as a process; `signal` and `tell_ended` come while it runs."""
+    """Actor that runs a role as a process. `signal` and `tell_ended` are called during `run`."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self._events: SimpleQueue[Any] = SimpleQueue()
 
     def signal(self, signum: int) -> None:
-        """Send a signal to the process and to all that it started."""
+        """Send a signal to the process and to its child processes."""
         self._events.put(signum)
 
     def tell_ended(self, role: str, how: str) -> None:
-        """Tell the process that another role has ended."""
+        """Inform the process that another role has ended."""
         self._events.put((role, how))
 
     def run(
@@ -114,12 +116,11 @@ class ScriptActor(RoleProcess):
         Args:
           command: program and arguments.
           environment: variables in addition to those of this node.
-          directory: to work in.
-          python: the driver's interpreter, for which the node's stands in.
+          directory: the working directory.
+          python: the driver's interpreter. If it is the program, the node's interpreter runs.
 
         Yields:
-          Lists of lines, each with its stream; at the end the exit status, as `subprocess` gives
-          it.
+          Lists of [stream, line]; at the end the exit status in the form of `subprocess`.
 
         Raises:
           LaunchError: the process cannot be started.
@@ -144,11 +145,14 @@ class ScriptActor(RoleProcess):
             child.begin()
             event: Any = None
             while event is not child:
+                # collect the lines that are in the queue, up to another event or LINES
                 lines = []
                 event = events.get()
                 while isinstance(event, list):
                     lines.append(event)
-                    event = _next(events) if len(lines) < LINES else None
+                    event = None
+                    if len(lines) < LINES:
+                        event = _next(events)
                 if isinstance(event, int):
                     child.signal(event)
                 elif isinstance(event, tuple):
@@ -157,13 +161,17 @@ class ScriptActor(RoleProcess):
                     yield lines
             child.reap()
             guard.remove(child)
-        rest = list(iter(lambda: _next(events), None))
-        yield [event for event in rest if isinstance(event, list)]
+        # lines that arrived before the output streams were closed
+        rest = []
+        while (event := _next(events)) is not None:
+            if isinstance(event, list):
+                rest.append(event)
+        yield rest
         yield child.returncode
 
 
 def _next(events: SimpleQueue[Any]) -> Any:
-    """Return the next event, or None where there is none yet."""
+    """Return the next event; None if the queue is empty."""
     try:
         return events.get_nowait()
     except queue.Empty:
@@ -171,16 +179,15 @@ def _next(events: SimpleQueue[Any]) -> Any:
 
 
 class RayChild(Child):
-    """A role on a node of a Ray cluster, in the launcher.
+    """The launcher's side of a role on a node of a Ray cluster.
 
     Args:
-      role: its role.
-      node: its node, as in messages.
+      role: the role.
+      node: the name of its node in messages.
       actor: its `ScriptActor`.
       order: the arguments of `ScriptActor.run`.
       ray: the module.
-      events: gets this object when the role has ended.
-      emit: called with a stream and a line.
+      events, emit: as for `Child`.
     """
 
     def __init__(
@@ -201,16 +208,16 @@ class RayChild(Child):
         self._lost = ""
 
     def begin(self) -> None:
-        """Let the role begin."""
+        """Start the role's process, and a thread that reads its output."""
         lines = self._actor.run.options(num_returns="streaming").remote(*self._order)
         self._reader = self._thread(self._follow, lines)
 
-    def _follow(self, happenings: Any) -> None:
-        """Pass on the lines that the actor yields, until the role has ended."""
+    def _follow(self, results: Any) -> None:
+        """Emit the lines that the actor yields, until the role has ended."""
         from ray.exceptions import RayError, RayTaskError
 
         try:
-            for ref in happenings:
+            for ref in results:
                 found = self._ray.get(ref)
                 if isinstance(found, int):
                     self._status = found
@@ -220,13 +227,12 @@ class RayChild(Child):
         except RayTaskError as e:
             self._lost = str(e.cause)
         except RayError as e:
-            said = " ".join(x for x in str(e).splitlines() if x and not x.startswith("\t"))
-            self._lost = f"the loss of its actor; Ray says: {said}"
+            self._lost = f"the loss of its actor; Ray says: {one_line(e)}"
         self._events.put(self)
 
     @property
     def pid(self) -> int:
-        """0: the role is no process of this host."""
+        """0, because the role is not a process of this host."""
         return 0
 
     @property
@@ -235,31 +241,33 @@ class RayChild(Child):
         return LOST if self._status is None else self._status
 
     def how(self) -> str:
-        """Return how an ended role failed, for messages: the words after `failed with`."""
-        return super().how() if self._status is not None else self._lost
+        """Return the cause of the role's failure, as the words after `failed with` in messages."""
+        if self._status is None:
+            return self._lost
+        return super().how()
 
     def signal(self, signum: int) -> None:
-        """Send a signal to the role's processes; a kill ends the actor, and the role with it."""
+        """Send a signal to the role's processes. SIGKILL kills the actor, which ends the role."""
         if signum == signal.SIGKILL:
             self._ray.kill(self._actor)
         else:
             self._actor.signal.remote(signum)
 
     def tell_ended(self, role: str, how: str) -> None:
-        """Tell this role that another has ended."""
+        """Inform this role that another role has ended."""
         self._actor.tell_ended.remote(role, how)
 
     def reap(self) -> None:
-        """Wait until the last line has been passed on."""
+        """Wait until the last line of the role has been emitted."""
         self._reader.join()
 
 
 class OnRay(Site):
-    """Roles of a job on the nodes of a Ray cluster. A context manager, which gives the nodes back.
+    """The nodes of a Ray cluster on which the roles of a job run. At its exit, it ends all actors.
 
     Args:
       ray: the module, connected.
-      placement: where roles may run; the launcher says how many there are.
+      placement: resources and distribution of the roles. Its numbers of roles are not used.
     """
 
     def __init__(self, ray: Any, placement: RayPlacement) -> None:
@@ -267,10 +275,10 @@ class OnRay(Site):
         self._group: RayGroup | None = None
 
     def roles(self, mode: str, trainers: int, pservers: int) -> tuple[Role, ...]:
-        """Return every role of the job, with endpoints on the nodes where they run."""
+        """Start an actor for every role of the job; return the roles, with endpoints."""
         servers = 0 if mode == "nccl2" else pservers
         placement = dataclasses.replace(self._placement, trainers=trainers, pservers=servers)
-        options = {"max_concurrency": 2}
+        options = {"max_concurrency": 2}  # `signal` and `tell_ended` run during `run`
         self._group = RayGroup(
             self._ray, ScriptActor, placement, lambda bundle: {}, DEADLINE, options
         )
@@ -283,15 +291,19 @@ class OnRay(Site):
         return self._group.another_endpoint(roles[0].name)
 
     def variables(self, role: Role) -> dict[str, str]:
-        """Return the variables with which roles connect over the network.
+        """Return variables that allow connections to other nodes, and disable unassigned devices.
 
-        Ray itself sets the variables of a role's GPUs.
+        Ray itself sets the variables that select a role's GPUs.
         """
-        placed = self._placement
-        bundle = placed.trainer_resources if role.is_trainer else placed.server_resources
+        bundle = self._placement.server_resources
+        if role.is_trainer:
+            bundle = self._placement.trainer_resources
         found = {ALLOW_REMOTE: "1"}
-        found |= {} if has_accelerator(bundle) else {"JAX_PLATFORMS": "cpu"}
-        return found | {"JAX_ENABLE_PREEMPTION_SERVICE": "0"} if role.mode == "nccl2" else found
+        if not has_accelerator(bundle):
+            found["JAX_PLATFORMS"] = "cpu"
+        if role.mode == "nccl2":
+            found["JAX_ENABLE_PREEMPTION_SERVICE"] = "0"
+        return found
 
     def start(
         self,
@@ -303,12 +315,9 @@ class OnRay(Site):
         *,
         inherit_stdout: bool,
     ) -> Child:
-        """Return a role that its actor will start."""
+        """Return a role, which its actor starts at `begin`."""
         assert self._group is not None
-        carried = {k: v for k, v in env.items() if os.environ.get(k) != v or k.startswith(CARRIED)}
-        path = [os.path.abspath(p) for p in env.get("PYTHONPATH", "").split(os.pathsep) if p]
-        carried |= {"PYTHONPATH": os.pathsep.join(path)} if path else {}
-        order = (command, carried, os.getcwd(), sys.executable)
+        order = (command, carried_variables(env, CARRIED), os.getcwd(), sys.executable)
         name = role.name
         return RayChild(
             role, self._group.nodes[name], self._group.actors[name], order, self._ray, events, emit

@@ -1,17 +1,18 @@
 """Agent of the launcher on another host: checks the host, or runs one role there.
 
-    RSH HOST PYTHON -m dtrans.hosts.remote_agent       checks; it imports dtrans, as a role will
-    RSH HOST PYTHON -I -S hosts/remote_agent.py        runs a role; it does not load JAX
+    RSH HOST PYTHON -m dtrans.hosts.remote_agent       checks the host; it imports dtrans and JAX
+    RSH HOST PYTHON -I -S hosts/remote_agent.py        runs a role; it does not import JAX
 
-The first line of its standard input is an order as JSON. It has the environment of a role with the
-job's secret, which must not be in argv. Each further line is a message: a signal for the role, the
-end of another role, or an empty heartbeat of the launcher. Notes of the agent are lines with the
-order's mark, on standard error (standard output for a check). All other lines are the role's.
+The first line of the agent's standard input is an *order* in JSON. An order for a role has its
+environment, including the job's token, which must not be in argv. Each further line is a message: a
+signal for the role, the end of another role, or an empty heartbeat of the launcher. Lines that the
+agent itself writes begin with the order's `mark`; all other lines are output of the role. The agent
+writes to standard error, or to standard output when it checks a host.
 
-One invariant: the role ends with the agent, and the agent with its standard input. Its end, or a
-long silence, means that the launcher was killed or the connection is lost. Then the role gets
-SIGTERM, and SIGKILL after a grace period. An agent that is killed leaves its role to
-`dtrans.run.distributed.orphan_guard`.
+One invariant: the role ends with the agent, and the agent ends with its standard input. If standard
+input closes, or no message arrives for a minute, the launcher was killed or the connection is lost.
+Then the role gets SIGTERM, and SIGKILL after a grace period. If the agent is killed,
+`dtrans.run.distributed.orphan_guard` kills the role.
 
 Read `dtrans.hosts.remote_child` next, which sends the orders.
 """
@@ -41,16 +42,17 @@ if TYPE_CHECKING:
 
 
 GRACE = 5.0  # seconds between SIGTERM and SIGKILL
+# packages whose __init__ is skipped, because it imports JAX
 WITHOUT_INIT = ("dtrans", "dtrans.run", "dtrans.run.net", "dtrans.run.distributed")
 
 
 def main() -> None:
     """Carry out the order on standard input."""
-    # unbuffered, since a thread may wait in it at exit
+    # unbuffered, since Python would wait at exit for a thread that reads a buffered file
     stdin = open(0, "rb", buffering=0, closefd=False)  # noqa: SIM115
     line = stdin.readline()
     if not line:
-        sys.exit(1)  # the launcher is gone
+        sys.exit(1)  # the launcher has ended
     order = json.loads(line)
     if "ports" in order:
         print(order["mark"] + json.dumps(look(order)), flush=True)
@@ -59,28 +61,27 @@ def main() -> None:
         start(order, stdin)
 
 
-# -- looking ---------------------------------------------------------------------------------------
+# -- checks ----------------------------------------------------------------------------------------
 
 
 def look(order: dict[str, Any]) -> dict[str, Any]:
-    """Return the facts that a launcher needs about this host.
+    """Return the facts about this host that `host_check` needs.
 
     Args:
-      order: `address` or `name`, where others reach this host; `ports`, the number of them to
-        choose; the working `directory` and the `script`.
+      order: `address` and `name`, to which other hosts connect (`name` if `address` is empty);
+        `ports`, the number of free ports to choose; and the paths `directory` and `script`.
     """
     found: dict[str, Any] = {
         "versions": versions(),
-        "cores": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
+        "cores": os.cpu_count(),
         "agent": os.path.abspath(__file__),
-        "missing": [
-            path
-            for path in (order["directory"], order["script"])
-            if path and not os.path.exists(path)
-        ],
+        "missing": [],
     }
+    if hasattr(os, "sched_getaffinity"):
+        found["cores"] = len(os.sched_getaffinity(0))
+    for path in (order["directory"], order["script"]):
+        if path and not os.path.exists(path):
+            found["missing"].append(path)
     address = order["address"] or _local_address(order["name"])
     found["address"] = address
     try:
@@ -91,7 +92,7 @@ def look(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that all hosts of a job have in common."""
+    """Return the versions of Python and libraries that must be the same on all hosts of a job."""
     import jax
 
     import dtrans
@@ -102,21 +103,23 @@ def versions() -> dict[str, str]:
 
 
 def _local_address(name: str) -> str:
-    """Return the address that others connect to; an empty string if unknown.
+    """Return this host's address for other hosts; an empty string if unknown.
 
-    It is the resolved name, or the address that ssh has connected to. On Debian a host resolves its
-    name to 127.0.1.1, so loopback addresses come last.
+    It is the address to which `name` resolves here, else the address to which ssh connected. On
+    Debian a host resolves its own name to 127.0.1.1, so a loopback address is the last choice.
     """
     candidates = []
     with contextlib.suppress(OSError):
         candidates.append(str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0]))
     candidates += os.environ.get("SSH_CONNECTION", "").split()[2:3]
-    outside = [c for c in candidates if not c.startswith("127.") and c != "::1"]
-    return next(iter(outside + candidates), "")
+    for address in candidates:
+        if not address.startswith("127.") and address != "::1":
+            return address
+    return next(iter(candidates), "")
 
 
 def _free_ports(address: str, count: int) -> list[int]:
-    """Return ports without a listener. All are bound at once, so that they differ."""
+    """Return different free ports. All are bound at the same time, so that they differ."""
     with contextlib.ExitStack() as stack:
         sockets = []
         found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
@@ -131,7 +134,13 @@ def _free_ports(address: str, count: int) -> list[int]:
 
 
 def start(order: dict[str, Any], stdin: IO[bytes]) -> None:
-    """Start the role of an order, and return when it has ended."""
+    """Run the role of an order; return when it has ended.
+
+    Args:
+      order: the `role`, its `command`, `environment` and working `directory`; `silence`, seconds
+        without a message after which the launcher counts as lost; and the `mark`.
+      stdin: the standard input, with further messages.
+    """
     from dtrans.errors import LaunchError
     from dtrans.run.distributed.child_process import Child, Guard
     from dtrans.run.net.ended_roles import EndedRoles
@@ -139,7 +148,7 @@ def start(order: dict[str, Any], stdin: IO[bytes]) -> None:
     writing = threading.Lock()
 
     def write(stream: str, line: str) -> None:
-        # a launcher that does not read any more is noticed by the end of standard input
+        # if the launcher has ended, the error is ignored: the end of standard input reports it
         with writing, contextlib.suppress(OSError):
             os.write(1 if stream == "stdout" else 2, f"{line}\n".encode())
 
@@ -164,20 +173,31 @@ def start(order: dict[str, Any], stdin: IO[bytes]) -> None:
         is_lost = _attend(child, events, ended, order["silence"])
         child.reap()
         guard.remove(child)
-    # after a loss the agent has ended the role, which the launcher must not count as the role's end
+    # If the launcher was lost, the agent itself has ended the role. A note of this end would hide
+    # the loss of the connection from the launcher.
     if not is_lost:
         note(ended=child.returncode)
 
 
 def _listen(stdin: IO[bytes], events: SimpleQueue[Any]) -> None:
-    """Put each message into the queue, and None at their end."""
+    """Put each message into the queue, and None when standard input closes."""
     for line in stdin:
         events.put(json.loads(line))
     events.put(None)
 
 
 def _attend(child: Child, events: SimpleQueue[Any], ended: EndedRoles, silence: float) -> bool:
-    """Carry out messages until the role has ended. Return True if the launcher was lost before."""
+    """Carry out messages until the role has ended; end the role if the launcher is lost.
+
+    Args:
+      child: the role.
+      events: messages of the launcher, None at their end, and `child` when the role has ended.
+      ended: the folder in which the role reads which other roles have ended.
+      silence: seconds without a message after which the launcher counts as lost.
+
+    Returns:
+      True if the launcher was lost before the role ended.
+    """
     limit = time.monotonic() + silence
     ending = False
     while True:
@@ -187,7 +207,8 @@ def _attend(child: Child, events: SimpleQueue[Any], ended: EndedRoles, silence: 
             event = None
         if event is child:
             return ending
-        if event is None:  # the launcher is gone, or the role has had its grace period
+        if event is None:
+            # the first time the launcher is lost, afterwards the grace period has passed
             child.signal(signal.SIGKILL if ending else signal.SIGTERM)
             limit, ending = time.monotonic() + GRACE, True
             continue
@@ -200,7 +221,7 @@ def _attend(child: Child, events: SimpleQueue[Any], ended: EndedRoles, silence: 
 
 
 def _skip_init() -> None:
-    """Make modules importable without running their packages' `__init__`, which loads JAX."""
+    """Make modules importable without running the `__init__` of their packages, which import JAX."""
     root = Path(__file__).resolve().parents[2]
     for name in WITHOUT_INIT:
         package = types.ModuleType(name)

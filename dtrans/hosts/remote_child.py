@@ -1,10 +1,12 @@
-"""Role on another host: a child process here, which is the connection to its agent there.
+"""The launcher's side of a role on another host.
 
-    launcher  <- this process: `ssh HOST python hosts/remote_agent.py` ->  agent  ->  role
+The child process here is the connection to the agent there (`dtrans.hosts.remote_agent`):
 
-Signals for the child go to the agent as lines of JSON. The agent's notes about the role come back
-on standard error. If the connection ends without a note of the role's end, the host or the network
-has failed.
+    launcher  <-  child: `ssh HOST python hosts/remote_agent.py`  ->  agent  ->  role
+
+The launcher sends signals for the role to the agent, as lines of JSON. The agent reports the start
+and the end of the role on standard error. If the connection ends before it has reported the end,
+the host or the network has failed.
 """
 
 from __future__ import annotations
@@ -26,29 +28,30 @@ if TYPE_CHECKING:
     from dtrans.run.distributed.role import Role
 
 
-START = 60.0  # seconds for an agent to say that it has started its role
+START = 60.0  # seconds until an agent must report the start of its role
 BEAT = 5.0  # seconds between two heartbeats of the launcher
-SILENCE = 60.0  # seconds without one, after which an agent ends its role
-LAST_WORDS = 2.0  # seconds for an agent to kill its role before the connection is cut
-LOST = 255  # the exit code of a role whose connection was lost: that of ssh
+SILENCE = 60.0  # seconds without a heartbeat after which an agent ends its role
+LAST_WORDS = 2.0  # seconds that an agent has to kill its role before the connection is closed
+LOST = 255  # the exit code of a role whose connection was lost; ssh uses the same
 
 
 class RemoteChild(Child):
-    """A role on another host, in the launcher.
+    """A role on another host.
 
     Args:
-      role: its role.
+      role: the role.
       host: the name of its host.
-      connection: the command that runs the agent there.
-      order: for the agent: the role's command, environment and working directory.
+      connection: the command that runs the agent on the host.
+      order: the agent's order: the role's command, environment and working directory.
+      events, emit, inherit_stdout: as for `Child`.
       running: called with this object when the role has started.
 
     Attributes:
-      remote_pid: the role's process there; None until it has started.
-      settled: set when the role has started, or will not.
+      remote_pid: the process id of the role on its host; None until it has started.
+      settled: set when the role has started, or has failed to start.
     """
 
-    gate = ()  # the agent starts nothing before it has its order
+    gate = ()  # no gate is needed, since the agent waits for its order
 
     def __init__(
         self,
@@ -79,7 +82,7 @@ class RemoteChild(Child):
         self._thread(self._attend)
 
     def begin(self) -> None:
-        """Give the agent its order."""
+        """Send the agent its order."""
         self._say(self._order)
 
     @property
@@ -90,13 +93,13 @@ class RemoteChild(Child):
     def is_host_lost(self, *, was_reached: bool) -> bool:
         """Return True if the connection to the host ended before the role did.
 
-        A host that was never reached is an error of the user, not a lost one.
+        A host that was never reached counts as an error of the user, not as a lost host.
         """
         is_reached = was_reached or self.remote_pid is not None
         return self._ended is None and not self._refused and is_reached
 
     def how(self) -> str:
-        """Return how an ended role failed, for messages: the words after `failed with`."""
+        """Return the cause of the role's failure, as the words after `failed with` in messages."""
         if self._ended is not None:
             return super().how()
         if self._refused:
@@ -109,20 +112,20 @@ class RemoteChild(Child):
         return f"a lost connection to host {self.host} ({ended})"
 
     def signal(self, signum: int) -> None:
-        """Send a signal to the role and to all that it started there."""
+        """Send a signal to the role and to its child processes."""
         if self._over.is_set() or not self.settled.is_set():
-            super().signal(signum)  # to the connection, with which an agent ends
+            super().signal(signum)  # ends the connection, and the agent with it
         elif signum == signal.SIGKILL:
             self._thread(self._kill)
         else:
             self._say({"signal": int(signum)})
 
     def tell_ended(self, role: str, how: str) -> None:
-        """Tell this role that another has ended."""
+        """Inform this role that another role has ended."""
         self._say({"ended": [role, how]})
 
     def reap(self) -> None:
-        """Collect the connection of an ended role."""
+        """Reap the connection of an ended role."""
         self._over.set()
         self.settled.set()
         super().reap()
@@ -133,7 +136,7 @@ class RemoteChild(Child):
     def _say(self, message: Mapping[str, Any]) -> None:
         stdin = self.process.stdin
         assert stdin is not None
-        # the end of the connection is another event
+        # if the connection has ended, `events` reports it
         with self._speaking, contextlib.suppress(OSError, ValueError):
             stdin.write(json.dumps(message).encode() + b"\n")
 
@@ -158,16 +161,15 @@ class RemoteChild(Child):
             self._say({})
 
     def _kill(self) -> None:
-        """Let the agent kill the role; cut the connection if it does not answer.
+        """Ask the agent to kill the role; if it does not react, close the connection.
 
-        The role ends with the connection, too.
+        The role also ends when the connection is closed.
         """
         self._say({"signal": int(signal.SIGKILL)})
         if not self._over.wait(LAST_WORDS):
             self._cut()
 
     def _cut(self) -> None:
-        if (
-            self.process.returncode is None
-        ):  # not reaped: the process group is still the connection's
+        # before the process is reaped, no other process group can have its id
+        if self.process.returncode is None:
             super().signal(signal.SIGKILL)

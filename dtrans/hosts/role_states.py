@@ -1,5 +1,4 @@
-"""One table of a job's roles with their states, drawn in place on a terminal; elsewhere each change
-is a line."""
+"""Display of the roles of a job: a live table on a terminal, else a line for each change."""
 
 from __future__ import annotations
 
@@ -28,9 +27,10 @@ class _Line:
 
 
 class RoleStates:
-    """States of roles: starting, running, ended, stopped by the launcher, or failed with a reason.
+    """Display of the states of roles on standard error.
 
-    A context manager. Standard error shows them.
+    A role is starting, running, ended, stopped by the launcher, or failed with a reason. Use it as
+    a context manager.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -43,11 +43,11 @@ class RoleStates:
         """Show roles that are about to start.
 
         Args:
-          places: a role's name and its host.
+          places: (role name, host) of each role.
         """
         self._lines = {role: _Line(host, role) for role, host in places}
         if self._console.is_terminal:
-            # output of roles goes above the table, but a pipe or a file gets it unchanged
+            # output of roles is printed above the table; a pipe or file gets it unchanged
             self._live = Live(
                 console=self._console,
                 auto_refresh=False,
@@ -58,7 +58,7 @@ class RoleStates:
             self._draw()
 
     def change(self, role: str, state: str, pid: int | None = None) -> None:
-        """Show another state of a role."""
+        """Show a new state of a role."""
         with self._changing:
             line = self._lines[role]
             line.state = state

@@ -1,24 +1,22 @@
-"""Table of the processes of a job: their roles, commands, variables and needs.
+"""Table of the processes of a job: their roles, commands, variables and resources.
 
-    plan.roles(command)           from a plan: with memory and bytes, from `plan.costs()`
-    role_table(mode, trainers)    from counts alone
+    plan.roles(command)           the table of a plan, with memory and bytes from `plan.costs()`
+    role_table(mode, trainers)    the table of a job with given numbers of roles
     place(table, hosts)           a host for each process
-    table.at(places)              the table with the endpoints that these hosts give
+    table.at(places)              the table with endpoints on these hosts
 
-A table is a value: it starts nothing, and reserves no port. Launchers and emitters (ssh, Slurm,
-Kubernetes, TorchX, Ray) read it. It has no secret: `DTRANS_TOKEN` reaches the processes in another
-way.
+A table is a value: it starts no process and reserves no port. Launchers and emitters (ssh, Slurm,
+Kubernetes, TorchX, Ray) read it. It does not contain the job's token.
 
-Placement is a question of bandwidth. Let each of n trainers send M bytes to k servers, a share to
-each. A host carries what its trainers exchange with servers elsewhere, and what its servers
-exchange with trainers elsewhere. The busiest link bounds the time of a step:
+Placement minimizes the bytes over the busiest network link. Let each of n trainers send M bytes per
+step, M / k to each of k servers. Traffic between roles on one host does not use its link. In each
+direction, the busiest link carries:
 
-    all on separate hosts                       max(M, n M / k)
-    k = n, a server beside each trainer         2 (n - 1) M / n
+    all roles on separate hosts                 max(M, n M / k) bytes
+    k = n, one server on each trainer's host    2 (n - 1) M / n bytes
 
-These are the bounds of BytePS (Jiang et al., OSDI 2020), whose rule follows: servers get separate
-hosts, with at least the bandwidth of the trainers in total, where that is less. With two trainers,
-or two servers, it is not.
+These are the bounds of BytePS (Jiang et al., OSDI 2020). If the first number is smaller, servers
+should have separate hosts. For k = n, this is the case with three trainers or more.
 """
 
 from __future__ import annotations
@@ -63,15 +61,15 @@ class RoleEntry:
     """One process of a job.
 
     Attributes:
-      role: its role and endpoints.
+      role: the process's role and endpoints.
       argv: its command.
-      environment: the variables to set for it, without the job's secret.
-      cores: processors for it; None if the user named no number.
+      environment: the variables to set for the process, without the job's token.
+      cores: number of its processors; None if the user set no number.
       memory: bytes of its arrays between steps, or the user's number; None if unknown.
-      sent, received: bytes that it sends to others and receives from them in a step; None if
-        unknown.
-      away_from: kinds of roles that make steps slower when they share its host.
-      beside: kinds of roles that may share its host and cost no bandwidth.
+      sent: bytes that it sends in a step; None if unknown.
+      received: bytes that it receives in a step; None if unknown.
+      away_from: kinds of roles that should run on other hosts, because steps are faster then.
+      beside: kinds of roles that can share its host without making steps slower.
     """
 
     role: Role
@@ -86,7 +84,7 @@ class RoleEntry:
 
     @property
     def name(self) -> str:
-        """`trainer 0`, `pserver 1`."""
+        """The name of the role: `trainer 0`, `pserver 1`."""
         return self.role.name
 
     @property
@@ -96,23 +94,28 @@ class RoleEntry:
 
     @property
     def endpoint(self) -> str:
-        """The endpoint that it binds; empty for a trainer of parameter servers."""
+        """The endpoint that the process binds; empty for a trainer of parameter servers."""
         return self.role.current_endpoint
 
     @property
     def ports(self) -> tuple[int, ...]:
-        """The ports that others must reach it at."""
-        return (split_endpoint(self.endpoint)[1],) if self.endpoint else ()
+        """The ports to which other processes connect."""
+        if not self.endpoint:
+            return ()
+        return (split_endpoint(self.endpoint)[1],)
 
     @property
     def user_environment(self) -> dict[str, str]:
-        """The variables that the user asked for, without variables that follow from the role."""
+        """The user's variables, without variables that follow from the role."""
         derived = _environment(self.role, None)
-        names = (*VARIABLES, ALLOW_REMOTE)
-        return {k: v for k, v in self.environment.items() if k not in names and derived.get(k) != v}
+        found = {}
+        for name, value in self.environment.items():
+            if name not in (*VARIABLES, ALLOW_REMOTE) and derived.get(name) != value:
+                found[name] = value
+        return found
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the entry as JSON has it."""
+        """Return the entry as a dict for JSON."""
         return {
             "name": self.name,
             "kind": self.role.kind,
@@ -148,7 +151,7 @@ class RoleTable:
 
     Attributes:
       mode: `pserver`, `nccl2`, `sharding` or `pipeline`.
-      entries: one for each process.
+      entries: one entry per process.
 
     Example:
       >>> import dtrans
@@ -179,11 +182,9 @@ class RoleTable:
     def at(self, places: Sequence[str], port: int = PORT) -> RoleTable:
         """Return the table with endpoints on hosts.
 
-        The first endpoint on a host has this port, and the next ones there those that follow.
-
         Args:
-          places: a host, or its address, for each entry, such as `place` returns.
-          port: the first port.
+          places: the host name or address of each entry, such as `place` returns.
+          port: the port of the first endpoint on each host; further endpoints use the next ports.
         """
         _check_count("places", places, len(self), "role")
         taken: collections.Counter[str] = collections.Counter()
@@ -199,10 +200,10 @@ class RoleTable:
         """Return the table with different endpoints.
 
         Args:
-          endpoints: one for each server; one for each trainer if there are no servers.
+          endpoints: one endpoint per server, or per trainer if there are no servers.
 
         Raises:
-          ConfigError: another number of endpoints.
+          ConfigError: the number of endpoints is wrong.
         """
         first = self.entries[0].role
         if first.mode == "pserver":
@@ -219,7 +220,7 @@ class RoleTable:
 
     @property
     def notes(self) -> list[str]:
-        """Lines about the roles' command and bandwidth, for people."""
+        """Lines below the printed table: the command, and a warning if servers lack bandwidth."""
         found = []
         if any(e.argv for e in self.entries):
             found.append(f"each runs: {shlex.join(self.entries[0].argv)}")
@@ -228,34 +229,30 @@ class RoleTable:
             have = "servers have" if len(servers) > 1 else "server has"
             found.append(
                 f"{len(servers)} {have} less bandwidth than {len(trainers)} trainers; "
-                f"{len(trainers)} servers would not hold up a step"
+                f"with {len(trainers)} servers, trainers would not wait for them"
             )
         return found
 
     @property
     def title(self) -> str:
-        """One line that says how many roles there are."""
-        counts = [
-            f"{len(found)} {kind}{'s' * (len(found) > 1)}"
-            for kind in (PSERVER, TRAINER)
-            if (found := self.of(kind))
-        ]
+        """One line with the number of roles: `roles of a pserver job: 2 pservers, 2 trainers`."""
+        counts = []
+        for kind in (PSERVER, TRAINER):
+            count = len(self.of(kind))
+            if count:
+                counts.append(f"{count} {kind}{'s' * (count > 1)}")
         return f"roles of a {self.mode} job: {', '.join(counts)}"
 
     @property
     def rows(self) -> list[tuple[str, ...]]:
-        """The table, under its header."""
+        """The cells of the table, one tuple per role, without the header."""
         number = lambda n: "-" if n is None else f"{n:,}"
-        return [
-            (
-                e.name,
-                e.endpoint or "-",
-                *map(number, (e.cores, e.memory, e.sent, e.received)),
-                ", ".join(e.away_from) or "-",
-                ", ".join(e.beside) or "-",
-            )
-            for e in self.entries
-        ]
+        rows = []
+        for e in self.entries:
+            numbers = map(number, (e.cores, e.memory, e.sent, e.received))
+            kinds = (", ".join(e.away_from) or "-", ", ".join(e.beside) or "-")
+            rows.append((e.name, e.endpoint or "-", *numbers, *kinds))
+        return rows
 
     def __str__(self) -> str:
         return display.plan_text(self.title, _HEADER, self.rows, self.notes, right=range(2, 6))
@@ -286,19 +283,21 @@ def role_table(
     cores: int | None = None,
     memory: int | None = None,
 ) -> RoleTable:
-    """Return the processes of a job, from counts.
+    """Return the table of a job with given numbers of roles.
 
     Args:
       mode: "pserver"; or "nccl2", "sharding" or "pipeline", where all processes are trainers.
-      trainers, pservers: numbers of both; one pserver by default, and none in other modes.
+      trainers: number of trainers.
+      pservers: number of pservers, only in mode "pserver"; by default one.
       command: program and arguments, the same for every process.
-      endpoints: of the servers, or of the trainers where there are none; loopback from port 6174 by
-        default.
-      env: variables to set for all of them.
-      cores, memory: processors, and bytes, for each process.
+      endpoints: endpoints of the servers, or of the trainers if there are no servers. The default
+        is loopback, from port 6174.
+      env: variables to set for all processes.
+      cores: processors of each process.
+      memory: bytes of each process.
 
     Raises:
-      ConfigError: counts or endpoints that no job has.
+      ConfigError: a number, or the number of endpoints, is invalid.
     """
     check_one_of("mode", mode, MODES)
     check_int("trainers", trainers, "a number of processes", least=1)
@@ -314,7 +313,7 @@ def role_table(
     else:
         if pservers is not None:
             raise ConfigError(
-                f"there are no pservers in mode={mode!r}; leave out pservers={pservers}"
+                f"pservers={pservers}: mode={mode!r} has no parameter servers; leave pservers out"
             )
         roles = _connected(trainers, endpoints, "trainer")
     return _table(mode, roles, command, env, {role.name: _Needs(cores, memory) for role in roles})
@@ -322,7 +321,14 @@ def role_table(
 
 @dataclasses.dataclass(frozen=True)
 class _Needs:
-    """Needs of one process, as far as they are known."""
+    """Resources and traffic of one process; None for unknown numbers.
+
+    Attributes:
+      cores: number of processors.
+      memory: bytes.
+      sent: bytes sent in a step.
+      received: bytes received in a step.
+    """
 
     cores: int | None = None
     memory: int | None = None
@@ -338,11 +344,13 @@ def pserver_roles(
     env: Mapping[str, str] | None = None,
     cores: int | None = None,
 ) -> RoleTable:
-    """Return the processes of a plan with parameter servers: `plan.roles`."""
+    """Implement `plan.roles` for plans with parameter servers."""
     roles = roles_of(plan.trainers, tuple(plan.servers))
     costs = {c.role: c for c in plan.costs()}
-    of = lambda role: costs[role.current_endpoint if role.is_pserver else TRAINER]
-    needs = {r.name: _Needs(cores, of(r).state_bytes, of(r).sent, of(r).received) for r in roles}
+    needs = {}
+    for role in roles:
+        cost = costs[role.current_endpoint if role.is_pserver else TRAINER]
+        needs[role.name] = _Needs(cores, cost.state_bytes, cost.sent, cost.received)
     return _table("pserver", roles, command, env, needs)
 
 
@@ -356,8 +364,12 @@ def collective_roles(
     env: Mapping[str, str] | None = None,
     cores: int | None = None,
 ) -> RoleTable:
-    """Return the processes of a plan with collectives: `plan.roles`. A process has `trainers /
-    processes` devices."""
+    """Implement `plan.roles` for nccl2 mode and sharding.
+
+    Args:
+      processes: number of processes; by default one per trainer. A process has
+        `trainers / processes` devices.
+    """
     count = plan.trainers if processes is None else processes
     each = _each("trainers", plan.trainers, count)
     (cost,) = plan.costs()
@@ -376,10 +388,12 @@ def pipeline_roles(
     env: Mapping[str, str] | None = None,
     cores: int | None = None,
 ) -> RoleTable:
-    """Return the processes of a pipeline: `plan.roles`. Each has neighbouring stages, with all
-    their replicas.
+    """Implement `plan.roles` for pipelines. A process has consecutive stages, and all replicas.
 
-    Bytes between stages are known where each process has the stages of one device.
+    Bytes between stages are known only if each process has one stage.
+
+    Args:
+      processes: number of processes; by default one per stage.
     """
     stages = plan.options.num_stages
     count = stages if processes is None else processes
@@ -398,11 +412,12 @@ def pipeline_roles(
 
 
 def _each(what: str, total: int, processes: int) -> int:
+    """Return the number of trainers or stages per process. Raises ConfigError for a remainder."""
     check_int("processes", processes, "a number of processes", least=1)
     each, odd = divmod(total, processes)
     if odd or not each:
         raise ConfigError(
-            f"processes={processes} do not divide the plan's {total} {what}; write a divisor of "
+            f"processes={processes} does not divide the plan's {total} {what}; pass a divisor of "
             f"{total}"
         )
     return each
@@ -411,6 +426,7 @@ def _each(what: str, total: int, processes: int) -> int:
 def _connected(
     count: int, endpoints: Sequence[str] | None, what: str = "process"
 ) -> tuple[Role, ...]:
+    """Return the roles of a job without servers, at `endpoints` or on loopback."""
     found = endpoints or _loopback(count)
     _check_count("endpoints", found, count, what)
     return trainer_roles(found)
@@ -419,7 +435,7 @@ def _connected(
 def _check_count(name: str, found: Sequence[str], count: int, what: str) -> None:
     """Raise ConfigError unless there is one entry for each role of a kind."""
     if len(found) != count:
-        raise ConfigError(f"{name} has {len(found)} entries; give {count}, one for each {what}")
+        raise ConfigError(f"{name} has {len(found)} entries, expected {count}, one for each {what}")
 
 
 def _loopback(count: int) -> list[str]:
@@ -427,15 +443,15 @@ def _loopback(count: int) -> list[str]:
 
 
 def observer_endpoint(trainer_endpoints: Sequence[str]) -> str:
-    """Choose the endpoint of trainer 0 for `dtrans status`: one port above all endpoints.
+    """Choose the endpoint at which trainer 0 answers `dtrans status`: one port above all endpoints.
 
-    It is for collectives. Servers answer at their endpoints, and a single trainer does not answer.
+    Jobs with servers need no such endpoint, since servers answer. A single trainer does not answer.
 
     Args:
-      trainer_endpoints: endpoints of all trainers, in order; none with servers.
+      trainer_endpoints: endpoints of all trainers, in order; empty in jobs with servers.
 
     Returns:
-      An endpoint; empty without one, or if no port is left.
+      The endpoint; empty if none is needed, or if the port would exceed 65535.
 
     Example:
       >>> from dtrans.hosts.role_table import observer_endpoint
@@ -445,19 +461,23 @@ def observer_endpoint(trainer_endpoints: Sequence[str]) -> str:
     if len(trainer_endpoints) < 2:
         return ""
     port = 1 + max(split_endpoint(e)[1] for e in trainer_endpoints)
-    return f"{trainer_endpoints[0].rpartition(':')[0]}:{port}" if port < 65536 else ""
+    if port > 65535:
+        return ""
+    return f"{trainer_endpoints[0].rpartition(':')[0]}:{port}"
 
 
 def _environment(role: Role, user: Mapping[str, str] | None) -> dict[str, str]:
+    """Return the variables of a role: the user's, and the variables that follow from the role."""
+    found: dict[str, str] = {}
     user = user or {}
-    endpoints = role.pserver_endpoints or role.trainer_endpoints
-    is_remote = not all(is_loopback(split_endpoint(e)[0]) for e in endpoints)
     observers = observer_endpoint(role.trainer_endpoints)
-    # trainers that replace each other answer no observers
-    drops = user.get(LOSS) == "drop"
-    status = {STATUS: observers} if observers and not drops else {}
-    remote = {ALLOW_REMOTE: "1"} if is_remote else {}
-    return {**status, **user, **role.environment(), **remote}
+    if observers and user.get(LOSS) != "drop":  # with "drop", trainer 0 does not answer
+        found[STATUS] = observers
+    found |= {**user, **role.environment()}
+    endpoints = role.pserver_endpoints or role.trainer_endpoints
+    if not all(is_loopback(split_endpoint(e)[0]) for e in endpoints):
+        found[ALLOW_REMOTE] = "1"
+    return found
 
 
 def _table(
@@ -467,54 +487,60 @@ def _table(
     env: Mapping[str, str] | None,
     needs: Mapping[str, _Needs],
 ) -> RoleTable:
-    asks = servers_stand_alone(
-        roles[0].trainers,
-        [_traffic(needs[r.name].received, needs[r.name].sent) for r in roles if r.is_pserver],
-    )
-    many = sum(r.is_pserver for r in roles) > 1
+    """Return the table of some roles.
+
+    Args:
+      mode, command, env: as for `role_table`.
+      roles: every role of the job.
+      needs: resources and traffic of each role, by name.
+    """
+    traffic = []
+    for role in roles:
+        if role.is_pserver:
+            traffic.append(_traffic(needs[role.name].received, needs[role.name].sent))
+    are_separate = servers_stand_alone(roles[0].trainers, traffic)
     entries = []
     for role in roles:
         away: tuple[str, ...]
         beside: tuple[str, ...]
         if role.mode != "pserver":
             away, beside = (), (TRAINER,)
-        elif role.is_trainer:
-            away, beside = _apart(PSERVER, asks)
         else:
-            away, beside = _apart(TRAINER, asks)
-            away += (PSERVER,) * many
-        n = needs[role.name]
-        entries.append(
-            RoleEntry(
-                role,
-                tuple(command),
-                _environment(role, env),
-                n.cores,
-                n.memory,
-                n.sent,
-                n.received,
-                away,
-                beside,
-            )
+            other = PSERVER if role.is_trainer else TRAINER
+            away, beside = ((other,), ()) if are_separate else ((), (other,))
+            if role.is_pserver and len(traffic) > 1:
+                away += (PSERVER,)
+        entry = RoleEntry(
+            role,
+            tuple(command),
+            _environment(role, env),
+            **dataclasses.asdict(needs[role.name]),
+            away_from=away,
+            beside=beside,
         )
+        entries.append(entry)
     return RoleTable(mode, tuple(entries))
-
-
-def _apart(kind: str, asks: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    return ((kind,), ()) if asks else ((), (kind,))
 
 
 # -- placement -------------------------------------------------------------------------------------
 
-Traffic = tuple[float, float]  # bytes that a server takes from all trainers, and gives to them
+# bytes that a server receives from all trainers in a step, and bytes that it sends to them
+Traffic = tuple[float, float]
 
 
 def _traffic(received: int | None, sent: int | None) -> Traffic:
-    return (1.0, 1.0) if received is None or sent is None else (float(received), float(sent))
+    """Return a server's traffic; one byte each if it is unknown, so that all servers are equal."""
+    if received is None or sent is None:
+        return (1.0, 1.0)
+    return (float(received), float(sent))
 
 
 def servers_stand_alone(trainers: int, servers: Sequence[Traffic]) -> bool:
-    """Return True if steps are faster with servers on separate hosts than on hosts of trainers.
+    """Return True if steps are faster with servers on separate hosts than on the trainers' hosts.
+
+    Args:
+      trainers: number of trainers.
+      servers: the traffic of each server.
 
     Example:
       >>> from dtrans.hosts.role_table import servers_stand_alone
@@ -536,15 +562,18 @@ def servers_stand_alone(trainers: int, servers: Sequence[Traffic]) -> bool:
 def place(table: RoleTable, hosts: Iterable[tuple[str, int]]) -> tuple[str, ...]:
     """Return a host for each entry of a table.
 
-    Trainers are dealt out to hosts one by one. Then each server goes where the busiest link carries
-    the fewest bytes, by the formula of this module. Where all processes are trainers they fill host
-    after host: neighbours exchange most.
+    In jobs with servers, trainers are assigned round-robin to the hosts. Then each server gets the
+    host with which the busiest link carries the fewest bytes (see the module's docstring). Without
+    servers, trainers fill one host after the other, since trainers with neighbouring ids exchange
+    the most bytes.
 
     Args:
-      hosts: name of each, and its slots for processes. The order decides between equals.
+      table: the roles.
+      hosts: (name, slots) of each host, where slots is the largest number of roles on the host.
+        Earlier hosts are preferred among equal ones.
 
     Raises:
-      ConfigError: too few slots, or a host that is listed twice.
+      ConfigError: there are too few slots, or a host is listed twice.
 
     Example:
       >>> from dtrans.hosts.role_table import place, role_table
@@ -556,18 +585,18 @@ def place(table: RoleTable, hosts: Iterable[tuple[str, int]]) -> tuple[str, ...]
     names = [name for name, _ in listed]
     for name, slots in listed:
         check_int(f"the slots of host {name}", slots, "a number of processes", least=1)
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ConfigError(
-            f"host {twice[0]} is listed twice; write it once, with the sum of its slots"
-        )
+    for name in sorted(names):
+        if names.count(name) > 1:
+            raise ConfigError(
+                f"host {name} is listed twice; write it once, with the sum of its slots"
+            )
     slots_of = np.array([slots for _, slots in listed], int)
     missing = len(table) - int(slots_of.sum())
     if missing > 0:
         shown = ",".join(f"{name}:{slots}" for name, slots in listed) or "none"
         raise ConfigError(
-            f"the hosts {shown} have slots for {len(table) - missing} processes, and these are "
-            f"{table.title}; add hosts or slots for {missing}"
+            f"the hosts {shown} have slots for {len(table) - missing} processes, but there are "
+            f"{len(table)} {table.title}; add hosts or slots for {missing} more"
         )
     servers, trainers = table.of(PSERVER), table.of(TRAINER)
     if not servers:
@@ -575,7 +604,8 @@ def place(table: RoleTable, hosts: Iterable[tuple[str, int]]) -> tuple[str, ...]
 
     traffic = [_traffic(e.received, e.sent) for e in servers]
     best: _Links | None = None
-    # hosts as they are listed, then those with room for servers beside a trainer
+    # Two orders of hosts are tried for the trainers: as listed, and the hosts with the most slots
+    # first, on which servers can share hosts with trainers.
     orders = np.arange(len(names)), np.argsort(-slots_of, kind="stable")
     for order in orders:
         at = _dealt(len(trainers), order, slots_of)
@@ -589,20 +619,38 @@ def place(table: RoleTable, hosts: Iterable[tuple[str, int]]) -> tuple[str, ...]
 
 
 def _dealt(count: int, hosts: np.ndarray, slots: np.ndarray) -> list[int]:
-    """Deal processes out to hosts, one to each in turn, until they are full."""
-    turns = [(turn, i) for i, h in enumerate(hosts) for turn in range(min(slots[h], count))]
-    return [int(hosts[i]) for _, i in sorted(turns)[:count]]
+    """Assign processes to hosts round-robin; return the host of each process.
+
+    Args:
+      count: number of processes.
+      hosts: indices of the hosts in the order in which they get processes.
+      slots: the largest number of processes of each host, by its index.
+    """
+    found: list[int] = []
+    turn = 0
+    while len(found) < count:
+        for host in hosts:
+            if turn < slots[host]:
+                found.append(int(host))
+        turn += 1
+    return found[:count]
 
 
 class _Links:
-    """Bytes over the link of each host, in either direction, during the placement of servers.
+    """Bytes over the link of each host, in both directions, while servers are placed one by one.
 
-    Servers without a host are elsewhere, so that placing one changes the bytes of its host only.
+    A server without a host counts as outside of all hosts. So the placement of a server changes
+    only the bytes of its host.
+
+    Args:
+      trainers: number of trainers.
+      servers: the traffic of each server.
+      trainers_on: number of trainers on each host.
     """
 
     def __init__(self, trainers: int, servers: Sequence[Traffic], trainers_on: np.ndarray) -> None:
         self.trainers, self.servers, self.on = trainers, servers, trainers_on
-        self.count = trainers_on.copy()  # of processes
+        self.count = trainers_on.copy()  # processes on each host
         sent = sum(server[0] for server in servers) / trainers
         received = sum(server[1] for server in servers) / trainers
         self.out, self.into = trainers_on * sent, trainers_on * received
@@ -615,7 +663,7 @@ class _Links:
         return float(max(self.out.max(), self.into.max()))
 
     def with_server(self, j: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the bytes of each link, out and in, if server j were behind it."""
+        """Return the bytes out and in of each host's link, if the host had server j."""
         sent, received = (x / self.trainers for x in self.servers[j])
         others = self.trainers - self.on
         out = self.out - self.on * sent + others * received
@@ -629,13 +677,17 @@ class _Links:
         self.servers_at[j] = host
 
     def put_all(self, slots: np.ndarray) -> None:
-        """Place all servers, the largest first, each where its link is the least busy."""
+        """Place all servers, the largest first, each where the busiest link stays the least busy.
+
+        Args:
+          slots: the largest number of processes on each host.
+        """
         for j in sorted(range(len(self.servers)), key=lambda j: -max(self.servers[j])):
             now, then = np.maximum(self.out, self.into), np.maximum(*self.with_server(j))
             # the busiest link if a host took the server: the host's link, or the busiest other
             *_, second, first = np.sort(np.r_[0.0, now])
             busiest = np.maximum(then, np.where(now == first, second, first))
-            unit = max(busiest.max(), 1e-30)  # equals are equal, whatever rounding says
+            unit = max(busiest.max(), 1e-30)  # numbers that differ by rounding compare equal
             keys = [np.round(x / unit, 9) for x in (busiest, then)]
             free = np.flatnonzero(self.count < slots)
             order = np.lexsort([free, self.count[free], keys[1][free], keys[0][free]])

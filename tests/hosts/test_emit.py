@@ -67,7 +67,7 @@ def test_golden_on_shared_nodes(nodes: int) -> None:
 
 @pytest.mark.parametrize("name", EMITTERS)
 def test_what_cannot_be_written_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"have no command; give role_table\(command=\.\.\.\)"):
+    with pytest.raises(ConfigError, match=r"have no command; pass role_table\(command=\.\.\.\)"):
         EMITTERS[name](role_table("pserver", 2, 1))
 
 
@@ -235,12 +235,12 @@ def test_tasks_on_shared_nodes_have_the_roles_of_the_table(
         (
             "nccl2",
             2,
-            "nodes=2 is for jobs with servers, and these are roles of a nccl2 job: 3 trainers",
+            "nodes=2 is for jobs with servers, but these are roles of a nccl2 job: 3 trainers",
         ),
         (
             "pserver",
             5,
-            "nodes=5 is more than the roles of a pserver job: 2 pservers, 2 trainers; give at most "
+            "nodes=5 is more than the roles of a pserver job: 2 pservers, 2 trainers; use at most "
             "4",
         ),
         ("pserver", 0, "nodes"),

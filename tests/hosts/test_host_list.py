@@ -34,13 +34,13 @@ def test_a_list_of_hosts() -> None:
             r"hosts:1 has 'slot'; the fields are slots, address, python: write a line such as",
         ),
         ("gpu1\ngpu2 slots", r"hosts:2 has 'slots'; the fields"),
-        ("gpu1 slots=1 slots=2", r"hosts:1 has 'a field twice'"),
+        ("gpu1 slots=1 slots=2", r"hosts:1 has a field twice"),
         ("gpu1 slots=two", r"hosts:1 has 'two' as the number of slots"),
-        ("gpu1 slots=0", r"host gpu1 has slots=0; give it 1 or more"),
+        ("gpu1 slots=0", r"host gpu1 has slots=0; write 1 or more"),
         ("-oProxyCommand=x", r"'-oProxyCommand=x' is not the name of a host"),
         (
             "gpu1 address=0.0.0.0",
-            r"host gpu1 has address=0.0.0.0, which other hosts cannot connect to",
+            r"host gpu1 has address=0.0.0.0, to which other hosts cannot connect",
         ),
         ("gpu1\ngpu1", r"host gpu1 is listed 2 times; write it once"),
         ("# nobody", r"hosts names no host"),
@@ -58,7 +58,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, text: str, message: str) -> 
     [
         ("a:x", "--hosts a:x has 'x' as the number of slots"),
         ("a:2,,b", "'' is not the name of a host"),
-        ("no/such/file", "there is no file of hosts no/such/file"),
+        ("no/such/file", "the file of hosts no/such/file does not exist"),
         ("gpu1:2,-x", "'-x' is not the name of a host"),
     ],
 )

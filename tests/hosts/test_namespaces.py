@@ -81,7 +81,7 @@ def test_a_host_that_is_missing(hosts: Namespaces) -> None:
     with start((*hosts.names[:3], "dt-missing"), "ip netns exec", *PSERVER, *DIGITS) as job:
         _, err = job.communicate(timeout=PATIENCE)
     assert job.returncode == 1
-    assert "dtrans: 1 of 4 hosts cannot take part, and nothing was started" in err
+    assert "dtrans: 1 of 4 hosts cannot run roles; no role was started" in err
     assert re.search(
         r"host dt-missing cannot be reached: `ip` ended with exit code \d+: Cannot open network "
         r"names",

@@ -220,7 +220,7 @@ def test_roles_start_again_on_their_hosts(
 
 
 def test_ray_has_restarts_of_its_own() -> None:
-    with pytest.raises(ConfigError, match="restarts=2 is for roles on this host or on hosts=;"):
+    with pytest.raises(ConfigError, match="restarts=2 is not for jobs on Ray;"):
         launch_on_ray(["true"], restarts=2)
 
 
@@ -412,17 +412,19 @@ runpy.run_module(sys.argv[1], run_name="__main__")' "$@"
     with pytest.raises(LaunchError) as e:
         launch_on_hosts(command, hosts, rsh=rsh, trainers=4)
     first, *lines = str(e.value).splitlines()
-    assert first == "5 of 5 hosts cannot take part, and nothing was started"
+    assert first == "5 of 5 hosts cannot run roles; no role was started"
     unreachable = "  host down cannot be reached: `rsh` ended with exit code 255: no route to down"
-    assert lines[0] == f"{unreachable}; `{rsh} down true` has to work here without a password"
+    assert lines[0] == f"{unreachable}; the command `{rsh} down true` must work without a password"
     assert re.search(
         r"host old has jax 0\.0\.1 \(here [\d.]+\) in .*python; install the same versions", lines[1]
     )
     assert re.search(
-        r"host bare cannot run dtrans with .*bare: .*No module named .*install it there", lines[2]
+        r"host bare cannot run dtrans with .*bare: .*No module named .*install dtrans there",
+        lines[2],
     )
     assert re.search(
-        r"host gone cannot run .*gone: env: .*gone.*: No such file.*; say --python", lines[3]
+        r"host gone cannot run .*gone: env: .*gone.*: No such file.*; name the interpreter by --python",
+        lines[3],
     )
     assert (
         "host far cannot listen at 192.0.2.1: Cannot assign requested address; write `far "
@@ -441,7 +443,7 @@ def test_a_name_that_others_cannot_reach(script: Any, rsh: str) -> None:
 def test_a_script_that_is_not_there(rsh: str, tmp_path: Path) -> None:
     with pytest.raises(
         LaunchError,
-        match="host localhost has no .*gone.py: the working directory and the script have",
+        match="host localhost has no .*gone.py: the working directory and the script must",
     ):
         launch_on_hosts(
             [sys.executable, str(tmp_path / "gone.py")], read_hosts("localhost"), rsh=rsh
@@ -458,7 +460,8 @@ def test_more_roles_than_slots(found: None, script: Any, rsh: str) -> None:
 
 def test_words_that_a_shell_would_read(script: Any, rsh: str) -> None:
     with pytest.raises(
-        ConfigError, match="'/my python' cannot be passed to host one, whose shell would change it"
+        ConfigError,
+        match="'/my python' cannot be passed to host one, because its shell would change it",
     ):
         launch_on_hosts(script(""), HOSTS, rsh=rsh, python="/my python")
 
@@ -516,7 +519,7 @@ def test_the_command(
             "dtrans: --hosts and --on ray are two ways to reach other hosts",
         ),
         (["--hosts", "a:x"], "dtrans: --hosts a:x has 'x' as the number of slots"),
-        (["--hosts", "no/file"], "dtrans: there is no file of hosts no/file"),
+        (["--hosts", "no/file"], "dtrans: the file of hosts no/file does not exist"),
     ],
 )
 def test_options_that_cannot_be(

@@ -120,7 +120,7 @@ def test_what_cannot_travel_is_named():
         plan.for_trainers(4).on_ray()
     startup = plan.startup
     assert startup.specializer is None
-    with pytest.raises(ConfigError, match="program init keeps no function to trace"):
+    with pytest.raises(ConfigError, match="program init was not returned by dtrans.trace"):
         dtrans.nccl2(programs()[0], startup, trainers=2).on_ray()
     lock = threading.Lock()
 

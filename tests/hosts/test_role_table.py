@@ -93,9 +93,11 @@ def test_processes_with_several_devices() -> None:
     assert whole.memory == sum(c.state_bytes for c in staged.costs())
     assert whole.sent is None  # most of it stays in the process
     for plan, message in ((one, "4 trainers"), (staged, "2 stages")):
-        with pytest.raises(ConfigError, match=f"processes=3 do not divide the plan's {message}"):
+        with pytest.raises(ConfigError, match=f"processes=3 does not divide the plan's {message}"):
             plan.roles(processes=3)
-    with pytest.raises(ConfigError, match="endpoints has 1 entries; give 4, one for each process"):
+    with pytest.raises(
+        ConfigError, match="endpoints has 1 entries, expected 4, one for each process"
+    ):
         one.roles(endpoints=["127.0.0.1:1"])
 
 
@@ -144,7 +146,7 @@ def test_trainers_only(mode: str) -> None:
         (("async", 1), "mode must be 'pserver', 'nccl2', 'sharding' or 'pipeline', it is 'async'"),
         (("pserver", 0), "trainers must be a number of processes"),
         (("pserver", 1, 0), "pservers must be a number of processes"),
-        (("nccl2", 1, 1), "there are no pservers in mode='nccl2'; leave out pservers=1"),
+        (("nccl2", 1, 1), "pservers=1: mode='nccl2' has no parameter servers"),
     ],
 )
 def test_counts_that_are_refused(arguments: Any, message: str) -> None:
@@ -161,9 +163,11 @@ def test_endpoints_on_hosts() -> None:
         assert dtrans.Role.from_env(entry.environment) == entry.role
     back = table.with_endpoints(["127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3"])
     assert not any("DTRANS_ALLOW_REMOTE" in e.environment for e in back)
-    with pytest.raises(ConfigError, match="endpoints has 1 entries; give 3, one for each pserver"):
+    with pytest.raises(
+        ConfigError, match="endpoints has 1 entries, expected 3, one for each pserver"
+    ):
         table.with_endpoints(["127.0.0.1:1"])
-    with pytest.raises(ConfigError, match="places has 1 entries; give 4, one for each role"):
+    with pytest.raises(ConfigError, match="places has 1 entries, expected 4, one for each role"):
         table.at(["a"])
 
 
@@ -242,7 +246,7 @@ def test_a_server_with_more_bytes_gets_the_quieter_link() -> None:
 @pytest.mark.parametrize(
     "hosts, message",
     [
-        ([("a", 2), ("b", 1)], "the hosts a:2,b:1 have slots for 3 processes, and these are roles "
+        ([("a", 2), ("b", 1)], "the hosts a:2,b:1 have slots for 3 processes, but there are 4 roles "
 "of a pserver job: 2 "
          "pservers, 2 trainers; add hosts or slots for 1"),
         ([], "the hosts none have slots for 0 processes"),
@@ -289,7 +293,7 @@ def test_plans_by_name(here: Path) -> None:
     for name, message in (
         ("planned_here", "write module:plan"),
         ("planned_here:other", "the module planned_here has no other"),
-        ("planned_here:number", "which gives a int; it must be a plan"),
+        ("planned_here:number", "planned_here:number is a int; expected the result of"),
         ("nothing_here:plan", "there is no module nothing_here"),
     ):
         with pytest.raises(ConfigError, match=message):
