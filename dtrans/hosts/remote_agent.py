@@ -68,8 +68,8 @@ def look(order: dict[str, Any]) -> dict[str, Any]:
     """Return the facts about this host that `host_check` needs.
 
     Args:
-      order: `address` and `name`, to which other hosts connect (`name` if `address` is empty);
-        `ports`, the number of free ports to choose; and the paths `directory` and `script`.
+      order: `address`, to which other hosts connect, or "" to resolve `name`. `ports`, the number
+        of free ports to choose. The paths `directory` and `script`.
     """
     found: dict[str, Any] = {
         "versions": versions(),
@@ -221,7 +221,7 @@ def _attend(child: Child, events: SimpleQueue[Any], ended: EndedRoles, silence: 
 
 
 def _skip_init() -> None:
-    """Make modules importable without running the `__init__` of their packages, which import JAX."""
+    """Make modules importable without the `__init__` of their packages, which import JAX."""
     root = Path(__file__).resolve().parents[2]
     for name in WITHOUT_INIT:
         package = types.ModuleType(name)

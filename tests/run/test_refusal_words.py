@@ -162,7 +162,7 @@ def test_the_method_that_was_called_is_named() -> None:
     for way in ("on_mesh", "simulate"):
         with pytest.raises(
             dtrans.errors.ConfigError,
-            match=rf"^{way} takes the steps of all .* plan.on_cluster\(\)",
+            match=rf"^{way} takes a step of all .* plan.on_cluster\(\)",
         ):
             getattr(plan, way)()
     with pytest.raises(

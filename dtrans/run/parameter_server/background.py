@@ -1,21 +1,21 @@
-"""Communication of a trainer that overlaps its steps: a communicator, or GEO-SGD.
+"""Communication of a trainer that overlaps its steps: by a communicator, or by GEO-SGD.
 
-With a `communicator`:
+A *communicator* is a thread that sends and receives in the background. With it:
 
-    send, send_rows  to its queue, when the step's gradients are computed
-    recv             from what it received last
-    prefetch         rows of a table; it requests them at once
+    send, send_rows  queue gradients for the thread, when they are computed
+    recv             returns the parameters that the thread received last
+    prefetch         requests rows of a table, and waits for them
     fetch_barrier    ends a step that receives no parameters
-    send_barrier     waits until servers have applied all of the queue
+    send_barrier     waits until servers have applied all queued gradients
 
-With GEO-SGD:
+With GEO-SGD, trainers keep local copies of parameters and of table rows:
 
-    geo_init         empties the trainer's local rows of a table
-    geo_prefetch     local rows; new ones are requested from servers
+    geo_init         starts without local rows of a table
+    geo_prefetch     returns local rows; requests missing rows from servers
     geo_send         pushes the changes of parameters and rows every few steps
 
-From the first of these equations on, the communicator owns the connections. `drain` gives them
-back; other users of the connections call it first.
+The communicator owns the trainer's connections from the first of these equations on. `drain` stops
+it and releases them. Every other user of the connections calls `drain` first.
 """
 
 from __future__ import annotations
@@ -60,16 +60,16 @@ T = TypeVar("T")
 
 log = logging.getLogger("dtrans.trainer")
 
-# Deltas of GEO-SGD are never merged: a server answers each push.
+# GEO-SGD does not merge queued pushes, since a server answers each push
 ONE_BY_ONE = CommunicatorConfig(max_merge_var_num=1, merge="sum")
 
-# equations that a communicator carries out if they have its options
+# primitives that a communicator executes if their equation has its options
 OF_COMMUNICATOR = frozenset({send_p, recv_p, prefetch_p, send_rows_p, fetch_barrier_p})
 OF_GEO = frozenset({geo_send_p, geo_prefetch_p, geo_init_p})
 
 
 class BackgroundComm:
-    """Communication in the background of one trainer's steps.
+    """Background communication of one trainer.
 
     Args:
       connect: connects to servers.
@@ -79,15 +79,15 @@ class BackgroundComm:
     def __init__(self, connect: Connect, deadline: float) -> None:
         self._connect = connect
         self._deadline = deadline
-        self._leaves: dict[str, Leaf] = {}  # the parameters that one request receives, by key
+        self._leaves: dict[str, Leaf] = {}  # the parameters to receive, by key
         self._endpoints: set[str] = set()  # servers of tables
         self._pool = BufferPool()
-        self._pending: list[tuple[Leaf, Any]] = []  # gradients of this step so far
+        self._pending: list[tuple[Leaf, Any]] = []  # gradients of this step that are not queued yet
         self._received: dict[str, jax.Array] | None = None  # parameters for this step's `recv`s
         self._config: CommunicatorConfig = ONE_BY_ONE
         self._communicator: Communicator | None = None
         self._geo: GeoTrainer | None = None
-        # tables whose rows GEO-SGD will push, until it starts
+        # tables of the startup program, with their local rows, until GEO-SGD starts
         self._tables: dict[str, tuple[Leaf, CachedRows]] = {}
         self._rules: dict[Primitive, Callable[..., Sequence[Any]]] = {
             send_p: self._send,
@@ -99,9 +99,10 @@ class BackgroundComm:
         }
 
     def prepare(self, program: Program) -> None:
-        """Note what a program receives: a communicator requests all of it at once.
+        """Collect the parameters and table servers of a program, before its first run.
 
-        A communicator that runs for different parameters or servers is drained.
+        A communicator requests all parameters by one message, so it must know them at its start. If
+        a program adds parameters or servers, a running communicator is drained.
         """
         for eqn in program.eqns:
             if "communicator" not in eqn.params:
@@ -117,7 +118,7 @@ class BackgroundComm:
                     self._leaves[leaf.names[0]] = leaf
 
     def takes(self, eqn: JaxprEqn) -> bool:
-        """Return True if this object carries out an equation."""
+        """Return True if this object executes an equation."""
         if eqn.primitive is send_barrier_p:
             return bool(self._pending)
         if eqn.primitive in OF_GEO:
@@ -125,7 +126,10 @@ class BackgroundComm:
         return eqn.primitive in OF_COMMUNICATOR and "communicator" in eqn.params
 
     def carry_out(self, eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
-        """Carry out one equation; return its outputs. Raises the error that ended the thread."""
+        """Execute one equation; return its outputs.
+
+        Raises the error that ended the communicator's thread, if it has ended.
+        """
         rule = self._rules.get(eqn.primitive)
         if rule is not None:
             return rule(eqn, *values)
@@ -139,16 +143,17 @@ class BackgroundComm:
             communicator.barrier()
             return [None]
         if self._received is None:
-            # All `recv`s of a step read one answer. It is copied: the user may donate it.
+            # All `recv`s of a step read the same answer. It is copied, since the user may donate
+            # the arrays, but their memory belongs to the communicator.
             newest = communicator.newest()
             self._received = dict(zip(newest, jax.device_put(list(newest.values())), strict=True))
         return [self._received[eqn.params["names"][0]]]
 
     def _queue_gradients(self, communicator: Communicator) -> None:
-        """Put the gradients of this step into the queue, when they are computed.
+        """Wait until the gradients of this step are computed, then queue them.
 
-        JAX computes asynchronously. A queue of uncomputed gradients would let steps run ahead of
-        their own computation.
+        JAX computes asynchronously. If uncomputed gradients were queued, the trainer could start
+        steps much faster than devices compute them.
         """
         pending, self._pending = self._pending, []
         self._received = None
@@ -176,13 +181,13 @@ class BackgroundComm:
         return [rows]
 
     def _fetch(self, eqn: JaxprEqn, ids: np.ndarray, rows: np.ndarray) -> None:
-        """Receive rows that this step will train, into `rows`."""
+        """Receive rows that this step updates, and write them into `rows`."""
         wanted = rows_wanted(eqn, ids, rows)
         self._start(f"trainer {eqn.params['trainer_id']}").look_up(wanted, train=True)
         put_in_place(ids, rows, wanted, eqn.params["spans"])
 
     def look_up(self, wanted: Sequence[WantedRows]) -> bool:
-        """Receive rows that are read but not trained; return False if no communicator runs."""
+        """Receive rows that no gradient will follow; return False if no communicator runs."""
         if self._communicator is None:
             return False
         self._communicator.look_up(wanted, train=False)
@@ -190,19 +195,22 @@ class BackgroundComm:
 
     @property
     def keeps_running(self) -> bool:
-        """True if a request between steps must not drain: GEO-SGD has started."""
+        """True if the communicator must keep running between steps, because GEO-SGD has started."""
         return self._geo is not None and self._communicator is not None
 
     def between(self, begin: Callable[[], Operation[T]]) -> T:
-        """Run an operation when servers have answered all pushes, if `keeps_running`."""
+        """Run an operation in the communicator's thread, after all pushes are answered.
+
+        Call it only if `keeps_running`.
+        """
         assert self._communicator is not None
         return self._communicator.between(begin)
 
     def drain(self, *, discard: bool = False) -> None:
-        """Send the remainder of the queue and give the connections back.
+        """Send all queued gradients, stop the communicator, and release its connections.
 
         Args:
-          discard: drop the queue instead.
+          discard: drop queued gradients instead of sending them.
         """
         communicator, self._communicator = self._communicator, None
         geo, self._geo = self._geo, None
@@ -220,7 +228,12 @@ class BackgroundComm:
                 communicator.stop(discard=discard)
 
     def _start(self, name: str, local_tables: Mapping[str, Leaf] = {}) -> Communicator:
-        """Return the communicator; start it if none runs."""
+        """Return the communicator; start it if none runs.
+
+        Args:
+          name: the trainer, for errors.
+          local_tables: tables with local rows, by name.
+        """
         if self._communicator is None:
             self._communicator = Communicator(
                 self._connect,
@@ -236,7 +249,7 @@ class BackgroundComm:
     # -- GEO-SGD ---------------------------------------------------------------------------------
 
     def _geo_send(self, eqn: JaxprEqn, *values: Any) -> Sequence[Any]:
-        """End a step. The startup program has one with push_every=0, which starts GEO-SGD."""
+        """End a step of GEO-SGD. With push_every=0, in the startup program, start GEO-SGD."""
         if not eqn.params["push_every"]:
             return self._geo_start(eqn, values)
         geo = self._require_geo()
@@ -261,15 +274,17 @@ class BackgroundComm:
         return params
 
     def _geo_init(self, eqn: JaxprEqn, *args: Any) -> Sequence[Any]:
-        """Begin with no local row of a table. Rows of the optimizer state come from its init."""
+        """Start without local rows of a table; keep the initializer of their optimizer state."""
         p = eqn.params
         of_state = eqn.replace(params={**p, "types": p["types"][1:]})
-        state = RowMaker(of_state, args) if of_state.params["types"] else None
+        state = None
+        if of_state.params["types"]:
+            state = RowMaker(of_state, args)
         self._tables[p["table"]] = leaf_of(eqn, p["types"][0]), CachedRows(p["types"], state)
         return [np.zeros(t.shape, t.dtype) for t in p["types"]]
 
     def _geo_prefetch(self, eqn: JaxprEqn, uniq: np.ndarray) -> Sequence[Any]:
-        """Return local rows and their state; fetch the rows that are not here."""
+        """Return local rows and their state; fetch missing rows from servers."""
         geo, table = self._require_geo(), eqn.params["table"]
         local, ids = geo.rows(table), _drop_padding(uniq, geo.leaf(table))
         new = local.missing(ids)
@@ -283,31 +298,42 @@ class BackgroundComm:
     def _require_geo(self) -> GeoTrainer:
         if self._geo is None:
             raise StateError(
-                "GEO-SGD changes parameters that the servers know: run the trainer's startup "
-                "program in this executor first, and no other program that communicates between "
-                "its steps"
+                "this executor has not started GEO-SGD, or a program that ran between its steps "
+                "has stopped it; run the trainer's startup program first, and no other program "
+                "that communicates before the last step"
             )
         return self._geo
 
 
 def leaf_of(eqn: JaxprEqn, t: Any) -> Leaf:
-    """Return the leaf that a `send` or a `recv` with one operand moves."""
+    """Return the leaf that a `send` with one operand sends, or a `recv` with one output receives.
+
+    Args:
+      eqn: the equation.
+      t: the type of the leaf.
+    """
     p = eqn.params
     merge, spans = p.get("merge", "sum"), p.get("spans", ())
     return Leaf(p["epmap"], p["names"], p.get("sections", ()), t.shape, t.dtype, merge, spans)
 
 
 def rows_wanted(eqn: JaxprEqn, uniq: np.ndarray, rows: np.ndarray) -> list[WantedRows]:
-    """Return the requests to servers of a `prefetch`."""
+    """Return the rows that a `prefetch` requests, by server.
+
+    Args:
+      eqn: the equation.
+      uniq: increasing ids of the rows.
+      rows: memory for the rows.
+    """
     p = eqn.params
     return wanted_of(uniq, rows, epmap=p["epmap"], names=p["names"], spans=p["spans"])
 
 
 def _drop_padding(uniq: np.ndarray, table: Leaf) -> np.ndarray:
-    """Drop the ids behind the last row of a table, which fill an array of static size."""
+    """Drop padding from an array of ids: it is equal to the table's number of rows."""
     return uniq[: np.searchsorted(uniq, sum(x.rows for x in table.spans))]
 
 
 def as_deltas(leaf: Leaf) -> Leaf:
-    """Return a leaf under the names of its deltas."""
+    """Return a leaf whose blocks have the names of their deltas."""
     return dataclasses.replace(leaf, names=tuple(n + DELTA for n in leaf.names))

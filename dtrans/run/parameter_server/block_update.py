@@ -1,8 +1,8 @@
-"""Optimize blocks of a server, one by one: the updates of an asynchronous server.
+"""Updates of an asynchronous server, which runs its optimize blocks one by one.
 
 The lr_sched block runs once for each step of a trainer. Every other block runs when its gradients
-have arrived, on the state at that time. A block of a table runs on the rows of the gradient.
-`dtrans.run.parameter_server.update` runs all blocks at once.
+have arrived, on the state at that time. A block of a table updates the rows of the gradient. A
+synchronous server runs all blocks together (`dtrans.run.parameter_server.update`).
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ from dtrans.run.parameter_server.update import ServerUpdate
 
 
 State = Mapping[str, Any]
-# a block as a function of the state that others may read, and of the state that it donates
+# a compiled block: a function of the state that it only reads, and of the state that it donates
 RunBlock = Callable[[State, State], dict[str, Any]]
 
 
 class BlockUpdates:
-    """Blocks of a server, each jitted by itself.
+    """Blocks of a server, each compiled separately.
 
     Args:
       update: the server's update.
       state: the initial values, by name.
-      memory: the memory of blocks of tables whose updates touch some rows, by name; by default a
+      memory: the rows of tables whose updates do not touch every row, by block; by default a
         `TableMemory` for each.
 
     Attributes:
-      grads: the gradients that each block reads, by its name.
+      grads: names of the gradients that each block reads, by block.
       state: the initial values, with tables in `memory`.
       server_tables: reports and evicts rows of tables.
-      spent: state whose memory an update reuses, by name.
+      spent: names of the state whose memory an update reuses.
       before: called before each update of a block.
 
     Raises:
-      ConfigError: a block reduces over rows of several servers, which takes all gradients at once.
+      ConfigError: a block reduces over rows of several servers, which needs all gradients at once.
     """
 
     def __init__(
@@ -61,12 +61,12 @@ class BlockUpdates:
     ) -> None:
         if any(b.level or b.role == DIST for b in update.blocks):
             raise ConfigError(
-                f"pserver {update.endpoint} reduces over rows of several servers, and cannot be "
-                "asynchronous; use mode=dtrans.Sync()"
+                f"the update of pserver {update.endpoint} reduces over rows of several servers, so "
+                "it cannot be asynchronous; use mode=dtrans.Sync()"
             )
         self.update = update
         self._memory = memory_of(update, state) if memory is None else memory
-        # updates of tables that touch all rows, by table
+        # number of updates, for tables whose updates touch every row
         self._full_updates = collections.Counter[str]()
         self.server_tables = ServerTables(
             update.endpoint,
@@ -83,7 +83,7 @@ class BlockUpdates:
         self.grads: dict[str, list[str]] = {}
         for name, b in self._blocks.items():
             self.grads[name] = [g.name for g in b.grads]
-        # Other blocks read the values before the step of what the lr_sched block replaces.
+        # State that the lr_sched block replaces. Other blocks read its values before the step.
         outs = itertools.chain.from_iterable(b.out_names for b in self._first)
         self._replaced = {n for n in outs if n in update.types}
         self._spent = self._spent_of_blocks()
@@ -95,7 +95,7 @@ class BlockUpdates:
         self._jitted = {b.name: self._compile(b) for b in update.blocks}
 
     def _spent_of_blocks(self) -> dict[str, list[str]]:
-        """Return the state that each block replaces and nothing else reads; it is donated."""
+        """Return the state that each block donates: it replaces it, and no other block reads it."""
         readers = collections.Counter(n for b in self.update.blocks for n in b.in_names)
         params = set(self.update.params)
         spent = {}
@@ -108,7 +108,7 @@ class BlockUpdates:
         """Begin a step of a trainer: run the lr_sched block.
 
         Returns:
-          New state, and the values that this step's blocks read.
+          New state, and the values that the other blocks of this step read, by name.
         """
         values = subset(state, self._replaced)
         new: dict[str, Any] = {}
@@ -119,9 +119,13 @@ class BlockUpdates:
         return new, values
 
     def ready(self, arrived: Collection[str], used: Collection[str]) -> list[str]:
-        """Return the blocks whose gradients have all arrived, without those in `used`.
+        """Return the blocks whose gradients have all arrived, except the blocks in `used`.
 
         A block that reads no gradient is ready when any gradient has arrived.
+
+        Args:
+          arrived: names of gradients.
+          used: names of blocks.
         """
         if not arrived:
             return []
@@ -157,7 +161,7 @@ class BlockUpdates:
             blocks = {b.name: b for b in self.update.sized({table.name: size}).blocks}
             self._sized[block, size] = self._compile(blocks[block])
         rows = {**state, **memory.take(ids, size)}
-        # copies for rows that catch up later: the update may donate these values
+        # values that rows need when they catch up later, copied since the update may donate them
         watched = {}
         for n, x in _pick(memory.reads, values, state).items():
             watched[n] = x if is_traced(x) else np.asarray(x)
@@ -165,7 +169,14 @@ class BlockUpdates:
         return {**new, **memory.put(ids, new, watched)}
 
     def rows(self, name: str, ids: np.ndarray, state: State, *, train: bool) -> np.ndarray:
-        """Return the present rows of a block of a table; `train` if a gradient will follow."""
+        """Return the current rows of a block of a table.
+
+        Args:
+          name: the block.
+          ids: ids of the rows in the block.
+          state: the server's state.
+          train: True if gradients of these rows will follow.
+        """
         if name in self._memory:
             rows: np.ndarray = self._memory[name].rows(ids, train=train)
             return rows
@@ -176,7 +187,11 @@ class BlockUpdates:
         return final_arrays(self._memory)
 
     def snapshot(self, patience: float) -> dict[str, Any]:
-        """Return present tables for a thread that reads them during updates."""
+        """Return snapshots of the current tables, which a thread can read during updates.
+
+        Args:
+          patience: seconds that updates wait for a reader that makes no progress.
+        """
         return snapshot_arrays(self._memory, patience)
 
     def _run(
@@ -189,11 +204,11 @@ class BlockUpdates:
     def _compile(self, block: OptimizeBlock) -> RunBlock:
         """Compile a block, with its spent state donated.
 
-        Blocks of the same jaxpr and shapes differ in names only, and share one compiled function.
+        Blocks with equal jaxprs differ only in names, and share one compiled function.
         """
         spent = self._spent.get(block.name, [])
         read = [n for n in block.in_names if n not in spent]
-        # for each operand: is it spent, and its index among those
+        # for each operand: True if it is in `spent`, and its index in `spent` or `read`
         order = []
         for n in block.in_names:
             order.append((True, spent.index(n)) if n in spent else (False, read.index(n)))

@@ -1,8 +1,8 @@
-"""Checkpoints of one server during its job: folder, names and marks.
+"""Checkpoints of one server during its job: folder and names.
 
-A trainer names the checkpoints that it asks for. When a job ends by an error, its servers save
-their state under the number of the step. They count as the user does: on from the last checkpoint
-of this job that has a number as its name, or from the checkpoint with which the job started.
+Trainers request checkpoints by name. When a job ends by an error, its servers save their state
+under the number of the step. They continue the user's numbers: they count steps from the job's last
+checkpoint whose name is a number, or from the checkpoint with which the job started.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ServerCheckpoints:
       folder: the folder of all checkpoints.
       plan: the job's plan.
       endpoint: the server's endpoint.
-      begun: the number of the checkpoint with which the job started; 0 without one.
+      begun: the number of the checkpoint with which the job started; 0 without a checkpoint.
     """
 
     folder: Path
@@ -36,7 +36,13 @@ class ServerCheckpoints:
     begun: int
 
     def keep(self, name: str, state: Mapping[str, Any], mark: Mark) -> None:
-        """Save a state under the name that trainers have chosen."""
+        """Save a state under the name that a trainer has requested.
+
+        Args:
+          name: the name of the checkpoint.
+          state: the server's arrays, by name.
+          mark: the run, and the server's step.
+        """
         checkpoint.save_serving(self.folder / name, self.plan, self.endpoint, state, mark)
 
     def keep_last(
@@ -50,10 +56,10 @@ class ServerCheckpoints:
         Args:
           state: the server's arrays, by name.
           mark: the run, and the server's step.
-          asked: checkpoints that trainers have asked for, each with its step.
+          asked: the step of each checkpoint that trainers have requested, by name.
 
         Returns:
-          The checkpoint; None if the server has no arrays, and another one writes its part.
+          The checkpoint; None if the server has no arrays, so that another server writes its part.
         """
         assert mark.step is not None
         name = str(self._number(mark.step, asked))
@@ -62,7 +68,7 @@ class ServerCheckpoints:
             if self.endpoint not in holding:
                 return None
             name, mark = self._agreed(name, mark), dataclasses.replace(mark, step=None)
-            if name in asked:  # saved after the last step
+            if name in asked:  # a trainer has requested this checkpoint after the last step
                 return self.folder / name
         try:
             self.keep(name, state, mark)
@@ -70,27 +76,27 @@ class ServerCheckpoints:
             name = f"{name}-{mark.run[0]}"
             self.keep(name, state, mark)
         if not self.plan.sync_mode and self.endpoint == holding[0]:
-            # servers without arrays count no steps
+            # servers without arrays do not count steps, so this server writes their parts
             for other in self.plan.servers:
                 if other not in holding:
                     dataclasses.replace(self, endpoint=other).keep(name, {}, mark)
         return self.folder / name
 
     def _number(self, step: int, asked: Mapping[str, int]) -> int:
-        """Return the number of a step as the user counts.
+        """Return the user's number of a step.
 
         Args:
-          step: as the server counts: from 0 at the start of the job.
-          asked: checkpoints of this job, each with its step as the server counts.
+          step: the server's number of the step, from 0 at the start of the job.
+          asked: the server's number of the step of each checkpoint of this job, by name.
         """
         numbered = [(at, int(name)) for name, at in asked.items() if name.isdecimal()]
         last_step, number = max(numbered, default=(0, self.begun))
         return number + step - last_step
 
     def _agreed(self, name: str, mark: Mark) -> str:
-        """Return the name that the first server of this run has chosen.
+        """Return the name that all servers of this run use: the first server's `name`.
 
-        The name is the target of a symbolic link, since links are created atomically.
+        The name is stored as the target of a symbolic link, since links are created atomically.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         link = self.folder / f".last-of-{mark.run[0]}"

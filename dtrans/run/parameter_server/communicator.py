@@ -1,11 +1,12 @@
-"""Thread of a communicator, which sends and receives in the background of a trainer's steps.
+"""The communicator: a thread that sends and receives in the background of a trainer's steps.
 
-A step puts its gradients into a queue (`put`) and takes the newest received parameters (`newest`).
+A step puts its gradients into a queue (`put`) and reads the newest received parameters (`newest`).
 `put` waits only while the queue is full, `newest` only for the first parameters. The thread drives
 `dtrans.protocol.trainer.traffic_loop`. It owns the transport while it runs.
 
-`barrier` waits until the received parameters contain all of the queue. A trainer that calls it
-after every step computes as one without a communicator. `look_up` waits for rows of tables.
+`barrier` waits until the received parameters contain all queued gradients. A trainer that calls it
+after every step gets the same results as without a communicator. `look_up` waits for rows of
+tables.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ class Communicator:
       config: length of the queue, and other options.
       deadline: seconds that a server may take to answer.
       name: the trainer, for errors.
-      endpoints: servers that hold rows of tables.
-      local_tables: tables with rows on the trainer. Of these, it receives only rows that other
-        trainers have changed.
+      endpoints: servers that store rows of tables.
+      local_tables: tables with local rows on the trainer. The communicator receives only local rows
+        that other trainers have changed.
 
     Every method raises the error that ended the thread: PeerError, DeadlineError, WireError, or an
     error of JAX.
@@ -90,18 +91,18 @@ class Communicator:
         self._transport.wake()
 
     def newest(self) -> dict[str, Any]:
-        """Return the newest received parameters; wait for the first.
+        """Return the newest received parameters, by the keys of `leaves`; wait for the first.
 
-        Their memory is reused when nothing refers to it any more. For a local table, a
-        `RowGradient` has the rows that others have changed since the last answer. The caller has
-        to take every answer.
+        Their memory is reused when no reference to it is left. The value of a local table is a
+        `RowGradient` with the rows that others have changed since the last answer. So the caller
+        must read every answer.
         """
         self._wait_for(lambda: self._loop.newest is not None)
         assert self._loop.newest is not None
         return self._loop.newest[1]
 
     def received(self) -> int:
-        """Return the number of queued steps that the newest parameters contain; -1 before them."""
+        """Return how many queued steps the newest parameters contain; -1 before any answer."""
         self._check()
         return self._loop.received
 
@@ -110,11 +111,11 @@ class Communicator:
         self._wait_for(lambda: self._loop.is_settled)
 
     def look_up(self, wanted: Sequence[WantedRows], *, train: bool) -> None:
-        """Receive the present rows of tables, each into its memory.
+        """Receive the current rows of tables.
 
         Args:
-          wanted: the rows of each block, with their memory.
-          train: this trainer will send gradients of these rows.
+          wanted: the rows of each block, with memory to write them to.
+          train: True if this trainer will send gradients of these rows.
         """
         self._check()
         self._finish(self._loop.look_up(wanted, train=train))
@@ -132,10 +133,10 @@ class Communicator:
         return result
 
     def stop(self, *, discard: bool = False) -> None:
-        """Flush the queue, wait for all answers, and give the transport back.
+        """Flush the queue, wait for all answers, and stop using the transport.
 
         Args:
-          discard: drop the queue instead.
+          discard: drop queued gradients instead of sending them.
         """
         self._loop.end(discard=discard)
         self._transport.wake()

@@ -1,28 +1,30 @@
-"""Communication equations of one process, carried out through connections to other processes.
+"""Execution of one process's communication equations by messages to other processes.
 
-    split_byref      slices the gradient's memory: views, no copies
-    send             appends blocks to each server's outbox. It leaves when it is full, or with the
-                     message that ends the step
-    send_barrier     records its servers; the message that ends the step carries the barrier
-    recv             records the wanted blocks, and their places in the parameter's memory
-    fetch_barrier    one message to each server: the rest of its outbox, the barrier, and the
-                     wanted blocks. It waits for these. Asynchronous steps have none: their message
-                     goes out before the next equation, or at the program's end (`settle`)
-    exchange         one message to the round's server, and its answer
-    concat           returns the memory in which received blocks lie one behind the other
-    split_ids        unique ids of rows, sorted and checked
+    split_byref      slices a gradient: views of its memory, without a copy
+    send             appends blocks to a server's outbox. The outbox is sent when it is full, or
+                     with the message that ends the step
+    send_barrier     records its servers; the message that ends the step includes the barrier
+    recv             records the blocks to receive, and their locations in the parameter's memory
+    fetch_barrier    sends one message to each server: the rest of its outbox, the barrier and the
+                     request for blocks. It waits for the blocks. Asynchronous steps have no
+                     fetch_barrier: this message is sent before the next equation, or at the end of
+                     the program (`settle`)
+    exchange         sends one message to the round's server, and waits for its answer
+    concat           returns the memory that holds the received blocks in sequence
+    split_ids        returns unique ids of rows, sorted and checked
     prefetch         records the rows that a step looks up (`tables.row_lookups`)
     send_rows        sends gradients of rows
-    fake_init        an array without table rows
-    init_on_use      placeholders of rows that are initialized on first use (`tables.new_rows`)
+    fake_init        returns an array without table rows
+    init_on_use      returns placeholders of rows that are initialized on first use
+                     (`tables.new_rows`)
     listen_and_serv  serves until all trainers have closed (`server`)
 
-`background` carries out what programs leave to a communicator or to GEO-SGD.
-`server_connections` has the connections.
+`background` executes the equations of a communicator and of GEO-SGD. `server_connections` has the
+connections.
 
-Copies: a gradient leaves from the memory in which XLA wrote it. Blocks of a few KB are packed
-into one frame. A block is copied once, from ZeroMQ's frame into its parameter, which JAX takes
-without a copy.
+A gradient is sent from the memory in which XLA wrote it, without a copy. Blocks of a few KB are
+packed into one frame. A received block is copied once, from ZeroMQ's frame into the parameter's
+memory, which JAX uses without a copy.
 """
 
 from __future__ import annotations
@@ -74,8 +76,8 @@ T = TypeVar("T")
 class EndpointFabric:
     """Dispatcher of one process's communication equations.
 
-    Outputs of `recv` and `prefetch` are memory that is filled later: by the next equation that may
-    read it, by `receive_rows`, or by `settle`.
+    Outputs of `recv` and `prefetch` are arrays that are filled later: before the next equation that
+    may read them, by `receive_rows`, or by `settle`.
 
     Args:
       deadline, patience, wait_port, allow_remote: as for `Executor`.
@@ -83,8 +85,8 @@ class EndpointFabric:
       watch: checks gradients before they are sent.
 
     Attributes:
-      keep: saves the state that a server holds.
-      keep_last: saves it when the server's job ends by an error.
+      keep: function that saves a server's state when trainers request a checkpoint; None without.
+      keep_last: function that saves a server's state when its job ends by an error; None without.
     """
 
     def __init__(
@@ -112,7 +114,7 @@ class EndpointFabric:
         self._background = BackgroundComm(self._connections.connect, deadline)
         self._pool = BufferPool()
         self._landings: list[Landing] = []  # blocks that `recv` has recorded
-        # servers of a send_barrier whose step has not ended
+        # servers of the send_barrier of this step, until its message is sent
         self._barriered: tuple[str, ...] = ()
         self._closed = False
         self._rules: dict[Primitive, Callable[[JaxprEqn, list[Any]], Sequence[Any]]] = {
@@ -132,17 +134,18 @@ class EndpointFabric:
         }
 
     def prepare(self, program: Program) -> None:
-        """Note what a program will receive, before its first run."""
+        """Record which parameters and tables a program receives. Call it before the first run."""
         self._background.prepare(program)
         if program.plan is not None:
             self._connections.plan = program.plan.identity
 
     def carry_out(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
-        """Carry out one communication equation; return its outputs.
+        """Execute one communication equation; return its outputs.
 
         Raises:
-          StateError: this object is closed. NonfiniteError: a gradient with an infinity or a NaN.
-          ConfigError: an equation that no server takes part in.
+          StateError: this object is closed.
+          NonfiniteError: a gradient has an infinity or a NaN.
+          ConfigError: the equation does not belong to parameter servers.
         """
         self._check_open()
         if self._watch.enabled:
@@ -154,10 +157,10 @@ class EndpointFabric:
             self._steps.forget_asked()
             return self._background.carry_out(eqn, values)
 
-        # consecutive prefetches share one request, consecutive recvs another
+        # consecutive `prefetch`s share one request, and so do consecutive `recv`s
         if eqn.primitive is not prefetch_p:
             self.receive_rows()
-        if eqn.primitive is not split_ids_p:  # it needs no connection
+        if eqn.primitive is not split_ids_p:  # split_ids needs no connection
             self._background.drain()
         if eqn.primitive not in (recv_p, fetch_barrier_p):
             self._receive()
@@ -176,21 +179,22 @@ class EndpointFabric:
     # -- gradients -------------------------------------------------------------------------------
 
     def _check_gradients(self, eqn: JaxprEqn, values: Sequence[Any]) -> None:
-        """Check the gradients that an equation sends.
+        """Check the gradients that an equation sends; other equations pass.
 
         Raises:
-          NonfiniteError: one has an infinity or a NaN. ConfigError: the equation sends deltas.
+          NonfiniteError: a gradient has an infinity or a NaN.
+          ConfigError: the equation sends the deltas of GEO-SGD, not gradients.
         """
         if eqn.primitive is geo_send_p:
             raise ConfigError(
-                f"on_nonfinite={self._watch.reaction!r}: with dtrans.Geo trainers keep their "
-                "gradients, and send what has changed; leave it out"
+                f"on_nonfinite={self._watch.reaction!r}: with dtrans.Geo, trainers send changes of "
+                "parameters and not gradients, so dtrans cannot check them; leave on_nonfinite out"
             )
         if eqn.primitive is send_rows_p:
             self._watch.check_values([(eqn.params["table"], values[1])])
         if eqn.primitive is send_p:
             names = eqn.params["names"]
-            if len(names) != len(values):  # one leaf, cut into blocks when it is sent
+            if len(names) != len(values):  # runtime_split: the one operand is sent as blocks
                 names = [", ".join(names)]
             self._watch.check_values(zip(names, values, strict=True))
 
@@ -219,9 +223,9 @@ class EndpointFabric:
 
         Args:
           endpoint: the server.
-          number: the round.
-          how: the combination of each value (`dtrans.ops.rpc`).
-          values: this trainer's parts.
+          number: the index of the round in the step.
+          how: for each value, how it is combined; see `dtrans.ops.rpc`.
+          values: this trainer's values.
         """
         parts = [(np.asarray(x), way) for x, way in zip(values, how, strict=True)]
         return self._connections.run(self._steps.exchange(endpoint, number, parts))
@@ -246,13 +250,18 @@ class EndpointFabric:
         if "trainers" in eqn.params:
             self._connections.identify(eqn)
         landings = self._landings
-        # A server that holds no wanted block is asked, too: its answer says that all trainers
-        # have ended the step, so that none runs ahead.
+        # Servers without a requested block are asked, too. Their answer comes when all trainers
+        # have ended the step, so that no trainer runs ahead.
         self._land(landings, eqn.params["endpoints"])
         return [rows for _, _, rows in landings]
 
     def _land(self, landings: Sequence[Landing], endpoints: Sequence[str]) -> None:
-        """End the step and receive blocks; servers in `endpoints` answer even without blocks."""
+        """Send the message that ends the step, and wait for the answers.
+
+        Args:
+          landings: the blocks to receive, with memory to write them to.
+          endpoints: servers that must answer, even if they have none of the blocks.
+        """
         barriered, self._landings, self._barriered = self._barriered, [], ()
         self._connections.run(self._steps.request(landings, endpoints, barriered))
 
@@ -261,7 +270,7 @@ class EndpointFabric:
             self._land(self._landings, self._barriered)
 
     def receive_rows(self) -> None:
-        """Receive the rows that `prefetch` equations have recorded, before a piece reads them."""
+        """Receive the rows that `prefetch` equations have recorded."""
         self._lookups.receive()
 
     def settle(self) -> None:
@@ -282,16 +291,21 @@ class EndpointFabric:
         self._lookups.announce(lookups)
 
     def look_up(self, eqn: JaxprEqn, ids: np.ndarray) -> np.ndarray:
-        """Return rows of the table of a `prefetch` equation by increasing ids, for evaluation."""
+        """Return rows of a table, for evaluation.
+
+        Args:
+          eqn: a `prefetch` equation of the table.
+          ids: row ids, increasing.
+        """
         self._check_open()
         return self._lookups.look_up(eqn, ids, self._background.look_up)
 
     def between(self, what: str, ask: Callable[[TrainerSteps], Operation[T]]) -> T:
-        """Ask servers for something between two steps; return the answer.
+        """Run an operation with the servers between two steps; return its result.
 
         Args:
-          what: description of the request, for an error.
-          ask: begins the operation.
+          what: the name of the operation, for errors.
+          ask: starts the operation.
 
         Raises:
           ConfigError: this trainer has received no parameters yet.
@@ -299,7 +313,7 @@ class EndpointFabric:
         self._check_open()
         if not self._connections.is_known:
             raise ConfigError(
-                f"{what}: no server knows this trainer before its first parameters; call job.init"
+                f"{what}: this trainer is not connected to servers yet; call job.init first"
             )
         self.settle()
         if self._background.keeps_running:
@@ -326,9 +340,11 @@ class EndpointFabric:
         return values_at(final, names)
 
     def close(self, error: BaseException | None) -> None:
-        """Leave every server, with the error as the reason if there is one.
+        """Leave every server. A second call does nothing.
 
-        Leaving in the middle of a synchronous step counts as a failure. May be called twice.
+        Args:
+          error: the error that has ended this trainer, which servers get as the reason. A trainer
+            that leaves in the middle of a synchronous step fails, too.
         """
         if self._closed:
             return
@@ -336,17 +352,21 @@ class EndpointFabric:
         failed: BaseException | None = None
         try:
             self._background.drain(discard=error is not None)
-        except BaseException as e:  # servers get the reason before it is raised
+        except BaseException as e:
+            # raised at the end, after the servers have got it as the reason
             error = failed = e
-        reason = None if error is None else f"{type(error).__name__}: {error}"
+        reason = None
+        if error is not None:
+            reason = f"{type(error).__name__}: {error}"
         try:
             if error is None:
                 self._connections.run(self._steps.saved())
         except DtransError as e:
-            # The servers hold all updates, so they complete; the failed checkpoint is raised here.
+            # A checkpoint could not be written. Servers have all updates, so they get no reason and
+            # end normally.
             failed = e
         if self._steps.in_step and reason is None:
-            # some servers may have this step's gradients, and others not
+            # some servers may have this step's gradients and others may not
             reason = "it closed in the middle of a step"
         self._connections.close(reason)
         if failed is not None:
@@ -371,7 +391,7 @@ def _concat(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
 
 
 def _shared_memory(blocks: Sequence[np.ndarray]) -> np.ndarray | None:
-    """Return blocks that lie one behind the other as one array; None if they lie elsewhere."""
+    """Return blocks that are contiguous in memory as one array; None if they are not."""
     first, base = blocks[0], blocks[0].base
     if base is None:
         return None

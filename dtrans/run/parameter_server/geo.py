@@ -1,8 +1,8 @@
 """GEO-SGD in a trainer: `dtrans.protocol.trainer.geo_steps` on JAX arrays and a communicator.
 
-A push has the changes of all parameters, and of the trainer's local rows of tables
-(`dtrans.protocol.tables.cached_rows`). Its answer has the servers' parameters, and the rows that
-other trainers have changed.
+A push contains the changes of all parameters, and of the trainer's local rows of tables
+(`dtrans.protocol.tables.cached_rows`). The answer contains the servers' parameters, and the local
+rows that other trainers have changed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dtrans.protocol.trainer.traffic import Group, Leaf
 
 
 class PushQueue(Protocol):
-    """Destination of the pushes of a GEO-SGD trainer (`Communicator`)."""
+    """Interface of a queue for the pushes of a GEO-SGD trainer (`Communicator`)."""
 
     name: str
 
@@ -30,7 +30,7 @@ class PushQueue(Protocol):
         """Queue a push."""
 
     def newest(self) -> Mapping[str, Any]:
-        """Return the newest answer: parameters by their position, changed rows by table."""
+        """Return the newest answer: parameters by their index as text, changed rows by table."""
 
     def received(self) -> int:
         """Return the number of pushes that the newest answer contains."""
@@ -43,12 +43,11 @@ class GeoTrainer:
     """Local steps of one trainer, with pushes and pulls.
 
     Args:
-      communicator: sends pushes, and receives the parameters by their position. Only this trainer
-        uses it.
-      leaves: the parameters, under the names of their deltas.
+      communicator: sends pushes and receives parameters. Only this trainer uses it.
+      leaves: the parameters, with the names of their deltas.
       trainers: the number of trainers.
       values: the parameters at the start.
-      tables: local rows by table, with the table's leaf under the names of its deltas.
+      tables: for each table, its leaf with the names of its deltas, and its local rows.
     """
 
     def __init__(
@@ -64,12 +63,12 @@ class GeoTrainer:
         self._steps = GeoSteps(self, DeviceArithmetic(), trainers, list(values))
 
     def step(self, values: Sequence[Any], every: int, *, block_on_pull: bool) -> Sequence[Any]:
-        """End a step; return the parameters for the next one.
+        """End a step; return the parameters for the next step.
 
         Args:
           values: the parameters after the step.
           every: the number of steps between two pushes.
-          block_on_pull: wait for the answer of each push.
+          block_on_pull: True to wait for the answer of each push.
         """
         self._steps.step(values, every, block_on_pull=block_on_pull)
         self._settle()
@@ -80,16 +79,16 @@ class GeoTrainer:
         return self._tables[table][1]
 
     def leaf(self, table: str) -> Leaf:
-        """Return the leaf of a table, under the names of its deltas."""
+        """Return the leaf of a table, with the names of its deltas."""
         return self._tables[table][0]
 
     @property
     def report(self) -> list[str]:
-        """Number and bytes of the local rows, one line for each table."""
+        """Lines for the log, with the number and bytes of the local rows of each table."""
         lines = []
         for table, (_, rows) in self._tables.items():
             lines.append(
-                f"{self._communicator.name}: {table}: {len(rows):,} rows are kept, "
+                f"{self._communicator.name}: {table}: {len(rows):,} local rows, "
                 f"{rows.nbytes:,} bytes"
             )
         return lines
@@ -98,17 +97,19 @@ class GeoTrainer:
         """Push the remaining changes.
 
         Raises:
-          StateError: the parameters that contain them were donated.
+          StateError: the parameters with these changes were donated.
         """
         if self._steps.owes and any(x.is_deleted() for x in self._steps.local):
             raise StateError(
-                "the parameters of the last step were donated to another computation, and what has "
-                "changed in them since the last push is lost: close the executor before"
+                "the parameters of the last step were donated to another computation, so their "
+                "changes since the last push are lost; close the job or executor before that "
+                "computation"
             )
         self._steps.finish()
         self._settle()
 
     def _settle(self) -> None:
+        """Wait for answers as long as the steps need one."""
         while self._steps.waits:
             self._communicator.barrier()
             self._steps.go_on()
@@ -116,7 +117,7 @@ class GeoTrainer:
     # -- the queue of `GeoSteps` -------------------------------------------------------------------
 
     def put(self, deltas: Values) -> None:
-        """Queue a push: deltas of parameters, and of local rows."""
+        """Queue a push: deltas of parameters, and deltas of local rows."""
         rows = [(leaf, local.pushed(self._trainers)) for leaf, local in self._tables.values()]
         self._communicator.put([*zip(self._leaves, deltas, strict=True), *rows])
 
@@ -125,7 +126,7 @@ class GeoTrainer:
         return self._communicator.received()
 
     def newest(self) -> Values:
-        """Return the servers' newest parameters; write changed rows into the local ones."""
+        """Return the servers' newest parameters; update local rows with the answer's rows."""
         newest = self._communicator.newest()
         for table, (_, rows) in self._tables.items():
             rows.pulled(newest[table])
@@ -133,9 +134,9 @@ class GeoTrainer:
 
 
 def pushed_leaves(eqn: JaxprEqn) -> list[Leaf]:
-    """Return the parameters that a `geo_send` pushes; tables are left out."""
+    """Return the parameters that a `geo_send` pushes, without tables."""
     p, leaves = eqn.params, []
-    # operands behind the parameters belong to tables
+    # the operands after the parameters belong to tables, so `zip` stops at the shortest argument
     operands = zip(p["epmap"], p["names"], p["sections"], eqn.invars, strict=False)
     for endpoints, names, rows, v in operands:
         leaves.append(Leaf(endpoints, names, rows, v.aval.shape, v.aval.dtype))
@@ -148,8 +149,8 @@ def split_push(
     """Split the operands of a `geo_send`.
 
     Returns:
-      The parameters, and a record for each table. It has the table's name, the ids of the step's
-      rows, and the new rows of the table and of its optimizer state.
+      The parameters; and for each table (name, ids, arrays). `ids` are the rows that the step has
+      looked up, `arrays` the new rows of the table and of its optimizer state.
     """
     count = len(eqn.params["names"])
     rest, tables = iter(values[count:]), []
@@ -159,7 +160,7 @@ def split_push(
 
 
 class DeviceArithmetic:
-    """`GeoArithmetic` of JAX arrays."""
+    """`GeoArithmetic` on JAX arrays."""
 
     def copied(self, values: Values) -> Values:
         return _copied(list(values))
@@ -173,8 +174,7 @@ class DeviceArithmetic:
 
 @jax.jit
 def _copied(values: list[Any]) -> list[jax.Array]:
-    # Received memory is reused when nothing refers to it, and a user may donate what a step
-    # returns.
+    # copies, since the memory of received arrays is reused, and users may donate a step's results
     return [x.copy() for x in values]
 
 
@@ -182,7 +182,8 @@ def _copied(values: list[Any]) -> list[jax.Array]:
 def _pushed(trainers: int) -> Any:
     def fn(local: list[Any], old: list[Any]) -> tuple[list[Any], list[Any]]:
         deltas = [((x - o) / trainers).astype(o.dtype) for x, o in zip(local, old, strict=True)]
-        # The barrier keeps XLA from fusing the rounding away: `old` must be what the server has.
+        # Without the barrier, XLA may fuse the rounding of deltas away. Then `old` would differ
+        # from the value on the server.
         deltas = jax.lax.optimization_barrier(deltas)
         return deltas, [o + d for o, d in zip(old, deltas, strict=True)]
 

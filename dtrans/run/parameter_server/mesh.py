@@ -1,17 +1,17 @@
-"""Job of parameter servers in one process: trainers on a mesh of devices, each server on one.
+"""Job of parameter servers in one process: trainers on a mesh of devices, servers on one each.
 
-    pieces of the trainer program      jit(shard_map) over the `trainers` axis: one dispatch for all
+    pieces of the trainer program      jit(shard_map) over the `trainers` axis: one call for all
     send                               device_put of each trainer's block to its server's device
     optimize blocks of a server        one jit per server and phase, with optimizer state donated
     all_reduce                         device_put of each server's parts to the other servers
     recv                               device_put of each block to all trainer devices
-    split_ids, prefetch, send_rows     rows go through the host (`tables.mesh_tables`)
+    split_ids, prefetch, send_rows     rows are copied through the host (`tables.mesh_tables`)
     exchange                           all-gather over the axis, then the server's computation
 
-A trainer sees its part of the batch and its gradients. Everything else passes through servers, as
-between processes. With fewer devices than trainers, each device runs several trainers in turn. This
-is a `lax.map`, so a trainer's arithmetic does not depend on the number of devices. On one device
-there are no copies.
+A trainer computes from its part of the batch only. All data of other trainers reaches it through
+servers, as between processes. With fewer devices than trainers, each device runs several trainers
+in turn, by a `lax.map`. So a trainer's arithmetic does not depend on the number of devices. On one
+device, no data is copied.
 
 `mesh_trainers` has the compiled trainer programs; `mesh_fabric` has devices, servers and
 communication.
@@ -61,29 +61,28 @@ from dtrans.step_meter import metered
 class MeshJob(Job):
     """A job of parameter servers in this process.
 
-    `init` and `step` are functions of a state; the job itself holds only compiled code. Results of
-    several trainers are merged. If the batch is split exactly, results equal those of a single
-    device. With batch="local" a result that grows with the batch is concatenated, and any other
-    floating-point result (the loss) is averaged. Any other result gets a leading axis, one row per
-    trainer: it may be a count or a flag, and only the caller knows how to merge these.
+    `init` and `step` are functions of a state; the job itself stores only compiled code. Results of
+    several trainers are merged. If the batch is split exactly, merged results equal those of a
+    single device. With batch="local", a result that grows with the batch is concatenated, and any
+    other floating-point result (the loss) is averaged. Results of other types, such as counts and
+    flags, get a leading axis with one row per trainer, and the caller merges them.
 
     Args:
       plan: a synchronous plan.
-      devices: trainers take the first devices, servers the next ones, round-robin if devices are
-        fewer than roles. The default is all devices of this process.
-      unsplit_inputs: with batch="local", names of batch arrays that every trainer gets unsplit,
-        e.g. class weights.
+      devices: trainers use the first devices and servers the next ones, round-robin if there are
+        fewer devices than roles. The default is all devices of this process.
+      unsplit_inputs: with batch="local", names of batch arrays that every trainer gets in full,
+        such as class weights.
       on_nonfinite: the reaction to an infinity or a NaN in a trainer's gradients: "ignore", "warn",
-        or "error", before a server has them.
-      donate: let updates reuse the memory of the optimizer state that they replace, and of tables
-        in which they replace rows. No state can then be stepped from twice. Parameters of trainers
-        are never donated.
+        or "error", which raises before servers get the gradients.
+      donate: let updates reuse the memory of old optimizer state, and of tables. Then each state
+        can be stepped from only once. Parameters of trainers are never donated.
 
     Attributes:
       placement: the devices of trainers and servers.
 
     Raises:
-      ConfigError: no devices, or `unsplit_inputs` names that the batch does not have.
+      ConfigError: `devices` is empty, or `unsplit_inputs` has a name that the batch does not have.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, dtrans
@@ -116,7 +115,9 @@ class MeshJob(Job):
         _check_unsplit(plan, names, unsplit_inputs)
         devices = list(jax.devices() if devices is None else devices)
         if not devices:
-            raise ConfigError("devices=[]: on_mesh needs at least one; leave devices out for all")
+            raise ConfigError(
+                "devices=[] is empty, expected one device or more; leave devices out to use all"
+            )
         self.plan = plan
         self.run_id = THIS_PROCESS
         self.donate = donate
@@ -128,7 +129,7 @@ class MeshJob(Job):
         self._runners: dict[tuple[Any, ...], MeshTrainerPrograms] = {}  # by the types of a batch
         self._last: Any = lambda: None  # weak reference to the newest state, which `check` trusts
 
-    # -- what a user calls -----------------------------------------------------------------------
+    # -- methods of every job --------------------------------------------------------------------
 
     def init(self, *args: Any) -> MeshState:
         """Return the first state, from the arguments of `init`."""
@@ -154,18 +155,19 @@ class MeshJob(Job):
 
     @metered
     def step(self, state: MeshState, *batch: Any) -> tuple[Any, ...]:
-        """Take one step on a global batch: (state, loss[, aux]), or all other results of the step.
+        """Take one step on a global batch; return (state, loss[, aux]).
 
         The plan splits arrays of the batch over trainers. With batch="local" they are split on
-        dim 0, and every trainer gets 0-d arrays and the arrays in `unsplit_inputs`. A PRNG key
-        (`jax.random.key`) is folded with the trainer's id, so that noise differs between
-        trainers, and from a single device's.
+        dim 0, and every trainer gets 0-d arrays and the arrays in `unsplit_inputs` in full. The
+        trainer's id is folded into a PRNG key (`jax.random.key`), so that noise differs between
+        trainers. It then also differs from a single device's noise.
 
         Raises:
-          BatchError: arrays differ in their number of rows, or, with batch="local", the trainers do
-            not divide it.
-          StateError: not a state of this job, or an earlier step has donated its optimizer state.
-          NonfiniteError: gradients of a trainer, with on_nonfinite="error".
+          BatchError: arrays differ in their number of rows; or, with batch="local", the number of
+            rows is not divisible by the number of trainers.
+          StateError: `state` is not a state of this job, or an earlier step has donated its
+            optimizer state.
+          NonfiniteError: with on_nonfinite="error", a trainer's gradients are not finite.
         """
         self.check(state)
         arrays = self._shared(batch_arrays(self.plan.main.args[2:], batch, self.plan.main.inputs))
@@ -186,17 +188,17 @@ class MeshJob(Job):
         return (self._newest(MeshState(subset(values, state.params), servers)), *results)
 
     def _newest(self, state: MeshState) -> MeshState:
-        """Record a state that the job returns."""
+        """Record the state that the job returns, and return it."""
         self._last = weakref.ref(state)
         return state
 
     @property
     def tables(self) -> MeshTables:
-        """Tables of the job: `lookup` and `export`."""
+        """The tables of the job, with `lookup` and `export`."""
         return MeshTables(self.plan, self._last, self.check)
 
     def params(self, state: MeshState) -> Any:
-        """Return the parameters as the pytree that `init` returned; tables, too."""
+        """Return the parameters, including tables, as the pytree that `init` returned."""
         spec, rows = self.plan.main.args[0], group_by_origin(self.plan.overview)
         arrays = dict(state.params)
         arrays |= {n: arrays[n][0] for n in self._local}
@@ -221,7 +223,7 @@ class MeshJob(Job):
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Roles that save: the servers, and trainer 0."""
+        """The roles that write checkpoints: the servers, and trainer 0."""
         return (*self.plan.servers, TRAINER)
 
     def server_arrays(self, state: MeshState, endpoint: str) -> Mapping[str, Any]:
@@ -236,7 +238,7 @@ class MeshJob(Job):
             servers[ep] = jax.device_put(scatter(self.plan, ep, params, opt_state), at)
         on_trainers = {}
         for n in self.plan.main.args[0].names:
-            # a copy: a step must not donate arrays of the caller
+            # copied, so that a step does not donate arrays of the caller
             on_trainers[n] = jax.device_put(jnp.copy(arrays[n]), self.placement.replicated)
         on_trainers |= {n: self.placement.stack(on_trainers[n]) for n in self._local}
         return MeshState(on_trainers, servers)
@@ -244,13 +246,13 @@ class MeshJob(Job):
     def lower(self, state: MeshState, *batch: Any) -> LoweredStep:
         """Return the compiled pieces of trainers and phases of servers for these arguments.
 
-        It takes a step from a copy of the state.
+        The method takes a step from a copy of the state.
         """
         with recording() as parts:
             self.step(jax.tree.map(jnp.copy, state), *batch)
         return LoweredStep(parts)
 
-    # -- how it runs -----------------------------------------------------------------------------
+    # -- trainers' programs ----------------------------------------------------------------------
 
     @cached_property
     def _param_types(self) -> dict[str, Any]:
@@ -263,7 +265,7 @@ class MeshJob(Job):
 
     @cached_property
     def _local(self) -> frozenset[str]:
-        """Parameters that trainers compute themselves, and that differ between them."""
+        """Names of the parameters that trainers change themselves, so that they may differ."""
         main = self.plan.main
         if self.plan.trainers == 1:
             return frozenset()
@@ -298,14 +300,15 @@ class MeshJob(Job):
 
 @realises(PServerPlan, "simulate")
 def simulated(plan: PServerPlan) -> MeshJob:
-    """Return the job on one device, which runs all trainers and servers in turn."""
+    """Return a job on one device, which runs all trainers and servers in turn."""
     return MeshJob(plan, jax.devices()[:1], donate=False, way="simulate")
 
 
 class LateRowsJob(MeshJob):
-    """Simulated job whose table rows make up missed steps, as in jobs of processes.
+    """Simulated job in which table rows catch up on missed steps, as in jobs of processes.
 
-    `plan.verify()` traces its step, which never runs. In the trace, rows catch up at once.
+    A row without a gradient misses the step, and makes up for it before it is read. `plan.verify()`
+    traces the step of this job, and does not run it. In the trace, all rows catch up in each step.
     """
 
     rows_are_late = True
@@ -315,31 +318,35 @@ class LateRowsJob(MeshJob):
 
 
 def _check_plan(plan: PServerPlan, way: str) -> None:
-    """Raise ConfigError for a plan that does not run in one process; `way` names the method."""
+    """Raise ConfigError for a plan that cannot run in one process.
+
+    Args:
+      plan: the plan.
+      way: the name of the method that the user called.
+    """
     if not plan.sync_mode:
         raise ConfigError(
-            f"{way} takes the steps of all trainers at once, and trainers of an asynchronous mode "
-            "take their own; run the plan in processes, plan.on_cluster()"
+            f"{way} takes a step of all trainers together, but trainers of an asynchronous mode "
+            "take steps independently; run the plan as processes: plan.on_cluster()"
         )
     if plan.trainer_side.runtime_split:
         raise ConfigError(
-            f"{way} splits no leaves at run time; leave out runtime_split, or run the plan in "
-            "processes, plan.on_cluster()"
+            f"{way} does not support runtime_split; leave runtime_split out, or run the plan as "
+            "processes: plan.on_cluster()"
         )
     for n, t in plan.tables.of.items():
         if t.staleness:
             raise ConfigError(
-                f"sparse[{n!r}].staleness={t.staleness}: a job in one process prefetches no rows, "
-                "so none are older than the step; leave staleness out, or run the plan in "
-                "processes (on_cluster)"
+                f"sparse[{n!r}].staleness={t.staleness}: a job in one process always reads the "
+                "newest rows; leave staleness out, or run the plan as processes: "
+                "plan.on_cluster()"
             )
 
 
 def _check_unsplit(plan: PServerPlan, names: Sequence[str], unsplit_inputs: Any) -> None:
     """Raise ConfigError if `unsplit_inputs` names arrays that are not in the batch."""
     is_known = lambda prefix: any(is_under(n, [prefix]) for n in names)
-    unknown = [prefix for prefix in unsplit_inputs if not is_known(prefix)]
-    if isinstance(unsplit_inputs, str) or unknown:
+    if isinstance(unsplit_inputs, str) or not all(map(is_known, unsplit_inputs)):
         raise ConfigError(
             f"unsplit_inputs={unsplit_inputs!r} must name arrays of the batch: {', '.join(names)}"
         )
@@ -351,7 +358,12 @@ def _check_unsplit(plan: PServerPlan, names: Sequence[str], unsplit_inputs: Any)
 
 
 def _assemble(rows: Sequence[VarDistributed], servers: Mapping[str, Mapping[str, Any]]) -> Any:
-    """Return a leaf from its blocks on servers."""
+    """Return a leaf, assembled from its blocks on servers.
+
+    Args:
+      rows: the placement of each block.
+      servers: the arrays of each server, by endpoint and name.
+    """
     blocks = [servers[row.endpoint][row.slice_name] for row in rows]
     if not rows[0].is_slice:
         return blocks[-1]

@@ -1,7 +1,7 @@
-"""Devices, server updates and communication between the compiled trainer programs of a mesh.
+"""Communication, server updates and devices of a parameter-server job on a mesh.
 
-`MeshFabric` carries out the equations between the pieces of a program. `MeshServers` updates each
-server's state on its device. `MeshPlacement` assigns the devices.
+`MeshFabric` executes the communication equations between the compiled pieces of a program.
+`MeshServers` updates each server's state on its device. `MeshPlacement` assigns the devices.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ from dtrans.run.parameter_server.update import CompiledUpdate, ServerUpdate
 class MeshPlacement:
     """Placement of trainers and servers on devices.
 
-    Trainers take the first devices, servers the next ones, round-robin if devices are fewer
+    Trainers use the first devices and servers the next ones, round-robin if there are fewer devices
     than roles. The number of trainer devices divides the number of trainers.
 
     Args:
-      devices: at least one.
+      devices: one device or more.
       trainers: the number of trainers.
-      servers: their endpoints.
+      servers: endpoints of the servers.
 
     Attributes:
       mesh: the trainers' devices, on one axis.
-      servers: the device of each server, as a sharding.
-      replicated: the sharding of a value that every trainer device has.
-      split: the sharding of a value with one row per trainer.
+      servers: for each server, by endpoint, the sharding that puts arrays on its device.
+      replicated: the sharding that copies a value to every trainer device.
+      split: the sharding that splits a value with one row per trainer over the trainer devices.
     """
 
     def __init__(
@@ -94,23 +94,26 @@ class MeshPlacement:
         return jax.make_array_from_single_device_arrays(x.shape, self.replicated, copies)
 
     def stack(self, x: jax.Array) -> jax.Array:
-        """Give every trainer a copy of a replicated value; the result has one row per trainer."""
+        """Stack one copy of a replicated value per trainer along a new leading axis."""
         return jax.device_put(jnp.broadcast_to(x, (self.trainers, *x.shape)), self.split)
 
 
 def put(x: Any, where: Sharding) -> Any:
-    """Put an array on devices; return it unchanged if it is there, or traced."""
+    """Put an array on devices. Return it unchanged if it is there already, or if it is traced."""
     if isinstance(x, list):
         return jax.device_put(x, where)
     if is_traced(x):
         return x
     if isinstance(x, jax.Array) and x.sharding == where:
-        return x  # `device_put` would take some microseconds
+        return x  # without the call of `device_put`, which takes some microseconds
     return jax.device_put(x, where)
 
 
 def shards_of(x: Any) -> list[jax.Array]:
-    """Return the parts of a stacked array in the order of the trainers; a traced one has one."""
+    """Return the shards of a stacked array in the order of the trainers.
+
+    A traced array counts as one shard.
+    """
     if is_traced(x):
         return [x]
     return [s.data for s in sorted(x.addressable_shards, key=lambda s: s.index[0].start or 0)]
@@ -126,7 +129,7 @@ class MeshServers:
       plan: the job's plan.
       placement: the servers' devices.
       donate: as in `MeshJob`.
-      late: as in `LateRowsJob`.
+      late: True if rows catch up on missed steps later (`LateRowsJob`).
     """
 
     def __init__(
@@ -146,15 +149,16 @@ class MeshServers:
     def update(
         self, state: dict[str, dict[str, Any]], grads: Mapping[str, Mapping[str, Any]]
     ) -> None:
-        """Make one update of every server, one level of exchanges after the other.
+        """Run one update of every server, one level of exchanges after the other.
 
         Args:
-          state: endpoint to the server's state; it gets the new one.
-          grads: endpoint to the gradients that the server receives.
+          state: the state of each server, by endpoint. It is replaced by the new state.
+          grads: the gradients that each server receives, by endpoint.
         """
         runs = {ep: self._servers[ep].run(grads[ep], arrays) for ep, arrays in state.items()}
         arrived: dict[str, Any] = dict.fromkeys(runs)
-        at: dict[str, tuple[Exchange, Vectors]] = {}  # the exchange of each, and what it sends
+        # for each server: the exchange that it waits for, and the vectors that it sends
+        at: dict[str, tuple[Exchange, Vectors]] = {}
         while arrived:
             for ep, vectors in arrived.items():
                 try:
@@ -175,17 +179,18 @@ class _MeshServer:
 
     Args:
       update: the update of its blocks.
-      at: the device.
+      at: the sharding that puts arrays on its device.
       trainers: the number of trainers.
       donate: as in `MeshJob`.
-      late: as in `LateRowsJob`.
+      late: as in `MeshServers`.
     """
 
     def __init__(
         self, update: ServerUpdate, at: Sharding, trainers: int, *, donate: bool, late: bool
     ) -> None:
         self._update, self._at, self._trainers, self._donate = update, at, trainers, donate
-        # A state has no record of the steps that rows have missed, so all rows move in each step.
+        # A job's state does not record which steps rows have missed. So unless `late`, an update
+        # that changes rows without a gradient touches every row in each step.
         self._tables = {}
         for n, t in update.tables.items():
             self._tables[n] = dataclasses.replace(
@@ -202,10 +207,10 @@ class _MeshServer:
     def run(
         self, grads: Mapping[str, Any], state: Mapping[str, Any]
     ) -> Generator[tuple[Exchange, Vectors], Vectors, dict[str, Any]]:
-        """Make a step, as `CompiledUpdate.run` does, from gradients on any devices."""
+        """Run a step, as `CompiledUpdate.run` does, with gradients from any devices."""
         local, in_trace = {}, False
         for n, x in grads.items():
-            if isinstance(x, RowGradient):  # on the host
+            if isinstance(x, RowGradient):  # gradients of rows stay on the host
                 local[n] = x
                 in_trace |= is_traced(x.rows)
             else:
@@ -220,7 +225,10 @@ class _MeshServer:
     def _trace(
         self, grads: Mapping[str, Any], state: Mapping[str, Any]
     ) -> Generator[tuple[Exchange, Vectors], Vectors, dict[str, Any]]:
-        """Trace a step of `RowUpdates.run`. Ids are unknown, so rows have padding for the most."""
+        """Trace a step of `RowUpdates.run`.
+
+        The ids are unknown in a trace, so rows are padded to the largest possible number.
+        """
         gradients = {n: x for n, x in grads.items() if not isinstance(x, RowGradient)}
         inputs = dict(state)
         ids: dict[str, Any] = {}
@@ -253,9 +261,10 @@ def _unstack(sent: Sequence[Mapping[int, str]], grads: Mapping[str, Any]) -> dic
     """Return each trainer's gradients by name.
 
     Args:
-      sent: for each gradient, trainer to the name under which it sends it.
-      grads: gradients of tables under each trainer's name. Others are under trainer 0's name:
-        stacked shards of all trainers, or one array that all trainers have.
+      sent: for each gradient, the name under which each trainer sends it, by trainer id.
+      grads: gradients by name. Gradients of tables have an entry per trainer. Other gradients have
+        only trainer 0's entry, with the stacked shards of all trainers, or with one array that is
+        the same on all trainers.
     """
     each: dict[str, Any] = {}
     for names in sent:
@@ -279,12 +288,12 @@ class MeshFabric:
 
     Args:
       placement: the devices.
-      state: endpoint to the server's state.
+      state: the state of each server, by endpoint.
 
     Attributes:
       state: the servers' state after the program, by endpoint.
-      rules: the name of the method that carries out each primitive. A bound method would refer to
-        this object, whose gradients and state would wait for the garbage collector.
+      rules: the name of the method that executes each primitive. Names are stored because bound
+        methods would form a reference cycle, which delays the release of gradients and state.
     """
 
     rules: ClassVar[dict[Primitive, str]] = {
@@ -308,7 +317,7 @@ class MeshFabric:
         Args:
           pieces: the program.
           args: its flat arguments.
-          compute: runs one piece (`Segments.run`).
+          compute: the function that runs one piece, as for `Segments.run`.
         """
         run = pieces.run(args, compute)
         outs: Any = None
@@ -320,7 +329,7 @@ class MeshFabric:
             rule = self.rules.get(eqn.primitive)
             if rule is None:
                 raise ConfigError(
-                    f"`{eqn.primitive.name}` cannot run on a mesh; run the plan in processes, "
+                    f"`{eqn.primitive.name}` cannot run on a mesh; run the plan as processes: "
                     "plan.on_cluster()"
                 )
             carry_out: Callable[[JaxprEqn, list[Any]], Sequence[Any]] = getattr(self, rule)
@@ -342,11 +351,11 @@ class MeshStepFabric(MeshFabric):
 
     Args:
       placement: the devices.
-      state: endpoint to the server's state.
+      state: the state of each server, by endpoint.
       plan: the job's plan.
-      servers: update the state.
+      servers: the updates of all servers.
       trainers: the compiled trainer program.
-      watch: checks gradients before a server has them.
+      watch: checks gradients before servers get them.
     """
 
     rules: ClassVar[dict[Primitive, str]] = MeshFabric.rules | {
@@ -395,11 +404,12 @@ class MeshStepFabric(MeshFabric):
         return [None]
 
     def _note(self, name: str, gradient: Any, is_stacked: bool) -> None:
+        """Record a gradient for `_check_finite`, if gradients are checked."""
         if self._watch.enabled:
             self._sent.append((name, gradient, is_stacked))
 
     def _check_finite(self) -> None:
-        """Report gradients that are not finite, before servers get them. Raises NonfiniteError."""
+        """Check the recorded gradients. Warns or raises NonfiniteError if one is not finite."""
         names, gradients, stacked = zip(*self._sent, strict=True)
         blocks = {b.gradient(0, self._plan.trainers): b.name for b in self._plan.placement.table}
         bad: dict[int | None, list[str]] = {}
@@ -419,7 +429,7 @@ class MeshStepFabric(MeshFabric):
         return self._from_host(eqn, prefetched(self._plan, eqn, ids, self.state))
 
     def _each_trainers(self, eqn: JaxprEqn, values: list[Any]) -> list[tuple[Any, ...]]:
-        """Return each trainer's operands on the host; only trainer 0's if all have the same."""
+        """Return each trainer's operands on the host; one entry if all trainers have the same."""
         each = list(zip(*self._trainers.on_host(eqn.invars, values), strict=True))
         return each if self._trainers.is_stacked(eqn.outvars[0]) else each[:1]
 
@@ -433,7 +443,7 @@ class MeshStepFabric(MeshFabric):
 
 @partial(jax.jit, static_argnums=1)
 def _finite(xs: Sequence[Any], stacked: Sequence[bool]) -> list[jax.Array]:
-    """Return True for each finite gradient: a flag per trainer for stacked ones, else one."""
+    """Return for each gradient if it is finite: one flag per trainer if it is stacked, else one."""
     found = []
     for x, is_stacked in zip(xs, stacked, strict=True):
         if not jnp.issubdtype(x.dtype, jnp.inexact):

@@ -1,15 +1,16 @@
 """Trainer program, compiled for all trainers of a mesh.
 
-A value is *replicated* if all trainers have the same. Otherwise it is *stacked*: a global array
-with a leading axis, sharded over the trainers' mesh. Batch arrays are *split* on dim 0.
+A value has one of three layouts. A *replicated* value is the same on all trainers. A *stacked*
+value is a global array with one row per trainer, sharded over the trainers' mesh. A batch array is
+*split* on dim 0.
 
 Each piece of the program becomes one `jit(shard_map)`. A device with several trainers runs them in
-turn. Exchanges in the middle of a step are collectives over the axis. They combine values in the
-trainers' order, as a server does.
+turn. Exchanges in the middle of a step are collectives over the mesh axis. They combine values in
+the order of the trainers, as a server does.
 
-Results of trainers are merged as the plan says, if trainers share the batch exactly. Otherwise
-a result that grows with the batch is concatenated, and any other floating-point result (the loss)
-is averaged. Any other result gets a leading axis, with one row per trainer.
+With an exact split of the batch, the plan defines how results of trainers are merged. Otherwise a
+result that grows with the batch is concatenated, and any other floating-point result (the loss) is
+averaged. Results of other types get a leading axis with one row per trainer.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ from dtrans.run.base.segments import COMPUTED, Compute, Rules, cut_program
 from dtrans.run.base.spmd import AxisSharding, on_mesh, on_one_device
 
 
-AXIS = "trainers"  # of devices
-TURN = "turn"  # of the trainers that one device runs
+AXIS = "trainers"  # mesh axis of the devices
+TURN = "turn"  # axis of the trainers that one device runs in turn
 
 
 def _all_gather(x: jax.Array) -> list[jax.Array]:
@@ -66,10 +67,10 @@ def _exchange(*parts: Any, how: Sequence[tuple[Any, ...]], **_: Any) -> list[Any
     return results
 
 
-# equations whose outputs differ between trainers if their ids do
+# primitives whose outputs differ between trainers if their ids differ
 OF_ROWS = frozenset({split_ids_p, prefetch_p})
 
-# layouts of values over the trainers of one device, by kind
+# sharding over the trainers of one device of each layout; None is replicated
 _TURN_OF = {
     None: AxisSharding(),
     "split": AxisSharding().cut_along(0, TURN),
@@ -86,11 +87,11 @@ def shared_program(
 
     Args:
       plan: the job's plan.
-      arrays: the arrays of the batch, each with its split over trainers. In an exact plan the
-        number of trainers need not divide their rows.
+      arrays: the arrays of the batch, each with its split over trainers. With an exact split, the
+        number of rows need not be divisible by the number of trainers.
 
     Returns:
-      The program, and the merge of each result; None if the plan does not define merges.
+      The program; and the merge of each result by name, or None if the plan does not define merges.
     """
     main, shared = plan.main, plan.shared
     is_uneven = lambda x, share: isinstance(share, int) and x.shape[share] % plan.trainers
@@ -111,8 +112,8 @@ def _merges(shared: ExactStep, rows: Mapping[str, int]) -> dict[str, Merge]:
     """Return the merge of each result.
 
     Args:
-      shared: the plan's split of the batch.
-      rows: rows of results that lose the padding of uneven parts.
+      shared: the exact split of the batch.
+      rows: for uneven parts, the number of rows of each concatenated result without padding.
     """
     merges = {}
     for n, way in shared.merges.items():
@@ -129,8 +130,15 @@ class MeshTrainerPrograms:
         (`dtrans.run.base.batch.Share`). Only types are read.
       mesh: the trainers' devices, on one axis.
       plan: the program's plan.
-      local: parameters that differ between trainers.
-      merges: the merge of each result into that of one device; None if the plan has none.
+      local: names of parameters that differ between trainers.
+      merges: the merge of each result, by name; None if the plan does not define merges.
+
+    Attributes:
+      pieces: the program, cut at its communication equations.
+      kinds: "split" or "stacked", for each value that differs between trainers.
+      outs: the program's output variables, by name.
+      rest: the structure of the step's outputs without the parameters.
+      result_names: names of the outputs that are not parameters.
 
     Raises:
       BatchError: a result cannot be merged.
@@ -175,11 +183,16 @@ class MeshTrainerPrograms:
         self.merge = self._merger([x for x, _ in batch], merges)
 
     def is_stacked(self, atom: Any) -> bool:
-        """Return True if a value differs between trainers."""
+        """Return True if a value is stacked."""
         return self._kind(atom) == "stacked"
 
     def on_host(self, atoms: Sequence[Any], values: Sequence[Any]) -> list[list[np.ndarray]]:
-        """Return for each value the list of the trainers' values, on the host unless traced."""
+        """Return for each value a list with one entry per trainer, on the host unless traced.
+
+        Args:
+          atoms: the variables or literals of the values.
+          values: the values in their layouts on the mesh.
+        """
         on_host = [x if is_traced(x) else np.asarray(x) for x in values]
         return [self._of_trainers(a, x) for a, x in zip(atoms, on_host, strict=True)]
 
@@ -190,7 +203,7 @@ class MeshTrainerPrograms:
         return list(x if kind == "stacked" else x.reshape(trainers, -1, *x.shape[1:]))
 
     def _kind(self, atom: Any) -> str | None:
-        """Return "stacked", "split", or None for a replicated value."""
+        """Return the layout of a value: "stacked", "split", or None if it is replicated."""
         return self.kinds.get(atom) if isinstance(atom, Var) else None
 
     def _differs(self, piece: Compute) -> bool:
@@ -211,7 +224,8 @@ class MeshTrainerPrograms:
         ins = values_at(_TURN_OF, kinds)
         outs = [_TURN_OF["stacked"]] * len(piece.makes)
 
-        # Trainers of one device run in turn, unless they communicate in the piece.
+        # The trainers of one device run in turn, unless the piece contains communication: then each
+        # needs values of the others, and they run under vmap.
         in_turn = not _communicates(piece)
         on_device = on_one_device(piece.fn, [(TURN, each)], ins, outs, in_turn=in_turn)
         cut, full = AxisSharding().cut_along(0, AXIS), AxisSharding()
@@ -240,24 +254,29 @@ class MeshTrainerPrograms:
         return _merge_each(how)
 
     def _infer_merge(self, name: str, local: Any, full: Any) -> Merge | None:
-        """Return the merge of a stacked result, from its types on a trainer and on one device.
+        """Return the merge of a stacked result; None to leave it stacked.
+
+        Args:
+          name: the result.
+          local: its type on one trainer.
+          full: its type on one device with the full batch.
 
         Raises:
-          BatchError: it does not grow with the batch on dim 0.
+          BatchError: it grows with the batch in another way than along dim 0.
         """
         if full.shape == local.shape:
             return Merge("mean") if jnp.issubdtype(local.dtype, jnp.inexact) else None
         if full.shape != (self.plan.trainers * local.shape[0], *local.shape[1:]):
             raise BatchError(
-                f"{name} is {list(local.shape)} on a trainer and {list(full.shape)} on one device: "
-                "it cannot be merged; results may grow with the batch on dim 0 only"
+                f"{name} has shape {list(local.shape)} on a trainer and {list(full.shape)} on one "
+                "device, so it cannot be merged; results may grow with the batch only on dim 0"
             )
         return Merge("concat")
 
     def _merge_of(self, name: str, merge: Merge) -> Merge | None:
-        """Return the merge of a result for its layout.
+        """Adapt the merge of a result to the result's layout.
 
-        Rows of a split result lie in one array already, and a replicated result needs no merge.
+        The rows of a split result are in one array already. A replicated result needs no merge.
         """
         kind = self._kind(self.outs[name])
         if kind == "split":
@@ -265,7 +284,7 @@ class MeshTrainerPrograms:
         return merge if kind == "stacked" else None
 
     def results(self, values: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Return the step's results without its state, merged, in their pytree structure."""
+        """Merge the step's results; return them in their pytree structure, without the state."""
         found = values_at(values, self.result_names)
         if self.merge is not None:
             found = self.merge(found)
@@ -274,12 +293,12 @@ class MeshTrainerPrograms:
 
 
 def _communicates(piece: Compute) -> bool:
-    """Return True if trainers communicate in a piece, or if it reads the trainer's id."""
+    """Return True if a piece contains communication between trainers, or reads the trainer's id."""
     return not AMONG_TRAINERS.keys().isdisjoint(piece.rules)
 
 
 def _merge_each(how: Sequence[Merge | None]) -> Callable[[list[Any]], list[Any]]:
-    """Return a compiled function that merges each result; None leaves one unchanged."""
+    """Return a compiled function that merges results; a merge of None leaves a result unchanged."""
 
     @jax.jit
     def merge(values: list[Any]) -> list[Any]:

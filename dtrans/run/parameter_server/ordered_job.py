@@ -1,12 +1,12 @@
-"""Roles of an asynchronous job in one process, which take turns in one recorded order.
+"""An asynchronous job in one process, whose roles take turns in a fixed order, for `plan.verify()`.
 
-    servers   their blocks, with the updates of an asynchronous server (`block_update`)
-    trainers  their programs, cut at communication; one turn is one step of one trainer
+    servers   blocks with the updates of an asynchronous server (`block_update`)
+    trainers  programs, cut at their communication; one turn is one step of one trainer
 
-A turn begins with lookups of rows and the computation of gradients. It ends with updates on the
-servers, and with the parameters that the trainer receives. The next turn, of another trainer,
-begins in between: its parameters and rows lack these updates, as in a job of processes. With
-GEO-SGD a trainer applies the servers' answer to its last push at its next step.
+The first half of a turn looks up rows and computes gradients. The second half updates the servers
+and sends the trainer new parameters. The first half of the next trainer's turn runs in between. So
+its parameters and rows lack the updates of the turn before, as in a job of processes. With GEO-SGD,
+a trainer applies the servers' answer to its last push in its next step.
 
 `plan.verify()` traces `OrderedJob.step`, and compares it with a sequential replay of the same order
 (`dtrans.run.replays`).
@@ -66,11 +66,12 @@ from dtrans.run.parameter_server.update import ServerUpdate
 
 Values = Mapping[str, Any]
 OrderedState = Mapping[str, Mapping[str, Any]]
-# a trainer's step; it yields once, between its gradients and its messages
+# a turn of a trainer: it yields once, between its two halves, and returns results by name
 Step = Generator[None, None, Values]
 SENDS = (send_p, send_rows_p)
-ROUNDS = 2  # turns of each trainer; with GEO-SGD, turns in addition to the steps of a push
-# Local steps before a push. More of them take longer to compare, and exercise no other code.
+ROUNDS = 2  # turns of each trainer; with GEO-SGD, turns in addition to the steps before a push
+# Largest number of local steps before a push. More steps take longer to compare, and run the same
+# code.
 MOST_LOCAL_STEPS = 2
 
 
@@ -95,13 +96,13 @@ class Turn:
 
 @dataclasses.dataclass(frozen=True)
 class RecordedOrder:
-    """Turns of all trainers in sequence. Rounds alternate: trainers 0, 1, 2, then 2, 1, 0.
+    """Turns of all trainers in sequence: rounds of trainers 0, 1, 2, then 2, 1, 0, and so on.
 
     Attributes:
       turns: the sequence.
-      rounds: the number of turns of each trainer.
-      batches: the number of batches. Trainers share one batch in each round. With GEO-SGD each
-        trainer has its own, and takes the next trainer's in the next round.
+      rounds: the number of rounds, which is the number of turns of each trainer.
+      batches: the number of batches. In each round, trainers share one batch. With GEO-SGD each
+        trainer has a batch, and uses the next trainer's batch in the next round.
     """
 
     turns: tuple[Turn, ...]
@@ -110,9 +111,9 @@ class RecordedOrder:
 
     @property
     def halves(self) -> Iterator[tuple[Turn, bool]]:
-        """Yield each turn twice: with False at its begin, with True at its end.
+        """Yield (turn, False) for the first half of each turn, and (turn, True) for the second.
 
-        Two consecutive turns overlap unless one trainer takes both.
+        Two consecutive turns overlap, unless they belong to the same trainer.
         """
         for before, turn in itertools.pairwise((None, *self.turns)):
             assert turn is not None
@@ -126,14 +127,14 @@ class RecordedOrder:
 
     @classmethod
     def for_plan(cls, plan: PServerPlan) -> RecordedOrder:
-        """Return the order for a plan: long enough for stale parameters, and for a push and its
-        answer."""
+        """Return an order for a plan, with stale parameters, and with a push and its answer."""
         rounds = ROUNDS + local_steps(plan.push_every)
         turns = []
         for number in range(rounds):
             for k in range(plan.trainers)[:: -1 if number % 2 else 1]:
                 batch = (k + number) % plan.trainers if plan.push_every else number
-                # with GEO-SGD earlier results are local, and the last ones contain their updates
+                # With GEO-SGD, results before the last round depend on local parameters only. They
+                # are checked by the last round's results, which depend on them.
                 reports = not plan.push_every or number == rounds - 1
                 turns.append(Turn(k, batch, reports))
         return cls(tuple(turns), rounds, plan.trainers if plan.push_every else rounds)
@@ -160,17 +161,18 @@ def stacked_type(t: Any, count: int) -> jax.ShapeDtypeStruct:
 
 
 def rows_at_start(rows: int, trainer: int) -> np.ndarray:
-    """Return the ids of a table's rows that a GEO-SGD trainer starts with: every second one.
+    """Return the ids of the table rows that a GEO-SGD trainer has at the start: every second row.
 
-    Trainers thus have lookups of local rows, and of rows that they fetch.
+    So the trainer looks up local rows, and rows that it fetches from servers.
     """
     return np.arange(trainer % 2, rows, 2, dtype=np.int32)
 
 
 def initial_state(eqn: JaxprEqn, args: Sequence[Any]) -> Sequence[Any]:
-    """Return the initial optimizer state of all rows of a table, for its `fake_init` equation.
+    """Return the initial optimizer state of all rows of a table.
 
     Args:
+      eqn: the table's `geo_init` equation.
       args: the arguments of the init.
     """
     p = eqn.params
@@ -187,13 +189,20 @@ def table_types(plan: PServerPlan) -> dict[str, Any]:
 
 
 def part_axes(plan: PServerPlan) -> dict[str, int]:
-    """Return the dimension along which trainers split each batch array; none with GEO-SGD."""
+    """Return the dimension along which trainers split each batch array, by name.
+
+    With GEO-SGD, or one trainer, no array is split.
+    """
     if plan.push_every or plan.trainers == 1:
         return {}
     if plan.shared is not None:
         return dict(plan.shared.axes)
-    names = (n for spec in plan.main.args[2:] for n in spec.names)
-    return {n: 0 for n in names if plan.main.inputs[n].ndim}
+    axes = {}
+    for spec in plan.main.args[2:]:
+        for n in spec.names:
+            if plan.main.inputs[n].ndim:
+                axes[n] = 0
+    return axes
 
 
 def part_of_trainer(x: Any, axis: int | None, trainer: int, trainers: int) -> Any:
@@ -205,15 +214,15 @@ def part_of_trainer(x: Any, axis: int | None, trainer: int, trainers: int) -> An
 
 
 class OrderedJob:
-    """An asynchronous plan that runs in one process, in a recorded order.
+    """An asynchronous plan that runs in one process, in the order of a `RecordedOrder`.
 
-    A state has the arrays of servers, the parameters that each trainer has received, and the
-    arrays that trainer 0 computes itself. With GEO-SGD, each call of `step` starts with some local
-    rows of tables (`rows_at_start`).
+    A state contains the arrays of servers, the parameters that each trainer has received, and the
+    arrays that trainer 0 computes itself. With GEO-SGD, trainers have some local rows of tables at
+    the start of each call of `step` (`rows_at_start`).
 
     Args:
-      plan: asynchronous.
-      begins: arguments of the init. It initializes the optimizer state of rows that GEO-SGD
+      plan: an asynchronous plan.
+      begins: arguments of the init. It computes the initial optimizer state of rows that GEO-SGD
         trainers look up for the first time.
     """
 
@@ -225,24 +234,27 @@ class OrderedJob:
 
     @cached_property
     def served(self) -> tuple[str, ...]:
-        """Parameters that servers hold and trainers receive; tables are left out."""
+        """Names of the parameters that trainers receive from servers, without tables."""
         return tuple(n for n in self.plan.placement.blocks if n not in self.plan.tables.of)
 
     @cached_property
     def local(self) -> tuple[str, ...]:
-        """Arrays that trainers compute themselves; the optimizer state, too, with GEO-SGD."""
-        # leading arguments of a trainer's program that are its state
+        """Names of the arrays that trainers compute themselves.
+
+        With GEO-SGD, they include the optimizer state.
+        """
+        # number of leading arguments of a trainer's program that are its state
         count = 2 if self.plan.push_every else 1
         names = [n for spec in self.plan.trainer.args[:count] for n in spec.names]
         return tuple(n for n in names if n not in self.served and n not in self.plan.tables.of)
 
     @cached_property
     def state_of_rows(self) -> dict[str, tuple[str, ...]]:
-        """Optimizer state with a row for each table row, by table. Only GEO-SGD has such tables."""
+        """For each table of GEO-SGD, names of the optimizer state with a row for each table row."""
         return {n: t.zero.state for n, t in self.plan.tables.of.items() if t.on_trainers}
 
     def state_of(self, params: Any, opt_state: Any) -> OrderedState:
-        """Return the state in which all roles hold the arrays of one device."""
+        """Return the state in which all roles have the given parameters and optimizer state."""
         arrays = arrays_of(self.plan.main, params, opt_state)
         servers = {ep: server_state(self.plan, ep, arrays) for ep in self.plan.servers}
         local = subset(arrays, self.local)
@@ -264,7 +276,7 @@ class OrderedJob:
         return self._state(local, {ep: x.state for ep, x in servers.items()}, params)
 
     def step(self, state: OrderedState, *batch: Any) -> tuple[OrderedState, Values]:
-        """Take all turns: return the new state, and results by name.
+        """Take all turns; return the new state, and results by name.
 
         Args:
           batch: stacks of batches, of length `RecordedOrder.batches`.
@@ -283,8 +295,9 @@ class OrderedJob:
 
         arrays = [trainer.values | trainer.rows_over() for trainer in trainers]
         for k, values in enumerate(arrays):
-            # trainer 0's local arrays are in the state
-            names = (*self.served, *self.state_of_rows, *(self.local if k else ()))
+            names = [*self.served, *self.state_of_rows]
+            if k:  # trainer 0's local arrays are in the state already
+                names += self.local
             results |= {f"trainer {k}/{n}": values[n] for n in names}
         local = subset(arrays[0], self.local)
         newest = {n: trainers[0].newest_of(n) for n in self.served}
@@ -294,7 +307,7 @@ class OrderedJob:
     def _take_turns(
         self, trainers: Sequence[_OrderedTrainer], batch: Sequence[Any]
     ) -> dict[str, Any]:
-        """Run the recorded order; return the results of the turns that report them."""
+        """Run all turns; return the results of the turns with `reports`, by label."""
         arrays: dict[str, Any] = {}
         for spec, tree in zip(self.plan.main.args[2:], batch, strict=True):
             arrays |= zip(spec.names, spec.flatten(tree), strict=True)
@@ -308,9 +321,9 @@ class OrderedJob:
                     results |= {turn.label(n): x for n, x in found.items()}
                 continue
             part = {}
-            for n, x in arrays.items():
+            for n, stack in arrays.items():
                 axis = self._axes.get(n)
-                part[n] = part_of_trainer(x[turn.batch], axis, k, self.plan.trainers)
+                part[n] = part_of_trainer(stack[turn.batch], axis, k, self.plan.trainers)
             steps[k] = trainers[k].step(part)
             next(steps[k])
         return results
@@ -326,13 +339,13 @@ class OrderedJob:
             rows = [self._table(table, servers), *values_at(state["own"], names)]
             ids = rows_at_start(types[table].shape[0], number)
             local_rows[table] = TracedCachedRows(ids, rows)
-        # a program takes tables without rows, and looks rows up
+        # a trainer's program takes tables with 0 rows, since it looks rows up
         no_rows = {n: jnp.zeros((0, *t.shape[1:]), t.dtype) for n, t in types.items()}
         values = {**state["own"], **state["trainers"][str(number)], **no_rows}
         return _OrderedTrainer(self, number, servers, values, local_rows)
 
     def _table(self, name: str, servers: Mapping[str, _OrderedServer]) -> Any:
-        """Return all rows of a table, from its blocks on servers."""
+        """Return a table with all rows, from its blocks on servers."""
         spans, rows_of_blocks = [], []
         for b in self.plan.placement.blocks[name]:
             assert b.span is not None
@@ -345,7 +358,7 @@ class OrderedJob:
 
     @cached_property
     def initial_state(self) -> dict[str, Any]:
-        """Initial optimizer state of all rows of the tables of GEO-SGD, by name."""
+        """Initial optimizer state of all table rows of GEO-SGD, by name of the array."""
         found: dict[str, Any] = {}
         for eqn in self.plan.trainer_startup_program(0).eqns:
             if eqn.primitive is geo_init_p:
@@ -363,12 +376,12 @@ class OrderedJob:
 
 
 class _OrderedServer:
-    """One server: its blocks, and its reaction to messages (`dtrans.protocol.server.async_server`).
+    """One server, which reacts to messages like `dtrans.protocol.server.async_server`.
 
     Args:
       programs: the server's programs.
       state: its arrays, by name.
-      local_rows: for each table the ids that each trainer starts with.
+      local_rows: for each table, the ids of the rows that each trainer has at the start.
     """
 
     def __init__(
@@ -384,7 +397,7 @@ class _OrderedServer:
                 missed = MissedSteps(update, t, None) if t.moves else None
                 memory[n] = TracedMemory(t, missed, state)
         self._blocks, self._backed = BlockUpdates(update, state, memory), update.served.backed
-        # rows that a trainer has received, if its gradients are compensated
+        # with delay compensation, the rows that each trainer has received, by trainer and block
         self._sent_rows: dict[tuple[int, str], RowGradient] = {}
         of_blocks = {}
         for n, t in update.tables.items():
@@ -395,12 +408,15 @@ class _OrderedServer:
         self.state: dict[str, Any] = dict(self._blocks.state)
 
     def settled(self, trainers: int) -> Values:
-        """Return the state after every trainer has received: copies equal their blocks."""
+        """Return the state after every trainer has received all blocks.
+
+        The copies for delay compensation then equal their blocks.
+        """
         copies = {backup_of(n, k): self.state[n] for n in self._backed for k in range(trainers)}
         return {**self.state, **copies}
 
     def take(self, trainer: int, grads: Values) -> None:
-        """Update blocks with the gradients of one step of a trainer."""
+        """Update blocks with the gradients that one step of a trainer has sent."""
         backups = {n + BACKUP: self.state[backup_of(n, trainer)] for n in self._backed}
         rows = {n + BACKUP: x for (k, n), x in self._sent_rows.items() if k == trainer}
         values = {**grads, **backups, **rows}
@@ -411,13 +427,13 @@ class _OrderedServer:
                 self._changed.changed(trainer, name, grads[gradient].ids)
 
     def give(self, trainer: int, name: str) -> Any:
-        """Return a block to a trainer; save a copy if gradients are compensated."""
+        """Return a block for a trainer. With delay compensation, save a copy."""
         if name in self._backed:
             self.state[backup_of(name, trainer)] = self.state[name]
         return words(self.state[name])
 
     def give_rows(self, trainer: int, name: str, ids: Any) -> Any:
-        """Return rows of a block to a trainer; save them if gradients are compensated."""
+        """Return rows of a block for a trainer. With delay compensation, save a copy."""
         rows: Any = jnp.take(self.state[name], ids, 0, mode="fill", fill_value=0)
         if self.update.served.tables[name].backed:
             self._sent_rows[trainer, name] = RowGradient(ids, rows)
@@ -425,14 +441,16 @@ class _OrderedServer:
         return rows
 
     def give_changes(self, trainer: int, name: str) -> RowGradient:
-        """Return a trainer's local rows that others have changed since its last answer."""
+        """Return the local rows of a trainer that others have changed since its last answer."""
         ids = self._changed.take(trainer, name)
         rows: Any = jnp.take(self.state[name], ids, 0, mode="fill", fill_value=0)
         return RowGradient(ids, rows)
 
 
 class _OrderedTrainer:
-    """One trainer: its arrays, and the communication of its program.
+    """One trainer, which runs its program, and executes the communication by calls of servers.
+
+    With GEO-SGD it is also the `PushQueue` of its `GeoTrainer`.
 
     Args:
       job: the job.
@@ -445,7 +463,7 @@ class _OrderedTrainer:
       values: its arrays, by name.
     """
 
-    name = "a trainer"  # as a `PushQueue`
+    name = "a trainer"
 
     def __init__(
         self,
@@ -457,17 +475,16 @@ class _OrderedTrainer:
     ) -> None:
         self._job, self._number, self._servers = job, number, servers
         self.values = dict(values)
-        self._sent: dict[str, dict[str, Any]] = {}  # gradients on their way, by server and name
+        self._sent: dict[str, dict[str, Any]] = {}  # undelivered gradients, by server and name
         self._local_rows = local_rows
         self._geo: GeoTrainer | None = None
         self._tables: dict[str, tuple[Leaf, CachedRows]] = {}
-        self._answer: dict[str, Any] = {}  # of the servers to the last push
+        self._answer: dict[str, Any] = {}  # the servers' answer to the last push
         self._pushes = 0
-        self._pushed: list[str] = []  # the parameters of a push
+        self._pushed: list[str] = []  # names of the parameters of a push
 
     def step(self, batch: Values) -> Step:
-        """Take one step; yield once, when gradients are computed and not sent. Return results by
-        name."""
+        """Take one step; yield once, before gradients are delivered. Return results by name."""
         arrays = {**self.values, **batch}
         program = self._job.plan.trainer_program(self._number)
         inputs = values_at(arrays, program.in_names)
@@ -480,11 +497,7 @@ class _OrderedTrainer:
         return run_to_end(self._run(program, args))
 
     def _run(self, program: Program, args: Sequence[Any]) -> Step:
-        """Run a program with its communication; yield before servers get what it sends.
-
-        Returns:
-          Outputs by name.
-        """
+        """Run a program; yield before its gradients are delivered. Return outputs by name."""
         run, rules = cut_program(program, computed=COMPUTED).run(args), self._rules()
         outs: Sequence[Any] | None = None
         while True:
@@ -501,13 +514,13 @@ class _OrderedTrainer:
             outs = rules[eqn.primitive](eqn, values)
 
     def newest_of(self, leaf: str) -> Any:
-        """Return a parameter from its blocks on servers."""
+        """Return the newest value of a parameter, from its blocks on servers."""
         blocks = self._job.plan.placement.blocks[leaf]
         parts = [self._servers[b.endpoint].state[b.name] for b in blocks]
         return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
     def _deliver(self) -> None:
-        """Hand sent gradients to their servers."""
+        """Deliver sent gradients to their servers."""
         sent, self._sent = self._sent, {}
         for ep, grads in sent.items():
             self._servers[ep].take(self._number, grads)
@@ -516,9 +529,10 @@ class _OrderedTrainer:
         return self._servers[endpoint].give_rows(self._number, name, ids)
 
     def _rules(self) -> Mapping[Primitive, Callable[[JaxprEqn, Sequence[Any]], Sequence[Any]]]:
-        """Return the function that carries out each communication primitive.
+        """Return the function that executes each communication primitive.
 
-        It is not an attribute: a cycle of references would keep tracers of a finished trace alive.
+        It is not an attribute, because a reference cycle would keep tracers of a finished trace
+        alive.
         """
         return {
             send_p: self._send,
@@ -557,7 +571,14 @@ class _OrderedTrainer:
         spans: Sequence[Any],
         rows: RowGradient,
     ) -> None:
-        """Send each server the rows of a table that its block has."""
+        """Send each server the rows of its block.
+
+        Args:
+          endpoints: the server of each block.
+          names: the name of each block.
+          spans: the table rows of each block.
+          rows: rows of the table.
+        """
         for ep, name, span in zip(endpoints, names, spans, strict=True):
             self._sent.setdefault(ep, {})[name] = part_of_block(span, rows)
 
@@ -570,7 +591,10 @@ class _OrderedTrainer:
     # -- GEO-SGD ---------------------------------------------------------------------------------
 
     def rows_over(self) -> dict[str, Any]:
-        """Return tables and their row state: local rows over zeros and initial state."""
+        """Return all rows of tables and of their optimizer state, by name.
+
+        Rows that are not local are zero, and have the initial optimizer state.
+        """
         found: dict[str, Any] = {}
         for table, local in self._local_rows.items():
             t, names = self._job.plan.main.inputs[table], self._job.state_of_rows[table]
@@ -579,7 +603,7 @@ class _OrderedTrainer:
         return found
 
     def _geo_prefetch(self, eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
-        """Return local rows and their state; add missing rows from servers, with initial state."""
+        """Return local rows and their state; fetch missing rows, with initial state."""
         (uniq,), p = values, eqn.params
         local = self._local_rows[p["table"]]
         self._tables[p["table"]] = as_deltas(leaf_of(eqn, p["types"][0])), local
@@ -593,7 +617,7 @@ class _OrderedTrainer:
     def _geo_send(self, eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
         """End a step of GEO-SGD; return the parameters of the next step."""
         p = eqn.params
-        if not p["push_every"]:  # of the startup program
+        if not p["push_every"]:  # the startup program has no step
             return values
         params, rows_of_tables = split_push(eqn, values)
         if self._geo is None:
@@ -607,10 +631,10 @@ class _OrderedTrainer:
         every = local_steps(p["push_every"])
         return self._geo.step(params, every, block_on_pull=p["block_on_pull"])
 
-    # As the `PushQueue` of `GeoTrainer`: servers answer at once.
+    # -- the `PushQueue` of `GeoTrainer` ---------------------------------------------------------
 
     def put(self, group: Group) -> None:
-        """Push deltas; save the answer for the next step."""
+        """Deliver a push; store the servers' answer for the next step."""
         for leaf, x in group:
             if isinstance(x, RowGradient):
                 self._send_parts(leaf.endpoints, leaf.names, leaf.spans, x)
@@ -626,15 +650,15 @@ class _OrderedTrainer:
         self._pushes += 1
 
     def received(self) -> int:
-        """Return the number of pushes that are answered: all."""
+        """Return the number of answered pushes, which is the number of pushes."""
         return self._pushes
 
     def newest(self) -> Mapping[str, Any]:
-        """Return the servers' last answer: parameters by number, and changed rows by table."""
+        """Return the last answer: parameters by their index as text, changed rows by table."""
         return self._answer
 
     def barrier(self) -> None:
-        """Wait for nothing: every push is answered."""
+        """Do nothing, since every push is answered at once."""
 
 
 def _fake_init(eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
@@ -642,6 +666,6 @@ def _fake_init(eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
 
 
 def _geo_init(eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
-    """Return a table without rows, and the initial state of all rows."""
+    """Return a table with 0 rows, and the initial optimizer state of all rows."""
     t = eqn.params["types"][0]
     return [jnp.zeros((0, *t.shape[1:]), t.dtype), *initial_state(eqn, values)]

@@ -1,6 +1,7 @@
-"""Parameter server as a process: its transport, signals, compiled update and checkpoints.
+"""A parameter server as a process: its transport, signals, compiled update and checkpoints.
 
-`dtrans.protocol.server.serving` is its protocol; `dtrans.protocol.server.server_loop` drives it.
+`dtrans.protocol.server.serving` implements its protocol, and `dtrans.protocol.server.server_loop`
+drives the protocol.
 """
 
 from __future__ import annotations
@@ -37,23 +38,25 @@ from dtrans.run.parameter_server.update import ServerUpdate, copy_state
 
 
 class Server:
-    """Server of one `listen_and_serv`.
+    """The server of a `listen_and_serv` equation.
 
     Args:
       update: the server's update.
       state: the initial values, by name.
-      deadline: seconds that a trainer may keep the server, or other trainers, waiting.
-      patience: seconds without a sign of another process after which it counts as dead.
-      allow_remote: bind an endpoint that is not on loopback.
-      keys: keys of the job.
+      deadline: seconds that the server, or other trainers, wait for a trainer.
+      patience: seconds without a message from another process after which it counts as dead.
+      allow_remote: True to allow an endpoint that is not on loopback.
+      keys: the token and encryption keys of the job.
       plan: the fingerprint of the plan, by part. Trainers and other servers must have the same.
-      keep: saves a state under a name, with the mark of the run and step; None without a folder for
-        checkpoints.
-      keep_last: saves the state when the job ends by an error, from the mark and the checkpoints
-        that trainers have asked for. It returns their place, or None if there is no state to save.
+      keep: saves a state under a name; None without a folder for checkpoints.
+      keep_last: saves the state when the job ends by an error. It returns the checkpoint, or None
+        if the server has no arrays.
+
+    Attributes:
+      refusals: counts and logs refused messages.
 
     Raises:
-      ConfigError: an endpoint that cannot be bound, or that `allow_remote` does not allow.
+      ConfigError: the endpoint cannot be bound, or `allow_remote` does not allow it.
     """
 
     def __init__(
@@ -82,8 +85,11 @@ class Server:
             ended_saves=self._ended_saves,
             ended_roles=ended_roles,
         )
-        # updates donate dense arrays; tables get memory from `TableMemory`
-        tables = {n for t in update.tables.values() if not t.updates_all for n in t.arrays}
+        # Dense arrays are copied, because updates donate them. `TableMemory` copies tables.
+        tables: set[str] = set()
+        for t in update.tables.values():
+            if not t.updates_all:
+                tables.update(t.arrays)
         dense = copy_state({n: x for n, x in state.items() if n not in tables})
         state, say = {**state, **dense}, self._loop.say
         kind: SyncServer | AsyncServer
@@ -135,8 +141,8 @@ class Server:
         """Serve until every trainer has closed; return the final state.
 
         Raises:
-          DeadlineError: a trainer or another server did not come, fell silent, or kept others
-            waiting. PeerError: one failed, was refused, or left before the others.
+          DeadlineError: a trainer or another server did not connect, or kept others waiting.
+          PeerError: a trainer or another server failed, was refused, or left before the others.
         """
         protocol = self._protocol
         ending: Any = None
@@ -154,7 +160,8 @@ class Server:
         except BaseException as e:
             failure = e
             if ending is not None:
-                # Launchers end all roles after a failure. This one first saves its state.
+                # A launcher sends SIGTERM to all roles after a failure. It is ignored here, so that
+                # this server can save its state.
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
             protocol.say_why(e)
             raise
@@ -163,7 +170,7 @@ class Server:
             self._loop.close(failed=failure is not None)
             if failure is not None:
                 self._save_last(failure)
-            self._transport.close()  # waits until closed connections have sent the reason
+            self._transport.close()  # waits until the reason has been sent to all trainers
             if ending is not None:
                 signal.signal(signal.SIGTERM, ending)
 
@@ -172,7 +179,7 @@ class Server:
         return {**self._protocol.kind.state, **self._update.tables()}
 
     def _save(self, name: str, step: int) -> int:
-        """Begin to save the present state under a name; return the number of its arrays."""
+        """Start saving the current state under a name; return the number of its arrays."""
         assert self._writer is not None
         tables = self._update.snapshot(self._protocol.trainers.deadline / 4)
         dense = {n: _snapshot(x) for n, x in self._protocol.kind.state.items() if n not in tables}
@@ -182,15 +189,18 @@ class Server:
         return len(dense) + len(tables)
 
     def _is_copied(self, name: str, x: Any) -> bool:
-        """Return True if a snapshot would be a view of memory that an update donates: on CPU."""
+        """Return True if a snapshot of an array must be copied.
+
+        On CPU, the snapshot of an array that an update donates is a view of the donated memory.
+        """
         if name not in self._update.spent or not isinstance(x, jax.Array) or is_key(x.dtype):
             return False
         return {d.platform for d in x.devices()} == {"cpu"}
 
     def _save_last(self, failure: BaseException) -> None:
-        """Save the state of a job that ends by an error, unless no step was made.
+        """Save the state of a job that ends by an error, unless no step has been taken.
 
-        The log and a note of the error have the place.
+        The path is logged, and added to the error as a note.
         """
         kind = self._protocol.kind
         if self._keep_last is None:
@@ -201,46 +211,51 @@ class Server:
                 return
             mark = Mark(self._protocol.trainers.sessions, steps)
             place = self._keep_last(self._state(), mark, self._protocol.asked())
-        except Exception as e:  # the caller raises the error that has ended the job
+        except Exception as e:  # not raised: the caller raises the error that has ended the job
             log.exception(
-                "pserver %s could not save what it held when its job ended", kind.endpoint
+                "pserver %s could not save its state at the end of the job", kind.endpoint
             )
             failure.add_note(
-                f"pserver {kind.endpoint} could not save what it held: {type(e).__name__}: {e}"
+                f"pserver {kind.endpoint} could not save its state: {type(e).__name__}: {e}"
             )
         else:
             if place is not None:
                 text = (
-                    f"pserver {kind.endpoint} saved what it held after {steps} steps of this "
-                    f"job: {place}"
+                    f"pserver {kind.endpoint} saved its state after {steps} steps of this job: "
+                    f"{place}"
                 )
                 log.warning(text)
                 failure.add_note(text)
 
     def _end_saves(self) -> None:
-        """Wait until all checkpoints that have begun are written."""
+        """Wait until all requested checkpoints are written."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
 
     def _ended_saves(self) -> Iterator[tuple[str, str]]:
-        return iter(()) if self._writer is None else self._writer.ended()
+        """Yield the checkpoints that were written since the last call: (name, error or "")."""
+        if self._writer is not None:
+            yield from self._writer.ended()
 
 
 def _snapshot(x: Any) -> Any:
-    """Return the present values of an array. XLA does not reuse memory with a NumPy view."""
-    return copy_array(x) if is_key(x.dtype) else np.asarray(x)
+    """Return the current values of an array. XLA does not reuse the memory of a NumPy view."""
+    if is_key(x.dtype):
+        return copy_array(x)
+    return np.asarray(x)
 
 
 def _sizes(update: ServerUpdate) -> dict[str, int]:
     """Return the bytes of each array that a step sends or receives, by name."""
-    names = (*update.params, *update.tables)
-    types = {**update.grad_types, **{n: words_type(update.types[n]) for n in names}}
+    types = dict(update.grad_types)
+    for n in (*update.params, *update.tables):
+        types[n] = words_type(update.types[n])
     return {n: nbytes(t) for n, t in types.items()}
 
 
 def _decides_signals() -> bool:
-    """Return True if SIGTERM, which launchers send, would end this process without cleanup."""
+    """Return True if SIGTERM would end this process at once, and this thread can set a handler."""
     is_main = threading.current_thread() is threading.main_thread()
     return is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 

@@ -1,7 +1,7 @@
 """Connections of one trainer to its servers: opened on first use, closed with the job.
 
-A connection belongs to a trainer with a number. The equations of a trainer's programs name it
-(`identify`), so the first connection is opened by an equation.
+Servers know a trainer by its id. The id is a parameter of the equations of the trainer's programs
+(`identify`), so connections are opened when the first such equation runs.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class ServerConnections:
 
     Args:
       deadline: seconds that a server's answer may take.
-      patience: seconds without a sign of a server after which it counts as dead.
-      wait_port: wait for servers that do not listen yet; otherwise their absence is an error.
+      patience: seconds without a message from a server after which it counts as dead.
+      wait_port: True to wait for servers that do not listen yet; False to raise PeerError.
       encryption: the option `transport_encryption` of `Executor`.
 
     Attributes:
-      steps: the trainer's side of the protocol; its messages go through these connections.
+      steps: the trainer's side of the protocol, which sends its messages by these connections.
       plan: the fingerprint of the plan, by part. Servers compare it with theirs.
     """
 
@@ -52,17 +52,17 @@ class ServerConnections:
         self._encryption = encryption
         self._links: dict[str, ServerLink] = {}
         self._opened: ZmqTransport | None = None
-        self._me: tuple[int, int] | None = None  # id of this trainer, number of trainers
+        self._me: tuple[int, int] | None = None  # (id of this trainer, number of trainers)
         self._session = new_run()
 
     @property
     def is_known(self) -> bool:
-        """True if this process is a trainer that servers know."""
+        """True if `identify` has set the trainer's id."""
         return self._me is not None
 
     @functools.cached_property
     def keys(self) -> Keys:
-        """Secret and encryption keys of the job, from the environment."""
+        """The token and encryption keys of the job, from the environment."""
         return Keys.from_environment(self._encryption)
 
     @property
@@ -72,7 +72,7 @@ class ServerConnections:
         return self._opened
 
     def identify(self, eqn: JaxprEqn) -> None:
-        """Take the trainer's id from an equation of its program.
+        """Read the trainer's id from an equation of its program.
 
         Raises:
           ConfigError: an earlier program belongs to another trainer.
@@ -80,18 +80,19 @@ class ServerConnections:
         me = (eqn.params["trainer_id"], eqn.params["trainers"])
         if self._me not in (None, me):
             raise ConfigError(
-                f"this executor already ran programs of trainer {self._me[0]}, and cannot be "
-                f"trainer {me[0]}; make one Executor for each trainer"
+                f"this executor has run programs of trainer {self._me[0]}, so it cannot run "
+                f"programs of trainer {me[0]}; make one Executor for each trainer"
             )
         if self._me is None and eqn.params["trainer_id"] == 0:
-            note(TRAINER, self._session)  # servers know the run by the same id
+            note(TRAINER, self._session)  # servers use trainer 0's session as the id of the run
         self._me, self.steps.sync_mode = me, eqn.params["sync_mode"]
 
     def link(self, endpoint: str) -> ServerLink:
-        """Return the connection to a server; open it on first use and wait for the welcome.
+        """Return the connection to a server. On first use, open it and wait for the welcome.
 
         Raises:
-          PeerError: the server refuses, or does not listen and `wait_port` is False.
+          PeerError: the server refuses this trainer; or it does not listen, and `wait_port` is
+            False.
           DeadlineError: the server does not answer.
         """
         if endpoint in self._links:
@@ -120,7 +121,7 @@ class ServerConnections:
         return link
 
     def connect(self, endpoints: Collection[str]) -> tuple[ZmqTransport, Mapping[str, ServerLink]]:
-        """Connect to servers. Return the transport, and the connections to all servers so far."""
+        """Connect to servers; return the transport, and all open connections by endpoint."""
         for endpoint in endpoints:
             self.link(endpoint)
         return self._transport, self._links
@@ -129,7 +130,8 @@ class ServerConnections:
         """Wait for the answers of an operation; return its result.
 
         Raises:
-          DeadlineError: an answer is late. PeerError: a server refuses, or has gone.
+          DeadlineError: an answer did not arrive in time.
+          PeerError: a server refused a message, or its connection was lost.
         """
         self._wait(OperationWait(self._transport, self._links, operation))
         return operation.result
@@ -142,7 +144,7 @@ class ServerConnections:
         """Leave every server and close all connections, even if one of them raises.
 
         Args:
-          reason: the error that ends this trainer; None if it has completed.
+          reason: the error that ends this trainer; None if the trainer has completed its work.
         """
         with contextlib.ExitStack() as stack:
             if self._opened is not None:
@@ -151,7 +153,7 @@ class ServerConnections:
                 stack.callback(self._leave, link, reason)
 
     def _leave(self, link: ServerLink, reason: str | None) -> None:
-        """Send `complete`, or the reason of an abort, and wait until the server acknowledges it."""
+        """Send `complete`, or the reason of a failure; wait for the server's acknowledgement."""
         if reason is not None:
             self._wait(LastWords(self._transport, link, reason))
             link.close()
@@ -167,4 +169,6 @@ def _check_listens(me: str, endpoint: str, deadline: float) -> None:
     try:
         socket.create_connection(split_endpoint(endpoint), timeout=deadline).close()
     except OSError as e:
-        raise PeerError(f"{me} finds no pserver at {endpoint}: {e.strerror or e}") from e
+        raise PeerError(
+            f"{me} cannot connect to the pserver at {endpoint}: {e.strerror or e}"
+        ) from e

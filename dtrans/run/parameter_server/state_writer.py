@@ -1,12 +1,13 @@
-"""Checkpoints that a server writes during its steps: one thread copies, another one writes.
+"""Checkpoints that a server writes during its steps: one thread copies arrays, another one writes.
 
-The server takes a snapshot between two messages and continues. The snapshot refers to arrays that
-no update donates. A thread copies the others into memory of the last snapshot, while the server
-waits for gradients; the next update waits for the copy. Without the copy XLA would not donate these
-arrays, and the update would write to fresh pages, which takes as long as 3 copies.
+The server takes a snapshot between two messages, and continues. For arrays that no update donates,
+the snapshot has references. A thread copies the arrays that the next update donates, while the
+server waits for gradients. The update waits for these copies. Without them XLA would not donate the
+arrays, and the update would write to new pages, which takes as long as 3 copies. The copies reuse
+the memory of the last snapshot.
 
-The second thread writes one snapshot after the other. At the end of each it wakes the server's
-loop, which answers the trainers that asked.
+The second thread writes the snapshots to files. After each snapshot, it wakes the server's loop,
+which answers the trainers that requested the checkpoint.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ KeepLast = Callable[[Mapping[str, Any], Mark, Mapping[str, int]], Path | None]
 
 
 class StateWriter:
-    """Writer of a server's state, in two threads.
+    """Writer of a server's state, with two threads.
 
     Args:
       keep: writes a state under a name.
-      spent: arrays that updates donate, by name. Memory for their copies is allocated at once, so
-        that no save waits for new pages.
-      wake: called in another thread when `ended` has results.
+      spent: arrays that updates donate, by name. The memory for their copies is allocated at the
+        start, so that saves do not wait for new pages.
+      wake: called by the writing thread when `ended` has results.
     """
 
     def __init__(
@@ -52,45 +53,46 @@ class StateWriter:
         )
         self._ended: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
         config: Any = jax.config
-        self._x64 = config.jax_enable_x64  # a new thread starts with the default
+        self._x64 = config.jax_enable_x64  # set in the new thread, which starts with the default
         self._thread: threading.Thread | None = None
         self._copier = ThreadPoolExecutor(1, "dtrans snapshots")
         self._copies: Future[dict[str, Any]] | None = None
-        self._pool = BufferPool(mmap.PAGESIZE)  # files are written from it without another copy
-        self._pending = 0  # snapshots that have begun, and that `ended` has not returned
+        self._pool = BufferPool(mmap.PAGESIZE)  # page-aligned, to write files without another copy
+        self._pending = 0  # snapshots that have begun and that `ended` has not returned yet
         types = {n: (x.shape, x.dtype) for n, x in spent.items()}
         self._copier.submit(_allocate, types, self._pool)
 
     def begin(
         self, name: str, state: Mapping[str, Any], mark: Mark, spent: Collection[str] = ()
     ) -> None:
-        """Begin to write a state under a name.
+        """Start writing a state under a name.
 
         Args:
           name: the checkpoint.
-          state: arrays by name. Only those in `spent` may change, after `wait_copied`.
+          state: arrays by name. After `wait_copied`, arrays in `spent` may change; the other arrays
+            must not.
           mark: the run and the step.
-          spent: names of NumPy views of arrays that the next update donates.
+          spent: names of the arrays that are NumPy views of memory that the next update donates.
         """
         if self._thread is None:
             self._thread = threading.Thread(
                 target=self._run, name="dtrans checkpoints", daemon=True
             )
             self._thread.start()
-        # the pool has memory for one snapshot; a concurrent one takes and returns its memory
+        # the pool has memory for one snapshot, so a second one at the same time gets new memory
         pool = BufferPool() if self._pending else self._pool
         self._pending += 1
         self._copies = self._copier.submit(_copy_spent, dict(state), frozenset(spent), pool)
         self._due.put((name, self._copies, mark))
 
     def wait_copied(self) -> None:
-        """Wait until the next update may donate the arrays of the snapshot."""
+        """Wait until the arrays in `spent` are copied, so that the next update may donate them."""
         if self._copies is not None:
             wait([self._copies])
             self._copies = None
 
     def ended(self) -> Iterator[tuple[str, str]]:
-        """Yield checkpoints that have ended since the last call: the name, and the error or ""."""
+        """Yield the checkpoints that were written since the last call: (name, error or "")."""
         while not self._ended.empty():
             self._pending -= 1
             yield self._ended.get()
@@ -107,11 +109,11 @@ class StateWriter:
             while (due := self._due.get()) is not None:
                 name, copies, mark = due
                 self._ended.put((name, self._write(name, copies, mark)))
-                del due, copies  # frees their memory while the thread waits
+                del due, copies  # free the memory before the thread waits
                 self._wake()
 
     def _write(self, name: str, copies: Future[dict[str, Any]], mark: Mark) -> str:
-        """Write a state; return "" or the error, after which the job continues."""
+        """Write a state; return "", or the text of an error. An error does not end the job."""
         state: Mapping[str, Any] = {}
         try:
             state = copies.result()
@@ -129,13 +131,13 @@ class StateWriter:
 
 
 def _allocate(types: Mapping[str, tuple[tuple[int, ...], Any]], pool: BufferPool) -> None:
-    """Allocate memory for a snapshot. The system provides pages on their first write."""
+    """Allocate memory for a snapshot, and write zeros so that the system provides the pages."""
     for name, (shape, dtype) in types.items():
         pool.take(name, shape, dtype).fill(0)
 
 
 def _copy_spent(state: dict[str, Any], spent: Collection[str], pool: BufferPool) -> dict[str, Any]:
-    """Replace the `spent` arrays of a state by copies in memory of the pool."""
+    """Replace the arrays in `spent` by copies in memory of the pool; return the state."""
     for name in spent:
         copy = pool.take(name, state[name].shape, state[name].dtype)
         np.copyto(copy, state[name])

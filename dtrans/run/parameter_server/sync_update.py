@@ -1,10 +1,11 @@
-"""State of a synchronous server, and its update of one step at a time.
+"""State of a synchronous server, and its update, one step at a time.
 
 An update that reduces over rows runs in phases, with an exchange between servers after each phase
-but the last. It stops at each exchange, and continues with the vectors of the other servers.
+except the last. The update pauses at each exchange, and continues with the vectors of the other
+servers.
 
-Updates of tables touch the rows that trainers have looked up
-(`dtrans.run.parameter_server.tables`). Where each update needs all rows of a table, gradients are
+Updates of tables touch only the rows that trainers have looked up
+(`dtrans.run.parameter_server.tables`). If an update touches every row of a table, gradients are
 scattered into zeros, and the table is updated like any other block.
 """
 
@@ -42,10 +43,10 @@ class SyncUpdate:
 
     Attributes:
       state: the arrays by name, with tables in `TableMemory`.
-      values: the parameters as memory to send from.
-      exchange: the exchange that the update waits for.
+      values: the parameters as NumPy arrays, from whose memory messages are sent.
+      exchange: the exchange at which the update pauses; None between updates.
       server_tables: reports and evicts rows of tables.
-      spent: state whose memory an update reuses, by name.
+      spent: names of the state whose memory an update reuses.
       before: called before each update.
     """
 
@@ -62,11 +63,12 @@ class SyncUpdate:
             lambda: self.state,
             lambda name: self._steps,
         )
-        self._watched: dict[str, Any] = {}  # values of this step that rows need to catch up
+        # values of the current step that rows without a gradient need when they catch up
+        self._watched: dict[str, Any] = {}
         watched = frozenset(n for t in self._tables.values() for n in t.reads)
         self._update = dataclasses.replace(update, watched=watched)
         self._trainers = frozenset(range(trainers))
-        # by the trainers whose gradients it reads, and its numbers of rows of tables
+        # by the trainers whose gradients the update reads, and its numbers of table rows
         self._compiled: dict[tuple[frozenset[int], tuple[int, ...]], CompiledUpdate] = {}
         self._run: Generator[tuple[Exchange, Vectors], Vectors, dict[str, Any]] | None = None
         self._by_rows = RowUpdates(update.tables, self._take, self._put)
@@ -80,11 +82,11 @@ class SyncUpdate:
 
         Args:
           grads: gradients by name.
-          present: the trainers whose gradients count.
+          present: the trainers that have not left; only their gradients are used.
           step: the number of the step.
 
         Returns:
-          As `go_on`.
+          The same as `go_on`.
         """
         self.before()
         compiled = lambda sizes: self._compile(present, step, sizes)
@@ -96,10 +98,10 @@ class SyncUpdate:
         """Run the update to its next exchange.
 
         Args:
-          arrived: the vectors of other servers for the exchange before; None at the start.
+          arrived: the other servers' vectors of the last exchange; None at the start.
 
         Returns:
-          The vectors for other servers; None at the end of the update.
+          The vectors to send to other servers; None at the end of the update.
         """
         assert self._run is not None
         try:
@@ -112,8 +114,8 @@ class SyncUpdate:
             self._steps += 1
             self.state = end.value
             if self._update.exchanges:
-                # The next messages write over the memory of gradients and of received vectors,
-                # so the computation must have read them.
+                # Later messages overwrite the memory of gradients and received vectors, so the
+                # computation must have read them before this method returns.
                 jax.block_until_ready(self.state)
             self._publish()
             return None
@@ -122,7 +124,13 @@ class SyncUpdate:
     def _compile(
         self, present: frozenset[int], step: int, sizes: Mapping[str, int]
     ) -> CompiledUpdate:
-        """Return the update for some trainers and numbers of rows; compile it on first use."""
+        """Return the compiled update; compile it on first use.
+
+        Args:
+          present: the trainers whose gradients it reads.
+          step: the current step, for the log.
+          sizes: the number of rows to update, by block of a table.
+        """
         key = present, tuple(sizes.values())
         if key in self._compiled:
             return self._compiled[key]
@@ -141,7 +149,7 @@ class SyncUpdate:
         return self._compiled[key]
 
     def _publish(self) -> None:
-        """Store the parameters as memory to send from; wait until they are computed."""
+        """Wait until the new parameters are computed, and store them in `values`."""
         names = (*self._update.params, *self._update.tables)
         self.values = {n: np.asarray(words(self.state[n])) for n in names if n not in self._tables}
 
@@ -158,7 +166,13 @@ class SyncUpdate:
         return self._tables[table.name].put(ids, new, self._watched)
 
     def rows(self, name: str, ids: np.ndarray, *, train: bool) -> np.ndarray:
-        """Return the present rows of a block of a table; `train` if a gradient will follow."""
+        """Return the current rows of a block of a table.
+
+        Args:
+          name: the block.
+          ids: ids of the rows in the block.
+          train: True if gradients of these rows will follow.
+        """
         if name in self._tables:
             return self._tables[name].rows(ids, train=train)
         rows: np.ndarray = self.values[name][ids]
@@ -169,5 +183,9 @@ class SyncUpdate:
         return final_arrays(self._tables)
 
     def snapshot(self, patience: float) -> dict[str, Any]:
-        """Return present tables for a thread that reads them during updates."""
+        """Return snapshots of the current tables, which a thread can read during updates.
+
+        Args:
+          patience: seconds that updates wait for a reader that makes no progress.
+        """
         return snapshot_arrays(self._tables, patience)

@@ -1,11 +1,12 @@
-"""Update of one server: its optimize blocks, as functions to compile.
+"""Update of one server: its optimize blocks, compiled.
 
 The blocks of `listen_and_serv` read and write values by name. The blocks between two exchanges with
-other servers form a *phase*, which is compiled as one function. The lr_sched block feeds the
-others, which are independent, and XLA sees all of them. If no block reduces over rows, there is one
-phase, and an update is one call.
+other servers form a *phase*, which is compiled as one function. So XLA sees all blocks of a phase:
+the lr_sched block, and the others, which read its outputs and not each other's. If no block reduces
+over rows, there is one phase, and an update is one call.
 
-Leaves stay separate arrays: on CPU, assembling one flat vector costs more time than the optimizer.
+Leaves stay separate arrays, because on CPU, copying them into one flat vector takes longer than the
+optimizer.
 """
 
 from __future__ import annotations
@@ -33,25 +34,26 @@ from dtrans.run.base.platforms import stable_bits_options
 from dtrans.slicing.mean import reduce_gradients, sent_by
 
 
-# blocks of a phase, and the exchange that ends it
+# the blocks of a phase, and the exchange at its end, if any
 _Part = tuple[list[OptimizeBlock], Exchange | None]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Phase:
-    """Blocks between two exchanges.
+    """Blocks between two exchanges. State and values are listed by name.
 
     Attributes:
       blocks: the blocks in their order.
       begins: the exchange whose results the phase reads, if any.
-      ends: the exchange in which its last block takes part, if any.
-      grads: True if it reads gradients.
-      reads: state that it reads and does not donate: others read it, too, or nobody replaces it.
-      spent: state that it donates: it replaces it, and is the last to read it.
-      makes: state that it replaces.
-      takes: values of earlier phases that it reads.
-      drops: those of `takes` that no later phase reads.
-      gives: values that later phases read.
+      ends: the exchange to which its last block contributes, if any.
+      grads: True if the phase reads gradients.
+      reads: state that the phase reads but does not donate, because a later phase reads it, or
+        because the phase does not replace it.
+      spent: state that the phase donates: it replaces the state, and no later phase reads it.
+      makes: state that the phase replaces.
+      takes: values of earlier phases that the phase reads.
+      drops: the subset of `takes` that no later phase reads.
+      gives: values that later phases read, or that the update watches.
     """
 
     blocks: tuple[OptimizeBlock, ...]
@@ -68,14 +70,16 @@ class Phase:
     def __call__(
         self, read: Mapping[str, Any], grads: Mapping[str, Any], arrived: Vectors
     ) -> tuple[dict[str, Any], dict[str, Any], list[list[jax.Array]]]:
-        """Compute new state, values for later phases, and the parcels of the exchange that ends it.
-
-        The function is pure.
+        """Run the phase. The function is pure.
 
         Args:
           read: state before the step, and values of earlier phases, by name.
-          grads: trainers' gradients, by the names under which they come.
+          grads: trainers' gradients, by the names under which trainers send them.
           arrived: the vectors of the exchange `begins`.
+
+        Returns:
+          The new state by name, values for later phases by name, and the packed vectors of the
+          exchange `ends`.
         """
         values = dict(read)
         if self.begins is not None:
@@ -95,7 +99,7 @@ class Phase:
                 outputs = dict(zip(self.ends.plain, outs[count:], strict=True))
             else:
                 outputs = dict(zip(block.out_names, evaluate(block.jaxpr, *inputs), strict=True))
-            # No block reads new state: its name stands for the state before the step.
+            # New state is kept apart, because later blocks read the state before the step.
             for n, x in outputs.items():
                 (new if n in new_names else values)[n] = x
         return new, subset(values, self.gives), packed
@@ -106,8 +110,8 @@ class ServerUpdate:
     """Update of one server.
 
     Attributes:
-      eqn: the server's `listen_and_serv`.
-      watched: names of values that a step reports to its caller.
+      eqn: the server's `listen_and_serv` equation.
+      watched: names of values that `CompiledUpdate.run` returns to its caller in each step.
     """
 
     eqn: JaxprEqn
@@ -115,17 +119,17 @@ class ServerUpdate:
 
     @classmethod
     def from_program(cls, program: Program) -> ServerUpdate:
-        """Return the update in a pserver program.
+        """Return the update of a pserver program.
 
         Raises:
-          ConfigError: any other program.
+          ConfigError: the program has no `listen_and_serv` equation.
         """
         for eqn in program.eqns:
             if eqn.primitive is listen_and_serv_p:
                 return cls(eqn)
         raise ConfigError(
-            f"program {program.name} is not a pserver program (no listen_and_serv); take one from "
-            "plan.servers"
+            f"program {program.name} is not a pserver program (it has no listen_and_serv "
+            "equation); expected a program of plan.servers"
         )
 
     @cached_property
@@ -151,10 +155,10 @@ class ServerUpdate:
         )
 
     def _served_rows(self, name: str, table: TableBlock) -> TableSpec:
-        """Return what the protocol needs of a block of a table."""
+        """Return the protocol's record of a block of a table."""
         t, gradients = self.types[name], table.gradients
         if not self.eqn.params["sync_mode"]:
-            # each trainer's gradient is applied alone, and all trainers send it under one name
+            # trainers' gradients are applied one by one, and have the same name
             gradients = dict.fromkeys(range(self.eqn.params["Fanin"]), *gradients.values())
         return TableSpec(
             table.rows,
@@ -182,7 +186,7 @@ class ServerUpdate:
         return dataclasses.replace(self, eqn=self.eqn.params["tables"].sized(sizes))
 
     def sent_by(self, present: Collection[int]) -> ServerUpdate:
-        """Return the update by the gradients of some trainers (`dtrans.slicing.mean`)."""
+        """Return the update that uses only some trainers' gradients (`dtrans.slicing.mean`)."""
         blocks = tuple(sent_by(block, present) for block in self.blocks)
         return dataclasses.replace(
             self, eqn=self.eqn.replace(params={**self.eqn.params, "optimize_blocks": blocks})
@@ -216,17 +220,22 @@ class ServerUpdate:
 
     @cached_property
     def sent(self) -> tuple[Mapping[int, str], ...]:
-        """For each gradient that a block reads: trainer to the name that it sends."""
+        """For each gradient of a block, the name under which each trainer sends it, by id."""
         return tuple(g.sent for b in self.blocks for g in b.grads)
 
     @cached_property
     def arguments(self) -> dict[str, Mapping[int, str]]:
-        """Step arguments that blocks read; for each, trainer to the name that it sends."""
-        return {g.leaf: g.sent for b in self.blocks for g in b.grads if g.op == "same"}
+        """For each step argument that blocks read, the name under which each trainer sends it."""
+        found = {}
+        for block in self.blocks:
+            for g in block.grads:
+                if g.op == "same":
+                    found[g.leaf] = g.sent
+        return found
 
     @cached_property
     def params(self) -> tuple[str, ...]:
-        """Parameter blocks, which trainers receive. The rest of the state stays on the server."""
+        """Names of the parameter blocks, which trainers receive."""
         return tuple(self.eqn.params["param_names"])
 
     @cached_property
@@ -236,9 +245,9 @@ class ServerUpdate:
 
     @cached_property
     def phases(self) -> tuple[Phase, ...]:
-        """Blocks, cut after each one that takes part in an exchange.
+        """The phases: blocks, cut after each block that takes part in an exchange.
 
-        The time to compute this is linear in the number of blocks.
+        The computation takes time linear in the number of blocks.
         """
         parts = self._parts()
         reads: list[list[str]] = []
@@ -257,7 +266,7 @@ class ServerUpdate:
         params = set(self.params)
         for i, (blocks, exchange) in enumerate(parts):
             makes = {n for b in blocks for n in b.out_names if n in self.types}
-            # trainers and sockets may still read parameters, which are thus never donated
+            # parameters are never donated, since trainers and sockets may still read them
             donated = {n for n in makes if n not in params and last.get(n) == i}
             spent = [n for n in reads[i] if n in donated]
             read_state = [n for n in reads[i] if n in self.types and n not in donated]
@@ -280,7 +289,7 @@ class ServerUpdate:
         return tuple(phases)
 
     def _parts(self) -> list[_Part]:
-        """Cut the blocks after each one that takes part in an exchange."""
+        """Cut the blocks after each block that takes part in an exchange."""
         parts: list[_Part] = []
         current: list[OptimizeBlock] = []
         for block in self.blocks:
@@ -298,23 +307,30 @@ class ServerUpdate:
         return parts
 
     def _known(self, parts: Sequence[_Part]) -> dict[str, int]:
-        """Return the first phase that knows each value; results of an exchange come one later."""
+        """Return, for each value by name, the index of the first phase in which it is known.
+
+        Results of an exchange are known in the phase after it.
+        """
         known: dict[str, int] = {}
         for i, (blocks, exchange) in enumerate(parts):
-            results = {n for n, _ in exchange.results} if exchange else set()
+            results: set[str] = set()
+            if exchange:
+                results = {n for n, _ in exchange.results}
             for b in blocks:
-                known |= {n: i + (n in results) for n in b.out_names if n not in self.types}
+                for n in b.out_names:
+                    if n not in self.types:
+                        known[n] = i + (n in results)
         return known
 
 
 class CompiledUpdate:
-    """A server's update, jitted phase by phase. Updates donate the optimizer state.
+    """A server's update, with one compiled function per phase.
 
-    Parameters are never donated: trainers, sockets and users may still read them.
+    Parameters are never donated, since trainers, sockets and users may still read them.
 
     Args:
       update: the update.
-      donate: reuse the memory of the old optimizer state for the new one.
+      donate: True to reuse the memory of the old optimizer state for the new optimizer state.
       prepare: a pure function from the argument `grads` of `run` to gradients by name. It is
         compiled with the phases.
     """
@@ -333,16 +349,16 @@ class CompiledUpdate:
     def run(
         self, grads: Any, state: Mapping[str, Any], watched: dict[str, Any] | None = None
     ) -> Generator[tuple[Exchange, Vectors], Vectors, dict[str, Any]]:
-        """Compute a step; return the new state. With donation the old one keeps only parameters.
+        """Run a step; return the new state. With donation, only parameters of `state` stay valid.
 
         At each exchange it yields the exchange and the vectors for other servers
-        (`Exchange.parcels`). The caller sends it those of other servers (`Exchange.sources`).
-        Nothing waits for the computation.
+        (`Exchange.parcels`). The caller sends the other servers' vectors into the generator
+        (`Exchange.sources`). The method does not wait until arrays are computed.
 
         Args:
           grads: gradients by name, or an argument for `prepare`.
           state: the state before the step.
-          watched: gets the values that the update watches.
+          watched: a dict to which the values that the update watches are added.
         """
         new, values = dict(state), dict[str, Any]()
         seen = {} if watched is None else watched
@@ -350,14 +366,14 @@ class CompiledUpdate:
         # JAX refuses to trace a jitted function with compiler options
         in_trace = any(map(is_traced, state.values()))
         for n in self.update.watched:
-            if n in state:  # a copy: a phase may donate it
+            if n in state:  # copied, since a phase may donate the array
                 seen[n] = state[n] if in_trace else np.asarray(state[n])
         for i, phase in enumerate(self.update.phases):
             new_state, gives, packed = self._run_phase(
                 i, grads, state, values, arrived, in_trace=in_trace
             )
             new |= new_state
-            for n in phase.drops:  # frees their memory during the exchange
+            for n in phase.drops:  # free their memory before the exchange
                 del values[n]
             values |= gives
             seen |= {n: x for n, x in gives.items() if n in self.update.watched}
@@ -403,11 +419,13 @@ class CompiledUpdate:
             read = {**reads, **spent, **values}
             return phase(read, self._prepare(grads) if phase.grads else {}, arrived)
 
-        # With these options the bits of a row do not depend on the other blocks of its server.
-        options = stable_bits_options() if "tables" in self.update.eqn.params else None
+        options = None
+        if "tables" in self.update.eqn.params:
+            # with these options, a row's bits do not depend on the server's other blocks
+            options = stable_bits_options()
         return jax.jit(update, donate_argnums=2 if donate else (), compiler_options=options)
 
 
 def copy_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy the arrays of a state: donation needs memory that nothing else refers to."""
+    """Copy the arrays of a state, so that an update can donate them."""
     return {n: jnp.copy(x) for n, x in state.items()}

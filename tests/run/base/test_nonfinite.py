@@ -181,7 +181,7 @@ def test_trainers_that_keep_their_gradients_do_not_look(role_threads: RoleThread
     role_threads.start(ep, serve, plan, ep, PARAMS, deadline=5.0)
     with (
         pytest.raises(
-            ConfigError, match="on_nonfinite='warn': with dtrans.Geo trainers keep their gradients"
+            ConfigError, match="on_nonfinite='warn': with dtrans.Geo, trainers send changes of"
         ),
         dtrans.Executor(on_nonfinite="warn") as exe,
     ):

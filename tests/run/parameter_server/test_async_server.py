@@ -433,7 +433,7 @@ def test_what_else_is_refused() -> None:
     params, batch = mlp_params(), mlp_batch(4)
     plan = plan_for(("127.0.0.1:1",), optax.sgd(0.1), params, *batch)
     with pytest.raises(
-        ConfigError, match="^on_mesh takes the steps of all trainers at once.*on_cluster"
+        ConfigError, match="^on_mesh takes a step of all trainers together.*on_cluster"
     ):
         plan.on_mesh()
     with pytest.raises(

@@ -414,7 +414,7 @@ def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
 
 def test_the_mesh_has_none() -> None:
     with pytest.raises(
-        ConfigError, match="^on_mesh splits no leaves at run time; leave out runtime_split"
+        ConfigError, match="^on_mesh does not support runtime_split; leave runtime_split out"
     ):
         plan_for(1, 1, ADAM, mode=dtrans.Sync(runtime_split=True)).on_mesh()
 

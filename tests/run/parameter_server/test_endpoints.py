@@ -344,7 +344,7 @@ def test_an_executor_is_one_trainer(role_threads: RoleThreads) -> None:
         exe.run(plan.trainer_startup_program(1), params)
         with pytest.raises(
             ConfigError,
-            match="already ran programs of trainer 1, and cannot be trainer 0; make one",
+            match="has run programs of trainer 1, so it cannot run programs of trainer 0; make one",
         ):
             exe.run(plan.trainer_program(0), params, *mlp_batch(4))
     role_threads.all()
@@ -704,7 +704,10 @@ def test_without_wait_port_a_pserver_that_is_not_there_is_an_error_at_once() -> 
     plan = plan_for(pservers, trainers=1)
     since = time.monotonic()
     with (
-        pytest.raises(PeerError, match=f"^trainer 0 finds no pserver at {ep}: Connection refused$"),
+        pytest.raises(
+            PeerError,
+            match=f"^trainer 0 cannot connect to the pserver at {ep}: Connection refused$",
+        ),
         dtrans.Executor(deadline=HANG, wait_port=False) as exe,
     ):
         exe.run(plan.trainer_startup, mlp_params())

@@ -502,7 +502,7 @@ def test_what_is_kept_is_what_was_looked_up(
     assert count == len(np.unique([ids for ids, _ in given]))
     assert nbytes == count * 2 * 2 * 8  # local and old rows of two numbers
     assert there < 8 * nbytes
-    assert f"trainer 0: params/emb: {count:,} rows are kept, {nbytes:,} bytes" in caplog.text
+    assert f"trainer 0: params/emb: {count:,} local rows, {nbytes:,} bytes" in caplog.text
 
 
 def test_the_transpiler_plans_them() -> None:

@@ -513,7 +513,9 @@ def test_what_servers_have_is_told(role_threads: RoleThreads) -> None:
     plan = planned(optax.adagrad(0.1), 2, limit=20)
 
     def train(job: Any, k: int) -> Any:
-        with pytest.raises(ConfigError, match="tables: no server knows this trainer before"):
+        with pytest.raises(
+            ConfigError, match="tables: this trainer is not connected to servers yet"
+        ):
             job.tables.report()
         state, _ = job.step(job.init(KEY), np.array([0, 1, 59]))
         report = job.tables.report()

@@ -456,7 +456,7 @@ def test_aux_keeps_its_structure() -> None:
 def test_a_result_that_grows_with_the_batch_in_two_dimensions_is_refused_by_name() -> None:
     with pytest.raises(
         BatchError,
-        match=r"aux is \[4, 4\] on a trainer and \[8, 8\] on one device: it cannot be merged",
+        match=r"aux has shape \[4, 4\] on a trainer and \[8, 8\] on one device, so it cannot be merged",
     ):
         aux_job(lambda params, x, y: x @ x.T, batch="local")
 

@@ -195,7 +195,7 @@ def test_what_cannot_be_saved_is_said(role_threads: RoleThreads, tmp_path: Path)
             plan, Role("trainer", 1, tuple(plan.servers), trainer_id=0), {"deadline": roles.HANG}
         ) as job:
             with pytest.raises(
-                ConfigError, match="checkpoint early: no server knows this trainer before"
+                ConfigError, match="checkpoint early: this trainer is not connected to servers yet"
             ):
                 job.save("early")
             state = job.init(KEY)
@@ -718,7 +718,7 @@ def test_what_was_trained_survives_a_trainer(
     told = fail(role_threads, plan, given[:2], checkpoints=tmp_path)
     for ep, said in zip(plan.servers, told, strict=True):
         assert "Gone" in said
-        assert f"pserver {ep} saved what it held after 2 steps of this job: {tmp_path}/2" in said
+        assert f"pserver {ep} saved its state after 2 steps of this job: {tmp_path}/2" in said
     first = dtrans.checkpoint.latest(tmp_path)
     assert first == tmp_path / "2"
     close(dtrans.checkpoint.load(first, plan.main, plan.startup)[0], one_device(tx, given[:2])[0])
@@ -817,4 +817,4 @@ def test_the_error_of_a_job_is_raised_where_its_state_cannot_be_saved(
     (told,) = fail(
         role_threads, planned(optax.sgd(0.1), None, 1, 1), batches(1), checkpoints=tmp_path
     )
-    assert "Gone" in told and "could not save what it held: StateError: the piece of" in told
+    assert "Gone" in told and "could not save its state: StateError: the piece of" in told
