@@ -1,11 +1,12 @@
 """`Executor`: runs any program of a job in this process.
 
-A program that does not communicate is jitted and called. A program that communicates is cut into
-compiled pieces (`dtrans.run.base.segments`). The endpoint fabric (`dtrans.run.parameter_server`)
-carries out the communication between them, and connects to the servers on first use.
+A program without communication is compiled and called. A program with communication is cut into
+compiled pieces (`dtrans.run.base.segments`). Between the pieces, the endpoint fabric
+(`dtrans.run.parameter_server.fabric`) executes the communication. It connects to the servers on
+first use.
 
-In nccl2 mode, `dtrans.run.collective.cluster` carries out the startup program. A trainer's program
-is compiled as one function for all trainers, and XLA carries out its collectives.
+In nccl2 mode, `dtrans.run.collective.cluster` executes the communication of the startup program. A
+trainer's program is compiled as one function for all trainers, with XLA's collectives.
 """
 
 from __future__ import annotations
@@ -44,9 +45,10 @@ from dtrans.run.parameter_server.tables.batch_rows import BatchRows
 
 T = TypeVar("T")
 
-# gradients are sent as soon as this many bytes are ready; smaller pieces compute more slowly
+# bytes of gradients after which a piece ends, so that they are sent while the next piece runs;
+# smaller pieces compute more slowly
 GROUP_BYTES = 4 << 20
-# results up to this size are put on the device by a compiled copy instead of `device_put`
+# largest size of results, in bytes, that a compiled copy puts on the device instead of `device_put`
 COPIED_BYTES = 64 << 10
 
 
@@ -72,31 +74,31 @@ class Executor:
         for x, y in batches:
             params, opt_state, loss = exe.run(trainer, params, opt_state, x, y)
 
-    In nccl2 mode, results that have a row for each example, or for each trainer, are this trainer's
-    part (`plan.on_cluster()` concatenates the parts).
+    In nccl2 mode, a result with one row per example, or per trainer, is this trainer's part of it
+    (`plan.on_cluster()` concatenates the parts).
 
-    Leaving the `with` block, or `close()`, tells the servers that this trainer has finished. If an
-    exception leaves the block, the servers learn its text, and do not wait for this trainer. They
-    know a trainer only after it has run its first program that communicates. Before that, they wait
-    for it up to their deadline.
+    The end of the `with` block, or `close()`, tells the servers that this trainer has finished. If
+    an exception ends the block, the servers get its text and do not wait for this trainer. Servers
+    know a trainer only after it has run its first program with communication. Before that, they
+    wait for it up to their deadline.
 
     Args:
       deadline: seconds that any wait may take. The error names the waiting role, the role that it
-        waits for, and the message that is missing.
-      patience: seconds without a message from another role after which it counts as dead. Shorter
-        outages of the network, and pauses of a process, end no job.
+        waits for, and the missing message.
+      patience: seconds without a message from another role after which it counts as dead. The job
+        survives shorter outages of the network, and shorter pauses of a process.
       wait_port: True to wait for servers that do not listen yet, up to the deadline. False raises
         PeerError at once.
-      allow_remote: True to let a server bind an address that other hosts reach. All processes then
-        need the same DTRANS_TOKEN. The default is True if DTRANS_ALLOW_REMOTE is 1.
+      allow_remote: True to let a server bind an address that other hosts can reach. All processes
+        then need the same DTRANS_TOKEN. The default is True if DTRANS_ALLOW_REMOTE is 1.
       transport_encryption: "auto" encrypts connections to other hosts, "required" all connections,
-        "disabled" none. All processes must have the same. The default is
+        "disabled" none. All processes must use the same value. The default is
         DTRANS_TRANSPORT_ENCRYPTION, or "auto".
-      on_nonfinite: the reaction of a trainer of parameter servers to gradients with an infinity or
-        a NaN: "ignore", "warn", or "error", before they are sent.
+      on_nonfinite: the reaction to an infinity or a NaN in gradients, before a trainer sends them
+        to parameter servers: "ignore", "warn", or "error".
 
     Raises:
-      ConfigError: an option has another value.
+      ConfigError: an option has an invalid value.
 
     Example:
       >>> import jax.numpy as jnp
@@ -160,10 +162,9 @@ class Executor:
         program = program.specialize_flat(flat)
         if not is_of_cluster(program):
             flat = [*map(on_one_device, flat)]
-        # the startup program of a table does not communicate, but its rows are computed on first
-        # use, which a compiled function cannot do
-        is_table = any(e.primitive is init_on_use_p for e in program.eqns)
-        if not program.communicates and not is_table:
+        # table rows are initialized on first use, which a compiled function cannot do
+        has_table = any(e.primitive is init_on_use_p for e in program.eqns)
+        if not program.communicates and not has_table:
             return program.out.unflatten(program.compiled(*flat))
         pieces = self._pieces.get(program)
         if pieces is None and is_of_cluster(program):
@@ -183,14 +184,15 @@ class Executor:
             try:
                 eqn, values = run.send(outs)
             except StopIteration as done:
-                # a final `recv` fills memory in the background; JAX reads it from now on
+                # the arrays of a final `recv` must be filled before JAX reads them
                 self._fabric.settle()
                 self._interrupted = None
                 return program.out.unflatten(_put_on_device(done.value))
-            of_cluster = eqn.primitive in (gen_nccl_id_p, broadcast_p)
-            fabric = self._cluster if of_cluster else self._fabric
-            outs = fabric.carry_out(eqn, values)
-            self._interrupted = program.name  # until the last equation has run
+            if eqn.primitive in (gen_nccl_id_p, broadcast_p):
+                outs = self._cluster.carry_out(eqn, values)
+            else:
+                outs = self._fabric.carry_out(eqn, values)
+            self._interrupted = program.name  # reset when the last equation has run
 
     def _compute(self, piece: Compute, values: Sequence[Any]) -> Sequence[Any]:
         """Run a piece, after the table rows that it reads have arrived."""
@@ -198,10 +200,11 @@ class Executor:
         return piece.jitted(*values)
 
     def _check_complete(self) -> None:
+        """Raise StateError if an earlier program ended in the middle of its communication."""
         if self._interrupted:
             raise StateError(
-                f"program {self._interrupted} ended in the middle of its communication, which "
-                "cannot be resumed: close this executor, and restart the job"
+                f"program {self._interrupted} was interrupted in the middle of its communication, "
+                "and cannot be continued; close this executor, and restart the job"
             )
 
     def announce(self, program: Program, *batch: Any) -> None:
@@ -212,17 +215,17 @@ class Executor:
         Args:
           program: the program of a synchronous trainer with tables. Its first argument is its
             state.
-          batch: its other arguments, for the step after the last one that was announced.
+          batch: the arguments after the state, for the step after the last announced step.
 
         Raises:
           ConfigError: the ids depend on the state.
-          BatchError: a table does not have one of the rows; nothing was sent.
+          BatchError: an id is not a row of its table; no request was sent.
           StateError: the executor is closed or interrupted, or too many steps are announced.
           TraceError: the arguments do not fit the program.
         """
         self._check_complete()
         state = program.args[0]
-        # ids do not depend on the state: its types stand in for its arrays
+        # types suffice in place of the state's arrays, since ids do not depend on the state
         types = values_at(program.inputs, state.names)
         flat = program.flatten(state.unflatten(types), *batch)
         program = program.specialize_flat(flat)
@@ -236,7 +239,7 @@ class Executor:
     ) -> list[Any]:
         """Reduce or gather values of all trainers of a synchronous job, through a server.
 
-        All trainers must call it between the same two steps, with the same ways.
+        All trainers must call it between the same two steps, with the same `ways`.
 
         Args:
           endpoint: the server that merges the values.
@@ -272,8 +275,8 @@ class Executor:
         """Run an operation with the servers between two steps of a trainer.
 
         Args:
-          what: name of the operation, for errors.
-          ask: starts the operation: `TrainerSteps.save` and others.
+          what: the name of the operation, for errors.
+          ask: starts the operation, for example by `TrainerSteps.save`.
 
         Returns:
           The result of the operation.
@@ -281,11 +284,11 @@ class Executor:
         return self._fabric.between(what, ask)
 
     def set_checkpoints(self, save: Keep, save_last: KeepLast | None = None) -> None:
-        """Set how a server that this executor runs saves its state.
+        """Set the functions by which a server of this executor saves its state.
 
         Args:
-          save: saves a snapshot when trainers ask for one.
-          save_last: saves the state when the job fails; None to lose it.
+          save: saves a snapshot when trainers request a checkpoint.
+          save_last: saves the state when the job fails; None to drop the state.
         """
         self._fabric.keep, self._fabric.keep_last = save, save_last
 
@@ -293,7 +296,7 @@ class Executor:
         """Tell the servers that this trainer has finished. Later calls do nothing.
 
         Args:
-          error: the exception by which this trainer failed.
+          error: the exception with which this trainer failed; None if it has finished.
         """
         self._fabric.close(error)
 
@@ -306,7 +309,7 @@ class Executor:
 
 
 def _computed(program: Program) -> Rules:
-    """Return rules for the communication that a piece can compute: the trainer's index."""
+    """Return rules for the primitive that pieces can compute without communication."""
     return {trainer_index_p: functools.partial(_trainer_index, program)}
 
 
@@ -319,16 +322,16 @@ def _trainer_index(program: Program, *, over: Any) -> list[Any]:
 def _put_on_device(values: list[Any]) -> list[Any]:
     """Replace NumPy arrays by JAX arrays, in place.
 
-    One call places all arrays: a call for each takes as long as a small step. `device_put` shares
-    memory, but runs much Python for each array. A compiled function copies them, which is faster
-    for small ones.
+    One call places all arrays, because one call per array takes as long as a small step.
+    `device_put` shares the memory, but runs slow Python code for each array. For small arrays, a
+    compiled copy is faster.
     """
     positions = [i for i, x in enumerate(values) if isinstance(x, np.ndarray)]
     if not positions:
         return values
     arrays = values_at(values, positions)
     if sum(x.nbytes for x in arrays) <= COPIED_BYTES:
-        # the guard is for transfers that a user did not intend; results must be transferred
+        # users may forbid unintended transfers by a guard, but results must be transferred
         with jax.transfer_guard_host_to_device("allow"):
             placed = _copy(*arrays)
     else:

@@ -1,7 +1,8 @@
-"""Sequential replays of modes whose trainers step independently, written from their definitions.
+"""Sequential replays: single-device references for modes whose trainers step independently.
 
-One device takes the steps of all trainers, one after the other, and merges the results.
-`plan.verify()` compares a job of such a mode with its replay instead of one single-device step.
+In a replay, one device takes the steps of all trainers one by one, and merges the results. It is
+written from the definition of the mode, without code of the job. For such a mode, `plan.verify()`
+compares the job with its replay instead of with one single-device step.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def replay_local_steps(plan: CollectivePlan, full_step: Program) -> Program:
 
     Args:
       plan: a plan with `local_sgd`.
-      full_step: its step for the batch of all trainers.
+      full_step: the plan's step for the batch of all trainers and all local steps.
 
     Raises:
       ConfigError: a result is merged by a rule that has no replay.
@@ -97,7 +98,7 @@ def _column(outputs: Sequence[Values], name: str) -> list[Any]:
 
 
 def _replace_jaxpr(step: Program, jaxpr: Any, **options: Any) -> Program:
-    """Return a program with the arguments of a step, and the live equations of another jaxpr."""
+    """Return a step with another jaxpr, without the jaxpr's dead equations."""
     inner = opened(jaxpr)
     live, _ = live_part(inner, [True] * len(inner.outvars), [True] * len(inner.invars))
     new = closed(live.constvars, constants(jaxpr), live.invars, live.outvars, live.eqns, jaxpr)
@@ -105,12 +106,18 @@ def _replace_jaxpr(step: Program, jaxpr: Any, **options: Any) -> Program:
 
 
 def _part_type(t: Any, parts: int, is_cut: bool) -> jax.ShapeDtypeStruct:
-    shape = (t.shape[0] // parts, *t.shape[1:]) if is_cut and t.ndim else t.shape
+    """Return the type of one part of a batch array, if the array is cut."""
+    shape = t.shape
+    if is_cut and t.ndim:
+        shape = (t.shape[0] // parts, *t.shape[1:])
     return jax.ShapeDtypeStruct(shape, t.dtype)
 
 
 def _part(x: Any, trainer: int, turn: int, trainers: int, steps: int) -> Any:
-    """Return a trainer's rows of the batch in one of its steps, or a PRNG key folded with both."""
+    """Return the part of a batch array that a trainer uses in one of its steps.
+
+    A PRNG key is folded with the trainer's id and the number of the step.
+    """
     if x.ndim:
         rows = x.shape[0] // (trainers * steps)
         start = (trainer * steps + turn) * rows
@@ -127,8 +134,9 @@ def _merge(
 
     Args:
       name: the name of the value, for the error.
-      values: the values by trainer and step.
-      weights: their weights in a mean, by trainer and step.
+      values: for each trainer, the values of its steps.
+      way: the rule that merges them.
+      weights: for each trainer, the weights of its steps in a mean.
     """
     flat = [x for of_trainer in values for x in of_trainer]
     if way == "mean":
@@ -157,13 +165,14 @@ _WAYS: Mapping[str, Callable[[Sequence[Sequence[Any]], list[Any]], Any]] = {
 def replay_turns(plan: PServerPlan, batch: Values, init_args: Sequence[Any] = ()) -> Program:
     """Return a program that takes all turns of an asynchronous job on one device.
 
-    Its batch stacks the batches of the order on a new first dimension. Its outputs are, by name:
-    the state of the servers, the results of the turns, and the final state of the trainers.
+    Its batch arrays have a new first dimension: the batches of the `RecordedOrder`. Its outputs are
+    named: the state of the servers, the results of the turns, and the final state of the trainers.
 
     Args:
-      batch: types of the arrays of one batch by name: of all trainers, or with GEO-SGD of one.
-      init_args: arguments of the init. With GEO-SGD it computes the optimizer state of a row that a
-        trainer looks up for the first time.
+      plan: the plan.
+      batch: types of one batch's arrays, by name. With GEO-SGD it is the batch of one trainer.
+      init_args: arguments of the init. With GEO-SGD, the init computes the optimizer state of a row
+        that a trainer looks up for the first time.
     """
     order, axes, trainers = RecordedOrder.for_plan(plan), part_axes(plan), plan.trainers
     state_types = {n: plan.main.inputs[n] for spec in plan.main.args[:2] for n in spec.names}
@@ -204,10 +213,10 @@ def replay_turns(plan: PServerPlan, batch: Values, init_args: Sequence[Any] = ()
 class LazyRows:
     """Definition of a lazy update: a step changes only the rows that it looks up.
 
-    These are rows of the table, and of each array of optimizer state with a row for each of them.
+    It applies to rows of the table, and to the same rows of its optimizer state.
 
     Args:
-      tables: the tables with lazy updates.
+      tables: the tables with lazy updates, by name.
       step: the single-device step, for the batch of one update.
     """
 
@@ -227,12 +236,12 @@ class LazyRows:
         self._components = {n: tuple(zip(*ids, strict=True))[1] for n, ids in picked.items()}
 
     def __call__(self, new: Values, old: Values, inputs: Values) -> dict[str, Any]:
-        """Return a state with the new rows that a step looks up, and the old other rows.
+        """Return the state after a lazy update: rows that the step looks up are from `new`.
 
         Args:
-          new: the state after a full update.
-          old: the state before it.
-          inputs: the inputs of the step.
+          new: the state after an update of all rows.
+          old: the state before the update.
+          inputs: the inputs of the step, by name.
         """
         state = dict(new)
         for table, touched in self.touched(inputs).items():
@@ -241,20 +250,23 @@ class LazyRows:
         return state
 
     def select(self, new: Values, old: Values, inputs: Values) -> dict[str, Any]:
-        """Do the same to arrays that are named by their table and have its shape.
+        """Return arrays of the tables' shapes, with rows that the step looks up from `new`.
 
         Args:
-          old: arrays before the step; zeros for missing ones.
+          new: arrays after an update of all rows, by table.
+          old: arrays before the update, by table; a missing array is zero.
+          inputs: the inputs of the step, by name.
         """
-        touched = self.touched(inputs) if new else {}
-        found = {}
-        for n, x in new.items():
-            before = old.get(n, jnp.zeros_like(x))
-            found[n] = _select_rows(touched[n], x, before) if n in touched else x
+        found = dict(new)
+        if new:
+            for n, rows in self.touched(inputs).items():
+                if n in new:
+                    before = old.get(n, jnp.zeros_like(new[n]))
+                    found[n] = _select_rows(rows, new[n], before)
         return found
 
     def touched(self, inputs: Values) -> dict[str, Any]:
-        """Return a mask of the rows that a step looks up, for each lazy table: bool [rows]."""
+        """Return for each table a mask of the rows that a step looks up, of shape [rows]."""
         if not self._tables:
             return {}
         numbers = iter(evaluate(self._numbers, *values_at(inputs, self._inputs)))
@@ -276,7 +288,7 @@ def _select_rows(mask: Any, new: Any, old: Any) -> Any:
 
 
 def lazy_tables(plan: PServerPlan) -> dict[str, Table]:
-    """Return the tables whose lazy update differs from that of one device, by name."""
+    """Return the tables whose lazy update differs from a single-device update, by name."""
     found = {}
     for n, t in plan.tables.of.items():
         if t.zero.moves and not (t.catches_up or t.updates_all):
@@ -285,9 +297,10 @@ def lazy_tables(plan: PServerPlan) -> dict[str, Table]:
 
 
 def replay_lazy(plan: PServerPlan, batch: Sequence[Any]) -> Program | None:
-    """Return the step of one device with lazy updates of tables; None if no table has one.
+    """Return the single-device step with lazy updates of tables; None if no table has one.
 
     Args:
+      plan: the plan.
       batch: types of the arrays of the global batch.
     """
     if not lazy_tables(plan):
@@ -307,13 +320,17 @@ def replay_lazy(plan: PServerPlan, batch: Sequence[Any]) -> Program | None:
 
 
 class _ReplayedDevice:
-    """Device that simulates the servers and trainers in turn.
+    """Single device that simulates the servers and trainers in turn.
+
+    Args:
+      plan: the plan.
+      step: the single-device step for the batch of one turn.
 
     Attributes:
       served: names of the parameters on servers.
       servers: the parameters of servers, by name.
       rest: the optimizer state of servers, by name; empty with GEO-SGD.
-      trainers: the state of each trainer, by name.
+      trainers: for each trainer, the arrays of its state, by name.
     """
 
     def __init__(self, plan: PServerPlan, step: Program) -> None:
@@ -324,7 +341,7 @@ class _ReplayedDevice:
         self.trainers: list[dict[str, Any]] = []
 
     def begin(self, state: Values) -> None:
-        """Give all roles the state of one device."""
+        """Start all roles from the state of one device."""
         on_trainers = set(self.plan.main.args[0].names)
         if self.plan.push_every:  # with GEO-SGD, trainers have the optimizer state
             on_trainers |= state.keys()
@@ -334,29 +351,29 @@ class _ReplayedDevice:
         self.trainers = [dict(of_trainer) for _ in range(self.plan.trainers)]
 
     def begin_turn(self, turn: Turn, batch: Values) -> None:
-        """Compute a trainer's step from the parameters that it has."""
+        """Compute a trainer's step from its current parameters."""
         raise NotImplementedError
 
     def end_turn(self, turn: Turn) -> Values:
-        """Apply a trainer's gradients on the servers, and return the results of its step."""
+        """Apply a trainer's gradients on the servers; return the results of its step by name."""
         raise NotImplementedError
 
     def cached_rows(self, trainer: int) -> dict[str, Any]:
-        """Return the rows of tables that a trainer caches, by name of the array; none by default.
+        """Return the tables and row states that a trainer caches, by name; here it is empty.
 
-        Rows that it does not cache have fixed values.
+        Rows that the trainer does not cache have fixed values.
         """
         return {}
 
     def final_state(self) -> dict[str, Any]:
-        """Return the state of the job as one device has it, by name."""
+        """Return the job's state as full arrays, by name."""
         of_first = self.trainers[0] | self.cached_rows(0)
         state = {n: x for n, x in of_first.items() if n not in self.served}
         state |= subset(self.servers, self.served)
         return state | self.rest
 
     def final_trainers(self) -> dict[str, Any]:
-        """Return the arrays of trainers that are not in `final_state`, by trainer and name."""
+        """Return the arrays of trainers that are not in `final_state`: `trainer 1/NAME`."""
         found = {}
         for k, arrays in enumerate(self.trainers):
             rows = self.cached_rows(k)
@@ -373,11 +390,11 @@ class _ReplayedDevice:
 
 
 class _AsyncDevice(_ReplayedDevice):
-    """Device that applies each trainer's gradient to the newest parameters.
+    """Replay of asynchronous trainers: each gradient is applied to the newest parameters.
 
     Delay compensation replaces a gradient g by g + s g g (w - w'). Here w are the parameters on the
-    servers, w' those that the trainer received, and s is the strength. With a decay, the strength
-    is s / sqrt(m + 1e-7), and m becomes decay m + (1 - decay) g g.
+    servers, w' the parameters that the trainer received, and s is the strength. With a decay, m
+    becomes decay m + (1 - decay) g g first, and the strength is s / sqrt(m + 1e-7).
     """
 
     def __init__(self, plan: PServerPlan, step: Program) -> None:
@@ -402,7 +419,7 @@ class _AsyncDevice(_ReplayedDevice):
         self._computed: dict[int, tuple[Values, Values, Sequence[Any]]] = {}  # by trainer
 
     def begin_turn(self, turn: Turn, batch: Values) -> None:
-        # a trainer has no table: it looks up the rows of the servers when its step begins
+        # tables are on servers only; a trainer looks up rows at the start of its step
         received = self.trainers[turn.trainer] | subset(self.servers, self.plan.tables.of)
         inputs = {**received, **self.rest, **batch}
         found = evaluate(self._differentiated, *values_at(inputs, self.step.in_names))
@@ -418,7 +435,8 @@ class _AsyncDevice(_ReplayedDevice):
         for n, g in zip(self._halves.gradients, grads, strict=True):
             compensated[n] = self._compensate(n, g, inputs[n])
 
-        # the first turn is a step of one device; later ones apply old gradients to new parameters
+        # In the first turn the gradient is not stale, so the step's own outputs are used. In later
+        # turns the optimizer half is run with the newest parameters.
         if not self._is_first:
             half = self._halves.optimize
             known = {**inputs, **state}
@@ -440,7 +458,13 @@ class _AsyncDevice(_ReplayedDevice):
         return {n: x for n, x in outs.items() if n not in received and n not in self.rest}
 
     def _compensate(self, leaf: str, grad: Any, received: Any) -> Any:
-        """Return the gradient for the servers' parameters, which are newer than the trainer's."""
+        """Return the gradient with delay compensation; unchanged if the mode has none.
+
+        Args:
+          leaf: the parameter.
+          grad: the trainer's gradient.
+          received: the parameter's value that the trainer received.
+        """
         if self._delay is None:
             return grad
         strength: Any = self._delay.strength
@@ -453,17 +477,19 @@ class _AsyncDevice(_ReplayedDevice):
 
 
 class _GeoDevice(_ReplayedDevice):
-    """Device of GEO-SGD: trainers train locally, and push their changes every few steps.
+    """Replay of GEO-SGD: trainers train locally, and push their changes every few steps.
 
-    A push is (local - old) / trainers, where `old` is the value that a trainer and the servers
-    agreed on last. The answer is added to the results of the next step: local + (server - old).
+    A push is (local - old) / trainers, where `old` is the last value that the trainer and the
+    servers had in common. The answer is applied after the next step: local + (server - old).
 
-    For a table, this holds for each row. A trainer caches the rows that its steps have looked up.
-    At its first lookup, a row has the servers' value, and its optimizer state is that of the init.
-    A push has the rows that were looked up since the last push. The answer has the cached rows that
-    other trainers have pushed since the last answer.
+    For a table, this is done for each row. A trainer caches the rows that its steps have looked up.
+    At its first lookup, a row has the servers' value and its initial optimizer state. A push
+    contains the rows that were looked up since the last push. The answer contains the cached rows
+    that other trainers have pushed since the last answer.
 
     Args:
+      plan: the plan.
+      step: the single-device step for the batch of one trainer.
       init_args: arguments of the init.
     """
 
@@ -475,8 +501,7 @@ class _GeoDevice(_ReplayedDevice):
 
     def begin(self, state: Values) -> None:
         super().begin(state)
-        # traced with the turns: a device would round these values in another way than the job's
-        # init
+        # the init is traced with the turns, so that both are rounded in the same way
         first = evaluate(self.plan.startup.jaxpr, *self._init_args) if self.tables else ()
         self._init = dict(zip(self.plan.startup.out_names, first, strict=bool(first)))
         self._old = [dict(self.servers) for _ in self.trainers]
@@ -484,13 +509,13 @@ class _GeoDevice(_ReplayedDevice):
         self._answers: list[Values | None] = [None for _ in self.trainers]
         self._outs: dict[int, Values] = {}  # outputs of the current step, by trainer
 
-        # masks of rows by trainer and table
+        # for each trainer, masks of rows by table
         none = {n: jnp.zeros(t.lookups.rows, bool) for n, t in self.tables.items()}
         empty = lambda: [dict(none) for _ in self.trainers]
-        self._cached = empty()
-        self._unpushed = empty()  # looked up since the last push
-        self._stale = empty()  # cached, and pushed by others since the last answer
-        self._answered = empty()  # in the next answer
+        self._cached = empty()  # rows that the trainer caches
+        self._unpushed = empty()  # rows that it has looked up since its last push
+        self._stale = empty()  # cached rows that others have pushed since its last answer
+        self._answered = empty()  # rows of its next answer
         for k in range(self.plan.trainers):
             for n, rows in none.items():
                 start = rows_at_start(len(rows), k)
@@ -529,9 +554,9 @@ class _GeoDevice(_ReplayedDevice):
         return {n: x for n, x in outs.items() if n not in self.trainers[k]}
 
     def cached_rows(self, trainer: int) -> dict[str, Any]:
-        """Return the tables and row states of a trainer.
+        """Return the tables and row states of a trainer, by name.
 
-        Rows that it does not cache are zero, and their state is that of the init.
+        Rows that the trainer does not cache are zero, and have the initial state.
         """
         found = {}
         for table, t in self.tables.items():
@@ -545,7 +570,8 @@ class _GeoDevice(_ReplayedDevice):
         """Copy rows of tables from the servers to a trainer.
 
         Args:
-          masks: the rows of each table.
+          trainer: the trainer's id.
+          masks: a mask of the rows to copy, by table.
         """
         local, old = self.trainers[trainer], self._old[trainer]
         for table, rows in masks.items():
@@ -555,7 +581,7 @@ class _GeoDevice(_ReplayedDevice):
                 local[n] = _select_rows(rows, self._init[n], local[n])
 
     def _mark_pushed(self, trainer: int) -> None:
-        """Mark the rows of a push as stale on other trainers; fix the rows of its answer."""
+        """Mark the rows of a push as stale on other trainers, and store the rows of its answer."""
         for n, rows in self._unpushed[trainer].items():
             for k in range(self.plan.trainers):
                 if k != trainer:
@@ -566,7 +592,7 @@ class _GeoDevice(_ReplayedDevice):
         self._stale[trainer] = {n: jnp.zeros_like(rows) for n, rows in stale.items()}
 
     def _pull(self, trainer: int) -> None:
-        """Apply the answer to the last push."""
+        """Apply the answer to a trainer's last push, if it is not applied yet."""
         answer, self._answers[trainer] = self._answers[trainer], None
         if answer is None:
             return

@@ -1,6 +1,6 @@
-"""One process of a job of parameter servers: a trainer or a server.
+"""Job of one process with parameter servers: a trainer's job or a server's job.
 
-The environment names the role (`dtrans.Role.from_env`). `dtrans.Executor` runs its programs.
+Environment variables name the role (`dtrans.Role.from_env`). `dtrans.Executor` runs its programs.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from dtrans.step.batch_sharing import without_parts
 from dtrans.step_meter import metered
 
 
-RESULTS = -1  # the index of the round that merges results, before the rounds of the next step
+RESULTS = -1  # index of the round that merges results; it precedes the rounds of the next step
 ADD = ("all_reduce", "sum")
 
 
@@ -62,14 +62,15 @@ class RoleJob(Job):
       options: keyword arguments of `dtrans.Executor`.
 
     Raises:
-      ConfigError: the environment names different trainers or servers than the plan.
+      ConfigError: the environment and the plan have different trainers or servers.
     """
 
     def __init__(self, plan: PServerPlan, role: Role, options: dict[str, Any]) -> None:
         if role.trainers != plan.trainers or tuple(plan.servers) != role.pserver_endpoints:
             raise ConfigError(
-                f"the plan is for {plan.trainers} trainers and pservers {','.join(plan.servers)}; "
-                f"this process's environment says {role.trainers} and {role.pservers or 'none'}"
+                f"the plan is for {plan.trainers} trainers and pservers {','.join(plan.servers)}, "
+                f"but this process's environment is for {role.trainers} trainers and pservers "
+                f"{role.pservers or 'none'}"
             )
         self.plan, self.role = plan, role
         self._executor = Executor(**options)
@@ -84,23 +85,23 @@ class RoleJob(Job):
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         super().close()
-        self._executor.__exit__(kind, error, trace)  # tells the servers of a failure
+        self._executor.__exit__(kind, error, trace)  # sends the error to the servers
 
     def opt_state(self, state: Any) -> Any:
         raise ConfigError(
-            "the optimizer's state is on the servers: save it, and read it with "
+            "the optimizer's state is on the servers; save a checkpoint, and read it with "
             "dtrans.checkpoint.load"
         )
 
 
 class _StepCall(NamedTuple):
-    """Batch of a step, and the program that takes it.
+    """Call of a trainer's program for one step.
 
     Attributes:
       program: the trainer's program.
-      batch: arguments of the program after its state.
-      shared: the exact split of the batch over trainers, if the plan has one.
-      rows: number of rows of the global batch; 0 if it is divisible by the number of trainers.
+      batch: the program's arguments after its state.
+      shared: the exact split of the batch over trainers; None if the plan has none.
+      rows: number of rows of the global batch if parts are uneven, else 0.
     """
 
     program: Program
@@ -115,8 +116,8 @@ class TrainerJob(RoleJob):
     `init` receives the servers' initial parameters. `step` sends gradients and receives parameters.
     If the plan splits the batch exactly, a server merges the results of all trainers.
 
-    The state is a tuple: (params,), or (params, opt_state) with GEO-SGD, whose trainers have
-    optimizer states.
+    The state is the tuple (params,). With GEO-SGD, trainers have an optimizer state, and the state
+    is (params, opt_state).
     """
 
     _step_count = 0
@@ -127,7 +128,7 @@ class TrainerJob(RoleJob):
 
     @property
     def run_id(self) -> str:  # type: ignore[override]
-        return run_of(TRAINER)  # the id that `runs.note` has stored
+        return run_of(TRAINER)  # stored by `ServerConnections.identify`
 
     @property
     def part(self) -> tuple[int, int]:  # type: ignore[override]
@@ -145,8 +146,10 @@ class TrainerJob(RoleJob):
         self._check_open()
         startup = self.plan.trainer_startup_program(self.role.trainer_id)
         first = self._executor.run(startup, *args)
-        # without GEO-SGD it is the pytree of parameters, which may itself be a tuple
-        return first if isinstance(first, tuple) and self.plan.push_every else (first,)
+        # `first` is (params, opt_state) with GEO-SGD, else params, which may also be a tuple
+        if isinstance(first, tuple) and self.plan.push_every:
+            return first
+        return (first,)
 
     def check(self, state: Any) -> None:
         self._check_open()
@@ -157,7 +160,12 @@ class TrainerJob(RoleJob):
 
     @metered
     def step(self, state: tuple[Any, ...], *batch: Any) -> tuple[Any, ...]:
-        """Take one step on this trainer's part of a batch (`shard_batch`): (state, loss[, aux])."""
+        """Take one step on this trainer's part of a batch; return (state, loss[, aux]).
+
+        Args:
+          state: the state that `init` or `step` returned last.
+          batch: this trainer's part of each batch argument, from `shard_batch`.
+        """
         self.check(state)
         call = self._call(batch)
         outputs = self._merge_results(self._executor.run(call.program, *state, *call.batch), call)
@@ -167,28 +175,27 @@ class TrainerJob(RoleJob):
     def prefetch(self, *batch: Any) -> bool:
         """Request the table rows that a later step looks up, without waiting for them.
 
-        The first call is for the step after the next one, and each further call for the step after
-        that. Call it with this trainer's part of the batch, before the `step` of the current batch.
-        The rows arrive while that step computes.
+        Call it with the next batch before `step` with the current batch: the rows arrive while the
+        step computes. Each further call before that step is for one step later.
 
-        Servers send rows again that an update changes meanwhile, so results are bitwise equal.
-        `dtrans.Rows(staleness=)` relaxes this. A step that looks up different rows requests them
-        itself.
+        If an update changes rows after they were sent, servers send them again, so results are
+        bitwise equal to those without prefetching. `dtrans.Rows(staleness=)` relaxes this. If a
+        step looks up rows that were not announced, it requests them itself.
 
         Args:
-          batch: arguments of `step` after the state.
+          batch: this trainer's part of the arguments of `step` after the state.
 
         Returns:
           True if rows were requested. False if the plan has no tables, or in asynchronous modes,
           whose steps read the newest rows.
 
         Raises:
-          BatchError: a table does not have one of the rows; nothing was sent.
+          BatchError: an id is not a row of its table; no request was sent.
           ConfigError: the ids that a step looks up depend on its state.
-          StateError: the job is closed, or 64 batches are announced without a step.
+          StateError: the job is closed, or 64 batches were announced without a step.
 
-        Source: TorchRec's `TrainPipelineSparseDist`, for lookups during a step; Persia's bounded
-        staleness, for `dtrans.Rows(staleness=)`.
+        Source: TorchRec's `TrainPipelineSparseDist` for prefetching; Persia's bounded staleness for
+        `dtrans.Rows(staleness=)`.
         """
         self._check_open()
         if not self.plan.tables.of or not self.plan.sync_mode:
@@ -198,7 +205,7 @@ class TrainerJob(RoleJob):
         return True
 
     def _call(self, batch: Sequence[Any]) -> _StepCall:
-        """Return the program for a batch, and its arguments."""
+        """Return the call for a batch: its program and arguments."""
         arrays, rows = without_parts(batch)
         if rows:
             return self._uneven_call(arrays, rows)
@@ -207,13 +214,17 @@ class TrainerJob(RoleJob):
 
     @cached_property
     def _uneven_programs(self) -> dict[int, tuple[Program, ExactStep]]:
-        """The programs for unevenly split batches, by the number of rows of the batch."""
+        """Program and exact split of unevenly split batches, by the batch's number of rows."""
         return {}
 
     def _uneven_call(self, batch: Sequence[Any], rows: int) -> _StepCall:
-        """Return the program for an unevenly split batch, and its padded arguments.
+        """Return the call for an unevenly split batch, with padded arguments.
 
-        Padding gives each trainer the same number of rows, and enters no result.
+        The padding gives each trainer the same number of rows, and does not affect results.
+
+        Args:
+          batch: this trainer's part of each batch argument.
+          rows: number of rows of the global batch.
         """
         plan, main, k = self.plan, self.plan.main, self.role.trainer_id
         check_uneven(rows, plan.trainers, self.takes_uneven_parts)
@@ -239,10 +250,11 @@ class TrainerJob(RoleJob):
         return _StepCall(program, args, shared, rows)
 
     def _merge_results(self, outputs: Any, call: _StepCall) -> Any:
-        """Replace this trainer's results by those of all trainers, which a server merges.
+        """Replace this trainer's results by results for the full batch, which a server merges.
 
         Raises:
-          BatchError: trainers took parts of different sizes; servers have applied the update.
+          BatchError: trainers used parts of different sizes. Servers have applied the update
+            already.
         """
         plan, shared, out = self.plan, call.shared, self.plan.trainer.out
         if shared is None or not plan.sync_mode:
@@ -252,7 +264,7 @@ class TrainerJob(RoleJob):
         if not merges:
             return outputs
 
-        # the sizes of all parts go with the results: unequal parts are found after one exchange
+        # the sizes of the parts are gathered with the results, so that one exchange is enough
         ways: list[Sequence[Any]] = [("all_gather", 0)]
         for n, way in merges.items():
             ways.append(("all_gather", shared.joined[n]) if way == "concat" else ADD)
@@ -266,8 +278,10 @@ class TrainerJob(RoleJob):
         for (n, way), x in zip(merges.items(), found, strict=True):
             if way == "concat":
                 x = Merge("joined", shared.joined[n], call.rows or None)(x)
-            # trainers may have left: the mean is over those that took the step
-            values[n] = x / len(sizes) if way == "mean" else x
+            if way == "mean":
+                # divided by the number of trainers in this step, since some may have left
+                x = x / len(sizes)
+            values[n] = x
         return out.unflatten_named(values)
 
     def _part_rows(self, call: _StepCall) -> int:
@@ -283,46 +297,46 @@ class TrainerJob(RoleJob):
 
     @property
     def tables(self) -> TrainerTables:
-        """The tables of the job: `lookup`, `export`, `report`, `changed` and `evict`."""
+        """The tables of the job, with `lookup`, `export`, `report`, `changed` and `evict`."""
         self._check_open()
         trainer = self.plan.trainer_program(self.role.trainer_id)
         look_up = partial(self._executor.look_up, trainer)
         return TrainerTables(self.plan, look_up, self._executor.between_steps)
 
     def save(self, name: str, *, wait: bool = True) -> None:
-        """Save a checkpoint on the servers while the job runs; each server writes its piece.
+        """Save a checkpoint on the servers while the job runs. Each server writes its piece.
 
-        Servers take a snapshot, and write it during the next steps. They copy the optimizer's state
-        while they wait for gradients. The snapshot is the state after this trainer's last step:
-        with synchronous trainers, after the last step of all; with `dtrans.Geo`, after its last
-        push.
+        Servers take a snapshot, and write it during the next steps. The snapshot is the state after
+        this trainer's last step. With synchronous trainers, it includes that step of all trainers.
+        With `dtrans.Geo`, it is the state after this trainer's last push.
 
-        Servers need a folder: `job.serve(state, checkpoints=folder)`. The checkpoint is at
-        `folder/name`, for `dtrans.checkpoint.load` and `restore`. A call by one trainer is enough.
-        If several trainers call it with the same name after the same step, it is one checkpoint.
+        Servers need a folder: `job.serve(state, checkpoints=folder)`. The checkpoint is
+        `folder/name`, for `dtrans.checkpoint.load` and `restore`. One trainer's call is enough. If
+        several trainers call it with the same name after the same step, one checkpoint is written.
 
         Args:
           name: the name of the checkpoint: `300`.
-          wait: True to return when it is written. With False, steps continue meanwhile. The next
-            `save`, or the end of the job, then waits for it and raises its error.
+          wait: True to return when the checkpoint is written. With False, steps can continue while
+            it is written. The next `save`, or the end of the job, then waits for it and raises its
+            error.
 
         Raises:
-          CheckpointError: a server has no folder, could not write, or saved another step under this
-            name. The job continues.
+          CheckpointError: a server has no folder, could not write its piece, or has saved another
+            step under this name. The job continues.
           ConfigError: `init` was not called, or trainers have parameters that no server has.
 
-        Source: `checkpoint_notify` of Paddle, with which each server saves its blocks.
+        Source: Paddle's `checkpoint_notify`.
         """
         self._check_open()
         check_plan(self.plan)
         if self.plan.frozen:
             raise ConfigError(
-                f"{self.plan.frozen[0]} is on no server: save with dtrans.checkpoint.save, after "
-                "the job has ended"
+                f"{self.plan.frozen[0]} is only on trainers, so servers cannot save it; save with "
+                "dtrans.checkpoint.save after the job has ended"
             )
         servers = tuple(self.plan.servers)
         between = partial(self._executor.between_steps, f"checkpoint {name}")
-        between(lambda to: to.saved())  # an earlier save with wait=False
+        between(lambda to: to.saved())  # wait for an earlier save with wait=False
         between(lambda to: to.save(servers, name, self._step_count))
         if wait:
             between(lambda to: to.saved())
@@ -339,9 +353,9 @@ class TrainerJob(RoleJob):
         size, available = sum(nbytes(self.plan.main.inputs[n]) for n in tables), _memory_bytes()
         if size > available:
             raise StateError(
-                f"{', '.join(tables)} are {size:,} bytes, and this process may have "
-                f"{available:,}: job.tables.export(name, path) writes a table to a file, and "
-                "job.tables.lookup(name, ids) returns some rows"
+                f"the tables {', '.join(tables)} have {size:,} bytes, which is more than the "
+                f"{available:,} bytes that this process may use; write a table to a file by "
+                "job.tables.export(name, path), or read some rows by job.tables.lookup(name, ids)"
             )
         spec = self.plan.main.args[0]
         leaves = dict(zip(spec.names, spec.flatten(state[0]), strict=True))
@@ -350,7 +364,7 @@ class TrainerJob(RoleJob):
         return spec.unflatten_named(leaves)
 
     def state_of(self, params: Any, opt_state: Any) -> tuple[Any, ...]:
-        """Return a trainer's state with these parameters. `opt_state` is on the servers."""
+        """Return a trainer's state with these parameters; `opt_state` is ignored."""
         if self.plan.push_every:
             raise ConfigError(
                 "with GEO-SGD a trainer starts from the servers' parameters; call job.init(...)"
@@ -360,7 +374,7 @@ class TrainerJob(RoleJob):
         for n, x in leaves.items():
             check_type(x, self.plan.main.inputs[n], n, "the step")
             if n in tables:
-                leaves[n] = x[:0]  # a trainer has no rows of a table
+                leaves[n] = x[:0]  # a trainer's state has tables with 0 rows
         return (spec.unflatten_named(leaves),)
 
     def opt_state(self, state: tuple[Any, ...]) -> Any:
@@ -369,15 +383,15 @@ class TrainerJob(RoleJob):
         row_states = [n for t in self.plan.tables.of.values() for n in t.zero.state]
         if row_states:
             raise ConfigError(
-                f"{row_states[0]} has a row for each row of a table, and this trainer has only the "
-                "rows that it has looked up; no process has the others"
+                f"{row_states[0]} cannot be returned: it has a row for each row of a table, but "
+                "this trainer has only the rows that it has looked up"
             )
         return state[1]
 
     def lower(self, state: tuple[Any, ...], *batch: Any) -> LoweredStep:
         """Return the functions that `step` compiles.
 
-        It takes a step with the servers, so all trainers must call it together.
+        The method takes a real step with the servers, so all trainers must call it together.
         """
         with recording() as parts:
             self.step(state, *batch)
@@ -385,17 +399,25 @@ class TrainerJob(RoleJob):
 
 
 def _check_parts(sizes: Sequence[Sequence[int]]) -> None:
-    """Raise BatchError if trainers took parts of different sizes; `sizes` has (rows, part)."""
+    """Raise BatchError if trainers used parts of different sizes.
+
+    Args:
+      sizes: for each trainer, the number of rows of the global batch (0 if it is divisible), and of
+        the trainer's part.
+    """
     if len({*map(tuple, sizes)}) > 1:
-        parts = [str(part) + (f" of {rows}" if rows else "") for rows, part in sizes]
+        parts = []
+        for rows, part in sizes:
+            parts.append(f"{part} of {rows}" if rows else str(part))
         raise BatchError(
-            f"{PARTS_DIFFER}; they gave {', '.join(parts)} rows, and servers took the mean of "
-            "unequal parts: continue from a checkpoint, with job.shard_batch(*batch)"
+            f"{PARTS_DIFFER}; they gave {', '.join(parts)} rows, so the servers' update is a mean "
+            "over unequal parts; continue from a checkpoint, and split batches by "
+            "job.shard_batch(*batch)"
         )
 
 
 def _memory_bytes() -> int:
-    """Return the memory that this process may use: the machine's, or its limit if that is less."""
+    """Return the bytes that this process may use: the machine's memory, or the process's limit."""
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
     return machine if limit == resource.RLIM_INFINITY else min(machine, limit)
@@ -404,11 +426,11 @@ def _memory_bytes() -> int:
 class ServerJob(RoleJob):
     """Job of one server.
 
-    `init` computes its blocks. `serve` updates them until every trainer has closed. The state is a
-    dict of the server's arrays.
+    `init` computes the server's blocks. `serve` updates them until every trainer has closed. The
+    state is a dict of the server's arrays.
 
     Attributes:
-      restored: the checkpoint from which its state was restored; None without one.
+      restored: the checkpoint from which the state was restored; None without a checkpoint.
     """
 
     restored: Path | None = None
@@ -451,22 +473,22 @@ class ServerJob(RoleJob):
           state: the state that `init` or `dtrans.checkpoint.restore` returned.
           checkpoints: a folder that all servers share, for checkpoints that trainers request
             (`job.save(name)`).
-          on_failure: the fate of the state if the job fails, or gets SIGTERM. "save" writes it to
-            `checkpoints`, under the number of its step, before the error is raised. "drop" loses
-            it. The default is "save" if there is a folder and the plan has checkpoints.
-          init: the arguments of `init`, for a state from a checkpoint. Rows of tables that equal
-            their initial values then take no memory, and others may be evicted
+          on_failure: "save" writes the state to `checkpoints` if the job fails or this process gets
+            SIGTERM. The checkpoint's name is the number of the step. "drop" does not save the
+            state. The default is "save" if there is a folder and the plan supports checkpoints.
+          init: the arguments of `init`, if the state comes from a checkpoint. Then table rows with
+            their initial values need no memory, and other rows can be evicted
             (`job.tables.evict`).
 
-        Steps are counted from the last `job.save` whose name is a number. Otherwise they are
+        Steps are counted from the last `job.save` whose name is a number. Without one, they are
         counted from the number of the restored checkpoint, or from 0.
 
         Returns:
           The final state, for `dtrans.checkpoint.save`.
 
         Raises:
-          ConfigError: on_failure="save" without a folder or with a plan that has no checkpoints, or
-            a folder without orbax installed.
+          ConfigError: on_failure="save" without a folder, or with a plan that does not support
+            checkpoints; or `checkpoints` is set, and orbax is not installed.
           DeadlineError, PeerError: the job has failed.
         """
         self._check_open()
@@ -485,16 +507,16 @@ class ServerJob(RoleJob):
 
     def _set_checkpoints(self, folder: Path, on_failure: str | None) -> None:
         load_orbax()
-        number = self.restored.name if self.restored is not None else ""
-        first_step = int(number) if number.isdecimal() else 0
+        first_step = 0
+        if self.restored is not None and self.restored.name.isdecimal():
+            first_step = int(self.restored.name)
         endpoint = self.role.current_endpoint
         checkpoints = ServerCheckpoints(folder, self.plan, endpoint, first_step)
         saves_last = on_failure == "save" or (on_failure is None and has_checkpoints(self.plan))
         if saves_last:
             check_plan(self.plan)
-        self._executor.set_checkpoints(
-            checkpoints.keep, checkpoints.keep_last if saves_last else None
-        )
+        keep_last = checkpoints.keep_last if saves_last else None
+        self._executor.set_checkpoints(checkpoints.keep, keep_last)
 
     def step(self, state: Any, *batch: Any) -> NoReturn:
         raise ConfigError(
@@ -504,13 +526,13 @@ class ServerJob(RoleJob):
 
     def params(self, state: Any) -> NoReturn:
         raise ConfigError(
-            f"{self.role.name} has blocks of parameters: save them, and read the parameters with "
-            "dtrans.checkpoint.load"
+            f"{self.role.name} has only blocks of the parameters; save a checkpoint, and read the "
+            "parameters with dtrans.checkpoint.load"
         )
 
     def lower(self, state: Any, *batch: Any) -> NoReturn:
         raise ConfigError(
-            f"{self.role.name} compiles its update when gradients arrive; call "
+            f"{self.role.name} compiles its update only when gradients arrive; call "
             "plan.on_mesh().lower() instead"
         )
 
@@ -520,6 +542,8 @@ def on_cluster(plan: PServerPlan, *, donate: bool = True, **options: Any) -> Rol
     """Return the job of this process's role.
 
     Args:
+      plan: the plan, the same in all processes.
+      donate: must be True.
       options: keyword arguments of `dtrans.Executor`.
 
     Raises:

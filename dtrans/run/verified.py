@@ -1,4 +1,4 @@
-"""Traced steps of jobs, for `plan.verify()`: it evaluates the jaxpr that `job.step` runs."""
+"""Traced steps of jobs for `plan.verify()`, which evaluates the jaxpr that `job.step` would run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from dtrans.verification.state_placement import TracedStep
 
 
 class _AbstractTrainers(MeshTrainers):
-    """Trainers on a mesh without devices, whose step can be traced but not run.
+    """Trainers on a mesh without devices. Their step can be traced but not run.
 
     Args:
       axes: names and sizes of the axes.
@@ -50,8 +50,9 @@ class _AbstractTrainers(MeshTrainers):
         return list(arrays)
 
     def map_program(self, program: Program, layout: StepLayout) -> Function:
-        # Replicated outputs must agree on all ranks, which `verify` checks. Those of the first rank
-        # may differ: every rank returns a row, and the first row is taken.
+        # `verify` checks that replicated outputs are equal on all ranks. Outputs that the layout
+        # takes from the first rank may differ between ranks. So every rank returns such an output
+        # as a row, and the first row is selected.
         ways: list[tuple[str, int | None]] = []
         for way, axis in layout.ways:
             ways.append(("each", None) if way == "first" else (way, axis))
@@ -69,7 +70,7 @@ class _AbstractTrainers(MeshTrainers):
 
 @realises(CollectivePlan, "verify")
 def trace_on_mesh(plan: CollectivePlan, batch: Sequence[Any]) -> TracedStep:
-    """Trace the step of trainers on a mesh, and with `local_sgd` a replay of their local steps."""
+    """Trace the step of trainers on a mesh. With `local_sgd`, add a replay of the local steps."""
     resolved = resolve_for_platform(plan, "cpu")
     job = CollectiveJob(resolved, _AbstractTrainers(plan.axes), donate=False)
     traced = trace_step(job, batch, placed_by=resolved.simulate())
@@ -91,7 +92,7 @@ def _batch_types(plan: Plan, batch: Sequence[Any]) -> list[Any]:
 def trace_servers(plan: PServerPlan, batch: Sequence[Any]) -> TracedStep:
     """Trace the step of a job of parameter servers.
 
-    A synchronous job is simulated. An asynchronous job runs in a recorded order.
+    A synchronous job is simulated. The roles of an asynchronous job take turns in a fixed order.
     """
     tables = plan.tables.of
     rows = min((t.lookups.rows for t in tables.values()), default=0)
@@ -101,7 +102,7 @@ def trace_servers(plan: PServerPlan, batch: Sequence[Any]) -> TracedStep:
     traced = dataclasses.replace(trace_simulation(plan, batch), rows=rows, replay=replay)
     if not any(t.catches_up for t in tables.values()):
         return traced
-    # rows that catch up take another path if no recent step has looked them up
+    # A second trace covers the code by which rows catch up on missed steps.
     late = dataclasses.replace(
         trace_step(LateRowsJob(plan), batch), rows=rows, init=None, replay=replay
     )
@@ -110,7 +111,9 @@ def trace_servers(plan: PServerPlan, batch: Sequence[Any]) -> TracedStep:
 
 def trace_turns(plan: PServerPlan, batch: Sequence[Any]) -> TracedStep:
     """Trace the turns of an asynchronous job, and their sequential replay."""
-    init_args = random_arguments(plan.startup.inputs, 0) if plan.tables.of else []
+    init_args: Sequence[Any] = []
+    if plan.tables.of:
+        init_args = random_arguments(plan.startup.inputs, 0)
     job = OrderedJob(plan, init_args)
     specs = plan.main.args[2:]
     names = [n for spec in specs for n in spec.names]
@@ -125,13 +128,18 @@ def trace_turns(plan: PServerPlan, batch: Sequence[Any]) -> TracedStep:
 
 
 def unmerged(plan: PServerPlan) -> tuple[str, ...]:
-    """Return what a job may do and its recorded order does not: merge gradients of steps."""
-    queue = plan.options.mode.communicator if isinstance(plan.options.mode, Async) else None
-    if queue is None or queue.max_merge_var_num == 1:
+    """Describe the behaviour of a job that the trace does not have; empty if there is none.
+
+    A communicator may merge the gradients of several steps.
+    """
+    mode = plan.options.mode
+    if not isinstance(mode, Async) or mode.communicator is None:
+        return ()
+    if mode.communicator.max_merge_var_num == 1:
         return ()
     return (
-        "gradients of several steps that a communicator merges, which the recorded order sends one "
-        "by one; with max_merge_var_num=1 it merges none",
+        "merging of gradients of several steps by a communicator, which verify() sends one by one; "
+        "with max_merge_var_num=1 it does not merge them",
     )
 
 
@@ -147,9 +155,11 @@ def trace_step(
     """Trace the step of a job.
 
     Args:
+      job: the job.
       batch: types of the arguments of `job.step` after the state: pytrees of
         `jax.ShapeDtypeStruct`.
-      placed_by: a job with devices whose states have the same structure; by default `job`.
+      placed_by: a job on devices that creates the states, which have the same structure; by default
+        `job`.
     """
     main = job.plan.main
     specs = main.args[:2]
@@ -173,32 +183,35 @@ def trace_step(
     ]
     jaxpr: Any = jax.make_jaxpr(lambda state, *batch: job.step(state, *batch))(state, *batch)
     traced = TracedStep(jaxpr, paths, state_of, _trace_init(placing))
-    # the replay of an asynchronous job splits the batch by itself
-    return traced if isinstance(job, OrderedJob) else _with_equal_parts(traced, job.plan)
+    if isinstance(job, OrderedJob):
+        return traced  # its replay splits the batch into the same parts
+    return _with_equal_parts(traced, job.plan)
 
 
 def _with_equal_parts(traced: TracedStep, plan: Any) -> TracedStep:
-    """Mark a step whose parts have reductions over their rows (`dtrans.local`).
+    """Record the parts of the batch, if the step has reductions over one part (`dtrans.local`).
 
-    Such reductions equal those of one device only on equal parts of the batch.
+    On one device, such a reduction is over the full batch. It gives the same result only if all
+    parts have the same rows. So `verify` makes a batch of equal parts.
     """
     shared = plan.shared
     if shared is None or not shared.part.local:
         return traced
     rows = {n: (shared.part.program.inputs[n].shape[axis], axis) for n, axis in shared.axes.items()}
     parts = {n: (axis, shared.rows // size) for n, (size, axis) in rows.items()}
-    reason = "reductions in dtrans.local(), which one device has of parts that are equal"
+    reason = "reductions in dtrans.local() on parts that differ, which one device does not compute"
     return dataclasses.replace(traced, equal_parts=parts, unfollowed=(reason,))
 
 
 def _trace_init(job: Job | OrderedJob) -> Any:
-    """Trace the init of a job: the startup programs of its roles, and the placement of outputs."""
+    """Trace the init of a job: its roles' startup programs, and the placement of their outputs."""
     startup: Program = job.plan.startup
     types = [spec.unflatten_named(startup.inputs) for spec in startup.args]
     return jax.make_jaxpr(lambda *args: job.init(*args))(*types)
 
 
 def _full(t: Any, value: Any) -> Any:
+    """Return an array of a type, filled with a value, or PRNG keys."""
     if jnp.issubdtype(t.dtype, jax.dtypes.prng_key):
         return jax.random.split(jax.random.key(0), t.shape) if t.shape else jax.random.key(0)
     return jnp.asarray(np.full(t.shape, value, np.dtype(t.dtype)))

@@ -252,7 +252,7 @@ def test_a_role_runs_its_own_part_and_says_what_it_cannot(monkeypatch: pytest.Mo
         assert set(state) == set(plan.servers[second].main.inputs)
         for call, says in (
             (lambda: job.step(state, X, Y), "takes no steps: job.serve"),
-            (lambda: job.params(state), "has blocks of parameters: save them"),
+            (lambda: job.params(state), "has only blocks of the parameters; save"),
             (lambda: job.opt_state(state), "the optimizer's state is on the servers"),
         ):
             with pytest.raises(ConfigError, match=says):
@@ -263,7 +263,8 @@ def test_a_role_runs_its_own_part_and_says_what_it_cannot(monkeypatch: pytest.Mo
         plan.on_cluster(donate=False)
     monkeypatch.setenv("DTRANS_TRAINERS", "3")
     with pytest.raises(
-        ConfigError, match="^the plan is for 2 trainers and pservers .* environment says 3 and "
+        ConfigError,
+        match="^the plan is for 2 trainers and pservers .* environment is for 3 trainers and ",
     ):
         plan.on_cluster()
 

@@ -1,8 +1,8 @@
-"""Status of a running job, seen from outside: `dtrans status`.
+"""Status of a running job for other processes: `dtrans status`.
 
 observer         asks the servers of a job for their status
-job_view         status of the trainers, merged over all servers
+job_view         status of each trainer, merged over all servers
 status_table     status as tables for a terminal
-job_metrics      status as metrics that Prometheus scrapes
-show_status      the command: once, repeated, as JSON or as metrics
+job_metrics      status as metrics for Prometheus
+show_status      the command: prints the status once or repeatedly, as tables or JSON
 """

@@ -1,7 +1,7 @@
 """Status of a job as metrics that Prometheus scrapes (the extra `prometheus`).
 
 Each scrape asks the servers of the job. `dtrans_up` is 0 for a server that does not answer. Metrics
-have the label `endpoint` or `trainer`.
+of servers have the label `endpoint`, metrics of trainers the label `trainer`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dtrans.run.status.observer import Answer, JobObserver
 
 
 LOOPBACK = "127.0.0.1"
-# metric, field of a server's status, kind and help
+# (metric, field of a server's status, kind, help)
 SERVER_METRICS = (
     ("dtrans_step", "step", "gauge", "Steps that the server has completed."),
     (
@@ -50,7 +50,7 @@ TRAINER_METRICS = (
         "dtrans_trainer_staleness",
         "staleness",
         "gauge",
-        "Steps of other trainers that its last gradients lacked.",
+        "Steps of other trainers that its last gradients did not include.",
     ),
     (
         "dtrans_trainer_silent_seconds",
@@ -67,15 +67,19 @@ class JobCollector:
     """Prometheus collector that asks the servers of a job at each scrape.
 
     Args:
-      observer: the observer of the job. A lock serialises its use by scrapes in several threads.
+      observer: the observer of the job.
     """
 
     def __init__(self, observer: JobObserver) -> None:
-        self._observer, self._lock = observer, threading.Lock()
+        self._observer = observer
+        self._lock = threading.Lock()  # several threads may scrape, but one can use the observer
 
     def describe(self) -> Iterable[Any]:
-        """Return no descriptions."""
-        # without this method, registration would call `collect`, and fail if no server answers yet
+        """Return an empty list.
+
+        Without this method, the registry would call `collect` at registration. That would fail if
+        no server answers yet.
+        """
         return []
 
     def collect(self) -> Iterable[Any]:
@@ -132,11 +136,19 @@ def job_metrics(answers: Sequence[Answer]) -> Iterable[Any]:
 
 
 def _family(name: str, kind: str, text: str, label: str, values: dict[str, Any]) -> Any:
-    """Return a metric with a value for each label. Values of None are left out."""
+    """Return a metric with several values.
+
+    Args:
+      name: the name of the metric.
+      kind: "counter" or "gauge".
+      text: its help text.
+      label: the name of its label.
+      values: the values, by value of the label. None is left out.
+    """
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-    family_class = CounterMetricFamily if kind == "counter" else GaugeMetricFamily
-    family = family_class(name, text, labels=[label])
+    classes = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
+    family = classes[kind](name, text, labels=[label])
     for at, value in values.items():
         if value is not None:
             family.add_metric([at], value)
@@ -147,10 +159,11 @@ def serve_metrics(observer: JobObserver, where: str) -> tuple[Any, str]:
     """Serve /metrics in a thread of this process.
 
     Args:
-      where: a port, which is bound on loopback, or host:port.
+      observer: the observer of the job.
+      where: a port on loopback, or host:port.
 
     Returns:
-      The server, which the caller shuts down, and its address as host:port.
+      The server, which the caller must shut down; and its address, host:port.
 
     Raises:
       ConfigError: prometheus-client is not installed, or the port cannot be bound.
@@ -159,7 +172,10 @@ def serve_metrics(observer: JobObserver, where: str) -> tuple[Any, str]:
         from prometheus_client import CollectorRegistry, start_http_server
     except ImportError as e:
         raise missing_extra("--prometheus needs prometheus-client", "prometheus") from e
-    host, port = (LOOPBACK, int(where)) if where.isdigit() else split_endpoint(where)
+    if where.isdigit():
+        host, port = LOOPBACK, int(where)
+    else:
+        host, port = split_endpoint(where)
     registry = CollectorRegistry()
     registry.register(JobCollector(observer))
     try:

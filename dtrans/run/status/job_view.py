@@ -19,13 +19,15 @@ class TrainerRow:
     """Status of one trainer, merged over all servers that answered.
 
     Attributes:
-      trainer: its id.
+      trainer: the trainer's id.
       state: the worst state that a server reports.
-      doing: its progress in the current step, at the server where it has completed the fewest.
-      step: fewest steps that it has completed at a server; None if no server counts steps.
-      steps_per_second: rate at the slowest server.
-      staleness: largest staleness at a server; None in synchronous mode.
-      silent: seconds since a server received a message from it; None if no server has.
+      doing: its activity in the current step, at the server where it has completed the fewest
+        steps.
+      step: the smallest number of steps that it has completed at a server; None if no server counts
+        steps.
+      steps_per_second: the lowest rate at a server.
+      staleness: the largest staleness at a server; None in synchronous mode.
+      silent: seconds since a server received a message from it; None without a message.
       bytes_in: bytes that all servers sent to it; None if no server counts bytes.
       bytes_out: bytes that it sent to all servers; None if no server counts bytes.
     """
@@ -53,8 +55,8 @@ def merge_trainers(answers: Sequence[Answer]) -> list[TrainerRow]:
 def _merge(k: int, views: Sequence[TrainerStatus]) -> TrainerRow:
     counted = [t for t in views if t.step is not None]
     worst = min((t.state for t in views), key=STATES.index)
-    # A trainer that waits for one server may be sending to another one, or be computing. The table
-    # shows sending rather than computing, and computing rather than waiting.
+    # A trainer that waits for one server may be sending to another server, or computing. So among
+    # servers with the same step, sending is preferred to computing, and computing to waiting.
     slowest = min(
         counted or views,
         key=lambda t: (t.step or 0, t.doing.startswith("waiting"), t.doing == "computing"),
@@ -87,7 +89,9 @@ def as_document(answers: Sequence[Answer]) -> dict[str, Any]:
     """
     servers = []
     for x in answers:
-        fields = {"error": x.error} if x.server is None else dataclasses.asdict(x.server)
+        fields: dict[str, Any] = {"error": x.error}
+        if x.server is not None:
+            fields = dataclasses.asdict(x.server)
         servers.append({**fields, "endpoint": x.endpoint})
     trainers = [dataclasses.asdict(t) for t in merge_trainers(answers)]
     return {

@@ -1,8 +1,8 @@
-"""Observer of a running job: asks each server for its status over one connection.
+"""Observer of a running job, which asks each server for its status over one connection.
 
-It connects as the user `dtrans.protocol.job_status.OBSERVER`, which takes no part in the job. Each
-server has at most one pending request. A request is sent only on an open connection: it must not
-wait in a queue for a server of a later job.
+It connects with the user name `dtrans.protocol.job_status.OBSERVER`, and is not part of the job.
+Each server has at most one pending request. A request is sent only on an open connection, because a
+queued request could reach a server of a later job.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Answer:
     """Answer of one server, or the reason that there is none.
 
     Attributes:
-      endpoint: the server's endpoint, in the user's notation.
-      error: the reason that there is no status; empty if there is.
-      server: the status of the server.
+      endpoint: the server's endpoint, as the user wrote it.
+      error: the reason why there is no status; empty if the server has answered.
+      server: the status of the server; None without an answer.
       trainers: the status of each trainer at this server.
     """
 
@@ -41,12 +41,12 @@ class Answer:
 class JobObserver:
     """Connections to the servers of a job, to ask for their status.
 
-    The token comes from the environment, or from a launcher of the same user on this host
-    (`dtrans.run.net.started_jobs`).
+    The token is read from the environment, or from a file that the same user's launcher has written
+    on this host (`dtrans.run.net.started_jobs`).
 
     Args:
       endpoints: the endpoints of the servers.
-      timeout: seconds that all answers may take.
+      timeout: seconds to wait for all answers.
 
     Raises:
       ConfigError: a connection to another host needs a token.
@@ -110,32 +110,33 @@ class _Line:
     def begin(self) -> None:
         """Begin a request."""
         self._request, self._asked, self.answer = self._request + 1, False, None
-        for event in self._link.changes():  # since the last request
+        for event in self._link.changes():  # events since the last request
             self.take(event)
         if self._barred:
-            # ZeroMQ does not connect again after a refusal, and another job may have started since
+            # Open a new connection, since a new job may have started, and ZeroMQ does not connect
+            # again after a refusal.
             self._link.close()
             self._open()
             self._barred, self.answer = False, None
         self._ask()
 
     def _ask(self) -> None:
-        """Send the request if the connection is open, and it was not sent."""
+        """Send the request, if the connection is open and the request was not sent yet."""
         if self._is_up and not self._asked:
             self._link.send([wire.header("status", request=self._request)])
             self._asked = True
 
     def take(self, event: Event) -> None:
-        """Take an event of this connection; ignore those of others."""
+        """Process an event of this connection; ignore events of other connections."""
         if event.source is not self._link:
             return
         if event.kind == "message":
             self._on_message(event.frames)
         elif event.kind == "barred":
-            reason = f"it does not let dtrans status in: {event.reason}"
+            reason = f"it refused the connection of dtrans status: {event.reason}"
             self._barred, self.answer = True, Answer(self.endpoint, reason)
         else:
-            # an answer cannot come over a new connection: ask again
+            # the answer to a request is lost with its connection, so the request is sent again
             self._is_up, self._asked = event.kind == "connected", False
             self._ask()
 
@@ -143,8 +144,9 @@ class _Line:
         try:
             message = wire.parse(frames)
             if message.op == "refuse":
-                self.answer = Answer(self.endpoint, f"it refused: {message['reason']}")
+                reason = f"it refused the request: {message['reason']}"
+                self.answer = Answer(self.endpoint, reason)
             elif message.op == "status_report" and message.fields.get("request") == self._request:
                 self.answer = Answer(self.endpoint, "", *read_report(message))
         except WireError as e:
-            self.answer = Answer(self.endpoint, f"it answered with {e}")
+            self.answer = Answer(self.endpoint, f"it sent an invalid answer: {e}")

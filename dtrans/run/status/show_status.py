@@ -56,7 +56,7 @@ def show_status(
 
 
 def _poll(observer: JobObserver, interval: float) -> Iterator[list[Answer]]:
-    """Ask the servers at an interval; yield their answers, without an end."""
+    """Ask the servers at an interval, without end; yield their answers."""
     due = time.monotonic()
     while True:
         yield observer.ask()
@@ -69,14 +69,14 @@ def show_metrics(endpoints: Sequence[str], where: str, *, timeout: float) -> Non
 
     Args:
       endpoints: endpoints of its servers.
-      where: a port on loopback, or host:port.
+      where: a port on loopback, or host:port, at which metrics are served.
       timeout: seconds that an answer may take.
     """
     with JobObserver(endpoints, timeout) as observer, contextlib.suppress(KeyboardInterrupt):
         server, address = serve_metrics(observer, where)
         try:
             print(
-                f"metrics of {', '.join(endpoints)} at http://{address}/metrics; Ctrl-C ends this",
+                f"metrics of {', '.join(endpoints)} at http://{address}/metrics; end by Ctrl-C",
                 flush=True,
             )
             threading.Event().wait()

@@ -14,7 +14,7 @@ from dtrans.run.status.job_view import TrainerRow, merge_trainers
 from dtrans.run.status.observer import Answer
 
 
-NONE = "-"  # a value that the server does not count
+NONE = "-"  # shown for a value that the server does not count
 SERVER = (
     "endpoint",
     "step",
@@ -28,7 +28,7 @@ SERVER = (
     "doing",
 )
 TRAINER = ("trainer", "step", "steps/s", "in", "out", "heard", "staleness", "doing")
-# columns that are shown if a row has a value
+# columns that are shown only if a row has a value
 OPTIONAL = (
     "in",
     "out",
@@ -51,6 +51,7 @@ def job_tables(answers: Sequence[Answer]) -> Group:
 
 
 def _title(answers: Sequence[Answer], rows: Sequence[TrainerRow]) -> str:
+    """Return the line above the tables: mode, plan, present trainers and age of the job."""
     first = next(x.server for x in answers if x.server)
     present = sum(t.state == "present" for t in rows)
     plans = {x.server.plan for x in answers if x.server}
@@ -67,7 +68,7 @@ def _title(answers: Sequence[Answer], rows: Sequence[TrainerRow]) -> str:
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[Text]]) -> Table:
-    """Return a table without the optional columns that no row has."""
+    """Return a table. Optional columns without a value in any row are left out."""
     shown = []
     for i, head in enumerate(heads):
         has_value = any(row[i].plain not in (NONE, "") for row in rows)
@@ -88,7 +89,13 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[Text]]) -> Table:
 
 
 def _server(endpoint: str, x: ServerStatus | None, error: str) -> list[Text]:
-    """Return the cells of `SERVER`."""
+    """Return the cells of a server's row, for the columns `SERVER`.
+
+    Args:
+      endpoint: the server's endpoint.
+      x: its status; None without an answer.
+      error: the reason for no answer.
+    """
     if x is None:
         return [Text(endpoint), *([Text()] * (len(SERVER) - 2)), Text(error, style="red")]
     doing = x.doing
@@ -123,7 +130,7 @@ def _checkpoint(x: ServerStatus) -> str:
 
 
 def _trainer(t: TrainerRow) -> list[Text]:
-    """Return the cells of `TRAINER`."""
+    """Return the cells of a trainer's row, for the columns `TRAINER`."""
     heard = NONE if t.silent is None else f"{duration(t.silent)} ago"
     cells = [
         str(t.trainer),
@@ -142,19 +149,21 @@ def _trainer(t: TrainerRow) -> list[Text]:
 
 
 def count(n: int | None) -> str:
-    """Return a count: `1,234`."""
+    """Format a count: `1,234`."""
     return NONE if n is None else f"{n:,}"
 
 
 def rate(x: float | None) -> str:
-    """Return steps per second with three digits: `56.1`."""
+    """Format steps per second with three digits: `56.1`."""
     if x is None:
         return NONE
-    return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
+    if x >= 100:
+        return f"{x:,.0f}"
+    return f"{x:.3g}"
 
 
 def size(n: float | None, per: str = "") -> str:
-    """Return a number of bytes with three digits: `1.23 GB`."""
+    """Format a number of bytes with three digits: `1.23 GB`. `per` is appended to the unit."""
     if n is None:
         return NONE
     for unit in ("B", "kB", "MB", "GB", "TB"):
@@ -165,7 +174,7 @@ def size(n: float | None, per: str = "") -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a time: `12 s`, `5 min`, `3 h`, `2 d`."""
+    """Format a duration: `12 s`, `5 min`, `3 h`, `2 d`."""
     if seconds < 9.95:
         return f"{seconds:.1f} s"
     for unit, length, most in (("s", 1, 120), ("min", 60, 120), ("h", 3600, 48)):

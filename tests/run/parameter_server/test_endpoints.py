@@ -329,7 +329,8 @@ def test_an_executor_whose_step_was_interrupted_says_so(role_threads: RoleThread
         with pytest.raises(DeadlineError):
             exe.run(plan.trainer_startup, params)
         with pytest.raises(
-            StateError, match="^program trainer 0 startup ended in the middle of its communication"
+            StateError,
+            match="^program trainer 0 startup was interrupted in the middle of its communication",
         ):
             exe.run(plan.trainer_startup, params)
 

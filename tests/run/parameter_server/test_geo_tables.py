@@ -619,7 +619,7 @@ def test_the_optimizers_state_of_rows_is_no_array(role_threads: RoleThreads) -> 
         state = job.init(jax.random.key(0))
         with pytest.raises(
             ConfigError,
-            match=r"opt_state/0/mu/emb has a row for each row of a table, and this",
+            match=r"opt_state/0/mu/emb cannot be returned: it has a row for each row of a table, but this",
         ):
             job.opt_state(state)
     with job_of(sgd, 0) as job:

@@ -138,7 +138,9 @@ def test_rows_are_given_up_by_their_last_step_and_count_towards_no_limit() -> No
     assert (report.rows, report.limit, report.step) == (V, 3, 4)
     alone.step(9, 10)
     alone.rows(0)  # what is only looked at is not kept
-    with pytest.raises(WireError, match="has 3 rows, 1 new ones are looked up, and its limit is 3"):
+    with pytest.raises(
+        WireError, match="has 3 rows and a limit of 3 rows, but 1 new rows were looked up"
+    ):
         alone.rows(0, train=True)
     assert alone.server_tables.evict(EMB, 1, NONE) == 1
     whole = np.asarray(alone.update.tables()[EMB])  # as it is saved
@@ -171,7 +173,8 @@ def test_changes_are_of_the_steps_after_one() -> None:
     assert alone.changed(3) == ([3, 20], [8, 50])
     for since in (-1, 5):
         with pytest.raises(
-            StateError, match=f"changes of params/emb since step {since}: .* is at step 4;"
+            StateError,
+            match=f"changed rows of params/emb were requested since step {since}, .* taken 4 steps",
         ):
             alone.changed(since)
 
@@ -221,7 +224,7 @@ def test_rows_that_cannot_be_made_again_are_not_given_up() -> None:
     alone = Alone(optax.sgd(0.1), emb=orthogonal)
     with pytest.raises(
         StateError,
-        match="cannot be evicted, since its server cannot initialize them again: it started with",
+        match="cannot be evicted, because the server cannot initialize them again: it started from",
     ):
         alone.server_tables.evict(EMB, 1, NONE)
     for tx, why in (
@@ -520,14 +523,14 @@ def test_what_servers_have_is_told(role_threads: RoleThreads) -> None:
         state, _ = job.step(job.init(KEY), np.array([0, 1, 59]))
         report = job.tables.report()
         with pytest.raises(
-            ConfigError, match="params/w is no table of this plan; they are: params/emb"
+            ConfigError, match="params/w is not a table of this plan; its tables are: params/emb"
         ):
             job.tables.evict("params/w", 3)
         with pytest.raises(ConfigError, match="unused_for must be a number of steps"):
             job.tables.evict(EMB, 0)
         with pytest.raises(
             PeerError,
-            match="changes of params/emb.block0 since step 9: .* at step 1; .*job.tables.export",
+            match="changed rows of params/emb.block0 were requested since step 9, .* taken 1 steps .*job.tables.export",
         ):
             job.tables.changed(EMB, 9)
         job.step(state, np.array([0, 1, 59]))  # nothing is lost
@@ -743,7 +746,8 @@ def test_rows_that_change_while_they_are_read_take_bounded_memory(
     unread = live(alone, patience=0.01)
     alone.step(*range(V))
     with pytest.raises(
-        StateError, match="params/emb changes faster than it is written: nothing was written for"
+        StateError,
+        match="the checkpoint of params/emb is written too slowly: no rows were written for",
     ):
         next(unread.segments())
     alone.step(3)

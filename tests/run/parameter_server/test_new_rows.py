@@ -162,7 +162,7 @@ def test_a_limit_of_rows_is_kept() -> None:
     server.rows(b.name, np.arange(100), train=False)
     with pytest.raises(
         WireError,
-        match="params/emb.block0 has 5 rows, 1 new ones are looked up, and its limit is 5",
+        match="params/emb.block0 has 5 rows and a limit of 5 rows, but 1 new rows were looked up",
     ):
         server.rows(b.name, np.array([3, 7]), train=True)
     np.testing.assert_array_equal(

@@ -303,7 +303,8 @@ def test_a_lookup_reads_and_trains_nothing(role_threads: RoleThreads) -> None:
             ):
                 job.tables.lookup("params/emb", [3, 40])
             with pytest.raises(
-                ConfigError, match="params/w is no table of this plan; they are: params/emb"
+                ConfigError,
+                match="params/w is not a table of this plan; its tables are: params/emb",
             ):
                 job.tables.lookup("params/w", [0])
             return (
@@ -636,7 +637,7 @@ def test_rows_that_a_table_on_a_mesh_does_not_have(tmp_path: Path) -> None:
     with pytest.raises(BatchError, match="asks for row 40 at .*; the table has rows 0 to 39"):
         job.tables.lookup("params/emb", [3, 40])
     with pytest.raises(
-        ConfigError, match="params/w is no table of this plan; they are: params/emb"
+        ConfigError, match="params/w is not a table of this plan; its tables are: params/emb"
     ):
         job.tables.lookup("params/w", [0])
     assert job.tables.lookup("params/emb", np.zeros((0, 2), int)).shape == (0, 2, D)
@@ -646,9 +647,9 @@ def test_rows_that_a_table_on_a_mesh_does_not_have(tmp_path: Path) -> None:
     job.tables.export("params/emb", tmp_path / "emb.npy")
     np.testing.assert_array_equal(np.load(tmp_path / "emb.npy"), emb)
     del state
-    with pytest.raises(StateError, match="no state of this job is alive"):
+    with pytest.raises(StateError, match="the last state of this job was deleted"):
         job.tables.lookup("params/emb", [0])
-    with pytest.raises(StateError, match="no state of this job is alive"):
+    with pytest.raises(StateError, match="the last state of this job was deleted"):
         job.tables.export("params/emb", tmp_path / "emb.npy")
     np.testing.assert_array_equal(np.load(tmp_path / "emb.npy"), emb)
 

@@ -1,14 +1,14 @@
-"""Tables where they run: on a server, on a mesh, and as a trainer uses them.
+"""Tables during a job: on servers, on a mesh, and in trainers.
 
-table_memory   a block in a server's memory: rows are taken, and put back (`lazy_memory`)
-row_snapshot   its rows at one moment, read during updates
+table_memory   a block in a server's memory (`lazy_memory`); updates read and write some rows
+row_snapshot   rows of a block at one moment, which a thread reads during updates
 new_rows       rows that are initialized on first use
-missed_steps   rows without a gradient catch up
+missed_steps   steps that rows without a gradient have missed; rows catch up before they are read
 row_updates    updates of some rows, on a server and on a mesh (`mesh_tables`)
-traced_tables  tables in a step that is traced to be verified
+traced_tables  tables in a step that `plan.verify()` traces
 traced_geo     local rows of GEO-SGD trainers in such a step
 row_lookups    lookups of a trainer's steps
-batch_rows     rows that a batch looks up, before its step
+batch_rows     ids that a batch looks up, computed before its step
 job_tables     `job.tables`: lookup, export, report, changed rows and eviction
 server_tables  reports, changed rows and eviction on a server
 """

@@ -19,18 +19,18 @@ from dtrans.run.base.segments import Rules, interpret
 
 
 class BatchRows:
-    """Part of a trainer's program that computes ids of rows.
+    """The part of a trainer's program that computes ids of table rows from the batch.
 
     Args:
-      program: the trainer's program; its first argument is its state.
-      rules: functions for communication primitives that are computed locally.
+      program: the trainer's program. Its first argument is its state.
+      rules: functions for communication primitives that can be computed locally.
 
     Raises:
-      ConfigError: ids depend on state, or on other processes.
+      ConfigError: ids depend on the state, or on other processes.
     """
 
     def __init__(self, program: Program, rules: Rules) -> None:
-        self._lookups: list[tuple[JaxprEqn, JaxprEqn]] = []  # `split_ids`, `prefetch`
+        self._lookups: list[tuple[JaxprEqn, JaxprEqn]] = []  # (`split_ids`, `prefetch`)
         operands: list[Any] = []
         for split in program.eqns:
             if split.primitive is split_ids_p:
@@ -54,29 +54,30 @@ class BatchRows:
     def _check(
         self, program: Program, eqns: Sequence[JaxprEqn], read: Collection[Any], rules: Rules
     ) -> None:
-        """Raise ConfigError if ids depend on state, or on equations without a rule."""
+        """Raise ConfigError if ids depend on the state, or on equations without a rule."""
         state = [n for n in program.args[0].names if program.invars[n] in read]
         remote = [e for e in eqns if is_communication(e) and e.primitive not in rules]
         if state:
             source = state[0]
         elif remote:
-            source = f"`{remote[0].primitive.name}`, which other processes answer"
+            source = f"the result of `{remote[0].primitive.name}` from other processes"
         else:
             return
         tables = ", ".join(split.params["table"] for split, _ in self._lookups)
         raise ConfigError(
-            f"job.prefetch: a step computes the ids of rows of {tables} from {source}, so they are "
-            "not known before the step; leave out job.prefetch, or pass the ids with the batch"
+            f"job.prefetch cannot know the rows of {tables} before the step, because the step "
+            f"computes their ids from {source}; leave job.prefetch out, or pass the ids with the "
+            "batch"
         )
 
     def __call__(self, flat: Sequence[Any]) -> list[tuple[JaxprEqn, np.ndarray]]:
-        """Return each `prefetch` with the ids of its rows.
+        """Return each `prefetch` equation with the ids of its rows.
 
         Args:
-          flat: the program's flat inputs. Those of the state are not read.
+          flat: the program's flat inputs. Inputs of the state are not read.
 
         Raises:
-          BatchError: an id that the table does not have.
+          BatchError: an id is not a row of its table.
         """
         operands = iter(self._run(*values_at(flat, self._places)))
         found = []

@@ -1,6 +1,6 @@
-"""`job.tables`: rows of a running job's tables, read, exported, evicted and listed as changed.
+"""`job.tables`: lookup, export, report, changed rows and eviction of a running job's tables.
 
-`JobTables` is the interface of every job. `TrainerTables` asks servers in processes of their own;
+`JobTables` is the interface of every job. `TrainerTables` sends requests to server processes;
 `dtrans.run.parameter_server.tables.mesh_tables` reads the arrays of a job in one process.
 """
 
@@ -27,16 +27,16 @@ from dtrans.protocol.trainer.trainer_steps import TrainerSteps
 
 T = TypeVar("T")
 
-CHUNK = 1 << 16  # rows that are read or written at once
+CHUNK = 1 << 16  # rows of one read or write
 NUMBERS = ("rows", "made", "bytes", "limit", "evicted", "step")  # columns of a report
 
 
 @dataclasses.dataclass(frozen=True)
 class TablesReport:
-    """Report of a job's tables, one record for each block; it prints as a table.
+    """Report of a job's tables, with one record per block. It prints as a table.
 
     Attributes:
-      blocks: one `TableReport` for each block, in the order of servers.
+      blocks: one `TableReport` per block, in the order of servers.
 
     Example:
       >>> import dtrans
@@ -64,13 +64,14 @@ class TablesReport:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ChangedRows:
-    """Rows of a table that have changed since a step: the difference to an older copy.
+    """Rows of a table that have changed since a step, to update an older copy of the table.
 
     Attributes:
-      step: the step of these rows; the `since` of the next call.
-      ids: the ids of the rows, increasing.
-      rows: the row of each id, of shape (len(ids), *row).
-      gone: ids of rows that were evicted since, increasing. They have their initial values again.
+      step: the step of these rows. Pass it as `since` of the next call.
+      ids: the increasing ids of the changed rows.
+      rows: the new rows, of shape (len(ids), *row).
+      gone: the increasing ids of rows that were evicted since. They have their initial values
+        again.
 
     Example:
       >>> import numpy as np, dtrans
@@ -88,7 +89,7 @@ class ChangedRows:
 
 
 class JobTables(abc.ABC):
-    """Tables of a running job. A table goes by the name of its leaf: `params/emb`.
+    """Tables of a running job. The name of a table is the name of its leaf: `params/emb`.
 
     Args:
       plan: the job's plan.
@@ -111,7 +112,7 @@ class JobTables(abc.ABC):
 
     @abc.abstractmethod
     def lookup(self, name: str, ids: Any) -> np.ndarray:
-        """Return rows as the servers hold them, for evaluation. It is no part of a step.
+        """Return the servers' current rows, for evaluation between steps.
 
         Args:
           name: the table.
@@ -121,81 +122,81 @@ class JobTables(abc.ABC):
           An array of shape (*ids.shape, *row).
 
         Raises:
-          ConfigError: `name` is no table. BatchError: an id that the table does not have.
+          ConfigError: the plan has no table `name`.
+          BatchError: an id is not a row of the table.
         """
 
     @abc.abstractmethod
     def report(self) -> TablesReport:
-        """Return the number of rows that servers hold, and their bytes, after this trainer's last
-        step.
+        """Return the number and bytes of the rows on servers, after this trainer's last step.
 
         Raises:
-          ConfigError: before `init`.
+          ConfigError: `init` was not called.
         """
 
     @abc.abstractmethod
     def changed(self, name: str, since: int) -> ChangedRows:
-        """Return the rows that steps after `since` have changed, to update a copy that serves.
+        """Return the rows that steps after `since` have changed, to update a copy of the table.
 
-        Some updates move rows that no step looks up, as `dtrans.Rows(update="dense")` with
-        momentum. There every step changes all rows that any step has looked up; with AdamW, all
-        rows. The result takes memory in proportion to its rows.
+        With `dtrans.Rows(update="dense")`, some optimizers also change rows without a gradient.
+        With momentum, a step changes all rows that any step has looked up; with AdamW, it changes
+        all rows. The memory of the result is proportional to the number of changed rows.
 
         Args:
           name: the table.
-          since: a step, counted from the start of the servers. 0 returns all changes of this job;
-            the next call takes the `step` of the last result.
+          since: a step, counted from the start of the servers. With 0, the result has all changes
+            of this job. In later calls, pass the `step` of the last result.
 
         Returns:
-          The changed rows. With asynchronous trainers they may be newer than their `step`, and come
-          again with the next call.
+          The changed rows. With asynchronous trainers, a row may be newer than `step`, and is then
+          returned again by the next call.
 
         Raises:
-          ConfigError: `name` is no table, or before `init`. PeerError: a step that the servers have
-            not reached.
+          ConfigError: the plan has no table `name`, or `init` was not called.
+          PeerError: the servers have not reached the step `since`.
         """
 
     @abc.abstractmethod
     def evict(self, name: str, unused_for: int) -> int:
-        """Evict the rows that the last `unused_for` steps have not updated, with their optimizer
-        state.
+        """Evict rows, with their optimizer state, that the last steps have not updated.
 
-        An evicted row that is looked up again has its initial value, bit for bit, and the initial
-        optimizer state: it then differs from a single-device row. It counts towards no limit.
+        When an evicted row is looked up again, it has its initial value, bit for bit, and the
+        initial optimizer state. So it may differ from the row of a single-device run. Evicted rows
+        do not count towards the table's limit.
 
-        All synchronous trainers call it, with the same arguments, between the same two steps:
-        servers evict when all have asked. Asynchronous trainers call it independently, and each
-        server counts the steps of all trainers. A row that a trainer has looked up then stays
-        until its gradient arrives.
+        Synchronous trainers must all call it with the same arguments, between the same two steps.
+        Servers evict when all trainers have called. Asynchronous trainers call it independently,
+        and each server counts the steps of all trainers. Rows whose gradient has not arrived yet
+        are not evicted.
 
         Args:
           name: the table.
-          unused_for: a number of steps. A job that continues from a checkpoint counts on from the
-            checkpoint's job.
+          unused_for: the number of steps. After a restore from a checkpoint, steps of the earlier
+            job count, too.
 
         Returns:
           The number of evicted rows, over all servers.
 
         Raises:
-          ConfigError: `name` is no table, its update moves rows that no step has looked up, or
-            before `init`. PeerError: a server cannot initialize rows again, or a trainer continues
-            without the call.
+          ConfigError: the plan has no table `name`, its update changes rows that no step has looked
+            up, or `init` was not called.
+          PeerError: a server cannot initialize rows again, or a trainer continues without the call.
         """
 
     def export(self, name: str, path: str | os.PathLike[str]) -> None:
-        """Write a table as the servers hold it to a file, some rows at a time.
+        """Write the servers' current rows of a table to a file, in chunks.
 
-        The file is one NumPy array, which `numpy.load(path, mmap_mode="r")` reads. bfloat16 is
-        written as two bytes. The table need not fit into memory.
+        The file is one NumPy array, which `numpy.load(path, mmap_mode="r")` reads. A bfloat16 value
+        is written as two bytes. The table need not fit into memory.
 
         Args:
           name: the table.
-          path: the file; an existing one is replaced.
+          path: the file. An existing file is replaced.
 
         Raises:
-          ConfigError: `name` is no table, or the file cannot be written.
+          ConfigError: the plan has no table `name`, or the file cannot be written.
         """
-        self.lookup(name, np.empty(0, int))  # an error leaves the file as it is
+        self.lookup(name, np.empty(0, int))  # raises an error before the file is replaced
         t = self.plan.main.inputs[name]
         try:
             file = np.lib.format.open_memmap(path, "w+", dtype=t.dtype, shape=t.shape)
@@ -215,8 +216,8 @@ class JobTables(abc.ABC):
         tables = self.plan.tables.of
         if name not in tables:
             raise ConfigError(
-                f"{name} is no table of this plan; they are: {', '.join(tables) or 'none'}. "
-                "job.params(state) has the others"
+                f"{name} is not a table of this plan; its tables are: "
+                f"{', '.join(tables) or 'none'}. Read other parameters by job.params(state)"
             )
         return tables[name]
 
@@ -226,7 +227,7 @@ class JobTables(abc.ABC):
         Args:
           name: the table.
           ids: row ids.
-          read: returns rows by increasing ids; at least one.
+          read: returns rows for one or more increasing ids.
         """
         rows, wanted = self._table(name).lookups.rows, np.asarray(ids)
         if not wanted.size:
@@ -241,7 +242,7 @@ class AskServers(Protocol):
     """Function that sends servers a request between two steps (`Executor.between_steps`)."""
 
     def __call__(self, what: str, ask: Callable[[TrainerSteps], Operation[T]]) -> T:
-        """Return the servers' answer; `what` describes the request for an error."""
+        """Return the servers' answer. `what` names the request in errors."""
 
 
 class TrainerTables(JobTables):
@@ -249,7 +250,7 @@ class TrainerTables(JobTables):
 
     Args:
       plan: the job's plan.
-      look_up: returns rows of a table by increasing ids, as the servers hold them.
+      look_up: returns the servers' current rows of a table, by increasing ids.
       ask: sends servers a request between two steps.
     """
 
@@ -295,22 +296,22 @@ class TrainerTables(JobTables):
         table = self._table(name)
         if table.on_trainers:
             raise ConfigError(
-                f"rows of {name} cannot be evicted: GEO-SGD trainers keep copies of the rows that "
-                "they have looked up, and push changes to them; use mode=dtrans.Async()"
+                f"rows of {name} cannot be evicted, because GEO-SGD trainers keep copies of the "
+                "rows that they have looked up; use mode=dtrans.Async()"
             )
         if table.updates_all or (table.catches_up and table.zero.rests is None):
             raise ConfigError(
-                f"rows of {name} cannot be evicted: its update also moves rows before their first "
-                f"lookup ({table.why}); use dtrans.Rows(update='lazy')"
+                f"rows of {name} cannot be evicted, because its update also changes rows before "
+                f"their first lookup ({table.why}); use dtrans.Rows(update='lazy')"
             )
 
     def _blocks(self, name: str) -> list[tuple[str, str]]:
-        """Return the server and the name of each block of a table."""
+        """Return (endpoint, name) of each block of a table."""
         self._table(name)
         return [(b.endpoint, b.name) for b in self.plan.placement.blocks[name]]
 
     def _ids_in_table(self, name: str, places: Sequence[np.ndarray]) -> np.ndarray:
-        """Return the increasing ids of rows, from their places in each block."""
+        """Return the increasing ids of rows in a table, from their ids in each block."""
         found = []
         for b, there in zip(self.plan.placement.blocks[name], places, strict=True):
             assert b.span is not None

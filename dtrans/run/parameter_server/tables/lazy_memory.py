@@ -1,4 +1,4 @@
-"""Memory of tables: the system provides a page on its first write, and gets unused pages back."""
+"""Memory of tables: pages are allocated on their first write, and freed when they are unused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 
 class LazyArray:
-    """Array of zeros, in memory that takes pages only where it is written.
+    """Array of zeros that uses memory only for pages that have been written.
 
     Args:
       shape: the shape; rows are dimension 0.
@@ -35,20 +35,22 @@ class LazyArray:
         size = math.prod(shape) * np.dtype(dtype).itemsize
         self._area = mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_NOHUGEPAGE"):
-            # a kernel without huge pages does not know the flag
+            # with huge pages, the first write of a row would allocate 2 MiB; a kernel without huge
+            # pages raises OSError
             with contextlib.suppress(OSError):
-                self._area.madvise(mmap.MADV_NOHUGEPAGE)  # one row would take 2 MiB
+                self._area.madvise(mmap.MADV_NOHUGEPAGE)
         self.array = np.frombuffer(self._area, np.uint8)[:size].view(dtype).reshape(shape)
 
     def give_back(self, unused: np.ndarray, new: np.ndarray) -> None:
-        """Give back pages without used rows.
+        """Free the pages that have only unused rows.
 
         Args:
-          unused: for each row, True if it is unused; its values are undefined afterwards.
-          new: ids of rows that became unused since the last call, increasing.
+          unused: for each row, True if it is unused. Its values are undefined afterwards.
+          new: increasing ids of the rows that became unused since the last call.
         """
         row, page = self.array[:1].nbytes, mmap.PAGESIZE
-        # runs of unused rows, and the full pages in each; pages without new rows are back already
+        # The pages that lie completely in a run of unused rows are freed. Runs without a row in
+        # `new` were freed by an earlier call.
         edges = np.flatnonzero(np.diff(unused, prepend=False, append=False))
         starts, stops = edges[::2], edges[1::2]
         begins, ends = -(-starts * row // page) * page, stops * row // page * page

@@ -1,15 +1,15 @@
-"""Tables on a mesh: lookups between the pieces of a trainer's program.
+"""Tables on a mesh: execution of lookups between the compiled pieces of a trainer's program.
 
-    split_ids   the unique ids that each trainer looks up, sorted and checked, on the host
-    prefetch    rows from the devices of their servers, through the host
-    send_rows   gradients of rows to the host, where the update of a server merges them
+    split_ids   computes the unique ids that each trainer looks up, sorted and checked, on the host
+    prefetch    copies rows from the devices of their servers to the trainers, through the host
+    send_rows   copies gradients of rows to the host, where a server's update merges them
 
-A table is on its server's device only. Trainers get a static number of rows
-(`TableLookups.size`), as between processes.
+Each block of a table is on its server's device. Trainers get a static number of rows
+(`TableLookups.size`), as in jobs of processes.
 
-In a traced step (`plan.verify()`) ids are not known. Each of these becomes an equation that calls
-the same function (`dtrans.run.parameter_server.tables.traced_tables`), and updates have room for
-all rows that trainers may look up.
+In a traced step (`plan.verify()`), ids are not known. Then each of these functions is traced as an
+equation that calls it later (`dtrans.run.parameter_server.tables.traced_tables`). The number of
+rows of an update is then the largest number that trainers can look up.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ Servers = Mapping[str, Mapping[str, Any]]
 
 
 class MeshTables(JobTables):
-    """Tables of a job in one process. Its states have every row.
+    """Tables of a job in one process, whose states contain all rows.
 
     Args:
       plan: the job's plan.
-      newest: returns the state that `init` or `step` returned last, None if it is gone.
-      check: raises StateError for a state of another job, or one whose arrays were donated.
+      newest: returns the last state of `init` or `step`; None if no reference to it is left.
+      check: raises StateError for a state of another job, or a state whose arrays were donated.
     """
 
     def __init__(
@@ -59,19 +59,23 @@ class MeshTables(JobTables):
         Args:
           name: the table.
           ids: row ids, of any shape.
-          state: a state of the job; by default the one that `init` or `step` returned last.
+          state: a state of the job; by default the last state of `init` or `step`.
 
         Returns:
           An array of shape (*ids.shape, *row).
 
         Raises:
-          ConfigError: `name` is no table. BatchError: an id that the table does not have.
-          StateError: a state of another job, or no state is left.
+          ConfigError: the plan has no table `name`.
+          BatchError: an id is not a row of the table.
+          StateError: `state` belongs to another job; or it is left out, and the last state was
+            deleted.
         """
-        state = self._newest() if state is None else state
+        if state is None:
+            state = self._newest()
         if state is None:
             raise StateError(
-                f"no state of this job is alive; pass one: job.tables.lookup({name!r}, ids, state)"
+                "the last state of this job was deleted; pass a state: "
+                f"job.tables.lookup({name!r}, ids, state)"
             )
         self._check(state)
         servers = state.servers
@@ -94,8 +98,8 @@ class MeshTables(JobTables):
 
     def _refuse(self, call: str) -> NoReturn:
         raise ConfigError(
-            f"job.tables.{call} needs servers in processes of their own, and this job is one "
-            "process, which makes all rows at the start; run it with plan.on_cluster()"
+            f"job.tables.{call} needs server processes, but this job runs in one process, where "
+            "all rows exist from the start; run the plan by plan.on_cluster()"
         )
 
 
@@ -133,9 +137,9 @@ def prefetched(
 
     Args:
       plan: the job's plan.
-      eqn: the `prefetch`.
+      eqn: the `prefetch` equation.
       ids: for each trainer, increasing ids.
-      servers: endpoint to the server's state.
+      servers: the state of each server, by endpoint.
     """
     (t,), table = eqn.params["types"], eqn.params["table"]
     blocks = plan.placement.blocks[table]
@@ -147,7 +151,7 @@ def prefetched(
         return found
 
     def fetch(numbers: Sequence[Any], rows: Sequence[Any]) -> list[np.ndarray]:
-        # `rows` are positions of rows: the equation moves rows of any type
+        # `trace_move` passes the indices of rows in place of rows, so that rows have any type
         positions: dict[str, dict[str, Any]] = {}
         for b, x in zip(blocks, rows, strict=True):
             positions.setdefault(b.endpoint, {})[b.name] = x
@@ -161,14 +165,14 @@ def prefetched(
 def rows_from(
     plan: PServerPlan, table: str, ids: np.ndarray, rows: np.ndarray, servers: Servers
 ) -> np.ndarray:
-    """Write rows of a table into `rows`; return that.
+    """Write rows of a table into `rows`, and return `rows`.
 
     Args:
       plan: the job's plan.
       table: the table.
       ids: increasing ids.
-      rows: memory, with at least a row for each id.
-      servers: endpoint to the server's state.
+      rows: an array with len(ids) rows or more.
+      servers: the state of each server, by endpoint.
     """
     for b in plan.placement.blocks[table]:
         assert b.span is not None
@@ -181,11 +185,11 @@ def rows_from(
 def sent_rows(
     plan: PServerPlan, eqn: JaxprEqn, ids: Sequence[np.ndarray], gradients: Sequence[np.ndarray]
 ) -> dict[str, dict[str, RowGradient]]:
-    """Return the gradients of rows for each server, by the names under which trainers send them.
+    """Return the gradients of rows for each server, by endpoint and gradient name.
 
     Args:
       plan: the job's plan.
-      eqn: the `send_rows`.
+      eqn: the `send_rows` equation.
       ids: for each trainer, the ids of its rows.
       gradients: for each trainer, the gradients of these rows.
     """

@@ -1,12 +1,14 @@
-"""Steps that rows of a table have missed: rows make them up before they are read.
+"""Missed steps of table rows: a row catches up on them before it is read.
 
-Some optimizers move rows without a gradient: momentum continues, moments and weights decay. A
-single device moves all rows in every step. A server records what each update reads in addition to
-rows (counts, rates, a clipping factor). Before a row is read, the server repeats the update with a
-zero gradient, once for each missed step. Results equal those of one device. Memory is read once,
-instead of once in each step.
+Some optimizers also change rows without a gradient: momentum continues, moments and weights decay.
+On a single device, each step updates all rows. A server updates only rows with a gradient; the
+other rows *miss* the step. The server records the values that each update reads in addition to rows
+(counts, learning rates, a clipping factor). Before a row is read, it *catches up*: the server runs
+the update with a zero gradient, once for each missed step. The results equal a single device's, but
+a row's memory is read and written once instead of in each step.
 
-A program makes up `WINDOW` steps, whatever number a row has missed.
+A compiled program runs up to `WINDOW` missed steps of some rows. It is called several times for
+rows that have missed more.
 """
 
 from __future__ import annotations
@@ -27,9 +29,11 @@ from dtrans.run.base.platforms import stable_bits_options
 from dtrans.run.parameter_server.update import ServerUpdate
 
 
-WINDOW = 256  # steps that one call makes up
-RESTS = np.iinfo(np.int64).max  # steps seen by a row that does not move before its first lookup
-# Bytes of records. When they are full, all rows catch up, and the records are dropped.
+WINDOW = 256  # missed steps that one call of the compiled program runs
+# Entry of a row that no update changes before its first lookup. Such a row *rests*: it never
+# misses a step.
+RESTS = np.iinfo(np.int64).max
+# Largest size of the records in bytes. Above it, all rows catch up, and the records are dropped.
 MOST_BYTES = 1 << 26
 
 Arrays = Mapping[str, Any]
@@ -42,7 +46,7 @@ class StepRecords:
       types: types of the values, by name.
 
     Attributes:
-      first: the number of the first step with a record.
+      first: the index of the first step with a record.
       now: the number of steps so far.
     """
 
@@ -66,7 +70,7 @@ class StepRecords:
         self.now += 1
 
     def until_now(self) -> StepRecords:
-        """Return the present records. They share memory: a record is never written again."""
+        """Return a copy that later steps do not change. It shares the memory of the records."""
         found = copy.copy(self)
         found._values = dict(self._values)
         return found
@@ -86,12 +90,12 @@ class StepRecords:
 
 
 class MissedSteps:
-    """Steps that rows of a block have missed.
+    """Missed steps of the rows of a block.
 
     Args:
       update: the server's update.
       table: the block.
-      state: the initial values by name; None for the values of the init.
+      state: the initial values by name; None if all rows have the values of the init.
 
     Attributes:
       reads: types of the values that an update reads in addition to rows, by name.
@@ -102,7 +106,7 @@ class MissedSteps:
         self._names = table.arrays
         self.reads = _read_beside_rows(update, table)
         self._records = StepRecords(self.reads)
-        # for each row the number of the steps that it has seen, or RESTS
+        # for each row, the number of steps that are applied to it, or RESTS
         self._seen = np.zeros(table.rows, np.int64)
         if table.rests is not None:
             is_resting = True if state is None else _find_resting(table, state)
@@ -111,45 +115,45 @@ class MissedSteps:
 
     @property
     def rests(self) -> bool:
-        """True if rows do not move before their first lookup."""
+        """True if updates do not change rows before their first lookup."""
         return self._table.rests is not None
 
     @property
     def seen(self) -> np.ndarray:
-        """For each row, the number of steps that it has seen."""
+        """For each row, the number of steps that are applied to it, or RESTS."""
         return self._seen
 
     def until_now(self) -> MissedSteps:
-        """Return the present records, for a thread that reads rows during updates."""
+        """Return a copy whose records later steps do not change, for a thread that reads rows."""
         found = copy.copy(self)
         found._records = self._records.until_now()
         return found
 
     def for_rows(self, seen: np.ndarray) -> MissedSteps:
-        """Return the same records for other rows.
+        """Return a copy with the same records for other rows.
 
         Args:
-          seen: for each row, the number of steps that it has seen.
+          seen: for each of these rows, the number of steps that are applied to it.
         """
         found = copy.copy(self)
         found._seen = seen
         return found
 
     def behind(self, ids: np.ndarray) -> np.ndarray:
-        """Return the rows among some that have missed steps."""
+        """Return the subset of `ids` whose rows have missed steps."""
         return ids[self._seen[ids] < self._records.now]
 
     @property
     def moving(self) -> np.ndarray:
-        """For each row, True if every step moves it."""
+        """For each row, True if every step changes it."""
         return self._seen < RESTS
 
     def rest(self, ids: np.ndarray) -> None:
-        """Let rows rest until their next lookup: they have their initial values."""
+        """Mark rows as resting until their next lookup, since they have their initial values."""
         self._seen[ids] = RESTS
 
     def add(self, ids: np.ndarray, values: Arrays) -> bool:
-        """Record a step. Return True if all rows have to catch up: records take too much memory.
+        """Record a step. Return True if the records are too large, so that all rows must catch up.
 
         Args:
           ids: the rows that the step has updated.
@@ -160,15 +164,15 @@ class MissedSteps:
         return self._records.nbytes > MOST_BYTES
 
     def forget(self) -> None:
-        """Drop the records, when no row has missed a step."""
+        """Drop the records. All rows must have caught up."""
         self._records.forget()
 
     def make_up(self, ids: np.ndarray, arrays: dict[str, np.ndarray]) -> None:
-        """Make the steps that rows have missed.
+        """Run the missed steps of rows, in place.
 
         Args:
           ids: the rows.
-          arrays: the block and its state, by name; changed in place.
+          arrays: the block and its optimizer state, by name.
         """
         now, behind = self._records.now, self.behind(ids)
         if not len(behind):
@@ -178,7 +182,7 @@ class MissedSteps:
         first = self._records.first
         for begin in range(int(seen[0] - first) // WINDOW * WINDOW + first, now, WINDOW):
             stop = min(begin + WINDOW, now)
-            # rows are sorted by the steps they have seen: those behind in this window come first
+            # rows are sorted by `seen`, so the rows that miss steps of this window come first
             due = behind[: np.searchsorted(seen, stop)]
             due = due[self._seen[due] < stop]
             for start, end, size in rooms(len(due)):
@@ -189,8 +193,16 @@ class MissedSteps:
     def _make(
         self, ids: np.ndarray, size: int, begin: int, stop: int, arrays: dict[str, np.ndarray]
     ) -> None:
-        """Make the steps of one window, in a program for `size` rows."""
-        # padding has seen all steps
+        """Run the missed steps of one window, by the compiled program for `size` rows.
+
+        Args:
+          ids: the rows; at most `size`.
+          size: the number of rows of the program.
+          begin: the first step of the window.
+          stop: the step after the window's last step.
+          arrays: the block and its optimizer state, by name.
+        """
+        # padding has no missed steps
         seen = pad(np.maximum(self._seen[ids] - begin, 0).astype(np.int32), size, WINDOW)
         rows = {n: pad(arrays[n][ids], size) for n in self._names}
         operands = rows, seen, self._records.window(begin), int(seen.min()), stop - begin
@@ -202,10 +214,17 @@ class MissedSteps:
             arrays[n][ids] = np.asarray(new[n])[: len(ids)]
 
     def catching_up(self, size: int) -> Callable[..., Any]:
-        """Return a pure function that makes the missed steps of `size` rows.
+        """Return a pure function that runs the missed steps of `size` rows in one window.
 
-        It takes rows and state by name, the number of steps that each row has seen, and the
-        records of one window. Two indices bound the steps in the window. It returns new rows.
+        Its arguments are:
+
+            rows      the rows and their state, by name
+            seen      for each row, the number of the window's steps that are applied to it
+            records   the records of the window, by name
+            first     the index of the first step in the window to run
+            stop      the index of the step after the last
+
+        It returns new rows and state, by name.
         """
         blocks = blocks_of(self._update, self._table, size)
 
@@ -225,38 +244,39 @@ class MissedSteps:
 def at_zero_gradient(
     blocks: Sequence[OptimizeBlock], rows: Arrays, values: Arrays
 ) -> dict[str, Any]:
-    """Return the new rows of a block after a step with a zero gradient. The function is pure.
+    """Return a block's rows and state after an update with a zero gradient. The function is pure.
 
     Args:
-      blocks: the optimize blocks of its update, in order.
-      rows: its rows and their state, by name.
+      blocks: the optimize blocks of the update, in order.
+      rows: the rows and their state, by name.
       values: the values that the update reads in addition, by name.
     """
     read, new = {**rows, **values}, dict[str, Any]()
     for block in blocks:
         types = block.invars
-        # The copy that a trainer has received counts only in products with the gradient.
+        # The copy for delay compensation may be zero, too: it is only multiplied by the gradient.
         zeros = {g.name for g in block.grads} | {block.name + BACKUP}
         operands = []
         for n in block.in_names:
             operands.append(jnp.zeros_like(types[n].aval) if n in zeros else read[n])
         outs = dict(zip(block.out_names, evaluate(block.jaxpr, *operands), strict=True))
         new |= {n: x for n, x in outs.items() if n in rows}
-        # No block reads new state. Recorded values stay: they were reduced over all rows.
+        # Existing names take precedence: blocks read old state, and recorded values instead of
+        # outputs, since the recorded ones were reduced over all rows.
         read = {**outs, **read}
     return {n: new.get(n, x) for n, x in rows.items()}
 
 
 def blocks_of(update: ServerUpdate, table: TableBlock, size: int) -> list[OptimizeBlock]:
-    """Return the optimize blocks that update `size` rows of a table's block."""
+    """Return the optimize blocks that update a table's block, for `size` rows."""
     return [b for b in update.sized({table.name: size}).blocks if b.name == table.name]
 
 
 def _read_beside_rows(update: ServerUpdate, table: TableBlock) -> dict[str, Any]:
     """Return the types of the values that a block's update reads in addition to rows, by name.
 
-    Outputs of an earlier optimize block of the update count if they are reduced over rows. Their
-    types do not depend on the number of rows, so two sizes are compared.
+    They include outputs of earlier optimize blocks that are reduced over rows. The types of these
+    outputs do not depend on the number of rows, so the update is compared for two sizes.
     """
     some, more = (blocks_of(update, table, size) for size in (LEAST, 2 * LEAST))
     found: dict[str, Any] = {}
@@ -273,7 +293,7 @@ def _read_beside_rows(update: ServerUpdate, table: TableBlock) -> dict[str, Any]
 
 
 def _find_resting(table: TableBlock, state: Arrays) -> np.ndarray:
-    """Return for each row of a block True if it has its resting state: no step has updated it."""
+    """Return for each row of a block True if its state shows that no step has updated it."""
     found = np.ones(table.rows, bool)
     for n, number in (table.rests or {}).items():
         found &= (state[n] == number).reshape(table.rows, -1).all(1)

@@ -1,11 +1,11 @@
-"""Rows of a table that are initialized on first use, bit for bit as by the user's init.
+"""Initialization of table rows on first use, bit for bit as by the user's init.
 
-A server starts without table rows. `NewRows` stands for a block, or for state with a row for each
-of its rows. It has the array's type; reading it initializes all rows. `table_memory` replaces it
-when rows are used.
+A server starts without table rows. `NewRows` is a placeholder for a block, or for optimizer state
+with a row for each row of a block. It has the array's shape and dtype, and initializes all rows
+when it is read as an array. `table_memory` initializes single rows when they are used.
 
-Keys of random numbers are computed first, so that tables of one shape share the program that
-initializes their rows.
+PRNG keys are computed separately, so that tables of equal shapes share the compiled program that
+initializes rows.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from dtrans.run.base.lowered import jitted_once
 
 
 class RowMaker:
-    """Initializer of the rows of a block and of its state.
+    """Initializer of the rows of a block and of its optimizer state.
 
     Args:
-      eqn: the block's `init_on_use`.
+      eqn: the block's `init_on_use` equation.
       args: the arguments of the init.
 
     Attributes:
-      types: types of the block, and of each array of its state.
+      types: types of the block, and of each array of its optimizer state.
     """
 
     def __init__(self, eqn: JaxprEqn, args: Sequence[Any]) -> None:
         self.eqn, self.args = eqn, list(args)
         self.types, self._write = eqn.params["types"], eqn.params["write"]
-        # by number of rows: the compiled function of ids, and its other arguments
+        # by number of rows: the compiled function, and its arguments after the ids
         self._fns: dict[int, tuple[Callable[..., Sequence[Any]], list[Any]]] = {}
 
     def __call__(self, ids: np.ndarray) -> list[np.ndarray]:
-        """Return initial rows of the block and of each array of its state."""
+        """Return the initial rows of the block, and of each array of its optimizer state."""
         if not len(ids):
             return [np.empty((0, *t.shape[1:]), t.dtype) for t in self.types]
         parts = [self._initialize(ids[start:stop], size) for start, stop, size in rooms(len(ids))]
@@ -60,16 +60,18 @@ class RowMaker:
 
 
 def split_keys(jaxpr: ClosedJaxpr) -> tuple[ClosedJaxpr, ClosedJaxpr]:
-    """Split the initializer of rows into the part without floating-point numbers, and the rest.
+    """Split an initializer of rows into a function that computes PRNG keys, and the remainder.
 
-    The first part computes keys of random numbers. The second is equal for tables of one shape,
-    whose keys differ. Floating-point numbers stay in one function: its fusions decide their bits.
+    The first function has the equations that do not depend on ids and produce no floating-point
+    values. The second function is equal for tables of equal shapes. Floating-point equations all
+    stay in the second function, because XLA's fusions determine their bits.
 
     Args:
-      jaxpr: a function of ids of rows, and of the arguments of the init.
+      jaxpr: a function of the ids of rows, and of the arguments of the init.
 
     Returns:
-      A function of the arguments of the init, and one of ids and of the first one's outputs.
+      (keys, rows): `keys` is a function of the arguments of the init, `rows` a function of ids and
+      of the outputs of `keys`.
     """
     inner = opened(jaxpr)
     ids, *args = inner.invars
@@ -92,11 +94,11 @@ def split_keys(jaxpr: ClosedJaxpr) -> tuple[ClosedJaxpr, ClosedJaxpr]:
 
 
 class NewRows(ArrayLike):
-    """A block of a table, or an array of its state, without rows so far.
+    """Placeholder for a block of a table, or an array of its state, without initialized rows.
 
     Args:
       maker: initializes rows.
-      index: the array's position in the maker's outputs.
+      index: the index of the array in the maker's outputs.
     """
 
     def __init__(self, maker: RowMaker, index: int) -> None:
@@ -108,13 +110,11 @@ class NewRows(ArrayLike):
 
 
 class KnownRows(ArrayLike):
-    """A block, or an array of its state, that has all its rows.
-
-    `maker` can compute their initial values.
+    """A block, or an array of its state, with all its rows and with their initializer.
 
     Args:
       array: the rows.
-      maker: initializes rows.
+      maker: computes initial values of rows.
     """
 
     def __init__(self, array: Any, maker: RowMaker) -> None:
@@ -126,11 +126,11 @@ class KnownRows(ArrayLike):
 
 
 def with_makers(state: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a server's state whose tables know the initializer of their rows.
+    """Add the initializers of rows to the tables of a server's state.
 
     Args:
-      state: from a checkpoint, say.
-      first: the outputs of the server's startup program.
+      state: the state, such as one from a checkpoint.
+      first: the outputs of the server's startup program, by name.
     """
     found = dict(state)
     for n, x in state.items():

@@ -1,10 +1,10 @@
-"""Rows of tables that a trainer's steps look up on servers.
+"""Lookups of table rows on servers by a trainer.
 
-prefetch   records a lookup, or takes rows that were announced
-receive    one request to each server for all lookups on record; it waits for the rows
-announce   requests the rows of a later step, and waits for none
-look_up    reads rows between steps; they are not trained
-send_rows  sends the gradients of rows to the servers that hold these
+prefetch   records a lookup, or uses rows that were announced
+receive    sends one request to each server for all recorded lookups, and waits for the rows
+announce   requests the rows of a later step, without waiting
+look_up    reads rows between steps, for evaluation
+send_rows  sends gradients of rows to the servers of the rows
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class RowLookups:
     """Lookups of one trainer.
 
     Args:
-      connections: to the servers.
+      connections: the connections to the servers.
     """
 
     def __init__(self, connections: ServerConnections) -> None:
@@ -36,7 +36,10 @@ class RowLookups:
         self._pool = BufferPool()
 
     def prefetch(self, eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
-        """Return memory for the rows of a `prefetch`. `receive` fills it, unless they are here."""
+        """Return an array for the rows of a `prefetch`, which `receive` fills.
+
+        If the rows were announced, the array has them already.
+        """
         self._connections.identify(eqn)
         (uniq,) = values
         now = self._connections.link(eqn.params["epmap"][0]).line.step
@@ -49,7 +52,7 @@ class RowLookups:
         return [found.rows]
 
     def _allocate(self, eqn: JaxprEqn, uniq: np.ndarray) -> LookedUp:
-        """Take memory for the rows that a `prefetch` looks up."""
+        """Allocate an array for the rows that a `prefetch` looks up."""
         table, (t,) = eqn.params["table"], eqn.params["types"]
         rows = self._pool.take(f"{table} rows", t.shape, t.dtype)
         return LookedUp(table, uniq, rows, rows_wanted(eqn, uniq, rows))
@@ -79,12 +82,12 @@ class RowLookups:
     def look_up(
         self, eqn: JaxprEqn, ids: np.ndarray, ask: Callable[[Sequence[WantedRows]], bool]
     ) -> np.ndarray:
-        """Return rows that are read but not trained.
+        """Return rows for evaluation, which no gradient will follow.
 
         Args:
-          eqn: the `prefetch` of the table.
+          eqn: a `prefetch` equation of the table.
           ids: row ids, increasing.
-          ask: receives the rows and returns True if a communicator has the connections.
+          ask: receives the rows by the communicator; returns False if no communicator runs.
         """
         t = eqn.params["types"][0]
         rows = np.empty((len(ids), *t.shape[1:]), t.dtype)
@@ -95,7 +98,12 @@ class RowLookups:
         return rows
 
     def send_rows(self, eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
-        """Send each server the gradients of its rows."""
+        """Send each server the gradients of its rows.
+
+        Args:
+          eqn: the `send_rows` equation.
+          values: the ids of the rows, and their gradients.
+        """
         self._connections.identify(eqn)
         p, (uniq, grad) = eqn.params, values
         for ep, name, span in zip(p["epmap"], p["names"], p["spans"], strict=True):

@@ -1,8 +1,9 @@
-"""Rows of a block at one moment, read in another thread during updates: copy-on-write.
+"""Copy-on-write snapshot of a block's rows, which another thread reads during updates.
 
-The reader takes the rows in increasing order, some at a time. Before the server changes unread
-rows, it saves them. Memory for saved rows is bounded: when it is full, the server waits for the
-reader. A reader without progress loses its snapshot, and the server continues.
+The reader reads the rows in increasing order, in segments. Before the server changes a row that has
+not been read, it saves a copy. The memory for saved rows is bounded: when it is full, the server
+waits for the reader. If the reader makes no progress for some time, the server ends the snapshot
+with an error and continues.
 """
 
 from __future__ import annotations
@@ -21,15 +22,17 @@ from dtrans.run.parameter_server.tables.missed_steps import MissedSteps
 from dtrans.run.parameter_server.tables.new_rows import RowMaker
 
 
-SEGMENT = 8 << 20  # bytes of rows that one read returns
-# Saved rows are indexed by group: at most so many groups, of at least so many rows.
-GROUPS, LEAST = 256, 4096
-ROOM = 16 << 20  # least bytes for saved rows; a twelfth of the block's bytes if that is more
-WINDOW = 1 << 16  # rows that one read looks at
+SEGMENT = 8 << 20  # bytes of rows in a segment
+# Saved rows are indexed by groups of consecutive rows.
+GROUPS = 256  # largest number of groups
+LEAST = 4096  # smallest number of rows of a group
+# Smallest limit for saved rows in bytes. The limit is a twelfth of the block if that is larger.
+ROOM = 16 << 20
+WINDOW = 1 << 16  # largest number of rows that are copied while the lock is held
 
 
 class SharedRows(Protocol):
-    """A block that is updated while its rows are read (`TableMemory`)."""
+    """Interface of a block whose rows are updated while a snapshot is read (`TableMemory`)."""
 
     table: TableBlock
     arrays: dict[str, np.ndarray]
@@ -46,13 +49,13 @@ class SharedRows(Protocol):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _SavedRows:
-    """Copies of rows before their change.
+    """Copies of rows before a change.
 
     Attributes:
-      ids: increasing.
+      ids: the increasing ids of the rows.
       changed: `changed_at` of each row.
-      seen: for each row, the number of steps that it has seen; None if rows miss no steps.
-      rows: each array's rows that exist, by name.
+      seen: for each row, the number of steps that are applied to it; None if rows miss no steps.
+      rows: by name of the array, the rows among these that exist.
     """
 
     ids: np.ndarray
@@ -78,12 +81,13 @@ class _SavedRows:
 
 
 class RowSnapshot(TableRows):
-    """Present rows of a block.
+    """Snapshot of the rows of a block.
 
     Args:
       memory: the block.
-      is_live: updates continue, and save rows before they change them. Segments are read once.
-      patience: seconds that the server waits for a reader without progress.
+      is_live: True if updates continue. Then updates save rows before they change them, and
+        `segments` can be read only once.
+      patience: seconds that the server waits for a reader that makes no progress.
 
     Attributes:
       most: the largest number of bytes of saved rows so far.
@@ -103,7 +107,7 @@ class RowSnapshot(TableRows):
         self._row_bytes = sum(x[:1].nbytes for x in memory.arrays.values())
         self._room = max(ROOM, memory.nbytes // 12)
         self._group = max(LEAST, -(-self.rows // GROUPS))
-        self._at = 0  # the reader has all rows before this one
+        self._at = 0  # the first row that the reader has not read
         self._is_saved = np.zeros(self.rows, bool)
         self._saved: dict[int, list[_SavedRows]] = {}  # by group
         self._nbytes = self.most = 0
@@ -118,7 +122,7 @@ class RowSnapshot(TableRows):
         return bool(self._over)
 
     def save(self, ids: np.ndarray) -> None:
-        """Save rows that are about to change; wait while there is no memory for them."""
+        """Save rows that are about to change; wait while the memory for saved rows is full."""
         with self._progress:
             while not self._over:
                 due = ids[(ids >= self._at) & ~self._is_saved[ids]]
@@ -126,15 +130,15 @@ class RowSnapshot(TableRows):
                     break
                 if not self._progress.wait(self._patience):
                     self._end(
-                        f"{self.names[0]} changes faster than it is written: nothing was written "
-                        f"for {self._patience:g} s, and {self._nbytes:,} bytes of rows wait for "
-                        "it; save to a faster disk"
+                        f"the checkpoint of {self.names[0]} is written too slowly: no rows were "
+                        f"written for {self._patience:g} s, and {self._nbytes:,} bytes of changed "
+                        "rows wait in memory; save to a faster disk"
                     )
             if not self._over and len(due):
                 self._put(np.sort(due))
 
     def _put(self, ids: np.ndarray) -> None:
-        """Save rows by group."""
+        """Store copies of rows, by group."""
         first, last = ids[0] // self._group, ids[-1] // self._group
         edges = np.searchsorted(ids, np.arange(first + 1, last + 1) * self._group)
         for part in np.split(ids, edges):
@@ -153,7 +157,7 @@ class RowSnapshot(TableRows):
         return _SavedRows(ids, changed, seen, rows)
 
     def close(self) -> None:
-        """End the snapshot: it is read, or its reader has failed."""
+        """End the snapshot. Its reader calls it when it has read all rows, or has failed."""
         with self._progress:
             self._end(self._over or "it was read")
 
@@ -194,9 +198,12 @@ class RowSnapshot(TableRows):
         self.close()
 
     def _next(self, most: int) -> tuple[_SavedRows, np.ndarray]:
-        """Return the next rows at the time of the snapshot, and the ids of those that do not exist.
+        """Read the next rows, at most `most`.
 
-        The lock is held while present rows are copied and saved ones are written over the copies.
+        The lock is held while current rows are copied, and saved rows are written over the copies.
+
+        Returns:
+          The rows at the time of the snapshot, and the ids of rows that did not exist then.
         """
         with self._progress:
             if self._over:
@@ -232,11 +239,13 @@ class RowSnapshot(TableRows):
         return _SavedRows(ids[is_listed], changed[is_listed], seen, rows), ids[changed <= 0]
 
     def _catch_up(self, old: _SavedRows, new: np.ndarray) -> RowSegment:
-        """Make the steps that rows have missed. If new rows move, too, initialize and add them.
+        """Run the missed steps of rows; return the rows as a segment.
+
+        If updates also change rows that do not exist yet, initialize these rows and add them.
 
         Args:
           old: rows at the time of the snapshot.
-          new: ids of rows that do not exist.
+          new: ids of rows that did not exist then.
         """
         rows, missed = dict(old.rows), self._missed
         exists = old.changed > 0

@@ -1,11 +1,12 @@
-"""Update of the table rows that trainers have looked up: rows are taken, updated, and put back.
+"""Updates of the table rows that trainers have looked up.
 
-A server process stores tables in NumPy memory (`table_memory`). On a mesh a table is an array on
-its server's device. Putting rows back makes a new array, in the memory of the old one if that is
-donated.
+An update reads these rows (`take`), computes new rows, and writes them back (`put`). A server
+process stores tables in NumPy memory (`table_memory`). On a mesh, a table is an array on its
+server's device. There `put` returns a new array, which reuses the memory of the old array if that
+is donated.
 
-Updates are compiled for a few numbers of rows (`room_for`), as are the functions that take rows
-and put them back.
+Updates, and the functions `take` and `put` on devices, are compiled for a few numbers of rows
+(`room_for`).
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class RowUpdates:
 
     Args:
       tables: the server's blocks of tables, by name.
-      take: returns rows of a block and of its state, padded with zeros.
-      put: stores new rows of a block and of its state; returns the state to keep, by name.
+      take: returns rows of a block and of its optimizer state, padded with zeros.
+      put: stores new rows of a block and of its optimizer state; returns these arrays, by name.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class RowUpdates:
     ) -> None:
         self._tables, self._take, self._put = tables, take, put
         self._by_rows = {n: t for n, t in tables.items() if not t.updates_all}
-        self._room: dict[str, int] = {}  # rows for which the update of each block is compiled
+        self._room: dict[str, int] = {}  # number of rows in the compiled update, by block
 
     def run(
         self,
@@ -55,14 +56,14 @@ class RowUpdates:
         state: Rows,
         watched: dict[str, Any] | None = None,
     ) -> Generator[tuple[Exchange, Vectors], Vectors, dict[str, Any]]:
-        """Compute a step, as `CompiledUpdate.run` does.
+        """Run a step, as `CompiledUpdate.run` does.
 
         Args:
-          compiled: returns the update for a number of rows of each block.
-          grads: gradients by name; those of tables are `RowGradient`s.
-          present: the trainers whose gradients count.
+          compiled: returns the compiled update for a number of rows of each block.
+          grads: gradients by name; a gradient of a table is a `RowGradient`.
+          present: the trainers whose gradients are used.
           state: the state before the step.
-          watched: gets the values that the update watches.
+          watched: a dict to which the values that the update watches are added.
         """
         ids = {n: all_ids(t, grads, present) for n, t in self._by_rows.items()}
         sizes = self._room_for(ids)
@@ -81,11 +82,15 @@ class RowUpdates:
         return new
 
     def _room_for(self, ids: Mapping[str, np.ndarray]) -> dict[str, int]:
-        """Return the number of rows for which each block's update is compiled.
+        """Return the number of rows of each block in the compiled update.
 
-        One function updates all blocks. If each block followed its own numbers of rows, there would
-        be too many combinations. So a size stays while it suffices; then all blocks grow to a
-        fourth more than they need. A size may exceed the rows of its block.
+        One compiled function updates all blocks. If each block's number of rows were rounded
+        separately, too many combinations would be compiled. So all numbers stay while they suffice.
+        When one block needs more rows, all blocks grow, to a fourth more than they need. A number
+        may exceed the rows of its block.
+
+        Args:
+          ids: the ids of the rows to update, by block.
         """
         if not self._room:
             self._room = {n: room_for(len(x)) for n, x in ids.items()}
@@ -98,7 +103,7 @@ class RowUpdates:
 def all_ids(
     table: TableBlock, grads: Mapping[str, RowGradient], present: Collection[int]
 ) -> np.ndarray:
-    """Return the ids of a block's rows for which some trainers have gradients, increasing."""
+    """Return the increasing ids of the rows for which a trainer in `present` has a gradient."""
     ids = [grads[table.gradients[k]].ids for k in sorted(present)]
     return ids[0] if len(ids) == 1 else sorted_once(np.concatenate(ids))
 
@@ -107,17 +112,17 @@ def all_ids(
 
 
 def take_padded(table: TableBlock, ids: np.ndarray, size: int, state: Rows) -> dict[str, jax.Array]:
-    """Return rows of a block and of its state, padded to `size` with zeros, on its device."""
+    """Return rows of a block and of its state on a device, padded to `size` with zeros."""
     return take_rows(table, pad_ids(ids, size, table.rows), state)
 
 
 def take_rows(table: TableBlock, ids: Any, state: Rows) -> dict[str, jax.Array]:
-    """Return rows of a block and of its state; zeros for ids behind its last row."""
+    """Return rows of a block and of its state. Ids of padding give zeros."""
     return {n: _take(state[n], ids) for n in table.arrays}
 
 
 def put_rows(table: TableBlock, ids: Any, new: Rows, state: Rows) -> dict[str, jax.Array]:
-    """Return a block and its state with new rows; ids behind its last row are dropped."""
+    """Return a block and its state with new rows. Rows with ids of padding are dropped."""
     return {n: _put(state[n], ids, new[n]) for n in table.arrays}
 
 
@@ -127,9 +132,11 @@ def put_padded(
     """Return a block and its state with new rows.
 
     Args:
-      ids: of the rows that the update has changed.
-      new: rows by name; those behind `ids` are padding.
-      state: the state before the step; `donate` reuses its memory.
+      table: the block.
+      ids: the ids of the rows that the update has changed.
+      new: rows by name. Rows after the first len(ids) are padding.
+      state: the state before the step.
+      donate: True to reuse the memory of `state`.
     """
     put, found = _put_donated if donate else _put, {}
     for n in table.arrays:
@@ -144,7 +151,7 @@ def read_rows(block: jax.Array, ids: np.ndarray) -> np.ndarray:
 
 
 def pad_ids(ids: np.ndarray, size: int, rows: int) -> np.ndarray:
-    """Pad ids to `size` with `rows`: the id behind the last row."""
+    """Pad ids to length `size` with the id `rows`, which no row has."""
     return np.concatenate([ids, np.full(size - len(ids), rows)]).astype(np.int32)
 
 

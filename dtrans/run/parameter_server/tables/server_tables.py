@@ -1,4 +1,4 @@
-"""Blocks of tables of one server between two updates: reports, changed rows and evictions."""
+"""Reports, changed rows and evictions of one server's tables, between two updates."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from dtrans.run.parameter_server.tables.table_memory import TableMemory
 
 
 class ServerTables:
-    """Tables as the protocol needs them (`dtrans.protocol.tables.stored_tables.StoredTables`).
+    """Implementation of `dtrans.protocol.tables.stored_tables.StoredTables`.
 
     Args:
       endpoint: the server's endpoint.
       blocks: all blocks of tables, by name.
-      memory: the memory of those whose updates touch some rows.
-      state: returns the server's state. It has the other blocks.
+      memory: the blocks whose updates do not touch every row, by name.
+      state: returns the server's state, which contains the other blocks.
       steps: returns the number of updates of one of the other blocks.
     """
 
@@ -55,9 +55,9 @@ class ServerTables:
         """Evict the rows that the last `unused_for` steps have not updated; return their number.
 
         Args:
-          name: a block.
-          unused_for: a number of steps.
-          under_way: ids of rows whose gradient has not arrived; they stay.
+          name: the block.
+          unused_for: the number of steps.
+          under_way: ids of rows whose gradient has not arrived yet; they are not evicted.
 
         Raises:
           StateError: the block's updates touch every row, or rows cannot be initialized again.
@@ -65,7 +65,7 @@ class ServerTables:
         memory = self._memory.get(name)
         if memory is None:
             raise StateError(
-                f"rows of {name} cannot be evicted: each of its updates touches every row; use "
+                f"rows of {name} cannot be evicted, because each update touches every row; use "
                 "dtrans.Rows(update='lazy')"
             )
         count = memory.evict(unused_for, under_way)
@@ -75,29 +75,33 @@ class ServerTables:
         return count
 
     def changed(self, name: str, since: int) -> tuple[int, np.ndarray, np.ndarray]:
-        """Return rows that have changed since a step.
+        """Return the rows that have changed since a step.
 
         Args:
-          name: a block.
-          since: a step.
+          name: the block.
+          since: the step.
 
         Returns:
-          The block's present step, the ids of rows that steps after `since` have changed, and the
-          ids of rows evicted since.
+          The block's current step, the ids of rows that steps after `since` have changed, and the
+          ids of rows that were evicted since.
 
         Raises:
-          WireError: the server has no such block. StateError: a step that it has not reached.
+          WireError: the server has no block `name`.
+          StateError: the block has not reached the step `since`.
         """
         if name not in self._blocks:
-            raise WireError(f"{name[:80]!r} is no table of pserver {self._endpoint}")
+            raise WireError(f"pserver {self._endpoint} has no table {name[:80]!r}")
         memory = self._memory.get(name)
         step = self._steps(name) if memory is None else memory.step
         if not 0 <= since <= step:
             raise StateError(
-                f"changes of {name} since step {since}: its server, which counts from its start, "
-                f"is at step {step}; read the full table (job.tables.export or "
-                f"job.tables.lookup), and then changes since {step}"
+                f"changed rows of {name} were requested since step {since}, but its server has "
+                f"taken {step} steps since its start; read the full table (job.tables.export or "
+                f"job.tables.lookup), and then its changes since step {step}"
             )
         if memory is not None:
             return step, *memory.changed(since)
-        return step, np.arange(self._blocks[name].rows if since < step else 0), np.arange(0)
+        count = 0
+        if since < step:
+            count = self._blocks[name].rows  # each step changes every row
+        return step, np.arange(count), np.arange(0)

@@ -1,15 +1,16 @@
-"""Block of a table in a server's own memory. A compiled program updates some rows at a time.
+"""A block of a table in a server's NumPy memory, whose updates read and write some rows.
 
-Programs exist for a few numbers of rows
-(`dtrans.parameter_server.tables.touched_rows.room_for`). Fewer rows are padded with zeros, in state
-and gradients. The program's outputs for padding are dropped.
+Updates are compiled for a few numbers of rows
+(`dtrans.parameter_server.tables.touched_rows.room_for`). Rows, state and gradients are padded with
+zeros to such a number, and the outputs for padding are dropped.
 
-Rows are initialized on first use (`dtrans.run.parameter_server.tables.new_rows`). If an update
-moves rows without gradients, they catch up when somebody reads them
-(`dtrans.run.parameter_server.tables.missed_steps`).
+A row *exists* after its first use, when it is initialized
+(`dtrans.run.parameter_server.tables.new_rows`). If updates also change rows without gradients,
+these rows catch up before they are read (`dtrans.run.parameter_server.tables.missed_steps`).
 
-`changed_at` has one number for each row: if it exists, and which step changed it last. Rows that no
-step has updated for long can be evicted. An evicted row has its initial value again.
+For each row, `changed_at` records if it exists, and which step has changed it last. Rows that the
+last steps have not updated can be evicted. An evicted row has its initial value when it is used
+again.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from dtrans.run.parameter_server.tables.row_snapshot import RowSnapshot
 from dtrans.run.parameter_server.update import ServerUpdate
 
 
-CHUNK = 1 << 16  # rows that are compared with initial ones at once
+CHUNK = 1 << 16  # rows that are compared with their initial values in one call
 
 
 class TableMemory:
@@ -40,20 +41,22 @@ class TableMemory:
 
     Args:
       update: the server's update.
-      table: the block. Its updates touch some rows.
+      table: the block.
       state: the initial values, by name.
 
     Attributes:
-      arrays: the memory of the block, and of the state that has a row for each of its rows, by
-        name.
-      reads: names of the values that `put` takes of each update.
+      table: the block.
+      arrays: the memory of the block, and of the optimizer state with a row for each of its rows,
+        by name.
+      reads: names of the values that `put` needs from each update.
       count: the number of rows that exist.
       evicted: the number of evicted rows so far.
-      step: the number of updates, counted on from the checkpoint.
-      maker: initializes rows; None if they cannot be initialized again.
-      missed: steps that rows have missed; None if an update moves only rows with a gradient.
-      changed_at: for each row, when it has changed (`dtrans.checkpoint.saved_rows.RowSegment`); 0
-        for a new row.
+      step: the number of updates, including those before a checkpoint.
+      maker: initializes rows; None if rows cannot be initialized again.
+      missed: missed steps of rows; None if updates change only rows with a gradient.
+      changed_at: for each row, positive if it exists, negative if it was evicted, and 0 before its
+        first use. The absolute value tells when it last changed (see
+        `dtrans.checkpoint.saved_rows.RowSegment`).
     """
 
     def __init__(self, update: ServerUpdate, table: TableBlock, state: Mapping[str, Any]) -> None:
@@ -89,7 +92,7 @@ class TableMemory:
         """Store the rows of a checkpoint.
 
         Raises:
-          StateError: the init makes different rows than the init of the checkpoint's job.
+          StateError: this job's init returns other rows than the init of the checkpoint's job.
         """
         if self.maker is not None and isinstance(saved, SavedTable):
             ids, probe = saved.probe
@@ -103,7 +106,7 @@ class TableMemory:
             self.count += len(segment.present)
 
     def _store_changed(self, initial: Sequence[np.ndarray], maker: RowMaker) -> None:
-        """Store only the initial rows that differ from those of `maker`."""
+        """Store only the rows that differ from the initial rows of `maker`."""
         for at in range(0, self.table.rows, CHUNK):
             ids = np.arange(at, min(at + CHUNK, self.table.rows))
             chunks = [x[ids] for x in initial]
@@ -116,11 +119,12 @@ class TableMemory:
             self.count += len(ids) - int(is_new.sum())
 
     def rows(self, ids: np.ndarray, *, train: bool) -> np.ndarray:
-        """Return the present rows of the block.
+        """Return current rows of the block.
 
         Args:
           ids: increasing ids.
-          train: a gradient of these rows will follow. Otherwise initial rows are not stored.
+          train: True if a gradient of these rows will follow. Otherwise rows that do not exist are
+            initialized without being stored.
         """
         rows = self.arrays[self.table.name]
         exists = self.changed_at[ids] > 0
@@ -149,8 +153,8 @@ class TableMemory:
 
         Args:
           ids: increasing ids.
-          new: the new rows of each array, by name. Rows behind those of `ids` are padding.
-          values: the values that `reads` names.
+          new: the new rows of each array, by name. Rows after the first len(ids) are padding.
+          values: the update's values with the names `reads`.
         """
         self._before(ids)
         for n, x in self.arrays.items():
@@ -158,7 +162,8 @@ class TableMemory:
         self.step += 1
         self.changed_at[ids] = self.step + 1
         if self.missed is not None and self.missed.add(ids, values):
-            # Records of steps take too much memory. All rows catch up, those without memory, too.
+            # The records of missed steps use too much memory. All rows catch up, so that the
+            # records can be dropped. If rows change before their first use, they must exist now.
             if not self.missed.rests:
                 self._make(np.flatnonzero(self.changed_at <= 0))
             self._catch_up(np.flatnonzero(self.changed_at > 0))
@@ -168,32 +173,32 @@ class TableMemory:
     def evict(self, unused_for: int, under_way: np.ndarray) -> int:
         """Evict the rows that the last `unused_for` steps have not updated; return their number.
 
-        From then on they have their initial values and state, and count towards no limit.
+        Evicted rows do not exist any more: their next use initializes them again.
 
         Args:
-          unused_for: a number of steps.
-          under_way: ids of rows whose gradient has not arrived; they stay.
+          unused_for: the number of steps.
+          under_way: ids of rows whose gradient has not arrived yet; they are not evicted.
 
         Raises:
           StateError: rows cannot be initialized again.
         """
         if self.maker is None:
             raise StateError(
-                f"rows of {self.table.name} cannot be evicted, since its server cannot initialize "
-                "them again: it started with all of them, from an init that reduces over rows, or "
-                "from a checkpoint; call job.serve(state, init=(...,)) with the arguments of the "
-                "init"
+                f"rows of {self.table.name} cannot be evicted, because the server cannot "
+                "initialize them again: it started from a checkpoint, or the init reduces over "
+                "rows; after a restore, call job.serve(state, init=(...,)) with the arguments of "
+                "the init"
             )
         if self.missed is not None and not self.missed.rests:
             raise StateError(
-                f"rows of {self.table.name} cannot be evicted: its update moves rows that no step "
-                "has looked up; use dtrans.Rows(update='lazy')"
+                f"rows of {self.table.name} cannot be evicted, because its update also changes "
+                "rows that no step has looked up; use dtrans.Rows(update='lazy')"
             )
         is_old = (self.changed_at > 0) & (self.changed_at <= max(0, self.step + 1 - unused_for))
         is_old[under_way] = False
         gone = np.flatnonzero(is_old)
         self._before(gone)
-        # counted as of the next step: a `changed` of this step has not reported the eviction
+        # marked with the next step, since `changed` may have reported the current step already
         self.changed_at[gone] = -(self.step + 2)
         if self.missed is not None:
             self.missed.rest(gone)
@@ -216,29 +221,29 @@ class TableMemory:
         return self.count * sum(x[:1].nbytes for x in self.arrays.values())
 
     def final(self) -> dict[str, ArrayLike]:
-        """Return the block and its state after the last update, as array placeholders by name."""
+        """Return placeholders for the block and its state after the last update, by name."""
         table = RowSnapshot(self)
         return {n: _FinalArray(self, n, table) for n in self.arrays}
 
     def snapshot(self, patience: float) -> dict[str, ArrayLike]:
-        """Return the present block and its state, for a thread that reads them during updates.
+        """Return a snapshot of the block and its state, which a thread can read during updates.
 
         Args:
-          patience: seconds that updates wait for a thread that makes no progress.
+          patience: seconds that updates wait for a reader that makes no progress.
         """
         table = RowSnapshot(self, is_live=True, patience=patience)
         self._snapshots.append(table)
         return {n: TableArray(x, table, i) for i, (n, x) in enumerate(self.arrays.items())}
 
     def _before(self, ids: np.ndarray) -> None:
-        """Let readers of the block save rows that are about to change."""
+        """Save rows in the open snapshots, before the rows change."""
         if self._snapshots:
             self._snapshots = [x for x in self._snapshots if not x.is_over]
             for x in self._snapshots:
                 x.save(ids)
 
     def materialize(self, name: str) -> np.ndarray:
-        """Return an array with all rows. Initial rows are made for it, and not stored."""
+        """Return an array with all rows. Rows that do not exist are initialized but not stored."""
         self._catch_up(np.flatnonzero(self.changed_at > 0))
         new = np.flatnonzero(self.changed_at <= 0)
         if not len(new):
@@ -256,7 +261,7 @@ class TableMemory:
         """Initialize rows that do not exist.
 
         Raises:
-          WireError: they exceed the table's limit.
+          WireError: the number of rows would exceed the table's limit.
         """
         if not len(ids):
             return
@@ -264,9 +269,9 @@ class TableMemory:
         limit = self.table.limit
         if limit is not None and self.count + len(ids) > limit:
             raise WireError(
-                f"{self.table.name} has {self.count} rows, {len(ids)} new ones are looked up, and "
-                f"its limit is {limit} rows: raise limit= of dtrans.Rows, evict rows that are "
-                "not used (job.tables.evict), or take more pservers"
+                f"{self.table.name} has {self.count} rows and a limit of {limit} rows, but "
+                f"{len(ids)} new rows were looked up; raise dtrans.Rows(limit=...), evict unused "
+                "rows (job.tables.evict), or use more pservers"
             )
         self._before(ids)
         for x, rows in zip(self.arrays.values(), self.maker(ids), strict=True):
@@ -282,7 +287,7 @@ class TableMemory:
 
 
 class _FinalArray(ArrayLike):
-    """A block, or an array of its state. Reading it initializes the rows that do not exist."""
+    """Placeholder for a block or an array of its state, whose value has all rows."""
 
     def __init__(self, memory: TableMemory, name: str, table: TableRows) -> None:
         super().__init__(memory.arrays[name], table)
@@ -293,7 +298,7 @@ class _FinalArray(ArrayLike):
 
 
 def _maker_of(saved: TableRows | None, initial: Sequence[Any]) -> RowMaker | None:
-    """Return the maker of a block's initial rows; None if its server has none."""
+    """Return the initializer of a block's rows; None if the initial values have no initializer."""
     if saved is not None:
         return None if saved.begins is None else RowMaker(saved.begins.eqn, saved.begins.args)
     if all(isinstance(x, NewRows | KnownRows) for x in initial):
@@ -303,16 +308,18 @@ def _maker_of(saved: TableRows | None, initial: Sequence[Any]) -> RowMaker | Non
 
 
 def _saved_rows(table: TableBlock, initial: Sequence[Any]) -> TableRows | None:
-    """Return the saved rows with which a block and its state start, if all have the same source."""
+    """Return the saved table from which a block and all its state start; None without one."""
     found = {x.table if isinstance(x, ArrayLike) else None for x in initial}
     saved = found.pop()
-    return saved if not found and saved is not None and saved.names == table.arrays else None
+    if found or saved is None or saved.names != table.arrays:
+        return None
+    return saved
 
 
 def _pad_rows(x: np.ndarray, ids: np.ndarray, size: int) -> np.ndarray:
     """Return rows of an array, padded to `size` with zeros."""
     found = np.empty((size, *x.shape[1:]), x.dtype)
-    # the ids are valid; in mode "raise" `take` copies twice
+    # mode "clip" because the default mode copies twice; the ids are valid
     np.take(x, ids, 0, out=found[: len(ids)], mode="clip")
     found[len(ids) :] = 0
     return found
@@ -329,30 +336,45 @@ def _as_bytes(rows: np.ndarray) -> np.ndarray:
 
 
 def memory_of(update: ServerUpdate, state: Mapping[str, Any]) -> dict[str, TableMemory]:
-    """Return the memory of the tables whose updates touch some rows, by block."""
-    return {n: TableMemory(update, t, state) for n, t in update.tables.items() if not t.updates_all}
+    """Return the memory of each block of a table whose updates do not touch every row, by name."""
+    memory = {}
+    for n, t in update.tables.items():
+        if not t.updates_all:
+            memory[n] = TableMemory(update, t, state)
+    return memory
 
 
 def final_arrays(memory: Mapping[str, TableMemory]) -> dict[str, Any]:
-    """Return tables and their state after the last update, by name."""
-    return {n: x for table in memory.values() for n, x in table.final().items()}
+    """Return placeholders for blocks and their state after the last update, by name."""
+    found: dict[str, Any] = {}
+    for table in memory.values():
+        found |= table.final()
+    return found
 
 
 def snapshot_arrays(memory: Mapping[str, TableMemory], patience: float) -> dict[str, Any]:
-    """Return present tables for a thread that reads them during updates, by name."""
-    return {n: x for table in memory.values() for n, x in table.snapshot(patience).items()}
+    """Return snapshots of blocks and their state, which a thread can read during updates, by name.
+
+    Args:
+      memory: the blocks, by name.
+      patience: seconds that updates wait for a reader that makes no progress.
+    """
+    found: dict[str, Any] = {}
+    for table in memory.values():
+        found |= table.snapshot(patience)
+    return found
 
 
 def scatter_rows(ids: np.ndarray, size: int, gradient: RowGradient) -> np.ndarray:
     """Scatter a gradient of rows into an array of `size` rows.
 
     Args:
-      ids: the ids of the array's first rows, increasing; other rows are zero.
-      size: at least `len(ids)`.
-      gradient: of some of these rows.
+      ids: the increasing ids of the array's first rows. Rows after these are zero.
+      size: the number of rows of the array; at least len(ids).
+      gradient: gradients of some of the rows `ids`.
     """
     count = len(gradient.ids)
-    if count == len(ids):  # every row has a gradient: no search
+    if count == len(ids):  # every row has a gradient, so no search is needed
         found = np.empty((size, *gradient.rows.shape[1:]), gradient.rows.dtype)
         found[:count], found[count:] = gradient.rows, 0
         return found

@@ -1,8 +1,9 @@
-"""Local rows of GEO-SGD trainers, in a step that is traced to be verified.
+"""Local rows of GEO-SGD trainers, in a step that `plan.verify()` traces.
 
-`CachedRows` moves rows, and `UnseenChanges` records changes, as in processes. Between two equations
-the state of both is a set of arrays, since ids are unknown until the step is evaluated
-(`traced_tables`).
+`CachedRows` stores a trainer's local rows, and `UnseenChanges` records which of them others have
+changed. Ids are unknown in a trace (see `traced_tables`). So the state of both classes is stored as
+traced arrays. Each operation is an equation that restores the object from the arrays, calls its
+method, and returns the new state as arrays.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from dtrans.run.parameter_server.tables.missed_steps import pad
 from dtrans.run.parameter_server.tables.row_updates import pad_ids
 
 
+# function of a `CachedRows`, of arrays of ids, and of arrays of rows
 Move = Callable[..., Sequence[Any]]
 NO_IDS = np.zeros(0, np.int32)
 
 
 class TracedCachedRows(CachedRows):
-    """A trainer's local rows of one table.
+    """A trainer's local rows of one table, as traced arrays.
 
     Args:
-      ids: ids at the start, increasing.
-      rows: the table, and each array of row state, with all rows. The trainer starts with those of
-        `ids`.
+      ids: the increasing ids of the local rows at the start.
+      rows: the table, and each array of its row state, with all rows.
     """
 
     def __init__(self, ids: np.ndarray, rows: Sequence[Any]) -> None:
@@ -42,7 +43,7 @@ class TracedCachedRows(CachedRows):
         self._arrays = trace_move(begin, [pad_ids(ids, size, size)], rows, self._state_types)
 
     def missing(self, ids: Any) -> Any:
-        """Return those of some ids that are not local, padded."""
+        """Return the ids whose rows are not local, padded."""
         (found,) = self._move(lambda local, ids: [local.missing(ids)], [ids], [], [len(ids)], [])
         return found
 
@@ -51,8 +52,8 @@ class TracedCachedRows(CachedRows):
 
         Args:
           ids: padded ids.
-          rows: their rows.
-          state: their rows of each array of state.
+          rows: the rows with these ids.
+          state: these rows of each array of row state.
         """
 
         def add(table: CachedRows, ids: np.ndarray, *arrays: np.ndarray) -> list[Any]:
@@ -77,7 +78,7 @@ class TracedCachedRows(CachedRows):
         self._move(put, [ids], new, [], [])
 
     def over(self, rows: Sequence[Any]) -> list[Any]:
-        """Return the table and its state: local rows over those of `rows`."""
+        """Return the table and its row state with all rows: local rows written over `rows`."""
 
         def over(local: CachedRows, ids: np.ndarray, *rows: np.ndarray) -> list[Any]:
             for x, here in zip(rows, local.take(local.ids, len(local)), strict=True):
@@ -121,10 +122,10 @@ class TracedCachedRows(CachedRows):
         """Apply a function to the local rows and store them; return its outputs, padded.
 
         Args:
-          fn: a function of a `CachedRows`, of ids without padding, and of rows.
-          numbers: padded ids.
-          rows: arrays of rows.
-          counts: the static size of each leading output, which has ids.
+          fn: a function of the `CachedRows`, of ids without padding, and of arrays of rows.
+          numbers: its arguments that are padded ids.
+          rows: its arguments that are arrays of rows.
+          counts: the padded length of each of its leading outputs, which are ids.
           types: the shape and dtype of each other output.
         """
         here, size, ours = len(self._arrays), self._size, len(self._types) + 1
@@ -152,11 +153,11 @@ class TracedCachedRows(CachedRows):
 
 
 def _start(ids: np.ndarray, rows: Sequence[Any]) -> CachedRows:
-    """Return local rows directly after their lookup.
+    """Return the `CachedRows` of a trainer that has just looked up some rows.
 
     Args:
       ids: padded ids.
-      rows: the table and its state, with all rows.
+      rows: the table and its row state, with all rows.
     """
     ids = ids[ids < len(ids)]
     local = CachedRows(rows)
@@ -165,12 +166,12 @@ def _start(ids: np.ndarray, rows: Sequence[Any]) -> CachedRows:
 
 
 class TracedChanges:
-    """Rows of one server's blocks that trainers have, and rows that others have changed.
+    """`UnseenChanges` of one server's blocks, as traced arrays.
 
     Args:
       tables: the blocks, by name.
       trainers: the number of trainers.
-      start: for each block, the local rows of each trainer at the start.
+      start: for each block, the ids of each trainer's local rows at the start.
     """
 
     def __init__(
@@ -219,11 +220,11 @@ class TracedChanges:
 
 
 def rows_of_table(spans: Sequence[BlockRowSet], parts: Sequence[RowGradient]) -> RowGradient:
-    """Return rows of a table from rows of its blocks, padded.
+    """Concatenate rows of blocks to rows of their table, padded.
 
     Args:
-      spans: the rows of the table in each block.
-      parts: rows of each block, with padded ids in the block.
+      spans: for each block, which rows of the table it has.
+      parts: rows of each block, with padded ids within the block.
     """
     rows = sum(span.rows for span in spans)
 

@@ -1,11 +1,11 @@
-"""Tables in a step that is traced to be verified, where ids of rows are unknown values.
+"""Tables in a step that `plan.verify()` traces, where ids of rows are unknown values.
 
-The host's functions on ids become equations that call the same functions
-(`dtrans.ops.moved_rows`). An array of ids has a static size. The ids increase, and padding has the
-id behind the table's last row.
+Functions that compute ids on the host are traced as equations, which call the functions when the
+step is evaluated (`dtrans.ops.moved_rows`). An array of ids has a static length and is increasing.
+It is padded with the table's number of rows, an id that no row has.
 
-`plan.verify()` traces synchronous jobs (`dtrans.run.parameter_server.mesh`) and ordered ones
-(`dtrans.run.parameter_server.ordered_job`) with these functions.
+Two jobs use these functions: the job on a mesh (`dtrans.run.parameter_server.mesh`), and the
+asynchronous job in a fixed order (`dtrans.run.parameter_server.ordered_job`).
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ Rows = Mapping[str, Any]
 
 
 class TracedMemory:
-    """Rows of a block and of its state, as traced arrays in place of `TableMemory`.
+    """Rows of a block and of its state, as traced arrays; it replaces `TableMemory` in a trace.
 
     Args:
       table: the block.
-      missed: makes steps that rows have missed; None if updates move only rows with a gradient.
+      missed: missed steps of rows; None if updates change only rows with a gradient.
       state: the initial values, by name.
 
     Attributes:
-      arrays: the block, and the state that has a row for each of its rows, by name.
-      reads: names of the values that `put` takes of each update.
+      arrays: the block, and the optimizer state with a row for each of its rows, by name.
+      reads: names of the values that `put` needs from each update.
     """
 
     def __init__(self, table: TableBlock, missed: MissedSteps | None, state: Rows) -> None:
@@ -59,18 +59,18 @@ class TracedMemory:
         return take_rows(self._table, ids, self.arrays)
 
     def put(self, ids: Any, new: Rows, values: Rows) -> Rows:
-        """Store the rows of an update; return `arrays`. Other rows make the update's step at once.
+        """Store the rows of an update, and let other rows catch up at once; return `arrays`.
 
         Args:
           ids: padded ids.
           new: the new rows of each array, by name.
-          values: the values that `reads` names.
+          values: the update's values with the names `reads`.
         """
         self.arrays = put_rows(self._table, ids, new, self._caught_up(ids, values))
         return self.arrays
 
     def _caught_up(self, ids: Any, values: Rows) -> Rows:
-        """Return all arrays after one step without a gradient for all rows except `ids`."""
+        """Return all arrays after a step with a zero gradient for all rows except `ids`."""
         if self._missed is None:
             return self.arrays
         seen = jnp.zeros(self._table.rows, jnp.int32).at[ids].set(1, mode="drop")
@@ -86,7 +86,7 @@ def fetch_rows(eqn: JaxprEqn, uniq: Any, give: Callable[[str, str, Any], Any]) -
     Args:
       eqn: the equation.
       uniq: padded ids.
-      give: returns rows of a block, from its server, its name and padded ids.
+      give: function (endpoint, name of a block, padded ids) -> rows of the block.
     """
     p, (t, *_) = eqn.params, eqn.params["types"]
     where = subset(p, ("epmap", "names", "spans"))
@@ -112,7 +112,12 @@ def fetch_rows(eqn: JaxprEqn, uniq: Any, give: Callable[[str, str, Any], Any]) -
 
 
 def part_of_block(span: BlockRowSet, gradient: RowGradient) -> RowGradient:
-    """Return a block's part of a gradient of table rows, with ids in the block."""
+    """Return the part of a table's gradient that belongs to a block, with ids within the block.
+
+    Args:
+      span: the rows of the table that the block has.
+      gradient: gradients of rows of the table.
+    """
 
     def cut(numbers: Sequence[Any], rows: Sequence[Any]) -> list[np.ndarray]:
         size = len(numbers[0])
@@ -131,15 +136,16 @@ def part_of_block(span: BlockRowSet, gradient: RowGradient) -> RowGradient:
 def gradients_with_room(
     table: TableBlock, gradients: Mapping[str, RowGradient]
 ) -> tuple[Any, dict[str, Any]]:
-    """Lay out gradients of a block's rows for one update.
+    """Arrange gradients of a block's rows as arrays for one update.
 
     Args:
       table: the block.
-      gradients: trainers' gradients, and the copies that they have received, by name.
+      gradients: trainers' gradients, and with delay compensation the rows that they have received,
+        by name.
 
     Returns:
-      The ids of the rows to update, and each of `gradients` as a padded array with these rows; rows
-      without a gradient are zero.
+      The ids of the rows to update; and each of `gradients` as an array with these rows and
+      padding, by name. Rows without a gradient are zero.
     """
     if any(is_traced(x.ids) or is_traced(x.rows) for x in gradients.values()):
         return _trace_layout(table, gradients)
@@ -149,9 +155,10 @@ def gradients_with_room(
 
 
 def _updated_ids(table: TableBlock, gradients: Mapping[str, RowGradient]) -> np.ndarray:
-    return (
-        np.arange(table.rows) if table.updates_all else all_ids(table, gradients, table.gradients)
-    )
+    """Return the ids of the rows that an update with these gradients changes."""
+    if table.updates_all:
+        return np.arange(table.rows)
+    return all_ids(table, gradients, table.gradients)
 
 
 def _trace_layout(
