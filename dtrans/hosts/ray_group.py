@@ -248,9 +248,9 @@ class RayGroup:
             free = of_bundle(self._ray.available_resources())
             option = "server_resources" if kind == PSERVER else "trainer_resources"
             raise DeadlineError(
-                f"waited {self._deadline:g} s for resources of the Ray cluster: {count} "
-                f"{kind}{'s' * (count > 1)} need {dict(bundle)} each, the cluster has {total}, and "
-                f'{free} are free; add nodes, or reduce {option}, to {{"CPU": 0.5}} for example'
+                f"waited {self._deadline:g} s for resources for {count} {kind}{'s' * (count > 1)} "
+                f"with {dict(bundle)} each; the Ray cluster has {total}, and {free} are free; add "
+                f'nodes, or reduce {option}, to {{"CPU": 0.5}} for example'
             )
 
     def _start(

@@ -177,7 +177,7 @@ def test_batches_of_the_driver(cluster, tmp_path, kind):
             assert len(servers_at) == 2 and job.nodes["trainer 0"] != job.nodes["trainer 1"]
             with pytest.raises(ConfigError, match="servers of this job save in"):
                 job.save(tmp_path / "other" / "2")
-            with pytest.raises(StateError, match="serve already"):
+            with pytest.raises(StateError, match="already have a state"):
                 job.init(KEY)
     check(job, found, alone(), tmp_path)
     with pytest.raises(StateError, match="closed"):
@@ -334,7 +334,7 @@ def test_a_program_that_is_not_there_is_named(cluster, tmp_path, capfd):
         launched("--on", "rya", "-m", "json")
     with pytest.raises(
         DeadlineError,
-        match="room for 1 trainer with {'CPU': 99} each; the Ray cluster has {'CPU': 6.0}, and "
+        match="resources for 1 trainer with {'CPU': 99} each; the Ray cluster has {'CPU': 6.0}, and "
         "{'CPU': ",
     ):
         dtrans.nccl2(*programs(), trainers=1).on_ray(trainer_resources={"CPU": 99}, deadline=1)
@@ -355,7 +355,7 @@ def test_a_node_that_goes_ends_the_job(cluster, tmp_path):
     state, value = job.step(job.restore(tmp_path / "0"), *BATCHES[0])
     assert float(value) == pytest.approx(alone()[1][0], rel=1e-6)
     cluster.remove(job.nodes[name])
-    with pytest.raises(PeerError, match=rf"on node .* \({job.nodes[name][:8]}\) has gone"):
+    with pytest.raises(PeerError, match=rf"on node .* \({job.nodes[name][:8]}\) was lost"):
         while True:
             state, _ = job.step(state, *BATCHES[0])
     assert is_clean()

@@ -1,12 +1,13 @@
 #!/bin/sh
 # roles of a nccl2 job: 3 trainers
-# usage: sh THIS HOST... <TOKEN     or with DTRANS_TOKEN_FILE; the first role is on the first host
-#        RSH is the program that reaches a host (ssh); hosts are taken again where there are fewer
+# usage: sh THIS HOST... <TOKEN     or set DTRANS_TOKEN_FILE. The first role runs on the first host.
+#        If there are fewer hosts than roles, hosts are used several times.
+#        RSH is the program that runs a command on a host (default: ssh).
 set -u
 [ $# -gt 0 ] || { echo "usage: sh $0 HOST... <TOKEN" >&2; exit 2; }
 if [ -n "${DTRANS_TOKEN_FILE:-}" ]; then exec <"$DTRANS_TOKEN_FILE"; fi
 IFS= read -r token || :
-[ -n "$token" ] || { echo "no token: dtrans keygen --token" >&2; exit 2; }
+[ -n "$token" ] || { echo "no token; create one by: dtrans keygen --token" >&2; exit 2; }
 
 dir=$(mktemp -d) || exit 1
 mkfifo "$dir/alive" "$dir/ended" || exit 1
@@ -26,7 +27,7 @@ while [ "$i" -lt 3 ]; do
     i=$((i + 1))
   done
 done
-# ssh takes user@host; others connect to host
+# ssh takes user@host; other roles connect to host
 endpoints=''
 i=0
 for host in $hosts; do
@@ -49,7 +50,7 @@ start() { # name, host, variables
   name=$1 host=$2; shift 2
   line="cd $(quote "$PWD") && exec env $* sh -c $(quote "$remote") dtrans"
   (
-    # opened before 3 is closed: a pipe without a writer blocks whoever opens it
+    # 5 is opened before 3 is closed, since opening a pipe without a writer blocks
     exec 5<"$dir/alive" 3>&-
     { printf '%s\n' "$token"; exec cat <&5; } | {
       ${RSH:-ssh} "$host" "$line "'python train.py '"'"'it'"'"'"'"'"'"'"'"'s'"'"''
@@ -66,7 +67,7 @@ for host in $hosts; do
   i=$((i + 1))
 done
 
-# the first role that fails ends the script, and with it all others
+# the first role that fails ends the script, which ends all other roles
 left=3
 while [ "$left" -gt 0 ]; do
   read -r code name <&4

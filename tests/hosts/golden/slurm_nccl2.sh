@@ -4,7 +4,7 @@
 #SBATCH --nodes=3 --ntasks=3 --ntasks-per-node=1
 set -euo pipefail
 
-# the secret of the job: of a file, of the environment, or a new one; never an argument
+# the job's token: from a file, from the environment, or new; never an argument
 if [ -n "${DTRANS_TOKEN_FILE:-}" ]; then
   DTRANS_TOKEN=$(cat "$DTRANS_TOKEN_FILE")
   unset DTRANS_TOKEN_FILE
@@ -24,7 +24,7 @@ export DTRANS_TRAINER_ENDPOINTS=${DTRANS_TRAINER_ENDPOINTS%,}
 export DTRANS_STATUS_ENDPOINT=${DTRANS_STATUS_ENDPOINT:-${DTRANS_TRAINER_ENDPOINTS%%:*}:$((port + 1))}
 echo "this job answers: dtrans status $DTRANS_STATUS_ENDPOINT"
 
-# which role a process is follows from its node
+# a process computes its index from its node
 task='
 export DTRANS_ROLE=$1; shift
 case $DTRANS_ROLE in pserver) nodes=$pserver_nodes ;; *) nodes=$trainer_nodes ;; esac

@@ -6,7 +6,7 @@
 #SBATCH --nodes=2 --ntasks=2 --ntasks-per-node=1
 set -euo pipefail
 
-# the secret of the job: of a file, of the environment, or a new one; never an argument
+# the job's token: from a file, from the environment, or new; never an argument
 if [ -n "${DTRANS_TOKEN_FILE:-}" ]; then
   DTRANS_TOKEN=$(cat "$DTRANS_TOKEN_FILE")
   unset DTRANS_TOKEN_FILE
@@ -27,7 +27,7 @@ printf -v DTRANS_PSERVER_ENDPOINTS "%s:$port," $pserver_nodes
 export DTRANS_PSERVER_ENDPOINTS=${DTRANS_PSERVER_ENDPOINTS%,}
 echo "this job answers: dtrans status ${DTRANS_PSERVER_ENDPOINTS//,/ }"
 
-# which role a process is follows from its node
+# a process computes its index from its node
 task='
 export DTRANS_ROLE=$1; shift
 case $DTRANS_ROLE in pserver) nodes=$pserver_nodes ;; *) nodes=$trainer_nodes ;; esac

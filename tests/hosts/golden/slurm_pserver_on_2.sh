@@ -4,7 +4,7 @@
 #SBATCH --nodes=2 --ntasks-per-node=2
 set -euo pipefail
 
-# the secret of the job: of a file, of the environment, or a new one; never an argument
+# the job's token: from a file, from the environment, or new; never an argument
 if [ -n "${DTRANS_TOKEN_FILE:-}" ]; then
   DTRANS_TOKEN=$(cat "$DTRANS_TOKEN_FILE")
   unset DTRANS_TOKEN_FILE
@@ -21,7 +21,7 @@ node=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))
 export DTRANS_PSERVER_ENDPOINTS=${node[0]}:$((port + 0)),${node[1]}:$((port + 0))
 echo "this job answers: dtrans status ${DTRANS_PSERVER_ENDPOINTS//,/ }"
 
-# tasks and their roles; the nodes of these tasks
+# the role of each task, and the node of each task
 lists=$(mktemp -d)
 trap 'rm -r "$lists"' EXIT
 cat >"$lists/roles" <<END
@@ -31,5 +31,5 @@ cat >"$lists/roles" <<END
 END
 export SLURM_HOSTFILE=$lists/nodes
 printf '%s\n' ${node[0]} ${node[1]} ${node[0]} ${node[1]} >"$SLURM_HOSTFILE"
-unset SLURM_NTASKS_PER_NODE  # the second list says it
+unset SLURM_NTASKS_PER_NODE  # the list of nodes replaces it
 srun --kill-on-bad-exit=1 --ntasks=4 --distribution=arbitrary --multi-prog "$lists/roles" python train.py 'it'"'"'s'

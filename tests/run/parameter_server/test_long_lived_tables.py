@@ -228,7 +228,7 @@ def test_rows_that_cannot_be_made_again_are_not_given_up() -> None:
     ):
         alone.server_tables.evict(EMB, 1, NONE)
     for tx, why in (
-        (optax.adamw(0.1), "moves rows that no step has looked up"),
+        (optax.adamw(0.1), "also changes rows that no step has looked up"),
         (optax.lamb(0.1), "touches every row"),
     ):
         alone = Alone(tx, update="dense")
