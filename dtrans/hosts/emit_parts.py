@@ -79,4 +79,4 @@ def _name(argv: tuple[str, ...]) -> str:
     arguments = [a for a in argv[1:] if a != "-m"]
     script = (arguments or [argv[0]])[0].rpartition("/")[2].removesuffix(".py")
     label = re.sub(r"[^a-z0-9]+", "-", script.lower())[:30].strip("-")
-    return f"dtrans-{label}" if label else "dtrans"
+    return f"dtrans-{label}".strip("-")

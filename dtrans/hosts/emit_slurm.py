@@ -228,4 +228,6 @@ def _observers(parts: EmitParts) -> list[str]:
 
 def _cores(parts: EmitParts) -> str:
     """Return the option for processors. Since Slurm 22.05, `srun` needs it as well as `sbatch`."""
-    return "" if parts.cores is None else f" --cpus-per-task={parts.cores}"
+    if parts.cores is None:
+        return ""
+    return f" --cpus-per-task={parts.cores}"

@@ -50,7 +50,8 @@ class FoundHost:
 
     def endpoint(self, port: int) -> str:
         """Return an endpoint on this host."""
-        return f"[{self.address}]:{port}" if ":" in self.address else f"{self.address}:{port}"
+        host = f"[{self.address}]" if ":" in self.address else self.address
+        return f"{host}:{port}"
 
 
 def check_hosts(
@@ -92,7 +93,9 @@ def check_hosts(
     if len(hosts) > 1:
         wrong += [_unreachable(f) for f in found if not f.address or is_loopback(f.address)]
     if wrong:
-        some = f"{len(wrong)} of {len(hosts)} hosts" if len(hosts) > 1 else "the host"
+        some = "the host"
+        if len(hosts) > 1:
+            some = f"{len(wrong)} of {len(hosts)} hosts"
         raise LaunchError(f"{some} cannot run roles; no role was started\n  " + "\n  ".join(wrong))
     return found
 
@@ -181,7 +184,7 @@ class _Question:
         if code is None:
             return f"host {name} did not answer within {limit:g} s"
         errors = self.err.decode(errors="replace").strip()
-        last = errors.splitlines()[-1] if errors else "no output"
+        last = (errors or "no output").splitlines()[-1]
         if "No module named" in last:
             return (
                 f"host {name} cannot run dtrans with {self.python}: {last}; install dtrans there, "

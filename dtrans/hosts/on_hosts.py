@@ -80,7 +80,9 @@ def _script(command: Sequence[str]) -> str:
     runs_script = (
         len(command) > 1 and command[0] == sys.executable and not command[1].startswith("-")
     )
-    return command[1] if runs_script else ""
+    if not runs_script:
+        return ""
+    return command[1]
 
 
 class SeveralHosts(Site):

@@ -124,12 +124,15 @@ class RayJob(Job):
             check_number(name, seconds, "a positive number of seconds", lambda x: x > 0)
         trainers, devices = _shape(plan, processes)
         one = {"CPU": 1.0}
-        servers = len(plan.servers) if isinstance(plan, PServerPlan) else 0
+        servers = 0
+        if isinstance(plan, PServerPlan):
+            servers = len(plan.servers)
         placed = RayPlacement(
             trainers, servers, trainers_on, trainer_resources or one, server_resources or one
         )
-        function = batches if callable(batches) else None
-        dataset = None if function is not None else batches
+        function, dataset = None, batches
+        if callable(batches):
+            function, dataset = batches, None
         _check_rows(dataset, rows)
         portable = PortablePlan.of(plan)
         ray = ray_of(address)
@@ -137,11 +140,15 @@ class RayJob(Job):
 
         self.plan = plan
         self._ray, self._has_batches = ray, batches is not None
-        self._folder = None if checkpoints is None else Path(checkpoints).absolute()
+        self._folder: Path | None = None
+        if checkpoints is not None:
+            self._folder = Path(checkpoints).absolute()
         self._state: RayState | None = None
         self._steps = 0
         environment = lambda bundle: driver_environment(bundle, devices) | dict(env or {})
-        grace = GRACE if servers and checkpoints is not None else 0.0
+        grace = 0.0
+        if servers and checkpoints is not None:
+            grace = GRACE
         self._group = RayGroup(ray, RoleActor, placed, environment, deadline, grace=grace)
         try:
             roles = self._group.roles()

@@ -21,7 +21,7 @@ import numpy as np
 
 from dtrans.checkpoint import api as checkpoint
 from dtrans.errors import BatchError
-from dtrans.ir.pytree import TreeSpec, unflatten_all
+from dtrans.ir.pytree import TreeSpec, all_names, unflatten_all
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.run.distributed.connect import connect
 from dtrans.run.distributed.role import Role
@@ -215,7 +215,7 @@ def _of_dataset(part: Any, rows: int, specs: Sequence[TreeSpec]) -> Iterator[Seq
       rows: rows of a batch.
       specs: the step's arguments after its state. Columns have the names of their leaves.
     """
-    names = [n for spec in specs for n in spec.names]
+    names = all_names(specs)
     while True:
         count = 0
         for columns in part.iter_batches(batch_size=rows, batch_format="numpy", drop_last=True):

@@ -336,7 +336,8 @@ class RayGroup:
           DtransError: the method's own error.
           DeadlineError: the limit has passed.
         """
-        args = dict.fromkeys(self.actors, ()) if args is None else args
+        if args is None:
+            args = dict.fromkeys(self.actors, ())
         calls = {getattr(self.actors[n], method).remote(*x): n for n, x in args.items()}
         found = self._collect(calls, limit)
         return subset(found, args)
@@ -365,7 +366,9 @@ class RayGroup:
         found: dict[str, Any] = {}
         waiting = {**calls, **self._started}
         while len(found) < len(calls):
-            seconds = None if limit is None else max(0.0, limit - time.monotonic())
+            seconds = None
+            if limit is not None:
+                seconds = max(0.0, limit - time.monotonic())
             done, _ = self._ray.wait([*waiting], num_returns=1, timeout=seconds)
             if not done:
                 names = ", ".join(n for ref, n in waiting.items() if ref in calls)

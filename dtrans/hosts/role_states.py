@@ -66,8 +66,9 @@ class RoleStates:
                 line.pid = str(pid)
             self._draw()
         if self._live is None and state != "stopped":
-            process = f", process {line.pid}" if state == "running" else ""
-            say(f"{role} on {line.host}: {state}{process}")
+            if state == "running":
+                state += f", process {line.pid}"
+            say(f"{role} on {line.host}: {state}")
 
     def __enter__(self) -> RoleStates:
         return self

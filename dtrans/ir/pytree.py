@@ -136,6 +136,11 @@ class TreeSpec:
         return _unpickled, (jax.tree.unflatten(self.treedef, self.leaves),)
 
 
+def all_names(specs: Iterable[TreeSpec]) -> list[str]:
+    """Return the names of the leaves of several pytrees, in order."""
+    return [name for spec in specs for name in spec.names]
+
+
 def unflatten_all(specs: Iterable[TreeSpec], arrays: Iterable[Any]) -> tuple[Any, ...]:
     """Return a pytree for each spec; `arrays` are the arrays of all specs in order."""
     remaining = iter(arrays)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Container, Hashable, Iterable, Mapping
 from typing import Any, Protocol, TypeVar
 
 
@@ -28,6 +28,16 @@ def values_at(values: Indexable[T, U], keys: Iterable[T]) -> list[U]:
 def subset(values: Indexable[Any, U], keys: Iterable[K]) -> dict[K, U]:
     """Return the dict `{key: values[key]}` for some keys, in their order."""
     return {key: values[key] for key in keys}
+
+
+def retain(mapping: Mapping[K, U], keys: Container[object]) -> dict[K, U]:
+    """Return a dict of the entries whose key is in `keys`, in the order of the mapping."""
+    return {key: value for key, value in mapping.items() if key in keys}
+
+
+def omit(mapping: Mapping[K, U], keys: Container[object]) -> dict[K, U]:
+    """Return a dict of the entries whose key is not in `keys`, in the order of the mapping."""
+    return {key: value for key, value in mapping.items() if key not in keys}
 
 
 def invert(mapping: Mapping[K, V]) -> dict[V, K]:

@@ -8,6 +8,7 @@ compares the job with its replay instead of with one single-device step.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,8 +20,8 @@ from dtrans.data_parallel.plan import CollectivePlan
 from dtrans.errors import ConfigError
 from dtrans.ir.array_fns import array_type
 from dtrans.ir.program import Program
-from dtrans.ir.pytree import TreeSpec, is_under
-from dtrans.ir.selection import subset, values_at
+from dtrans.ir.pytree import TreeSpec, all_names, is_under
+from dtrans.ir.selection import omit, retain, subset, values_at
 from dtrans.parameter_server.options import Async, Geo, HalfAsync
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.parameter_server.tables.choose import Table
@@ -51,12 +52,13 @@ def replay_local_steps(plan: CollectivePlan, full_step: Program) -> Program:
       ConfigError: a result is merged by a rule that has no replay.
     """
     trainers, steps = plan.trainers, plan.options.local_sgd or 1
-    state_names = [n for spec in full_step.args[:2] for n in spec.names]
-    batch_names = [n for spec in full_step.args[2:] for n in spec.names]
+    state_names = all_names(full_step.args[:2])
+    batch_names = all_names(full_step.args[2:])
     cut = [n for n in batch_names if not is_under(n, plan.unsplit_inputs)]
-    part = full_step.specialize_flat(
-        [_part_type(t, trainers * steps, n in cut) for n, t in full_step.inputs.items()]
-    )
+    part_types = []
+    for n, t in full_step.inputs.items():
+        part_types.append(_part_type(t, trainers * steps, n in cut))
+    part = full_step.specialize_flat(part_types)
     step = jaxpr_as_fun(part.jaxpr)
     ways = {n: plan.merges.get(n, "same") for n in full_step.out_names}
     count = plan.options.batch.example_count
@@ -76,14 +78,16 @@ def replay_local_steps(plan: CollectivePlan, full_step: Program) -> Program:
     def replay(*arrays: Any) -> list[Any]:
         inputs = dict(zip(full_step.in_names, arrays, strict=True))
         by_trainer = [run_trainer(k, inputs) for k in range(trainers)]
-        weights = [_column(outputs, count) if count else [1] * steps for outputs in by_trainer]
+        weights = [[1] * steps] * trainers
+        if count:
+            weights = [_column(outputs, count) for outputs in by_trainer]
         totals = [[sum(of_trainer)] for of_trainer in weights]
         merged = []
         for n in full_step.out_names:
             values = [_column(outputs, n) for outputs in by_trainer]
             if n in state_names:  # states are averaged after the last local step
-                last = [of_trainer[-1:] for of_trainer in values]
-                merged.append(_merge(n, last, ways[n], totals))
+                values = [of_trainer[-1:] for of_trainer in values]
+                merged.append(_merge(n, values, ways[n], totals))
             else:
                 merged.append(_merge(n, values, ways[n], weights))
         return merged
@@ -138,9 +142,9 @@ def _merge(
       way: the rule that merges them.
       weights: for each trainer, the weights of its steps in a mean.
     """
-    flat = [x for of_trainer in values for x in of_trainer]
+    flat = list(itertools.chain(*values))
     if way == "mean":
-        factors = [jnp.asarray(w, flat[0].dtype) for of_trainer in weights for w in of_trainer]
+        factors = [jnp.asarray(w, flat[0].dtype) for w in itertools.chain(*weights)]
         return sum(x * w for x, w in zip(flat, factors, strict=True)) / sum(factors)
     if way in _WAYS:
         return _WAYS[way](values, flat)
@@ -175,7 +179,7 @@ def replay_turns(plan: PServerPlan, batch: Values, init_args: Sequence[Any] = ()
         that a trainer looks up for the first time.
     """
     order, axes, trainers = RecordedOrder.for_plan(plan), part_axes(plan), plan.trainers
-    state_types = {n: plan.main.inputs[n] for spec in plan.main.args[:2] for n in spec.names}
+    state_types = subset(plan.main.inputs, all_names(plan.main.args[:2]))
     part_types = [
         jax.eval_shape(lambda x, n=n: part_of_trainer(x, axes.get(n), 0, trainers), t)
         for n, t in batch.items()
@@ -196,7 +200,8 @@ def replay_turns(plan: PServerPlan, batch: Values, init_args: Sequence[Any] = ()
                 device.begin_turn(turn, part)
                 continue
             found = device.end_turn(turn)
-            results |= {turn.label(n): x for n, x in found.items() if turn.reports}
+            if turn.reports:
+                results |= {turn.label(n): x for n, x in found.items()}
         return {**device.final_state(), **results, **device.final_trainers()}
 
     types = [*state_types.values(), *(stacked_type(t, order.batches) for t in batch.values())]
@@ -226,14 +231,16 @@ class LazyRows:
         if not self._tables:
             return
         found = find_lookups(cut(step), [*self._tables])
-        picked = {n: found.tables[n].ids for n in self._tables}
-        numbers = [atom for ids in picked.values() for atom, _ in ids]
+        numbers: list[Any] = []
+        self._components: dict[str, Any] = {}
+        for n in self._tables:
+            atoms, self._components[n] = zip(*found.tables[n].ids, strict=True)
+            numbers += atoms
         eqns = numbers_first([*found.eqns, *found.numbering], numbers, step.jaxpr)
         inner = step.inner
         self._numbers = closed(
             inner.constvars, constants(step.jaxpr), inner.invars, numbers, eqns, step.jaxpr
         )
-        self._components = {n: tuple(zip(*ids, strict=True))[1] for n, ids in picked.items()}
 
     def __call__(self, new: Values, old: Values, inputs: Values) -> dict[str, Any]:
         """Return the state after a lazy update: rows that the step looks up are from `new`.
@@ -305,7 +312,7 @@ def replay_lazy(plan: PServerPlan, batch: Sequence[Any]) -> Program | None:
     """
     if not lazy_tables(plan):
         return None
-    state = [plan.main.inputs[n] for spec in plan.main.args[:2] for n in spec.names]
+    state = values_at(plan.main.inputs, all_names(plan.main.args[:2]))
     step = plan.main.specialize_flat([*state, *batch])
     keep_rows = LazyRows(lazy_tables(plan), step)
 
@@ -346,8 +353,8 @@ class _ReplayedDevice:
         if self.plan.push_every:  # with GEO-SGD, trainers have the optimizer state
             on_trainers |= state.keys()
         self.servers = subset(state, self.served)
-        self.rest = {n: x for n, x in state.items() if n not in on_trainers}
-        of_trainer = {n: x for n, x in state.items() if n in on_trainers}
+        self.rest = omit(state, on_trainers)
+        of_trainer = retain(state, on_trainers)
         self.trainers = [dict(of_trainer) for _ in range(self.plan.trainers)]
 
     def begin_turn(self, turn: Turn, batch: Values) -> None:
@@ -368,7 +375,7 @@ class _ReplayedDevice:
     def final_state(self) -> dict[str, Any]:
         """Return the job's state as full arrays, by name."""
         of_first = self.trainers[0] | self.cached_rows(0)
-        state = {n: x for n, x in of_first.items() if n not in self.served}
+        state = omit(of_first, self.served)
         state |= subset(self.servers, self.served)
         return state | self.rest
 
@@ -455,7 +462,7 @@ class _AsyncDevice(_ReplayedDevice):
         self.rest = subset(new, self.rest)
         received = self.trainers[turn.trainer]
         self.trainers[turn.trainer] = {n: self.servers.get(n, outs[n]) for n in received}
-        return {n: x for n, x in outs.items() if n not in received and n not in self.rest}
+        return omit(outs, {*received, *self.rest})
 
     def _compensate(self, leaf: str, grad: Any, received: Any) -> Any:
         """Return the gradient with delay compensation; unchanged if the mode has none.
@@ -505,8 +512,8 @@ class _GeoDevice(_ReplayedDevice):
         first = evaluate(self.plan.startup.jaxpr, *self._init_args) if self.tables else ()
         self._init = dict(zip(self.plan.startup.out_names, first, strict=bool(first)))
         self._old = [dict(self.servers) for _ in self.trainers]
-        self._steps = [0 for _ in self.trainers]
-        self._answers: list[Values | None] = [None for _ in self.trainers]
+        self._steps = [0] * len(self.trainers)
+        self._answers: list[Values | None] = [None] * len(self.trainers)
         self._outs: dict[int, Values] = {}  # outputs of the current step, by trainer
 
         # for each trainer, masks of rows by table
@@ -551,7 +558,7 @@ class _GeoDevice(_ReplayedDevice):
             mode = self.plan.options.mode
             if isinstance(mode, Geo) and mode.block_on_pull:
                 self._pull(k)
-        return {n: x for n, x in outs.items() if n not in self.trainers[k]}
+        return omit(outs, self.trainers[k])
 
     def cached_rows(self, trainer: int) -> dict[str, Any]:
         """Return the tables and row states of a trainer, by name.

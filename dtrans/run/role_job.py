@@ -32,6 +32,7 @@ from dtrans.errors import BatchError, ConfigError, StateError
 from dtrans.ir.array_fns import array_type
 from dtrans.ir.cost import nbytes
 from dtrans.ir.program import Program
+from dtrans.ir.pytree import all_names
 from dtrans.ir.selection import values_at
 from dtrans.job import Job
 from dtrans.parameter_server.plan import PServerPlan
@@ -230,14 +231,14 @@ class TrainerJob(RoleJob):
         check_uneven(rows, plan.trainers, self.takes_uneven_parts)
         assert plan.shared is not None
         specs = main.args[2:]
-        names = [n for spec in specs for n in spec.names]
+        names = all_names(specs)
         shares: list[Share] = [plan.shared.axes.get(n, "replicated") for n in names]
         arrays = list(zip(batch_arrays(specs, batch, main.inputs), shares, strict=True))
         padded = uneven_rows(names, arrays, rows, k, -(-rows // plan.trainers))
 
         # one program for each number of rows
         if rows not in self._uneven_programs:
-            state = [main.inputs[n] for spec in main.args[:2] for n in spec.names]
+            state = values_at(main.inputs, all_names(main.args[:2]))
             types = list(map(array_type, state))
             types += [resize(x, share, lambda _: rows) for x, share in arrays]
             shared, program = plan.for_uneven_batch(types, k)
@@ -287,7 +288,7 @@ class TrainerJob(RoleJob):
     def _part_rows(self, call: _StepCall) -> int:
         """Return the number of rows of this trainer's part; 0 if the batch is not split."""
         main = self.plan.main
-        names = [n for spec in main.args[2:] for n in spec.names]
+        names = all_names(main.args[2:])
         arrays = batch_arrays(main.args[2:], call.batch, main.inputs)
         axes = {} if call.shared is None else call.shared.axes
         for n, x in zip(names, arrays, strict=True):

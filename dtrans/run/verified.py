@@ -13,6 +13,8 @@ from jax.sharding import AbstractMesh
 
 from dtrans.data_parallel.plan import CollectivePlan
 from dtrans.ir.program import Program
+from dtrans.ir.pytree import all_names
+from dtrans.ir.selection import values_at
 from dtrans.job import Job
 from dtrans.parameter_server.options import Async
 from dtrans.parameter_server.plan import PServerPlan
@@ -76,7 +78,7 @@ def trace_on_mesh(plan: CollectivePlan, batch: Sequence[Any]) -> TracedStep:
     traced = trace_step(job, batch, placed_by=resolved.simulate())
     if plan.options.local_sgd is None:
         return traced
-    state = [plan.main.inputs[n] for spec in plan.main.args[:2] for n in spec.names]
+    state = values_at(plan.main.inputs, all_names(plan.main.args[:2]))
     step = plan.main.specialize_flat([*state, *_batch_types(plan, batch)])
     replay = replay_local_steps(plan, step)
     return dataclasses.replace(traced, replay=replay, steps_per_replay=plan.options.local_sgd)
@@ -116,7 +118,7 @@ def trace_turns(plan: PServerPlan, batch: Sequence[Any]) -> TracedStep:
         init_args = random_arguments(plan.startup.inputs, 0)
     job = OrderedJob(plan, init_args)
     specs = plan.main.args[2:]
-    names = [n for spec in specs for n in spec.names]
+    names = all_names(specs)
     types = dict(zip(names, _batch_types(plan, batch), strict=True))
     replay = replay_turns(plan, types, init_args)
     stacked = [spec.unflatten_named(replay.inputs) for spec in specs]
@@ -197,8 +199,10 @@ def _with_equal_parts(traced: TracedStep, plan: Any) -> TracedStep:
     shared = plan.shared
     if shared is None or not shared.part.local:
         return traced
-    rows = {n: (shared.part.program.inputs[n].shape[axis], axis) for n, axis in shared.axes.items()}
-    parts = {n: (axis, shared.rows // size) for n, (size, axis) in rows.items()}
+    parts = {}
+    for n, axis in shared.axes.items():
+        size = shared.part.program.inputs[n].shape[axis]
+        parts[n] = axis, shared.rows // size
     reason = "reductions in dtrans.local() on parts that differ, which one device does not compute"
     return dataclasses.replace(traced, equal_parts=parts, unfollowed=(reason,))
 

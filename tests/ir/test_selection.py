@@ -7,7 +7,7 @@ import pytest
 from dtrans._jax import opened
 from dtrans.ir.cost import nbytes, total_bytes
 from dtrans.ir.dataflow import all_operands, avals, bits_of, variables, variables_read
-from dtrans.ir.selection import invert, number_items, subset, values_at
+from dtrans.ir.selection import invert, number_items, omit, retain, subset, values_at
 
 
 def test_values_come_in_the_order_of_the_keys():
@@ -17,6 +17,12 @@ def test_values_come_in_the_order_of_the_keys():
     assert list(subset(values, ("b", "a")).items()) == [("b", 2), ("a", 1)]
     with pytest.raises(KeyError, match="d"):
         subset(values, ["d"])
+
+
+def test_entries_are_retained_or_omitted_in_the_order_of_the_mapping():
+    values = {"a": 1, "b": 2, "c": 3}
+    assert list(retain(values, {"c", "a", "d"}).items()) == [("a", 1), ("c", 3)]
+    assert omit(values, {"c", "a", "d"}) == {"b": 2}
 
 
 def test_inversion_and_numbers_of_items():

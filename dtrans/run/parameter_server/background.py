@@ -157,7 +157,8 @@ class BackgroundComm:
         """
         pending, self._pending = self._pending, []
         self._received = None
-        jax.block_until_ready([x.rows if isinstance(x, RowGradient) else x for _, x in pending])
+        for _, x in pending:
+            jax.block_until_ready(x.rows if isinstance(x, RowGradient) else x)
         communicator.put(pending)
 
     # -- with a communicator ---------------------------------------------------------------------
@@ -264,11 +265,13 @@ class BackgroundComm:
         leaves = pushed_leaves(eqn)
         self._leaves = {str(i): leaf for i, leaf in enumerate(leaves)}
         self._config = ONE_BY_ONE
-        params = [jax.device_put(x) for x in values]
-        local_tables = {n: leaf for n, (leaf, _) in tables.items()}
+        params = list(map(jax.device_put, values))
+        local_tables, deltas_of_tables = {}, {}
+        for n, (leaf, rows) in tables.items():
+            local_tables[n] = leaf
+            deltas_of_tables[n] = as_deltas(leaf), rows
         communicator = self._start(f"trainer {eqn.params['trainer_id']}", local_tables)
-        deltas = [as_deltas(leaf) for leaf in leaves]
-        deltas_of_tables = {n: (as_deltas(leaf), rows) for n, (leaf, rows) in tables.items()}
+        deltas = list(map(as_deltas, leaves))
         trainers = eqn.params["trainers"]
         self._geo = GeoTrainer(communicator, deltas, trainers, params, deltas_of_tables)
         return params

@@ -21,6 +21,7 @@ from dtrans.ir.display import without_addresses
 from dtrans.ir.program import DIST, LR_SCHED
 from dtrans.ir.selection import subset, values_at
 from dtrans.ops import BACKUP, OptimizeBlock
+from dtrans.parameter_server.tables.touched_rows import TableBlock
 from dtrans.run.parameter_server.tables.server_tables import ServerTables
 from dtrans.run.parameter_server.tables.table_memory import (
     final_arrays,
@@ -78,18 +79,26 @@ class BlockUpdates:
         self.state = dict(state)
         for table in self._memory.values():
             self.state |= table.arrays
-        self._first = [b for b in update.blocks if b.role == LR_SCHED]
-        self._blocks = {b.name: b for b in update.blocks if b.role != LR_SCHED}
+        self._first: list[OptimizeBlock] = []
+        self._blocks: dict[str, OptimizeBlock] = {}
+        for b in update.blocks:
+            if b.role == LR_SCHED:
+                self._first.append(b)
+            else:
+                self._blocks[b.name] = b
         self.grads: dict[str, list[str]] = {}
         for name, b in self._blocks.items():
             self.grads[name] = [g.name for g in b.grads]
         # State that the lr_sched block replaces. Other blocks read its values before the step.
-        outs = itertools.chain.from_iterable(b.out_names for b in self._first)
-        self._replaced = {n for n in outs if n in update.types}
+        self._replaced: set[str] = set()
+        for b in self._first:
+            self._replaced.update(update.types.keys() & b.out_names)
         self._spent = self._spent_of_blocks()
-        self.spent = frozenset(n for names in self._spent.values() for n in names)
+        self.spent = frozenset(itertools.chain(*self._spent.values()))
         self.before: Callable[[], object] = lambda: None
-        self._tables = {n: t for t in update.tables.values() for n in t.gradients.values()}
+        self._tables: dict[str, TableBlock] = {}
+        for t in update.tables.values():
+            self._tables |= dict.fromkeys(t.gradients.values(), t)
         self._sized: dict[tuple[str, int], RunBlock] = {}  # by block and number of rows
         self._compiled: dict[Any, Callable[..., Any]] = {}
         self._jitted = {b.name: self._compile(b) for b in update.blocks}
@@ -100,8 +109,8 @@ class BlockUpdates:
         params = set(self.update.params)
         spent = {}
         for name, b in self._blocks.items():
-            replaced = [n for n in b.in_names if n in b.out_names and n not in params]
-            spent[name] = [n for n in replaced if readers[n] == 1]
+            replaced = set(b.out_names) - params
+            spent[name] = [n for n in b.in_names if n in replaced and readers[n] == 1]
         return spent
 
     def begin(self, state: State) -> tuple[dict[str, Any], dict[str, Any]]:

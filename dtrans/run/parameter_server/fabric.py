@@ -244,7 +244,9 @@ class EndpointFabric:
         memory = self._pool.take(names[0], leaf.shape, leaf.dtype)
         blocks = leaf.blocks(memory)
         self._landings += blocks
-        return [memory] if len(types) == 1 else [rows for _, _, rows in blocks]
+        if len(types) == 1:
+            return [memory]
+        return [rows for _, _, rows in blocks]
 
     def _fetch_barrier(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         if "trainers" in eqn.params:

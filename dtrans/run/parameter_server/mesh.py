@@ -32,7 +32,7 @@ from dtrans.checkpoint.assemble import group_by_origin
 from dtrans.checkpoint.pserver_state import TRAINER, arrays_of, scatter
 from dtrans.checkpoint.runs import THIS_PROCESS
 from dtrans.errors import ConfigError
-from dtrans.ir.pytree import is_under
+from dtrans.ir.pytree import all_names, is_under
 from dtrans.ir.selection import subset, values_at
 from dtrans.job import Job
 from dtrans.parameter_server.overview import VarDistributed
@@ -111,7 +111,7 @@ class MeshJob(Job):
         way: str = "on_mesh",
     ) -> None:
         _check_plan(plan, way)
-        names = [n for spec in plan.main.args[2:] for n in spec.names]
+        names = all_names(plan.main.args[2:])
         _check_unsplit(plan, names, unsplit_inputs)
         devices = list(jax.devices() if devices is None else devices)
         if not devices:
@@ -149,8 +149,10 @@ class MeshJob(Job):
             jax.device_put(startup.flatten(*args), replicated),
         )
         params = dict(zip(startup.out_names, values, strict=True))
-        params |= {n: self.placement.stack(params[n]) for n in self._local}
-        params |= {n: put(params[n], replicated) for n in self.plan.tables.of}
+        for n in self._local:
+            params[n] = self.placement.stack(params[n])
+        for n in self.plan.tables.of:
+            params[n] = put(params[n], replicated)
         return self._newest(MeshState(params, servers))
 
     @metered
@@ -201,8 +203,10 @@ class MeshJob(Job):
         """Return the parameters, including tables, as the pytree that `init` returned."""
         spec, rows = self.plan.main.args[0], group_by_origin(self.plan.overview)
         arrays = dict(state.params)
-        arrays |= {n: arrays[n][0] for n in self._local}
-        arrays |= {n: _assemble(rows[n], state.servers) for n in self.plan.tables.of}
+        for n in self._local:
+            arrays[n] = arrays[n][0]
+        for n in self.plan.tables.of:
+            arrays[n] = _assemble(rows[n], state.servers)
         return spec.unflatten_named(arrays)
 
     def opt_state(self, state: MeshState) -> Any:
@@ -232,7 +236,8 @@ class MeshJob(Job):
 
     def state_of(self, params: Any, opt_state: Any) -> MeshState:
         arrays = arrays_of(self.plan.main, params, opt_state)
-        arrays |= {n: arrays[n][:0] for n in self.plan.tables.of}
+        for n in self.plan.tables.of:
+            arrays[n] = arrays[n][:0]
         servers = {}
         for ep, at in self.placement.servers.items():
             servers[ep] = jax.device_put(scatter(self.plan, ep, params, opt_state), at)
@@ -240,7 +245,8 @@ class MeshJob(Job):
         for n in self.plan.main.args[0].names:
             # copied, so that a step does not donate arrays of the caller
             on_trainers[n] = jax.device_put(jnp.copy(arrays[n]), self.placement.replicated)
-        on_trainers |= {n: self.placement.stack(on_trainers[n]) for n in self._local}
+        for n in self._local:
+            on_trainers[n] = self.placement.stack(on_trainers[n])
         return MeshState(on_trainers, servers)
 
     def lower(self, state: MeshState, *batch: Any) -> LoweredStep:
@@ -258,7 +264,8 @@ class MeshJob(Job):
     def _param_types(self) -> dict[str, Any]:
         """Types of a state's parameters, by name."""
         types = subset(self.plan.main.inputs, self.plan.main.args[0].names)
-        types |= {n: types[n].update(shape=(0, *types[n].shape[1:])) for n in self.plan.tables.of}
+        for n in self.plan.tables.of:
+            types[n] = types[n].update(shape=(0, *types[n].shape[1:]))
         for n in self._local:
             types[n] = types[n].update(shape=(self.plan.trainers, *types[n].shape))
         return types

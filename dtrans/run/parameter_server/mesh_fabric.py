@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, ClassVar
@@ -196,11 +197,15 @@ class _MeshServer:
             self._tables[n] = dataclasses.replace(
                 t, updates_all=t.updates_all or (t.moves and not late)
             )
-        moving = [t for t in self._tables.values() if t.moves and not t.updates_all]
-        self._missed = {t.name: MissedSteps(update, t, None) for t in moving}
+        self._missed: dict[str, MissedSteps] = {}
+        for n, t in self._tables.items():
+            if t.moves and not t.updates_all:
+                self._missed[n] = MissedSteps(update, t, None)
         if self._missed:
-            reads = frozenset(n for missed in self._missed.values() for n in missed.reads)
-            self._update = dataclasses.replace(update, watched=reads)
+            reads: set[str] = set()
+            for missed in self._missed.values():
+                reads.update(missed.reads)
+            self._update = dataclasses.replace(update, watched=frozenset(reads))
         self._by_rows = RowUpdates(self._tables, take_padded, partial(put_padded, donate=donate))
         self._compiled: dict[tuple[int, ...], CompiledUpdate] = {}  # by the rows of each table
 
@@ -273,10 +278,11 @@ def _unstack(sent: Sequence[Mapping[int, str]], grads: Mapping[str, Any]) -> dic
             continue
         x = grads[names[0]]
         if isinstance(x, list):
-            parts = [gradient for shard in x for gradient in shard]
+            parts = list(itertools.chain(*x))
         else:
             parts = [x] * len(names)
-        each |= {name: parts[k] for k, name in names.items()}
+        for k, name in names.items():
+            each[name] = parts[k]
     return each
 
 
@@ -425,8 +431,8 @@ class MeshStepFabric(MeshFabric):
         return self._from_host(eqn, split_ids(eqn, self._each_trainers(eqn, values)))
 
     def _prefetch(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
-        ids = [ids for (ids,) in self._each_trainers(eqn, values)]
-        return self._from_host(eqn, prefetched(self._plan, eqn, ids, self.state))
+        ids = itertools.chain(*self._each_trainers(eqn, values))  # the equation has one operand
+        return self._from_host(eqn, prefetched(self._plan, eqn, list(ids), self.state))
 
     def _each_trainers(self, eqn: JaxprEqn, values: list[Any]) -> list[tuple[Any, ...]]:
         """Return each trainer's operands on the host; one entry if all trainers have the same."""

@@ -29,7 +29,7 @@ from dtrans.batch.exact_step import ExactStep
 from dtrans.errors import BatchError
 from dtrans.ir.array_fns import array_type
 from dtrans.ir.program import Program
-from dtrans.ir.pytree import result_of, without
+from dtrans.ir.pytree import all_names, result_of, without
 from dtrans.ir.selection import values_at
 from dtrans.ops import exchange_p, exchanged, prefetch_p, split_ids_p, trainer_index_p
 from dtrans.parameter_server.plan import PServerPlan
@@ -96,7 +96,7 @@ def shared_program(
     main, shared = plan.main, plan.shared
     is_uneven = lambda x, share: isinstance(share, int) and x.shape[share] % plan.trainers
     if shared is not None and any(is_uneven(x, share) for x, share in arrays):
-        inputs = [main.inputs[n] for spec in main.args[:2] for n in spec.names]
+        inputs = values_at(main.inputs, all_names(main.args[:2]))
         inputs += [x for x, _ in arrays]
         types = list(map(array_type, inputs))
         shared, program = plan.for_uneven_batch(types, 0)

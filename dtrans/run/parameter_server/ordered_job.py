@@ -28,7 +28,8 @@ from dtrans._jax import JaxprEqn, Primitive, evaluate
 from dtrans.checkpoint.pserver_state import arrays_of, server_state
 from dtrans.ir.array_fns import array_type, words
 from dtrans.ir.program import Program
-from dtrans.ir.selection import subset, values_at
+from dtrans.ir.pytree import all_names
+from dtrans.ir.selection import omit, subset, values_at
 from dtrans.ops import (
     BACKUP,
     backup_of,
@@ -245,8 +246,9 @@ class OrderedJob:
         """
         # number of leading arguments of a trainer's program that are its state
         count = 2 if self.plan.push_every else 1
-        names = [n for spec in self.plan.trainer.args[:count] for n in spec.names]
-        return tuple(n for n in names if n not in self.served and n not in self.plan.tables.of)
+        names = all_names(self.plan.trainer.args[:count])
+        others = {*self.served, *self.plan.tables.of}
+        return tuple(n for n in names if n not in others)
 
     @cached_property
     def state_of_rows(self) -> dict[str, tuple[str, ...]]:
@@ -293,13 +295,15 @@ class OrderedJob:
 
         results = self._take_turns(trainers, batch)
 
-        arrays = [trainer.values | trainer.rows_over() for trainer in trainers]
-        for k, values in enumerate(arrays):
+        local: Values = {}
+        for k, trainer in enumerate(trainers):
+            values = trainer.values | trainer.rows_over()
+            if k == 0:
+                local = subset(values, self.local)
             names = [*self.served, *self.state_of_rows]
             if k:  # trainer 0's local arrays are in the state already
                 names += self.local
             results |= {f"trainer {k}/{n}": values[n] for n in names}
-        local = subset(arrays[0], self.local)
         newest = {n: trainers[0].newest_of(n) for n in self.served}
         settled = {ep: x.settled(self.plan.trainers) for ep, x in servers.items()}
         return self._state(local, settled, [newest] * self.plan.trainers), results
@@ -490,7 +494,7 @@ class _OrderedTrainer:
         inputs = values_at(arrays, program.in_names)
         outs = yield from self._run(program.specialize_flat(list(map(array_type, inputs))), inputs)
         self.values |= subset(outs, self.values)
-        return {n: x for n, x in outs.items() if n not in self.values}
+        return omit(outs, self.values)
 
     def start(self, program: Program, args: Sequence[Any]) -> Values:
         """Run the startup program, which sends nothing; return its outputs by name."""
@@ -621,9 +625,10 @@ class _OrderedTrainer:
             return values
         params, rows_of_tables = split_push(eqn, values)
         if self._geo is None:
-            of_block = {b.name: b.leaf for b in self._job.plan.placement.table}
-            self._pushed = [of_block[names[0]] for names in p["names"]]
-            deltas = [as_deltas(leaf) for leaf in pushed_leaves(eqn)]
+            leaf_of_block = {b.name: b.leaf for b in self._job.plan.placement.table}
+            for names in p["names"]:
+                self._pushed.append(leaf_of_block[names[0]])
+            deltas = list(map(as_deltas, pushed_leaves(eqn)))
             start = values_at(self.values, self._pushed)
             self._geo = GeoTrainer(self, deltas, self._job.plan.trainers, start, self._tables)
         for table, uniq, rows in rows_of_tables:
@@ -644,8 +649,9 @@ class _OrderedTrainer:
         self._deliver()
         self._answer = {str(i): self.newest_of(n) for i, n in enumerate(self._pushed)}
         for table, (leaf, _) in self._tables.items():
-            blocks = self._job.plan.placement.blocks[table]
-            parts = [self._servers[b.endpoint].give_changes(self._number, b.name) for b in blocks]
+            parts = []
+            for b in self._job.plan.placement.blocks[table]:
+                parts.append(self._servers[b.endpoint].give_changes(self._number, b.name))
             self._answer[table] = rows_of_table(leaf.spans, parts)
         self._pushes += 1
 

@@ -18,6 +18,7 @@ from dtrans.checkpoint.assemble import copy_array
 from dtrans.checkpoint.runs import Mark, note
 from dtrans.ir.array_fns import is_key, words_type
 from dtrans.ir.cost import nbytes
+from dtrans.ir.selection import omit
 from dtrans.protocol import wire
 from dtrans.protocol.job_status import OBSERVER
 from dtrans.protocol.refusals import Refusals
@@ -90,7 +91,7 @@ class Server:
         for t in update.tables.values():
             if not t.updates_all:
                 tables.update(t.arrays)
-        dense = copy_state({n: x for n, x in state.items() if n not in tables})
+        dense = copy_state(omit(state, tables))
         state, say = {**state, **dense}, self._loop.say
         kind: SyncServer | AsyncServer
         if served.sync_mode:
@@ -182,8 +183,11 @@ class Server:
         """Start saving the current state under a name; return the number of its arrays."""
         assert self._writer is not None
         tables = self._update.snapshot(self._protocol.trainers.deadline / 4)
-        dense = {n: _snapshot(x) for n, x in self._protocol.kind.state.items() if n not in tables}
-        spent = [n for n in dense if self._is_copied(n, self._protocol.kind.state[n])]
+        dense, spent = {}, []
+        for n, x in omit(self._protocol.kind.state, tables).items():
+            dense[n] = _snapshot(x)
+            if self._is_copied(n, x):
+                spent.append(n)
         mark = Mark(self._protocol.trainers.sessions, step)
         self._writer.begin(name, {**dense, **tables}, mark, spent)
         return len(dense) + len(tables)

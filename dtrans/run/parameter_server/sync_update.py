@@ -12,6 +12,7 @@ scattered into zeros, and the table is updated like any other block.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
@@ -52,7 +53,8 @@ class SyncUpdate:
 
     def __init__(self, update: ServerUpdate, state: dict[str, Any], trainers: int) -> None:
         self.exchange: Exchange | None = None
-        self.spent = frozenset(n for phase in update.phases for n in phase.spent)
+        spent = itertools.chain.from_iterable(phase.spent for phase in update.phases)
+        self.spent = frozenset(spent)
         self.before: Callable[[], object] = lambda: None
         self._tables = memory_of(update, state)
         self._steps = 0
@@ -65,8 +67,8 @@ class SyncUpdate:
         )
         # values of the current step that rows without a gradient need when they catch up
         self._watched: dict[str, Any] = {}
-        watched = frozenset(n for t in self._tables.values() for n in t.reads)
-        self._update = dataclasses.replace(update, watched=watched)
+        watched = itertools.chain.from_iterable(table.reads for table in self._tables.values())
+        self._update = dataclasses.replace(update, watched=frozenset(watched))
         self._trainers = frozenset(range(trainers))
         # by the trainers whose gradients the update reads, and its numbers of table rows
         self._compiled: dict[tuple[frozenset[int], tuple[int, ...]], CompiledUpdate] = {}

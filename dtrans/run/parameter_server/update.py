@@ -12,6 +12,7 @@ optimizer.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -24,7 +25,7 @@ from dtrans._jax import JaxprEqn, evaluate, is_traced
 from dtrans.errors import ConfigError
 from dtrans.ir.array_fns import words_type
 from dtrans.ir.program import Program
-from dtrans.ir.selection import subset, values_at
+from dtrans.ir.selection import omit, retain, subset, values_at
 from dtrans.ops import BACKUP, OptimizeBlock, backup_of, listen_and_serv_p
 from dtrans.parameter_server.tables.touched_rows import TableBlock
 from dtrans.protocol.server.exchange import Exchange
@@ -91,7 +92,7 @@ class Phase:
             reduced = {}
             for g in block.grads:
                 reduced[g.name] = reduce_gradients(g.op, values_at(grads, g.sent.values()))
-            inputs = [reduced[n] if n in reduced else values[n] for n in block.in_names]
+            inputs = values_at({**values, **reduced}, block.in_names)
             if self.ends is not None and block is self.blocks[-1]:
                 outs = evaluate(self.ends.local, *inputs)
                 count = len(self.ends.owned)
@@ -136,10 +137,13 @@ class ServerUpdate:
     def served(self) -> ServerBlocks:
         """The blocks and tables that the server's protocol serves."""
         p = self.eqn.params
-        of_tables = {n for t in self.tables.values() for n in t.gradients.values()}
-        tables = {n: self._served_rows(n, t) for n, t in self.tables.items()}
+        of_tables: set[str] = set()
+        tables = {}
+        for n, t in self.tables.items():
+            of_tables.update(t.gradients.values())
+            tables[n] = self._served_rows(n, t)
         backed = frozenset(n for n in self.params if backup_of(n, 0) in self.types)
-        dense_gradients = {n: t for n, t in self.grad_types.items() if n not in of_tables}
+        dense_gradients = omit(self.grad_types, of_tables)
         return ServerBlocks(
             self.endpoint,
             p["Fanin"],
@@ -265,13 +269,20 @@ class ServerUpdate:
         begins: Exchange | None = None
         params = set(self.params)
         for i, (blocks, exchange) in enumerate(parts):
-            makes = {n for b in blocks for n in b.out_names if n in self.types}
+            outputs = itertools.chain.from_iterable(b.out_names for b in blocks)
+            makes = self.types.keys() & outputs
             # parameters are never donated, since trainers and sockets may still read them
             donated = {n for n in makes if n not in params and last.get(n) == i}
-            spent = [n for n in reads[i] if n in donated]
-            read_state = [n for n in reads[i] if n in self.types and n not in donated]
-            takes = [n for n in reads[i] if known.get(n, i) < i]
-            drops = [n for n in takes if last[n] == i]
+            spent, read_state, takes, drops = [], [], [], []
+            for n in reads[i]:
+                if n in donated:
+                    spent.append(n)
+                elif n in self.types:
+                    read_state.append(n)
+                if known.get(n, i) < i:
+                    takes.append(n)
+                    if last[n] == i:
+                        drops.append(n)
             phase = Phase(
                 blocks=tuple(blocks),
                 begins=begins,
@@ -300,7 +311,7 @@ class ServerUpdate:
                 current = []
         if current:
             parts.append((current, None))
-        levels = [x.level for _, x in parts if x is not None]
+        levels = [exchange.level for _, exchange in parts if exchange is not None]
         assert levels == sorted(set(levels)), (
             f"pserver {self.endpoint} exchanges at levels {levels}"
         )
@@ -376,7 +387,7 @@ class CompiledUpdate:
             for n in phase.drops:  # free their memory before the exchange
                 del values[n]
             values |= gives
-            seen |= {n: x for n, x in gives.items() if n in self.update.watched}
+            seen |= retain(gives, self.update.watched)
             if phase.ends is not None:
                 outgoing = phase.ends.addressed(packed)
                 local = outgoing.pop(phase.ends.me)

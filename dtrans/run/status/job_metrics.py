@@ -104,11 +104,15 @@ def job_metrics(answers: Sequence[Answer]) -> Iterable[Any]:
         yield _family(name, kind, text, "endpoint", values)
 
     # checkpoints
-    saved = {x.endpoint: x.server.checkpoint for x in servers if x.server and x.server.checkpoint}
-    ages = {ep: x["ago"] for ep, x in saved.items() if not x["error"]}
+    ages, failed = {}, {}
+    for x in servers:
+        if x.server and x.server.checkpoint:
+            error = x.server.checkpoint["error"]
+            failed[x.endpoint] = float(bool(error))
+            if not error:
+                ages[x.endpoint] = x.server.checkpoint["ago"]
     text = "Seconds since the last checkpoint."
     yield _family("dtrans_checkpoint_age_seconds", "gauge", text, "endpoint", ages)
-    failed = {ep: float(bool(x["error"])) for ep, x in saved.items()}
     text = "1 if the last checkpoint could not be written."
     yield _family("dtrans_checkpoint_failed", "gauge", text, "endpoint", failed)
 

@@ -53,20 +53,26 @@ def merge_trainers(answers: Sequence[Answer]) -> list[TrainerRow]:
 
 
 def _merge(k: int, views: Sequence[TrainerStatus]) -> TrainerRow:
-    counted = [t for t in views if t.step is not None]
-    worst = min((t.state for t in views), key=STATES.index)
+    counted, states, stale, rates, silences = [], [], [], [], []
+    for t in views:
+        states.append(t.state)
+        if t.staleness is not None:
+            stale.append(t.staleness)
+        if t.silent is not None:
+            silences.append(t.silent)
+        if t.step is not None:
+            counted.append(t)
+            if t.steps_per_second is not None:
+                rates.append(t.steps_per_second)
     # A trainer that waits for one server may be sending to another server, or computing. So among
     # servers with the same step, sending is preferred to computing, and computing to waiting.
     slowest = min(
         counted or views,
         key=lambda t: (t.step or 0, t.doing.startswith("waiting"), t.doing == "computing"),
     )
-    stale = [t.staleness for t in views if t.staleness is not None]
-    rates = [t.steps_per_second for t in counted if t.steps_per_second is not None]
-    silences = [t.silent for t in views if t.silent is not None]
     return TrainerRow(
         trainer=k,
-        state=worst,
+        state=min(states, key=STATES.index),
         doing=slowest.doing,
         step=slowest.step,
         steps_per_second=min(rates, default=None),
@@ -79,7 +85,9 @@ def _merge(k: int, views: Sequence[TrainerStatus]) -> TrainerRow:
 
 def _sum(views: Sequence[TrainerStatus], field: str) -> int | None:
     counts = [getattr(t, field) for t in views if getattr(t, field) is not None]
-    return sum(counts) if counts else None
+    if not counts:
+        return None
+    return sum(counts)
 
 
 def as_document(answers: Sequence[Answer]) -> dict[str, Any]:

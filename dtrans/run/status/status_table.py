@@ -104,7 +104,9 @@ def _server(endpoint: str, x: ServerStatus | None, error: str) -> list[Text]:
     for number, noun in ((x.refused, "messages"), (x.barred, "connections")):
         if number:
             doing = f"{doing}; {number} {noun} refused"
-    rows = f"{sum(t['created'] for t in x.tables):,}" if x.tables else NONE
+    rows = NONE
+    if x.tables:
+        rows = f"{sum(t['created'] for t in x.tables):,}"
     cells = [
         endpoint,
         count(x.step),
@@ -170,7 +172,8 @@ def size(n: float | None, per: str = "") -> str:
         if n < 999.5 or unit == "TB":
             break
         n /= 1000
-    return f"{n:.0f} {unit}{per}" if unit == "B" else f"{n:.3g} {unit}{per}"
+    digits = f"{n:.0f}" if unit == "B" else f"{n:.3g}"
+    return f"{digits} {unit}{per}"
 
 
 def duration(seconds: float) -> str:

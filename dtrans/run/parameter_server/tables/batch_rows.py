@@ -34,9 +34,9 @@ class BatchRows:
         operands: list[Any] = []
         for split in program.eqns:
             if split.primitive is split_ids_p:
-                prefetches = _prefetches(program, split)
-                self._lookups += [(split, prefetch) for prefetch in prefetches]
-                operands += [*split.invars] * len(prefetches)
+                for prefetch in _prefetches(program, split):
+                    self._lookups.append((split, prefetch))
+                    operands += split.invars
         numbers, read = backward_slice(program.eqns, operands)
         eqns = values_at(program.eqns, numbers)
         self._check(program, eqns, read, rules)
@@ -90,4 +90,8 @@ class BatchRows:
 def _prefetches(program: Program, split: JaxprEqn) -> list[JaxprEqn]:
     """Return the `prefetch` equations that read the ids of a `split_ids`."""
     (uniq,) = split.outvars
-    return [e for e in program.eqns if e.primitive is prefetch_p and e.invars[0] is uniq]
+    found = []
+    for eqn in program.eqns:
+        if eqn.primitive is prefetch_p and eqn.invars[0] is uniq:
+            found.append(eqn)
+    return found

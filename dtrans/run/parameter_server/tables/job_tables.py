@@ -277,13 +277,14 @@ class TrainerTables(JobTables):
         check_int("since", since, "a step", least=0)
         found = self._ask(f"changes of {name}", lambda to: to.changed(blocks, since))
 
-        ids = self._ids_in_table(name, [x[1] for x in found])
-        gone = self._ids_in_table(name, [x[2] for x in found])
+        steps, changed_ids, gone_ids = zip(*found, strict=True)
+        ids = self._ids_in_table(name, changed_ids)
+        gone = self._ids_in_table(name, gone_ids)
         t = self.plan.main.inputs[name]
         rows = np.empty((len(ids), *t.shape[1:]), t.dtype)
         for at in range(0, len(ids), CHUNK):
             rows[at : at + CHUNK] = self.lookup(name, ids[at : at + CHUNK])
-        return ChangedRows(min(x[0] for x in found), ids, rows, gone)
+        return ChangedRows(min(steps), ids, rows, gone)
 
     def evict(self, name: str, unused_for: int) -> int:
         blocks = self._blocks(name)

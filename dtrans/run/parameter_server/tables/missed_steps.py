@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dtrans._jax import evaluate
+from dtrans.ir.selection import retain
 from dtrans.ops import BACKUP, OptimizeBlock
 from dtrans.parameter_server.tables.touched_rows import LEAST, TableBlock, rooms
 from dtrans.run.base.lowered import jitted_once
@@ -260,11 +261,11 @@ def at_zero_gradient(
         for n in block.in_names:
             operands.append(jnp.zeros_like(types[n].aval) if n in zeros else read[n])
         outs = dict(zip(block.out_names, evaluate(block.jaxpr, *operands), strict=True))
-        new |= {n: x for n, x in outs.items() if n in rows}
+        new |= retain(outs, rows)
         # Existing names take precedence: blocks read old state, and recorded values instead of
         # outputs, since the recorded ones were reduced over all rows.
         read = {**outs, **read}
-    return {n: new.get(n, x) for n, x in rows.items()}
+    return {**rows, **new}
 
 
 def blocks_of(update: ServerUpdate, table: TableBlock, size: int) -> list[OptimizeBlock]:

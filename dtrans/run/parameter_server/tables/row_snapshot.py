@@ -267,8 +267,10 @@ class RowSnapshot(TableRows):
 def _concatenate(segments: list[RowSegment]) -> RowSegment:
     if len(segments) == 1:
         return segments[0]
-    rows = []
-    for parts in zip(*(x.rows for x in segments), strict=True):
-        rows.append(np.concatenate(parts))
-    ids = np.concatenate([x.ids for x in segments])
-    return RowSegment(ids, np.concatenate([x.changed for x in segments]), rows)
+    ids, changed, rows = [], [], []
+    for segment in segments:
+        ids.append(segment.ids)
+        changed.append(segment.changed)
+        rows.append(segment.rows)
+    arrays = list(map(np.concatenate, zip(*rows, strict=True)))
+    return RowSegment(np.concatenate(ids), np.concatenate(changed), arrays)

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dtrans.ir.selection import retain
 from dtrans.parameter_server.tables.touched_rows import TableBlock, room_for
 from dtrans.protocol.server.exchange import Exchange
 from dtrans.protocol.server_blocks import RowGradient, Vectors
@@ -68,7 +69,7 @@ class RowUpdates:
         ids = {n: all_ids(t, grads, present) for n, t in self._by_rows.items()}
         sizes = self._room_for(ids)
         update = compiled(sizes)
-        gradients = {n: x for n, x in grads.items() if n in update.update.grad_types}
+        gradients = retain(grads, update.update.grad_types)
         for n, t in self._tables.items():
             rows, size = (np.arange(t.rows), t.rows) if t.updates_all else (ids[n], sizes[n])
             for name in filter(set(t.gradients.values()).__contains__, gradients):

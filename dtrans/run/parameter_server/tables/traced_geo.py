@@ -238,5 +238,8 @@ def rows_of_table(spans: Sequence[BlockRowSet], parts: Sequence[RowGradient]) ->
 
     row = parts[0].rows
     types = [((rows,), np.int32), ((rows, *row.shape[1:]), row.dtype)]
-    ids = [x.ids for x in parts]
-    return RowGradient(*trace_move(host, ids, [x.rows for x in parts], types))
+    ids_of_blocks, rows_of_blocks = [], []
+    for part in parts:
+        ids_of_blocks.append(part.ids)
+        rows_of_blocks.append(part.rows)
+    return RowGradient(*trace_move(host, ids_of_blocks, rows_of_blocks, types))

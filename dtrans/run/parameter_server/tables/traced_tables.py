@@ -178,10 +178,12 @@ def _trace_layout(
         arrays = [scatter_rows(updated, size, x) for x in found.values()]
         return [pad_ids(updated, size, table.rows), *arrays]
 
-    all_numbers = [x.ids for x in gradients.values()]
-    all_rows = [x.rows for x in gradients.values()]
+    all_numbers, all_rows = [], []
     types: list[Any] = [((size,), np.int32)]
-    types += [((size, *x.shape[1:]), x.dtype) for x in all_rows]
+    for x in gradients.values():
+        all_numbers.append(x.ids)
+        all_rows.append(x.rows)
+        types.append(((size, *x.rows.shape[1:]), x.rows.dtype))
     ids, *arrays = trace_move(lay_out, all_numbers, all_rows, types)
     return ids, dict(zip(gradients, arrays, strict=True))
 
