@@ -109,7 +109,8 @@ def test_a_function_that_traces_otherwise_there_is_refused(monkeypatch):
     portable = travelled(dtrans.nccl2(*programs(), trainers=2))
     monkeypatch.setattr(sys.modules[__name__], "SCALE", 2.0)
     with pytest.raises(
-        PeerError, match="not the driver's: part trainer. A traced function must not depend"
+        PeerError,
+        match="differs from the driver's: part trainer. A traced function must not depend",
     ):
         portable.rebuild()
 

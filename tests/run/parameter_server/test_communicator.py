@@ -374,8 +374,8 @@ def test_a_trainer_that_fails_ends_only_itself(role_threads: RoleThreads) -> Non
     [
         (0, "gradients of 0 steps, which must be a number from 1 to 1000"),
         (1001, "gradients of 1001 steps, which must be a number from 1 to 1000"),
-        ("two", "a `send` message whose field `steps` is missing"),
-        (True, "a `send` message whose field `steps` is missing"),
+        ("two", "a `send` message whose field `steps` is missing or has the wrong type"),
+        (True, "a `send` message whose field `steps` is missing or has the wrong type"),
     ],
 )
 def test_a_number_of_steps_that_cannot_be_is_refused(

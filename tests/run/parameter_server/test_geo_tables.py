@@ -759,7 +759,7 @@ def test_a_limit_of_rows_is_the_servers(role_threads: RoleThreads) -> None:
     (ep,) = plan.servers
     role_threads.start(ep, serve, plan, ep, jax.random.key(0))
     role_threads.start("trainer", train, plan, 0, batches(1))
-    assert "its limit is 3 rows" in str(role_threads.end("trainer"))
+    assert "a limit of 3 rows" in str(role_threads.end("trainer"))
     role_threads.end(ep)
 
 

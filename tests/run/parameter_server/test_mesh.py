@@ -687,7 +687,7 @@ def test_each_thing_lives_on_its_device(
 
 def test_a_mesh_without_devices_is_refused() -> None:
     _, _, plan, _ = small_job()
-    with pytest.raises(ConfigError, match=r"^devices=\[\]: on_mesh needs at least one"):
+    with pytest.raises(ConfigError, match=r"^devices=\[\] is empty, expected one device"):
         plan.on_mesh([])
 
 

@@ -322,7 +322,8 @@ def test_rows_that_state_decides_are_refused(role_threads: RoleThreads) -> None:
     def train(job: TrainerJob) -> Any:
         state = job.init(key)
         with pytest.raises(
-            ConfigError, match="job.prefetch: .* ids of rows of params/emb from params/order"
+            ConfigError,
+            match="job.prefetch cannot know the rows of params/emb .* ids from params/order",
         ):
             job.prefetch(*batches(1)[0])
         return float(job.step(state, *batches(1)[0])[1])

@@ -345,7 +345,7 @@ def test_a_table_is_written_to_a_file(
             monkeypatch.setattr(role_job, "_memory_bytes", lambda: 100)
             with pytest.raises(
                 StateError,
-                match=r"params/emb are 480 bytes, .* may have 100: job.tables.export\(name, path\)",
+                match=r"the tables params/emb have 480 bytes, .* the 100 bytes .* job.tables.export\(name, path\)",
             ):
                 job.params(state)
             tables = job.tables
@@ -431,7 +431,7 @@ def test_numbers_of_rows_are_integers() -> None:
     state, (ids, y) = job.init(jax.random.key(0)), batches(1)[0]
     with pytest.raises(
         BatchError,
-        match=r"lookup 0 of params/emb asks for row 1.5 at \[0, 0\], of float64: numbers",
+        match=r"lookup 0 of params/emb asks for row 1.5 at \[0, 0\], of float64: row ids",
     ):
         job.tables.lookup("params/emb", [[1.5, 2.0]])
     with pytest.raises(BatchError, match=r"ids is float64, but the step was traced with int"):

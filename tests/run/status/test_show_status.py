@@ -268,7 +268,8 @@ def test_another_token_is_named(
             for _ in range(2):  # and again, on a new connection
                 (answer,) = stranger.ask()
                 assert answer.error.startswith(
-                    "it refused the connection of dtrans status: the two have different values of DTRANS_TOKEN"
+                    "it refused the connection of dtrans status: the two processes have different "
+                    "values of DTRANS_TOKEN"
                 )
         assert until(
             lambda: all(x.server.barred for x in asked(observer)[:1] if x.server), "a count"
