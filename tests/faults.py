@@ -326,8 +326,8 @@ FAULTS = (
     ),
     Fault(
         "pipeline_parallel/balance.py",
-        "        lambda stop: sent[stop],\n        lambda stop: dearest[:stop]",
-        "        lambda stop: 0.0,\n        lambda stop: dearest[:stop]",
+        "        lambda stop: sent[stop],\n        lambda stop: first_unit[:stop]",
+        "        lambda stop: 0.0,\n        lambda stop: first_unit[:stop]",
         ("pipeline_parallel/test_assign_stages.py",),
         "pipeline_parallel/test_assign_stages.py::test_balanced_is_optimal_in_all_four",
     ),

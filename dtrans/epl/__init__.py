@@ -1,8 +1,8 @@
-"""EPL's interface over pipelines.
+"""EPL's interface for pipelines (EPL is Alibaba's Easy Parallel Library for TensorFlow).
 
-config        its configuration: `Config`
-parallel      `pipeline`: a plan from a configuration
-input_files   the input files of each worker
+config        `Config`: EPL's configuration
+parallel      `pipeline`: returns a plan from a configuration
+input_files   `slice_files`: the input files of each worker
 """
 
 from dtrans.epl.config import Config as Config

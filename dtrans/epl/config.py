@@ -1,7 +1,7 @@
-"""EPL's configuration: keys, defaults and types, and the options of `dtrans.pipeline` for them.
+"""EPL's configuration: its keys with their defaults, and the matching options of `dtrans.pipeline`.
 
-A key is `category.attribute`. The environment is not read. Unknown keys are errors; EPL ignores
-them.
+A key is `category.attribute`. In contrast to EPL, unknown keys are errors, and environment
+variables are not read.
 
 Source: epl/config.py.
 """
@@ -16,7 +16,7 @@ from dtrans.checks import did_you_mean
 from dtrans.errors import ConfigError
 
 
-# Key to default, as EPL has them.
+# Key -> EPL's default. The type of the default is the type of the key.
 DEFAULTS: dict[str, Any] = {
     "auto.auto_parallel": False,
     "pipeline.num_stages": -1,
@@ -46,7 +46,7 @@ DEFAULTS: dict[str, Any] = {
     "io.drop_last_files": False,
 }
 
-# Options of `dtrans.pipeline` to EPL's keys.
+# Option of `dtrans.pipeline` -> EPL's key.
 NAMES = {
     "num_stages": "pipeline.num_stages",
     "num_micro_batch": "pipeline.num_micro_batch",
@@ -66,13 +66,14 @@ NAMES = {
 
 _FILES = "call dtrans.epl.slice_files(files, worker, replicas), which has this option"
 
-# Keys that no plan reads: the remedy for a value other than the default.
+# Key without an option in `dtrans.pipeline` -> the part of an error that names the replacement.
 ELSEWHERE = {
-    "gradient_checkpoint.check_gradients": "compare numbers with those of plan.simulate()",
-    "amp.debug_log": "print(plan.programs[...]) shows what is in 16 bits",
+    "gradient_checkpoint.check_gradients": "compare the gradients with a plan without checkpoints, "
+    "using plan.simulate()",
+    "amp.debug_log": "print(plan.programs[...]) shows the type of each value",
     "cluster.run_visible_devices": "pass the devices to plan.on_mesh(devices)",
-    "cluster.colocate_split_and_replicate": "stages have separate devices; plan.simulate() runs "
-    "all on one",
+    "cluster.colocate_split_and_replicate": "stages always have separate devices; plan.simulate() "
+    "runs all stages on one device",
     "io.slicing": _FILES,
     "io.unbalanced_io_slicing": _FILES,
     "io.drop_last_files": _FILES,
@@ -81,14 +82,14 @@ ELSEWHERE = {
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """EPL's configuration, checked.
+    """EPL's configuration, with checked keys and types.
 
     Attributes:
       settings: the keys that the user sets, with their values.
 
     Raises:
-      ConfigError: a key that does not exist, a value of another type than the default's, or an
-        option that another function of dtrans has.
+      ConfigError: a key does not exist, a value does not have the type of the key's default, or
+        another function of dtrans replaces the key.
 
     Source: `Config` of EPL (epl/config.py).
 
@@ -116,10 +117,13 @@ class Config:
             default = DEFAULTS[key]
             if type(value) is not type(default) and key != "amp.loss_scale":
                 raise ConfigError(
-                    f"{key} must be of type {type(default).__name__}, it is {value!r}"
+                    f"{key} is {value!r}; expected a value of type {type(default).__name__}"
                 )
             if key in ELSEWHERE and value != default:
-                raise ConfigError(f"{key}={value!r}: {ELSEWHERE[key]}; leave it out")
+                raise ConfigError(
+                    f"{key} is {value!r}, but dtrans has no such setting: {ELSEWHERE[key]}; leave "
+                    "the key out"
+                )
 
     def __getitem__(self, key: str) -> Any:
         """Return the value of a key. Raises KeyError for a key that does not exist."""

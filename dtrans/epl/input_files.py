@@ -1,12 +1,13 @@
-"""Input files of each worker, where workers have unequal numbers of replicas.
+"""Input files of each worker, for workers with unequal numbers of replicas.
 
-A worker reads in proportion to its replicas, so that all replicas run out of data together. A
-worker's share is its number of replicas, divided by the greatest common divisor of all. Files are
-dealt in rounds. In each round the workers take as many files as their share, one after the other.
+A worker reads files in proportion to its replicas, so that all replicas run out of data at the same
+time. The *share* of a worker is its number of replicas, divided by the greatest common divisor of
+all these numbers. Files are assigned in rounds. In each round every worker in turn gets as many
+files as its share.
 
-Only full rounds are fair. Where the last round is not full, EPL's rule applies: every worker reads
-every file, as many times as its share. Two options change this rule. Workers of EPL shuffle their
-files; here files keep their order.
+If the number of files does not fill the last round, EPL's rule applies: every worker reads all
+files, as many times as its share. Two options replace this rule. EPL also shuffles the files of a
+worker; here they keep their order.
 
 Source: `fetch_slice_objects_proportion_to_local_num_replicas` of EPL
   (epl/parallel/graph_editor.py).
@@ -35,20 +36,21 @@ def slice_files(
     """Return the files that one worker reads, in order.
 
     Args:
-      files: the names of all files (or other things to read), the same on every worker.
+      files: the names of all files, in the same order on every worker.
       worker: the index of the worker, from 0.
       replicas: the number of replicas of each worker.
-      unbalanced: deal the files of an incomplete round too; some workers then read more than their
-        share.
+      unbalanced: also assign the files of an incomplete round, so that some workers read more than
+        their share.
       drop_last: drop the files of an incomplete round.
 
     Returns:
-      The worker's part of the files, if rounds are full or an option covers the incomplete one.
-      Otherwise all files, as many times as the worker's share. The same where there are fewer files
-      than one round takes.
+      The worker's part of the files, if all rounds are full or one of the options is set. Otherwise
+        all files, repeated as many times as the worker's share. If there are fewer files than one
+        round takes, also all files, whatever the options.
 
     Raises:
-      ConfigError: no replicas, a worker that does not exist, or both options.
+      ConfigError: `replicas` is empty or has a number below 1, the worker does not exist, or both
+        options are set.
 
     Source: `fetch_slice_objects_proportion_to_local_num_replicas` of EPL
       (epl/parallel/graph_editor.py).
@@ -68,16 +70,17 @@ def slice_files(
     for i, count in enumerate(replicas):
         if count < 1:
             raise ConfigError(
-                f"replicas[{i}] is {count}; a worker that reads files has at least one replica"
+                f"replicas[{i}] is {count}; expected at least 1 replica for each worker"
             )
     if not 0 <= worker < len(replicas):
         raise ConfigError(
-            f"there is no worker {worker}: replicas={list(replicas)} has {len(replicas)} workers"
+            f"worker is {worker}; expected 0 to {len(replicas) - 1}, because replicas has "
+            f"{len(replicas)} entries"
         )
     if unbalanced and drop_last:
         raise ConfigError(
-            "unbalanced=True deals out the files of an incomplete round, and drop_last=True drops "
-            "them; choose one"
+            "unbalanced and drop_last are both True, but the files of an incomplete round are "
+            "either assigned or dropped; choose one"
         )
     divisor = math.gcd(*replicas)
     shares = [count // divisor for count in replicas]
@@ -86,5 +89,9 @@ def slice_files(
     if len(files) < round_size or (remainder and not unbalanced and not drop_last):
         return list(files) * share
     first = sum(shares[:worker])
-    dealt = files[: len(files) - remainder] if drop_last else files
-    return [file for i, file in enumerate(dealt) if first <= i % round_size < first + share]
+    if drop_last:
+        files = files[: len(files) - remainder]
+    assigned: list[File] = []
+    for start in range(first, len(files), round_size):
+        assigned += files[start : start + share]
+    return assigned

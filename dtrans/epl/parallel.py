@@ -1,7 +1,7 @@
-"""EPL's `Parallel` over `dtrans.pipeline`: plans from a configuration with EPL's keys.
+"""EPL's `Parallel`: calls `dtrans.pipeline` with a configuration in EPL's keys.
 
-Most keys are options under another name (`dtrans.epl.config.NAMES`). Levels and switches are
-translated. Options without a key in EPL keep dtrans's names.
+Most keys are options of `dtrans.pipeline` under another name (`dtrans.epl.config.NAMES`). Keys for
+levels ("v0", "O1") and switches are translated. Options that EPL does not have keep their names.
 
 Source: epl/parallel/parallel.py.
 """
@@ -44,23 +44,23 @@ def pipeline(
 
     Args:
       main: the traced training step, (params, opt_state, *batch) -> (params, opt_state, loss, ...).
-      startup: the traced init, -> (params, opt_state).
-      config: EPL's configuration, or its keys and values.
-      collection: names of the values to save with `gradient_checkpoint.type="collection"`, from
-        `jax.ad_checkpoint.checkpoint_name`.
-      cluster: the layout of stages and replicas; by default "auto", with
+      startup: the traced init, (...) -> (params, opt_state).
+      config: EPL's configuration, or a mapping of its keys to values.
+      collection: the names of the values to save with `gradient_checkpoint.type="collection"`,
+        given in the model with `jax.ad_checkpoint.checkpoint_name`.
+      cluster: the devices and their layout. By default `Cluster()` with the value of
         `cluster.device_place_prefer_intra_node`.
-      **options: options of `dtrans.pipeline` without a key in EPL, such as `replicas`, and fields
-        of its records, such as `min_slice_size`. With `clip_local_norm` each micro-batch is
-        clipped, as in EPL, unless `clip_local_per` is passed.
+      **options: options of `dtrans.pipeline` that EPL does not have, such as `replicas`, or fields
+        of its option records, such as `min_slice_size`. With `clip_local_norm` the gradients of
+        each micro-batch are clipped, as in EPL, unless `clip_local_per` is passed.
 
     Returns:
       The plan of `dtrans.pipeline`.
 
     Raises:
       ConfigError: a key or an option is out of range, unknown, or contradicts another. The message
-        has EPL's key.
-      BatchError, GradientError, TraceError: as `dtrans.pipeline`.
+        names EPL's key.
+      BatchError, GradientError, TraceError: for the same reasons as `dtrans.pipeline`.
 
     Source: `Parallel` of EPL (epl/parallel/parallel.py).
 
@@ -85,31 +85,34 @@ def pipeline(
     scoped = any(scope.kind == "replicate" for scope in scopes_within(main.jaxpr))
     if config["pipeline.num_stages"] == -1 and not scoped:
         raise ConfigError(
-            "pipeline.num_stages must be given, since the model has no dtrans.replicate scopes; "
-            "set it to the number of stages"
+            "pipeline.num_stages is missing, and the model has no dtrans.replicate scopes that "
+            "determine it; set it to the number of stages"
         )
     clip_after = config.settings.get("communication.clip_after_allreduce")
     norm = options.get("clip_local_norm")
     if clip_after is False and norm is None:
         raise ConfigError(
-            "communication.clip_after_allreduce=False needs clip_local_norm=: a clip in the "
-            "optimizer always reads reduced gradients; pass clip_local_norm=, or leave the key out"
+            "communication.clip_after_allreduce=False needs clip_local_norm=, because a clip in "
+            "the optimizer always reads reduced gradients; pass clip_local_norm=, or leave the key "
+            "out"
         )
     if clip_after and norm is not None:
         raise ConfigError(
-            f"communication.clip_after_allreduce=True and clip_local_norm={norm!r}, which clips "
-            "before the all-reduce; leave clip_local_norm out, and clip in the optimizer: "
-            "optax.clip_by_global_norm"
+            f"communication.clip_after_allreduce is True, but clip_local_norm is {norm!r}, which "
+            "clips before the all-reduce; leave out clip_local_norm, and clip in the optimizer "
+            "with optax.clip_by_global_norm"
         )
     if norm is not None:
-        # EPL clips before it adds up micro-batches
+        # EPL clips the gradients of each micro-batch before it sums them
         options = {"clip_local_per": "micro_batch"} | options
     chosen = {name: config[key] for name, key in NAMES.items()}
     num_stages = config["pipeline.num_stages"]
+    if num_stages == -1:
+        num_stages = "auto"
     is_fp16 = config["communication.fp16"]
     chosen |= {
         "precision": _precision(config["amp.level"], config["amp.loss_scale"]),
-        "num_stages": "auto" if num_stages == -1 else num_stages,
+        "num_stages": num_stages,
         "gradient_checkpoint": _checkpoint(config["gradient_checkpoint.type"], collection),
         "sharding_stage": _level("zero.level", config["zero.level"], ZERO_LEVELS),
         "offload": _level("offload.level", config["offload.level"], OFFLOAD_LEVELS),
@@ -126,30 +129,37 @@ def pipeline(
 
 
 def _checkpoint(kind: str, collection: Collection[str]) -> str | Collection[str]:
-    """Return the option `gradient_checkpoint`: a type, or the names to save."""
+    """Return the option `gradient_checkpoint` of `dtrans.StageMemory`: "", "auto" or names."""
     check_one_of("gradient_checkpoint.type", kind, ("", "auto", "collection"))
-    if bool(collection) != (kind == "collection"):
+    if kind != "collection" and collection:
         raise ConfigError(
-            f"gradient_checkpoint.type={kind!r} and collection={collection!r}; pass names with "
-            "the type 'collection', and only with it"
+            f"collection is {collection!r}, but gradient_checkpoint.type is {kind!r}; set it to "
+            "'collection', or leave out the names"
         )
-    return collection if kind == "collection" else kind
+    if kind != "collection":
+        return kind
+    if not collection:
+        raise ConfigError(
+            "gradient_checkpoint.type is 'collection', but collection is empty; pass the names of "
+            "values in collection="
+        )
+    return collection
 
 
 def _precision(level: str, scale: Any) -> Precision:
-    """Return the precision of the stages: EPL's level O1 is float16 products with a scaled loss."""
+    """Return the option `precision`: EPL's level O1 is float16 products with a loss scale."""
     check_one_of("amp.level", level.lower(), ("", "o1"))
     if not level:
         return Precision()
     if not is_number(scale):
         raise ConfigError(
-            f"amp.loss_scale={scale!r}: stages of a pipeline take a fixed scale; write a number, "
-            "such as 1024, and skip nonfinite steps with optax.apply_if_finite"
+            f"amp.loss_scale is {scale!r}; expected a number such as 1024, because a pipeline "
+            "needs a fixed loss scale. Skip steps that overflow with optax.apply_if_finite"
         )
     return Precision("fp16", loss_scaling=float(scale))
 
 
 def _level(key: str, level: str, levels: Mapping[str, Any]) -> Any:
-    """Return the value of a level; as in EPL, upper and lower case are equal."""
+    """Return the option for a level; case is ignored, as in EPL."""
     check_one_of(key, level.lower(), levels)
     return levels[level.lower()]

@@ -4,22 +4,21 @@ transform          `pipeline`: rewrites a step into a plan
 plan               the plan: programs of each stage, and their schedule
 options            options of a plan, and their checks
 forward_pass       the loss of a micro-batch as one list of equations, not differentiated
-assign_stages      the stage of each equation
-auto_stages        the number of stages, for "auto"
-balance            exact cuts of a row of costs
-repeated_blocks    layers that repeat
-stage_programs     forward and backward of each stage
-stage_vjp          residuals that a stage's forward saves for its backward
-stage_scan         scans over layers, cut into one for each stage
-staged_model       the model cut into stages, and their programs for any batch
-split_stages       stages that are split over several devices
-results            merges of the results of micro-batches
-update             from sums of gradients to new parameters
-update_by_stage    the update, cut by stage
-schedule           the order of tasks on each device, as a value
-orders             orders of the named schedules, and the check of any others
-playing            simulation of orders: times, ticks, micro-batches in flight
-task               a task of a schedule, and its start and end
-gantt              charts of schedules and of measured runs
-device_layout      the devices of each stage and replica
+assign_stages      assigns each equation to a stage
+auto_stages        chooses the number of stages for `num_stages="auto"`
+balance            cuts a list of costs into parts of similar cost
+repeated_blocks    finds the repeated layers of a model
+stage_programs     writes the forward and backward programs of each stage
+stage_vjp          differentiates one stage and selects the residuals that it saves
+stage_scan         cuts a scan over layers into one scan for each stage
+staged_model       the model cut into stages, and the programs of the stages for any batch size
+split_stages       tensor parallelism inside a stage (`dtrans.split`)
+results            merges the results of micro-batches and replicas
+update             writes the update, from sums of gradients to new parameters
+update_by_stage    cuts the update into pieces that each run on one stage
+schedule           `Schedule`: the order of tasks on each device
+orders             orders of the named schedules, and checks of user-written orders
+task               `Task`, the dependencies of tasks, and the simulation of their times
+gantt              draws schedules and measured runs
+device_layout      assigns devices to stages and replicas
 """

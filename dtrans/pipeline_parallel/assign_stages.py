@@ -1,40 +1,48 @@
 """Assignment of the equations of a forward pass to the stages of a pipeline.
 
-The equations form a row, and the row is cut (`dtrans.pipeline_parallel.balance`). The row follows
-the program, with one exception. Casts and reshapes of parameters, and values that depend on no
-micro-batch (masks, `iota`), move to just before their first reader. Otherwise a cast of all
-parameters at the top would put all of them on the first stage. A second row also moves all
-elementwise work on inputs alone. It is taken if its slowest stage is faster.
+The equations are ordered in a row, and the row is cut into consecutive stages
+(`dtrans.pipeline_parallel.balance`). The row follows the program, with one exception: casts and
+reshapes of parameters, and values that depend on no micro-batch (masks, `iota`), move to just
+before their first reader. Otherwise a cast of all parameters at the top of the loss would put all
+parameters on the first stage. A second row also moves elementwise equations that read only inputs.
+The row with the faster slowest stage is used.
 
-A stage costs its floating-point operations, plus `flops_per_byte` for each byte that it sends. A
-stage sends each value that it computes or forwards (skip connections) once. Three kinds of values
-cross a cut for free. Inputs are present where they are read. Values that depend on no micro-batch
-are computed there. Results stay on the stage that computes them.
+The cost of a stage is its floating-point operations, plus `flops_per_byte` for each byte that it
+sends to the next stage. It sends each value once, also a value that it only forwards (a skip
+connection). Three kinds of values are not sent:
 
-Every stage gets at least one equation with a cost, if there are enough. An equation without a cost
-is on the side of the cut where less crosses, else with its readers.
+  - inputs of the step: each stage that reads an input receives it with the batch
+  - values that depend on no micro-batch: each stage that reads them computes them
+  - results of the step: they stay on the stage that computes them
+
+Every stage gets at least one equation with a cost, if the program has that many. An equation
+without a cost goes to the side of the cut where fewer bytes cross the cut. On a tie it goes to the
+stage of its readers.
 
 Policies:
 
-  BALANCE_FLOPS    The slowest stage is as fast as cuts between equations allow, sending included.
-                   Exact. If sending is expensive, a stage may get almost no work.
+  BALANCE_FLOPS    Minimizes the cost of the slowest stage, sending included. Exact. If sending is
+                   expensive, a stage may get almost no work.
   REPEATED_LAYERS  Each stage gets the same number of repeated blocks
-                   (`dtrans.pipeline_parallel.repeated_blocks`). Equations before them are on the
-                   first stage, equations after them on the last. EPL's rule; an error if none fit.
-  BALANCE_OP_NUM   Each stage gets the same number of equations. EPL's rule, without the stages
-                   that it loses.
-  HEURISTIC        The default. The operations of stages are near balance, and the cuts send the
-                   fewest bytes (`dtrans.pipeline_parallel.balance.balanced`). Blocks are not cut
-                   if no stage then does more than `SLACK` times the work. If the stages divide
-                   their number and they cost about the same, as with REPEATED_LAYERS.
+                   (`dtrans.pipeline_parallel.repeated_blocks`). Equations before the blocks are on
+                   the first stage, equations after the blocks on the last. EPL's rule. Raises an
+                   error if no number of repeated blocks is a multiple of the stages.
+  BALANCE_OP_NUM   Each stage gets the same number of equations. EPL's rule, but with exactly the
+                   requested number of stages.
+  HEURISTIC        The default. Among the cuts that nearly balance the operations of stages, it
+                   takes the cut that sends the fewest bytes
+                   (`dtrans.pipeline_parallel.balance.balanced`). It avoids cutting repeated blocks
+                   if this costs the slowest stage less than a factor of `SLACK`. If the number of
+                   blocks is a multiple of the stages and blocks cost about the same, it acts as
+                   REPEATED_LAYERS.
 
-EPL has no cost model, and avoids cutting blocks only if the stages divide their number
+EPL has no cost model, and avoids cutting blocks only if their number is a multiple of the stages
 (epl/parallel/planner.py).
 
-Scopes of the user (`dtrans.step.scopes`) override all policies. Equations outside of them follow
-EPL's rule of minimum and maximum. Their stage is the stage of the last scope before, but not before
-their operands and not after their readers. Values computed from inputs alone go to the first stage
-that reads them.
+Scopes of the user (`dtrans.step.scopes`) override all policies. An equation outside of all scopes
+goes to the stage of the last scope before it, with two limits: not before the stages of its
+operands, and not after the stages of its readers. Values computed from inputs alone go to the first
+stage that reads them. This is EPL's rule of minimum and maximum.
 """
 
 from __future__ import annotations
@@ -43,6 +51,8 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Collection, Sequence
 from typing import TypeAlias
+
+import numpy as np
 
 from dtrans._jax import ClosedJaxpr, JaxprEqn, Var, facts_of, jaxprs_in_params
 from dtrans.errors import ConfigError
@@ -62,8 +72,8 @@ from dtrans.step.scopes import Scope, scopes_of
 
 POLICIES = ("HEURISTIC", "REPEATED_LAYERS", "BALANCE_FLOPS", "BALANCE_OP_NUM")
 
-# Floating-point operations of a device in the time of sending one byte: 100 Gflop/s over 10 GB/s.
-# An accelerator on a fast link has several hundred.
+# Floating-point operations that a device does while it sends one byte: 100 Gflop/s over 10 GB/s.
+# For an accelerator on a fast link the number is several hundred.
 FLOPS_PER_BYTE = 10.0
 
 
@@ -72,9 +82,9 @@ class StageCost:
     """Cost of a stage's forward pass for one micro-batch.
 
     Attributes:
-      equations: the number of its equations.
-      flops: their floating-point operations.
-      sends: bytes that it sends to the next stage, including values that it only passes on.
+      equations: the number of equations.
+      flops: the floating-point operations of these equations.
+      sends: the bytes sent to the next stage, including values that the stage only forwards.
     """
 
     equations: int
@@ -90,21 +100,23 @@ def stages_of(
     flops_per_byte: float = FLOPS_PER_BYTE,
     batch: Collection[Var] | None = None,
 ) -> tuple[int, ...]:
-    """Return the stage of each top-level equation, never before the stages of its operands.
+    """Return the stage index of each top-level equation.
+
+    The stage of an equation is never before the stages of its operands.
 
     Args:
-      forward: the loss function, not differentiated, its calls inlined
+      forward: the loss function, not differentiated, with inlined calls
         (`dtrans.ir.inline.inline_calls`).
       num_stages: the number of stages; each gets at least one equation.
       policy: one of `POLICIES`. None: the user's scopes if there are any, else HEURISTIC.
-      flops_per_byte: floating-point operations of a device in the time of sending one byte.
-      batch: the inputs that differ between micro-batches. Stages recompute values that depend on
-        none of them. None: all inputs.
+      flops_per_byte: the floating-point operations that a device does while it sends one byte.
+      batch: the inputs that differ between micro-batches. A value that depends on none of these
+        inputs is recomputed by each stage that reads it. None: all inputs.
 
     Raises:
-      ConfigError: there are more stages than equations; the policy is unknown, or no blocks fit
-        it. Scopes differ in number from the stages, contradict the order of operands, or exclude
-        the policy.
+      ConfigError: the forward pass has fewer equations than `num_stages`. The policy is unknown, or
+        REPEATED_LAYERS finds no blocks. Scopes contradict `num_stages`, the policy, or the order
+        of the equations.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -118,36 +130,38 @@ def stages_of(
     """
     eqns = forward.jaxpr.eqns
     if policy is not None and policy not in POLICIES:
-        raise ConfigError(f"policy={policy!r} is unknown; there are {', '.join(POLICIES)}")
+        raise ConfigError(f"policy is {policy!r}; expected one of {', '.join(POLICIES)}")
     if num_stages < 1:
-        raise ConfigError(f"num_stages={num_stages}: a pipeline has at least one stage")
+        raise ConfigError(f"num_stages is {num_stages}; expected 1 or more")
     if flops_per_byte < 0:
-        raise ConfigError(f"flops_per_byte={flops_per_byte} is negative; write 0 or more")
+        raise ConfigError(f"flops_per_byte is {flops_per_byte}; expected 0 or more")
     by_scope = scoped_stages(forward)
     if by_scope is not None:
         count = max(by_scope) + 1
         if count != num_stages:
             raise ConfigError(
-                f"num_stages={num_stages}, and the model has {count} scopes, each of them a stage; "
-                f"pass num_stages={count}"
+                f"num_stages is {num_stages}, but the model has {count} scopes, and each scope is "
+                f"a stage; pass num_stages={count}"
             )
         if policy is not None:
             raise ConfigError(
-                f"policy={policy!r} is for models without scopes, and {count} scopes in this model "
-                "determine its stages; leave out policy"
+                f"policy is {policy!r}, but the {count} scopes of this model already determine its "
+                "stages; leave out policy"
             )
         return by_scope
     if len(eqns) < num_stages:
         raise ConfigError(
-            f"num_stages={num_stages}, and the step's forward pass has only {len(eqns)} equations; "
-            "ask for fewer stages"
+            f"num_stages is {num_stages}, but the step's forward pass has only {len(eqns)} "
+            "equations; ask for fewer stages"
         )
 
     costs = list(map(flops, eqns))
     if policy == "BALANCE_OP_NUM":
         return part_of_each(partition_balance([1] * len(eqns), num_stages), len(eqns))
-    # two orders of the row: the one with the faster slowest stage is cut
-    rule = balanced if policy in (None, "HEURISTIC") else contiguous
+    rule = contiguous
+    if policy in (None, "HEURISTIC"):
+        rule = balanced
+    # cut the equations in each candidate order, and keep the cut with the fastest slowest stage
     cuts = []
     for order in _orders(forward, costs, batch):
         row = _Row(forward, costs, order, flops_per_byte, batch)
@@ -167,7 +181,7 @@ def stage_costs(
 
     Args:
       forward: the forward pass.
-      stage_of: the stage of each of its equations.
+      stage_of: the stage of each equation of `forward`.
       batch: as for `stages_of`.
 
     Example:
@@ -182,8 +196,8 @@ def stage_costs(
     """
     count = max(stage_of, default=0) + 1
     equations, work, sends = [0] * count, [0] * count, [0] * count
-    first: dict[Var, int] = {}  # the stage that computes a value
-    last: dict[Var, int] = {}  # the last stage that reads it
+    first: dict[Var, int] = {}  # value -> the stage that computes it
+    last: dict[Var, int] = {}  # value -> the last stage that reads it
     for eqn, stage in zip(forward.jaxpr.eqns, stage_of, strict=True):
         equations[stage] += 1
         work[stage] += flops(eqn)
@@ -203,14 +217,19 @@ Rule: TypeAlias = Callable[[Sequence[float], Sequence[float], int], tuple[int, .
 
 
 class _Row:
-    """Row of equations, to be cut into consecutive parts.
+    """Equations of a program in one order, which `cut` divides into consecutive parts.
 
     Args:
       forward: the program.
-      costs: the floating-point operations of each of its equations.
-      order: the position in the program of each equation of the row.
-      flops_per_byte: the cost of sending one byte.
+      costs: the floating-point operations of each equation of the program.
+      order: the order of the row: indices of equations in the program.
+      flops_per_byte: the cost of sending one byte, in floating-point operations.
       batch: as for `stages_of`.
+
+    Attributes:
+      eqns: the equations, in the order of the row.
+      costs: the floating-point operations of each equation of the row.
+      crossing: the cost of a cut in front of each equation of the row.
     """
 
     def __init__(
@@ -228,8 +247,8 @@ class _Row:
         last: dict[Var, int] = {}
         for i, eqn in enumerate(self.eqns):
             last |= dict.fromkeys(_reads(eqn), i)
-        # differences of the bytes that cross each cut, whose running sum is the bytes: one pass
-        # over the equations instead of one for each cut
+        # `changes[i]` is the number of bytes that cross cut i, minus the number that cross cut
+        # i - 1. Its running sum gives the bytes of all cuts in one pass over the equations.
         changes = [0] * (count + 1)
         dependent = _of_batch(forward, batch)
         for i, eqn in enumerate(self.eqns):
@@ -240,45 +259,47 @@ class _Row:
         self.crossing = [flops_per_byte * alive for alive in itertools.accumulate(changes[:count])]
 
     def stages(self, starts: Sequence[int]) -> tuple[int, ...]:
-        """Return the stage of each equation of the program."""
-        part = part_of_each(starts, len(self.order))
-        return tuple(s for _, s in sorted(zip(self.order, part, strict=True)))
+        """Return the stage of each equation of the program, if stage s begins at `starts[s]`."""
+        stages = [0] * len(self.order)
+        parts = part_of_each(starts, len(self.order))
+        for position, part in zip(self.order, parts, strict=True):
+            stages[position] = part
+        return tuple(stages)
 
     def work(self, starts: Sequence[int]) -> list[int]:
-        """Return the operations of each part, without sending."""
-        return [sum(self.costs[a:b]) for a, b in itertools.pairwise([*starts, len(self.order)])]
+        """Return the floating-point operations of each part, without the cost of sending."""
+        bounds = [*starts, len(self.order)]
+        return [sum(self.costs[a:b]) for a, b in itertools.pairwise(bounds)]
 
     def slowest(self, starts: Sequence[int]) -> float:
-        """Return the cost of the slowest part."""
-        sent = [*self._crossing_at(starts[1:]), 0.0]
+        """Return the cost of the slowest part, sending included."""
+        sent = [*values_at(self.crossing, starts[1:]), 0.0]
         return max(map(sum, zip(self.work(starts), sent, strict=True)))
 
-    def _crossing_at(self, places: Sequence[int]) -> list[float]:
-        """Return the cost of a cut in front of each place."""
-        return values_at(self.crossing, places)
-
     def cut(self, parts: int, rule: Rule, blocks: Blocks | None = None) -> tuple[int, ...]:
-        """Return the start of each part.
+        """Cut the row into `parts` parts, and return the position in the row where each begins.
 
         Args:
           parts: the number of parts.
           rule: `contiguous` or `balanced`.
-          blocks: blocks that no cut divides.
+          blocks: repeated blocks that no cut may divide.
         """
-        places: Sequence[int] = range(len(self.order))
+        positions: Sequence[int] = range(len(self.order))
         if blocks is not None:
             inside = {*range(blocks.starts[0], blocks.stop)} - {*blocks.starts}
-            places = [i for i in places if i not in inside]
-        costs = self.work(places)
-        paid = [k for k, cost in enumerate(costs) if cost > 0]
+            positions = [i for i in positions if i not in inside]
+        costs = self.work(positions)
+        paid = np.flatnonzero(costs).tolist()
         if len(paid) < parts:
-            return tuple(values_at(places, rule(costs, self._crossing_at(places), parts)))
-        # Only the cheapest cut between two consecutive units with a cost is a candidate, the
-        # earliest on ties: the rules take time quadratic in the number of candidates.
+            return tuple(
+                values_at(positions, rule(costs, values_at(self.crossing, positions), parts))
+            )
+        # The rules take time quadratic in the number of candidate cuts. Between two consecutive
+        # units with a cost, only the cheapest cut is a candidate (the earliest on ties).
         best = [0]
         for a, b in itertools.pairwise(paid):
-            best.append(min(places[a + 1 : b + 1], key=lambda i: (self.crossing[i], i)))
-        starts = rule(values_at(costs, paid), self._crossing_at(best), parts)
+            best.append(min(positions[a + 1 : b + 1], key=lambda i: (self.crossing[i], i)))
+        starts = rule(values_at(costs, paid), values_at(self.crossing, best), parts)
         return tuple(values_at(best, starts))
 
 
@@ -287,7 +308,7 @@ def _reads(eqn: JaxprEqn) -> list[Var]:
 
 
 def _of_batch(forward: ClosedJaxpr, batch: Collection[Var] | None) -> set[Var]:
-    """Return the values that depend on a micro-batch, inputs included."""
+    """Return all values that depend on an input in `batch`, these inputs included."""
     inputs = forward.jaxpr.invars if batch is None else batch
     return set(propagate(forward.jaxpr.eqns, dict.fromkeys(inputs, 1), {}))
 
@@ -295,7 +316,11 @@ def _of_batch(forward: ClosedJaxpr, batch: Collection[Var] | None) -> set[Var]:
 def _orders(
     forward: ClosedJaxpr, costs: Sequence[int], batch: Collection[Var] | None
 ) -> list[list[int]]:
-    """Return the orders of the equations to choose from; operands precede their readers in each."""
+    """Return the candidate orders of the equations; each has operands before their readers.
+
+    The first order moves equations without a cost, and equations that depend on no micro-batch, to
+    just before their first reader. The second also moves elementwise equations on inputs.
+    """
     eqns = forward.jaxpr.eqns
     dependent = _of_batch(forward, batch)
     free, movable = [], []
@@ -309,7 +334,7 @@ def _orders(
 
 
 def _late(eqns: Sequence[JaxprEqn], movable: Sequence[bool]) -> list[int]:
-    """Return an order in which movable equations stand before their first reader."""
+    """Return an order in which each movable equation directly precedes its first reader."""
     producer: dict[Var, int] = {}
     operands: list[list[int]] = []
     moves: list[bool] = []  # an equation moves only if all its operands do
@@ -317,25 +342,26 @@ def _late(eqns: Sequence[JaxprEqn], movable: Sequence[bool]) -> list[int]:
         operands.append([producer[a] for a in _reads(eqn) if a in producer])
         moves.append(not eqn.effects and movable[i] and all(moves[k] for k in operands[i]))
         producer |= dict.fromkeys(eqn.outvars, i)
-    place = [len(eqns)] * len(eqns)  # of the first reader, or len(eqns) without one
+    # index of the first reader of each equation; len(eqns) if nothing reads it
+    reader = [len(eqns)] * len(eqns)
     for i in reversed(range(len(eqns))):
-        if not moves[i] or place[i] == len(eqns):
-            place[i] = i
+        if not moves[i] or reader[i] == len(eqns):
+            reader[i] = i
         for k in operands[i]:
-            place[k] = min(place[k], place[i])
-    return sorted(range(len(eqns)), key=lambda i: (place[i], i))
+            reader[k] = min(reader[k], reader[i])
+    return sorted(range(len(eqns)), key=lambda i: (reader[i], i))
 
 
 # -- policies --------------------------------------------------------------------------------------
 
 
 def _heuristic(row: _Row, parts: int, best: tuple[int, ...]) -> tuple[int, ...]:
-    """Return a cut that divides no repeated block, if it is near balance; else the balanced cut.
+    """Return a cut that divides no repeated block if its work is nearly balanced, else `best`.
 
     Args:
       row: the equations.
       parts: the number of parts.
-      best: the starts of the balanced cut.
+      best: the starts of the parts in the balanced cut.
     """
     found = repeated_blocks(row.eqns, row.costs, row.crossing, parts)
     if not found:
@@ -344,13 +370,16 @@ def _heuristic(row: _Row, parts: int, best: tuple[int, ...]) -> tuple[int, ...]:
     starts = row.cut(parts, balanced, blocks)
     near = lambda mine, other: max(row.work(mine)) <= SLACK * max(row.work(other))
 
-    # blocks of equal cost: the same number for each stage, which is the cut that a person would
-    # draw
+    # If blocks cost about the same, give each stage the same number: a person would do so too.
     each = blocks.costs(row.costs)
     if len(blocks) % parts == 0 and max(each) <= SLACK * min(each):
         even = _even(blocks, parts)
-        return even if near(even, starts) else starts
-    return starts if near(starts, best) else best
+        if near(even, starts):
+            return even
+        return starts
+    if near(starts, best):
+        return starts
+    return best
 
 
 def _even(blocks: Blocks, parts: int) -> tuple[int, ...]:
@@ -360,17 +389,22 @@ def _even(blocks: Blocks, parts: int) -> tuple[int, ...]:
 
 
 def _repeated(row: _Row, parts: int) -> tuple[int, ...]:
-    """Return the starts of parts that each have the same number of the best repeated blocks."""
+    """Return the starts of parts with equal numbers of blocks, from the best blocks that allow it.
+
+    Raises:
+      ConfigError: no number of repeated blocks is a multiple of `parts`.
+    """
     for blocks in repeated_blocks(row.eqns, row.costs, row.crossing, parts):
         if len(blocks) % parts == 0:
             return _even(blocks, parts)
-    reason = "no equations or scopes repeat"
+    reason = "the model has no repeated equations or scopes"
     counts = {*map(len, repeated_blocks(row.eqns, row.costs, row.crossing))}
     if counts:
-        reason = f"there are rows of {', '.join(map(str, sorted(counts, reverse=True)))} blocks"
+        numbers = " or ".join(map(str, sorted(counts, reverse=True)))
+        reason = f"the model repeats {numbers} blocks"
     raise ConfigError(
         "policy='REPEATED_LAYERS' needs a number of repeated blocks that is a multiple of "
-        f"num_stages={parts}; {reason}"
+        f"num_stages={parts}, but {reason}; change num_stages or the policy"
     )
 
 
@@ -378,13 +412,13 @@ def _repeated(row: _Row, parts: int) -> tuple[int, ...]:
 
 
 def scoped_stages(forward: ClosedJaxpr) -> tuple[int, ...] | None:
-    """Return the stage of each equation by the user's scopes; None without a `replicate` scope.
+    """Return the stage of each equation as the user's scopes determine it.
 
-    Stages are the scopes in the order in which they first appear. In a model with `replicate`
-    scopes, `split` scopes are stages too.
+    Each scope is a stage, in the order in which scopes first appear. In a model with `replicate`
+    scopes, `split` scopes are stages too. Returns None if the model has no `replicate` scope.
 
     Raises:
-      ConfigError: an earlier scope reads a value of a later one; scopes are nested.
+      ConfigError: a scope reads a value of a later scope, or scopes are nested.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -412,7 +446,7 @@ def scoped_stages(forward: ClosedJaxpr) -> tuple[int, ...] | None:
     fixed = [None if s is None else number[s.key] for s in scopes]
     _check_order(eqns, fixed, named)
 
-    # backward: the first stage that reads an output of each equation
+    # backward over the equations: the first stage that reads an output of each
     readers: dict[Var, int] = {}
     first = [len(named)] * len(eqns)
     for i in reversed(range(len(eqns))):
@@ -423,7 +457,7 @@ def scoped_stages(forward: ClosedJaxpr) -> tuple[int, ...] | None:
         for a in _reads(eqns[i]):
             readers[a] = min(bound, readers.get(a, bound))
 
-    # forward: EPL's rule of minimum and maximum for the equations outside of scopes
+    # forward: EPL's rule of minimum and maximum for equations outside of scopes (module docstring)
     stage: dict[Var, int] = {}
     of_scope: set[Var] = set()
     stages: list[int] = []
@@ -449,14 +483,14 @@ def scoped_stages(forward: ClosedJaxpr) -> tuple[int, ...] | None:
 def _check_order(
     eqns: Sequence[JaxprEqn], fixed: Sequence[int | None], named: Sequence[Scope]
 ) -> None:
-    """Refuse scopes that read a value of a later scope."""
+    """Raise ConfigError if a scope reads a value of a later scope."""
     reached: dict[Var, int] = {}
     for eqn, stage in zip(eqns, fixed, strict=True):
         latest = max((reached.get(a, -1) for a in _reads(eqn)), default=-1)
         if stage is not None and latest > stage:
             raise ConfigError(
-                f"{eqn.primitive.name} in {named[stage]} reads what {named[latest]} makes, which "
-                "begins after it, and a stage cannot read from a later one; enter the scopes in "
-                "the order in which values go through them"
+                f"{eqn.primitive.name} in {named[stage]} reads a value of {named[latest]}, which "
+                "begins later, and a stage cannot read from a later stage; enter the scopes in the "
+                "order in which values flow through the model"
             )
         reached |= dict.fromkeys(eqn.outvars, max(latest, -1 if stage is None else stage))

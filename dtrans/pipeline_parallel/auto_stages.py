@@ -1,9 +1,9 @@
 """Choice of the number of stages for `num_stages="auto"`.
 
-The user's scopes determine it. Without scopes it is the number with the fastest step, by the costs
-of stages and by the schedule. More stages have less work each, and longer ramps at both ends. Among
-numbers that are about as fast (`balance.SLACK`) the least is chosen, since each stage takes a
-device.
+If the model has `dtrans.replicate` scopes, each scope is a stage. Otherwise the schedule is
+simulated with the estimated costs of stages for each possible number. More stages do less work
+each, but the pipeline takes longer to fill and to drain. The least number within a factor of
+`balance.SLACK` of the fastest is chosen, because each stage takes a device.
 """
 
 from __future__ import annotations
@@ -24,33 +24,32 @@ from dtrans.pipeline_parallel.stage_scan import loops_of, split_iterations, spli
 
 
 def auto_stages(forward: ForwardPass, o: PipelineOptions) -> tuple[PipelineOptions, Schedule]:
-    """Return options and schedule for the number of stages that scopes or costs choose.
+    """Choose the number of stages; return the options with this number, and the schedule.
 
     Args:
       forward: the forward pass to cut.
-      o: the options, for one stage.
+      o: the options; their `num_stages` is ignored.
 
     Raises:
-      ConfigError: scopes that chunks do not divide, or a policy that needs a number of stages.
+      ConfigError: the number of scopes is not a multiple of `chunks`, or the policy is
+        REPEATED_LAYERS, which needs a given number of stages.
     """
     if loops_of(forward):
         forward, _ = split_scans(forward, split_iterations(forward))
-    chunks = o.chunks if o.chunks > 1 else None
-    timetable = lambda n: schedule(o.schedule, n, o.num_micro_batch, chunks)
+    timetable = lambda n: schedule(o.schedule, n, o.num_micro_batch, o.chunks)
     by_scope = scoped_stages(forward.jaxpr)
     if by_scope is not None:
         count = max(by_scope) + 1
         if count % o.chunks:
             raise ConfigError(
-                f"num_stages='auto': the model has {count} scopes, which chunks={o.chunks} do not "
-                "divide; change chunks or the scopes"
+                f"num_stages='auto': the model has {count} scopes, which is not a multiple of "
+                f"chunks={o.chunks}; change chunks or the scopes"
             )
         best = count // o.chunks
     elif o.stages.policy == "REPEATED_LAYERS":
         raise ConfigError(
-            "num_stages='auto' and policy='REPEATED_LAYERS', which needs to know how many stages "
-            "share the layers; pass the number, or leave out the policy: the default avoids "
-            "cutting layers"
+            "num_stages is 'auto', but policy='REPEATED_LAYERS' needs a number of stages; pass the "
+            "number, or leave out the policy: the default policy avoids cutting layers"
         )
     else:
         counts = range(1, _most(forward, o) + 1)
@@ -61,20 +60,22 @@ def auto_stages(forward: ForwardPass, o: PipelineOptions) -> tuple[PipelineOptio
 
 
 def _most(forward: ForwardPass, o: PipelineOptions) -> int:
-    """Return the greatest number of stages that devices and equations allow."""
+    """Return the most stages to try: limited by the devices and by the equations with a cost."""
     work = sum(flops(e) > 0 for e in forward.eqns) or 1
     return max(1, min(_devices(o.stages.cluster, o.replicas), work // o.chunks))
 
 
 def _devices(cluster: Cluster, replicas: int) -> int:
-    """Return the number of devices of a replica, which is the most stages that it can have."""
+    """Return the most stages that the devices of one replica allow."""
     if cluster.slices is not None:  # [stage][replica][device]
         return len(cluster.slices)
-    return 1 if cluster.layout == "all" else len(cluster.devices or jax.devices()) // replicas
+    if cluster.layout == "all":
+        return 1
+    return len(cluster.devices or jax.devices()) // replicas
 
 
 def _makespan(forward: ForwardPass, o: PipelineOptions, timetable: Schedule) -> float:
-    """Return the duration of a step, in floating-point operations of a device."""
+    """Return the duration of a step; the unit is the time of one floating-point operation."""
     rate, batch = o.stages.flops_per_byte, forward.micro_batch_inputs
     stage_of = stages_of(
         forward.jaxpr,
@@ -83,6 +84,9 @@ def _makespan(forward: ForwardPass, o: PipelineOptions, timetable: Schedule) -> 
         flops_per_byte=rate,
         batch=batch,
     )
-    work = [c.flops + rate * c.sends for c in stage_costs(forward.jaxpr, stage_of, batch)]
-    # a backward pass computes two products for each product of the forward pass
-    return float(timetable.makespan(work, [2 * x for x in work], work))
+    work, backward = [], []
+    for cost in stage_costs(forward.jaxpr, stage_of, batch):
+        work.append(cost.flops + rate * cost.sends)
+        # a backward pass computes two products for each product of the forward pass
+        backward.append(2 * work[-1])
+    return float(timetable.makespan(work, backward, work))

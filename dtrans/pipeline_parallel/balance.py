@@ -1,10 +1,14 @@
-"""Cuts of a row of units into consecutive parts: two exact rules, and EPL's balance of op counts.
+"""Cuts of a list of costs into consecutive parts of similar cost.
 
-The functions see numbers only. `dtrans.pipeline_parallel.assign_stages` gives the costs of units
-and of cuts. Each function returns the start of each part: `(0, 3, 5)` stands for the units 0 to 2,
-3 to 4, and 5 to the end. It returns exactly the requested number of parts, all with units, or
-raises. EPL's original loses stages silently (six equal units in four stages become three), which
-leaves a device idle.
+There are two exact rules (`contiguous` and `balanced`), and EPL's balance of op counts
+(`partition_balance`). A *unit* is an entry of the list: in a pipeline, an equation or a block of
+equations. A part is a run of units. `crossing` is the cost of a cut: in a pipeline, of the bytes
+that cross it.
+
+Each function returns the first unit of each part: `(0, 3, 5)` means units 0 to 2, 3 to 4, and 5 to
+the end. It returns exactly the requested number of parts, each with at least one unit, or raises.
+EPL's original may return fewer parts (three parts for six equal units in four stages), which leaves
+a device idle.
 """
 
 from __future__ import annotations
@@ -19,24 +23,27 @@ import numpy as np
 from dtrans.errors import ConfigError
 
 
-SLACK = 1.1  # slower than the best by this factor is "about as fast": other criteria then decide
+# Ratio of costs up to which a choice counts as equally fast as the best, so that other criteria
+# decide between them.
+SLACK = 1.1
 
 
 def contiguous(costs: Sequence[float], crossing: Sequence[float], parts: int) -> tuple[int, ...]:
-    """Cut a row of units into parts so that the slowest part is as fast as possible.
+    """Cut a list of units into parts so that the cost of the slowest part is minimal.
 
-    Exact, in O(parts * units^2). Units i to j - 1 cost `sum(costs[i:j]) + crossing[j]`: their work,
-    and their output to the next part. Ties are broken in this order: least total crossing; most
-    even work (least sum of squares); earliest cut, from the last part backwards.
+    Exact, in O(parts * units^2). A part of the units i to j - 1 costs
+    `sum(costs[i:j]) + crossing[j]`: its work, plus the transfer of its output to the next part.
+    Ties are broken in this order: least total crossing; most even work (least sum of squares);
+    earliest cuts, compared from the last part backwards.
 
     Args:
       costs: the cost of each unit, at least 0.
-      crossing: `crossing[j]` is the cost of a cut in front of unit j. As long as `costs`; the first
-        is not used, and nothing crosses at the end.
+      crossing: `crossing[j]` is the cost of a cut in front of unit j. It has the length of `costs`;
+        `crossing[0]` is ignored.
       parts: the number of parts.
 
     Returns:
-      The start of each part: `parts` increasing numbers; the first is 0.
+      The first unit of each part: `parts` increasing numbers, beginning with 0.
 
     Raises:
       ConfigError: there are fewer units than parts, or a cost is negative or not finite.
@@ -57,14 +64,15 @@ def contiguous(costs: Sequence[float], crossing: Sequence[float], parts: int) ->
 
 
 def balanced(costs: Sequence[float], crossing: Sequence[float], parts: int) -> tuple[int, ...]:
-    """Cut a row of units at the least crossing, among cuts that leave the work near balance.
+    """Cut a list of units into parts of nearly balanced work, with the least total crossing.
 
-    Exact. A cut near balance has two limits. Each part does at most `SLACK` times the work of the
-    slowest part in the best cut. Each part does at least half of the most work that the lightest
-    part can have under the first limit. Ties are broken by parts that begin with the most expensive
-    units (a layer begins with its product), then by even work.
+    Exact. Two limits define "nearly balanced". The upper limit of a part's work is `SLACK` times
+    the work of the slowest part in the cut that minimizes it. Among the cuts within the upper limit
+    one maximizes the work of its lightest part; the lower limit is half of that work. Ties are
+    broken by parts that begin with the most expensive units (a layer begins with its product), then
+    by even work.
 
-    Arguments, result and errors are those of `contiguous`.
+    Arguments, result and errors are the same as for `contiguous`.
 
     Example:
       >>> from dtrans.pipeline_parallel.balance import balanced, contiguous
@@ -74,7 +82,7 @@ def balanced(costs: Sequence[float], crossing: Sequence[float], parts: int) -> t
     """
     _check(costs, parts)
     sent, work = _sent(costs, crossing), _work(costs)
-    units, dearest = len(costs), -np.asarray(costs, float)
+    units, first_unit = len(costs), -np.asarray(costs, float)
     most = SLACK * _extreme(units, parts, work, np.minimum, np.maximum, np.inf)
     within = lambda stop: np.where(work(stop) <= most, work(stop), -np.inf)
     least = _extreme(units, parts, within, np.maximum, np.minimum, -np.inf) / 2
@@ -84,24 +92,26 @@ def balanced(costs: Sequence[float], crossing: Sequence[float], parts: int) -> t
         parts,
         fits,
         lambda stop: sent[stop],
-        lambda stop: dearest[:stop],
+        lambda stop: first_unit[:stop],
         lambda stop: work(stop) ** 2,
     )
 
 
 def _sent(costs: Sequence[float], crossing: Sequence[float]) -> Any:
-    """Return the cost of a cut at each place; 0 at both ends."""
+    """Return an array with the cost of a cut in front of each unit; 0 at both ends of the list."""
     if len(crossing) != len(costs):
-        raise ConfigError(f"crossing has {len(crossing)} entries for {len(costs)} units")
+        raise ConfigError(
+            f"crossing has {len(crossing)} entries; expected one for each of the {len(costs)} units"
+        )
     sent = np.append(np.asarray(crossing, float), 0.0)
     sent[0] = 0.0
     if not (np.isfinite(sent).all() and (sent >= 0).all()):
-        raise ConfigError("a crossing has a cost that is negative or not finite; give 0 or more")
+        raise ConfigError("crossing has a cost that is negative or not finite; expected 0 or more")
     return sent
 
 
 def _work(costs: Sequence[float]) -> Callable[[int], Any]:
-    """Return a function from a stop to the work of the parts that end there, by start."""
+    """Return a function `work(stop)`: an array with the work of the part start:stop, by start."""
     done = np.concatenate([[0.0], np.cumsum(np.asarray(costs, float))])
     return lambda stop: done[stop] - done[:stop]
 
@@ -109,13 +119,16 @@ def _work(costs: Sequence[float]) -> Callable[[int], Any]:
 def _extreme(
     units: int, parts: int, cost: Callable[[int], Any], best: Any, worst: Any, none: float
 ) -> float:
-    """Return the cost of the worst part in the best cut into `parts` parts.
+    """Return the cost of the worst part, for the cut into `parts` parts whose worst part is best.
+
+    With `best=np.minimum, worst=np.maximum` that is the least possible cost of the slowest part.
+    With the two swapped it is the greatest possible cost of the lightest part.
 
     Args:
       units, parts: the number of units, and of parts.
-      cost: the costs of the parts that end at a stop, by start.
-      best, worst: `np.minimum` and `np.maximum`, or in the other order.
-      none: the cost without any cut: worse than all.
+      cost: `cost(stop)` is an array with the cost of the part start:stop, by start.
+      best, worst: `np.minimum` and `np.maximum`, in either order.
+      none: a cost worse than all others: inf or -inf.
     """
     totals = np.full(units + 1, none)
     totals[0] = -none
@@ -130,15 +143,19 @@ def _extreme(
 def _best(
     units: int, parts: int, fits: Callable[[int], Any], *keys: Callable[[int], Any]
 ) -> tuple[int, ...]:
-    """Return the starts of parts that fit, with the least sum of the first key, then of the next.
+    """Return the starts of the best cut whose parts all fit.
+
+    The best cut has the least sum of the first key over its parts. Ties are broken by the sum of
+    the next key.
 
     Args:
       units, parts: the number of units, and of parts.
-      fits: for a stop, True for each start whose part is allowed.
-      keys: for a stop, the key of the part from each start to the stop; or one number for all
-        starts.
+      fits: `fits(stop)` is an array: True for each start such that the part start:stop is allowed.
+      keys: `key(stop)` is the key of the part start:stop, as an array by start or as one number for
+        all starts.
     """
-    # dynamic programming over (part, stop): `totals` has the keys of the best cut up to each stop
+    # dynamic programming over (part, stop): `totals[k, stop]` is the sum of key k for the best cut
+    # of the units before `stop`
     totals = np.full((len(keys), units + 1), np.inf)
     totals[:, 0] = 0.0
     came_from = np.zeros((parts, units + 1), int)
@@ -155,7 +172,7 @@ def _best(
             for k, key in enumerate(keys):
                 now[k, stop] = (totals[k, :stop] + key(stop))[left[0]]
         totals = now
-    # back along the best cut
+    # trace the best cut back from its end
     starts = [units]
     for part in reversed(range(parts)):
         starts.append(int(came_from[part, starts[-1]]))
@@ -163,11 +180,12 @@ def _best(
 
 
 def partition_balance(weights: Sequence[int], parts: int) -> tuple[int, ...]:
-    """Balance op counts as EPL does: fill parts in order, up to the least size that is enough.
+    """Balance op counts as EPL does: fill the parts in order, each up to the same size.
 
-    A part ends early when the remaining units are just enough for the remaining parts. EPL does not
-    end it, and gives fewer parts than requested. EPL also scales weights to 0..100 first, which
-    rounds; weights are not scaled here. (epl/parallel/partitioner.py, `partition_balance`)
+    The size is the least that needs no more than `parts` parts. There are two differences from EPL
+    (epl/parallel/partitioner.py, `partition_balance`). Here a part ends early if each remaining
+    unit is needed for a part of its own; EPL then returns fewer parts than requested. EPL scales
+    and rounds weights to 0..100, which is omitted here.
 
     Raises:
       ConfigError: there are fewer units than parts, or a weight is negative.
@@ -202,7 +220,7 @@ def partition_balance(weights: Sequence[int], parts: int) -> tuple[int, ...]:
 
 
 def part_of_each(starts: Sequence[int], units: int) -> tuple[int, ...]:
-    """Return the part of each unit.
+    """Return the index of the part that contains each unit.
 
     Example:
       >>> from dtrans.pipeline_parallel.balance import part_of_each
@@ -217,8 +235,8 @@ def part_of_each(starts: Sequence[int], units: int) -> tuple[int, ...]:
 
 def _check(costs: Sequence[float], parts: int) -> None:
     if parts < 1:
-        raise ConfigError(f"{parts} parts: there must be at least one")
+        raise ConfigError(f"parts is {parts}; expected 1 or more")
     if len(costs) < parts:
         raise ConfigError(f"{len(costs)} units cannot fill {parts} parts; ask for fewer parts")
     if any(not math.isfinite(c) or c < 0 for c in costs):
-        raise ConfigError("a unit has a cost that is negative or not finite; give 0 or more")
+        raise ConfigError("a unit has a cost that is negative or not finite; expected 0 or more")

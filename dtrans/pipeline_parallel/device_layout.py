@@ -1,18 +1,19 @@
-"""Virtual devices: the devices of a job that each stage of a pipeline has.
+"""Assignment of a job's devices to the stages and replicas of a pipeline.
 
-A stage has a grid of devices with one row for each replica of the model. A row has the devices that
-one replica of the stage uses. A layout deals the devices of the job out into grids:
+Each stage gets a grid of devices, an array of shape [replica, device]. A row of the grid lists the
+devices that one replica of the stage uses. A layout fills the grids:
 
-- `auto`: replica by replica, stage by stage, the next devices in order. The stages of one replica
-  are neighbours, and the replicas of one stage lie apart. Activations then cross short links,
-  gradients long ones.
-- `aware_row`: for processes of one device each. The replicas of one stage are neighbours.
-- `all`: one stage, which has every device.
-- `specific`: grids that the user wrote down.
+- `auto`: takes devices in order, replica by replica, and stage by stage within a replica. The
+  stages of one replica are neighbours, so activations cross short links. The replicas of one stage
+  are far apart, so gradients cross long links.
+- `aware_row`: for processes with one device each. The replicas of one stage are neighbours.
+- `all`: gives all devices to one stage.
+- `specific`: uses grids that the user wrote.
 
-Devices are ordered by host (`process_index`): all devices of one host and then all of the next, or
-the first device of each host and then the second of each. Devices outside of all grids stay idle.
-The grids list them, and EPL does not mention them.
+Devices are ordered by host (`process_index`), in one of two orders. The first order lists all
+devices of one host before the devices of the next host. The second order takes the first device of
+every host, then the second of every host. Devices outside of all grids stay idle, and
+`VirtualDevices.idle` lists them.
 
 Source: `Cluster` and its layouts of EPL (epl/cluster.py).
 """
@@ -34,10 +35,10 @@ LAYOUTS = ("auto", "all", "specific", "aware_row")
 
 
 class VirtualDevices(tuple[np.ndarray[Any, Any], ...]):
-    """The grids of all stages, each an array of devices of shape [replica, device].
+    """Tuple of the grids of all stages, each an array of devices of shape [replica, device].
 
     Attributes:
-      idle: the devices of the cluster outside of all grids, in the cluster's order.
+      idle: the devices of the cluster that are in no grid, in the cluster's order.
     """
 
     idle: tuple[Any, ...]
@@ -51,12 +52,12 @@ class VirtualDevices(tuple[np.ndarray[Any, Any], ...]):
 
     @property
     def replicas(self) -> int:
-        """Return the number of replicas of the model."""
+        """The number of replicas of the model."""
         return len(self[0])
 
     @property
     def notes(self) -> list[str]:
-        """Return a remark that lists idle devices, if there are any."""
+        """A remark that lists the idle devices; an empty list if no device is idle."""
         if not self.idle:
             return []
         subject = "1 device is" if len(self.idle) == 1 else f"{len(self.idle)} devices are"
@@ -65,25 +66,25 @@ class VirtualDevices(tuple[np.ndarray[Any, Any], ...]):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Cluster:
-    """The devices of a job, with the layout that deals them out to the stages of a pipeline.
+    """Devices of a job, and the layout that assigns them to the stages of a pipeline.
 
     Args:
-      layout: "auto": replica by replica, stage by stage, the next devices in order. "all": one
-        stage, which has every device. "specific": the grids in `slices`. "aware_row": as "auto",
-        but the replicas of a stage are neighbours, machine by machine. Every process then has one
-        device, and every stage uses one per replica.
-      devices: all devices, each once; by default `jax.devices()`. A device is any hashable object
-        with a `process_index`, the number of its host.
-      slices: with "specific", the devices as [stage][replica][device].
-      prefer_intra_node: with "auto" and "all", take all devices of a host before those of the next.
-        If False, take the first device of every host before the second of any.
+      layout: "auto": take devices in order, replica by replica, and stage by stage within a
+        replica. "all": give all devices to one stage. "specific": use the grids in `slices`.
+        "aware_row": take devices machine by machine, so that the replicas of a stage are
+        neighbours. Each process must then have one device, and each stage one device per replica.
+      devices: all devices, without repetition; by default `jax.devices()`. A device is any hashable
+        object with a `process_index`, the number of its host.
+      slices: the devices as [stage][replica][device], for "specific".
+      prefer_intra_node: for "auto" and "all": take all devices of a host before the devices of the
+        next host. If False, take the first device of every host, then the second of every host.
 
     Raises:
-      ConfigError: an unknown layout, `slices` without "specific" or "specific" without `slices`, or
-        a device twice.
+      ConfigError: the layout is unknown, `slices` is given without "specific" or missing with it,
+        or a device is listed twice.
 
     Source: `Cluster` of EPL (epl/cluster.py), and `cluster.device_place_prefer_intra_node` of its
-    configuration. EPL's "all" takes hosts in order whatever the preference is.
+    configuration. EPL's "all" ignores that option and always takes hosts in order.
 
     Example:
       >>> import dataclasses
@@ -103,17 +104,18 @@ class Cluster:
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
-            raise ConfigError(f"layout={self.layout!r} is none of {', '.join(LAYOUTS)}")
-        if (self.slices is not None) != (self.layout == "specific"):
-            needs = "needs slices=" if self.slices is None else "has no use for slices="
+            raise ConfigError(f"layout is {self.layout!r}; expected one of {', '.join(LAYOUTS)}")
+        if self.layout == "specific" and self.slices is None:
+            raise ConfigError("layout='specific' needs slices=[stage][replica][device]")
+        if self.layout != "specific" and self.slices is not None:
             raise ConfigError(
-                f"layout={self.layout!r} {needs}[stage][replica][device], which is for "
-                "layout='specific'"
+                f"layout is {self.layout!r}, but slices= needs layout='specific'; pass only one of "
+                "them"
             )
         if self.layout in ("specific", "aware_row") and not self.prefer_intra_node:
             raise ConfigError(
-                f"layout={self.layout!r} fixes the order of devices; prefer_intra_node=False is "
-                "for the other layouts"
+                f"layout={self.layout!r} fixes the order of devices, so prefer_intra_node=False "
+                "has no effect; leave it out"
             )
         if self.devices is not None:
             _check_distinct(self.devices, "devices")
@@ -127,42 +129,37 @@ class Cluster:
           device_counts: the number of devices that one replica of each stage uses.
           replicas: the number of replicas of the model; by default the number that uses all
             devices.
-          use_all: raise if devices stay idle.
-
-        Returns:
-          A tuple with one array for each stage, of shape [replica, device]. It has an attribute
-          `idle`.
+          use_all: raise ConfigError if any device stays idle.
 
         Raises:
-          ConfigError: too few devices, idle devices with `use_all`, devices that do not divide into
-            replicas, or `slices` of different sizes.
+          ConfigError: there are too few devices, `use_all` is set and devices stay idle, or
+            `slices` has different sizes. Without `replicas`, also if the number of devices is not a
+            multiple of those that a replica uses.
         """
         counts = list(device_counts)
         if not counts or min(counts) < 1:
             raise ConfigError(
-                f"device_counts={counts}: a pipeline has at least one stage, and each has at least "
-                "one device"
+                f"device_counts is {counts}; expected a number for each stage, each 1 or more"
             )
         if replicas is not None and replicas < 1:
-            raise ConfigError(f"replicas={replicas}: a model has at least one replica")
+            raise ConfigError(f"replicas is {replicas}; expected 1 or more")
         devices = list(jax.devices() if self.devices is None else self.devices)
         if not devices:
-            raise ConfigError("the cluster has no devices")
+            raise ConfigError("Cluster(devices=[]) has no devices; expected at least one")
         grids = _RULES[self.layout](self, devices, counts, replicas)
         used = {d for grid in grids for d in grid.flat}
-        dealt = VirtualDevices(grids, (d for d in devices if d not in used))
-        if use_all and dealt.idle:
+        found = VirtualDevices(grids, (d for d in devices if d not in used))
+        if use_all and found.idle:
             raise ConfigError(
-                f"layout={self.layout!r}: {dealt.notes[0]}. Ask for more replicas, or for other "
-                "stages"
+                f"layout={self.layout!r}: {found.notes[0]}; ask for more replicas or more stages"
             )
-        return dealt
+        return found
 
 
 def _auto(
     cluster: Cluster, devices: list[Any], counts: list[int], replicas: int | None
 ) -> list[np.ndarray[Any, Any]]:
-    """Lay out devices in order, replica by replica and stage by stage."""
+    """Return grids that take devices in order, replica by replica, then stage by stage."""
     replicas = _replicas(cluster, len(devices), counts, replicas)
     following = iter(_ordered(devices, cluster.prefer_intra_node))
     stages: list[list[list[Any]]] = [[] for _ in counts]
@@ -175,17 +172,17 @@ def _auto(
 def _all(
     cluster: Cluster, devices: list[Any], counts: list[int], replicas: int | None
 ) -> list[np.ndarray[Any, Any]]:
-    """Lay out every device, in one stage."""
+    """Return a grid of all devices for the only stage."""
     if len(counts) > 1:
         raise ConfigError(
-            f"layout='all' gives one stage every device, and there are {len(counts)} stages; use "
-            "layout='auto'"
+            f"layout='all' gives all devices to one stage, but the model has {len(counts)} stages; "
+            "use layout='auto'"
         )
     most = _replicas(cluster, len(devices), counts, None)
     if replicas not in (None, most):
         raise ConfigError(
-            f"layout='all' makes {most} replicas of {len(devices)} devices at {counts[0]} each, "
-            f"and replicas={replicas}; use layout='auto', which can leave devices idle"
+            f"replicas is {replicas}, but layout='all' divides {len(devices)} devices into {most} "
+            f"replicas of {counts[0]}; use layout='auto', which can leave devices idle"
         )
     return _auto(cluster, devices, counts, most)
 
@@ -193,36 +190,37 @@ def _all(
 def _specific(
     cluster: Cluster, devices: list[Any], counts: list[int], replicas: int | None
 ) -> list[np.ndarray[Any, Any]]:
-    """Lay out devices as `cluster.slices` lists them."""
+    """Return the grids of `cluster.slices`, after checks of their sizes and devices."""
     assert cluster.slices is not None
-    # rows may be arrays, which `+=` would add to the list entry by entry
+    # rows may be NumPy arrays; as lists, `listed += row` below appends their entries
     slices = [list(map(list, stage)) for stage in cluster.slices]
     known = set(devices)
     if len(slices) != len(counts):
         raise ConfigError(
-            f"slices has {len(slices)} stages, and the model has {len(counts)}; give one entry for "
-            "each stage"
+            f"slices has {len(slices)} stages, but the model has {len(counts)}; list devices for "
+            "each stage of the model"
         )
-    wanted = len(slices[0]) if replicas is None else replicas
+    wanted, source = replicas, "the value of replicas"
+    if wanted is None:
+        wanted, source = max(1, len(slices[0])), "as in slices[0]"
     listed: list[Any] = []
     for s, (stage, count) in enumerate(zip(slices, counts, strict=True)):
-        if len(stage) != wanted or not wanted:
-            source = "slices[0]" if replicas is None else "replicas"
+        if len(stage) != wanted:
             raise ConfigError(
-                f"slices[{s}] has {len(stage)} replicas, and {source} says {wanted}; give every "
-                "stage the same number, at least 1"
+                f"slices[{s}] lists {len(stage)} replicas; expected {wanted}, {source}: list the "
+                "same number for every stage, at least 1"
             )
         for r, row in enumerate(stage):
             if len(row) != count:
                 raise ConfigError(
-                    f"slices[{s}][{r}] has {len(row)} devices, and a replica of stage {s} uses "
-                    f"{count}; list {count}"
+                    f"slices[{s}][{r}] has {len(row)} devices, but a replica of stage {s} uses "
+                    f"{count}; list {count} devices"
                 )
             unknown = next((d for d in row if d not in known), None)
             if unknown is not None:
                 raise ConfigError(
-                    f"slices[{s}][{r}] has {unknown}, which is none of the {len(known)} "
-                    "devices; list devices of the cluster"
+                    f"slices[{s}][{r}] contains {unknown}, which is not one of the {len(known)} "
+                    "devices of the cluster; list devices from Cluster.devices"
                 )
             listed += row
     _check_distinct(listed, "slices")
@@ -232,17 +230,17 @@ def _specific(
 def _aware_row(
     cluster: Cluster, devices: list[Any], counts: list[int], replicas: int | None
 ) -> list[np.ndarray[Any, Any]]:
-    """Lay out a run of neighbours for each stage, machine by machine."""
+    """Return grids that take devices machine by machine, all replicas of a stage together."""
     for process, its_devices in _hosts(devices).items():
         if len(its_devices) > 1:
             raise ConfigError(
-                f"layout='aware_row' is for processes of one device each, and process {process} "
-                f"has {len(its_devices)}; use layout='auto'"
+                f"layout='aware_row' is for processes with one device each, but process {process} "
+                f"has {len(its_devices)} devices; use layout='auto'"
             )
     if max(counts) > 1:
         raise ConfigError(
-            "layout='aware_row' gives each replica of a stage one device, and "
-            f"device_counts={counts}; use layout='auto'"
+            f"device_counts is {counts}, but layout='aware_row' gives each replica of a stage one "
+            "device; use layout='auto'"
         )
     machines: dict[Hashable, list[Any]] = {}
     for device in devices:
@@ -250,11 +248,11 @@ def _aware_row(
     sizes = list(map(len, machines.values()))
     if len(set(sizes)) > 1:
         raise ConfigError(
-            f"layout='aware_row' needs as many processes on every machine, and they have {sizes}; "
-            "use layout='auto'"
+            "layout='aware_row' needs the same number of processes on every machine, but the "
+            f"machines have {sizes} processes; use layout='auto'"
         )
     replicas = _replicas(cluster, len(devices), counts, replicas)
-    # the machine of the first process stays first: that process writes checkpoints and summaries
+    # the machine of process 0 comes first, because process 0 writes checkpoints and summaries
     first = min(devices, key=lambda d: d.process_index)
     rows = sorted(machines.values(), key=lambda row: first not in row)
     following = iter([[device] for row in rows for device in row])
@@ -265,8 +263,8 @@ _RULES = {"auto": _auto, "all": _all, "specific": _specific, "aware_row": _aware
 
 
 def _grid(rows: Sequence[Sequence[Any]]) -> np.ndarray[Any, Any]:
-    """Return devices as an array of shape [replica, device]."""
-    # filled row by row: `np.array` would take devices that are tuples for another dimension
+    """Return an array of devices with shape [replica, device]."""
+    # filled row by row, because `np.array` would turn devices that are tuples into a dimension
     grid = np.empty((len(rows), len(rows[0])), dtype=object)
     for r, row in enumerate(rows):
         grid[r, :] = row
@@ -274,20 +272,20 @@ def _grid(rows: Sequence[Sequence[Any]]) -> np.ndarray[Any, Any]:
 
 
 def _replicas(cluster: Cluster, total: int, counts: list[int], replicas: int | None) -> int:
-    """Return the requested number of replicas, or the number that fills all devices."""
+    """Return the requested number of replicas; by default, the number that uses all devices."""
     per_replica = sum(counts)
     use = f"one replica of {len(counts)} stages uses {per_replica} devices"
     if replicas is None:
         if total % per_replica or total < per_replica:
             raise ConfigError(
-                f"layout={cluster.layout!r}: {use}, and {total} devices do not divide into "
-                "replicas; pass replicas= to leave some idle"
+                f"layout={cluster.layout!r}: {use}, and {total} devices are not a multiple of "
+                "that; pass replicas= to leave some devices idle"
             )
         return total // per_replica
     if replicas * per_replica > total:
         raise ConfigError(
-            f"layout={cluster.layout!r}: {use}, and {replicas} replicas {replicas * per_replica}; "
-            f"there are {total}: ask for fewer replicas or stages"
+            f"layout={cluster.layout!r}: {use}, so {replicas} replicas need "
+            f"{replicas * per_replica}, but there are {total}; ask for fewer replicas or stages"
         )
     return replicas
 
@@ -300,24 +298,26 @@ def _hosts(devices: Iterable[Any]) -> dict[int, list[Any]]:
     return hosts
 
 
-def _ordered(devices: Iterable[Any], rows: bool) -> list[Any]:
-    """Return all devices, host after host or the first of every host first."""
+def _ordered(devices: Iterable[Any], host_by_host: bool) -> list[Any]:
+    """Return all devices host by host; if False, the first of every host, then the second."""
     hosts = _hosts(devices).values()
-    if rows:
+    if host_by_host:
         return list(itertools.chain(*hosts))
     columns = itertools.zip_longest(*hosts)  # hosts may have unequal numbers
     return [d for column in columns for d in column if d is not None]
 
 
 def _machine(device: Any) -> Hashable:
-    """Return a key of a device's machine: JAX's slice index, or the process without one."""
+    """Return a key of a device's machine: JAX's slice index if it has one, else its process."""
     index = getattr(device, "slice_index", None)
-    return ("process", device.process_index) if index is None else ("slice", index)
+    if index is None:
+        return ("process", device.process_index)
+    return ("slice", index)
 
 
 def _check_distinct(devices: Sequence[Any], where: str) -> None:
     seen: set[Any] = set()
     for device in devices:
         if device in seen:
-            raise ConfigError(f"{where} has {device} twice; list each device once")
+            raise ConfigError(f"{where} contains {device} twice; list each device once")
         seen.add(device)

@@ -1,11 +1,11 @@
-"""Forward pass of a micro-batch: the loss function of a step, laid out as one list of equations.
+"""Forward pass of a micro-batch: the loss function of a step as one flat list of equations.
 
-    prelude    equations before the loss: a key that is split, parameters in another type
-    eqns       the loss function, and equations on its results
-    diff       the values that the loss is differentiated by, and their leaves
+    prelude    equations that precede the loss function: split a key, cast parameters
+    eqns       equations of the loss function, and later equations that read its results
+    diff       inputs with respect to which the loss is differentiated
 
-`dtrans.pipeline_parallel.assign_stages` cuts `eqns` into stages. Each stage computes the part of
-the prelude that it reads. This module does not differentiate.
+`dtrans.pipeline_parallel.assign_stages` cuts `eqns` into stages. Each stage recomputes the values
+of the prelude that it reads. `dtrans.pipeline_parallel.stage_vjp` differentiates the stages later.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from dtrans._jax import (
 from dtrans.errors import GradientError
 from dtrans.ir.builder import Builder, read_from
 from dtrans.ir.dataflow import (
-    all_operands,
     backward_slice,
     live_equations,
     needed_equations,
     propagate,
     variables,
+    variables_read,
 )
 from dtrans.ir.inline import inline_calls
 from dtrans.ir.selection import invert, subset, values_at
@@ -45,21 +45,21 @@ from dtrans.step.summary import Summary, summaries, summary_p
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ForwardPass(HoldsJaxpr):
-    """The forward pass of a step.
+    """Forward pass of a step for one micro-batch.
 
     Attributes:
       step: the step, captured (`dtrans.step.capture`) and cut.
-      jaxpr: the equations. Inputs are the keys of `sources`; outputs are the loss, then `results`.
-      diff: each input by which the loss is differentiated, to the leaf with this gradient.
-      sources: each input of `jaxpr`, to its value in the step: an input of the step, or an output
-        of the prelude.
-      prelude: equations of the step that compute these values.
+      jaxpr: the equations. Its inputs are the keys of `sources`; its outputs are the loss, then
+        `results`.
+      diff: input of `jaxpr` -> the leaf whose gradient is the derivative by this input.
+      sources: input of `jaxpr` -> its value in the step: an input of the step, or an output of the
+        prelude.
+      prelude: the equations of the step that compute the values of `sources`.
       loss: the value to differentiate.
-      results: results of the step that the forward pass computes, by name. They include state
-        (batch statistics) and summaries.
-      summaries: the summaries of the step (`dtrans.summary`); `results` has their values, by
-        `summary_name`.
-      collected: result, or summary, to its collection (`dtrans.collect`).
+      results: name -> value, for results of the step that the forward pass computes. They include
+        updated state (batch statistics) and values of summaries, named by `summary_name`.
+      summaries: the summaries of the step (`dtrans.summary`).
+      collected: name of a result or summary -> its collection (`dtrans.collect`).
     """
 
     step: Cut
@@ -75,7 +75,13 @@ class ForwardPass(HoldsJaxpr):
     def write_prelude(
         self, b: Builder, wanted: Sequence[Atom], inputs: Mapping[Var, Atom]
     ) -> list[Atom]:
-        """Write the equations of the prelude that compute `wanted` from the step's inputs."""
+        """Write the equations of the prelude that compute `wanted`, and return the new values.
+
+        Args:
+          b: the builder to write to.
+          wanted: values of the prelude.
+          inputs: input of the step -> its value in `b`.
+        """
         eqns = needed_equations(opened(self.prelude).eqns, wanted)
         return b.inline_part(self.prelude, inputs, eqns, wanted)
 
@@ -85,11 +91,11 @@ class ForwardPass(HoldsJaxpr):
         return [v for v, a in self.sources.items() if not self.is_state(a)]
 
     def is_state(self, value: Atom) -> bool:
-        """Return True if a value of the prelude depends on no input of the batch."""
+        """Return True if a value of the prelude depends only on parameters and optimizer state."""
         return all(n not in self.step.batch for n in self.inputs_of([value]))
 
     def inputs_of(self, wanted: Sequence[Atom]) -> list[str]:
-        """Return the names of the step's inputs that values of the prelude depend on."""
+        """Return the names of the step's inputs on which values of the prelude depend."""
         names = dict(zip(self.step.program.inner.invars, self.step.program.in_names, strict=True))
         _, leaves = backward_slice(self.prelude.jaxpr.eqns, wanted)
         return [n for v, n in names.items() if v in leaves]
@@ -99,14 +105,14 @@ def forward_pass(step: Cut) -> ForwardPass:
     """Return the forward pass of a captured step.
 
     Raises:
-      GradientError: gradients are used without their marks.
+      GradientError: the step uses gradients that `dtrans.value_and_grad` did not return.
     """
     source = step.program
     inner, outs, ins = source.inner, source.outvars, source.invars
     eqn = loss_of(source)
     at = inner.eqns.index(eqn)
 
-    # the equations of the step outside of the loss that results and callbacks need
+    # the equations outside of the loss function that results and host callbacks need
     from_forward = [n for n in step.frozen if outs[n] is not ins[n]]
     names = [n for n in (*step.results, *from_forward) if n not in step.from_gradients]
     wanted: list[Atom] = values_at(outs, names)
@@ -114,7 +120,7 @@ def forward_pass(step: Cut) -> ForwardPass:
         wanted += inner.eqns[i].invars
     needed = sorted({*backward_slice(inner.eqns, wanted)[0], *step.early, at})
 
-    # the loss function: once with the marks of collections, once without
+    # the loss function, once with the marks of `dtrans.collect` and once without
     marked = inline_calls(eqn.params["loss"], keep=(COLLECT,), rules=True)
     body = inline_calls(eqn.params["loss"], rules=True)
     loss_body = opened(body)
@@ -122,7 +128,8 @@ def forward_pass(step: Cut) -> ForwardPass:
     differentiated, others = operands_of(eqn.replace(params={**eqn.params, "loss": body}))
     _check(step, eqn, count, needed, at)
 
-    # equations on the loss's results read them under the names that they have inside
+    # Outside of the loss function its results have other variables than inside. Equations that
+    # follow it are rewritten to read the variables inside.
     env: dict[Var, Atom] = dict(zip(eqn.outvars[:count], loss_body.outvars, strict=True))
     after = propagate(inner.eqns, dict.fromkeys(eqn.outvars, 1), {})
     eqns = list(loss_body.eqns)
@@ -131,26 +138,28 @@ def forward_pass(step: Cut) -> ForwardPass:
         if i != at and (any(map(after.get, late.outvars)) or i in step.early):
             eqns.append(late.replace(invars=read_from(env, late.invars)))
 
-    # results, among them summaries, whose equations go
+    # results, including the values of summaries; the equations of summaries are removed
     shown = summaries(closed([], [], [], [], eqns, body))
     results = dict(zip(names, read_from(env, values_at(outs, names)), strict=True))
     results |= {summary_name(s.tag): s.atom for s in shown if s.atom is not None}
-    keys = _collected(marked, body, eqn, subset(outs, names), shown)
+    keys = _collected(marked, eqn, subset(outs, names), shown)
     plain = [e for e in eqns if e.primitive is not summary_p]
     eqns = live_equations(plain, [loss, *results.values()])
 
-    # inputs and constants: those of the loss function, and values of the step around it
-    steps_constants = dict(zip(inner.constvars, constants(source.jaxpr), strict=True))
+    # inputs and constants: of the loss function, and values of the step that late equations read
+    step_constants = dict(zip(inner.constvars, constants(source.jaxpr), strict=True))
     constant_of = dict(zip(loss_body.constvars, constants(body), strict=True))
     sources: dict[Var, Atom] = {**differentiated, **others}
     local = {*sources, *constant_of}
     for e in eqns:
         local.update(e.outvars)
-    reads = [*all_operands(eqns), *results.values()]
-    for v in dict.fromkeys(variables(reads)):
-        if v in steps_constants and v not in local:
-            constant_of[v] = steps_constants[v]
-        elif v not in local:
+    reads = dict.fromkeys(variables_read(eqns, results.values()))
+    for v in reads:
+        if v in local:
+            continue
+        if v in step_constants:
+            constant_of[v] = step_constants[v]
+        else:
             sources[v] = v
     jaxpr = closed(
         [*constant_of],
@@ -171,23 +180,22 @@ def forward_pass(step: Cut) -> ForwardPass:
 
 
 def summary_name(tag: str) -> str:
-    """Return the name of the result that a summary shows."""
+    """Return the name under which a pipeline returns the value of a summary."""
     return f"@summary/{tag}"
 
 
 def _collected(
     marked: ClosedJaxpr,
-    body: ClosedJaxpr,
     eqn: JaxprEqn,
     outs: Mapping[str, Atom],
     shown: Sequence[Summary],
 ) -> dict[str, str]:
-    """Return the collection of each result and summary that has one.
+    """Return the collection of each result and summary that was passed to `dtrans.collect`.
 
     Args:
-      marked: the loss function with the marks of collections; `body` is the same without them.
-      eqn: the equation of the step that contains it.
-      outs: the results of the step.
+      marked: the loss function with the marks of `dtrans.collect`.
+      eqn: the equation of the step that calls the loss function.
+      outs: name -> value, for the results of the step.
       shown: the summaries of the step.
     """
     keys = collected(marked)
@@ -195,7 +203,10 @@ def _collected(
     for v, a in zip(eqn.outvars, opened(marked).outvars, strict=False):
         if isinstance(a, Var) and a in keys:
             of_output[v] = keys[a]
-    found = {n: of_output[a] for n, a in outs.items() if isinstance(a, Var) and a in of_output}
+    found = {}
+    for n, a in outs.items():
+        if isinstance(a, Var) and a in of_output:
+            found[n] = of_output[a]
     atoms = {s.tag: s.atom for s in summaries(marked)}
     for s in shown:
         atom = atoms.get(s.tag)
@@ -205,7 +216,7 @@ def _collected(
 
 
 def _check(step: Cut, eqn: JaxprEqn, count: int, needed: Sequence[int], at: int) -> None:
-    """Refuse gradients that the step reads without their marks."""
+    """Raise GradientError if the step reads gradients that were not marked."""
     inner = step.program.inner
     raw = set(eqn.outvars[count:])
     for e in inner.eqns:

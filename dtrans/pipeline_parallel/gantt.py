@@ -1,7 +1,7 @@
-"""Tick tables and Gantt charts of a pipeline's timed tasks, planned or measured.
+"""Tick tables and Gantt charts of pipeline schedules, simulated or measured.
 
 A chart has a row for each device and a bar for each task. A bar shows the number of its micro-batch
-if it is wide enough. Idle time is grey. One picture may have several charts, such as the plan and
+if the number fits. Idle time is grey. One image may contain several charts, such as the plan and
 the measured run.
 """
 
@@ -23,30 +23,31 @@ if TYPE_CHECKING:
 
 Ticks: TypeAlias = Sequence[Sequence[Task | None]]
 
-# Kind to its title and its colours by chunk; the last two are dark. Kinds differ in lightness too:
-# for print, and for readers who do not see all colours.
+# Kind of task -> its title, and its colour for each chunk; the last two colours are dark. Kinds
+# differ in lightness too, so that charts can be read in black and white.
 KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "F": ("forward", ("#a6d0ec", "#6aaada", "#3478b4", "#1d4a76")),
     "B": ("backward", ("#f7ad69", "#e07f2a", "#b1560f", "#7a3906")),
     "W": ("gradients of weights", ("#dde9a4", "#b4cb62", "#7f972f", "#52641a")),
 }
 _DARK = {colour for _, colours in KINDS.values() for colour in colours[2:]}
-# colour; characters of a line of text; points of the numbers in bars
-_IDLE, _LINE, _TEXT = "#eeeeee", 120, 7.0
+_IDLE = "#eeeeee"  # colour of idle time
+_LINE = 120  # characters in a line of a tick table
+_TEXT = 7.0  # font size of the numbers in bars, in points
 
 
 # -- tables ----------------------------------------------------------------------------------------
 
 
 def text(title: str, ticks: Ticks) -> str:
-    """Return the tick table of a schedule as text; `.` is idle.
+    """Return the tick table of a schedule as text.
 
-    A table of more than 120 characters a line continues below. `F3` is the forward task of
-    micro-batch 3. If devices have several model stages, the task at model stage 5 is `F3@5`.
+    `F3` is the forward task of micro-batch 3, and `.` is an idle tick. If devices have several
+    model stages, `F3@5` is the forward task at model stage 5. Lines are wrapped at 120 characters.
 
     Args:
       title: the first line.
-      ticks: rows are devices, columns ticks, None is idle.
+      ticks: the task of each device in each tick, as [device][tick]; None if idle.
     """
     table = [list(map(str, range(len(ticks[0]))))]
     for row in ticks:
@@ -64,7 +65,7 @@ def text(title: str, ticks: Ticks) -> str:
 
 
 def html(title: str, ticks: Ticks) -> str:
-    """Return the tick table of a schedule as HTML, in colours; arguments as for `text`."""
+    """Return the tick table of a schedule as coloured HTML; see `text` for the arguments."""
     rows = []
     for device, row in enumerate(ticks):
         cells = []
@@ -109,33 +110,36 @@ def draw(
     num_devices: int = 0,
     unit: str | Sequence[str] = "",
 ) -> None:
-    """Draw timed tasks into an image file, a panel for each play; times count from its first start.
+    """Draw Gantt charts into an image file, one panel for each play.
 
-    In an SVG file each bar is a group with an id such as `play0-F3-stage1`.
+    Times in a panel count from its first task. In an SVG file each bar is a group with an id such
+    as `play0-F3-stage1`.
 
     Args:
       path: the file; its suffix selects the format: .svg, .png, or another that matplotlib writes.
-      plays: titles and timed tasks. The bubble is added to the title.
-      num_devices: the number of devices, if it is more than those that have a task.
-      unit: the unit of the times: one for all panels, which then share a scale, or one for each.
+      plays: a title and timed tasks for each panel. The bubble is added to the title.
+      num_devices: the number of rows, if it exceeds the number of devices with a task.
+      unit: the unit of time: one for all panels, or one for each. Panels with equal units share a
+        scale.
 
     Raises:
-      ConfigError: matplotlib is not installed, the file cannot be written, or there is nothing to
-        draw.
+      ConfigError: matplotlib is not installed, the file cannot be written, or `plays` has no tasks.
     """
     file, panels = Path(path), [(title, Play(timed)) for title, timed in plays]
-    units = [unit] * len(panels) if isinstance(unit, str) else list(unit)
+    if isinstance(unit, str):
+        unit = [unit] * len(panels)
+    units = list(unit)
     _check(file, panels, units)
     from matplotlib import rc_context
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     devices = max(num_devices, *(play.num_devices for _, play in panels))
-    # without pyplot, which would look for a window system and change global state
+    # pyplot is avoided, because it looks for a window system and changes global state
     figure = Figure(figsize=(12, 0.6 + len(panels) * (0.75 + 0.3 * devices)), layout="constrained")
     grid = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
 
-    # panels of one unit share a scale
+    # the scale of each unit: the longest makespan of its panels
     longest: dict[str, float] = {}
     for unit_of_panel, (_, play) in zip(units, panels, strict=True):
         so_far = longest.get(unit_of_panel, 0.0)
@@ -160,10 +164,10 @@ def draw(
         fontsize=9,
     )
 
-    # text stays text, and the same plays make the same file: no date, a fixed salt
+    # SVG: text is stored as text; without a date and with a fixed salt, files are reproducible
     metadata = {"Date": None} if file.suffix.lower() == ".svg" else None
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "dtrans"}):
-        figure.draw_without_rendering()  # lays the axes out, whose width `_bars` reads
+        figure.draw_without_rendering()  # computes the widths of axes, which `_bars` reads
         for i, (axes, (_, play)) in enumerate(zip(grid, panels, strict=True)):
             _bars(axes, i, play, devices)
         try:
@@ -184,27 +188,28 @@ def _check(path: Path, panels: Sequence[tuple[str, Play]], units: Sequence[str])
         )
     if not path.parent.is_dir():
         raise ConfigError(
-            f"the chart cannot be written to {path}: there is no directory {path.parent}"
+            f"the chart cannot be written to {path}: the directory {path.parent} does not exist"
         )
     if not panels:
-        raise ConfigError("there are no plays to draw: plays=[(title, timed tasks), ...]")
+        raise ConfigError("plays is empty; pass plays=[(title, timed tasks), ...]")
     if len(units) != len(panels):
         raise ConfigError(
-            f"{len(units)} units were given for {len(panels)} plays: give one for each, or one for "
-            "all"
+            f"unit has {len(units)} entries for {len(panels)} plays; pass one unit for each play, "
+            "or one string for all"
         )
     for title, play in panels:
         if not play:
-            raise ConfigError(f"the play {title!r} has no tasks to draw; give at least one")
+            raise ConfigError(f"the play {title!r} has no tasks to draw; pass at least one")
         for t in play:
             if t.task.kind not in KINDS:
                 raise ConfigError(
-                    f"the play {title!r} has {t.task}, whose kind is none of {', '.join(KINDS)}"
+                    f"the play {title!r} contains {t.task}, whose kind is {t.task.kind!r}; "
+                    f"expected one of {', '.join(KINDS)}"
                 )
 
 
 def _lay_out(axes: Axes, title: str, devices: int, longest: float, unit: str) -> None:
-    """Draw the title, the labels and the scales of a panel."""
+    """Set the title, the labels and the scales of a panel."""
     axes.set_title(title, loc="left", fontsize=10)
     axes.set_xlabel(f"time ({unit})" if unit else "time", fontsize=9)
     axes.set_ylabel("device", fontsize=9)
@@ -217,7 +222,7 @@ def _lay_out(axes: Axes, title: str, devices: int, longest: float, unit: str) ->
 
 
 def _bars(axes: Axes, panel: int, play: Play, devices: int) -> None:
-    """Draw the bars, and the numbers of micro-batches in those that are wide enough."""
+    """Draw the bars of a panel, with the number of the micro-batch in bars that are wide enough."""
     figure = axes.get_figure()
     assert figure is not None
     points_per_time = axes.get_window_extent().width * 72 / figure.dpi / axes.get_xlim()[1]
@@ -232,7 +237,7 @@ def _bars(axes: Axes, panel: int, play: Play, devices: int) -> None:
         bar.set_gid(f"play{panel}-{t.task.kind}{t.task.micro}-stage{t.task.stage}")
         width, number = duration * points_per_time, str(t.task.micro)
         bar.set_linewidth(min(0.5, width / 5))
-        # a digit is about 0.65 of the size of its font wide
+        # the width of a digit is about 0.65 times the font size
         if width >= 0.65 * _TEXT * len(number) + 2:
             axes.text(
                 left + duration / 2,

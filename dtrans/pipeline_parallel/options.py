@@ -1,4 +1,4 @@
-"""Options of pipelines: records of the choice of stages and of their memory, with their checks."""
+"""Options of pipelines, and their checks: `Stages`, `StageMemory` and `PipelineOptions`."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ from dtrans.step.batch_sharing import Batch
 from dtrans.zero.options import Precision
 
 
-AXIS = "replica"
-SPLIT = "split"  # the axis of the shards of a stage that is split
+AXIS = "replica"  # mesh axis of the replicas of a stage
+SPLIT = "split"  # mesh axis of the shards of a split stage
 
 
 @dataclasses.dataclass(frozen=True)
 class Stages:
-    """Rules by which stages are found and placed on devices.
+    """Options that determine the stages of a pipeline and their devices.
 
     Attributes:
-      policy: "HEURISTIC", the default: layers are not cut if that is nearly as fast.
-        "BALANCE_FLOPS": the slowest stage is as fast as possible. "REPEATED_LAYERS": each stage has
-        the same number of layers. "BALANCE_OP_NUM": each stage has the same number of equations.
-        Scopes in the model (`dtrans.replicate`) override the policy.
-      flops_per_byte: floating-point operations of a device in the time of sending one byte: see
+      policy: the rule that cuts the model. "HEURISTIC" (the default) cuts between layers if that is
+        nearly as fast as the best cut. "BALANCE_FLOPS" minimizes the time of the slowest stage.
+        "REPEATED_LAYERS" gives each stage the same number of layers. "BALANCE_OP_NUM" gives each
+        stage the same number of equations. Scopes in the model (`dtrans.replicate`) override the
+        policy.
+      flops_per_byte: the floating-point operations that a device does while it sends one byte; see
         `FLOPS_PER_BYTE`.
       chunks: the number of stages on each device, for the schedule "Interleaved"; 2 by default.
-      cluster: the layout of stages and replicas over devices.
+      cluster: the assignment of devices to stages and replicas.
 
     Raises:
       ConfigError: a value that is out of range.
@@ -58,29 +59,30 @@ class Stages:
 
 @dataclasses.dataclass(frozen=True)
 class StageMemory:
-    """Memory of stages and their replicas: slices, checkpoints, offload and types.
+    """Options that reduce the memory of stages: sharding, checkpoints, offload and precision.
 
     Attributes:
-      sharding_stage: 1 or 2: replicas of a stage keep slices of its optimizer state; 2: of its
-        gradients too, which are then reduced for each micro-batch.
-      min_slice_size: leaves of fewer elements are not sliced.
-      gradient_checkpoint: values of a micro-batch that stages store until its backward. "auto":
-        their inputs from other stages. Names that `jax.ad_checkpoint.checkpoint_name` gave: these
-        values and the inputs. Stages recompute all other values. Random numbers are not recomputed:
-        a stage stores values that depend on them alone (a dropout mask).
-      last_checkpointed_stage: the last stage with `gradient_checkpoint`; -1 for all stages.
-      update_groups: the number of parts of even size into which each stage divides its update. The
-        parts run one after the other, which lowers the peak of memory.
-      offload: parameters, optimizer state and the update are on the host. Stages fetch a parameter
-        for each task that reads it.
-      precision: the types in which stages compute: a `dtrans.Precision`, or its `dtype`. With
-        "bf16" matrix products are in 16 bits, forward and backward, and so are the values stored
-        and sent for them. "fp16" needs a fixed scale of the loss, `dtrans.Precision("fp16",
-        loss_scaling=1024)`.
+      sharding_stage: 0: each replica of a stage stores the whole optimizer state. 1: each replica
+        stores a slice of it. 2: each replica also stores only a slice of the gradients, which are
+        then reduce-scattered after each micro-batch.
+      min_slice_size: leaves with fewer elements are not sliced.
+      gradient_checkpoint: the values that a stage saves from forward to backward; it recomputes all
+        others. "" (the default): all residuals. "auto": only values received from other stages. A
+        collection of names given with `jax.ad_checkpoint.checkpoint_name`: these values and the
+        received values. Values that depend only on random numbers (a dropout mask) are always
+        saved.
+      last_checkpointed_stage: the last stage to which `gradient_checkpoint` applies; -1 for all.
+      update_groups: the number of groups of about equal size into which each stage divides its
+        update. Groups run one after the other, which lowers the peak memory.
+      offload: True if the host stores the parameters and the optimizer state, and computes the
+        update. A stage then fetches parameters for each task.
+      precision: the precision of matrix products: a `dtrans.Precision`, or its `dtype`. With "bf16"
+        matrix products and their operands are in 16 bits, forward and backward. "fp16" needs a
+        fixed loss scale: `dtrans.Precision("fp16", loss_scaling=1024)`.
 
     Raises:
-      ConfigError: a value that is out of range, slices of state on the host, or a scale of the
-        loss that changes.
+      ConfigError: a value is out of range, `offload` is combined with `sharding_stage`, or the loss
+        scale is dynamic.
 
     Example:
       >>> import dtrans
@@ -101,24 +103,23 @@ class StageMemory:
         object.__setattr__(self, "precision", precision)
         if precision.scaling is not None and precision.scaling.dynamic:
             raise ConfigError(
-                f"precision={precision.dtype!r} has a scale of the loss that changes, and stages "
-                "of a pipeline take a fixed one: pass "
-                f"dtrans.Precision({precision.dtype!r}, loss_scaling=1024), and let "
-                "optax.apply_if_finite skip steps that are not finite; or pass precision='bf16', "
-                "which needs no scale"
+                f"precision={precision.dtype!r} has a dynamic loss scale, but a pipeline needs a "
+                f"fixed one; pass dtrans.Precision({precision.dtype!r}, loss_scaling=1024) and "
+                "skip steps that overflow with optax.apply_if_finite, or pass precision='bf16', "
+                "which needs no loss scale"
             )
         stage = self.sharding_stage
         if isinstance(stage, bool) or stage not in (0, 1, 2):
             raise ConfigError(
-                f"sharding_stage must be 0, 1 or 2, it is {stage!r}; each replica of a stage "
-                "stores all parameters of the stage"
+                f"sharding_stage is {stage!r}; expected 0, 1 or 2 (stage 3 is not supported: each "
+                "replica of a stage stores all parameters of the stage)"
             )
         check_int("min_slice_size", self.min_slice_size, "a number of elements, 0 or more", least=0)
         names = self.gradient_checkpoint
         if isinstance(names, str) and names not in ("", "auto"):
             raise ConfigError(
-                "gradient_checkpoint must be 'auto', or a collection of names that "
-                f"jax.ad_checkpoint.checkpoint_name gave; it is {names!r}"
+                f"gradient_checkpoint is {names!r}; expected 'auto', or a collection of names "
+                "given with jax.ad_checkpoint.checkpoint_name"
             )
         if not isinstance(names, str):
             object.__setattr__(self, "gradient_checkpoint", tuple(names))
@@ -128,8 +129,9 @@ class StageMemory:
         check_flag("offload", self.offload)
         if self.offload and stage:
             raise ConfigError(
-                f"offload={self.offload!r} and sharding_stage={stage}: the host stores one copy of "
-                "the state, which has no slices for replicas; leave one of them out"
+                f"offload is {self.offload!r} and sharding_stage is {stage}, but with offload the "
+                "host stores one copy of the state, without slices for replicas; leave out one of "
+                "the two options"
             )
 
 
@@ -138,10 +140,11 @@ class PipelineOptions:
     """The checked options of a pipeline plan: see `dtrans.pipeline`.
 
     Attributes:
+      num_stages: the number of devices of one replica.
       schedule: the name of the schedule.
-      splits_backward: True if W tasks compute the gradients of weights, apart from cotangents.
+      splits_backward: True if separate tasks (W) compute the gradients of weights.
       chunks: the number of stages on each device.
-      concat_axes: result to the dimension along which micro-batches are concatenated, if not 0.
+      concat_axes: result -> the dimension along which its micro-batches are concatenated, if not 0.
     """
 
     num_stages: int
@@ -163,41 +166,41 @@ class PipelineOptions:
         stage, norm = self.memory.sharding_stage, self.reduce.clip_local_norm
         if stage and norm is not None:
             raise ConfigError(
-                f"clip_local_norm={norm!r} and sharding_stage={stage}: a local clip needs complete "
-                "gradients on each replica, and sharding_stage reduces slices of them; leave one "
-                "of them out"
+                f"clip_local_norm is {norm!r} and sharding_stage is {stage}, but a local clip "
+                "needs complete gradients on each replica, and with sharding_stage a replica has "
+                "only slices; leave out one of the two options"
             )
         if not self.batch.exact:
             self.batch.check_axes()
         if self.over_parts.batch.example_count is not None:
             raise ConfigError(
-                f"example_count={self.batch.example_count!r}: micro-batches of a pipeline have "
-                "equal weights; omit example_count"
+                f"example_count is {self.batch.example_count!r}, but all micro-batches of a "
+                "pipeline have equal weights; leave out example_count"
             )
 
     @property
     def precision(self) -> Precision:
-        """The types in which stages compute."""
+        """The precision of matrix products."""
         return Precision.from_option(self.memory.precision)
 
     @property
     def loss_scale(self) -> float:
-        """The factor of the loss while it is differentiated."""
+        """The factor by which the loss is multiplied before it is differentiated."""
         return 1.0 if self.precision.scaling is None else self.precision.scaling.initial
 
     @property
     def local(self) -> PipelineOptions:
-        """The options for micro-batches that take the step alone."""
+        """These options for `batch="micro"`: each micro-batch computes the step independently."""
         reduce = dataclasses.replace(self.reduce, op=self.reduce.op or "mean")
         batch = dataclasses.replace(self.batch, kind="local")
         return dataclasses.replace(self, batch=batch, reduce=reduce)
 
     def with_exact_step(self, shared: ExactStep) -> PipelineOptions:
-        """Return the options for an exact step, whose parts add up."""
-        results = shared.step.results
-        merge = {
-            n: way for n, way in shared.merges.items() if way in ("mean", "sum") or n in results
-        }
+        """Return these options with the merge rules of an exact step."""
+        merge = {}
+        for n, rule in shared.merges.items():
+            if rule in ("mean", "sum") or n in shared.step.results:
+                merge[n] = rule
         unsplit = tuple(n for n in shared.step.batch if n not in shared.axes)
         batch = dataclasses.replace(self.batch, kind="local", merge=merge, unsplit_inputs=unsplit)
         reduce = dataclasses.replace(self.reduce, op=shared.reduce)
@@ -205,17 +208,17 @@ class PipelineOptions:
 
     @property
     def model_stages(self) -> int:
-        """The number of stages of the model: `chunks` on each device."""
+        """The number of stages of the model: `num_stages` devices with `chunks` stages each."""
         return self.num_stages * self.chunks
 
     @property
     def parts(self) -> int:
-        """The number of micro-batches of a batch, over all replicas."""
+        """The number of parts into which the global batch is cut: micro-batches of all replicas."""
         return self.replicas * self.num_micro_batch
 
     @cached_property
     def over_replicas(self) -> Options:
-        """Return the options of the reduction over replicas, as trainers of nccl2 mode."""
+        """The options of `dtrans.nccl2` with replicas as trainers, for reductions over replicas."""
         norm = self.reduce.clip_per_step(self.num_micro_batch)
         reduce = dataclasses.replace(self.reduce, clip_local_norm=norm, clip_local_per="step")
         return Options(
@@ -224,13 +227,14 @@ class PipelineOptions:
 
     @property
     def clip_of_each(self) -> float | None:
-        """The norm to which the gradients of each micro-batch are clipped, or None.
+        """The norm to which the gradients of each micro-batch are clipped; None without this clip.
 
-        Stages then store the gradients of each micro-batch until the update, instead of sums.
+        With this clip, stages store the gradients of each micro-batch until the update. Without it
+        they store the sum over micro-batches.
         """
         return self.reduce.clip_per_micro_batch(self.num_micro_batch)
 
     @cached_property
     def over_parts(self) -> Options:
-        """Return the options of merging results over the micro-batches of all replicas."""
+        """The options for merging results over the micro-batches of all replicas."""
         return dataclasses.replace(self.over_replicas, num_micro_batch=self.num_micro_batch)

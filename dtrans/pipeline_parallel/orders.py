@@ -1,11 +1,11 @@
-"""Orders of tasks: those of the named schedules, and the check that orders form a schedule.
+"""Orders of the tasks of named schedules, and checks of user-written orders.
 
-An order lists the tasks of a device, one after the other. Orders form a schedule if each task
-appears once, on the device of its stage, and no device waits for ever.
+An order is the sequence of tasks that one device runs. Orders of all devices form a schedule if
+each task appears once, on the device of its stage, and the devices do not deadlock.
 
-All named schedules except PreferForward are one forward, one backward (1F1B). A device first runs
-some forwards ahead, then a backward and a forward in turn, then the remaining backwards. The
-schedules differ in the number of forwards ahead.
+All named schedules except PreferForward are variants of 1F1B (one forward, one backward). A device
+first runs a number of forwards (the *warm-up*), then alternates one backward and one forward, then
+runs the remaining backwards. The variants differ in the length of the warm-up.
 
 Sources: EPL, its pipeline's scheduler.py (the first three); Narayanan et al., arXiv 2104.04473
 (Interleaved); Qi et al., arXiv 2401.10241 (ZeroBubble).
@@ -14,65 +14,80 @@ Sources: EPL, its pipeline's scheduler.py (the first three); Narayanan et al., a
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from dtrans.errors import ConfigError
 from dtrans.pipeline_parallel.task import Task, needs
 
 
-def _by_turns(forwards: Sequence[Task], backwards: Sequence[Task], ahead: int) -> tuple[Task, ...]:
-    """Order forwards ahead, then a backward and a forward in turn, then the remaining backwards."""
-    order = list(forwards[:ahead])
+def _alternate(
+    forwards: Sequence[Task], backwards: Sequence[Task], warm_up: int
+) -> tuple[Task, ...]:
+    """Return an order: `warm_up` forwards, then backward and forward in turn, then backwards."""
+    order = list(forwards[:warm_up])
     for i, backward in enumerate(backwards):
-        order += [backward, *forwards[ahead + i : ahead + i + 1]]
+        order += [backward, *forwards[warm_up + i : warm_up + i + 1]]
     return tuple(order)
 
 
-def _with_ahead(
-    ahead: Callable[[int, int, int], int],
+def _one_stage_per_device(
+    warm_up: Callable[[int, int, int], int],
 ) -> Callable[[int, int, int], Iterator[tuple[Task, ...]]]:
-    """Return 1F1B with one model stage per device and `ahead(device, S, M)` forwards ahead."""
+    """Return a function that yields the 1F1B order of each device, with one stage per device.
+
+    Args:
+      warm_up: (device, num_stages, num_micro_batch) -> the number of forwards in the warm-up.
+    """
 
     def orders(num_stages: int, num_micro_batch: int, chunks: int) -> Iterator[tuple[Task, ...]]:
         for device in range(num_stages):
-            forwards = [Task("F", device, m) for m in range(num_micro_batch)]
-            backwards = [Task("B", device, m) for m in range(num_micro_batch)]
-            yield _by_turns(forwards, backwards, ahead(device, num_stages, num_micro_batch))
+            forwards = _tasks("F", [device], range(num_micro_batch))
+            backwards = _tasks("B", [device], range(num_micro_batch))
+            yield _alternate(forwards, backwards, warm_up(device, num_stages, num_micro_batch))
 
     return orders
 
 
-def _interleaved(num_stages: int, num_micro_batch: int, chunks: int) -> Iterator[tuple[Task, ...]]:
-    """Order rounds of micro-batches; each round passes one chunk after the other.
+def _tasks(kind: str, stages: Iterable[int], micros: Iterable[int]) -> list[Task]:
+    """Return the tasks of one kind for all micro-batches, stage after stage."""
+    return [Task(kind, stage, micro) for stage, micro in itertools.product(stages, micros)]
 
-    A round of fewer than S micro-batches leaves devices idle between chunks. So the micro-batches
-    beyond a multiple of S are divided over the rounds, and a round has at least S. Before its first
-    backward a device runs the forwards of the longest round through all chunks but one. It also
-    runs two for each device after it: one for the way there, one for the way back.
+
+def _interleaved(num_stages: int, num_micro_batch: int, chunks: int) -> Iterator[tuple[Task, ...]]:
+    """Yield the order of each device for several chunks per device.
+
+    Micro-batches are divided into rounds. A device runs the tasks of a round chunk by chunk. With
+    fewer than `num_stages` micro-batches in a round, devices would be idle between two chunks, so a
+    remainder is spread over the rounds. The warm-up of a device has the forwards of the longest
+    round for all chunks but one. It has two more for each later device, because an activation and
+    its cotangent each pass that device.
     """
     num_rounds = max(1, num_micro_batch // num_stages)
     edges = [i * num_micro_batch // num_rounds for i in range(num_rounds + 1)]
-    rounds = [range(a, b) for a, b in itertools.pairwise(edges)]
+    rounds = list(itertools.starmap(range, itertools.pairwise(edges)))
     longest = max(map(len, rounds))
     for device in range(num_stages):
         stages = range(device, num_stages * chunks, num_stages)
-        forwards = [Task("F", k, m) for turn in rounds for k in stages for m in turn]
-        backwards = [Task("B", k, m) for turn in rounds for k in reversed(stages) for m in turn]
-        yield _by_turns(
-            forwards, backwards, 2 * (num_stages - device - 1) + (chunks - 1) * longest + 1
-        )
+        forwards: list[Task] = []
+        backwards: list[Task] = []
+        for micros in rounds:
+            forwards += _tasks("F", stages, micros)
+            backwards += _tasks("B", reversed(stages), micros)
+        warm_up = 2 * (num_stages - device - 1) + (chunks - 1) * longest + 1
+        yield _alternate(forwards, backwards, warm_up)
 
 
-_one_forward_one_backward = _with_ahead(lambda device, stages, micros: stages - device)
+_one_forward_one_backward = _one_stage_per_device(lambda device, stages, micros: stages - device)
 
 
 def _zero_bubble(num_stages: int, num_micro_batch: int, chunks: int) -> Iterator[tuple[Task, ...]]:
-    """Order 1F1B with delayed W tasks: by one B task for each device before this one.
+    """Yield the 1F1B order of each device, with W tasks inserted.
 
-    All devices then store residuals of equally many micro-batches.
+    On device d, the W of a micro-batch runs d micro-batches after its B. So all devices have
+    residuals of equally many micro-batches in memory.
     """
     for device, order in enumerate(_one_forward_one_backward(num_stages, num_micro_batch, chunks)):
-        weights = [Task("W", device, m) for m in range(num_micro_batch)]
+        weights = _tasks("W", [device], range(num_micro_batch))
         split: list[Task] = []
         for task in order:
             split.append(task)
@@ -81,15 +96,15 @@ def _zero_bubble(num_stages: int, num_micro_batch: int, chunks: int) -> Iterator
         yield (*split, *weights)
 
 
-# Names of the field: GPipe (arXiv 1811.06965), 1F1B (PipeDream, arXiv 1806.03377), ZB-H1 (arXiv
-# 2401.10241).
+# Names in the literature -> EPL's names: GPipe (arXiv 1811.06965), 1F1B (PipeDream, arXiv
+# 1806.03377), ZB-H1 (arXiv 2401.10241).
 ALIASES = {"GPipe": "PreferForward", "1F1B": "PreferBackward", "ZB-H1": "ZeroBubble"}
 
 ORDERS: dict[str, Callable[[int, int, int], Iterator[tuple[Task, ...]]]] = {
-    "PreferForward": _with_ahead(lambda device, stages, micros: micros),
+    "PreferForward": _one_stage_per_device(lambda device, stages, micros: micros),
     "PreferBackward": _one_forward_one_backward,
-    # the last device gains nothing from one more: the operands of its backward are there
-    "PreferBackwardOptimizer": _with_ahead(
+    # one more forward in the warm-up, except on the last device: its backwards wait for no transfer
+    "PreferBackwardOptimizer": _one_stage_per_device(
         lambda device, stages, micros: stages - device + (device < stages - 1)
     ),
     "Interleaved": _interleaved,
@@ -107,11 +122,11 @@ def check_tasks(
     num_model_stages: int,
     num_micro_batch: int,
 ) -> None:
-    """Check that orders have each task once, on the device of its stage.
+    """Check that `orders` contain each task once, on the device of its stage.
 
     Args:
       name: the name of the schedule, for errors.
-      orders: by device, its tasks in order.
+      orders: the tasks of each device, in order.
       num_stages: the number of devices.
       num_model_stages: the number of model stages.
       num_micro_batch: the number of micro-batches.
@@ -121,7 +136,8 @@ def check_tasks(
     """
     if len(orders) != num_stages:
         raise ConfigError(
-            f"the schedule {name} has orders of {len(orders)} devices, and num_stages={num_stages}"
+            f"the schedule {name} has orders for {len(orders)} devices, but num_stages is "
+            f"{num_stages}; pass one order for each device"
         )
     stages, micros = range(num_model_stages), range(num_micro_batch)
     known = set(itertools.starmap(Task, itertools.product("FBW", stages, micros)))
@@ -130,34 +146,37 @@ def check_tasks(
         for task in order:
             if task not in known:
                 raise ConfigError(
-                    f"the schedule {name} has {task} on device {device}, which is no task of "
-                    f"{num_model_stages} model stages and {num_micro_batch} micro-batches"
+                    f"the schedule {name} has {task} on device {device}; expected tasks F, B and "
+                    f"W of {num_model_stages} model stages and {num_micro_batch} micro-batches"
                 )
             if task in seen:
-                raise ConfigError(f"the schedule {name} has {task} twice")
+                raise ConfigError(f"the schedule {name} has {task} twice; remove one")
             home = task.stage % num_stages
             if device != home:
                 raise ConfigError(
-                    f"the schedule {name} has {task} on device {device}: its stage is on device "
-                    f"{home}"
+                    f"the schedule {name} has {task} on device {device}, but its stage is on "
+                    f"device {home}; move the task"
                 )
             seen.add(task)
     splits_backward = any(t.kind == "W" for t in seen)
     missing = sorted(t for t in known - seen if t.kind != "W" or splits_backward)
     if missing:
-        nor = len(missing) - 1
-        others = f", nor {nor} other task{'s' * (nor > 1)}" if nor else ""
-        raise ConfigError(f"the schedule {name} has no {missing[0]}{others}")
+        raise ConfigError(
+            f"the schedule {name} lacks {len(missing)} task{'s' * (len(missing) > 1)}, the first "
+            f"is {missing[0]}; add it to the order of its device"
+        )
 
 
-def in_turn(name: str, orders: Sequence[Sequence[Task]], num_model_stages: int) -> tuple[Task, ...]:
-    """Return all tasks, each after its operands: every device runs until it waits, in turn.
+def topological_order(
+    name: str, orders: Sequence[Sequence[Task]], num_model_stages: int
+) -> tuple[Task, ...]:
+    """Return the tasks of all devices in one sequence, with each task after its operands.
 
     Raises:
-      ConfigError: devices wait for each other.
+      ConfigError: the orders deadlock.
     """
     done: dict[Task, None] = {}
-    heads = [0] * len(orders)
+    heads = [0] * len(orders)  # number of tasks of each device that are done
     waits_for = lambda task: [t for t in needs(task, num_model_stages) if t not in done]
     progress = True
     while progress:
@@ -170,9 +189,7 @@ def in_turn(name: str, orders: Sequence[Sequence[Task]], num_model_stages: int) 
     waits = []
     for device, (order, head) in enumerate(zip(orders, heads, strict=True)):
         if head < len(order):
-            waits.append(
-                f"device {device} waits with {order[head]} for {waits_for(order[head])[0]}"
-            )
+            waits.append(f"{order[head]} on device {device} waits for {waits_for(order[head])[0]}")
     if waits:
-        raise ConfigError(f"the schedule {name} cannot go on: {', '.join(waits)}")
+        raise ConfigError(f"the schedule {name} deadlocks: {', '.join(waits)}")
     return tuple(done)

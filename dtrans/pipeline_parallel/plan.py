@@ -1,4 +1,4 @@
-"""Plans of pipelines: programs of stages, their schedule, and the bytes they store and send."""
+"""Plan of a pipeline: the programs of its stages, their schedule, and their memory and traffic."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ if TYPE_CHECKING:
     from dtrans.step.summary import Summary
 
 
-# Ratio of the most to the least work of a stage above which a plan has a note. Six equal layers in
-# four stages (2, 2, 1, 1) have 2, and need no note.
+# A plan notes unequal stages if the slowest does more than this many times the work of the fastest.
+# Six equal layers in four stages (2, 2, 1, 1) have a ratio of 2, which needs no note.
 LOPSIDED = 2.5
 
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """Summary of a stage.
+    """Summary of a stage: a row of the plan's table.
 
     Attributes:
       index: the index of the stage, from 0.
-      ops: the number of its equations of the loss function.
+      ops: the number of equations in its part of the loss function.
       params: the parameters that it stores.
-      flops: floating-point operations of its forward pass, for a micro-batch.
-      sends: bytes that it sends to the next stage for a micro-batch.
-      saves: bytes that it saves for a micro-batch from forward to backward.
-      peak: the most micro-batches in flight on its device at a time, counted once for each stage on
-        the device.
-      stores: bytes of parameters and optimizer state on each of its devices.
+      flops: the floating-point operations of its forward pass for one micro-batch.
+      sends: the bytes sent to the next stage for one micro-batch.
+      saves: the bytes saved from forward to backward for one micro-batch.
+      peak: the most micro-batches in flight on its device; one counts once for each stage on the
+        device.
+      stores: the bytes of parameters and optimizer state on each device of the stage.
     """
 
     index: int
@@ -65,9 +65,10 @@ class ShownValues:
     """Summaries and collections of a step.
 
     Attributes:
-      summaries: see `dtrans.summary`.
-      collected: result, or summary, to its collection: see `dtrans.collect`.
-      hidden: summaries that a pipeline leaves out: they read gradients, or the update.
+      summaries: the summaries of the forward pass (`dtrans.summary`).
+      collected: result or summary -> its collection (`dtrans.collect`).
+      hidden: the summaries that a pipeline does not compute, because they read gradients or the
+        update.
     """
 
     summaries: tuple[Summary, ...]
@@ -80,18 +81,19 @@ class PipelinePlan(Plan):
     """Plan of pipelined training, returned by `dtrans.pipeline`.
 
     Attributes:
-      main: the step, with calls inlined and exact roles.
+      main: the step, with inlined calls and the role of each equation.
       startup: the single-device init.
       options: the options of `dtrans.pipeline`.
       schedule: the tasks of each device, in order.
       model: the model, cut into stages.
-      step_programs: forward and backward of each stage, for a micro-batch of the traced batch.
-      update: from sums of gradients to new parameters.
-      shared: the step of a micro-batch, if the job gives one device's numbers.
-      values: computes the precomputed values of the batch that micro-batches read, if any.
-      axes: array of the batch to the dimension of its rows, if not 0.
-      shown: summaries and collections.
-      callers: for each host callback of the step, a sentence that names its caller.
+      step_programs: the programs of each stage, for a micro-batch of the traced batch.
+      update: the update, from sums of gradients to new parameters.
+      shared: the exact step of a micro-batch; None with `batch="micro"`.
+      values: the program that computes precomputed values from the whole batch; None if
+        micro-batches read no such values.
+      axes: array of the batch -> the dimension of its rows, if not 0.
+      shown: the summaries and collections of the step.
+      callers: a sentence for each host callback of the step, which says where it is called.
     """
 
     main: Program
@@ -134,7 +136,7 @@ class PipelinePlan(Plan):
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """The arguments of the step that the update reads, itself or through precomputed values."""
+        """The arguments of the step that the update reads, directly or in precomputed values."""
         reads, types = {*self.update.arguments}, self.main.inputs
         if self.values is not None and not reads <= {*self.batch}:
             reads |= {n for n in self.values.read if not types[n].ndim}
@@ -147,7 +149,7 @@ class PipelinePlan(Plan):
 
     @cached_property
     def types(self) -> dict[str, Any]:
-        """The type of each array of `state` and `batch`, without padding."""
+        """Name -> type without padding, for the arrays of `state` and `batch`."""
         found = {n: t for n, t in self.main.inputs.items() if n not in self.model.stacks}
         for n, runs in self.model.stacks.items():
             for rows in runs:
@@ -155,53 +157,58 @@ class PipelinePlan(Plan):
         return found
 
     def home(self, name: str) -> int | None:
-        """Return the stage that stores an array of the state; None if every stage does."""
+        """Return the stage that stores an array of the state; None if every stage stores it."""
         return self.update.placed.home[name]
 
     def device_of(self, stage: int) -> int:
-        """Return the device, or row of replicas, of a stage; stages are assigned in turn."""
+        """Return the index of the device (or of its row of replicas) that runs a stage."""
         return stage % self.options.num_stages
 
     def specialize(self, types: Sequence[jax.ShapeDtypeStruct]) -> StepPrograms:
-        """Return the programs of stages for a batch of different shapes.
+        """Return the programs of the same stages for a batch of different shapes.
 
         Args:
           types: the type of each input of the step, with the global batch.
 
         Raises:
-          BatchError: the update reads an argument with another type, or as `dtrans.pipeline`.
+          BatchError: the update was planned for another type of an argument, or `dtrans.pipeline`
+            would refuse this batch.
         """
         type_of = dict(zip(self.model.captured.in_names, types, strict=True))
         for n in self.update.arguments:
             t, read = type_of[n], self.update.program.inputs[n]
             if (t.shape, t.dtype) != (read.shape, read.dtype):
                 raise BatchError(
-                    f"{n} is {t.dtype}{list(t.shape)}, and the update reads it as "
-                    f"{read.dtype}{list(read.shape)}: plan it for this batch"
+                    f"{n} is {t.dtype}{list(t.shape)}, but the update was planned for "
+                    f"{read.dtype}{list(read.shape)}; make a plan for this batch"
                 )
         planned = {n: t for n, t in self.main.inputs.items() if n not in self.axes}
         return self.model.specialize(types, planned)
 
     def values_for(self, batch: Mapping[str, jax.ShapeDtypeStruct]) -> Program | None:
-        """Return the program of precomputed values for these types, or None without any."""
+        """Return the program of precomputed values for a batch of these types.
+
+        None if the plan has no precomputed values.
+        """
         if self.values is None:
             return None
-        state = self.values.args[-1].names
-        return self.values.specialize_flat([*batch.values(), *values_at(self.types, state)])
+        state = values_at(self.types, self.values.args[-1].names)
+        return self.values.specialize_flat([*batch.values(), *state])
 
     def scheduled(self, name: str) -> PipelinePlan:
         """Return a plan that runs the same programs in the order of another schedule.
 
         Raises:
-          ConfigError: the schedule is unknown, or needs different programs: interleaved stages, a
-            backward in two parts.
+          ConfigError: the schedule is unknown, or needs different programs: it has another number
+            of chunks, or splits the backward pass.
         """
         o, planned = self.options, self.schedule
-        other = schedule(name, o.num_stages, o.num_micro_batch, o.chunks if o.chunks > 1 else None)
+        chunks = o.chunks if o.chunks > 1 else None
+        other = schedule(name, o.num_stages, o.num_micro_batch, chunks)
         if (other.chunks, other.splits_backward) != (planned.chunks, planned.splits_backward):
             raise ConfigError(
-                f"{name} needs different programs than {planned.name}: plan it with "
-                f"schedule={name!r}"
+                f"the schedule {name} needs different programs than {planned.name}; make a plan "
+                f"with dtrans.pipeline(schedule={name!r})"
             )
         options = dataclasses.replace(o, schedule=other.name)
         return dataclasses.replace(self, options=options, schedule=other)
@@ -210,7 +217,7 @@ class PipelinePlan(Plan):
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
-        """A summary of each stage: its work, its state and the bytes that it sends."""
+        """The summary of each stage: its work, its state and the bytes that it sends."""
         found = []
         for s in self.step_programs.stages:
             types = {**s.forward.inputs, **s.forward.outputs}
@@ -229,11 +236,13 @@ class PipelinePlan(Plan):
         return tuple(found)
 
     def costs(self) -> Costs:
-        stages = zip(self.stages, self.step_programs.stages, strict=True)
-        return Costs([_cost_of_stage(self, s, programs) for s, programs in stages])
+        found = []
+        for stage, programs in zip(self.stages, self.step_programs.stages, strict=True):
+            found.append(_cost_of_stage(self, stage, programs))
+        return Costs(found)
 
     def device_bytes(self, name: str) -> int:
-        """Return the bytes of an array of the state on each device of its stage."""
+        """Return the bytes that an array of the state takes on each device of its stage."""
         t = self.update.program.inputs[name]
         if name not in self.model.cuts.state:
             return nbytes(t)
@@ -242,10 +251,9 @@ class PipelinePlan(Plan):
         return nbytes(t) // t.shape[axis] * -(-t.shape[axis] // self.model.cuts.shards[home])
 
     def padded(self, name: str) -> tuple[int, int] | None:
-        """Return the padded dimension of an array of the state, and its padded size.
+        """Return (dimension, padded size) for an array of the state that is cut along a dimension.
 
-        The array is cut along it, over the shards of its stage or over the replicas. None: without
-        padding.
+        It is cut over the shards of its stage or over the replicas. None if it is not cut.
         """
         axis = self.model.cuts.state.get(name)
         if axis is not None:
@@ -253,8 +261,11 @@ class PipelinePlan(Plan):
             assert home is not None
             shards = self.model.cuts.shards[home]
             return axis, shards * -(-size // shards)
-        sliced = None if self.update.layout is None else self.update.layout.cuts.get(name)
-        return None if sliced is None else (sliced.axis, sliced.padded)
+        layout = self.update.layout
+        if layout is None or name not in layout.cuts:
+            return None
+        sliced = layout.cuts[name]
+        return sliced.axis, sliced.padded
 
     # -- the plan as text ------------------------------------------------------------------------
 
@@ -271,14 +282,14 @@ class PipelinePlan(Plan):
 
     @cached_property
     def notes(self) -> list[str]:
-        """Remarks for the user that the table does not show."""
+        """Remarks for the user about the plan."""
         notes = [*_notes_of_numbers(self), *_notes_of_stages(self)]
         notes += [f"{name}: {way}" for name, way in self.model.merges.items()]
         if self.arguments:
-            notes.append(f"all stages get {', '.join(self.arguments)}, which the update reads")
+            notes.append(f"all stages receive {', '.join(self.arguments)}, which the update reads")
         if self.shown.hidden:
             hidden = ", ".join(self.shown.hidden)
-            notes.append(f"not carried out, since it reads gradients or the update: {hidden}")
+            notes.append(f"not computed, because it reads gradients or the update: {hidden}")
         return [*notes, *self.callers]
 
     @property
@@ -298,7 +309,7 @@ def _cost_of_stage(plan: PipelinePlan, stage: Stage, programs: StagePrograms) ->
     o, p = plan.options, programs
     types = {**p.forward.inputs, **p.forward.outputs}
     floats = {n for n, t in types.items() if jnp.issubdtype(t.dtype, jnp.inexact)}
-    # cotangents of floating-point values go the other way
+    # cotangents of floating-point values are sent in the opposite direction
     sent = _total_bytes(types, [*p.sends, *(n for n in p.receives if n in floats)])
     received = _total_bytes(types, [*p.receives, *(n for n in p.sends if n in floats)])
     work = sum(program_flops(q) for q in (p.forward, p.backward, p.weights) if q is not None)
@@ -319,50 +330,49 @@ def _cost_of_stage(plan: PipelinePlan, stage: Stage, programs: StagePrograms) ->
 
 
 def _notes_of_numbers(plan: PipelinePlan) -> Iterator[str]:
-    """Write remarks about the numbers of a job: micro-batches, precomputed values, precision."""
+    """Yield remarks about micro-batches, precomputed values, the schedule and the precision."""
     o, many = plan.options, plan.options.num_micro_batch
     if plan.shared is not None:
         yield from plan.shared.notes
     elif o.parts > 1:
         yield (
-            f"micro: numbers are those of each of {o.parts} micro-batches alone, statistics too; "
-            f"gradients are reduced by {o.reduce.op}"
+            f"batch='micro': each of {o.parts} micro-batches computes the step independently, with "
+            f"its own statistics; gradients are reduced by {o.reduce.op}"
         )
     if plan.values is not None:
         values = plan.values.outputs
         yield (
-            f"  of the whole batch, before the micro-batches: {len(values)} "
-            f"value{'s' * (len(values) > 1)} that no parameter enters, "
+            f"  precomputed from the whole batch: {len(values)} value{'s' * (len(values) > 1)}, "
             f"{_total_bytes(values, values):,} bytes"
         )
     schedule, batches = plan.schedule, f"{many} micro-batch{'es' * (many > 1)}"
     yield f"schedule {schedule.name}: {batches}, bubble {schedule.bubble}"
     if o.precision.dtype is not None:
         scaled = "" if o.loss_scale == 1.0 else f", loss scaled by {o.loss_scale:g}"
-        yield f"products of matrices in {o.precision.dtype}{scaled}"
+        yield f"matrix products in {o.precision.dtype}{scaled}"
     if o.clip_of_each is not None:
         size = _total_bytes(plan.update.program.inputs, plan.update.sums)
         yield (
-            f"each micro-batch's gradients are clipped to {o.clip_of_each:g}, and stored until "
+            f"the gradients of each micro-batch are clipped to {o.clip_of_each:g} and stored until "
             f"the update: {size:,} bytes over all stages"
         )
 
 
 def _notes_of_stages(plan: PipelinePlan) -> Iterator[str]:
-    """Write remarks about stages: unequal work, shards, shared parameters."""
+    """Yield remarks about stages: unequal work, split stages, shared parameters."""
     work = [s.flops for s in plan.stages]
     most, least = max(work), min(work)
     if most > LOPSIDED * least:
         yield (
-            f"lopsided: stage {work.index(most)} has {most / sum(work):.1%} of the operations and "
-            f"stage {work.index(least)} {least / sum(work):.1%}, and the step waits for the first: "
-            "take fewer stages, or begin them elsewhere (dtrans.replicate)"
+            f"unbalanced: stage {work.index(most)} does {most / sum(work):.1%} of the operations "
+            f"and stage {work.index(least)} does {least / sum(work):.1%}; use fewer stages, or "
+            "choose their boundaries with dtrans.replicate"
         )
     model = plan.model
     for stage, count in enumerate(model.cuts.shards):
         if count > 1:
             cut = ", ".join(n for n in model.cuts.state if model.homes.get(n) == stage)
-            yield f"stage {stage} is split over {count} devices: {cut or 'nothing of it is cut'}"
+            yield f"stage {stage} is split over {count} devices: {cut or 'no parameter is cut'}"
     for n, users in model.users.items():
         if len(users) > 1:
             yield (

@@ -1,18 +1,20 @@
-"""Repeated blocks: runs of equations that a model repeats several times in a row.
+"""Repeated blocks: the layers of a model, found as repetitions in its list of equations.
 
-Two rules find them in a row of equations:
+Two rules find them:
 
-  - equal equations: a stretch that repeats with some period. Two equations are equal if primitive,
-    parameters (bodies included) and types are. The starts of slices are ignored, so that unrolled
-    loops over a stack of layers repeat too. Blocks may begin at any equation of a period. They
-    begin where the least crosses from block to block. Of several such equations it is the last: a
-    model's first layer often differs at its beginning, its last one after its end.
-  - name scopes: sibling scopes that contain the same number of equations of each primitive. Their
-    widths may differ. Equations between two scopes belong to the first. Source: EPL,
-    `find_repeated_blocks` (epl/parallel/planner.py), which demands four scopes of twenty ops.
+  - equal equations: runs of equations that repeat with a fixed period. Two equations are equal if
+    their primitives, their parameters (including inner jaxprs) and their types are equal. The
+    bounds of slices are ignored, so that an unrolled loop over stacked layers counts as repeated.
+    Any equation of a period could begin a block. The choice is the equation where the fewest bytes
+    cross between blocks, on ties the last: the first layer of a model often differs at its
+    beginning, but the last layer does not differ at its end.
+  - name scopes: sibling scopes (`jax.named_scope`) that contain the same number of equations of
+    each primitive; shapes may differ. Equations between two scopes belong to the first of them.
+    Source: EPL, `find_repeated_blocks` (epl/parallel/planner.py), which demands four scopes of
+    twenty ops.
 
-Of several candidates the best covers the most work, then has more blocks, then follows scopes,
-which a person has drawn.
+If there are several candidates, the best covers the most work. Ties are broken by the number of
+blocks, then in favour of scopes, because a person chose them.
 """
 
 from __future__ import annotations
@@ -31,12 +33,12 @@ from dtrans.ir.selection import values_at
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """Blocks that follow one another.
+    """Consecutive repeated blocks in a list of equations.
 
     Attributes:
-      starts: the first equation of each; a block ends where the next begins.
-      stop: the end of the last block.
-      how: the rule that found them: "equal equations" or "name scopes".
+      starts: the index of the first equation of each block; a block ends where the next begins.
+      stop: the index after the last equation of the last block.
+      how: the rule that found the blocks: "equal equations" or "name scopes".
     """
 
     starts: tuple[int, ...]
@@ -47,7 +49,7 @@ class Blocks:
         return len(self.starts)
 
     def costs(self, costs: Sequence[float]) -> tuple[float, ...]:
-        """Return the cost of each block, from the costs of equations."""
+        """Return the cost of each block, given the cost of each equation."""
         bounds = itertools.pairwise([*self.starts, self.stop])
         return tuple(sum(costs[a:b]) for a, b in bounds)
 
@@ -55,12 +57,12 @@ class Blocks:
 def repeated_blocks(
     eqns: Sequence[JaxprEqn], costs: Sequence[float], crossing: Sequence[float], at_least: int = 2
 ) -> list[Blocks]:
-    """Find all rows of repeated blocks in a row of equations, the best first.
+    """Return all ways to divide equations into repeated blocks, the best first.
 
     Args:
       eqns: the equations.
-      costs: the cost of each; blocks without a cost are left out.
-      crossing: the cost of a cut in front of each.
+      costs: the cost of each equation; blocks that cost nothing are left out.
+      crossing: the cost of a cut in front of each equation.
       at_least: the least number of blocks.
 
     Example:
@@ -81,8 +83,8 @@ def repeated_blocks(
     work: dict[Blocks, float] = {}
     for blocks in _equal(eqns, np.asarray(crossing, float), at_least):
         work[blocks] = float(done[blocks.stop] - done[blocks.starts[0]])
-    # Equations between scopes do not count: the first and the last layer of a model may be alike,
-    # and would then cover all that is between them.
+    # Equations between two scopes do not count as work of the blocks. Otherwise two equal layers at
+    # both ends of a model would seem to cover the whole model.
     for blocks, members in _scoped(eqns, at_least):
         work[blocks] = float(sum(values_at(costs, members)))
     order = lambda b: (-work[b], -len(b), b.how != "name scopes", b.starts)
@@ -93,18 +95,18 @@ def repeated_blocks(
 
 
 def _equal(eqns: Sequence[JaxprEqn], crossing: Any, at_least: int) -> Iterator[Blocks]:
-    """Find the stretches that repeat, for every period."""
+    """Yield the runs of equations that repeat, for every period."""
     known: dict[Any, int] = {}
     kinds = np.array([known.setdefault(signature(eqn), len(known)) for eqn in eqns], int)
     for period in range(1, len(eqns) // at_least + 1):
-        # runs of equations that equal the one a period later
+        # runs of equations that each equal the equation one period later
         same = np.concatenate([[0], kinds[:-period] == kinds[period:], [0]]).astype(int)
         edges = np.flatnonzero(np.diff(same))
         for first, past in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
             count, spare = divmod(past - first + period, period)
             if count < at_least:
                 continue
-            # the start with the least crossing between blocks; the last of these
+            # the start with the least crossing between blocks, on ties the last
             least, start = np.inf, first
             for begin in range(first, first + spare + 1):
                 sent = crossing[begin + period : begin + count * period : period].sum()
@@ -115,8 +117,8 @@ def _equal(eqns: Sequence[JaxprEqn], crossing: Any, at_least: int) -> Iterator[B
 
 
 def signature(eqn: JaxprEqn) -> tuple[Any, ...]:
-    """Return a key of an equation's primitive, parameters and types, without variables."""
-    # JAX creates the rules of custom derivatives anew for each call
+    """Return a key of an equation's primitive, parameters and types; variables are ignored."""
+    # JAX creates new function objects for the rules of custom derivatives at each call
     has_rules = eqn.primitive.name.startswith("custom_")
     params = []
     for key, value in sorted(eqn.params.items()):
@@ -127,17 +129,17 @@ def signature(eqn: JaxprEqn) -> tuple[Any, ...]:
     return (eqn.primitive.name, tuple(params), ins, outs)
 
 
-# the bounds of a slice select a layer of a stack
+# Parameters of slices that are ignored: they select a layer from stacked parameters.
 _BOUNDS = ("start_indices", "limit_indices")
 
 
 def _plain(value: Any) -> Any:
-    """Return a hashable value that stands for a parameter in comparisons."""
+    """Return a hashable value to compare in place of an equation's parameter."""
     if is_jaxpr(value):
         return _body(value)
     if isinstance(value, (tuple, list)):
         return tuple(map(_plain, value))
-    if callable(value):  # JAX creates functions anew for each call
+    if callable(value):  # JAX creates new function objects at each call
         return getattr(value, "__qualname__", type(value).__name__)
     try:
         hash(value)
@@ -147,7 +149,7 @@ def _plain(value: Any) -> Any:
 
 
 def _body(jaxpr: Any) -> tuple[Any, ...]:
-    """Return a key of a body: its equations, and their wiring."""
+    """Return a key of an inner jaxpr: its equations, and their operands by number."""
     inner = opened(jaxpr)
     number: dict[Var, int] = {}
     read = lambda a: str(a) if isinstance(a, Literal) else number[a]
@@ -166,7 +168,7 @@ def _body(jaxpr: Any) -> tuple[Any, ...]:
 
 
 def _scoped(eqns: Sequence[JaxprEqn], at_least: int) -> Iterator[tuple[Blocks, list[int]]]:
-    """Find sibling scopes with the same equations; yield them with their equations."""
+    """Yield sibling scopes with the same equations: the blocks, and all indices of equations."""
     members: dict[tuple[str, ...], list[int]] = {}
     for i, eqn in enumerate(eqns):
         path = tuple(p for p in scope_of(eqn).split("/") if p)
@@ -174,7 +176,7 @@ def _scoped(eqns: Sequence[JaxprEqn], at_least: int) -> Iterator[tuple[Blocks, l
             members.setdefault(path[:depth], []).append(i)
     alike: dict[Any, list[list[int]]] = {}
     for path, places in members.items():
-        # only equations with a cost: several scopes may share a cast or a mask
+        # Only equations with a cost are compared, because scopes may share a cast or a mask.
         paid = Counter(eqns[i].primitive.name for i in places if facts_of(eqns[i]).flops != "none")
         alike.setdefault((path[:-1], frozenset(paid.items())), []).append(places)
     for group in alike.values():

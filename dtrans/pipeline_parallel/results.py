@@ -1,12 +1,15 @@
-"""Merge of the outputs of micro-batches: in order over micro-batches, then over replicas.
+"""Merge of the results of micro-batches, first over the micro-batches of a replica, then replicas.
 
-    mean, sum, max    of micro-batches, then of replicas
-    concat            rows of micro-batch 0, 1, ..., then those of the next replica: the order of
-                      the batch
-    same              the last micro-batch's
-    each              one value for each replica
-    GLOBAL_MEAN, ...  the collection of `dtrans.collect`; replica 0's for LOCAL_* collections
-    stack             values of summaries (`dtrans.summary`): all, as [replica, micro-batch, ...]
+The rule of a result (its *way*) is one of these:
+
+    mean, sum, max    reduces over micro-batches, then over replicas
+    concat            concatenates rows in the order of the batch: all micro-batches of replica 0,
+                      then of replica 1, ...
+    same              returns the value of the last micro-batch
+    each              returns one value for each replica
+    GLOBAL_MEAN, ...  merges as the collection of `dtrans.collect`; LOCAL_* collections return the
+                      value of replica 0
+    stack             returns all values as [replica, micro-batch, ...], for `dtrans.summary`
 
 Source: `merge_outputs` of EPL (epl/parallel/parallel.py), with two differences. EPL puts the first
 micro-batch last in a concatenation, and reduces means and sums of any shape to scalars.
@@ -38,21 +41,28 @@ STACK = "stack"
 
 
 def micro_name(name: str, micro: int) -> str:
-    """Return the name of a micro-batch's part of a result."""
+    """Return the name of a result's value in one micro-batch."""
     return f"{name}.micro{micro}"
 
 
 def results_program(
     stage: StagePrograms, merges: Mapping[str, str], o: PipelineOptions, like: ClosedJaxpr
 ) -> Program | None:
-    """Return the program that merges the results of a stage; None without results."""
+    """Return the program that merges the results of a stage; None if the stage has no results.
+
+    Args:
+      stage: the stage.
+      merges: result -> the way to merge it.
+      o: the options.
+      like: the jaxpr of the forward pass.
+    """
     if not stage.results:
         return None
     types = stage.forward.outputs
     b = Builder(like)
     b.role = FORWARD
 
-    # over the micro-batches of a replica
+    # merge over the micro-batches of a replica
     ins: list[str] = []
     local: dict[str, Atom] = {}
     over_replicas: dict[str, str] = {}
@@ -73,7 +83,7 @@ def results_program(
         if way in REDUCED:
             over_replicas[n] = way
 
-    # over replicas
+    # merge over replicas
     reduced = Reducer(b, {}, o.over_replicas, None).reduce_results(local, over_replicas, {})
     merged_results = local | reduced
     jaxpr = b.build(values_at(merged_results, stage.results))
@@ -81,7 +91,7 @@ def results_program(
 
 
 def is_replicated(way: str) -> bool:
-    """Return True if a way to merge gives all replicas the same value."""
+    """Return True if all replicas have the same value after a merge in this way."""
     return way in REDUCED or way in ("GLOBAL_MEAN", "GLOBAL_SUM")
 
 
@@ -96,7 +106,13 @@ def _collected(key: str) -> Callable[..., Any]:
 
 @functools.cache
 def _merged(way: str, name: str, axis: int) -> Callable[..., Any]:
-    """Return the function that merges outputs of micro-batches; rows lie along `axis`."""
+    """Return the function that merges values of micro-batches.
+
+    Args:
+      way: "mean", "sum", "max", "concat" or "same".
+      name: the name of the result, for errors.
+      axis: the dimension along which "concat" concatenates.
+    """
 
     def total(*parts: jax.Array) -> jax.Array:
         return functools.reduce(jnp.add, [p.astype(sum_type(p.dtype)) for p in parts])
@@ -119,17 +135,21 @@ def _merged(way: str, name: str, axis: int) -> Callable[..., Any]:
     ways = {"mean": mean, "sum": added, "max": largest, "concat": joined, "same": last}
     if way not in ways:
         raise ConfigError(
-            f"merge[{name!r}]={way!r}: it is computed in each of several micro-batches; say "
+            f"merge[{name!r}] is {way!r}, which cannot merge values of several micro-batches; use "
             "'concat'"
         )
     return ways[way]
 
 
 def check_state(merges: Mapping[str, str], params: Sequence[str], o: PipelineOptions) -> None:
-    """Refuse state with merge "sum": each micro-batch starts from the state before the step."""
+    """Raise ConfigError if state is merged by "sum".
+
+    Each micro-batch computes new state from the state before the step. A sum would count that state
+    once for each micro-batch.
+    """
     for n in params:
         if merges.get(n) == "sum" and o.parts > 1:
             raise ConfigError(
-                f"merge[{n!r}]='sum': every micro-batch computes it from its value before the "
-                "step, and a sum would count that value several times; say 'mean' or 'max'"
+                f"merge[{n!r}] is 'sum', but every micro-batch computes {n} from its value before "
+                "the step, and a sum would count that value several times; use 'mean' or 'max'"
             )

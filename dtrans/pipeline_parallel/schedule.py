@@ -1,20 +1,21 @@
-"""Schedules of a pipeline: the order of tasks on each device, as a value.
+"""Schedules of a pipeline: the order in which each device runs its tasks.
 
-A step of `num_micro_batch` micro-batches through `K` model stages consists of tasks. F is the
-forward of a stage on a micro-batch, and B its backward. If backward is split, B computes the
-cotangents of inputs only, and W the gradients of weights.
+A step sends `num_micro_batch` micro-batches through the model stages. A task is one micro-batch at
+one stage: F is its forward pass and B its backward pass. If a schedule splits the backward pass, B
+computes the cotangents of inputs, and W computes the gradients of weights.
 
-All schedules have the same dependencies between tasks (`Schedule.needs`). A schedule adds the order
-of each device's tasks, and all other facts follow from these orders. Micro-batches in flight need
-no clock. Makespan and bubble come from playing the orders with costs. The global sequence comes
-from a play in which every task takes one tick.
+The dependencies between tasks are the same in all schedules (`Schedule.needs`), so the orders
+define a schedule completely. The number of micro-batches in flight follows from the orders alone.
+Makespan and bubble are computed by a simulation with the costs of tasks (`Schedule.play`). The
+sequence in which one process dispatches all tasks comes from a simulation in which every task takes
+one tick.
 
-    orders    orders of the named schedules, and the check of any others
-    playing   simulation of orders with costs
+    orders    orders of the named schedules, and checks of user-written orders
+    task      tasks, their dependencies, and the simulation
     gantt     tables and charts
 
-All schedules run backward tasks by ascending micro-batch. Gradients are then summed in one order,
-and all schedules give the same numbers.
+All schedules run backward tasks by ascending micro-batch. So gradients are always summed in the
+same order, and all schedules compute the same numbers.
 """
 
 from __future__ import annotations
@@ -29,33 +30,37 @@ from typing import Any
 from dtrans.checks import check_int
 from dtrans.errors import ConfigError
 from dtrans.pipeline_parallel import gantt
-from dtrans.pipeline_parallel.orders import ALIASES, ORDERS, check_tasks, in_turn
-from dtrans.pipeline_parallel.playing import (
+from dtrans.pipeline_parallel.orders import ALIASES, ORDERS, check_tasks, topological_order
+from dtrans.pipeline_parallel.task import (
+    Costs,
+    Play,
+    Task,
+    Time,
+    TimedTask,
     checked_cost,
+    needs,
     peak_in_flight,
     play_tasks,
     task_costs,
     tick_table,
 )
-from dtrans.pipeline_parallel.task import Costs, Play, Task, Time, TimedTask, needs
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Schedule:
-    """Tasks of each device of a pipeline, in order. `schedule` returns the named ones.
+    """Order of the tasks of each device of a pipeline. `schedule` returns the named schedules.
 
-    Model stage k is on device `k % num_stages`: with several chunks, each device has every
-    num_stages-th stage.
+    Model stage k is on device `k % num_stages`.
 
     Attributes:
       name: the name for display.
       num_stages: the number of devices.
       num_micro_batch: the number of micro-batches of a step.
-      chunks: model stages per device.
-      orders: each device's tasks in order.
+      chunks: the number of model stages on each device.
+      orders: the tasks of each device, in order.
 
     Raises:
-      ConfigError: the tasks do not pass `check`.
+      ConfigError: the orders are not a schedule; see `check`.
 
     Example:
       >>> F0, B0, F1, B1 = [Task(kind, 0, micro) for micro in range(2) for kind in "FB"]
@@ -65,7 +70,7 @@ class Schedule:
       >>> dataclasses.replace(mine, orders=[[F0, B0, B1, F1]])
       Traceback (most recent call last):
         ...
-      dtrans.errors.ConfigError: the schedule mine cannot go on: device 0 waits with B1@0 for F1@0
+      dtrans.errors.ConfigError: the schedule mine deadlocks: B1@0 on device 0 waits for F1@0
     """
 
     name: str
@@ -82,12 +87,12 @@ class Schedule:
 
     @property
     def num_model_stages(self) -> int:
-        """The number of model stages, over all chunks."""
+        """The number of model stages: `num_stages * chunks`."""
         return self.num_stages * self.chunks
 
     @cached_property
     def splits_backward(self) -> bool:
-        """Return True if there are W tasks: B then computes the cotangents of inputs only."""
+        """True if the backward pass is split into B and W tasks."""
         return any(task.kind == "W" for order in self.orders for task in order)
 
     def device_of(self, stage: int) -> int:
@@ -98,51 +103,51 @@ class Schedule:
         """
         if not 0 <= stage < self.num_model_stages:
             raise ConfigError(
-                f"the schedule {self.name} has model stages 0 to {self.num_model_stages - 1}, no "
-                f"{stage}"
+                f"stage is {stage}; expected 0 to {self.num_model_stages - 1}, the model stages of "
+                f"the schedule {self.name}"
             )
         return stage % self.num_stages
 
     def needs(self, task: Task) -> tuple[Task, ...]:
         """Return the tasks that compute the operands of a task.
 
-        F at stage k needs F at k - 1. B at k needs F at k and B at k + 1. W at k needs B at k. All
-        schedules with equally many model stages have the same dependencies.
+        F at stage k needs F at stage k - 1. B at stage k needs F at stage k and B at stage k + 1. W
+        at stage k needs B at stage k.
         """
         return needs(task, self.num_model_stages)
 
     def dependencies(self, task: Task) -> tuple[Task, ...]:
-        """Return the tasks that end before a task begins: its operands, then the previous one on
-        its device.
+        """Return the tasks that a task waits for: its operands, and the previous on its device.
 
         Raises:
-          ConfigError: the schedule has no such task.
+          ConfigError: the task is not in the schedule.
         """
         if task not in self._position:
-            raise ConfigError(f"the schedule {self.name} has no task {task}")
+            raise ConfigError(f"task is {task}, which is not in the schedule {self.name}")
         device, i = self._position[task]
         operands = self.needs(task)
-        before = self.orders[device][i - 1 : i] if i else ()
-        return operands + tuple(t for t in before if t not in operands)
+        if i == 0 or self.orders[device][i - 1] in operands:
+            return operands
+        return (*operands, self.orders[device][i - 1])
 
     def check(self) -> None:
         """Check that the orders form a schedule.
 
         Raises:
-          ConfigError: a count is not a positive int. A task is missing, appears twice, is on
-            another device than its stage, or is unknown. Only some W tasks are there. Devices wait
-            for each other.
+          ConfigError: a count is not a positive int. A task is missing, appears twice, is unknown,
+            or is on another device than its stage. Only some of the W tasks are there. The orders
+            deadlock.
         """
         for what in ("num_stages", "num_micro_batch", "chunks"):
             check_int(what, getattr(self, what))
         check_tasks(
             self.name, self.orders, self.num_stages, self.num_model_stages, self.num_micro_batch
         )
-        assert self._ordered  # raises if devices wait for each other
+        assert self._ordered  # the property raises if the orders deadlock
 
     @cached_property
     def _position(self) -> dict[Task, tuple[int, int]]:
-        """Each task's device, and its index in that device's order."""
+        """Task -> its device, and its index in the order of the device."""
         found = {}
         for device, order in enumerate(self.orders):
             for i, task in enumerate(order):
@@ -152,30 +157,30 @@ class Schedule:
     @cached_property
     def _ordered(self) -> tuple[Task, ...]:
         """All tasks, each after its dependencies."""
-        return in_turn(self.name, self.orders, self.num_model_stages)
+        return topological_order(self.name, self.orders, self.num_model_stages)
 
     # -- costs -----------------------------------------------------------------------------------
 
     def play(
         self, forward: Costs = 1, backward: Costs = 2, weight: Costs = 1, transfer: float = 0
     ) -> Play:
-        """Return the times of tasks if each device begins its next task as soon as it can.
+        """Simulate a step: each device begins its next task as soon as its operands are there.
 
         Args:
-          forward: the time of a forward pass on a device for a micro-batch, in any unit; chunks of
-            the device have equal shares. Or a number for each model stage.
-          backward: likewise, the time of a complete backward pass.
-          weight: likewise, the time of W if backward is split. B then takes `backward - weight`, so
-            that schedules do equal work.
+          forward: the time that all chunks of one device take to run the forward pass of one
+            micro-batch, in any unit. Or a sequence with the time of each model stage.
+          backward: the time of the complete backward pass, in the same form.
+          weight: the time of W, in the same form, if the backward pass is split. B then takes
+            `backward - weight`, so that all schedules do the same work.
           transfer: the time of a transfer between devices; the sender computes meanwhile.
 
         Returns:
-          The timed tasks by start, then device. If all costs are ints, times are exact: ints, or
-            fractions if chunks do not divide the costs.
+          The timed tasks, sorted by start, then device. If all costs are ints, times are exact:
+            ints, or fractions if the costs are not multiples of `chunks`.
 
         Raises:
-          ConfigError: a cost is not a finite number of at least 0, or costs more than the backward
-            pass that includes it. Costs are not as many as model stages.
+          ConfigError: a cost is negative or not finite, `weight` exceeds `backward`, or a sequence
+            of costs has the wrong length.
         """
         costs = task_costs(
             self.num_stages, self.chunks, self.splits_backward, forward, backward, weight
@@ -185,7 +190,7 @@ class Schedule:
     def makespan(
         self, forward: Costs = 1, backward: Costs = 2, weight: Costs = 1, transfer: float = 0
     ) -> Time:
-        """Return the duration of a step; see `play` for the costs. Exact if all of them are ints.
+        """Return the duration of a step. See `play` for the arguments; exact if all are ints.
 
         Example:
           >>> schedule("PreferBackward", 2, 2).makespan()
@@ -197,7 +202,7 @@ class Schedule:
 
     @cached_property
     def bubble(self) -> Fraction:
-        """The idle share of devices at the default costs of `play`.
+        """The share of time in which devices are idle, at the default costs of `play`.
 
         `play(...).bubble` is the share at other costs.
         """
@@ -207,21 +212,21 @@ class Schedule:
     def peak(self) -> tuple[int, ...]:
         """The most micro-batches in flight on each device, counted once for each of its chunks.
 
-        A micro-batch is in flight from the beginning of its F to the end of its B, or of its W if
-        backward is split. The device stores its residuals for that time. The peak depends only on
-        the order of tasks.
+        A micro-batch is in flight from the start of its F to the end of its B. If the backward pass
+        is split, it is in flight to the end of its W. The device stores its residuals in that time.
         """
         return tuple(peak_in_flight(order, self.splits_backward) for order in self.orders)
 
     def sequence(self) -> tuple[Task, ...]:
         """Return all tasks in the order in which one process dispatches them.
 
-        The order is tick by tick, and device by device in a tick.
+        If every task takes one tick, this is the order tick by tick, and device by device in a
+        tick.
         """
         return tuple(t.task for t in self._ticked)
 
     def ticks(self) -> tuple[tuple[Task | None, ...], ...]:
-        """Return the tick table: rows are devices, columns ticks, None is idle.
+        """Return the task of each device in each tick, as [device][tick]; None if idle.
 
         Every task takes one tick.
         """
@@ -229,10 +234,10 @@ class Schedule:
 
     @cached_property
     def _ticked(self) -> Play:
-        # costs of a device are divided by its chunks: with these a task takes one tick
-        tick = self.chunks
-        backward = 2 * tick if self.splits_backward else tick
-        return self.play(forward=tick, backward=backward, weight=tick)
+        """The simulation in which every task takes one tick."""
+        tick = self.chunks  # `play` divides the costs of a device by its chunks
+        kinds = 2 if self.splits_backward else 1  # the backward cost of `play` includes W
+        return self.play(forward=tick, backward=kinds * tick, weight=tick)
 
     # -- tables and charts -----------------------------------------------------------------------
 
@@ -243,7 +248,7 @@ class Schedule:
 
     @property
     def title(self) -> str:
-        """A line with the name, the size and the costs."""
+        """A line with the name, the size, the bubble and the peak."""
         peak = " ".join(map(str, self.peak))
         return f"{self.name}: {self._size}, bubble {self.bubble}, peak in flight {peak}"
 
@@ -254,18 +259,18 @@ class Schedule:
         *,
         unit: str | Sequence[str] | None = None,
     ) -> None:
-        """Draw timed tasks into an image file: this schedule's at the default costs, or others.
+        """Draw a Gantt chart into an image file: of this schedule, or of the given plays.
 
         Args:
-          path: the file; its suffix selects the format: .svg, .png.
-          plays: titles and timed tasks, a panel for each. Panels of the plan and of the run compare
-            the two.
-          unit: the unit of the times: one for all panels, which then share a scale, or one for
-            each.
+          path: the file; its suffix selects the format: .svg, .png, ...
+          plays: a title and timed tasks for each panel, for example the plan and the measured run.
+            By default one panel with this schedule at the default costs of `play`.
+          unit: the unit of time: one for all panels, or one for each. Panels with equal units share
+            a scale.
 
         Raises:
-          ConfigError: matplotlib is not installed, the file cannot be written, or there is nothing
-            to draw.
+          ConfigError: matplotlib is not installed, the file cannot be written, or `plays` has no
+            tasks.
 
         Example:
           >>> import tempfile
@@ -299,28 +304,31 @@ def schedule(
 ) -> Schedule:
     """Return a named schedule for `num_stages` devices.
 
-    The bubbles below are those of S devices and M micro-batches at the default costs of
-    `Schedule.play`. The peak is the most micro-batches in flight on device s. The first three
-    schedules have the bubble (S - 1) / (M + S - 1).
+    In this list S is the number of devices, M the number of micro-batches and s the index of a
+    device. The bubble is computed at the default costs of `Schedule.play`. The peak is the most
+    micro-batches in flight on device s. The bubble of the first three schedules is
+    (S - 1) / (M + S - 1).
 
-    - PreferForward, or GPipe: all forwards, then all backwards. Peak M. Hides transfers best.
-    - PreferBackward, or 1F1B: a backward as soon as one is ready. Peak min(M, S - s). EPL's
+    - PreferForward (GPipe): all forwards, then all backwards. Peak M. Hides transfers best.
+    - PreferBackward (1F1B): a backward as soon as its operands are there. Peak min(M, S - s). EPL's
       default.
-    - PreferBackwardOptimizer: PreferBackward with one more forward ahead on all but the last
-      device, which hides a part of the transfers. Peak min(M, S - s + 1), on the last device 1.
-    - Interleaved: 1F1B with several model stages on each device. M may be any number. A round has S
-      to 2S - 1 micro-batches (M, if M < S), and not always S as in Megatron-LM. For M >= S the
-      bubble is (S - 1) / (chunks x M + S - 1), as in the paper. It has more micro-batches in flight
-      than PreferBackward, and `chunks` times the transfers.
-    - ZeroBubble, or ZB-H1: 1F1B with backward split. W runs s micro-batches after its B, in time
-      that would be idle. For M >= S the bubble is (S - 1) / (3M + S - 1). Peak min(M, S) on each
-      device.
+    - PreferBackwardOptimizer: PreferBackward with one more forward in the warm-up of each device
+      except the last, which hides a part of the transfers. Peak min(M, S - s + 1), on the last
+      device 1.
+    - Interleaved: 1F1B with several model stages on each device. For M >= S the bubble is
+      (S - 1) / (chunks x M + S - 1). It has more micro-batches in flight than PreferBackward, and
+      `chunks` times the transfers. M need not be a multiple of S as in Megatron-LM.
+    - ZeroBubble (ZB-H1): 1F1B with a split backward pass. W runs s micro-batches after its B, in
+      time that would be idle otherwise. For M >= S the bubble is (S - 1) / (3M + S - 1). Peak
+      min(M, S).
 
     Args:
-      name: a name above, in any case. `Schedule.name` is the first of two names.
+      name: one of the names above, in upper or lower case. The result has the name before the
+        parentheses.
       num_stages: the number of devices.
       num_micro_batch: the number of micro-batches of a step.
-      chunks: model stages per device: for Interleaved at least 2, by default 2; 1 for the others.
+      chunks: the number of model stages on each device: at least 2 for Interleaved (the default is
+        2), and 1 for all other schedules.
 
     Raises:
       ConfigError: the name is unknown, or a number is out of range.
@@ -339,7 +347,7 @@ def schedule(
     known = {n.lower(): full for n, full in names.items()}
     found = known.get(str(name).lower())
     if found is None:
-        raise ConfigError(f"schedule must be one of {', '.join(names)}, it is {name!r}")
+        raise ConfigError(f"schedule is {name!r}; expected one of {', '.join(names)}")
     check_int("num_stages", num_stages)
     check_int("num_micro_batch", num_micro_batch)
     interleaved = found == "Interleaved"
@@ -348,11 +356,12 @@ def schedule(
     check_int("chunks", chunks)
     if interleaved and chunks == 1:
         raise ConfigError(
-            "chunks=1 is PreferBackward: Interleaved needs at least 2 model stages on each device"
+            "chunks is 1, but Interleaved needs at least 2 model stages on each device; use "
+            "PreferBackward"
         )
     if not interleaved and chunks > 1:
         raise ConfigError(
-            f"{found} has one model stage on each device, not chunks={chunks}: use Interleaved"
+            f"chunks is {chunks}, but {found} has one model stage on each device; use Interleaved"
         )
     orders = tuple(ORDERS[found](num_stages, num_micro_batch, chunks))
     return Schedule(found, num_stages, num_micro_batch, chunks, orders)

@@ -1,9 +1,10 @@
-"""Split stages: the programs of one shard of a stage with `dtrans.split` scopes.
+"""Tensor parallelism inside a stage: programs of one shard of a stage with `dtrans.split` scopes.
 
-All shards have complete copies of the values that enter and leave such a stage, of batches and of
-results. Each shard stores its piece of the parameters that the scope cuts, of their gradients and
-of their optimizer's state. Residuals of a micro-batch are as the forward pass computes them: cut,
-or complete. `dtrans.engine.split` writes the equations on pieces.
+The devices of a split stage are called *shards*. All shards have complete copies of the batch, of
+the results, and of values received from and sent to other stages. A parameter inside the scope may
+be cut: each shard then stores a piece of the parameter, of its gradient and of its optimizer state.
+Residuals are cut or complete, as the forward program of a shard computes them.
+`dtrans.engine.split` rewrites the equations for pieces.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from dtrans.tensor_parallel.defaults import default_cuts
 
 @dataclasses.dataclass(frozen=True)
 class Cuts:
-    """Parameters and state that are cut over the shards of stages.
+    """Parameters and optimizer state that are cut over the shards of stages.
 
     Attributes:
       shards: the number of shards of each stage; 1 for a stage that is not split.
-      state: parameter, or array of the optimizer's state, to the dimension that is cut.
+      state: parameter or array of the optimizer's state -> the dimension along which it is cut.
     """
 
     shards: tuple[int, ...]
@@ -43,17 +44,17 @@ def shards_of(forward: ForwardPass, stage_of: Sequence[int], o: PipelineOptions)
     """Return the number of shards of each stage.
 
     Raises:
-      ConfigError: a split scope without a number of devices, two scopes of a stage with different
-        numbers, or an option that excludes split scopes.
+      ConfigError: a split scope has no number of devices, two scopes of a stage have different
+        numbers, or an option excludes split scopes.
     """
     count = [1] * o.model_stages
-    named: dict[int, str] = {}  # a scope of each split stage
+    named: dict[int, str] = {}  # stage -> one of its split scopes, for errors
     for scope, s in zip(scopes_of(list(forward.eqns)), stage_of, strict=True):
         if scope is None or scope.kind != "split":
             continue
         if scope.device_count is None:
             raise ConfigError(
-                f"{scope} must say over how many devices: dtrans.split(device_count=...)"
+                f"{scope} has no number of devices; pass dtrans.split(device_count=...)"
             )
         if s in named and count[s] != scope.device_count:
             raise ConfigError(
@@ -65,13 +66,13 @@ def shards_of(forward: ForwardPass, stage_of: Sequence[int], o: PipelineOptions)
         for option in ("sharding_stage", "offload"):
             if count[s] > 1 and getattr(o.memory, option):
                 raise ConfigError(
-                    f"{option}={getattr(o.memory, option)!r} excludes {scope_name}, whose stage "
-                    "stores pieces on its devices; leave one of them out"
+                    f"{option} is {getattr(o.memory, option)!r}, which is not supported together "
+                    f"with {scope_name}; leave out one of them"
                 )
         if count[s] > 1 and o.chunks > 1:
             raise ConfigError(
-                f"chunks={o.chunks} excludes {scope_name}: a device of a split stage has one "
-                "stage; leave one of them out"
+                f"chunks is {o.chunks}, which is not supported together with {scope_name}; leave "
+                "out one of them"
             )
     return tuple(count)
 
@@ -82,9 +83,15 @@ def cuts_of(
     shards: Sequence[int],
     users: Mapping[str, Sequence[int]],
 ) -> Cuts:
-    """Return the parameters that split scopes cut, with their optimizer state.
+    """Return the parameters and optimizer state that split scopes cut.
 
-    A parameter is cut if one stage alone reads it.
+    A parameter is cut only if a single stage reads it.
+
+    Args:
+      step: the step.
+      stages: the programs of the stages, not yet split.
+      shards: the number of shards of each stage.
+      users: the parameters with a gradient.
     """
     readers: dict[str, list[int]] = {}
     for stage in stages:
@@ -102,7 +109,7 @@ def cuts_of(
     if not params:
         return Cuts(tuple(shards), {})
 
-    # state with one row for each row of a parameter along its cut dimension
+    # optimizer state with one row for each row of a cut parameter, along the cut dimension
     analysis = analyse(step.optimize, step.params, {n: d for n, d in params.items() if d})
     plain = analyse(step.optimize, step.params)
     state = dict(params)
@@ -124,7 +131,10 @@ def _is_split(eqn: object) -> bool:
 def split_stages(
     stages: Sequence[StagePrograms], cuts: Cuts
 ) -> tuple[tuple[StagePrograms, ...], dict[tuple[int, str], int]]:
-    """Return the programs of a shard of each stage, and the cut values by stage and name."""
+    """Return the programs of one shard of each stage, and the dimension of each cut value.
+
+    The keys of the second result are (stage, name).
+    """
     sharded: list[StagePrograms] = []
     values: dict[tuple[int, str], int] = {}
     for s in stages:
@@ -134,7 +144,9 @@ def split_stages(
         here: dict[str, int] = {}
         forward = _split(s.forward, s, cuts, here, {*s.sends, *s.results})
         backward = _split(s.backward, s, cuts, here, s.cotangents)
-        weights = None if s.weights is None else _split(s.weights, s, cuts, here, ())
+        weights = s.weights
+        if weights is not None:
+            weights = _split(weights, s, cuts, here, ())
         sharded.append(dataclasses.replace(s, forward=forward, backward=backward, weights=weights))
         for n, axis in here.items():
             values[s.index, n] = axis
@@ -144,14 +156,15 @@ def split_stages(
 def _split(
     p: Program, s: StagePrograms, cuts: Cuts, values: dict[str, int], replicated: Collection[str]
 ) -> Program:
-    """Return one program for a shard of its stage.
+    """Return the program of one shard.
 
     Args:
       p: a program of the stage.
       s: the stage.
       cuts: the cut parameters.
-      values: the cut values of programs before; those of this program are added.
-      replicated: outputs that all shards have.
+      values: value -> dimension, for the cut outputs of earlier programs of the stage. The cut
+        outputs of this program are added.
+      replicated: the outputs that each shard must have completely.
     """
     sums = {n: cuts.state[leaf] for n, leaf in s.sums.items() if leaf in cuts.state}
     params = {n: d for n, d in cuts.state.items() if n in s.params}
@@ -172,23 +185,29 @@ def _split(
 def split_update(
     placed: PlacedUpdate, cuts: Cuts, sums: Mapping[str, tuple[str, int, int | None]]
 ) -> PlacedUpdate:
-    """Return the update with pieces for a shard of each split stage; `sums` as in `Update`."""
+    """Return the update with the pieces of one shard of each split stage; `sums` as in `Update`."""
     inner = placed.program.inner
-    dims: dict[Var, int] = {}  # the cut dimension of each value
+    dims: dict[Var, int] = {}  # value -> the dimension along which it is cut
     for v, n in zip(inner.invars, placed.program.in_names, strict=True):
         leaf = sums[n][0] if n in sums else n
         if leaf in cuts.state:
             dims[v] = cuts.state[leaf]
-    outs = placed.program.outvars.items()
-    new = {a: cuts.state.get(n) for n, a in outs if isinstance(a, Var)}
-    sent = {(v, origin) for v, origin, _ in placed.sends}  # values are sent uncut
+    # output -> its dimension, or None if each shard needs it completely
+    new: dict[Var, int | None] = {}
+    for n, a in placed.program.outvars.items():
+        if isinstance(a, Var):
+            new[a] = cuts.state.get(n)
+    sent = {(v, origin) for v, origin, _ in placed.sends}  # sent values must be complete
     pieces: list[StagePart] = []
     for p in placed.pieces:
         if cuts.shards[p.place] == 1:
             pieces.append(p)
             continue
         ins = {i: dims[v] for i, v in enumerate(p.reads) if v in dims}
-        wanted = {i: new.get(v) for i, v in enumerate(p.makes) if v in new or (v, p.place) in sent}
+        wanted = {}
+        for i, v in enumerate(p.makes):
+            if v in new or (v, p.place) in sent:
+                wanted[i] = new.get(v)
         sharded = split(p.jaxpr, ins, cuts.shards[p.place], SPLIT, outs=wanted)
         for v, d in zip(p.makes, sharded.out_cuts, strict=True):
             if d is not None:

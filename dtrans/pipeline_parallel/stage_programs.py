@@ -1,4 +1,4 @@
-"""Programs of a stage: forward, backward, and gradients of weights if backward is split.
+"""Programs of a stage: forward, backward, and (if the schedule splits backward) weights.
 
     forward     parameters, batch, received values -> sent values, results, residuals
     backward    inputs of forward, residuals, cotangents of sent values, sums of gradients
@@ -8,8 +8,9 @@
 Each stage is differentiated by itself (`dtrans.pipeline_parallel.stage_vjp`). Its *residuals* are
 the values of the forward pass that its derivative reads.
 
-A stage sends values to the next stage only. The stages in between forward the operands of later
-ones (skip connections). The cotangent comes back the same way, and each stage adds its part.
+A stage sends values only to the next stage. If a later stage reads a value (a skip connection), the
+stages in between forward it. Its cotangent returns through the same stages, and each stage that
+reads the value adds its part.
 """
 
 from __future__ import annotations
@@ -43,17 +44,18 @@ class StagePrograms:
 
     Attributes:
       index: the index of the stage.
-      forward, backward: its programs.
-      weights: the program of the gradients of weights, if the backward program leaves them out.
-      params: the leaves of the step that it reads.
-      state: the arrays of the optimizer's state that it reads; every stage has them.
-      sums: the name of each sum of gradients that it computes, to its leaf. If each micro-batch is
-        clipped, these are gradients of one micro-batch, not sums.
-      cotangents: the name of each cotangent, to its value.
-      batch: the arrays of the batch that it reads.
-      receives, sends: the values from the stage before, and for the stage after.
-      results: the results of the step that it computes.
-      eqns: the number of its equations of the loss function.
+      forward, backward: the programs of the forward and backward pass.
+      weights: the program that computes the gradients of weights; None if the backward program
+        computes them.
+      params: the parameters that the stage reads.
+      state: the arrays of the optimizer's state that the stage reads; every stage stores them.
+      sums: name of a sum of gradients -> its leaf. If each micro-batch is clipped, these are the
+        gradients of one micro-batch instead of sums.
+      cotangents: name of a cotangent -> name of its value.
+      batch: the arrays of the batch that the stage reads.
+      receives, sends: the values from the previous stage, and for the next stage.
+      results: the results of the step that the stage computes.
+      eqns: the number of equations in its part of the loss function.
     """
 
     index: int
@@ -72,12 +74,12 @@ class StagePrograms:
 
     @property
     def leaves(self) -> tuple[str, ...]:
-        """The leaves with gradients that it computes."""
+        """The leaves whose gradients the stage computes."""
         return tuple(self.sums.values())
 
     @property
     def saved(self) -> tuple[str, ...]:
-        """The residuals and received values that a stage saves from forward to backward."""
+        """The residuals and received values that the stage saves from forward to backward."""
         candidates = {*self.forward.out_names, *self.receives}
         candidates -= {*self.params, *self.state, *self.batch}
         reads = dict.fromkeys(self.backward.in_names)
@@ -89,13 +91,20 @@ class StagePrograms:
 def program_of(
     name: str, jaxpr: ClosedJaxpr, ins: Sequence[str], outs: Sequence[str], role: str
 ) -> Program:
-    """Return a program whose inputs and outputs are one dict each."""
+    """Return a program from a dict of inputs to a dict of outputs.
+
+    Args:
+      name: the name of the program.
+      jaxpr: its equations.
+      ins, outs: the names of the inputs and outputs of `jaxpr`.
+      role: the role of all equations.
+    """
     inner = opened(jaxpr)
     invars = dict(zip(ins, inner.invars, strict=True))
     outvars = dict(zip(outs, inner.outvars, strict=True))
     arg = TreeSpec.from_tree({n: v.aval for n, v in invars.items()})
     out = TreeSpec.from_tree({n: v.aval for n, v in outvars.items()})
-    # in the order of the trees: leaves of a dict are sorted by key
+    # pytrees of dicts are sorted by key, so the inputs and outputs of the jaxpr are reordered
     ordered_ins = values_at(invars, arg.names)
     ordered_outs = values_at(outvars, out.names)
     ordered = closed_with(jaxpr, invars=ordered_ins, outvars=ordered_outs)
@@ -107,9 +116,9 @@ class StageProgramWriter:
 
     Args:
       forward: the forward pass.
-      stage_of: the stage of each of its equations, never before the stages of its operands.
+      stage_of: the stage of each equation, not before the stages of its operands.
       o: the options.
-      scatter: leaves with gradients that replicas sum as slices.
+      scatter: leaf -> slices, for gradients that are reduce-scattered over replicas.
     """
 
     def __init__(
@@ -126,18 +135,19 @@ class StageProgramWriter:
         self.count = max(stage_of) + 1
         eqns = forward.eqns
         # Each stage recomputes values that depend on no micro-batch (a mask, a transposed weight).
-        # Of all others, `home` has the stage, and `last` the last stage that reads it.
+        # For all other values, `home` is the stage that computes the value, and `last` the last
+        # stage that reads it.
         self.dependent = propagate(eqns, dict.fromkeys(forward.micro_batch_inputs, 1), {})
         self.home: dict[Var, int] = {}
         last: dict[Var, int] = {}
         for e, s in zip(eqns, stage_of, strict=True):
-            outs = [v for v in e.outvars if self.dependent.get(v)]
+            outs = list(filter(self.dependent.get, e.outvars))
             self.home |= dict.fromkeys(outs, s)
             if outs or e.effects:
                 for operand in variables(e.invars):
                     last[operand] = max(s, last.get(operand, s))
 
-        # the values that each stage sends, named as no argument of the user can be
+        # The values that each stage sends. The `@` in their names excludes names of arguments.
         self.crossing: list[list[Var]] = []
         self.names: dict[Var, str] = {}
         for k in range(self.count):
@@ -147,15 +157,18 @@ class StageProgramWriter:
                 self.names.setdefault(v, f"@value/{len(self.names)}")
 
         self.active = propagate(eqns, dict.fromkeys(forward.diff, 1), {})
-        self.loss_at = self.home.get(forward.loss, 0) if isinstance(forward.loss, Var) else 0
-        # the last stage returns the results that no stage computes
+        self.loss_at = self._home_of(forward.loss, 0)
+        # results that depend on no micro-batch are returned by the last stage
         self.results_of: list[list[str]] = [[] for _ in range(self.count)]
         for n, a in forward.results.items():
-            at = self.home.get(a, self.count - 1) if isinstance(a, Var) else self.count - 1
-            self.results_of[at].append(n)
+            self.results_of[self._home_of(a, self.count - 1)].append(n)
+
+    def _home_of(self, a: Atom, default: int) -> int:
+        """Return the stage that computes a value; `default` if it depends on no micro-batch."""
+        return self.home.get(a, default) if isinstance(a, Var) else default
 
     def differentiable(self, v: Atom) -> bool:
-        """Return True if the loss's derivative may pass through a value."""
+        """Return True if a value may have a cotangent: it depends on parameters and is a float."""
         return (
             isinstance(v, Var)
             and bool(self.active.get(v))
@@ -179,7 +192,7 @@ class StageProgramWriter:
         wanted = [*outputs, f.loss] if self.loss_at == s else outputs
         body, reads, operands = self._body(local, received, wanted)
 
-        # its inputs: of the step, then from the stage before
+        # inputs: arrays of the step, then values from the previous stage
         sources = values_at(f.sources, reads)
         step_names, types = f.inputs_of(sources), f.step.program.inputs
         params = tuple(n for n in step_names if n in f.step.params)
@@ -189,10 +202,10 @@ class StageProgramWriter:
         ins = [*step_ins, *map(names.__getitem__, received)]
         in_types = [*map(types.__getitem__, step_ins), *avals(received)]
 
-        # its derivative: with respect to `diff` and received values, of sent values and the loss
+        # derivative of sent values and the loss, with respect to `diff` and received values
         diff = [v for v in reads if v in f.diff]
-        back = [v for v in received if self.differentiable(v)]  # cotangents for the stage before
-        front = [v for v in sent if self.differentiable(v)]  # cotangents from the stage after
+        back = list(filter(self.differentiable, received))  # cotangents for the previous stage
+        front = list(filter(self.differentiable, sent))  # cotangents from the next stage
         ahead = [v for v in front if self.home[v] == s]
         through = [v for v in front if self.home[v] != s]
         has_loss = self.loss_at == s and self.differentiable(f.loss)
@@ -210,7 +223,7 @@ class StageProgramWriter:
             self._checkpoints(s),
         )
 
-        # forward: a residual that is an output too has one name
+        # forward: a residual that is also another output keeps the name of that output
         out_names = [*map(names.__getitem__, outs), *results]
         residuals = vjp.names_of_saved(out_names, ins)
         outvars = dict(zip([*out_names, *residuals], opened(vjp.forward).outvars, strict=True))
@@ -251,16 +264,16 @@ class StageProgramWriter:
     def _body(
         self, local: Sequence[int], received: Sequence[Var], wanted: Sequence[Atom]
     ) -> tuple[ClosedJaxpr, list[Var], list[Var]]:
-        """Return the equations of a stage as a function, with the variables of its inputs.
+        """Return the equations of a stage as a jaxpr, with the variables of its inputs.
 
         Args:
-          local: the equations that the stage was assigned.
-          received: the values from the stage before.
-          wanted: its outputs.
+          local: the equations that are assigned to the stage.
+          received: the values from the previous stage.
+          wanted: the outputs of the stage.
 
         Returns:
-          The function, the inputs of the forward pass that it reads, and the received values that
-          it reads.
+          The jaxpr, the inputs of the forward pass that it reads, and the received values that it
+            reads.
         """
         f = self.forward
         with_effects = [i for i in local if f.eqns[i].effects]
@@ -290,16 +303,17 @@ class StageProgramWriter:
         operands: Sequence[Var],
         leaves: Sequence[str],
     ) -> ClosedJaxpr:
-        """Write the backward pass of a stage: cotangents of received values, sums of gradients.
+        """Return the backward pass of a stage; outputs are cotangents, then sums of gradients.
 
         Args:
-          vjp: the stage, differentiated.
-          has_loss: True if the stage computes the loss, whose cotangent is its scale.
-          ahead: sent values that the stage computes.
-          through: sent values that it forwards from the stage before.
-          backs: received values with a cotangent.
-          operands: received values that the stage reads.
-          leaves: the leaves with gradients.
+          vjp: the differentiated stage.
+          has_loss: True if the stage computes the loss; the cotangent of the loss is the loss
+            scale.
+          ahead: the differentiable sent values that the stage computes.
+          through: the differentiable sent values that the stage only forwards.
+          backs: the received values with a cotangent.
+          operands: the received values that the stage reads.
+          leaves: the leaves whose gradients the stage computes.
         """
         scale, adds = self.o.loss_scale, self.o.clip_of_each is None
         b = Builder(vjp.backward)
@@ -317,7 +331,7 @@ class StageProgramWriter:
         with_parts = [v for v in backs if v in operands]
         back = dict(zip(with_parts, grads[len(leaves) :], strict=True))
 
-        # a value that is read here and sent on has two parts of its cotangent
+        # If a value is read here and also forwarded, its cotangent is the sum of two parts.
         outs: list[Atom] = []
         for v in backs:
             if v in passing and v in back:
@@ -343,7 +357,7 @@ class StageProgramWriter:
         return self.scatter[leaf].rank_type(wide) if leaf in self.scatter else wide
 
     def _scattered(self, b: Builder, grads: Mapping[str, Atom]) -> list[Atom]:
-        """Reduce-scatter gradients that replicas store as slices, by type and dimension."""
+        """Reduce-scatter the gradients in `scatter`, one collective for each type and dimension."""
         found = dict(grads)
         kinds: dict[Any, list[str]] = {}
         for n in grads:
@@ -363,18 +377,20 @@ class StageProgramWriter:
         return list(found.values())
 
     def _checkpoints(self, s: int) -> Collection[str] | None:
-        """Return the names of values that a stage saves besides its received values.
+        """Return the names of the values that a stage with checkpoints saves.
 
-        None: it saves all residuals.
+        None if the stage has no checkpoints and saves all residuals.
         """
         names, end = self.o.memory.gradient_checkpoint, self.o.memory.last_checkpointed_stage
         if not names or (end >= 0 and s > end):
             return None
-        return () if isinstance(names, str) else names
+        if isinstance(names, str):  # "auto"
+            return ()
+        return names
 
 
 def _prelude(forward: ForwardPass, names: Sequence[str], wanted: Sequence[Atom]) -> ClosedJaxpr:
-    """Write the values that a stage computes from the step's inputs before it begins."""
+    """Return a jaxpr that computes the `wanted` values of the prelude from inputs of the step."""
     vars_of = forward.step.program.invars
     b = Builder(forward.prelude)
     inputs: dict[Var, Atom] = {vars_of[n]: b.input(vars_of[n].aval) for n in names}
@@ -384,20 +400,20 @@ def _prelude(forward: ForwardPass, names: Sequence[str], wanted: Sequence[Atom])
 def _split_backward(
     s: int, jaxpr: ClosedJaxpr, ins: Sequence[str], outs: Sequence[str], cotangents: int
 ) -> tuple[Program, Program]:
-    """Split the backward pass of a stage into a program of cotangents and one of gradients.
+    """Split the backward pass of a stage into a program of cotangents and a program of gradients.
 
     Args:
       s: the stage.
-      jaxpr: its backward pass.
-      ins, outs: the names of its inputs and outputs.
-      cotangents: the number of cotangents, which come first in its outputs.
+      jaxpr: the backward pass.
+      ins, outs: the names of the inputs and outputs of `jaxpr`.
+      cotangents: the number of cotangents, which are the first outputs.
     """
     inner = opened(jaxpr)
     eqns = inner.eqns
     back, grads = inner.outvars[:cotangents], inner.outvars[cotangents:]
 
-    # values of the first program that the second reads, except constants: these are cheaper to
-    # recompute than to store
+    # Values of the first program that the second program reads. Constants are not among them,
+    # because recomputing them is cheaper than storing them.
     first = needed_equations(eqns, back)
     computed: set[Var] = set()
     for eqn in first:
@@ -419,7 +435,7 @@ def _split_backward(
 
 
 def _live(name: str, jaxpr: ClosedJaxpr, ins: Sequence[str], outs: Sequence[str]) -> Program:
-    """Return a backward program without unused equations and inputs."""
+    """Return a program of the backward pass, without unused equations and inputs."""
     inner = opened(jaxpr)
     needed, leaves = backward_slice(inner.eqns, inner.outvars)
     used = {*leaves, *variables(inner.outvars)}
@@ -441,11 +457,13 @@ def _added_unscaled(scale: float) -> Callable[[jax.Array, jax.Array], jax.Array]
 
 @functools.cache
 def _cast(dtype: Any, scale: float) -> Callable[[jax.Array], jax.Array]:
-    return lambda x: x.astype(dtype) if scale == 1.0 else x.astype(dtype) / scale
+    if scale == 1.0:
+        return lambda x: x.astype(dtype)
+    return lambda x: x.astype(dtype) / scale
 
 
 def sums_of(programs: Sequence[StagePrograms]) -> dict[str, Any]:
-    """Return the types of the sums of gradients, by leaf."""
+    """Return leaf -> the type of the sum of its gradients."""
     types: dict[str, Any] = {}
     for p in programs:
         outputs = (p.weights or p.backward).outputs

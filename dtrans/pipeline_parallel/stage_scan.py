@@ -1,12 +1,12 @@
-"""Scanned layers: a scan over a stack of parameters, cut into one scan for each stage.
+"""Scanned layers: a `lax.scan` over stacked parameters, cut into one scan for each stage.
 
-    before planning   each iteration is a scan of one iteration, which the planner takes for a layer
-    after             the iterations of a stage are one scan again, over its rows of the stack
+First each iteration becomes a scan of one iteration, and the equations are assigned to stages. Then
+the iterations of each stage are merged into one scan over its rows of the stacked parameters.
 
-Each stage then stores only its rows of the stack, as a parameter with its own name
-(`params/w.block1`), and its rows of the optimizer's state. The update is written for blocks of
-rows, as for parameter servers (`dtrans.slicing.server_update`). If the optimizer does not let a
-leaf be cut (Muon), one stage stores it, and all stages read all of it.
+A *stack* is a parameter with one row for each layer. Each stage stores its rows of the stack as a
+parameter with its own name (`params/w.block1`), and its rows of the optimizer state. The update is
+written for blocks of rows, as for parameter servers (`dtrans.slicing.server_update`). If the update
+does not work row by row (Muon), one stage stores the whole stack, and all stages read it.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ from dtrans.slicing.server_update import inline_update, write_server
 from dtrans.step.cut import Cut, Gradient, Name, OptimizeHalf
 
 
-# for each scan that is cut, the first iteration of each part, and the number of all iterations
+# For each scan to cut: the first iteration of each part, then the total number of iterations.
 ScanSplits = tuple[tuple[int, ...], ...]
 
-# for each equation, the equation that it was before scans were split, and the number of its part
+# For each equation after scans were split: (index of the equation before, index of the part).
 Origins = list[tuple[int, int]]
 
 
 @dataclasses.dataclass(frozen=True)
 class StageRows:
-    """A run of rows of a leaf, or of its optimizer state, as a parameter.
+    """Rows of a stack, or of its optimizer state, that one stage stores under its own name.
 
     Attributes:
-      name: the name of the parameter.
+      name: the name of the rows.
       part: the rows.
     """
 
@@ -72,7 +72,7 @@ class StageRows:
 
 
 def loops_of(forward: ForwardPass) -> list[int]:
-    """Return the positions of scans to cut: forward scans over a stack with a gradient."""
+    """Return the indices of the scans to cut: forward scans over stacks that have a gradient."""
     found = []
     for i, eqn in enumerate(forward.eqns):
         if eqn.primitive.name == SCAN and not is_reversed(eqn) and scan_length(eqn) > 1:
@@ -83,14 +83,15 @@ def loops_of(forward: ForwardPass) -> list[int]:
 
 
 def split_iterations(forward: ForwardPass) -> ScanSplits:
-    """Return the splits that give every iteration its own scan."""
-    return tuple(tuple(range(scan_length(forward.eqns[i]) + 1)) for i in loops_of(forward))
+    """Return the splits that make every iteration a scan of its own."""
+    lengths = [scan_length(forward.eqns[i]) for i in loops_of(forward)]
+    return tuple(tuple(range(length + 1)) for length in lengths)
 
 
 def split_scans(forward: ForwardPass, splits: ScanSplits) -> tuple[ForwardPass, Origins]:
-    """Return the forward pass with its scans in parts, and the origin of each equation.
+    """Split the scans of a forward pass; return the new forward pass and its `Origins`.
 
-    The part is 0 for equations that are not split.
+    Equations that are not split have part 0.
     """
     if not splits:
         return forward, [(i, 0) for i in range(len(forward.eqns))]
@@ -99,7 +100,7 @@ def split_scans(forward: ForwardPass, splits: ScanSplits) -> tuple[ForwardPass, 
     b.invars += forward.inner.invars
     origin: Origins = []
     for i, eqn in enumerate(forward.eqns):
-        if i not in parts or len(parts[i]) == 2:  # a single part
+        if i not in parts or len(parts[i]) == 2:  # not a scan to cut, or a single part
             b.keep(eqn)
             origin.append((i, 0))
             continue
@@ -110,7 +111,13 @@ def split_scans(forward: ForwardPass, splits: ScanSplits) -> tuple[ForwardPass, 
 
 
 def _write_parts(b: Builder, eqn: JaxprEqn, bounds: Sequence[int]) -> Iterator[int]:
-    """Write a scan in parts; yield the number of each part after its equations."""
+    """Write a scan as several scans; yield the index of each part after writing its equations.
+
+    Args:
+      b: the builder to write to.
+      eqn: the scan.
+      bounds: the first iteration of each part, then the number of iterations.
+    """
     wires, operands = wiring(eqn), list(eqn.invars)
     stacked: dict[int, list[Atom]] = {j: [] for j in wires.stacks}
     last = len(bounds) - 2
@@ -125,8 +132,12 @@ def _write_parts(b: Builder, eqn: JaxprEqn, bounds: Sequence[int]) -> Iterator[i
             operands[i] = outputs[j]
         for j, rows in stacked.items():
             rows.append(outputs[j])
-        if k == last:  # readers of the scan read the carry of its last part
-            outs = [v if j in stacked else eqn.outvars[j] for j, v in enumerate(outputs)]
+        if k == last:
+            # The carry of the last part is the carry of the whole scan, so it gets its variables.
+            # The stacked outputs of all parts are concatenated.
+            outs = list(eqn.outvars)
+            for j in stacked:
+                outs[j] = outputs[j]
             b.eqns[-1] = b.eqns[-1].replace(outvars=outs)
             for j, rows in stacked.items():
                 b.call_as(eqn.outvars[j], concatenate_along(0), *rows)
@@ -134,12 +145,12 @@ def _write_parts(b: Builder, eqn: JaxprEqn, bounds: Sequence[int]) -> Iterator[i
 
 
 def merge_iterations(forward: ForwardPass, origin: Origins, stage_of: Sequence[int]) -> ScanSplits:
-    """Return the splits that give each stage one part of each scan.
+    """Return the splits such that each stage has one part of each scan.
 
     Args:
-      forward: the forward pass, its scans not split.
-      origin: the origins of equations with every iteration split.
-      stage_of: the stages of these equations.
+      forward: the forward pass before scans were split.
+      origin: the origins of the equations after `split_iterations`.
+      stage_of: the stages of the equations after `split_iterations`.
     """
     stage_at = _stages_by_origin(origin, stage_of)
     found = []
@@ -157,12 +168,12 @@ def stages_of_parts(
     origin: Origins,
     stage_of: Sequence[int],
 ) -> tuple[int, ...]:
-    """Return the stage of each equation of a forward pass with scans in parts of one stage.
+    """Return the stage of each equation after scans were split by `merge_iterations`.
 
     Args:
-      splits: the parts.
-      forward: the forward pass, its scans not split.
-      parts_origin: the origins of the equations.
+      splits: the splits that `merge_iterations` returned.
+      forward: the forward pass before scans were split.
+      parts_origin: the origins of the equations after these splits.
       origin, stage_of: as for `merge_iterations`.
     """
     stage_at = _stages_by_origin(origin, stage_of)
@@ -175,7 +186,7 @@ def stages_of_parts(
 
 
 def _stages_by_origin(origin: Origins, stage_of: Sequence[int]) -> dict[tuple[int, int], int]:
-    """Return the last stage of the equations of each origin."""
+    """Return origin -> the last stage of the equations with this origin."""
     found: dict[tuple[int, int], int] = {}
     for key, s in zip(origin, stage_of, strict=True):
         found[key] = max(s, found.get(key, s))
@@ -186,13 +197,13 @@ def _stages_by_origin(origin: Origins, stage_of: Sequence[int]) -> dict[tuple[in
 
 
 def stage_rows(forward: ForwardPass, stage_of: Sequence[int]) -> dict[str, tuple[StageRows, ...]]:
-    """Find the stacked leaves of several stages; each stage reads only its rows."""
+    """Return stack -> its rows, for stacks that several stages read, each only its rows."""
     step = forward.step
     analysis: RowAnalysis | None = None
     word = _word_for_rows(step)
     found: dict[str, tuple[StageRows, ...]] = {}
     for v, leaf in forward.diff.items():
-        # several stages read it, and only as runs of rows
+        # only stacks that several stages read, and each only as a slice of rows
         runs: dict[Any, int] = {}
         for e, s in zip(forward.eqns, stage_of, strict=True):
             if v in e.invars:
@@ -202,22 +213,25 @@ def stage_rows(forward: ForwardPass, stage_of: Sequence[int]) -> dict[str, tuple
         if v in forward.inner.outvars or not _is_alone(forward, v, leaf):
             continue
 
-        # the runs cover all rows, each once
+        # the slices must cover each row exactly once
         ordered = sorted(runs)
         bounds = [0, *(stop for _, stop in ordered)]
         if ordered != list(itertools.pairwise(bounds)) or bounds[-1] != v.aval.shape[0]:
             continue
 
-        # its update is computed row by row
+        # the update of the stack must work row by row
         analysis = analysis or analyse(step.optimize, step.params)
-        if leaf not in analysis.groups:
-            parts = [Slice(0, start, stop - start) for start, stop in ordered]
-            found[leaf] = tuple(StageRows(f"{leaf}.{word}{k}", p) for k, p in enumerate(parts))
+        if leaf in analysis.groups:
+            continue
+        rows = []
+        for k, (start, stop) in enumerate(ordered):
+            rows.append(StageRows(f"{leaf}.{word}{k}", Slice(0, start, stop - start)))
+        found[leaf] = tuple(rows)
     return found
 
 
 def _is_alone(forward: ForwardPass, v: Var, leaf: str) -> bool:
-    """Return True if `v` is the leaf as the step takes it, and the only reader of the leaf."""
+    """Return True if input `v` is the unchanged leaf, and no other input depends on the leaf."""
     source, program, prelude = forward.sources[v], forward.step.program, forward.prelude.jaxpr
     if program.invars[leaf] is not source or source not in prelude.outvars:
         return False
@@ -227,7 +241,7 @@ def _is_alone(forward: ForwardPass, v: Var, leaf: str) -> bool:
 
 
 def _word_for_rows(step: Cut) -> str:
-    """Return "block", with underscores if a name in the step contains it already."""
+    """Return the word in names of rows: "block", with underscores if a name contains it already."""
     word = "block"
     while any(f".{word}" in n for n in step.program.in_names):
         word += "_"
@@ -235,21 +249,24 @@ def _word_for_rows(step: Cut) -> str:
 
 
 def _run(eqn: JaxprEqn) -> tuple[int, int] | None:
-    """Return the rows that an equation slices from its operand; None for another equation."""
+    """Return (start, stop) if an equation slices rows from its operand, else None."""
     if eqn.primitive.name != "slice" or eqn.params["strides"] is not None:
         return None
+    if isinstance(eqn.invars[0], Literal):
+        return None
     starts, stops = eqn.params["start_indices"], eqn.params["limit_indices"]
-    is_rows = not any(starts[1:]) and tuple(stops[1:]) == eqn.invars[0].aval.shape[1:]
-    return (starts[0], stops[0]) if is_rows else None
+    if any(starts[1:]) or tuple(stops[1:]) != eqn.invars[0].aval.shape[1:]:
+        return None
+    return (starts[0], stops[0])
 
 
 @dataclasses.dataclass(frozen=True)
 class Unstacked:
-    """A forward pass with rows of stacks as parameters.
+    """Forward pass whose parameters are rows of stacks.
 
     Attributes:
-      forward: the forward pass; its step has the same parameters.
-      rows: stack to its rows: of parameters, and of the optimizer's state.
+      forward: the forward pass; its step has the same rows as parameters.
+      rows: stack -> its rows, for parameters and for the optimizer's state.
       stage_of: the stage of each equation.
     """
 
@@ -261,11 +278,11 @@ class Unstacked:
 def unstack_params(
     forward: ForwardPass, rows: Mapping[str, tuple[StageRows, ...]], stage_of: Sequence[int] = ()
 ) -> Unstacked:
-    """Return the forward pass on rows of stacks instead of slices of stacks.
+    """Replace stacks by their rows in a forward pass.
 
     Args:
-      forward: the forward pass, its scans in parts.
-      rows: the rows of each stack.
+      forward: the forward pass with split scans.
+      rows: stack -> its rows.
       stage_of: the stage of each equation, if known.
     """
     if not rows:
@@ -274,7 +291,7 @@ def unstack_params(
     every = {**rows, **state}
     step = _step_of_rows(forward.step, every, half)
 
-    # inputs: the rows of a stack instead of the stack
+    # inputs: the rows replace the stack
     leaf_var = invert(forward.diff)
     row_var: dict[tuple[Atom, tuple[int, int]], Var] = {}
     diff, sources = dict(forward.diff), dict(forward.sources)
@@ -286,18 +303,18 @@ def unstack_params(
             row_var[v, (r.part.first, r.part.stop)] = new
             diff[new], sources[new] = r.name, step.program.invars[r.name]
 
-    # equations: slices of stacks are inputs now
+    # equations: remove slices of stacks, whose outputs are inputs now
     eqns: list[JaxprEqn] = []
     left: list[int] = []
     renamed: dict[Var, Atom] = {}
     for i, eqn in enumerate(forward.eqns):
         run = _run(eqn)
-        operand = eqn.invars[0] if run is not None else None
-        if run is not None and isinstance(operand, Var) and (operand, run) in row_var:
-            renamed[eqn.outvars[0]] = row_var[operand, run]
-        else:
-            eqns.append(eqn.replace(invars=read_from(renamed, eqn.invars)))
-            left.append(i)
+        row = None if run is None else row_var.get((eqn.invars[0], run))
+        if row is not None:
+            renamed[eqn.outvars[0]] = row
+            continue
+        eqns.append(eqn.replace(invars=read_from(renamed, eqn.invars)))
+        left.append(i)
 
     values = variables(sources.values())
     unstacked = dataclasses.replace(
@@ -308,15 +325,17 @@ def unstack_params(
         sources=sources,
         prelude=closed_with(forward.prelude, invars=step.program.inner.invars, outvars=values),
     )
-    return Unstacked(unstacked, every, tuple(values_at(stage_of, left)) if stage_of else ())
+    if stage_of:
+        stage_of = values_at(stage_of, left)
+    return Unstacked(unstacked, every, tuple(stage_of))
 
 
 def _half_of_blocks(
     step: Cut, rows: Mapping[str, tuple[StageRows, ...]]
 ) -> tuple[OptimizeHalf, dict[str, tuple[StageRows, ...]]]:
-    """Return the optimize half on rows, and the optimizer's state that has such rows.
+    """Return the optimize half for rows, and array of the optimizer's state -> its rows.
 
-    It is the program of one parameter server that stores all blocks.
+    The new half is the program of a single parameter server that stores all rows as blocks.
     """
     analysis = analyse(step.optimize, step.params)
     types = step.program.inputs
@@ -336,7 +355,7 @@ def _half_of_blocks(
     placement = Placement(("here",), blocks, analysis.groups)
     work = write_server(analyse_update(analysis, placement), "here")
 
-    # inputs: state and parameters as the server stores them, then gradients
+    # inputs: parameters and optimizer state as the server stores them, then gradients
     b = Builder(step.optimize.jaxpr)
     state: dict[str, list[StageRows]] = {}
     values: dict[str, Atom] = {}
@@ -349,27 +368,32 @@ def _half_of_blocks(
     for block in work.blocks:
         for g in block.grads:
             values[g.name] = b.input(block.invars[g.name].aval)
-            in_names.append(Gradient(rows[g.leaf][g.index].name if g.leaf in rows else g.leaf))
+            leaf = g.leaf
+            if leaf in rows:
+                leaf = rows[leaf][g.index].name
+            in_names.append(Gradient(leaf))
     new = inline_update(b, work, values)
     half = OptimizeHalf(b.build(list(new.values())), tuple(in_names), tuple(new))
-    in_order = lambda runs: tuple(sorted(runs, key=lambda r: r.part.first))
-    return half, {n: in_order(runs) for n, runs in state.items()}
+    state_rows = {}
+    for n, runs in state.items():
+        state_rows[n] = tuple(sorted(runs, key=lambda r: r.part.first))
+    return half, state_rows
 
 
 def _step_of_rows(step: Cut, rows: Mapping[str, tuple[StageRows, ...]], half: OptimizeHalf) -> Cut:
-    """Return the step with rows as arrays of its state.
+    """Return the step with rows instead of stacks in its state.
 
     Args:
-      step: the step on stacks.
-      rows: the rows of each stack.
-      half: the optimize half on rows.
+      step: the step with stacks.
+      rows: stack -> its rows.
+      half: the optimize half for rows.
     """
     source = step.program
     vars_of, outs = source.invars, source.outvars
     b = Builder(source.jaxpr)
     b.role = FORWARD
 
-    # inputs: rows, which are concatenated first, so that the equations of the step stay the same
+    # inputs: rows; they are concatenated first, so that the equations of the step need no change
     specs = []
     invars: dict[str, Var] = {}
     for names in (step.params, step.opt_state):
@@ -393,9 +417,9 @@ def _step_of_rows(step: Cut, rows: Mapping[str, tuple[StageRows, ...]], half: Op
         b.keep(eqn)
 
     # outputs: the new stacks, cut into rows
-    new: dict[str, Atom] = {n: a for n, a in outs.items() if n not in rows}
+    new: dict[str, Atom] = dict(outs)
     for n, runs in rows.items():
-        out = outs[n]
+        out = new.pop(n)
         assert not isinstance(out, Literal), n
         for r in runs:
             new[r.name] = r.part.cut(b, out)
@@ -403,7 +427,7 @@ def _step_of_rows(step: Cut, rows: Mapping[str, tuple[StageRows, ...]], half: Op
     args, out_spec = (*specs, *source.args[2:]), tuple_of(*specs, results)
 
     def row_names(names: Iterable[str]) -> dict[str, str]:
-        """Return the names of rows and of other arrays, with the name of the array."""
+        """Return name of an array or of rows -> name of the array, with rows instead of stacks."""
         found = {}
         for n in names:
             for r in rows.get(n, ()):

@@ -1,13 +1,16 @@
 """Derivative of a stage: the residuals that its forward pass saves, and its backward pass.
 
-`jax.vjp` differentiates the stage by itself. The *residuals* are the values of the forward pass
-that the derivative reads. Three kinds are not saved. Inputs of the stage are read again. Literals
-are part of the program. Values that depend on state alone (a weight in another type) are
-recomputed.
+Each stage is differentiated separately, with `jax.vjp`. The *residuals* are the values of the
+forward pass that the derivative reads. They are saved, with three exceptions. Inputs of the stage
+are read again. Literals are part of the program. Values that depend only on parameters and
+optimizer state (a cast weight) are recomputed.
 
-With checkpoints, a stage saves four kinds of values and recomputes all others. It saves values with
-a requested name, values of equations with effects, and values from other replicas. It also saves
-values that depend on random numbers alone, so that a mask is not drawn twice.
+With checkpoints, a stage saves only these values, and recomputes all other residuals:
+
+  - values with a requested name (`jax.ad_checkpoint.checkpoint_name`)
+  - outputs of equations with effects, which must not run twice
+  - outputs of collectives
+  - values that depend only on random numbers, so that a mask is not drawn twice
 """
 
 from __future__ import annotations
@@ -39,26 +42,26 @@ from dtrans.ir.selection import values_at
 
 
 class StageVjp:
-    """Forward and backward of a stage's equations.
+    """Forward and backward pass of a stage.
 
     Args:
-      prelude: inputs of the step -> values of `reads`.
-      body: the equations of the stage, on `reads` and `operands`; outputs are `outs`, and the loss
-        if the stage computes it.
+      prelude: (inputs of the step) -> values of `reads`.
+      body: (reads, operands) -> (outs, and the loss if the stage computes it): the equations of
+        the stage.
       reads: the inputs of the forward pass that the stage reads.
-      received: the values from the stage before.
-      operands: those of them that the stage reads.
-      wrt: the inputs to differentiate by: some of `reads` and `operands`.
+      received: the values from the previous stage.
+      operands: the received values that the stage reads.
+      wrt: the variables in `reads` and `operands` with respect to which to differentiate.
       ahead: the outputs to differentiate.
       outs: the outputs that the stage returns.
-      in_types: the types of the inputs: of the step, state first, then `received`.
-      n_state: the number of inputs that are state.
+      in_types: the types of the inputs: arrays of the step (state first), then `received`.
+      n_state: the number of inputs that are parameters or optimizer state.
       checkpoints: the names of values to save; None saves all residuals.
 
     Attributes:
       forward: (inputs of the step, received) -> (outs, saved).
-      backward: (values that the derivative reads, cotangents) -> cotangents of `wrt`.
-      saved: the outputs of `forward` that are residuals.
+      backward: (residuals, cotangents of `ahead`) -> cotangents of `wrt`.
+      saved: the residuals that `forward` returns.
     """
 
     def __init__(
@@ -76,10 +79,10 @@ class StageVjp:
         checkpoints: Collection[str] | None,
     ) -> None:
         self.in_types = in_types
-        places: dict[Atom, int] = {}
+        position: dict[Atom, int] = {}  # output of `body` -> its index
         for i, a in enumerate(opened(body).outvars):
             if isinstance(a, Var):
-                places[a] = i
+                position[a] = i
         n_step = len(in_types) - len(received)
         structure: list[Any] = []
 
@@ -90,7 +93,7 @@ class StageVjp:
             def function(*wrt_values: Any) -> tuple[list[Any], list[Any]]:
                 local = {**values, **dict(zip(wrt, wrt_values, strict=True))}
                 outputs = evaluate(body, *values_at(local, (*reads, *operands)))
-                return [outputs[places[a]] for a in ahead], outputs[: len(outs)]
+                return [outputs[position[a]] for a in ahead], outputs[: len(outs)]
 
             _, vjp, outputs = jax.vjp(function, *values_at(values, wrt), has_aux=True)
             leaves, tree = jax.tree.flatten(vjp)
@@ -103,8 +106,8 @@ class StageVjp:
         self._source = traced
         self._residuals: list[Atom] = list(inner.outvars[count:])
 
-        # residuals to recompute: those that depend on no batch and on no equation with an effect,
-        # which must not run twice
+        # Residuals to recompute: they depend on no array of the batch. They also depend on no
+        # equation with an effect, because such an equation must not run twice.
         ins: set[Atom] = {*inner.invars}
         residuals = [v for v in variables(self._residuals) if v not in ins]
         varying = dict.fromkeys(inner.invars[n_state:], 1)
@@ -133,9 +136,10 @@ class StageVjp:
         self.backward = inline_calls(small_jaxpr(backward, types))
 
     def names_of_saved(self, outs: Sequence[str], ins: Collection[str]) -> list[str]:
-        """Return the names of saved values: those of equal outputs, and numbers for all others.
+        """Return a name for each saved value.
 
-        A new value of a parameter has the name of an input, and is numbered too.
+        If a saved value is also an output, it has the name of the output. An output with the name
+        of an input (a new value of a parameter) is an exception. All other values are numbered.
 
         Args:
           outs: the names of the outputs.
@@ -146,16 +150,26 @@ class StageVjp:
             if isinstance(a, Var) and n not in ins:
                 name_of.setdefault(a, n)
         numbers = itertools.count()
-        return [name_of[v] if v in name_of else f"@residual/{next(numbers)}" for v in self.saved]
+        names = []
+        for v in self.saved:
+            names.append(name_of[v] if v in name_of else f"@residual/{next(numbers)}")
+        return names
 
     def with_outputs(self, outvars: Sequence[Atom]) -> ClosedJaxpr:
-        """Return the forward pass with these outputs."""
+        """Return the forward pass with other outputs."""
         return closed_with(self.forward, outvars=outvars)
 
     def write_backward(
         self, b: Builder, inputs: Sequence[Atom], saved: Sequence[Atom], cotangents: Sequence[Atom]
     ) -> list[Atom]:
-        """Write the backward pass on the stage's inputs, saved values and cotangents."""
+        """Write the backward pass, and return the cotangents of `wrt`.
+
+        Args:
+          b: the builder to write to.
+          inputs: the inputs of the stage.
+          saved: the saved values.
+          cotangents: the cotangents of `ahead`.
+        """
         inner = opened(self._source)
         env = dict(zip([*inner.invars, *self.saved], [*inputs, *saved], strict=True))
         again = needed_equations(inner.eqns, self._again, self.saved)
@@ -168,8 +182,13 @@ def _barriers(
 ) -> list[Var]:
     """Return the values to save so that `wanted` can be recomputed from them and from `ins`.
 
-    These are values that depend on random numbers alone, values of equations with effects, values
-    from other replicas, and values with one of `names`.
+    The module docstring lists the kinds of values that are saved.
+
+    Args:
+      inner: the forward pass.
+      wanted: the residuals.
+      ins: the inputs, which need not be saved.
+      names: the names of values to save.
     """
     producer: dict[Var, JaxprEqn] = {}
     seeds: dict[Var, int] = {}
@@ -181,7 +200,7 @@ def _barriers(
     arrays = [v for v in inner.invars if not jnp.issubdtype(v.aval.dtype, jax.dtypes.prng_key)]
     origin = propagate(inner.eqns, dict.fromkeys(arrays, other), seeds)
 
-    # from `wanted` backward, up to the first value that must not be recomputed
+    # walk back from `wanted` to the first value that must be saved
     found: dict[Var, None] = {}
     seen: set[Atom] = set()
     stack: list[Atom] = list(wanted)

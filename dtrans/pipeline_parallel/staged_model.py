@@ -1,4 +1,4 @@
-"""Model cut into stages, with the programs of the stages for a micro-batch of any size."""
+"""The model cut into stages, and the programs of these stages for any batch size."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from dtrans.zero.mixed_precision import low_products
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepPrograms:
-    """Programs of a micro-batch, with the programs that merge results.
+    """Programs of all stages for one batch size.
 
     Attributes:
-      stages: the programs of each stage.
-      cuts: values of a micro-batch that a split stage stores in pieces: (stage, name) to the
-        dimension.
-      results: for each stage, the program that merges its results, or None.
+      stages: the programs of each stage, for one micro-batch.
+      cuts: (stage, name of a value) -> the dimension along which the shards of a split stage cut
+        the value.
+      results: for each stage, the program that merges its results; None if it has no results.
     """
 
     stages: tuple[StagePrograms, ...]
@@ -44,18 +44,20 @@ class StepPrograms:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StagedModel:
-    """Step of a micro-batch, cut into stages: the data that determines their programs.
+    """The step of a micro-batch, and its assignment to stages.
+
+    `specialize` writes the programs of the stages for a batch size.
 
     Attributes:
       captured: the step of a micro-batch, with its loss as one equation (`dtrans.step.capture`).
       options: the options of the plan.
-      stage_of: the stage of each equation of the loss function.
-      homes: the stage that stores each parameter.
-      users: the stages that compute gradients of a parameter.
-      cuts: the number of shards of stages, and the split dimension of arrays of the state.
-      scan_splits: the iterations of scans over layers that each stage runs.
-      stacks: arrays of the state with rows in several stages; each run of rows has a name.
-      merges: result, or parameter that the forward pass computes, to the way to merge it.
+      stage_of: the stage of each equation of the forward pass.
+      homes: parameter -> the stage that stores it.
+      users: parameter -> the stages that compute its gradient.
+      cuts: the shards of split stages, and the state that they cut.
+      scan_splits: the iterations that each stage runs, for each scan over layers.
+      stacks: array of the state -> its rows, for stacked parameters with rows on several stages.
+      merges: result, or state that the forward pass updates -> the way to merge it.
     """
 
     captured: Program
@@ -71,15 +73,15 @@ class StagedModel:
     def specialize(
         self, types: Sequence[jax.ShapeDtypeStruct], planned: Mapping[str, Any]
     ) -> StepPrograms:
-        """Return the programs of the same stages for a batch of different types.
+        """Return the programs of the stages for a batch of these types.
 
         Args:
           types: the types of the inputs of the step, with the global batch.
-          planned: the types that the step was planned for, by name.
+          planned: name -> the type for which the step was planned.
 
         Raises:
-          BatchError: rows that micro-batches and replicas do not divide, or a loss function with
-            other equations for such a batch.
+          BatchError: the number of rows is not a multiple of micro-batches times replicas, or the
+            loss function has other equations for this batch.
         """
         key = tuple((t.shape, t.dtype) for t in types)
         if key not in self._known:
@@ -103,8 +105,8 @@ class StagedModel:
         if len(forward.eqns) != len(self.stage_of):
             raise BatchError(
                 f"{self.captured.name} has {len(forward.eqns)} equations for a batch of these "
-                f"shapes, and {len(self.stage_of)} for the batch that it was planned for; make a "
-                "plan for this batch"
+                f"shapes, but {len(self.stage_of)} for the batch of the plan; make a plan for this "
+                "batch"
             )
         stages = write_stages(forward, self.stage_of, self.options)
         return step_programs(forward, stages, self.merges, self.cuts, self.options)
@@ -113,18 +115,19 @@ class StagedModel:
 def micro_batch_of(
     step: Program, o: PipelineOptions, types: Sequence[jax.ShapeDtypeStruct]
 ) -> Program:
-    """Return a step for a micro-batch of a replica.
+    """Return the step of a micro-batch.
 
     Args:
-      step: the step as it was traced or captured, for any batch.
+      step: the traced or captured step, for a batch of any size.
       o: the options.
-      types: the types of its inputs, with the global batch.
+      types: the types of the inputs of the step, with the global batch.
 
     Raises:
-      BatchError: rows that micro-batches and replicas do not divide.
+      BatchError: arrays of the batch have different numbers of rows, or a number that is not a
+        multiple of micro-batches times replicas.
     """
     batch = {n for spec in step.args[2:] for n in spec.names}
-    rows: dict[int, str] = {}  # number of rows to the first array with it
+    rows: dict[int, str] = {}  # number of rows -> the first array with this number
     micro_types = []
     for n, t in zip(step.in_names, types, strict=True):
         shape = t.shape
@@ -135,14 +138,15 @@ def micro_batch_of(
     if len(rows) > 1 and o.parts > 1:
         listed = " and ".join(f"{n} has {count}" for count, n in rows.items())
         raise BatchError(
-            f"the arrays of a batch are cut into micro-batches on dim 0, but {listed} rows; name "
-            "arrays that every micro-batch reads uncut in unsplit_inputs=(...)"
+            f"{listed} rows; expected equal numbers, because arrays of the batch are cut into "
+            "micro-batches along dim 0. If every micro-batch reads a whole array, name the array "
+            "in dtrans.Batch(unsplit_inputs=...)"
         )
     for count, n in rows.items():
         if count % o.parts:
             raise BatchError(
-                f"{n} has {count} rows, which num_micro_batch={o.num_micro_batch} and "
-                f"replicas={o.replicas} do not divide: give batches of a multiple of {o.parts}"
+                f"{n} has {count} rows; expected a multiple of {o.parts} (num_micro_batch="
+                f"{o.num_micro_batch} times replicas={o.replicas})"
             )
     return step.specialize_flat(micro_types)
 
@@ -150,7 +154,13 @@ def micro_batch_of(
 def write_stages(
     forward: ForwardPass, stage_of: Sequence[int], o: PipelineOptions
 ) -> tuple[StagePrograms, ...]:
-    """Write the programs of each stage of a forward pass."""
+    """Return the programs of each stage, for one micro-batch.
+
+    Args:
+      forward: the forward pass.
+      stage_of: the stage of each of its equations.
+      o: the options.
+    """
     scatter = slices_of_sums(forward.step, o) if o.memory.sharding_stage == 2 else {}
     if o.precision.dtype is not None:
         forward, stage_of = _in_low_precision(forward, stage_of, o.precision.dtype)
@@ -160,15 +170,15 @@ def write_stages(
 def _in_low_precision(
     forward: ForwardPass, stage_of: Sequence[int], amp: str
 ) -> tuple[ForwardPass, tuple[int, ...]]:
-    """Return a forward pass with products in 16 bits, and the stage of each equation."""
+    """Return the forward pass with matrix products in 16 bits, and the stage of each equation."""
     params = [v for v, a in forward.sources.items() if forward.is_state(a)]
     jaxpr, origin = low_products(forward.jaxpr, amp, params)
     lowered = dataclasses.replace(forward, jaxpr=jaxpr)
     stages = values_at(stage_of, origin)
     known = {v for e in forward.eqns for v in e.outvars}
-    first: dict[Var, int] = {}  # the first stage that reads a value
+    first: dict[Var, int] = {}  # value -> the first stage that reads it
     for i, eqn in reversed(list(enumerate(lowered.eqns))):
-        # if several stages need a value in 16 bits, the first of them casts it
+        # A cast that several stages read runs on the first of these stages.
         if known.isdisjoint(eqn.outvars):
             stages[i] = min((first[v] for v in eqn.outvars if v in first), default=stages[i])
         for a in variables(eqn.invars):
@@ -183,6 +193,6 @@ def step_programs(
     cuts: Cuts,
     o: PipelineOptions,
 ) -> StepPrograms:
-    """Return the programs of stages, split over shards, with the programs that merge results."""
+    """Return the programs of one shard of each stage, and the programs that merge results."""
     results = tuple(results_program(s, merges, o, forward.jaxpr) for s in stages)
     return StepPrograms(*split_stages(stages, cuts), results)

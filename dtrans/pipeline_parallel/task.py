@@ -1,29 +1,36 @@
-"""Task of a schedule, which a device runs at a time, and its start and end."""
+"""Tasks of a schedule, their dependencies, and the simulation of their times.
+
+A *play* is a list of tasks with start and end times, simulated here or measured in a run.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
+from numbers import Integral, Real
 from typing import NamedTuple, TypeAlias
+
+from dtrans.errors import ConfigError
 
 
 Costs: TypeAlias = float | Sequence[float]
-"""Costs of one kind of task, in any unit of time: one number for all chunks of a device together,
-or one for each model stage."""
+"""Costs of one kind of task, in any unit of time: a number for all chunks of a device together, or
+the cost at each model stage."""
 
 Time: TypeAlias = float | Fraction
-"""A time in that unit: an int or a fraction if costs are ints."""
+"""A time in the unit of the costs. Exact (an int or a fraction) if all costs are ints."""
 
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Task:
-    """Task of one micro-batch at one model stage: `F3@1` is F for micro-batch 3 at stage 1.
+    """Task of one micro-batch at one model stage; as text, `F3@1` is F of micro-batch 3 at stage 1.
 
     Attributes:
-      kind: "F", "B" or "W".
-      stage: the model stage, counted over all chunks: 0 .. num_stages * chunks - 1.
-      micro: the micro-batch.
+      kind: "F" for forward, "B" for backward, "W" for gradients of weights.
+      stage: the index of the model stage, from 0 to num_stages * chunks - 1.
+      micro: the index of the micro-batch.
     """
 
     kind: str
@@ -35,18 +42,21 @@ class Task:
 
 
 def needs(task: Task, num_model_stages: int) -> tuple[Task, ...]:
-    """Return the tasks that compute the operands of a task: see `Schedule.needs`."""
+    """Return the tasks that compute the operands of a task; see `Schedule.needs`."""
     kind, k, m = task.kind, task.stage, task.micro
+    if kind == "F" and k == 0:
+        return ()
     if kind == "F":
-        return (Task("F", k - 1, m),) if k else ()
+        return (Task("F", k - 1, m),)
     if kind == "W":
         return (Task("B", k, m),)
-    forward = Task("F", k, m)
-    return (forward, Task("B", k + 1, m)) if k + 1 < num_model_stages else (forward,)
+    if k + 1 == num_model_stages:
+        return (Task("F", k, m),)
+    return (Task("F", k, m), Task("B", k + 1, m))
 
 
 class TimedTask(NamedTuple):
-    """A task, its device, and the times at which the device begins and ends it."""
+    """A task, its device, and the times at which it starts and ends."""
 
     task: Task
     device: int
@@ -55,7 +65,7 @@ class TimedTask(NamedTuple):
 
 
 class Play(tuple[TimedTask, ...]):
-    """Timed tasks in any unit of time, simulated by `Schedule.play` or measured.
+    """Timed tasks of a step, simulated by `Schedule.play` or measured, in any unit of time.
 
     Example:
       >>> from dtrans.pipeline_parallel.task import Task
@@ -69,12 +79,12 @@ class Play(tuple[TimedTask, ...]):
 
     @property
     def num_devices(self) -> int:
-        """Return the number of devices, up to the last that has a task."""
+        """The number of devices: the highest device index among the tasks, plus 1."""
         return max((t.device for t in self), default=-1) + 1
 
     @property
     def makespan(self) -> Time:
-        """Return the time from the first start to the last end; exact if times are."""
+        """The time from the first start to the last end; exact if the times are exact."""
         if not self:
             return 0
         first = min(t.start for t in self)
@@ -82,12 +92,133 @@ class Play(tuple[TimedTask, ...]):
 
     @property
     def bubble(self) -> Fraction | float:
-        """The idle share of devices: 1 - busy / (devices x makespan).
+        """The share of time in which devices are idle: 1 - busy / (devices x makespan).
 
-        Exact if times are; 0 if the makespan is 0.
+        Exact if the times are exact; 0 if the makespan is 0.
         """
         busy = sum((t.end - t.start for t in self), Fraction(0))
         available = self.num_devices * self.makespan
         if not available:
             return Fraction(0)
-        return 1 - busy / (Fraction(available) if isinstance(busy, Fraction) else available)
+        if isinstance(busy, Fraction):
+            available = Fraction(available)
+        return 1 - busy / available
+
+
+# -- simulation ------------------------------------------------------------------------------------
+
+
+def task_costs(
+    num_stages: int,
+    chunks: int,
+    splits_backward: bool,
+    forward: Costs,
+    backward: Costs,
+    weight: Costs,
+) -> dict[str, list[Time]]:
+    """Return, for each kind of task, its cost at each model stage.
+
+    Args:
+      num_stages, chunks: the number of devices, and of model stages on each.
+      splits_backward: True if W tasks compute the gradients of weights.
+      forward, backward, weight: as for `Schedule.play`.
+    """
+    by_stage = lambda what, costs: _by_stage(what, costs, num_stages, chunks)
+    forwards, backwards = by_stage("forward", forward), by_stage("backward", backward)
+    if not splits_backward:
+        return {"F": forwards, "B": backwards}
+    weights = by_stage("weight", weight)
+    cotangents: list[Time] = []
+    for k, (both, part) in enumerate(zip(backwards, weights, strict=True)):
+        if part > both:
+            raise ConfigError(
+                f"weight is {part} at model stage {k}; expected at most backward={both}, which "
+                "includes it"
+            )
+        cotangents.append(both - part)
+    return {"F": forwards, "B": cotangents, "W": weights}
+
+
+def _by_stage(what: str, costs: Costs, num_stages: int, chunks: int) -> list[Time]:
+    """Return the cost of each model stage; a single number is divided by the chunks of a device."""
+    count = num_stages * chunks
+    if not isinstance(costs, Iterable):
+        return [_part(checked_cost(what, costs), chunks)] * count
+    each: list[Time] = [checked_cost(what, cost) for cost in costs]
+    if len(each) != count:
+        raise ConfigError(
+            f"{what} has {len(each)} costs; expected one number, or a cost for each of the {count} "
+            "model stages"
+        )
+    return each
+
+
+def _part(cost: float, chunks: int) -> Time:
+    """Return `cost / chunks`; exact (an int or a fraction) if the cost is an int."""
+    if not isinstance(cost, int):
+        return cost / chunks
+    if cost % chunks:
+        return Fraction(cost, chunks)
+    return cost // chunks
+
+
+def checked_cost(what: str, cost: object) -> float:
+    """Return a cost as an int or float.
+
+    Raises:
+      ConfigError: the cost is negative, not finite, or not a number.
+    """
+    if isinstance(cost, bool) or not isinstance(cost, Real) or not math.isfinite(cost) or cost < 0:
+        raise ConfigError(f"{what} is {cost!r}; expected a finite number, 0 or more")
+    return int(cost) if isinstance(cost, Integral) else float(cost)
+
+
+def play_tasks(
+    tasks: Sequence[Task], num_stages: int, costs: Mapping[str, Sequence[Time]], transfer: float
+) -> Play:
+    """Simulate tasks: each device begins its next task as soon as its operands are there.
+
+    Args:
+      tasks: the tasks of all devices, each after its operands.
+      num_stages: the number of devices.
+      costs: kind of task -> its cost at each model stage.
+      transfer: the time of a transfer between devices.
+    """
+    free: list[Time] = [0] * num_stages
+    ends: dict[Task, Time] = {}
+    timed = []
+    for task in tasks:
+        device = task.stage % num_stages
+        start = free[device]
+        for operand in needs(task, len(costs["F"])):
+            ready = ends[operand]
+            if operand.stage % num_stages != device:
+                ready += transfer
+            start = max(start, ready)
+        free[device] = ends[task] = start + costs[task.kind][task.stage]
+        timed.append(TimedTask(task, device, start, ends[task]))
+    return Play(sorted(timed, key=lambda t: (t.start, t.device)))
+
+
+def peak_in_flight(order: Sequence[Task], splits_backward: bool) -> int:
+    """Return the most micro-batches in flight on a device; one counts once for each chunk."""
+    last = "W" if splits_backward else "B"
+    now = most = 0
+    for task in order:
+        now += task.kind == "F"
+        most = max(most, now)
+        now -= task.kind == last
+    return most
+
+
+def tick_table(ticked: Play, num_stages: int) -> tuple[tuple[Task | None, ...], ...]:
+    """Return the task of each device in each tick, as [device][tick]; None if idle.
+
+    Args:
+      ticked: tasks that take one tick each.
+      num_stages: the number of devices.
+    """
+    table: list[list[Task | None]] = [[None] * int(ticked.makespan) for _ in range(num_stages)]
+    for task, device, start, _ in ticked:
+        table[device][int(start)] = task
+    return tuple(map(tuple, table))

@@ -1,13 +1,15 @@
-"""`pipeline`: rewrites one training step into the programs of stages, with a schedule.
+"""`pipeline`: rewrites a training step into the programs of stages, and a schedule.
 
-capture    the loss function, before it is differentiated       dtrans.step.capture
-share      inputs of micro-batches, and the sum of their parts  dtrans.batch
-lay out    the forward pass of a micro-batch, as one list       forward_pass
-assign     the stage of each equation                           assign_stages
-cut        forward, backward (and weights) of each stage        stage_programs
-schedule   the order of tasks on each device                    schedule
-results    merges over micro-batches and replicas               results
-update     gradients to new parameters, on each stage           update, update_by_stage
+It runs these steps, each in the module on the right:
+
+capture the loss function before it is differentiated           dtrans.step.capture
+derive the step of a micro-batch, and merge rules of results    dtrans.batch
+write the forward pass as one list of equations                 forward_pass
+assign each equation to a stage                                 assign_stages
+write the programs of each stage                                stage_programs
+order the tasks of each device                                  schedule
+write the merge of results over micro-batches and replicas      results
+write the update, and cut it by stage                           update, update_by_stage
 """
 
 from __future__ import annotations
@@ -80,7 +82,9 @@ from dtrans.step.startup import match_startup, normalize_step
 from dtrans.zero.mixed_precision import check_scale
 
 
-PARTS = ("parts",)  # the axis of micro-batches in the analysis of a step; no mesh has it
+# Name of the axis of micro-batches while a step is analysed. No mesh has this axis, because
+# micro-batches run one after the other.
+PARTS = ("parts",)
 
 
 @with_recipe
@@ -98,46 +102,46 @@ def pipeline(
     reduce: Reduce | str = Reduce(),
     batch: Batch | str = Batch(),
 ) -> PipelinePlan:
-    """Plan a pipeline: stages of the loss function on different devices, fed with micro-batches.
+    """Plan pipelined training: the loss function is cut into stages that run on different devices.
 
-    The step must take its gradients with `dtrans.value_and_grad` (or be made by
-    `dtrans.make_train_step`): the loss is cut before it is differentiated. Numbers are those of the
-    step on the whole batch.
+    The batch is cut into micro-batches, which flow through the stages. The step must compute its
+    gradients with `dtrans.value_and_grad` (as `dtrans.make_train_step` does), because the loss
+    function is cut before it is differentiated. By default the job computes the same numbers as
+    the step on one device with the whole batch.
 
     Args:
       main: the traced training step, (params, opt_state, *batch) -> (params, opt_state, loss, ...).
-      startup: the traced init, -> (params, opt_state).
-      num_stages: the number of devices of a replica, each with a stage (or `stages.chunks` of
-        them). "auto": the number of the model's `dtrans.replicate` scopes; without scopes, the
-        number with the fastest step on the available devices, by the costs of stages
-        (`dtrans.pipeline_parallel.auto_stages`).
-      num_micro_batch: the number of parts into which a replica cuts its part of the batch.
-        Parameters are updated once, after all parts.
-      schedule: the order of tasks on each device. "PreferForward" or "GPipe": all forwards, then
-        all backwards. "PreferBackward" or "1F1B": backwards as early as possible.
-        "PreferBackwardOptimizer": one more micro-batch in flight, which hides transfers.
-        "Interleaved": several stages on each device. "ZeroBubble" or "ZB-H1": gradients of weights
-        fill the gaps. Or a `dtrans.Schedule`.
-      replicas: the number of copies of the pipeline that share the batch. Those of a stage reduce
-        their gradients.
-      stages: the choice of stages, and their layout over devices: a `dtrans.Stages`.
-      memory: the memory of stages and their replicas: a `dtrans.StageMemory`.
+      startup: the traced init, (...) -> (params, opt_state).
+      num_stages: the number of devices of one replica. Each runs one stage, or `stages.chunks`
+        stages. "auto": the number of `dtrans.replicate` scopes in the model; without scopes, the
+        number with the fastest simulated step (`dtrans.pipeline_parallel.auto_stages`).
+      num_micro_batch: the number of micro-batches into which a replica cuts its part of the batch.
+        The parameters are updated once for all of them.
+      schedule: the order of tasks on each device: a `dtrans.Schedule`, or the name of one.
+        "PreferForward" or "GPipe": all forwards, then all backwards. "PreferBackward" or "1F1B":
+        backwards as early as possible. "PreferBackwardOptimizer": one more micro-batch in flight,
+        which hides transfers. "Interleaved": several stages on each device. "ZeroBubble" or
+        "ZB-H1": gradients of weights fill idle time.
+      replicas: the number of copies of the pipeline that share the batch. The replicas of a stage
+        reduce their gradients.
+      stages: the rule that chooses the stages, and their devices: a `dtrans.Stages`.
+      memory: options that reduce the memory of stages: a `dtrans.StageMemory`.
       reduce: the reduction of gradients over micro-batches and the replicas of a stage: a
         `dtrans.Reduce`, or its `op`. A clip in the optimizer applies to the reduced gradients
         (EPL's `clip_after_allreduce`).
-      batch: "exact": the job gives one device's numbers. Values that no parameter enters are
-        computed from the whole batch, before the micro-batches (`dtrans.batch.precomputed`). If
-        micro-batches still do not add up, the step is refused, by its line. "micro": each
-        micro-batch takes the step alone, with its own batch statistics; each computes the
-        stored statistics from the values before the step. ("local" is another name of it.) Or a
-        `dtrans.Batch`, without `example_count`; with "micro" its `merge` says how results are
-        merged.
+      batch: "exact", "micro" (or "local", a synonym), or a `dtrans.Batch` without `example_count`.
+        "exact": the job computes the numbers of one device. Values of the whole batch that depend
+        on no parameter are computed before the micro-batches (`dtrans.batch.precomputed`). A step
+        whose micro-batches do not add up to the whole batch raises ConfigError. "micro": each
+        micro-batch computes the step independently, with its own batch statistics. Each computes
+        the stored statistics from their values before the step. `Batch.merge` determines how
+        results are merged.
 
     Raises:
-      ConfigError: an option that is out of range, more stages than equations, scopes that
-        contradict each other, an exact step whose micro-batches do not add up.
-      BatchError: a batch that micro-batches and replicas do not divide.
-      GradientError: gradients that were not taken with `dtrans.value_and_grad`, or in a loop.
+      ConfigError: an option is out of range, or the loss has fewer equations than stages. Scopes
+        contradict each other. The micro-batches of an exact step do not add up.
+      BatchError: the batch cannot be divided into micro-batches of equal size.
+      GradientError: gradients were not computed with `dtrans.value_and_grad`, or in a loop.
       TraceError: `startup` does not return the state that `main` takes.
 
     Source: `Parallel` of EPL (epl/parallel/parallel.py), its schedulers
@@ -186,18 +190,19 @@ def pipeline(
 
 
 def devices_of_scopes(main: Program) -> int:
-    """Return the devices that `replicate` scopes ask for; each takes a part of a replica's batch.
+    """Return the `device_count` of the model's `replicate` scopes; 1 without scopes.
+
+    Each of these devices computes a part of a replica's batch.
 
     Raises:
-      ConfigError: scopes that ask for different numbers.
+      ConfigError: scopes have different numbers.
     """
     counts = {s.device_count or 1: s for s in scopes_within(main.jaxpr) if s.kind == "replicate"}
     if len(counts) > 1:
         (a, first), (b, second) = list(counts.items())[:2]
         raise ConfigError(
-            f"{first} asks for {a} device{'s' * (a > 1)} and {second} for {b}: all stages divide a "
-            "replica's part of the batch over equally many devices; give all scopes one "
-            "device_count"
+            f"{first} has {a} device{'s' * (a > 1)} and {second} has {b}, but every stage divides "
+            "the batch over the same number of devices; give all scopes the same device_count"
         )
     return next(iter(counts), 1)
 
@@ -205,7 +210,12 @@ def devices_of_scopes(main: Program) -> int:
 def _timetable(
     option: str | Schedule, num_stages: int, num_micro_batch: int, chunks: int | None
 ) -> Schedule:
-    """Return the named schedule, or the user's after a check of its sizes."""
+    """Return the named schedule, or check the sizes of the user's schedule and return it.
+
+    Args:
+      option: the option `schedule`.
+      num_stages, num_micro_batch, chunks: the sizes that the plan needs.
+    """
     if not isinstance(option, Schedule):
         return schedule_of(option, num_stages, num_micro_batch, chunks)
     sizes = (option.num_stages, option.num_micro_batch, option.chunks)
@@ -213,7 +223,8 @@ def _timetable(
     if sizes != planned:
         raise ConfigError(
             f"the schedule {option.name} is for num_stages={sizes[0]}, num_micro_batch={sizes[1]}, "
-            f"chunks={sizes[2]}; the plan for {planned[0]}, {planned[1]}, {planned[2]}"
+            f"chunks={sizes[2]}; expected {planned[0]}, {planned[1]}, {planned[2]}, the values "
+            "that dtrans.pipeline received"
         )
     return option
 
@@ -224,14 +235,14 @@ STAGES_HAVE = "which stages have of each micro-batch alone"
 def plan_pipeline(
     main: Program, startup: Program, o: PipelineOptions, timetable: Schedule, *, auto: bool = False
 ) -> PipelinePlan:
-    """Plan a pipeline with options that are checked.
+    """Plan a pipeline with checked options; see `pipeline`.
 
     Args:
       main: the traced step.
       startup: the traced init.
       o: the options.
       timetable: the schedule.
-      auto: choose the number of stages; those of the options and the timetable are ignored.
+      auto: choose the number of stages, and ignore `o.num_stages` and the stages of `timetable`.
     """
     # the step of the global batch
     refuse_collectives(main)
@@ -250,11 +261,11 @@ def plan_pipeline(
     try:
         traced = micro_batch_of(main, o, _types(main))
     except DtransError:
-        # a user's loop over micro-batches cannot be traced for fewer rows: `captured` refuses it
-        # as a loop, which is the clearer error
+        # A step that loops over micro-batches itself cannot be traced for fewer rows. `captured`
+        # raises a clearer error for such a loop.
         captured(main)
         raise
-    plain = cut(traced).with_reported()  # shows the operands of results
+    plain = cut(traced).with_reported()  # the loss is not one equation here: `_merges` reads it
     refuse_across(plain, STAGES_HAVE, may_send=True)
     refuse_loss_in_update(captured(main if o.batch.exact else traced))
     _check_reads(plain, o)
@@ -265,7 +276,8 @@ def plan_pipeline(
         collecting = part = captured(traced)
         step = cut(part).with_reported()
     else:
-        # written parts have no collections outside of the loss
+        # The written step of a micro-batch has lost the marks of `dtrans.collect` outside of the
+        # loss, so they are read from the step of the global batch.
         collecting = captured(main)
         precompute, step = written.precompute_program(captured(main)), shared.step
         part, values = step.program, precompute if precompute.out_names else None
@@ -273,7 +285,7 @@ def plan_pipeline(
     check_names(step, o.over_parts)
     startup = match_startup(step, startup)
 
-    # its forward pass, and the choice of stages
+    # the forward pass of a micro-batch, and the choice of stages
     forward = forward_pass(step)
     if o.precision.scaling is not None:
         check_scale(o.precision.scaling, forward.loss.aval.dtype, main.name)
@@ -284,7 +296,7 @@ def plan_pipeline(
     if shared is None:
         check_state(merges, step.params, o)
     forward, stage_of, splits, rows = _assign_stages(forward, o)
-    step = forward.step  # its scans over layers are split now
+    step = forward.step  # its parameters are now rows of stacked layers
 
     # the programs of stages, and of the update
     stages = write_stages(forward, stage_of, o)
@@ -293,7 +305,7 @@ def plan_pipeline(
     hidden = (x for x in original.observers if not x.calls and x.reads not in EARLY)
     caller = "its stage, for each micro-batch" if o.parts > 1 else "its stage"
     return PipelinePlan(
-        main=original.program,  # of the global batch, with exact roles
+        main=original.program,  # has the global batch, and the role of each equation
         startup=startup,
         options=o,
         schedule=timetable,
@@ -309,7 +321,7 @@ def plan_pipeline(
 
 
 def check_callbacks(step: Cut, o: PipelineOptions) -> None:
-    """Refuse host callbacks that stages cannot make with the values of one device.
+    """Raise an error if a host callback needs a value that no stage has.
 
     Args:
       step: the step of the global batch.
@@ -319,14 +331,16 @@ def check_callbacks(step: Cut, o: PipelineOptions) -> None:
     if o.parts > 1:
         check_observers(step.program, step.observers)
         if o.batch.exact:
-            also = "; or say batch='micro', to have it called for each micro-batch"
+            also = "; or pass batch='micro', so that each micro-batch calls it"
             refuse_observers(
                 step.observers, EARLY, "stages have for each micro-batch", RETURN_IT + also
             )
 
 
 def _check_reads(step: Cut, o: PipelineOptions) -> None:
-    """Refuse updates that read rows of the batch, and losses that read optimizer state of leaves.
+    """Raise an error if the update reads rows of the batch, or the loss reads optimizer state.
+
+    Optimizer state that belongs to no leaf (a step counter) is allowed in the loss.
 
     Args:
       step: the step of a micro-batch.
@@ -335,8 +349,8 @@ def _check_reads(step: Cut, o: PipelineOptions) -> None:
     for n in arguments_of(step) if o.parts > 1 else ():
         if step.program.inputs[n].ndim and not is_under(n, o.batch.unsplit_inputs):
             raise GradientError(
-                f"the update of {step.program.name} reads {n}, and each micro-batch has different "
-                "rows of it; compute values from rows in the loss function, or, if all "
+                f"the update of {step.program.name} reads {n}, but each micro-batch has different "
+                f"rows of {n}; compute with the rows in the loss function, or, if all "
                 f"micro-batches share {n}, pass dtrans.Batch(unsplit_inputs=({n!r},))"
             )
     leaves = leaves_of_state(step.optimize, step.params) if step.state_read else {}
@@ -350,21 +364,21 @@ def shared_by(
 ) -> tuple[ExactStep | None, WrittenParts | None]:
     """Return the exact step of a micro-batch, and the precomputed values that it reads.
 
-    Both are None if each micro-batch takes the step alone.
+    Both are None with `batch="micro"`, or if the batch is not cut.
 
     Args:
       main: the step of the global batch.
-      part: the step of a micro-batch, as it was traced.
+      part: the traced step of a micro-batch.
       o: the options.
-      axes: the dimension along which each array of the batch is cut, which is 0.
+      axes: array of the batch -> 0, the dimension along which it is cut.
 
     Raises:
-      ConfigError: the parts of the step do not add up, even with precomputed values.
+      ConfigError: the micro-batches do not add up to the whole batch, even with precomputed values.
     """
     if not o.batch.exact or o.parts == 1:
         return None, None
-    # A clip and a loss scale were chosen for gradients of the user's step, and the terms of a
-    # written step are smaller. So the user's step is taken if its parts add up.
+    # The user chose the clip and the loss scale for gradients of the traced step. The gradients of
+    # a step that `shard_by_parts` writes are smaller. So the traced step is used if it is exact.
     if o.reduce.clip_local_norm is not None or o.precision.scaling is not None:
         alone = shard_step(
             cut(without_effects(part)).with_reported(),
@@ -382,7 +396,7 @@ def shared_by(
     for n in plain.opt_state:
         if n in plain.state_read or n not in leaves:
             replicated.append(n)
-    # the update is written once, for all sizes of the batch
+    # If outputs depend on the batch size, `shard_by_parts` also needs the step of a micro-batch.
     is_sized = plain.differing_outputs(cut(part).with_reported())
     shared, written = shard_by_parts(
         captured(main),
@@ -405,9 +419,11 @@ def _types(program: Program) -> list[jax.ShapeDtypeStruct]:
 def _assign_stages(
     forward: ForwardPass, o: PipelineOptions
 ) -> tuple[ForwardPass, tuple[int, ...], ScanSplits, Mapping[str, tuple[StageRows, ...]]]:
-    """Return the forward pass with its scans split by stages, and the stage of each equation.
+    """Assign equations to stages, and split scans over layers.
 
-    The splits and the rows of stacks come with them.
+    Returns:
+      The forward pass with split scans, the stage of each of its equations, the splits, and stack
+        -> its rows.
     """
 
     def stages_for(f: ForwardPass) -> tuple[int, ...]:
@@ -421,7 +437,7 @@ def _assign_stages(
 
     if o.model_stages == 1 or not loops_of(forward):
         return forward, stages_for(forward), (), {}
-    # iterations are assigned one by one; those of a stage then form one scan again
+    # assign iterations one by one, then merge the iterations of each stage into one scan
     single, origin = split_scans(forward, split_iterations(forward))
     by_iteration = stages_for(single)
     splits = merge_iterations(forward, origin, by_iteration)
@@ -432,7 +448,7 @@ def _assign_stages(
 
 
 def _check_checkpoint_names(forward: ForwardPass, o: PipelineOptions) -> None:
-    """Refuse checkpoint names that no value of the forward pass has."""
+    """Raise ConfigError if no value of the forward pass has a name in `gradient_checkpoint`."""
     if isinstance(o.memory.gradient_checkpoint, str):
         return
     there = set(map(checkpoint_name_of, forward.eqns)) - {None}
@@ -440,27 +456,31 @@ def _check_checkpoint_names(forward: ForwardPass, o: PipelineOptions) -> None:
     for n in o.memory.gradient_checkpoint:
         if n in inside:
             raise ConfigError(
-                f"gradient_checkpoint names {n!r}, which is inside a loop, a branch or "
-                "jax.checkpoint, and stages can save only values outside of these; name an output"
+                f"gradient_checkpoint contains {n!r}, the name of a value inside a loop, a branch "
+                "or jax.checkpoint, but stages can save only values outside of these; name an "
+                "output instead"
             )
         if n not in there:
             names = ", ".join(sorted(map(str, there)))
             raise ConfigError(
-                f"gradient_checkpoint names {n!r}, and the names in the loss are "
-                f"{names or 'none'}; name values with jax.ad_checkpoint.checkpoint_name"
+                f"gradient_checkpoint contains {n!r}; expected one of the names in the loss "
+                f"({names or 'there are none'}), given with jax.ad_checkpoint.checkpoint_name"
             )
 
 
 def _merges(
     plain: Cut, part: Program, forward: ForwardPass, o: PipelineOptions, *, shared: bool
 ) -> dict[str, str]:
-    """Return the way to merge each result: as requested, as collected, or as its value requires.
+    """Return result -> the way to merge its values of micro-batches.
+
+    The user chooses the way with `Batch.merge` or `dtrans.collect`. Otherwise it is inferred.
 
     Args:
-      plain: the step of a micro-batch as it was traced: its loss shows the operands of results.
-      part: the captured step.
-      forward: its forward pass.
-      o: the options. If the step is exact they have its ways to merge.
+      plain: the traced step of a micro-batch, in which the loss is not one equation, so that the
+        operands of results are visible.
+      part: the captured step, which has the marks of `dtrans.collect`.
+      forward: the forward pass.
+      o: the options. For an exact step, `batch.merge` has the ways to merge.
       shared: True if the step is exact.
     """
     step = forward.step
@@ -468,44 +488,43 @@ def _merges(
     for n, key in _collected_outside(part, step).items():
         if keys.setdefault(n, key) != key:
             raise ConfigError(
-                f"{n} is collected under {keys[n]} in the loss, and under {key} outside of it; "
-                "choose one"
+                f"{n} is collected under {keys[n]} in the loss, but under {key} outside of the "
+                "loss; choose one"
             )
     for n, key in keys.items():
         if shared:
             raise ConfigError(
-                f"{n} is collected under {key}, which says how values of micro-batches are merged: "
-                "that is for batch='micro'. An exact result is for the global batch; leave out "
-                "the collection, or pass batch='micro'"
+                f"{n} is collected under {key}, which merges values of micro-batches, but with "
+                "batch='exact' results are values of the global batch; leave out dtrans.collect, "
+                "or pass batch='micro'"
             )
         if n in o.batch.merge:
             raise ConfigError(
-                f"{n} is collected under {key}, and merge[{n!r}]={o.batch.merge[n]!r}: say one of "
-                "them"
+                f"{n} is collected under {key}, but merge[{n!r}] is {o.batch.merge[n]!r}; leave "
+                "out one of them"
             )
         if key.endswith("CONCAT") and not step.program.outputs[n].ndim:
             raise ConfigError(
-                f"{n} is collected under {key}; it is 0-d, and has no dim 0 to be concatenated "
-                "along; use a collection of sums or means"
+                f"{n} is collected under {key}, but it is 0-d and cannot be concatenated; use a "
+                "collection of sums or means"
             )
         if n in step.params and key != "GLOBAL_MEAN":
             raise ConfigError(
-                f"{n} is collected under {key}, and it is state, which must stay equal on all "
+                f"{n} is collected under {key}, but it is state, which must be equal on all "
                 "replicas; use GLOBAL_MEAN"
             )
 
-    # collected values pass the rules of other results, which do not know their keys
+    # `infer_merges` does not know collections, so collected results pass it with a stand-in way
     collected_as = {n: "mean" if n in step.params else "same" for n in keys}
     batch = dataclasses.replace(o.batch, merge={**o.batch.merge, **collected_as})
     merges = infer_merges(
         plain,
         dataclasses.replace(o.over_parts, batch=batch),
-        count_remedy="each micro-batch would count its own; count outside of a step that is a "
-        "pipeline",
+        count_remedy="each micro-batch would count separately; count outside of the step",
     )
     for n in forward.results:
-        # state without a rule depends on no micro-batch, so that all compute the same; all other
-        # results without one are summaries
+        # State without a way depends on no micro-batch, so all micro-batches compute the same. All
+        # other results without a way are summaries.
         merges.setdefault(n, "same" if n in step.params else STACK)
     for n, key in keys.items():
         if n in step.results:
@@ -514,7 +533,7 @@ def _merges(
 
 
 def _collected_outside(part: Program, step: Cut) -> dict[str, str]:
-    """Return the collections of results that the step collects outside of its loss."""
+    """Return result -> its collection, for `dtrans.collect` calls outside of the loss."""
     flat = inline_calls(part.jaxpr, keep=(COLLECT,))
     inner = flat.jaxpr
     around = [e for e in inner.eqns if e.primitive is not value_and_grad_p]
@@ -525,8 +544,8 @@ def _collected_outside(part: Program, step: Cut) -> dict[str, str]:
             continue
         if n in step.from_gradients or n in step.opt_state or n in step.optimized:
             raise ConfigError(
-                f"{n} is collected under {keys[a]}; there is one of it, computed from the "
-                "gradients of all micro-batches: leave out the collection"
+                f"{n} is collected under {keys[a]}, but it is computed once, from the gradients of "
+                "all micro-batches; leave out dtrans.collect"
             )
         found[n] = keys[a]
     return found
@@ -535,10 +554,10 @@ def _collected_outside(part: Program, step: Cut) -> dict[str, str]:
 def _homes(
     stages: Sequence[StagePrograms], step: Cut
 ) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
-    """Return the stage that stores each parameter, and the stages that compute gradients of it.
+    """Return parameter -> the stage that stores it, and parameter -> the stages with its gradient.
 
-    The first stage that computes its gradient stores it, else the first that reads it, else stage
-    0.
+    The first stage that computes its gradient stores a parameter. Without a gradient it is the
+    first stage that reads the parameter, and stage 0 if no stage reads it.
     """
     homes: dict[str, int] = {}
     users: dict[str, tuple[int, ...]] = {}

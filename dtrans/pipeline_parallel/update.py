@@ -1,10 +1,11 @@
-"""Update of a pipelined step: from gradients of all micro-batches to new parameters.
+"""Update of a pipelined step: from the sums of gradients to new parameters.
 
-The update is a training step by itself. Its batch consists of the sums of gradients and of the
-arguments that it reads, such as a learning rate. It sums gradients over the stages that share a
-leaf, divides them by the number of micro-batches, and marks them. The rewrites of training steps
-then apply: replicas reduce gradients as in nccl2 mode, or store slices of the optimizer's state as
-in sharding. At last it is cut by stage (`dtrans.pipeline_parallel.update_by_stage`).
+The update is written as a training step. Its batch consists of the sums of gradients over
+micro-batches, and of the arguments that the update reads, such as a learning rate. It adds the sums
+of the stages that share a leaf, divides them by the number of micro-batches, and marks them as
+gradients. The transforms for training steps can then rewrite it. Replicas reduce gradients as in
+nccl2 mode, or store slices of the optimizer state as in sharding. The last step cuts the update by
+stage (`dtrans.pipeline_parallel.update_by_stage`).
 """
 
 from __future__ import annotations
@@ -44,13 +45,14 @@ from dtrans.zero.rank_program import write_rank
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Update:
-    """The update of a pipelined step.
+    """Update of a pipelined step.
 
     Attributes:
-      placed: the program of one replica's update, in pieces.
-      layout: the slices of the state that replicas store; None if each stores all of it.
-      sums: each input that is a sum of gradients, to its leaf, the stage that computes it, and its
-        micro-batch; None for the sum over all.
+      placed: the program of one replica's update, cut into pieces.
+      layout: the slices of the state that replicas store; None if each replica stores the whole
+        state.
+      sums: input of the program -> (leaf, stage, micro-batch), for inputs that are sums of
+        gradients computed by a stage. The micro-batch is None for the sum over all micro-batches.
     """
 
     placed: PlacedUpdate
@@ -59,7 +61,7 @@ class Update:
 
     @property
     def program(self) -> Program:
-        """The program of the update.
+        """The program of the update, before it is cut into pieces.
 
         (params, opt_state, sums and arguments) -> (params, opt_state, results of gradients)
         """
@@ -67,13 +69,14 @@ class Update:
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """The arguments of the step, and precomputed values, that it reads on any stage."""
+        """The arguments of the step, and precomputed values, that the update reads on any stage."""
         return tuple(n for n in self.program.args[2].names if n not in self.sums)
 
     def slice_axis(self, name: str) -> int | None:
-        """Return the dimension of an array's slices over replicas; None without slices."""
-        cuts = {} if self.layout is None else self.layout.cuts
-        return cuts[name].axis if name in cuts else None
+        """Return the dimension along which replicas slice an array; None if they do not."""
+        if self.layout is None or name not in self.layout.cuts:
+            return None
+        return self.layout.cuts[name].axis
 
 
 def update_of(
@@ -85,21 +88,21 @@ def update_of(
     rows: Mapping[str, Sequence[StageRows]],
     o: PipelineOptions,
 ) -> Update:
-    """Plan the update.
+    """Write the update of a step, and cut it by stage.
 
     Args:
       step: the step, captured and cut.
-      sums: the types of the sums of gradients, by leaf.
-      homes: the stage that stores each parameter.
-      users: the stages that compute gradients of a leaf.
-      cuts: the shards of stages.
-      rows: stacks to their rows, which stages store as parameters.
+      sums: leaf -> the type of the sum of its gradients.
+      homes: parameter -> the stage that stores it.
+      users: parameter -> the stages that compute its gradient.
+      cuts: the shards of split stages, and the state that they cut.
+      rows: stack -> its rows, which stages store as parameters.
       o: the options.
     """
     types = step.program.inputs
     micros = [None] if o.clip_of_each is None else range(o.num_micro_batch)
 
-    # `inputs` has the facts of each sum; `parts` the names of a leaf's sums, by micro-batch
+    # `inputs` is `Update.sums`; `parts` has the names of a leaf's sums, as [micro-batch][stage]
     inputs: dict[str, tuple[str, int, int | None]] = {}
     parts: dict[str, list[list[str]]] = {}
     for n in sums:
@@ -128,7 +131,7 @@ def update_of(
         group = lambda leaf: ReduceSpec(group=homes[leaf])
         program = write_trainer(step_of_sums, o.over_replicas, {}, group)
 
-    # cut by stage: state of a leaf is where the leaf is, other state on every stage
+    # cut by stage: the stage of a leaf has its optimizer state; every stage has all other state
     leaf_of = leaves_of_state(step.optimize, step.params)
     home: dict[str, int | None] = dict.fromkeys(step.opt_state)
     home |= {n: homes[leaf] for n, leaf in leaf_of.items()}
@@ -144,14 +147,14 @@ def update_of(
 
 
 def arguments_of(step: Cut) -> tuple[str, ...]:
-    """Return the arguments that the update, or a result of gradients, reads."""
+    """Return the arguments of the step that the update reads, or a result of gradients."""
     of_results = values_at(step.program.outvars, step.from_gradients)
     _, leaves = backward_slice(step.program.eqns, of_results, step.boundary.values())
     return tuple(n for n in step.batch if n in step.arguments or step.program.invars[n] in leaves)
 
 
 def slices_of_sums(step: Cut, o: PipelineOptions) -> dict[str, Sliced]:
-    """Return the leaves whose gradients replicas sum as slices, in stage 2 of sharding."""
+    """Return leaf -> slices, for gradients that are reduce-scattered with `sharding_stage=2`."""
     if o.replicas == 1:
         return {}
     least = o.memory.min_slice_size
@@ -162,10 +165,11 @@ def slices_of_sums(step: Cut, o: PipelineOptions) -> dict[str, Sliced]:
 def _apply_groups(
     step: Cut, homes: Mapping[str, int], leaf_of: Mapping[str, str], o: PipelineOptions
 ) -> dict[str, int]:
-    """Assign the state of each stage to update groups: leaves in order, about equal in elements.
+    """Assign each array of the state to an update group of its stage.
 
-    Source: epl/runtime/optimizer_helper.py, which divides all variables of the job, and leaves most
-      to the last group.
+    Groups are consecutive leaves of a stage, with about equal numbers of elements. The source
+    (epl/runtime/optimizer_helper.py) divides all variables of the job instead, and its last group
+    is the largest.
     """
     group: dict[str, int] = {}
     for s in range(o.model_stages):
@@ -185,15 +189,15 @@ def _on_sliced_sums(
     parts: Mapping[str, Sequence[Sequence[str]]],
     o: PipelineOptions,
 ) -> Program:
-    """Write the update of a replica that stores slices of the sums of gradients.
+    """Return the update of a replica that stores only slices of the sums of gradients.
 
-    Stages reduce-scatter these for each micro-batch, so the update does not reduce them again.
+    Stages reduce-scatter the gradients of each micro-batch, so the update does not reduce them.
 
     Args:
       step: the update on complete sums, as a step.
       layout: the slices.
       sums: as in `Update`.
-      parts: for each leaf the names of its sums, by micro-batch and stage.
+      parts: leaf -> the names of its sums, as [micro-batch][stage].
       o: the options.
     """
     leaves = layout.slices.leaves
@@ -209,7 +213,7 @@ def _on_sliced_sums(
 
 
 def _sharding(o: PipelineOptions) -> ShardingOptions:
-    """Return options of stage 1, for the state of the update over the replicas."""
+    """Return the options of `dtrans.sharding(stage=1)` with replicas as ranks."""
     over = o.over_replicas
     slices = Slicing(min_slice_size=o.memory.min_slice_size, prefetch=0, axis_name=over.axis_name)
     fields = {f.name: getattr(over, f.name) for f in dataclasses.fields(over)}
@@ -223,13 +227,13 @@ def _step_of_sums(
     rows: Mapping[str, Sequence[StageRows]],
     o: PipelineOptions,
 ) -> Program:
-    """Return the update as a step of (params, opt_state, sums and arguments).
+    """Return the update as a training step: (params, opt_state, sums and arguments) -> ...
 
     Args:
       step: the step.
-      sums: the types of sums of gradients, by leaf.
+      sums: leaf -> the type of the complete sum of its gradients.
       parts: as for `_on_sliced_sums`.
-      rows: stacks to their rows.
+      rows: stack -> its rows.
       o: the options.
     """
     source = step.program
@@ -244,7 +248,7 @@ def _step_of_sums(
     spec = TreeSpec.from_tree(types)
     inputs = {n: b.input(types[n]) for n in spec.names}
 
-    # gradients: summed over stages, clipped by micro-batch, summed over these and marked
+    # gradients: sum over stages, clip each micro-batch, sum over micro-batches, mark
     totals: dict[str, list[Atom]] = {}
     for n, by_micro in parts.items():
         totals[n] = [_total(b, list(map(inputs.__getitem__, names))) for names in by_micro]
@@ -262,11 +266,14 @@ def _step_of_sums(
     b.role = OPTIMIZE
     half = step.optimize
     read = {**vars_of, **subset(inputs, arguments)}
-    atoms = [grads[n.leaf] if isinstance(n, Gradient) else read[n] for n in half.in_names]
+    atoms = []
+    for n in half.in_names:
+        atoms.append(grads[n.leaf] if isinstance(n, Gradient) else read[n])
     found: dict[str, Atom] = subset(vars_of, (*step.params, *step.opt_state))
     found |= zip(half.out_names, b.inline(half.jaxpr, *atoms), strict=True)
     for n, a in found.items():
-        if a in inputs.values():  # state may be donated, so it must not share memory with an input
+        # State may be donated to the next step. It must not share memory with an input.
+        if a in inputs.values():
             (found[n],) = b.call(jnp.copy, a)
     found |= _of_gradients(b, step, grads, rows, {vars_of[n]: inputs[n] for n in arguments})
     results = TreeSpec.from_tree(subset(source.outputs, step.from_gradients))
@@ -277,7 +284,16 @@ def _step_of_sums(
 def _means(
     b: Builder, step: Cut, parts: Mapping[str, Sequence[Atom]], o: PipelineOptions
 ) -> Iterator[tuple[str, Atom]]:
-    """Write the gradient of each leaf from the parts of its sum; 0 if the loss does not read it."""
+    """Yield each leaf and its gradient: the mean (or sum) over micro-batches.
+
+    The gradient is zero if the loss does not read the leaf.
+
+    Args:
+      b: the builder to write to.
+      step: the step.
+      parts: leaf -> values whose total is the sum of its gradients.
+      o: the options.
+    """
     count = o.num_micro_batch if o.reduce.op == "mean" else 1
     for n in step.gradients:
         var = step.program.invars[n]
@@ -299,10 +315,17 @@ def _of_gradients(
     rows: Mapping[str, Sequence[StageRows]],
     arguments: Mapping[Var, Atom],
 ) -> dict[str, Atom]:
-    """Write the results that are computed from gradients; `arguments` by the step's variables.
+    """Write the results that are computed from gradients; return name -> value.
+
+    Args:
+      b: the builder to write to.
+      step: the step.
+      grads: leaf -> its gradient.
+      rows: stack -> its rows.
+      arguments: variable of an argument in the step -> its value in `b`.
 
     Raises:
-      GradientError: a result also depends on values of the loss function.
+      GradientError: a result also depends on a result of the loss function.
     """
     if not step.from_gradients:
         return {}
@@ -318,9 +341,9 @@ def _of_gradients(
     for eqn in needed_equations(inner.eqns, wanted, list(env)):
         if eqn.primitive is value_and_grad_p:
             raise GradientError(
-                f"{', '.join(step.from_gradients)}: computed from gradients and from results of "
-                "the loss function, which a pipeline has on other stages; return them as two "
-                "results"
+                f"{', '.join(step.from_gradients)} depends on gradients and on results of the loss "
+                "function, but a pipeline computes these at different times; return both, and "
+                "combine them outside of the step"
             )
         outputs = b.copy(eqn, list(map(read, eqn.invars)))
         env.update(zip(eqn.outvars, outputs, strict=True))

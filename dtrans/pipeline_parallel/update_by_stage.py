@@ -1,17 +1,19 @@
-"""Cut of a program with inputs in several places into pieces that each run in one place.
+"""The update cut by stage: pieces of the program that each run on one stage.
 
-The places are the stages of a pipeline, the program its update. The operands of an equation
-determine its place:
+A *place* is a stage of the pipeline. Each input of the update is in one place, or in every place.
+*Shared* values depend only on inputs that every place has (a step count). The *hub* is the last
+place; it computes values that depend on several places (a global norm). The operands of an equation
+determine where it runs:
 
-    one place (and shared values)  that place
-    several places                 the hub, which is the last place
-    the hub and one place          that place if it has more bytes of the operands, or no other
-                                   place needs the outcome; else the hub
-    only shared values             every place that reads it, each for itself
+    operands (besides shared values)   place of the equation
+    in one place                       this place
+    in several places                  the hub
+    in the hub and one other place     the other place, if it has more bytes of the operands, or if
+                                       it alone needs the result. Otherwise the hub
+    none                               every place that reads the result
 
-Shared values depend only on inputs that every place has (a count of steps). So Adam is one piece
-for each place. A clip by the global norm has three layers: squares where the gradients are, the
-norm at the hub, the update where the gradients are.
+So Adam becomes one piece for each place. A clip by the global norm becomes three layers of pieces:
+squared norms in each place, the norm in the hub, the update in each place.
 
 EPL places optimizer operations by a fixpoint of minima over consumers and maxima over inputs
 (epl/ir/graph.py, `_fix_map_operations_to_taskgraph`). Here one pass is enough.
@@ -32,7 +34,8 @@ from dtrans.ir.program import Program
 from dtrans.ir.selection import values_at
 
 
-HUB = -1  # the place of values that depend on several places: the hub, as a mark
+# Place of values that depend on several places. `_Placer.physical` maps it to the last place.
+HUB = -1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -41,9 +44,9 @@ class StagePart(HoldsJaxpr):
 
     Attributes:
       place: the place.
-      jaxpr: `reads` -> `makes`.
-      reads, makes: variables of the program. A variable in `reads` is an input, or an output of an
-        earlier piece at any place.
+      jaxpr: (reads) -> makes.
+      reads, makes: the inputs and outputs of the piece, as variables of the program. A variable in
+        `reads` is an input of the program, or an output of an earlier piece in any place.
     """
 
     place: int
@@ -54,15 +57,15 @@ class StagePart(HoldsJaxpr):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PlacedUpdate:
-    """A program in pieces.
+    """Program that is cut into pieces.
 
     Attributes:
       program: the program.
-      pieces: its pieces, in an order in which they can run.
-      sends: values that one place has and another reads, inputs too: variable, from, to.
-      home: the place of each input; None for inputs that every place has.
-      out_at: the place of each output; None for outputs that every place computes.
-      cuts: value to the dimension along which the shards of a split place divide it.
+      pieces: the pieces, in an order in which they can run.
+      sends: (variable, from place, to place), for each value or input that another place reads.
+      home: input -> its place; None if every place has it.
+      out_at: output -> its place; None if every place has it.
+      cuts: variable -> the dimension along which the shards of a split stage cut it.
     """
 
     program: Program
@@ -76,24 +79,24 @@ class PlacedUpdate:
 def place(
     program: Program, home: Mapping[str, int | None], out_at: Mapping[str, int | None], places: int
 ) -> PlacedUpdate:
-    """Cut a program by place.
+    """Cut a program into pieces.
 
     Args:
       program: the program.
-      home: the place of each input by name; None for inputs that every place has.
-      out_at: the place that needs each output; None for every place.
+      home: input -> its place; None if every place has it.
+      out_at: output -> the place that needs it; None if every place needs it.
       places: the number of places; the last is the hub.
     """
     return _Placer(program, home, out_at, places).placed()
 
 
 def grouped(placed: PlacedUpdate, group: Mapping[str, int]) -> PlacedUpdate:
-    """Split the pieces that compute several groups of outputs, the last group first.
+    """Split pieces so that each computes the outputs of one group; the last group runs first.
 
     Args:
       placed: the program in pieces.
-      group: the group of each output by name. Other values, and values that several groups need,
-        are computed before all groups.
+      group: output -> its group. Values without a group, and values that several groups need, are
+        computed before the groups.
     """
     group_of: dict[Var, int] = {}
     for n, a in placed.program.outvars.items():
@@ -102,14 +105,17 @@ def grouped(placed: PlacedUpdate, group: Mapping[str, int]) -> PlacedUpdate:
     pieces: list[StagePart] = []
     for piece in placed.pieces:
         groups = sorted({group_of[v] for v in piece.makes if v in group_of}, reverse=True)
-        pieces += [piece] if len(groups) < 2 else _split_piece(piece, group_of, groups)
+        if len(groups) < 2:
+            pieces.append(piece)
+        else:
+            pieces += _split_piece(piece, group_of, groups)
     return dataclasses.replace(placed, pieces=tuple(pieces))
 
 
 def _split_piece(
     piece: StagePart, group_of: Mapping[Var, int], groups: Sequence[int]
 ) -> list[StagePart]:
-    """Split a piece: the common part of groups, and then each group."""
+    """Split a piece into the common part of its groups, and a piece for each group."""
     eqns = piece.inner.eqns
     outs: dict[int | None, list[Var]] = {g: [] for g in (*groups, None)}
     for v in piece.makes:
@@ -124,15 +130,15 @@ def _split_piece(
             shared += eqns[i].outvars
     common = set(backward_slice(eqns, shared)[0])
 
-    # its outputs: those of the piece, and values that a group reads
+    # outputs of the common part: outputs of the piece, and values that a group reads
     read: set[Atom] = set()
     for i in times.keys() - common:
         read.update(variables(eqns[i].invars))
-    computed: dict[Var, bool] = {}  # to whether the piece or a group needs it
+    computed: dict[Var, None] = {}
     for i in sorted(common):
-        for v in eqns[i].outvars:
-            computed[v] = v in read or v in piece.makes
-    parts = [_part(piece.jaxpr, piece.place, sorted(common), [v for v in computed if computed[v]])]
+        computed |= dict.fromkeys(eqns[i].outvars)
+    makes = [v for v in computed if v in read or v in piece.makes]
+    parts = [_part(piece.jaxpr, piece.place, sorted(common), makes)]
     for g in groups:
         makes = [v for v in outs[g] if v not in computed]
         parts.append(_part(piece.jaxpr, piece.place, sorted(needs[g] - common), makes))
@@ -140,7 +146,7 @@ def _split_piece(
 
 
 def _part(jaxpr: ClosedJaxpr, at: int, which: Sequence[int], makes: Sequence[Var]) -> StagePart:
-    """Return some equations of a jaxpr as a piece of one place."""
+    """Return a piece with the equations `which` of a jaxpr, and the outputs `makes`."""
     inner = opened(jaxpr)
     eqns = values_at(inner.eqns, which)
     reads = [v for v in free_variables(eqns) if v not in inner.constvars]
@@ -148,7 +154,7 @@ def _part(jaxpr: ClosedJaxpr, at: int, which: Sequence[int], makes: Sequence[Var
 
 
 class _Placer:
-    """Placement of the equations of one program: the working state of `place`."""
+    """Working state of `place`: the place of each value, then the pieces and transfers."""
 
     def __init__(
         self,
@@ -162,7 +168,7 @@ class _Placer:
         inner = program.inner
         self.eqns = inner.eqns
         self.producer: dict[Var, int] = {}
-        # the place of each value; None for shared values
+        # value -> its place; None for shared values
         self.at: dict[Var, int | None] = {v: home[n] for n, v in program.invars.items()}
         users = self._users()
         for i, (eqn, wanted) in enumerate(zip(self.eqns, users, strict=True)):
@@ -176,13 +182,14 @@ class _Placer:
             self.at |= dict.fromkeys(eqn.outvars, at)
             self.producer |= dict.fromkeys(eqn.outvars, i)
         self.sends: dict[tuple[Var, int, int], None] = {}
-        # the number of transfers before a value is in a place, and before an equation runs there
+        # (value or equation, place) -> its level: the number of transfers that precede it on the
+        # longest path
         self.level: dict[tuple[Var, int], int] = {}
         self.done: dict[tuple[int, int], int] = {}
-        self.wanted: dict[int, dict[int, list[int]]] = {}  # level to place to equations
+        self.wanted: dict[int, dict[int, list[int]]] = {}  # level -> place -> equations
 
     def _larger(self, eqn: JaxprEqn) -> bool:
-        """Return True if an equation reads more bytes of a stage than of the hub."""
+        """Return True if an equation reads more bytes from other places than from the hub."""
         size = {True: 0, False: 0}
         for a in variables(eqn.invars):
             if self.at.get(a) is not None:
@@ -190,7 +197,7 @@ class _Placer:
         return size[False] > size[True]
 
     def _users(self) -> list[set[int | None]]:
-        """Return the places of the outputs that depend on each equation."""
+        """Return, for each equation, the places of the program's outputs that depend on it."""
         wanted: dict[Var, set[int | None]] = {}
         for v, place in self._ends():
             wanted.setdefault(v, set()).add(place)
@@ -203,20 +210,22 @@ class _Placer:
         return users[::-1]
 
     def _ends(self) -> list[tuple[Var, int]]:
-        """Return the outputs that are variables, with each place that needs them."""
+        """Return (output, place) for each place that needs an output of the program."""
         found: list[tuple[Var, int]] = []
         for n, a in self.program.outvars.items():
             at = self.out_at[n]
-            if isinstance(a, Var):
-                found += [(a, p) for p in (range(self.places) if at is None else [at])]
+            if not isinstance(a, Var):
+                continue
+            places = range(self.places) if at is None else [at]
+            found += itertools.product([a], places)
         return found
 
     def physical(self, at: int) -> int:
-        """Return the index of a place; the hub is the last one."""
+        """Return the index of a place, which is the last place for `HUB`."""
         return self.places - 1 if at == HUB else at
 
     def placed(self) -> PlacedUpdate:
-        """Return the program in pieces: one for each level and place."""
+        """Return the program in pieces, one for each level and place."""
         ends = self._ends()
         for v, p in ends:
             self._schedule(v, p)
@@ -227,9 +236,9 @@ class _Placer:
         return PlacedUpdate(self.program, tuple(pieces), tuple(self.sends), self.home, self.out_at)
 
     def _schedule(self, var: Var, p: int) -> None:
-        """Schedule the equations and transfers that bring a value to a place."""
+        """Add the equations and transfers that are needed to have a value in a place."""
         stack: list[tuple[Var, int]] = [(var, p)]
-        while stack:  # depth first, without the recursion that a long update would need
+        while stack:  # depth-first; a long update would exceed the limit of Python's recursion
             v, q = stack[-1]
             if (v, q) in self.level:
                 stack.pop()
@@ -258,7 +267,13 @@ class _Placer:
             stack.pop()
 
     def _piece(self, p: int, which: Sequence[int], ends: set[tuple[Var, int]]) -> StagePart:
-        """Return some equations as a piece of a place, with the outputs that others need."""
+        """Return a piece with the equations `which`, whose outputs are the values read elsewhere.
+
+        Args:
+          p: the place of the piece.
+          which: the indices of the equations.
+          ends: (output, place), as `_ends` returns.
+        """
         mine = set(which)
         needed: set[Atom] = {v for v, q in ends if q == p}
         for v, origin, _ in self.sends:

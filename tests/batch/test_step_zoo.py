@@ -294,9 +294,8 @@ def test_micro_batches_have_statistics_of_their_own_by_name(trainers: int) -> No
     variance."""
     case, parts = step_zoo.by_name("batch_norm_by_hand"), 2 if trainers == 2 else 6
     plan = planned(case, trainers, "pipeline", kind="micro")
-    assert (
-        f"micro: numbers are those of each of {parts} micro-batches alone, statistics too"
-        in str(plan)
+    assert f"batch='micro': each of {parts} micro-batches computes the step independently" in str(
+        plan
     )
     assert str(planned(case, trainers, "pipeline", kind="local")) == str(plan)
 
@@ -350,7 +349,7 @@ def test_micro_batches_are_given_what_no_parameter_enters() -> None:
         assert (plan.values and [t.shape for t in plan.values.outputs.values()]) == shapes, name
     case = step_zoo.by_name("masked_mean")
     plan = planned(case, 2, "pipeline")
-    assert "before the micro-batches: 1 value that no parameter enters, 8 bytes" in str(plan)
+    assert "precomputed from the whole batch: 1 value, 8 bytes" in str(plan)
     job = plan.on_mesh()
     state, alone = job.init(jax.random.key(0)), case.init(jax.random.key(0))
     for rows in (12, 8, 12):  # another batch is another number

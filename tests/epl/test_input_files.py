@@ -96,10 +96,10 @@ def test_only_the_proportions_of_replicas_matter(count, replicas, times, options
         (
             (F, 0, [2, 0]),
             {},
-            r"replicas\[1\] is 0; a worker that reads files has at least one replica",
+            r"replicas\[1\] is 0; expected at least 1 replica for each worker",
         ),
-        ((F, 2, [1, 1]), {}, r"there is no worker 2: replicas=\[1, 1\] has 2 workers"),
-        ((F, -1, [1, 1]), {}, "there is no worker -1"),
+        ((F, 2, [1, 1]), {}, "worker is 2; expected 0 to 1, because replicas has 2 entries"),
+        ((F, -1, [1, 1]), {}, "worker is -1; expected 0 to 1"),
         (
             (F, 0, [1]),
             {"unbalanced": True, "drop_last": True},

@@ -117,12 +117,16 @@ def test_devices_are_taken_as_the_configuration_says(programs: Any) -> None:
     "keys, options, says",
     [
         ({"pipeline.num_stages": 0}, {}, "pipeline.num_stages must be a positive number, it is 0"),
-        ({"pipeline.num_stages": -1}, {}, "pipeline.num_stages must be given"),
-        ({"pipeline.num_stages": "2"}, {}, "pipeline.num_stages must be of type int, it is '2'"),
+        ({"pipeline.num_stages": -1}, {}, "pipeline.num_stages is missing"),
+        (
+            {"pipeline.num_stages": "2"},
+            {},
+            "pipeline.num_stages is '2'; expected a value of type int",
+        ),
         (
             {"pipeline.num_micro_batch": True},
             {},
-            "pipeline.num_micro_batch must be of type int, it is True",
+            "pipeline.num_micro_batch is True; expected a value of type int",
         ),
         (
             {"pipeline.num_microbatch": 4},
@@ -133,22 +137,22 @@ def test_devices_are_taken_as_the_configuration_says(programs: Any) -> None:
         (
             {"pipeline.strategy": "Prefer"},
             {},
-            "pipeline.strategy must be one of PreferForward, .*, it is 'Prefer'",
+            "pipeline.strategy is 'Prefer'; expected one of PreferForward, ",
         ),
         ({"zero.level": "v2"}, {}, "zero.level must be '', 'v0' or 'v1', it is 'v2'"),
         ({"offload.level": "v1"}, {}, "offload.level must be '' or 'v0', it is 'v1'"),
         (
             {"amp.level": "O1"},
             {},
-            "amp.loss_scale='dynamic': stages of a pipeline take a fixed scale",
+            "amp.loss_scale is 'dynamic'; expected a number",
         ),
         ({"amp.level": "O2", "amp.loss_scale": 8}, {}, "amp.level must be '' or 'o1', it is 'o2'"),
-        ({"amp.debug_log": True}, {}, "amp.debug_log=True: print"),
-        ({"io.slicing": True}, {}, "io.slicing=True: call dtrans.epl.slice_files"),
+        ({"amp.debug_log": True}, {}, "amp.debug_log is True, but .* print"),
+        ({"io.slicing": True}, {}, "io.slicing is True, but .* call dtrans.epl.slice_files"),
         (
             {"cluster.run_visible_devices": "0,1"},
             {},
-            "cluster.run_visible_devices='0,1': pass the devices to plan.on_mesh",
+            "cluster.run_visible_devices is '0,1', but .* pass the devices to plan.on_mesh",
         ),
         (
             {"communication.clip_after_allreduce": False},
@@ -158,7 +162,7 @@ def test_devices_are_taken_as_the_configuration_says(programs: Any) -> None:
         (
             {"communication.clip_after_allreduce": True},
             {"clip_local_norm": 1.0},
-            "communication.clip_after_allreduce=True and clip_local_norm=1.0",
+            "communication.clip_after_allreduce is True, but clip_local_norm is 1.0",
         ),
         ({"communication.max_splits": 0}, {}, "communication.max_splits must be"),
         (
@@ -169,13 +173,13 @@ def test_devices_are_taken_as_the_configuration_says(programs: Any) -> None:
         (
             {"gradient_checkpoint.type": "collection"},
             {},
-            "gradient_checkpoint.type='collection' and collection=",
+            "gradient_checkpoint.type is 'collection', but collection is empty",
         ),
-        ({}, {"collection": ("h",)}, r"gradient_checkpoint.type='' and collection=\('h',\)"),
+        ({}, {"collection": ("h",)}, r"collection is \('h',\), but gradient_checkpoint.type is ''"),
         (
             {"gradient_checkpoint.type": "collection"},
             {"collection": ("h",)},
-            "gradient_checkpoint.type names 'h'",
+            "gradient_checkpoint.type contains 'h'",
         ),
         ({}, {"schedule": "PreferForward"}, "schedule is pipeline.strategy in EPL's configuration"),
         ({}, {"replica": 2}, "replica is no option of EPL's configuration; did you mean replicas"),

@@ -322,13 +322,13 @@ def test_simulated_and_out_of_bounds(
             ["--engine", "simulate", "--plot", "x.png"],
             "--engine simulate has one device: use --engine mesh",
         ),
-        (["--plot", "/nowhere/at-all.png"], "there is no directory /nowhere"),
-        (["--schedule", "PreferNothing"], "schedule must be one of PreferForward"),
+        (["--plot", "/nowhere/at-all.png"], "the directory /nowhere does not exist"),
+        (["--schedule", "PreferNothing"], "expected one of PreferForward"),
         (
             ["--chunks", "2"],
-            "PreferBackward has one model stage on each device, not chunks=2: use Interleaved",
+            "chunks is 2, but PreferBackward has one model stage on each device; use Interleaved",
         ),
-        (["--schedule", "Interleaved", "--chunks", "1"], "chunks=1"),
+        (["--schedule", "Interleaved", "--chunks", "1"], "chunks is 1"),
     ],
 )
 def test_in_stages_errors(

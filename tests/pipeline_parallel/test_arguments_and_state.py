@@ -104,7 +104,7 @@ def test_an_update_may_read_arguments_of_the_step() -> None:
     assert float(job.opt_state(state)["last"]) == 1.0 and found["taken"].dtype == jnp.float64
     with pytest.raises(
         BatchError,
-        match=r"scales is float64\[1\], and the update reads it as float64\[4\]: plan it",
+        match=r"scales is float64\[1\], but the update was planned for float64\[4\]; make a plan",
     ):
         job.step(job.init(KEY), X, 0.1, SCALES[:1])
     with pytest.raises(
@@ -129,7 +129,7 @@ def reported(params: Any, opt_state: Any, x: jax.Array) -> Any:
 @pytest.mark.parametrize("step", [by_rows, reported])
 def test_an_update_may_not_read_rows_of_micro_batches(step: Any) -> None:
     told = (
-        f"the update of {step.__name__} reads x, and each micro-batch has different rows "
+        f"the update of {step.__name__} reads x, but each micro-batch has different rows "
         ".*unsplit_inputs=.'x',."
     )
     with pytest.raises(GradientError, match=told):
@@ -147,7 +147,7 @@ def test_a_result_is_made_of_gradients_or_of_the_loss() -> None:
         return new, opt_state, loss, {"ratio": optax.tree.norm(grads) / loss}
 
     with pytest.raises(
-        GradientError, match="aux/ratio: computed from gradients and from results of the loss"
+        GradientError, match="aux/ratio depends on gradients and on results of the loss"
     ):
         planned(step, start, X, num_micro_batch=1)
 

@@ -62,7 +62,9 @@ def test_hosts_may_have_unequal_numbers_of_devices_and_come_mixed():
 @pytest.mark.parametrize("layout", ["auto", "all", "aware_row"])
 def test_jax_devices_are_the_default(layout):
     if layout == "aware_row":
-        with pytest.raises(ConfigError, match="processes of one device each, and process 0 has 8"):
+        with pytest.raises(
+            ConfigError, match="processes with one device each, but process 0 has 8"
+        ):
             Cluster(layout).virtual_devices([1])
         return
     (grid,) = Cluster(layout).virtual_devices([1])
@@ -87,7 +89,7 @@ def test_surplus_devices_are_listed_and_are_an_error_only_if_asked():
     made = cluster.virtual_devices([1, 2], replicas=2)
     assert ids(made) == [[[0], [3]], [[1, 2], [4, 5]]] and made.replicas == 2
     assert [d.id for d in made.idle] == [6, 7] and made.notes == ["2 devices are idle: d6, d7"]
-    with pytest.raises(ConfigError, match="2 devices are idle: d6, d7. Ask for more replicas"):
+    with pytest.raises(ConfigError, match="2 devices are idle: d6, d7; ask for more replicas"):
         cluster.virtual_devices([1, 2], replicas=2, use_all=True)
     everything = cluster.virtual_devices([1, 1], use_all=True)
     assert everything.idle == () and everything.notes == [] and everything.replicas == 4
@@ -105,7 +107,7 @@ def test_every_device_is_in_one_grid_or_idle(per_host, counts, replicas, rows):
     cluster = Cluster(devices=devices, prefer_intra_node=rows)
     if sum(counts) * replicas > len(devices):
         with pytest.raises(
-            ConfigError, match=f"uses {sum(counts)} devices, and {replicas} replicas"
+            ConfigError, match=f"uses {sum(counts)} devices, so {replicas} replicas"
         ):
             cluster.virtual_devices(counts, replicas)
         return
@@ -142,7 +144,7 @@ def test_specific_grids_are_taken_as_they_are():
     assert ids(part) == [[[3]], [[2]]] and [x.id for x in part.idle] == [0, 1]
     rows = np.array(grids).transpose(0, 2, 1)
     assert ids(Cluster("specific", d, slices=rows).virtual_devices([2, 2])) == [[[3, 0]], [[2, 1]]]
-    with pytest.raises(ConfigError, match=r"slices has .* twice"):
+    with pytest.raises(ConfigError, match=r"slices contains .* twice"):
         Cluster("specific", d, slices=rows[[0, 0]]).virtual_devices([2, 2])
 
 
@@ -168,10 +170,10 @@ D = job(2, 2)
 @pytest.mark.parametrize(
     "options, message",
     [
-        (dict(layout="row"), "layout='row' is none of auto, all, specific, aware_row"),
+        (dict(layout="row"), "layout is 'row'; expected one of auto, all, specific, aware_row"),
         (dict(layout="specific"), "layout='specific' needs slices="),
-        (dict(slices=[[[D[0]]]]), "layout='auto' has no use for slices="),
-        (dict(devices=[D[0], D[1], D[0]]), "devices has d0 twice"),
+        (dict(slices=[[[D[0]]]]), "layout is 'auto', but slices= needs layout='specific'"),
+        (dict(devices=[D[0], D[1], D[0]]), "devices contains d0 twice"),
         (dict(layout="aware_row", prefer_intra_node=False), "fixes the order of devices"),
     ],
 )
@@ -183,27 +185,27 @@ def test_clusters_that_cannot_be(options, message):
 @pytest.mark.parametrize(
     "cluster, args, message",
     [
-        (dict(), ([],), "at least one stage"),
-        (dict(), ([1, 0],), "each has at least one device"),
-        (dict(), ([1], 0), "at least one replica"),
+        (dict(), ([],), r"device_counts is \[\]; expected a number for each stage"),
+        (dict(), ([1, 0],), r"device_counts is \[1, 0\]; expected"),
+        (dict(), ([1], 0), "replicas is 0; expected 1 or more"),
         (dict(devices=[]), ([1],), "has no devices"),
-        (dict(), ([1, 2],), "one replica of 2 stages uses 3 devices, and 4 devices do not divide"),
-        (dict(), ([3, 3],), "uses 6 devices, and 4 devices do not divide"),
-        (dict(), ([1, 1], 3), "uses 2 devices, and 3 replicas 6; there are 4"),
-        (dict(layout="all"), ([1, 1],), "one stage every device, and there are 2 stages"),
-        (dict(layout="all"), ([3],), "uses 3 devices, and 4 devices do not divide"),
-        (dict(layout="all"), ([2], 1), "makes 2 replicas of 4 devices at 2 each, and replicas=1"),
-        (dict(layout="aware_row"), ([1],), "process 0 has 2; use layout='auto'"),
-        (dict(layout="aware_row", devices=job(1, 1)), ([2],), "one device, and device_counts="),
+        (dict(), ([1, 2],), "one replica of 2 stages uses 3 devices, and 4 devices are not a mul"),
+        (dict(), ([3, 3],), "uses 6 devices, and 4 devices are not a multiple"),
+        (dict(), ([1, 1], 3), "uses 2 devices, so 3 replicas need 6, but there are 4"),
+        (dict(layout="all"), ([1, 1],), "all devices to one stage, but the model has 2 stages"),
+        (dict(layout="all"), ([3],), "uses 3 devices, and 4 devices are not a multiple"),
+        (dict(layout="all"), ([2], 1), "replicas is 1, but .* 4 devices into 2 replicas of 2"),
+        (dict(layout="aware_row"), ([1],), "process 0 has 2 devices; use layout='auto'"),
+        (dict(layout="aware_row", devices=job(1, 1)), ([2],), r"device_counts is \[2\], but"),
         (
             dict(layout="aware_row", devices=job(1, 1, 1)),
             ([1, 1],),
-            "uses 2 devices, and 3 devices do not divide",
+            "uses 2 devices, and 3 devices are not a multiple",
         ),
         (
             dict(layout="aware_row", devices=job(1, 1, 1, slice_index=[0, 0, 1])),
             ([1],),
-            r"as many processes on every machine, and they have \[2, 1\]",
+            r"same number of processes on every machine, but the machines have \[2, 1\]",
         ),
     ],
 )
@@ -215,21 +217,21 @@ def test_numbers_that_do_not_come_out(cluster, args, message):
 @pytest.mark.parametrize(
     "slices, args, message",
     [
-        ([[[D[0]]]], ([1, 1],), "slices has 1 stages, and the model has 2"),
+        ([[[D[0]]]], ([1, 1],), "slices has 1 stages, but the model has 2"),
         (
             [[[D[0]], [D[1]]], [[D[2]]]],
             ([1, 1],),
-            r"slices\[1\] has 1 replicas, and slices\[0\] says 2",
+            r"slices\[1\] lists 1 replicas; expected 2, as in slices\[0\]",
         ),
-        ([[[D[0]], [D[1]]]], ([1], 1), r"slices\[0\] has 2 replicas, and replicas says 1"),
-        ([[]], ([1],), r"slices\[0\] has 0 replicas"),
+        ([[[D[0]], [D[1]]]], ([1], 1), r"slices\[0\] lists 2 replicas; expected 1, the value of"),
+        ([[]], ([1],), r"slices\[0\] lists 0 replicas"),
         (
             [[[D[0], D[1]]]],
             ([1],),
-            r"slices\[0\]\[0\] has 2 devices, and a replica of stage 0 uses 1",
+            r"slices\[0\]\[0\] has 2 devices, but a replica of stage 0 uses 1",
         ),
-        ([[[D[0]]], [[D[0]]]], ([1, 1],), "slices has d0 twice"),
-        ([[["gpu:0"]]], ([1],), r"slices\[0\]\[0\] has gpu:0, which is none of the 4 devices"),
+        ([[[D[0]]], [[D[0]]]], ([1, 1],), "slices contains d0 twice"),
+        ([[["gpu:0"]]], ([1],), r"slices\[0\]\[0\] contains gpu:0, which is not one of the 4 dev"),
     ],
 )
 def test_specific_grids_are_checked(slices, args, message):

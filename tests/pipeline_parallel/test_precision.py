@@ -101,7 +101,7 @@ def test_products_are_in_16_bits_and_all_else_is_not():
     assert {plan.update.program.inputs[n].dtype for n in plan.update.sums} == {
         jnp.dtype(jnp.float32)
     }
-    assert "products of matrices in bf16" in plan.notes
+    assert "matrix products in bf16" in plan.notes
     # stages are cut as without, and keep less
     without = planned(PLAIN, None, schedule="ZeroBubble")
     assert plan.model.stage_of == without.model.stage_of
@@ -192,7 +192,7 @@ def test_what_cannot_be():
     for given in ("fp16", dtrans.Precision("bf16", loss_scaling=dtrans.LossScaling())):
         with pytest.raises(
             ConfigError,
-            match="has a scale of the loss that changes, .* fixed one: pass dtrans.Precision",
+            match="has a dynamic loss scale, .* fixed one; pass dtrans.Precision",
         ):
             dtrans.StageMemory(precision=given)
     with pytest.raises(ConfigError, match="precision must be 'fp16', 'bf16' or None, it is 'fp8'"):

@@ -299,12 +299,12 @@ def test_collections_outside_of_the_loss(wrap):
     tree_close(found["more"], 4 * 2 * found["loss"] + jnp.sum(of.batch[0]), 1e-12)
     with pytest.raises(
         ConfigError,
-        match="more is collected under GLOBAL_SUM, which says how .* is for batch='micro'",
+        match="more is collected under GLOBAL_SUM, which merges .* or pass batch='micro'",
     ):
         planned(of, kind="exact")
     with pytest.raises(
         ConfigError,
-        match="more is collected under GLOBAL_SUM; there is one of it, computed from the",
+        match="more is collected under GLOBAL_SUM, but it is computed once, from the",
     ):
         planned(collecting_outside(lambda value, grads, x: norm(grads)))
 
@@ -468,7 +468,7 @@ def test_summaries_of_what_comes_after_the_gradients_are_told_of():
     job, (value,) = ran(of, plan)
     tree_close(job.summaries, {"inside": value, "twice": 2 * value}, 1e-12)
     assert len(plan.shown.hidden) == 2 and all("summary" in what for what in plan.shown.hidden)
-    assert [n for n in plan.notes if "not carried out" in n and "summary" in n]
+    assert [n for n in plan.notes if "not computed" in n and "summary" in n]
 
 
 def test_summaries_of_a_batch_of_another_size():

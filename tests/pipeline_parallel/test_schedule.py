@@ -310,9 +310,9 @@ def test_what_tasks_need():
     assert s.dependencies(Task("F", 0, 0)) == ()
     assert s.dependencies(Task("B", 0, 0)) == (Task("F", 0, 0), Task("B", 1, 0), Task("F", 0, 1))
     assert s.dependencies(Task("W", 0, 0)) == (Task("B", 0, 0),)
-    with pytest.raises(ConfigError, match="has no task F2@0"):
+    with pytest.raises(ConfigError, match="task is F2@0, which is not in the schedule"):
         s.dependencies(Task("F", 0, 2))
-    with pytest.raises(ConfigError, match="model stages 0 to 2, no 3"):
+    with pytest.raises(ConfigError, match="stage is 3; expected 0 to 2"):
         s.device_of(3)
 
 
@@ -401,14 +401,20 @@ def test_a_measured_play_can_be_asked():
 @pytest.mark.parametrize(
     ("costs", "says"),
     [
-        (dict(forward=-1), "forward=-1: a cost is a finite number of at least 0"),
-        (dict(backward=[1, 2, float("nan"), 4]), "backward=nan"),
-        (dict(backward=float("inf")), "backward=inf"),
-        (dict(transfer=True), "transfer=True"),
-        (dict(transfer="2"), "transfer='2'"),
-        (dict(forward="1234"), "forward='1'"),
-        (dict(forward=[1, 2]), "forward has 2 costs, and the schedule 4 model stages"),
-        (dict(backward=[2, 2, 0.5, 2]), "at model stage 2 weight=1 is more than backward=0.5"),
+        (dict(forward=-1), "forward is -1; expected a finite number, 0 or more"),
+        (dict(backward=[1, 2, float("nan"), 4]), "backward is nan"),
+        (dict(backward=float("inf")), "backward is inf"),
+        (dict(transfer=True), "transfer is True"),
+        (dict(transfer="2"), "transfer is '2'"),
+        (dict(forward="1234"), "forward is '1'"),
+        (
+            dict(forward=[1, 2]),
+            "forward has 2 costs; expected one number, or a cost for each of the 4 model",
+        ),
+        (
+            dict(backward=[2, 2, 0.5, 2]),
+            "weight is 1 at model stage 2; expected at most backward=0.5",
+        ),
     ],
 )
 def test_costs_that_are_none(costs, says):
@@ -432,9 +438,9 @@ def test_names_are_in_any_case(name):
     [
         (
             ("PreferBackwards", 2, 2),
-            f"schedule must be one of {', '.join((*NAMES, *ALIASES))}, it is 'PreferBackwards'",
+            f"schedule is 'PreferBackwards'; expected one of {', '.join((*NAMES, *ALIASES))}",
         ),
-        ((None, 2, 2), f"schedule must be one of {', '.join((*NAMES, *ALIASES))}, it is None"),
+        ((None, 2, 2), f"schedule is None; expected one of {', '.join((*NAMES, *ALIASES))}"),
         (("PreferForward", 0, 2), "num_stages must be a positive number, it is 0"),
         (("PreferForward", True, 2), "num_stages must be a positive number, it is True"),
         (("PreferForward", 2, -1), "num_micro_batch must be a positive number, it is -1"),
@@ -445,7 +451,7 @@ def test_names_are_in_any_case(name):
         (("Interleaved", 2, 2, 1), "Interleaved needs at least 2 model stages on each device"),
         (
             ("ZeroBubble", 2, 2, 2),
-            "ZeroBubble has one model stage on each device, not chunks=2: use Interleaved",
+            "chunks is 2, but ZeroBubble has one model stage on each device; use Interleaved",
         ),
     ],
 )
@@ -467,24 +473,24 @@ FIRST, LAST = (F00, F01, B00, B01), (F10, B10, F11, B11)
 @pytest.mark.parametrize(
     ("orders", "says"),
     [
-        ([FIRST], "orders of 1 devices, and num_stages=2"),
-        ([FIRST[:-1], LAST], "has no B1@0$"),
-        ([(F00, B00), LAST], "has no B1@0, nor 1 other task$"),
+        ([FIRST], "orders for 1 devices, but num_stages is 2"),
+        ([FIRST[:-1], LAST], "lacks 1 task, the first is B1@0"),
+        ([(F00, B00), LAST], "lacks 2 tasks, the first is B1@0"),
         ([(*FIRST, F00), LAST], "has F0@0 twice"),
-        ([LAST, FIRST], "has F0@1 on device 0: its stage is on device 1"),
+        ([LAST, FIRST], "has F0@1 on device 0, but its stage is on device 1"),
         (
             [(*FIRST, Task("F", 2, 0)), LAST],
-            "has F0@2 on device 0, which is no task of 2 model stages and 2 micro",
+            "has F0@2 on device 0; expected tasks F, B and W of 2 model stages and 2 micro",
         ),
-        ([(*FIRST, Task("F", 0, 2)), LAST], "has F2@0 on device 0, which is no task"),
-        ([(*FIRST, Task("X", 0, 0)), LAST], "has X0@0 on device 0, which is no task"),
-        ([(*FIRST, "F0"), LAST], "has F0 on device 0, which is no task"),
-        ([(*FIRST, Task("W", 0, 0)), LAST], "has no W1@0, nor 2 other tasks$"),
+        ([(*FIRST, Task("F", 0, 2)), LAST], "has F2@0 on device 0; expected tasks F, B and W"),
+        ([(*FIRST, Task("X", 0, 0)), LAST], "has X0@0 on device 0; expected tasks F, B and W"),
+        ([(*FIRST, "F0"), LAST], "has F0 on device 0; expected tasks F, B and W"),
+        ([(*FIRST, Task("W", 0, 0)), LAST], "lacks 3 tasks, the first is W1@0"),
         (
             [(F00, B00, F01, B01), (F10, F11, B10, B11)],
-            "cannot go on: device 0 waits with B0@0 for B0@1, device 1 waits with F1@1 for F1@0",
+            "deadlocks: B0@0 on device 0 waits for B0@1, F1@1 on device 1 waits for F1@0",
         ),
-        ([(F00, F01, B00, B01), (B10, F10, F11, B11)], "device 1 waits with B0@1 for F0@1"),
+        ([(F00, F01, B00, B01), (B10, F10, F11, B11)], "B0@1 on device 1 waits for F0@1"),
     ],
 )
 def test_orders_that_are_no_schedule(orders, says):
@@ -523,7 +529,7 @@ def test_orders_are_refused_if_and_only_if_devices_wait_for_each_other(s, random
     try:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError:
-        with pytest.raises(ConfigError, match="cannot go on: device"):
+        with pytest.raises(ConfigError, match="deadlocks: "):
             dataclasses.replace(s, orders=orders)
     else:
         assert len(dataclasses.replace(s, orders=orders).play()) == len(graph)
@@ -682,16 +688,16 @@ def test_a_chart_as_pixels(tmp_path):
     [
         ("chart.txt", [("a", ONE.play())], "", "its name must end in one of .*png, .*svg"),
         ("chart", [("a", ONE.play())], "", "its name must end in one of"),
-        ("nowhere/chart.svg", [("a", ONE.play())], "", "there is no directory .*nowhere"),
-        ("chart.svg", [], "", "there are no plays to draw"),
+        ("nowhere/chart.svg", [("a", ONE.play())], "", "the directory .*nowhere does not exist"),
+        ("chart.svg", [], "", "plays is empty"),
         ("chart.svg", [("nothing", [])], "", "the play 'nothing' has no tasks to draw"),
         (
             "chart.svg",
             [("odd", [TimedTask(Task("X", 0, 0), 0, 0, 1)])],
             "",
-            "the play 'odd' has X0@0",
+            "the play 'odd' contains X0@0",
         ),
-        ("chart.svg", [("a", ONE.play())], ("s", "s"), "2 units were given for 1 plays"),
+        ("chart.svg", [("a", ONE.play())], ("s", "s"), "unit has 2 entries for 1 plays"),
     ],
 )
 def test_charts_that_cannot_be_drawn(tmp_path, name, plays, unit, says):

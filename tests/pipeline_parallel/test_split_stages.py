@@ -353,7 +353,7 @@ def test_a_parameter_of_another_stage_too_is_not_cut():
     assert (
         plan.model.users["params/table"] == (0, 1) and "params/table" not in plan.model.cuts.state
     )
-    assert "stage 0 is split over 2 devices: nothing of it is cut" in str(plan)
+    assert "stage 0 is split over 2 devices: no parameter is cut" in str(plan)
 
 
 @pytest.mark.parametrize(
@@ -381,7 +381,7 @@ def test_another_batch_size_than_was_traced(way):
 def test_a_split_must_say_over_how_many_devices():
     with pytest.raises(
         ConfigError,
-        match="split\\(name='head'\\) must say over how many devices: dtrans.split\\(device_c",
+        match="split\\(name='head'\\) has no number of devices; pass dtrans.split\\(device_c",
     ):
         planned(classifier(None, 7))
 
@@ -389,15 +389,21 @@ def test_a_split_must_say_over_how_many_devices():
 @pytest.mark.parametrize(
     "options,says",
     [
-        ({"sharding_stage": 1, "replicas": 2}, "sharding_stage=1 excludes split\\(name='head'\\)"),
-        ({"sharding_stage": 2, "replicas": 2}, "sharding_stage=2 excludes split\\(name='head'\\)"),
+        (
+            {"sharding_stage": 1, "replicas": 2},
+            "sharding_stage is 1, which is not supported together with split\\(name='head'\\)",
+        ),
+        (
+            {"sharding_stage": 2, "replicas": 2},
+            "sharding_stage is 2, which is not supported together with split\\(name='head'\\)",
+        ),
         (
             {"offload": True},
-            "offload=True excludes split\\(name='head'\\), whose stage stores pieces",
+            "offload is True, which is not supported together with split\\(name='head'\\)",
         ),
         (
             {"schedule": "Interleaved", "num_stages": 1},
-            "chunks=2 excludes split\\(name='head'\\): a device of a split",
+            "chunks is 2, which is not supported together with split\\(name='head'\\)",
         ),
     ],
 )

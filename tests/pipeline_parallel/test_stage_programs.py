@@ -476,7 +476,7 @@ def test_nested_scopes_are_refused(kinds, match):
 
 
 def test_more_stages_than_equations():
-    with pytest.raises(ConfigError, match="num_stages=30|30 stages"):
+    with pytest.raises(ConfigError, match="num_stages is 30"):
         plan_of(num_stages=30)
 
 
@@ -488,17 +488,17 @@ def test_more_stages_than_scopes():
             return jnp.mean(h @ params["b"])
 
     assert [s.params for s in plan_of(scoped).stages] == [("params/a",), ("params/b",)]
-    with pytest.raises(ConfigError, match="num_stages=3, and the model has 2 scopes"):
+    with pytest.raises(ConfigError, match="num_stages is 3, but the model has 2 scopes"):
         plan_of(scoped, num_stages=3)
 
 
 @pytest.mark.parametrize("micro,replicas", [(3, 1), (1, 3), (8, 2), (16, 1)])
 def test_batches_that_cannot_be_shared(micro, replicas):
     match = (
-        f"batch/x has 8 rows.* num_micro_batch={micro} and replicas={replicas} .*multiple of "
-        f"{micro * replicas}"
+        f"x has 8 rows; expected a multiple of {micro * replicas} .num_micro_batch={micro} times "
+        f"replicas={replicas}"
     )
-    with pytest.raises(BatchError, match=match.replace("batch/x", ".*")):
+    with pytest.raises(BatchError, match=match):
         plan_of(num_micro_batch=micro, replicas=replicas)
 
 
@@ -510,16 +510,16 @@ BAD = [
     (dict(num_micro_batch="8"), "num_micro_batch"),
     (dict(replicas=-1), "replicas"),
     (dict(chunks=0, schedule="Interleaved"), "chunks"),
-    (dict(chunks=2), "PreferBackward has one model stage on each device, not chunks=2"),
-    (dict(schedule="2F2B"), "^schedule must be one of PreferForward, .*, it is '2F2B'"),
+    (dict(chunks=2), "chunks is 2, but PreferBackward has one model stage"),
+    (dict(schedule="2F2B"), "^schedule is '2F2B'; expected one of PreferForward, "),
     (dict(policy="EVEN"), "policy must be .*BALANCE_OP_NUM.*'EVEN'"),
     (dict(flops_per_byte=-1.0), "flops_per_byte"),
     (dict(flops_per_byte=float("nan")), "flops_per_byte"),
     (dict(reduce="max"), "reduce must be 'mean', 'sum' or a dtrans.Reduce; it is 'max'"),
-    (dict(sharding_stage=3), "sharding_stage must be 0, 1 or 2, it is 3"),
+    (dict(sharding_stage=3), "sharding_stage is 3; expected 0, 1 or 2"),
     (
         dict(sharding_stage=1, replicas=2, clip_local_norm=1.0),
-        "clip_local_norm=1.0 and sharding_stage=1",
+        "clip_local_norm is 1.0 and sharding_stage is 1",
     ),
     (dict(compress="int8"), "compress must be 'bf16', 'fp16' or None, it is 'int8'"),
     (dict(compress_scale=8.0), "compress_scale=8.0 needs compress"),
@@ -532,7 +532,7 @@ BAD = [
     (dict(unsplit_inputs=("z",)), "'?z'?"),
     (
         dict(example_count="loss"),
-        "example_count='loss': micro-batches of a pipeline have equal weights",
+        "example_count is 'loss', but all micro-batches of a pipeline have equal weights",
     ),
     (dict(min_slice_size=-1), "min_slice_size must be a number of elements, 0 or more"),
 ]
@@ -624,12 +624,12 @@ def test_too_few_devices():
 def test_schedules_that_need_other_programs():
     plan = plan_of(num_micro_batch=2)
     with pytest.raises(
-        ConfigError, match="ZeroBubble needs different programs than PreferBackward: plan it"
+        ConfigError, match="ZeroBubble needs different programs than PreferBackward; make a"
     ):
         plan.scheduled("ZeroBubble")
     with pytest.raises(ConfigError, match="Interleaved needs different programs"):
         plan.scheduled("Interleaved")
-    with pytest.raises(ConfigError, match="^schedule must be one of .* it is 'DualPipe'"):
+    with pytest.raises(ConfigError, match="^schedule is 'DualPipe'; expected one of "):
         plan.scheduled("DualPipe")
     assert plan.scheduled("GPipe").schedule.name == "PreferForward"
     assert plan.scheduled("preferforward").options.schedule in ("preferforward", "PreferForward")

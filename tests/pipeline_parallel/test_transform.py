@@ -551,7 +551,7 @@ def test_a_local_clip_of_each_micro_batch(way, options):
     options = {"num_micro_batch": 4 // options.get("replicas", 2)} | options
     plan = planned(of, num_stages=3, clip_local_norm=most, clip_local_per="micro_batch", **options)
     assert any(
-        note.startswith("each micro-batch's gradients are clipped to ") for note in plan.notes
+        note.startswith("the gradients of each micro-batch are clipped to ") for note in plan.notes
     )
     got = of.of(getattr(plan, way)(), 1)[0]
     factors = [min(1, most / float(optax.tree.norm(g))) for g in parts]

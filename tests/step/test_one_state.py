@@ -290,6 +290,7 @@ def test_a_pipeline_says_that_it_cannot_count_rows() -> None:
     init = lambda: {"a": jnp.eye(4), "b": jnp.eye(4), "seen": jnp.zeros((), int)}
     main = dtrans.trace(step, init(), jnp.ones((4, 4)))
     with pytest.raises(
-        ConfigError, match="s/seen .* each micro-batch would count its own; count outside of a step"
+        ConfigError,
+        match="s/seen .* each micro-batch would count separately; count outside of the step",
     ):
         dtrans.pipeline(main, dtrans.trace(init), num_stages=2, num_micro_batch=2)
