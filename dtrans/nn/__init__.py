@@ -1,8 +1,8 @@
 """Losses and layers over embedding tables: functions of arrays that look up rows by id.
 
-bags            rows of a table, reduced by segment
-sampled         noise-contrastive estimation, and samplers of noise
-tree            hierarchical softmax over a binary tree: complete, or Huffman's
+bags      `embedding_bag`: sums or means of the rows in each bag
+sampled   noise-contrastive estimation, and samplers of noise classes
+tree      hierarchical softmax over a complete binary tree, or over Huffman's tree
 """
 
 from dtrans.nn.bags import embedding_bag as embedding_bag

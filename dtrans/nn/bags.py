@@ -1,4 +1,4 @@
-"""Rows of a table, reduced by segment."""
+"""Embedding bags: sums or means of the rows that each bag looks up in a table."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ def embedding_bag(
     mode: Literal["sum", "mean", "sqrtn"] = "sum",
     padding_idx: int | None = None,
 ) -> jax.Array:
-    """Reduce the rows that each bag looks up.
+    """Return the weighted sum or mean of the rows in each bag.
 
     Args:
       table: an array of shape (rows, d).
       ids: the rows to look up, of shape (n,).
-      segment_ids: the bag of each id, of shape (n,), from 0 to num_segments - 1. Others are
-        dropped.
+      segment_ids: the bag of each id, of shape (n,), from 0 to num_segments - 1. Ids with other
+        values are ignored.
       num_segments: the number of bags.
-      weights: the weight of each id in its bag, of shape (n,); by default 1.
-      mode: "sum" adds weight times row. "mean" divides by the sum of weights, "sqrtn" by the root
-        of the sum of squared weights.
-      padding_idx: a row that no bag contains, so that its gradient is zero.
+      weights: the weight of each id in its bag, of shape (n,); 1 by default.
+      mode: "sum" adds weight times row. "mean" divides this sum by the sum of the weights, "sqrtn"
+        by the square root of the sum of the squared weights.
+      padding_idx: an id that is ignored, so that its row has a zero gradient.
 
     Returns:
-      An array of shape (num_segments, d); zeros for an empty bag.
+      An array of shape (num_segments, d), with zeros for an empty bag.
 
     Raises:
-      ConfigError: another mode, or shapes that do not match.
+      ConfigError: the mode is unknown, or shapes do not match.
 
     Source: `tf.nn.embedding_lookup_sparse` has these modes; `padding_idx` comes from
       torch.nn.EmbeddingBag.
@@ -59,9 +59,11 @@ def embedding_bag(
     ):
         shapes = ", ".join(str(x.shape) for x in (ids, segment_ids, weights) if x is not None)
         raise ConfigError(
-            f"ids, segment_ids and weights must have the same shape (n,), they have {shapes}"
+            f"ids, segment_ids and weights have the shapes {shapes}; expected the same shape (n,)"
         )
-    factors = jnp.ones(ids.shape, table.dtype) if weights is None else weights.astype(table.dtype)
+    if weights is None:
+        weights = jnp.ones(ids.shape, table.dtype)
+    factors = weights.astype(table.dtype)
     if padding_idx is not None:
         padding = padding_idx + table.shape[0] * (padding_idx < 0)
         factors = jnp.where(ids == padding, jnp.zeros_like(factors), factors)
@@ -70,6 +72,8 @@ def embedding_bag(
         return total
     addends = factors if mode == "mean" else factors * factors
     weight = jax.ops.segment_sum(addends, segment_ids, num_segments)
-    # an empty bag has the sum 0 and divides by 1
+    # the sum of an empty bag is 0, which is divided by 1 instead of 0
     divisor = jnp.where(weight == 0, jnp.ones_like(weight), weight)
-    return total / (divisor if mode == "mean" else jnp.sqrt(divisor))[:, None]
+    if mode == "sqrtn":
+        divisor = jnp.sqrt(divisor)
+    return total / divisor[:, None]

@@ -1,11 +1,11 @@
-"""Noise-contrastive estimation: a softmax over many classes, learnt from labels and sampled noise.
+"""Noise-contrastive estimation: approximates a softmax over many classes with sampled classes.
 
     loss = -log s(l - log(k q(l)))  -  sum over noise n of log(1 - s(n - log(k q(n))))
 
 where l and n are the logits of the label and of a noise class, and s is the sigmoid. k is the
-number of noise classes for each row, and q the distribution that they are drawn from.
+number of noise classes for each row, and q(c) the probability with which class c is drawn.
 
-Source: Gutmann and Hyvaerinen, 2010; Mnih and Teh, 2012. The samplers are those of Paddle's `nce`
+Source: Gutmann and Hyvaerinen, 2010; Mnih and Teh, 2012. Paddle's `nce` has the same samplers
 (paddle/fluid/operators/math/sampler.cc).
 """
 
@@ -25,11 +25,11 @@ from dtrans.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class Sampler:
-    """Distribution over classes.
+    """Distribution over classes, from which noise classes are drawn.
 
     Attributes:
-      draw: a function that draws classes of a shape from a key: `draw(key, shape)`.
-      log_probability: a function from classes to logarithms of their probabilities, elementwise.
+      draw: (key, shape) -> an array of random classes with this shape.
+      log_probability: classes -> the logarithm of the probability of each, elementwise.
     """
 
     draw: Callable[[jax.Array, Sequence[int]], jax.Array]
@@ -52,7 +52,7 @@ def uniform_sampler(classes: int) -> Sampler:
 
 
 def log_uniform_sampler(classes: int) -> Sampler:
-    """Return a sampler for classes sorted by falling frequency.
+    """Return a log-uniform sampler, for classes that are sorted by descending frequency.
 
     Class i has the probability log((i + 2) / (i + 1)) / log(classes + 1).
 
@@ -75,10 +75,10 @@ def log_uniform_sampler(classes: int) -> Sampler:
 
 
 def custom_sampler(probabilities: Any) -> Sampler:
-    """Return a sampler that draws class i with probability proportional to probabilities[i].
+    """Return a sampler that draws class i with a probability proportional to `probabilities[i]`.
 
     Raises:
-      ConfigError: an entry is negative, or none is positive.
+      ConfigError: an entry is negative, no entry is positive, or the array is not 1-d.
 
     Example:
       >>> import jax, dtrans.nn
@@ -89,7 +89,8 @@ def custom_sampler(probabilities: Any) -> Sampler:
     total = weights.sum()
     if weights.ndim != 1 or not np.all(weights >= 0) or not 0 < total < np.inf:
         raise ConfigError(
-            "probabilities must be a row of numbers, 0 or more, and some of them positive"
+            "probabilities is invalid; expected a 1-d array of numbers, 0 or more, at least one of "
+            "them positive"
         )
     share = weights / total
     ends = np.cumsum(share)
@@ -99,7 +100,7 @@ def custom_sampler(probabilities: Any) -> Sampler:
     def draw(key: jax.Array, shape: Sequence[int]) -> jax.Array:
         uniform = jax.random.uniform(key, tuple(shape))
         drawn = jnp.searchsorted(jnp.asarray(ends, jnp.float32), uniform, side="right")
-        # the last end may round to less than 1
+        # the last entry of `ends` may be less than 1 because of rounding
         return jnp.minimum(drawn, last)
 
     return Sampler(draw, lambda ids: jnp.asarray(logs)[ids])
@@ -117,11 +118,12 @@ def nce_loss(
 
     Args:
       weight: the weights of each class, of shape (classes, d).
-      bias: an array of shape (classes,) or (classes, 1), or None.
+      bias: the bias of each class, of shape (classes,) or (classes, 1), or None.
       x: the inputs, of shape (rows, d).
       labels: the class of each row, of shape (rows,).
-      noise: classes drawn from `sampler`: of shape (k,), the same for all rows, or (rows, k).
-      sampler: the distribution of `noise`.
+      noise: classes drawn from `sampler`, of shape (k,) to share them between all rows, or
+        (rows, k).
+      sampler: the distribution from which `noise` was drawn.
 
     Returns:
       An array of shape (rows,).
@@ -140,13 +142,13 @@ def nce_loss(
     """
     if x.ndim != 2 or labels.shape != x.shape[:1] or weight.shape[1:] != x.shape[1:]:
         raise ConfigError(
-            "weight, x and labels must have the shapes (classes, d), (rows, d) and (rows,), they "
-            f"have {weight.shape}, {x.shape} and {labels.shape}"
+            f"weight, x and labels have the shapes {weight.shape}, {x.shape} and {labels.shape}; "
+            "expected (classes, d), (rows, d) and (rows,)"
         )
     if noise.ndim not in (1, 2) or (noise.ndim == 2 and noise.shape[0] != x.shape[0]):
         raise ConfigError(
-            f"noise must have the shape (k,) or (rows, k), it has {noise.shape}, and x has "
-            f"{x.shape}"
+            f"noise has the shape {noise.shape}; expected (k,) or ({x.shape[0]}, k), because x has "
+            f"{x.shape[0]} rows"
         )
     label_logits = jnp.sum(weight[labels] * x, -1)
     if noise.ndim == 1:

@@ -1,14 +1,12 @@
-"""Hierarchical softmax over a binary tree, whose leaves are classes.
+"""Hierarchical softmax over a binary tree whose leaves are classes.
 
-The probability of a class is the product of the probabilities of the turns on the path to it.
+The probability of a class is the product of the probabilities of the turns on the path from the
+root to its leaf. Each inner node has a row w of weights and a bias b. The probability of a turn to
+the right is sigmoid(w x + b).
 
-Each inner node has a row of weights; a turn to the right has the probability sigmoid(w x + b). A
-tree lists, for each class, the nodes of the path to it and the turn at each. Shorter paths are
-padded with -1.
-
-Source: Morin and Bengio, 2005. The complete tree is that of Paddle's `hierarchical_sigmoid`
-(paddle/fluid/operators/math/matrix_bit_code.h, `SimpleCode`); a tree that users build has its
-`path_table` and `path_code`.
+Source: Morin and Bengio, 2005. Paddle's `hierarchical_sigmoid` has the same complete tree
+(paddle/fluid/operators/math/matrix_bit_code.h, `SimpleCode`). `ClassTree.nodes` and
+`ClassTree.turns` correspond to its `path_table` and `path_code`.
 """
 
 from __future__ import annotations
@@ -28,12 +26,12 @@ from dtrans.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ClassTree:
-    """Binary tree whose leaves are classes.
+    """Binary tree whose leaves are classes, given by the path to each class.
 
     Attributes:
-      nodes: the inner nodes on the path to each class, of shape (classes, depth): numbers from 0;
-        padded with -1.
-      turns: the turn at each node, of the same shape: 1 to the right, 0 to the left.
+      nodes: the inner nodes on the path to each class, of shape (classes, depth). Nodes are
+        numbered from 0, and shorter paths are padded with -1.
+      turns: the turn at each of these nodes, of the same shape: 1 for right, 0 for left.
     """
 
     nodes: np.ndarray
@@ -42,18 +40,18 @@ class ClassTree:
     def __post_init__(self) -> None:
         if self.nodes.shape != self.turns.shape or self.nodes.ndim != 2:
             raise ConfigError(
-                "nodes and turns must have the same shape (classes, depth), they have "
-                f"{self.nodes.shape} and {self.turns.shape}"
+                f"nodes and turns have the shapes {self.nodes.shape} and {self.turns.shape}; "
+                "expected the same shape (classes, depth)"
             )
 
     @property
     def inner(self) -> int:
-        """Number of inner nodes, each with a row of weights."""
+        """The number of inner nodes, which is the number of rows of weights."""
         return int(self.nodes.max(initial=-1)) + 1
 
 
 def complete_tree(classes: int) -> ClassTree:
-    """Return the complete binary tree over classes, numbered as in Paddle.
+    """Return the complete binary tree over `classes` classes, with Paddle's numbering of nodes.
 
     Example:
       >>> import dtrans.nn
@@ -70,13 +68,13 @@ def complete_tree(classes: int) -> ClassTree:
 
 
 def huffman_tree(frequencies: Sequence[float] | np.ndarray) -> ClassTree:
-    """Return Huffman's tree: frequent classes have short paths.
+    """Return the Huffman tree of classes, in which frequent classes have short paths.
 
     Args:
       frequencies: the frequency of each class, 0 or more.
 
     Raises:
-      ConfigError: fewer than two classes, or negative frequencies.
+      ConfigError: there are fewer than two classes, or a frequency is negative.
 
     Example:
       >>> import dtrans.nn
@@ -85,7 +83,9 @@ def huffman_tree(frequencies: Sequence[float] | np.ndarray) -> ClassTree:
     """
     weights = np.asarray(frequencies, np.float64)
     if weights.ndim != 1 or len(weights) < 2 or not np.all(weights >= 0):
-        raise ConfigError("frequencies must be a row of two numbers or more, none of them negative")
+        raise ConfigError(
+            "frequencies is invalid; expected a 1-d array of two or more numbers, each 0 or more"
+        )
     heap = [(f, i) for i, f in enumerate(weights.tolist())]
     heapq.heapify(heap)
     parent: dict[int, tuple[int, int]] = {}
@@ -100,12 +100,13 @@ def huffman_tree(frequencies: Sequence[float] | np.ndarray) -> ClassTree:
         path, at = [], label
         while at in parent:
             at, turn = parent[at]
-            path.append((root - at, turn))  # the root is 0
+            path.append((root - at, turn))  # numbers nodes from the root, which is 0
         paths.append(path[::-1])
     return _tree(paths)
 
 
 def _tree(paths: Sequence[Sequence[tuple[int, int]]]) -> ClassTree:
+    """Return the tree with these paths: lists of (node, turn) for each class."""
     shape = len(paths), max(map(len, paths))
     nodes, turns = np.full(shape, -1, np.int32), np.zeros(shape, np.int32)
     for i, path in enumerate(paths):
@@ -120,7 +121,7 @@ def hierarchical_sigmoid(
 
     Args:
       weight: the weights of each inner node, of shape (tree.inner, d).
-      bias: an array of shape (tree.inner,) or (tree.inner, 1), or None.
+      bias: the bias of each inner node, of shape (tree.inner,) or (tree.inner, 1), or None.
       x: the inputs, of shape (rows, d).
       labels: the class of each row, of shape (rows,).
       tree: `complete_tree(classes)`, `huffman_tree(frequencies)`, or another `ClassTree`.
@@ -141,8 +142,8 @@ def hierarchical_sigmoid(
     """
     if x.ndim != 2 or labels.shape != x.shape[:1] or weight.shape != (tree.inner, x.shape[1]):
         raise ConfigError(
-            f"weight, x and labels must have the shapes ({tree.inner}, d), (rows, d) and (rows,), "
-            f"they have {weight.shape}, {x.shape} and {labels.shape}"
+            f"weight, x and labels have the shapes {weight.shape}, {x.shape} and {labels.shape}; "
+            f"expected ({tree.inner}, d), (rows, d) and (rows,)"
         )
     nodes, turns = jnp.asarray(tree.nodes)[labels], jnp.asarray(tree.turns)[labels]
     at = jnp.maximum(nodes, 0)

@@ -375,8 +375,8 @@ def _half_of_blocks(
     new = inline_update(b, work, values)
     half = OptimizeHalf(b.build(list(new.values())), tuple(in_names), tuple(new))
     state_rows = {}
-    for n, runs in state.items():
-        state_rows[n] = tuple(sorted(runs, key=lambda r: r.part.first))
+    for n, rows_of_state in state.items():
+        state_rows[n] = tuple(sorted(rows_of_state, key=lambda r: r.part.first))
     return half, state_rows
 
 

@@ -97,7 +97,7 @@ class Play(tuple[TimedTask, ...]):
         Exact if the times are exact; 0 if the makespan is 0.
         """
         busy = sum((t.end - t.start for t in self), Fraction(0))
-        available = self.num_devices * self.makespan
+        available: Time = self.num_devices * self.makespan
         if not available:
             return Fraction(0)
         if isinstance(busy, Fraction):

@@ -267,8 +267,8 @@ def _step_of_sums(
     half = step.optimize
     read = {**vars_of, **subset(inputs, arguments)}
     atoms = []
-    for n in half.in_names:
-        atoms.append(grads[n.leaf] if isinstance(n, Gradient) else read[n])
+    for name in half.in_names:
+        atoms.append(grads[name.leaf] if isinstance(name, Gradient) else read[name])
     found: dict[str, Atom] = subset(vars_of, (*step.params, *step.opt_state))
     found |= zip(half.out_names, b.inline(half.jaxpr, *atoms), strict=True)
     for n, a in found.items():

@@ -76,7 +76,7 @@ def test_a_row_of_padding_has_no_gradient() -> None:
 
 def test_bags_that_do_not_fit_are_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"must have the same shape \(n,\), they have \(3,\), \(2,\)"
+        ConfigError, match=r"have the shapes \(3,\), \(2,\); expected the same shape \(n,\)"
     ):
         nn.embedding_bag(jnp.ones((V, D)), jnp.zeros(3, int), jnp.zeros(2, int), 1)
     with pytest.raises(ConfigError, match="mode"):
@@ -120,12 +120,12 @@ def test_nce(name: str, shared: bool) -> None:
 
 def test_samplers_and_noise_that_do_not_fit_are_refused() -> None:
     for wrong in ([], [-1.0, 2.0], [0.0, 0.0], [[1.0]], [np.inf]):
-        with pytest.raises(ConfigError, match="probabilities must be"):
+        with pytest.raises(ConfigError, match="probabilities is invalid; expected"):
             nn.custom_sampler(wrong)
     sampler, x = SAMPLERS["uniform"], jnp.ones((B, D))
-    with pytest.raises(ConfigError, match="noise must have the shape"):
+    with pytest.raises(ConfigError, match="noise has the shape"):
         nn.nce_loss(jnp.ones((V, D)), None, x, jnp.zeros(B, int), jnp.zeros((2, 3), int), sampler)
-    with pytest.raises(ConfigError, match="must have the shapes"):
+    with pytest.raises(ConfigError, match="have the shapes .* expected"):
         nn.nce_loss(jnp.ones((V, D)), None, x, jnp.zeros(2, int), jnp.zeros(3, int), sampler)
 
 
@@ -178,9 +178,9 @@ def test_frequent_classes_have_short_ways() -> None:
 
 def test_trees_that_are_none_are_refused() -> None:
     for wrong in ([1.0], [-1.0, 2.0], [[1.0, 2.0]]):
-        with pytest.raises(ConfigError, match="frequencies must be"):
+        with pytest.raises(ConfigError, match="frequencies is invalid; expected"):
             nn.huffman_tree(wrong)
-    with pytest.raises(ConfigError, match="must have the shapes"):
+    with pytest.raises(ConfigError, match="have the shapes .* expected"):
         nn.hierarchical_sigmoid(
             jnp.ones((4, D)), None, jnp.ones((2, D)), jnp.zeros(2, int), nn.complete_tree(4)
         )

@@ -200,9 +200,11 @@ def test_only_stages_up_to_the_end_compute_once_more():
 
 def test_names_of_parts_that_values_do_not_have():
     of = job_of(blocks, BLOCKS, rows())
-    with pytest.raises(ConfigError, match="gradient_checkpoint names 'befor', .* after, before"):
+    with pytest.raises(
+        ConfigError, match="gradient_checkpoint contains 'befor'; .* .after, before"
+    ):
         planned(of, gradient_checkpoint=("after", "befor"))
-    with pytest.raises(ConfigError, match="gradient_checkpoint names 'x', .* are none"):
+    with pytest.raises(ConfigError, match="gradient_checkpoint contains 'x'; .*there are none"):
         planned(job_of(square, net(4, 5, 4), rows()), gradient_checkpoint=("x",))
     with pytest.raises(
         ConfigError, match="gradient_checkpoint is 'before'; expected 'auto', or a collection"
@@ -521,9 +523,7 @@ def test_offload_is_a_flag():
     of = job_of(square, SIX, rows())
     with pytest.raises(ConfigError, match="offload must be True or False, it is 'v1'"):
         planned(of, offload="v1")
-    with pytest.raises(
-        ConfigError, match="offload=True and sharding_stage=1: the host stores one copy of"
-    ):
+    with pytest.raises(ConfigError, match="offload is True and sharding_stage is 1, but"):
         planned(of, offload=True, sharding_stage=1)
 
 
@@ -674,7 +674,7 @@ def test_a_schedule_of_the_users_own_is_exchanged_for_another():
         assert plan.scheduled(name).schedule == schedule_of(name, 2, 2)
     with pytest.raises(
         ConfigError,
-        match=r"ZeroBubble needs different programs than in turn; .* pipeline\(schedule='ZeroB",
+        match=r"ZeroBubble needs different programs than in turn; .*pipeline\(schedule='ZeroB",
     ):
         plan.scheduled("ZeroBubble")
     split = planned(of, schedule=in_turn(2, 2, split=True))
@@ -765,7 +765,8 @@ def test_devices_that_are_given_come_before_those_of_the_cluster():
 def test_devices_that_are_not_enough_or_in_no_such_layout():
     of = job_of(square, SIX, rows())
     with pytest.raises(
-        ConfigError, match="one replica of 2 stages uses 2 devices, and 4 replicas 8; there are 6"
+        ConfigError,
+        match="one replica of 2 stages uses 2 devices, so 4 replicas need 8, but there are 6",
     ):
         planned(of, replicas=4, cluster=Cluster(devices=shuffled())).on_mesh()
     with pytest.raises(ConfigError, match="there are 1"):
@@ -940,7 +941,8 @@ def test_auto_takes_what_the_model_the_schedule_and_the_cluster_say():
     of = scoped("a", "b", "c")
     assert layers_of(check(of, num_stages="auto")) == [["0"], ["1"], ["2"]]
     with pytest.raises(
-        ConfigError, match="num_stages='auto': the model has 3 scopes, which chunks=2 do not divide"
+        ConfigError,
+        match="num_stages='auto': the model has 3 scopes, which is not a multiple of chunks=2",
     ):
         planned(of, num_stages="auto", schedule="Interleaved")
     plain = job_of(square, net(*[8] * 7), rows(32, 8, 8))
@@ -974,7 +976,7 @@ def test_devices_of_a_scope_share_a_replicas_part_of_the_batch():
     assert planned(of, replicas=2).options.replicas == 4
     with pytest.raises(
         ConfigError,
-        match=r"replicate\(name='layer 0'\) asks for 2 devices and .*layer 1'\) for 1: ",
+        match=r"replicate\(name='layer 0'\) has 2 devices and .*layer 1'\) has 1, but ",
     ):
         planned(devices_in_scopes(2, None))
 

@@ -256,7 +256,8 @@ def test_collections_that_cannot_be():
     ):
         planned(twice)
     with pytest.raises(
-        ConfigError, match="aux is collected under GLOBAL_MEAN, and merge\\['aux'\\]='max': say one"
+        ConfigError,
+        match="aux is collected under GLOBAL_MEAN, but merge\\['aux'\\] is 'max'; leave out one",
     ):
         planned(returning(lambda p: collect(jnp.sum(p), "GLOBAL_MEAN")), merge={"aux": "max"})
     with pytest.raises(ConfigError, match="'MEAN' is no collection; there are GLOBAL_CONCAT"):

@@ -612,7 +612,7 @@ def test_another_batch_size_than_was_traced(way):
         other = Job(of.step, of.init, rows(count))
         tree_close(other.of(job), other.on_one_device(), 1e-12)
     with pytest.raises(
-        BatchError, match="10 rows, which num_micro_batch=2 and replicas=2 do not divide"
+        BatchError, match="10 rows; expected a multiple of 4 .num_micro_batch=2 times replicas=2"
     ):
         job.step(job.init(jax.random.key(0)), *rows(10))
 
@@ -643,7 +643,7 @@ def test_states_of_something_else_are_refused():
     ):
         job.step(state.params, *of.batch)
     other = planned(job_of(square, net(4, 3), rows()), num_stages=1).simulate()
-    with pytest.raises(StateError, match="not a state of this job: it has no .*w1"):
+    with pytest.raises(StateError, match="the state lacks .*w1, so it belongs to another job"):
         job.step(other.init(jax.random.key(0)), *of.batch)
 
 

@@ -1,14 +1,14 @@
-"""Pipeline in several processes: each has some stages, with all their replicas, on its devices.
+"""Pipeline in several processes: each runs some stages, with all their replicas, on its devices.
 
-Every process walks through the same list of instructions, and executes those of its stages. It
-sends or receives the values that go from a stage of one process to a stage of another
-(`dtrans.run.pipeline_parallel.p2p`). The processes are the trainers of `dtrans.connect()`. Process
-k of N has the stages k*S/N to (k+1)*S/N.
+The processes are the trainers of `dtrans.connect()`. With N processes and S stages, process k runs
+the stages k*S/N to (k+1)*S/N - 1. All processes have the same list of instructions, and each
+executes the instructions of its stages. Values that cross from one process to another are sent over
+channels (`dtrans.run.pipeline_parallel.p2p`).
 
-Process k takes rows k*B/N to (k+1)*B/N of the global batch. A stage reads arrays of the global
-batch, so each process sends its parts to the processes that read them: tokens to the first, labels
-to the last. The first process receives the operands of precomputed values, computes these, and
-sends them to the processes that read them.
+Each process calls `step` with its part of the batch: process k has rows k*B/N to (k+1)*B/N - 1 of a
+global batch of B rows. A stage reads arrays of the global batch. So each process sends its part of
+an array to the processes whose stages read it (tokens to the first, labels to the last). Process 0
+also computes the precomputed values, and sends them to the processes whose stages read them.
 """
 
 from __future__ import annotations
@@ -44,37 +44,37 @@ from dtrans.run.pipeline_parallel.state import StateLayout
 from dtrans.run.pipeline_parallel.value_types import value_type, value_types
 
 
-_jobs = itertools.count()
-PRECOMPUTER = 0  # the process that computes precomputed values: it has stage 0
+_jobs = itertools.count()  # numbers the jobs of this process; all processes create them in order
+PRECOMPUTER = 0  # the process that computes precomputed values, because it runs stage 0
 
 
 @realises(PipelinePlan, "cluster")
 def cluster_job(plan: PipelinePlan, *, donate: bool) -> PipelineJob:
-    """Return the job of this process's stages, in each of the processes of `dtrans.connect()`.
+    """Return the job of this process in a pipeline over the processes of `dtrans.connect()`.
 
-    It differs from `plan.on_mesh()` in two ways. `step` takes this process's part of the batch, and
-    returns all results in every process. A state has the arrays of this process's stages, so that
-    `params` and `opt_state` gather them: all processes must call these together.
+    It differs from `plan.on_mesh()` in two ways. `step` takes this process's part of the batch, but
+    returns all results in every process. The state has only the arrays of this process's stages.
+    `params` and `opt_state` gather the arrays of all processes, so all processes must call them
+    together.
     """
     cluster = connected()
     stages, count, me = plan.options.num_stages, cluster.trainers, cluster.trainer_id
     if cluster.on_trainer_loss == "drop":
         raise ConfigError(
-            "on_trainer_loss='drop': a pipeline cannot continue without the stages of a lost "
-            "process; leave the option out"
+            "on_trainer_loss is 'drop', but a pipeline cannot continue without the stages of a "
+            "lost process; leave the option out"
         )
     if stages % count:
         raise ConfigError(
-            f"the plan has {stages} stages, which {count} processes do not divide: plan a multiple "
-            f"of {count}"
+            f"num_stages is {stages}; expected a multiple of {count}, the number of processes"
         )
     each, local, replicas = stages // count, jax.local_devices(), plan.options.replicas
     shards = plan.model.cuts.shards[me * each :][:each]
     needed = sum(shards) * replicas
     if len(local) < needed:
         raise ConfigError(
-            f"the {each} stages of trainer {me} need {needed} devices for {replicas} replicas, and "
-            f"it has {len(local)}; start it with more devices, or plan fewer replicas"
+            f"trainer {me} has {len(local)} devices, but its {each} stages need {needed} for "
+            f"{replicas} replicas; start it with more devices, or plan fewer replicas"
         )
     layout = dataclasses.replace(plan.options.stages.cluster, devices=local)
     grids = layout.virtual_devices(shards, replicas)
@@ -84,14 +84,15 @@ def cluster_job(plan: PipelinePlan, *, donate: bool) -> PipelineJob:
 
 
 class ConnectedProcesses(OneProcess):
-    """The processes of a job, seen from one of them.
+    """Several processes of a pipeline job, as one of them sees them.
 
     Args:
       at: the placement of this process's stages.
-      cluster: the job that it is connected to.
+      cluster: this process's membership of the distributed job.
 
     Raises:
-      PeerError, DeadlineError: other processes run another pipeline, or none.
+      PeerError: another process runs a different pipeline.
+      DeadlineError: another process does not create this job in time.
     """
 
     def __init__(self, at: StagePlacement, cluster: Membership) -> None:
@@ -100,7 +101,7 @@ class ConnectedProcesses(OneProcess):
         self.run_id, self.saves = cluster.run, self.me == 0
         o = at.plan.options
         self._unsplit = {n for n in at.plan.batch if is_under(n, o.batch.unsplit_inputs)}
-        # facts that must be the same in all processes
+        # values that must be equal in all processes
         self._same = {f.name: repr(getattr(o, f.name)) for f in dataclasses.fields(o)}
         self._same |= at.plan.model.merges
         self._same["orders"] = repr(at.plan.schedule.orders)
@@ -109,17 +110,18 @@ class ConnectedProcesses(OneProcess):
         self.state_types = StateLayout(at).types
         self._links = P2PChannels(cluster, str(next(_jobs)))
         self._types: dict[StepProgram, Mapping[int, ValueType]] = {}
-        self._types_of_step: Mapping[int, ValueType] = {}  # of the current step
-        # messages are named by their round, which is a step or a gather, and by a key in it
+        self._types_of_step: Mapping[int, ValueType] = {}  # the entry of `_types` for this step
+        # A message is named by its round and by a key in the round. Each step is a round, and so is
+        # each call of `params` or `opt_state`.
         self._round = 0
 
     def process_of(self, stage: int) -> int:
-        """Return the process of a stage."""
+        """Return the process that runs a stage."""
         return self.at.plan.device_of(stage) // (self.at.plan.options.num_stages // self.count)
 
     def check_reorder(self, name: str) -> None:
         raise ConfigError(
-            f"job.scheduled({name!r}) is for jobs of one process; in a job of several, run "
+            f"job.scheduled({name!r}) works only in jobs of one process; use "
             f"plan.scheduled({name!r}).on_cluster()"
         )
 
@@ -137,9 +139,9 @@ class ConnectedProcesses(OneProcess):
         for n, rows in split.items():
             if rows * self.count % o.parts:
                 raise BatchError(
-                    f"{n} has {rows} rows in each of {self.count} processes, {rows * self.count} "
-                    f"in all, which num_micro_batch={o.num_micro_batch} and replicas={o.replicas} "
-                    f"do not divide: give parts that make a multiple of {o.parts} rows"
+                    f"{n} has {rows} rows in each of {self.count} processes, together "
+                    f"{rows * self.count}; expected a multiple of {o.parts} (num_micro_batch="
+                    f"{o.num_micro_batch} times replicas={o.replicas})"
                 )
         types = global_types([(x, self._share(n, x)) for n, x in arrays.items()], self.count)
         return dict(zip(arrays, types, strict=True))
@@ -161,7 +163,7 @@ class ConnectedProcesses(OneProcess):
         for n in () if program.values is None else program.values.read:
             readers.setdefault(n, set()).add(PRECOMPUTER)
 
-        # send this process's parts; smaller keys are those of instructions and results
+        # send this process's parts; smaller keys are used for instructions and results
         keys = itertools.count(len(program.instructions) + len(program.results))
         split: dict[str, int] = {}
         for n, x in arrays.items():
@@ -169,13 +171,15 @@ class ConnectedProcesses(OneProcess):
                 continue
             split[n] = next(keys)
             others = readers.get(n, set()) - {self.me}
-            # a copy: it is sent later, and an array of NumPy may be written to meanwhile
-            part = np.array(x) if others and isinstance(x, np.ndarray) else x
+            part = x
+            if others and isinstance(x, np.ndarray):
+                # sending is asynchronous, and the caller may write to a NumPy array meanwhile
+                part = np.array(x)
             for k in others:
                 self._links.send(k, self._round, split[n], part)
         self._check_arguments(arrays, keys)
 
-        # receive the parts of others, for arrays that stages here read
+        # receive the parts of other processes, for arrays that stages of this process read
         gathered = dict(arrays)
         for n, key in split.items():
             if self.me in readers.get(n, ()):
@@ -200,12 +204,12 @@ class ConnectedProcesses(OneProcess):
         Args:
           program: the step.
           values: the program of precomputed values.
-          arrays: the global arrays that this process has.
-          state: the arrays of the state that it stores, by (place, name).
-          readers: the processes that read each value.
-          keys: numbers for messages, the same in all processes.
+          arrays: the arrays of the batch; complete if this process reads them.
+          state: (place, name) -> array, for the state that this process stores.
+          readers: value -> the processes that read it.
+          keys: unused keys for messages, the same in all processes.
         """
-        # the state that they depend on
+        # send the state on which the values depend to the process that computes them
         gathered = dict(state)
         for n in values.args[-1].names:
             place, key = self.at.first_place(n), next(keys)
@@ -227,14 +231,18 @@ class ConnectedProcesses(OneProcess):
         for n, key in numbered.items():
             if self.me in readers.get(n, ()):
                 kind = value_type(values.outputs[n])
-                found[n] = self._receive(PRECOMPUTER, key, kind, "a value of the whole batch")
+                found[n] = self._receive(PRECOMPUTER, key, kind, "a precomputed value")
         return found
 
     def _check_arguments(self, arrays: Mapping[str, Any], keys: Iterator[int]) -> None:
-        """Check that all processes pass equal values of the arguments that the update reads.
+        """Check that arguments of the update have equal values in all processes.
+
+        Args:
+          arrays: the batch that this process passed to `step`.
+          keys: unused keys for messages, the same in all processes.
 
         Raises:
-          PeerError: a process passes another value.
+          PeerError: a process passed a different value.
         """
         others = [k for k in range(self.count) if k != self.me]
         numbered = dict(zip(self.at.plan.arguments, keys, strict=False))
@@ -248,25 +256,33 @@ class ConnectedProcesses(OneProcess):
                 if x.tobytes() != mine.tobytes():
                     one, two = sorted([(self.me, mine.tolist()), (k, x.tolist())])
                     raise PeerError(
-                        f"{n} is {wire.brief(one[1])} on trainer {one[0]}, and "
-                        f"{wire.brief(two[1])} on trainer {two[0]}, and the update reads it on "
-                        "stages of both; pass equal values in all processes"
+                        f"{n} is {wire.brief(one[1])} on trainer {one[0]}, but "
+                        f"{wire.brief(two[1])} on trainer {two[0]}; pass equal values in all "
+                        "processes, because the update on each stage reads them"
                     )
 
     def _receive_part(self, origin: int, key: int, name: str, mine: Any) -> Any:
-        """Return a process's part of an array; `mine` for this process."""
+        """Return the part of an array that process `origin` passed to `step`.
+
+        Args:
+          origin: the process.
+          key: the key of the message.
+          name: the name of the array.
+          mine: the part of this process.
+        """
         if origin == self.me:
             return mine
         x = self._receive(origin, key, value_type(mine, any_size=True), name)
         if x.shape != mine.shape:
             raise BatchError(
-                f"{PARTS_DIFFER}; trainer {origin} gives {name} as {list(x.shape)}, trainer "
-                f"{self.me} as {list(mine.shape)}; take parts with job.shard_batch(*batch)"
+                f"{PARTS_DIFFER}; {name} has shape {list(x.shape)} on trainer {origin}, but "
+                f"{list(mine.shape)} on trainer {self.me}; cut batches with "
+                "job.shard_batch(*batch)"
             )
         return x
 
     def _share(self, name: str, x: Any) -> Share:
-        """Return the share of processes in an array of the batch: see `share_of`."""
+        """Return how an array of the batch is divided over processes; see `share_of`."""
         return share_of(name, x, self.count, self._unsplit)
 
     # -- a step ----------------------------------------------------------------------------------
@@ -303,7 +319,13 @@ class ConnectedProcesses(OneProcess):
         return self._links.receive(origin, self._round, key, kind, what)
 
     def _broadcast(self, origin: int, key: int, kind: ValueType, name: str, x: Any) -> Any:
-        """Return a value of one process in all of them; `x` is read in that process."""
+        """Send a value from one process to all others, and return it.
+
+        Args:
+          origin: the process that sends.
+          key, kind, name: the key, type and name of the value.
+          x: the value; ignored in other processes than `origin`.
+        """
         if origin != self.me:
             return jax.device_put(self._receive(origin, key, kind, name))
         for k in range(self.count):
@@ -313,9 +335,7 @@ class ConnectedProcesses(OneProcess):
 
 
 class _LocalDevices(StageBackend):
-    """Backend with the devices of this process's stages.
-
-    It leaves values of other processes' stages where they are.
+    """Backend with the devices of this process's stages; values of other stages are not moved.
 
     Args:
       grids: the devices of each stage of this process.
@@ -329,12 +349,17 @@ class _LocalDevices(StageBackend):
         self._shards, self._stages = shards, len(shards)
 
     def _local(self, stage: int) -> int | None:
+        """Return the index of a stage's grid; None if another process runs the stage."""
         at = stage % self._stages - self._first
-        return at if 0 <= at < self._each else None
+        if 0 <= at < self._each:
+            return at
+        return None
 
     def put(self, x: Any, stage: int, kind: AxisSharding) -> Any:
         at = self._local(stage)
-        return x if at is None else self._on.put(x, at, kind)
+        if at is None:
+            return x
+        return self._on.put(x, at, kind)
 
     def startup(self, jaxpr: Any, stage: int) -> Function:
         at = self._local(stage)
@@ -352,6 +377,6 @@ class _LocalDevices(StageBackend):
         at = self._local(stage)
         if at is not None:
             return self._on.compiled(fn, at, ins, outs, donated)
-        # never run: `value_types` reads the types of its outputs
+        # This process never runs it, but `value_types` needs the types of its outputs.
         stand_in = OneDevice(self.replicas, [self._shards[stage % self._stages]])
         return stand_in.compiled(fn, 0, ins, outs, donated)

@@ -1,14 +1,13 @@
 """Compilation of a pipelined step into a list of instructions.
 
-The list is written once for each batch shape, in the order in which the schedule dispatches tasks:
+The list is written once for each batch shape, in this order:
 
-    parameters   transfers to the stages that read but do not store them
-    zeros        for the sums of gradients
-    tasks        programs of micro-batches, and transfers from stage to stage
-    the update   and merges of results (`dtrans.run.pipeline_parallel.compile_update`)
+    1. transfers of parameters to stages that read but do not store them
+    2. zeros for the sums of gradients
+    3. the tasks of the schedule: programs of micro-batches, and transfers between stages
+    4. the update, and merges of results (`dtrans.run.pipeline_parallel.compile_update`)
 
-A slot is emptied after the last instruction that reads it. So the values alive at any time are
-those that the schedule implies.
+A slot is emptied after the last instruction that reads it, so that memory follows the schedule.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ def compile_step(
 
     Args:
       at: the placement of the plan.
-      programs: the programs for this batch.
-      batch: name to type of the arrays of the global batch, and of precomputed values.
+      programs: the programs of the stages for this batch.
+      batch: name -> type, for the arrays of the global batch and precomputed values.
       values: the program of precomputed values, if any.
     """
     d = StepBuilder(at, programs, batch, Slots(at, programs, batch))
@@ -78,9 +77,9 @@ def compile_step(
 
 
 def _send_params(d: StepBuilder) -> None:
-    """Send parameters to the stages that read but do not store them."""
+    """Write transfers of parameters to stages that read but do not store them."""
     if d.at.host is not None:
-        return  # tasks fetch them
+        return  # with `offload`, each task fetches the parameters that it reads
     plan, sent = d.at.plan, set()
     for s in d.programs.stages:
         for n in s.params:
@@ -92,7 +91,7 @@ def _send_params(d: StepBuilder) -> None:
 
 
 def _fetch_state(d: StepBuilder, p: Program, s: StagePrograms) -> None:
-    """Fetch the state that a program reads from the host, for one task alone."""
+    """Write transfers from the host of the state that a program reads, for a single task."""
     for n in p.in_names:
         if n in s.state:
             stored, there = d.slots.state(s.index, n), d.slots.shared_state(s.index, n)
@@ -104,7 +103,7 @@ def _fetch_state(d: StepBuilder, p: Program, s: StagePrograms) -> None:
 
 
 def _write_zeros(d: StepBuilder, s: StagePrograms) -> None:
-    """Write zeros for the sums of a stage's gradients."""
+    """Write the instruction that sets the sums of a stage's gradients to zero."""
     if not s.leaves or d.at.plan.options.clip_of_each is not None:
         return
     inputs = (s.weights or s.backward).inputs
@@ -118,7 +117,7 @@ def _write_zeros(d: StepBuilder, s: StagePrograms) -> None:
 
 
 def _write_forward(d: StepBuilder, s: StagePrograms, task: Task) -> None:
-    """Write the forward of a micro-batch, and the transfers of values to the next stage."""
+    """Write the forward pass of a micro-batch, and the transfers to the next stage."""
     k, m, kind = s.index, task.micro, d.at.per_replica
     _write_task(d, s.forward, s, task, lambda n: d.slots.value(k, n, m))
     for n in s.sends:
@@ -128,7 +127,7 @@ def _write_forward(d: StepBuilder, s: StagePrograms, task: Task) -> None:
 
 
 def _write_backward(d: StepBuilder, s: StagePrograms, task: Task) -> None:
-    """Write the backward of a micro-batch, and the transfers of cotangents to the stage before."""
+    """Write the backward pass of a micro-batch, and the transfers to the previous stage."""
     k, m, kind = s.index, task.micro, d.at.per_replica
     _write_task(d, s.backward, s, task, lambda n: d.slots.output(s, n, m))
     for n in s.backward.out_names:
@@ -139,7 +138,7 @@ def _write_backward(d: StepBuilder, s: StagePrograms, task: Task) -> None:
 
 
 def _write_weights(d: StepBuilder, s: StagePrograms, task: Task) -> None:
-    """Write the gradients of weights of a micro-batch."""
+    """Write the program that computes the gradients of weights for a micro-batch."""
     if s.weights is not None:
         _write_task(d, s.weights, s, task, lambda n: d.slots.output(s, n, task.micro))
 
@@ -154,7 +153,15 @@ _TASKS: dict[str, Callable[[StepBuilder, StagePrograms, Task], None]] = {
 def _write_task(
     d: StepBuilder, p: Program, s: StagePrograms, task: Task, slot_of: Callable[[str], int]
 ) -> None:
-    """Write a program of a micro-batch; `slot_of` returns the slot of an output."""
+    """Write the run of a micro-batch's program.
+
+    Args:
+      d: the builder of the step.
+      p: the program.
+      s: its stage.
+      task: the task of the schedule.
+      slot_of: output of `p` -> its slot.
+    """
     if not p.out_names:
         return
     if d.at.host is not None:
@@ -163,7 +170,7 @@ def _write_task(
     makes = list(map(slot_of, p.out_names))
     if is_numbered(d.at, p, d.batch):
         reads.append(d.slots.number(s.index, task.micro))
-    # sums of gradients are added in place
+    # the memory of the old sums of gradients is reused for the new sums
     donated = [i for i, n in enumerate(p.in_names) if n in s.sums and n in p.outputs]
     fn = lambda: of_micro_batch(d.at, p, d.batch)
     d.run(p, fn, s.index, reads, makes, str(task), task=task, donated=donated)

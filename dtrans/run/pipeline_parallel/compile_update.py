@@ -1,4 +1,4 @@
-"""Compilation of the end of a step: instructions of the update, and of the merges of results."""
+"""Compilation of the end of a step: the instructions of the update, and of merges of results."""
 
 from __future__ import annotations
 
@@ -24,19 +24,20 @@ from dtrans.run.pipeline_parallel.stage_placement import StagePlacement
 from dtrans.run.pipeline_parallel.step_builder import StepBuilder
 
 
-StateSlots: TypeAlias = dict[tuple[int, str], int]  # by (place, name)
-# slot, sharding, and the stage that computes it
+# (place, name of an array of the state) -> slot
+StateSlots: TypeAlias = dict[tuple[int, str], int]
+# name of a result -> (slot, sharding, the stage that computes it)
 ResultSlots: TypeAlias = dict[str, tuple[int, AxisSharding, int]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _UpdateValues:
-    """Slots and constants of the update's values.
+    """Slots and constants of the values in the update's program.
 
     Attributes:
-      d: the step that is written.
-      name_of: the names of its inputs.
-      kinds: the sharding of each value over replicas.
+      d: the builder of the step.
+      name_of: input of the update's program -> its name.
+      kinds: value of the update's program -> its sharding over replicas.
     """
 
     d: StepBuilder
@@ -50,39 +51,47 @@ class _UpdateValues:
         return dict(zip(program.inner.constvars, constants(program.jaxpr), strict=True))
 
     def constant(self, a: Atom) -> Any | None:
-        """Return the value of an output that is a constant; None for any other."""
-        return np.asarray(a.val, a.aval.dtype) if isinstance(a, Literal) else self._constants.get(a)
+        """Return the value of an output that is a constant; None for other outputs."""
+        if isinstance(a, Literal):
+            return np.asarray(a.val, a.aval.dtype)
+        return self._constants.get(a)
 
     def slot(self, v: Var, stage: int) -> int:
         """Return the slot of a value on a stage."""
+        # values that the update computes
         at, slots = self.d.at, self.d.slots
         plan, placed, n = at.plan, at.plan.update.placed, self.name_of.get(v)
         if n is None:
             return slots.slot(
                 self.kinds[v].cut_along(placed.cuts.get(v), SPLIT), "update", stage, v
             )
+
+        # arguments of the step
         home = placed.home[n]
         if n in plan.update.arguments:
             if at.host is None:
                 return slots.array(stage, n)
             return slots.slot(self.kinds[v], "argument on the host", stage, n)
+
+        # state; parameters are shared by all stages of a device
         is_state = n in plan.state
         if is_state and home is None:
             return slots.state(stage, n)
-        # stages of one device share its parameters
         is_param = n in plan.model.homes
         is_here = is_param and plan.device_of(home or 0) == plan.device_of(stage)
         if home != stage and not is_here:
             return slots.slot(self.kinds[v], "update", stage, v)
         if is_state:
             return slots.state(at.place(n, stage), n)
+
+        # sums of gradients
         leaf, _, micro = plan.update.sums[n]
         name = "sum" if at.host is None else "sum on the host"
         return slots.slot(at.update_kind(n), name, stage, leaf, micro)
 
 
 def write_update(d: StepBuilder) -> tuple[StateSlots, ResultSlots]:
-    """Write the update; return the slots of the new state, and of the results that it computes."""
+    """Write the update; return the slots of the new state, and of results of the update."""
     placed = d.at.plan.update.placed
     inner = placed.program.inner
     name_of = dict(zip(inner.invars, placed.program.in_names, strict=True))
@@ -103,7 +112,7 @@ def write_update(d: StepBuilder) -> tuple[StateSlots, ResultSlots]:
 
 
 def _sums_to_host(d: StepBuilder) -> None:
-    """Send the sums of gradients to the host, if it stores the parameters."""
+    """Write transfers of the sums of gradients to the host, if `offload` is set."""
     if d.at.host is None:
         return
     kind = d.at.per_replica
@@ -114,7 +123,7 @@ def _sums_to_host(d: StepBuilder) -> None:
 
 
 def _arguments_to_host(values: _UpdateValues) -> None:
-    """Send the arguments that the update reads to the host, if it stores the parameters."""
+    """Write transfers of the update's arguments to the host, if `offload` is set."""
     d = values.d
     if d.at.host is None:
         return
@@ -133,7 +142,14 @@ def _arguments_to_host(values: _UpdateValues) -> None:
 def _send(
     values: _UpdateValues, v: Var, stage: int, targets: Mapping[tuple[Var, int], Sequence[int]]
 ) -> None:
-    """Send a value of the update to the stages that read it."""
+    """Write transfers of a value of the update to the stages that read it.
+
+    Args:
+      values: the values of the update.
+      v: the value.
+      stage: the stage that has it.
+      targets: (value, stage that has it) -> the stages that read it.
+    """
     d = values.d
     for target in targets.get((v, stage), ()):
         here, there = values.slot(v, stage), values.slot(v, target)
@@ -143,8 +159,9 @@ def _send(
 
 
 def _write_piece(values: _UpdateValues, piece: StagePart, later: Sequence[StagePart]) -> None:
-    """Write the run of a piece of the update; `later` are the pieces after it."""
+    """Write the run of a piece of the update; `later` are the pieces that run after it."""
     d = values.d
+    donated = _donated(values, piece, later) if d.at.donate else ()
     reads = [values.slot(v, piece.place) for v in piece.reads]
     makes = [values.slot(v, piece.place) for v in piece.makes]
     d.run(
@@ -154,22 +171,23 @@ def _write_piece(values: _UpdateValues, piece: StagePart, later: Sequence[StageP
         reads,
         makes,
         f"update of stage {piece.place}",
-        donated=_donated(values, piece, later) if d.at.donate else (),
+        donated=donated,
         on=d.at.host,
     )
 
 
 def _donated(values: _UpdateValues, piece: StagePart, later: Sequence[StagePart]) -> list[int]:
-    """Return the operands of a piece with memory that it may reuse.
+    """Return the positions of the operands whose memory a piece may reuse.
 
-    These are old state that no later piece reads, and with a new value that the piece computes.
+    An operand is donated if it is old state, the piece computes its new value, and no later piece
+    reads the old value.
     """
     plan = values.d.at.plan
     name_of_new: dict[Var, str] = {}
     for n, a in plan.update.placed.program.outvars.items():
         if n in plan.state and isinstance(a, Var):
             name_of_new[a] = n
-    new = {name_of_new[v] for v in piece.makes if v in name_of_new}
+    new = set(map(name_of_new.get, piece.makes)) - {None}
     needed = set(name_of_new)
     for p in later:
         if p.place == piece.place:
@@ -179,7 +197,7 @@ def _donated(values: _UpdateValues, piece: StagePart, later: Sequence[StagePart]
 
 
 def _piece_function(piece: StagePart) -> Callable[..., Sequence[Any]]:
-    """Return a piece as a function of one replica."""
+    """Return a function that evaluates a piece for one replica."""
     inner = piece.inner
     constant_of = dict(zip(inner.constvars, constants(piece.jaxpr), strict=True))
 
@@ -205,8 +223,7 @@ def _new_state(values: _UpdateValues) -> StateSlots:
                 found[place, n] = slots.constant(constant, k, n)
                 continue
             assert isinstance(a, Var)
-            stored = slots.state(place, n)
-            found[place, n] = stored if from_forward else values.slot(a, k)
+            found[place, n] = slots.state(place, n) if from_forward else values.slot(a, k)
     return found
 
 
@@ -226,10 +243,11 @@ def _results_of_update(values: _UpdateValues) -> ResultSlots:
 
 
 def write_results(d: StepBuilder) -> tuple[ResultSlots, StateSlots]:
-    """Write the merges of results.
+    """Write the merges of results over micro-batches and replicas.
 
     Returns:
-      The slots of results, and the slots of state that the forward pass computes.
+      The slots of results, and the slots of state that the forward pass computes (batch
+        statistics).
     """
     plan, slots = d.at.plan, d.slots
     results: ResultSlots = {}
@@ -255,7 +273,13 @@ def write_results(d: StepBuilder) -> tuple[ResultSlots, StateSlots]:
 
 
 def _move_home(d: StepBuilder, name: str, slot: int, kind: AxisSharding, stage: int) -> int:
-    """Write the transfer of a parameter from the forward pass to its place; return its slot."""
+    """Write the transfer of a merged parameter to the stage that stores it; return its slot.
+
+    Args:
+      d: the builder of the step.
+      name: the name of the parameter.
+      slot, kind, stage: the slot, the sharding and the stage of the merged value.
+    """
     plan, to_host = d.at.plan, d.at.host is not None
     home = plan.model.homes[name]
     if plan.device_of(home) == plan.device_of(stage) and not to_host:
@@ -266,9 +290,10 @@ def _move_home(d: StepBuilder, name: str, slot: int, kind: AxisSharding, stage: 
 
 
 def _kinds(at: StagePlacement, name_of: Mapping[Var, str]) -> dict[Any, AxisSharding]:
-    """Return the sharding of each value of the update over replicas.
+    """Return value of the update -> its sharding over replicas.
 
-    A value differs between replicas if an operand does, unless a collective makes it equal.
+    A value differs between replicas if one of its operands does. Outputs of collectives such as an
+    all-reduce are equal on all replicas.
     """
     program = at.plan.update.placed.program
     kinds: dict[Any, AxisSharding] = {v: at.update_kind(n) for v, n in name_of.items()}
@@ -282,6 +307,6 @@ def _kinds(at: StagePlacement, name_of: Mapping[Var, str]) -> dict[Any, AxisShar
         kinds |= dict.fromkeys(eqn.outvars, EACH if differs else SAME)
     for n, a in program.outvars.items():
         if isinstance(a, Var):
-            # replicas have equal results, and equal state if it is not sliced
+            # Results are equal on all replicas, and so is state unless it is sliced.
             kinds[a] = at.state_kind(n)
     return kinds

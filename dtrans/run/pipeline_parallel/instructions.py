@@ -1,6 +1,6 @@
-"""Instructions of a pipelined step, on values in numbered slots.
+"""Instructions of a pipelined step. They read and write values in numbered slots.
 
-RunStage    runs a compiled program of a stage
+RunStage    runs a compiled program on a stage
 Transfer    moves a value from one stage to another
 """
 
@@ -17,14 +17,14 @@ from dtrans.run.base.spmd import AxisSharding
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RunStage:
-    """Run of a compiled program.
+    """Run of a compiled program on a stage.
 
     Attributes:
-      stage: the stage that runs it.
-      fn: the program, on the values of `reads`; its outputs go to `makes`.
-      reads, makes: slots.
-      what: its name, for display.
-      task: its task in the schedule, if it is one.
+      stage: the stage.
+      fn: the compiled program.
+      reads, makes: the slots of its operands, and of its outputs.
+      what: a name for display.
+      task: the task of the schedule that the program runs; None for other programs.
     """
 
     stage: int
@@ -37,14 +37,14 @@ class RunStage:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Transfer:
-    """Transfer of a value to another slot, and to another stage.
+    """Transfer of a value to another slot, on another stage or on the host.
 
     Attributes:
-      source, target: the slots.
-      origin, stage: the stages that send and receive it.
-      kind: its sharding over the replicas of a stage.
-      what: its name, for display.
-      to_host: True if it goes to the memory of the host, not to the devices of the stage.
+      source, target: the slots from which and to which the value is copied.
+      origin, stage: the stages that send and receive the value.
+      kind: the sharding of the value on the receiving stage.
+      what: a name for display.
+      to_host: True if the value goes to the memory of the receiving host, not to its devices.
     """
 
     source: int
@@ -69,18 +69,18 @@ Instruction: TypeAlias = RunStage | Transfer
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepProgram:
-    """Step of a pipeline as instructions.
+    """Step of a pipeline as a list of instructions.
 
     Attributes:
-      instructions: in order, each with the slots to empty after it.
+      instructions: (instruction, slots to empty after it), in order.
       size: the number of slots.
-      inputs: (place, name) of each array of the state and of the batch, to its slot.
-      fixed: slots with constants: indices of micro-batches, constant outputs of the update.
-      state: (place, name) of each array of the new state, to its slot.
-      results: name of each result, to its slot, its sharding, and the stage that computes it.
-      saved: (stage, micro-batch) to the slots of values saved from forward to backward.
-      in_flight: each slot of a value of one micro-batch, to its stage.
-      values: the program of precomputed values of the batch, if micro-batches read any.
+      inputs: (place, name) -> slot, for the arrays of the state and of the batch.
+      fixed: slot -> value, for constants: indices of micro-batches, constant outputs of the update.
+      state: (place, name) -> slot, for the arrays of the new state.
+      results: name of a result -> (slot, sharding, the stage that computes it).
+      saved: (stage, micro-batch) -> the slots of values saved from forward to backward.
+      in_flight: slot -> stage, for the slots that contain values of a single micro-batch.
+      values: the program of precomputed values, if micro-batches read any.
     """
 
     instructions: tuple[tuple[Instruction, tuple[int, ...]], ...]
@@ -95,5 +95,5 @@ class StepProgram:
 
     @property
     def lines(self) -> list[str]:
-        """A line for each instruction, the same in all processes of a job."""
+        """A line of text for each instruction, equal in all processes of a job."""
         return [f"{type(ins).__name__} {ins.stage} {ins.what}" for ins, _ in self.instructions]

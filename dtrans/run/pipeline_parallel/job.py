@@ -36,10 +36,10 @@ from dtrans.step_meter import metered
 
 
 class PipelineJob(Job):
-    """Job of a plan. `init` and `step` are functions of a state; the job stores compiled programs.
+    """Job of a pipeline plan.
 
     Args:
-      processes: the processes of the stages, with the placement of the plan.
+      processes: the processes that run the stages, and the placement of the plan.
     """
 
     def __init__(self, processes: OneProcess) -> None:
@@ -49,29 +49,30 @@ class PipelineJob(Job):
         self._programs: dict[Any, StepProgram] = {}
         self.run_id, self.saves = processes.run_id, processes.saves
         self._shown: dict[str, Any] = {}
-        self._last: Any = lambda: None  # the last state that the job returned: needs no checks
+        # weak reference to the last state that `step` returned, which needs no checks
+        self._last: Any = lambda: None
 
     # -- the interface for users -----------------------------------------------------------------
 
     def init(self, *args: Any) -> PipelineState:
-        """Return the first state, from the arguments of `init`; each stage computes its part."""
+        """Return the first state; each stage computes its part. Takes the arguments of `init`."""
         self._check_open()
         return self._layout.init(*args)
 
     @metered
     def step(self, state: PipelineState, *batch: Any) -> tuple[Any, ...]:
-        """Run one step; return (state, loss[, aux]), or the other results of the step.
+        """Run one step; return the new state and the results of the step, such as the loss.
 
-        The batch is the global one. In a job of N processes it is this process's part, 1/N of the
-        rows. The job cuts arrays of the global batch on dim 0, first for replicas and then for
-        micro-batches. Every micro-batch reads all of 0-d arrays and of the plan's `unsplit_inputs`,
-        which must be equal in all processes. The indices of the replica and of the micro-batch are
-        folded into PRNG keys.
+        In a job of one process `batch` is the global batch. In a job of N processes it is this
+        process's part, 1/N of the rows. The job cuts the arrays of the global batch along dim 0,
+        first over replicas and then into micro-batches. Two kinds of arrays are not cut: 0-d
+        arrays, and the plan's `unsplit_inputs`. They must be equal in all processes. The indices of
+        the replica and of the micro-batch are folded into PRNG keys.
 
         Raises:
-          BatchError: arrays that micro-batches and replicas do not divide, or processes with parts
-            of different sizes.
-          StateError: not a state of this job, or a state that an earlier step took and donated.
+          BatchError: the number of rows is not a multiple of micro-batches times replicas, or
+            differs between processes.
+          StateError: the state is not a state of this job, or an earlier step donated its memory.
         """
         program, env = self.prepare(state, *batch)
         self.execute(program, env)
@@ -88,18 +89,26 @@ class PipelineJob(Job):
         return {n: self.plan.axes.get(n, 0) for n in split}
 
     def params(self, state: PipelineState) -> Any:
-        """Return the parameters, as the pytree of `init`. All processes must call it together."""
+        """Return the parameters as the pytree that `init` returns.
+
+        In a job of several processes all must call this method together.
+        """
         return self._tree(0, state.params)
 
     def opt_state(self, state: PipelineState) -> Any:
-        """Return the optimizer's state, as the pytree of `init`.
+        """Return the optimizer's state as the pytree that `init` returns.
 
-        All processes must call it together.
+        In a job of several processes all must call this method together.
         """
         return self._tree(1, state.opt_state)
 
     def _tree(self, i: int, arrays: Mapping[str, Any]) -> Any:
-        """Return the step's argument `i` as a pytree, from this process's arrays of it."""
+        """Return argument `i` of the step as a pytree, gathered from the arrays of all processes.
+
+        Args:
+          i: 0 for the parameters, 1 for the optimizer's state.
+          arrays: the arrays that this process stores.
+        """
         gathered = self.processes.gather_state(self.plan.update.program.args[i].names, arrays)
         return tree_of(self.plan, self.plan.main.args[i], gathered.__getitem__)
 
@@ -115,7 +124,7 @@ class PipelineJob(Job):
     def lower(self, state: PipelineState, *batch: Any) -> LoweredStep:
         """Return the programs of each stage that `step` compiles for these arguments.
 
-        It runs a step from a copy of the state. All processes must call it together.
+        The method runs a step on a copy of the state. All processes must call it together.
         """
         with recording() as parts:
             self.step(jax.tree.map(jnp.copy, state), *batch)
@@ -123,9 +132,10 @@ class PipelineJob(Job):
 
     @property
     def summaries(self) -> dict[str, Any]:
-        """Merged summaries of the last step (`dtrans.summary`), by tag; texts are left out.
+        """Tag -> merged value, for the summaries of the last step (`dtrans.summary`).
 
-        Example: `writer.write(i, job.summaries, job.plan.shown.summaries)` writes them.
+        Texts are left out. `writer.write(i, job.summaries, job.plan.shown.summaries)` writes them
+        to TensorBoard.
         """
         collected, found = self.plan.shown.collected, {}
         for s in self.plan.shown.summaries:
@@ -137,24 +147,24 @@ class PipelineJob(Job):
         return found
 
     def scheduled(self, name: str) -> PipelineJob:
-        """Return a job with another schedule, and with the compiled programs of this one.
+        """Return a job with another schedule that reuses the compiled programs of this job.
 
         Raises:
-          ConfigError: the schedule is unknown, or needs different programs: interleaved stages, a
-            backward in two parts.
+          ConfigError: the schedule is unknown, or needs different programs: it has another number
+            of chunks, or splits the backward pass. Or the job has several processes.
         """
         self.processes.check_reorder(name)
         return PipelineJob(OneProcess(dataclasses.replace(self.at, plan=self.plan.scheduled(name))))
 
     def close(self) -> None:
-        """End the job, and close its channels to other processes; exit does so too."""
+        """End the job, and close its channels to other processes. Also called at exit."""
         super().close()
         self.processes.close()
 
     # -- a step, in parts ------------------------------------------------------------------------
 
     def prepare(self, state: PipelineState, *batch: Any) -> tuple[StepProgram, list[Any]]:
-        """Return the instructions of a step, and the slots with its inputs."""
+        """Return the instructions of a step, and a list of slots that contains its inputs."""
         main, update = self.plan.main, self.plan.update
         arrays = batch_arrays(main.args[2:], batch, main.inputs)
         local = dict(zip(self.plan.batch, arrays, strict=True))
@@ -184,7 +194,7 @@ class PipelineJob(Job):
         return program, env
 
     def _program_for(self, arrays: Mapping[str, Any]) -> StepProgram:
-        """Return the instructions of a step for a batch like these arrays."""
+        """Return the instructions of a step for a batch of the shapes and types of `arrays`."""
         key = tuple((x.shape, x.dtype) for x in arrays.values())
         if key not in self._programs:
             batch = self.processes.global_types(arrays)
@@ -204,12 +214,12 @@ class PipelineJob(Job):
         env: list[Any],
         look: Callable[[Instruction], None] | None = None,
     ) -> None:
-        """Execute all instructions of this process.
+        """Execute the instructions of this process.
 
         Args:
           program: the step.
-          env: the values in slots.
-          look: called after each instruction, before slots are emptied.
+          env: the value in each slot; changed by the instructions.
+          look: a function that is called after each instruction, before slots are emptied.
         """
         for number, (ins, empty) in enumerate(program.instructions):
             if isinstance(ins, Transfer):
@@ -226,8 +236,11 @@ class PipelineJob(Job):
         self.processes.share_results(program, env)
 
     def collect(self, program: StepProgram, env: list[Any]) -> tuple[Any, ...]:
-        """Return the new state, and the other results of the step."""
-        new_arrays = {k: env[slot] for k, slot in program.state.items() if k[0] in self.at.mine}
+        """Return the new state and the results of a step that was executed."""
+        new_arrays = {}
+        for (place, n), slot in program.state.items():
+            if place in self.at.mine:
+                new_arrays[place, n] = env[slot]
         new = self._layout.state(new_arrays)
         self._last = weakref.ref(new)
         values = {}
@@ -239,13 +252,14 @@ class PipelineJob(Job):
         return (new, *result_of(self._rest, values_at(values, self._rest.names)))
 
     def _merged(self, name: str, x: Any, kind: AxisSharding) -> Any:
-        """Return a result, merged over the replicas if each of them has another value."""
+        """Return a result; if each replica has a value of its own, merge them."""
         if not kind.stacked:
             return x
         way = self.plan.model.merges[name]
         if way == "GLOBAL_CONCAT":
             way = "concat"
-        way = way if way in ("concat", "each") else "same"
+        elif way not in ("concat", "each"):
+            way = "same"
         return Merge(way, self.plan.options.concat_axes.get(name, 0))(x)
 
     @cached_property
@@ -260,16 +274,17 @@ def _structs(types: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def _widen(x: Any, dtype: Any) -> Any:
-    """Return an array in a type to which JAX promotes its own; any other array unchanged."""
-    promotes = x.dtype != dtype and jnp.promote_types(x.dtype, dtype) == dtype
-    return x.astype(dtype) if promotes else x
+    """Cast an array to `dtype` if JAX's type promotion allows it, else return it unchanged."""
+    if x.dtype != dtype and jnp.promote_types(x.dtype, dtype) == dtype:
+        return x.astype(dtype)
+    return x
 
 
 @realises(PipelinePlan, "mesh")
 def on_mesh(
     plan: PipelinePlan, devices: Sequence[jax.Device] | None, *, donate: bool
 ) -> PipelineJob:
-    """Return a job on devices of this process."""
+    """Return a job whose stages run on devices of this process."""
     o = plan.options
     cluster = o.stages.cluster
     if devices is not None:
@@ -280,7 +295,7 @@ def on_mesh(
 
 @realises(PipelinePlan, "simulate")
 def simulated(plan: PipelinePlan) -> PipelineJob:
-    """Return a job on one device."""
+    """Return a job that simulates all stages and replicas on one device."""
     backend = OneDevice(plan.options.replicas, plan.model.cuts.shards)
     return _in_one_process(plan, backend, donate=False)
 

@@ -1,4 +1,4 @@
-"""Program of a micro-batch, as a function of the global batch and the micro-batch's index."""
+"""Conversion of a micro-batch's program to a function of the global batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from dtrans.run.pipeline_parallel.stage_placement import StagePlacement
 
 
 def is_numbered(at: StagePlacement, p: Program, batch: Mapping[str, Any]) -> bool:
-    """Return True if a program reads an input that differs between micro-batches."""
+    """Return True if a program needs the index of the micro-batch.
+
+    It needs the index if it reads rows of the batch, or a PRNG key.
+    """
     if at.plan.options.num_micro_batch == 1:
         return False
     names = [n for n in p.in_names if n in batch]
@@ -23,9 +26,15 @@ def is_numbered(at: StagePlacement, p: Program, batch: Mapping[str, Any]) -> boo
 def of_micro_batch(
     at: StagePlacement, p: Program, batch: Mapping[str, Any]
 ) -> Callable[..., Sequence[Any]]:
-    """Return a program as a function of arrays of the global batch.
+    """Return a function that selects the rows of a micro-batch, and runs a program on them.
 
-    The index of the micro-batch is the last argument if the program `is_numbered`.
+    Its arguments are the inputs of the program, with arrays of the global batch (of one replica).
+    If the program `is_numbered`, the index of the micro-batch is an additional, last argument.
+
+    Args:
+      at: the placement of the plan.
+      p: a program of a micro-batch.
+      batch: name -> type, for the arrays of the global batch and precomputed values.
     """
     one, names, types, o = per_trainer(p), p.in_names, p.inputs, at.plan.options
     split = {i for i, n in enumerate(names) if n in batch and at.is_split(n, batch[n])}

@@ -1,15 +1,16 @@
-"""Channels between the processes of a pipeline: a connection from each process to each other one.
+"""Channels between the processes of a pipeline: a connection from each process to every other.
 
-Every process binds one listening socket, and writes its address to the board of the job. A value is
-named by the step and by its index in the step, so that the order of arrival does not matter
-(`dtrans.protocol.collective.arrivals`). Sending never blocks: a thread waits for values to be
-computed, and cuts them into messages (`dtrans.protocol.wire`). Receiving waits up to a deadline,
-and then names the sender.
+Every process binds one listening socket, and publishes its address on the board of the job
+(`dtrans.run.distributed.board`). A message contains the step of its value and the index of the
+value in the step, so values may arrive in any order (`dtrans.protocol.collective.arrivals`).
+Sending never blocks: a thread waits until a value is computed, and sends it in messages
+(`dtrans.protocol.wire`). Receiving raises DeadlineError after a deadline, with the name of the
+sender.
 
-The processes share a secret from the board, together with the job's token. Each connection has a
-key or a password that is derived from both (`dtrans.run.net.keys`), by which a process knows the
-sender. It takes values from that process only, of steps that are not over, each once, and of the
-type that the plan has there. Other messages are dropped and counted.
+Messages are authenticated. The processes share a secret from the board and the job's token. The key
+or password of each connection is derived from both (`dtrans.run.net.keys`), and identifies the
+sender. Messages are dropped and counted if their sender or type is not the one in the plan, if
+their step is over, or if their value has arrived before.
 """
 
 from __future__ import annotations
@@ -39,29 +40,29 @@ from dtrans.run.net.zmq_transport import ZmqTransport
 
 
 logger = logging.getLogger(__name__)
-LINGER = 10.0  # seconds that may go into handing over what was sent, at the end
-MISSED = "run the same pipeline"
-LOOK = 0.2  # seconds after which a receiver looks whether its own sender has failed
-AHEAD = 256  # messages of one process that wait to be read; others wait where they are
+LINGER = 10.0  # seconds for which `close` waits until sent values have left this process
+MISSED = "run the same pipeline"  # the end of a DeadlineError: what a process did not do
+LOOK = 0.2  # seconds between two checks of a waiting receiver for failures
+AHEAD = 256  # messages that are queued here for each sender; more wait at the sender
 
 
 class P2PChannels:
-    """Channels of one process.
+    """Channels of one process to all other processes of a pipeline.
 
     Args:
-      cluster: the job that it is connected to.
-      name: of the channels: several jobs of one process have separate ones.
+      cluster: this process's membership of the distributed job.
+      name: the name of the channels, which differs between the jobs of a process.
     """
 
     def __init__(self, cluster: Membership, name: str) -> None:
         self.me, self.count, self.deadline = cluster.trainer_id, cluster.trainers, cluster.deadline
         self._keys = shared_keys(cluster, f"links/{name}", MISSED, _look)
         others = [k for k in range(self.count) if k != self.me]
-        self._links = {self._link(k, self.me): k for k in others}  # who speaks by each
+        self._links = {self._link(k, self.me): k for k in others}  # user name -> process
         users = {link: f"trainer {k}" for link, k in self._links.items()}
         hosts = all_gather_text(cluster, f"links/{name}/hosts", this_host(), MISSED, _look)
         address = address_of(cluster, list(hosts.values()), coordinator())
-        # a process that does not read its messages is not dead
+        # infinite patience: a process that computes for a long time does not read its messages
         self._in = ZmqTransport(self._keys, patience=math.inf)
         try:
             door = address.open_door(self._in, users, frame=wire.MESSAGE_BYTES, messages=AHEAD)
@@ -70,7 +71,7 @@ class P2PChannels:
             self._in.close()
             raise
         self.refusals = Refusals(logger)
-        self._refused: dict[int, str] = {}  # what was dropped last of each process
+        self._refused: dict[int, str] = {}  # process -> reason for the last message dropped from it
         self._arrivals = Arrivals(self._refuse)
         self._outbox: queue.SimpleQueue[tuple[int, int, int, Any] | None] = queue.SimpleQueue()
         self._failed: list[BaseException] = []
@@ -81,13 +82,17 @@ class P2PChannels:
         atexit.register(self.close)
 
     def _link(self, origin: int, target: int) -> str:
-        """Return the user name of one process at another."""
+        """Return the user name with which process `origin` connects to process `target`."""
         return f"process {origin} to {target}"
 
     # -- sending ---------------------------------------------------------------------------------
 
     def send(self, to: int, step: int, key: int, value: Any) -> None:
-        """Send a value when it is computed. Raises the error of an earlier send."""
+        """Queue a value, which is sent when it is computed.
+
+        Raises:
+          PeerError: an earlier value could not be sent.
+        """
         self._check_sender()
         self._outbox.put((to, step, key, value))
 
@@ -116,7 +121,7 @@ class P2PChannels:
                     )
                     links[to].send([head, *frames])
                 del item, value, array
-        except BaseException as e:  # told by the next `send`
+        except BaseException as e:  # the next `send` or `receive` raises it
             self._failed.append(e)
         finally:
             transport.close(LINGER)
@@ -124,18 +129,20 @@ class P2PChannels:
     # -- receiving -------------------------------------------------------------------------------
 
     def receive(self, origin: int, step: int, key: int, kind: ValueType, what: str) -> Any:
-        """Receive a value from another process.
+        """Wait for a value from another process, and return it.
 
         Args:
-          kind: expected type.
-          what: name of the value, for messages.
+          origin: the process that sends the value.
+          step, key: the step, and the key of the value in the step.
+          kind: the expected type.
+          what: the name of the value, for errors.
 
         Raises:
-          DeadlineError: it did not come.
-          PeerError: another process has ended, or a send has failed, which may be the cause.
+          DeadlineError: the value did not arrive in time.
+          PeerError: another process has ended, or a value could not be sent.
         """
         limit = self._in.now() + self.deadline
-        watched, last = watch(), False
+        watched, has_ended = watch(), False
         name = (origin, step, key)
         self._arrivals.expect(name, kind)
         while not self._arrivals.is_complete(name):
@@ -143,33 +150,35 @@ class P2PChannels:
             now = self._in.now()
             if now >= limit:
                 raise DeadlineError(
-                    f"trainer {self.me} waited {self.deadline:g} s for {what} of step {step}, "
-                    f"which trainer {origin} "
-                    f"sends{self._refused.get(origin, '')}"
+                    f"trainer {self.me} waited {self.deadline:g} s for {what} of step {step} from "
+                    f"trainer {origin}{self._refused.get(origin, '')}"
                 )
             if self._hear_until(min(limit, now + LOOK)):
                 continue
-            if watched is not None and last:
+            if watched is None:
+                continue
+            # Values that a process sent before it ended may arrive after the news of its end. So
+            # the error is raised only if nothing arrives for another interval.
+            if has_ended:
                 watched.check(origin)
-            else:  # what a process sent before its end may come behind the news of that
-                last = watched is not None and bool(
-                    watched.members.why(origin) or watched.members.failure()
-                )
+            has_ended = bool(watched.members.why(origin) or watched.members.failure())
         array = self._arrivals.take(name)
-        return jax.random.wrap_key_data(jnp.asarray(array), impl=kind.impl) if kind.impl else array
+        if kind.impl:
+            return jax.random.wrap_key_data(jnp.asarray(array), impl=kind.impl)
+        return array
 
     def _hear_until(self, until: float) -> bool:
-        """Take messages, and return True; return False if none comes until a time."""
+        """Wait for messages and handle them; return False if none arrives until a time."""
         has_heard = False
         while not has_heard and self._in.now() < until:
-            for event in self._in.poll(until):  # an event may be of a connection
+            for event in self._in.poll(until):
                 if event.kind == "message":
                     has_heard = True
                     self._hear(event)
         return has_heard
 
     def _hear(self, event: Event) -> None:
-        """Take a message. A malformed one is dropped, and changes nothing."""
+        """Handle a message; a malformed message is dropped and counted."""
         origin = self._links[event.user]
         try:
             message = wire.parse(event.frames)
@@ -179,17 +188,19 @@ class P2PChannels:
             self._arrivals.hear(origin, message)
 
     def _refuse(self, origin: int, why: WireError) -> None:
-        self._refused[origin] = f"; of what it sent something was dropped: {why}"
-        self.refusals.note("trainer %d dropped %s of process %d", self.me, why, origin)
+        self._refused[origin] = f"; a message from it was dropped: {why}"
+        self.refusals.note(
+            "trainer %d dropped a message: %s (from trainer %d)", self.me, why, origin
+        )
 
     def _check_sender(self) -> None:
         if self._failed:
             raise PeerError(
-                f"trainer {self.me} could not send to another: {self._failed[0]}"
+                f"trainer {self.me} could not send a value to another trainer: {self._failed[0]}"
             ) from self._failed[0]
 
     def close(self) -> None:
-        """Close the channels; sent values leave."""
+        """Close the channels, after queued values were sent or `LINGER` seconds have passed."""
         self._outbox.put(None)
         self._sender.join()
         self._in.close()
@@ -197,14 +208,17 @@ class P2PChannels:
 
 
 def _look(trainer: int) -> None:
-    """Raise PeerError if an awaited process has ended."""
+    """Raise PeerError if a process for which this one waits has ended."""
     watched = watch()
     if watched is not None:
         watched.check(trainer)
 
 
 def on_host(value: Any) -> tuple[np.ndarray, str]:
-    """Return a computed value as a host array, and the kind of its keys, if it has keys."""
+    """Copy a value to the host; return it with the implementation of its PRNG keys.
+
+    PRNG keys are returned as their data. For other arrays the implementation is "".
+    """
     impl = ""
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         impl, value = str(jax.random.key_impl(value)), jax.random.key_data(value)

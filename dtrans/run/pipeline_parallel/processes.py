@@ -1,6 +1,6 @@
-"""Processes of a pipeline's stages: the methods that a job calls, with one process.
+"""Methods of a pipeline job that depend on the number of processes, for a job of one process.
 
-`dtrans.run.pipeline_parallel.cluster` has several processes.
+`dtrans.run.pipeline_parallel.cluster` overrides them for jobs of several processes.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from dtrans.run.pipeline_parallel.stage_placement import StagePlacement
 
 
 class OneProcess:
-    """All stages in this process, which takes global batches.
+    """Job whose stages all run in this process.
 
     Args:
       at: the placement of the plan.
 
     Attributes:
-      part: the part of a batch that this process takes, and the number of parts.
-      run_id: the run of the job.
+      part: (index of this process's part of the batch, number of parts).
+      run_id: the identifier of the job's run.
       saves: True if this process saves the arrays that all processes have.
     """
 
@@ -39,44 +39,54 @@ class OneProcess:
         self.at = at
 
     def global_types(self, arrays: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return the types of the global batch, from this process's part."""
+        """Return name -> type, for the arrays of the global batch.
+
+        Args:
+          arrays: the batch that this process passed to `step`.
+        """
         return {n: array_type(x) for n, x in arrays.items()}
 
     def check_program(
         self, program: StepProgram, types: Mapping[str, jax.ShapeDtypeStruct]
     ) -> None:
-        """Check that all processes are about to run the same instructions.
+        """Check that all processes have the same instructions.
 
         Args:
-          program: the instructions here.
-          types: the types of the arrays of the state and of the global batch.
+          program: the instructions of this process.
+          types: name -> type, for the arrays of the state and of the global batch.
         """
 
     def gather_batch(
         self, program: StepProgram, arrays: Mapping[str, Any], state: Mapping[tuple[int, str], Any]
     ) -> Mapping[str, Any]:
-        """Return the global arrays that stages of this process read, and precomputed values.
+        """Return the arrays of the global batch that this process reads, and precomputed values.
 
-        Arrays that they do not read are returned as this process's part.
+        Arrays that no stage of this process reads are returned unchanged.
 
         Args:
           program: the step.
-          arrays: this process's part of the batch.
-          state: the arrays of the state that this process stores, by (place, name).
+          arrays: the batch that this process passed to `step`.
+          state: (place, name) -> array, for the state that this process stores.
         """
         return {**arrays, **self.precompute(program, arrays, state)}
 
     def precompute(
         self, program: StepProgram, arrays: Mapping[str, Any], state: Mapping[tuple[int, str], Any]
     ) -> dict[str, Any]:
-        """Return the precomputed values of the global batch, computed on stage 0."""
+        """Compute the precomputed values of the global batch on stage 0; return name -> value.
+
+        Args:
+          program: the step.
+          arrays: the arrays of the global batch.
+          state: (place, name) -> array, for the state that the values depend on.
+        """
         values = program.values
         if values is None:
             return {}
         reads = values_at(arrays, self.at.plan.batch)
         reads += [state[self.at.first_place(n), n] for n in values.args[-1].names]
         args = [self.at.backend.put(x, 0, SAME) for x in reads]
-        outputs = call_recorded(lambda: "values of the whole batch", values.compiled, *args)
+        outputs = call_recorded(lambda: "precomputed values", values.compiled, *args)
         return dict(zip(values.out_names, outputs, strict=True))
 
     def move(self, number: int, ins: Transfer, env: list[Any]) -> None:
@@ -85,7 +95,7 @@ class OneProcess:
         Args:
           number: the index of the instruction.
           ins: the transfer.
-          env: the values in slots.
+          env: the value in each slot.
         """
         env[ins.target] = self.at.put(ins, env[ins.source])
 
@@ -93,16 +103,16 @@ class OneProcess:
         """Send all results to every process."""
 
     def gather_state(self, names: Sequence[str], arrays: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return arrays of the state from all processes.
+        """Gather arrays of the state from all processes.
 
         Args:
-          names: the arrays.
-          arrays: those of this process.
+          names: the names of the arrays.
+          arrays: name -> array, for the arrays that this process stores.
         """
         return arrays
 
     def check_reorder(self, name: str) -> None:
-        """Check that the job can continue with another schedule."""
+        """Raise ConfigError if the job cannot continue with another schedule."""
 
     def close(self) -> None:
         """Close the channels to other processes."""

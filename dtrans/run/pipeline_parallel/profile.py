@@ -1,11 +1,10 @@
 """Measurements of a pipeline: the memory of saved values, and the times of tasks.
 
-    measured    a step that looks at the buffers after each instruction
-    timed       a step with one thread for each device, which waits for operands and outputs
+    measured    runs a step, and adds up the sizes of live buffers after each instruction
+    timed       runs a step with one thread for each device, and reads the clock around each task
 
-`timed` uses the clock of the host. A device's thread begins a task when its operands have arrived,
-and ends it when its outputs are computed. So it measures the times of tasks, but dispatches nothing
-ahead.
+The thread of a device in `timed` waits for the operands of a task, starts the clock, and waits for
+its outputs. So tasks are not dispatched asynchronously, and a timed step is slower than `job.step`.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from dtrans.run.pipeline_parallel.state import PipelineState
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """Memory of a step for values between forward and backward.
+    """Peak memory of a step for values between forward and backward.
 
     Attributes:
-      peak: for each device, the most micro-batches with saved values, counted once for each stage
-        on it.
-      peak_bytes: for each device, the most bytes of saved values and of values in transfer.
+      peak: for each device, the most micro-batches with saved values at a time. A micro-batch
+        counts once for each stage on the device.
+      peak_bytes: for each device, the most bytes of saved and transferred values at a time.
     """
 
     peak: tuple[int, ...]
@@ -42,7 +41,7 @@ class Measured:
 def measured(
     job: PipelineJob, state: PipelineState, *batch: Any
 ) -> tuple[tuple[Any, ...], Measured]:
-    """Run a step; return the outputs of `job.step`, and the memory of its saved values."""
+    """Run a step; return the outputs of `job.step`, and the measured peak memory."""
     program, env = job.prepare(state, *batch)
     count, device_of = job.plan.options.num_stages, job.plan.device_of
     peak, peak_bytes = [0] * count, [0] * count
@@ -55,7 +54,7 @@ def measured(
         for stage, micro in begun:
             is_saved = any(env[slot] is not None for slot in program.saved[stage, micro])
             now[device_of(stage)] += is_saved
-        seen: set[int] = set()  # several slots may have one array
+        seen: set[int] = set()  # ids of arrays, because several slots may contain the same array
         for slot, stage in program.in_flight.items():
             x = env[slot]
             if x is not None and id(x) not in seen:
@@ -71,14 +70,14 @@ def measured(
 def timed(job: PipelineJob, state: PipelineState, *batch: Any) -> tuple[tuple[Any, ...], Play]:
     """Run a step; return the outputs of `job.step`, and the times of its tasks.
 
-    Times are in seconds from the first task.
+    Times are in seconds from the start of the first task.
 
     Raises:
-      ConfigError: the job has stages in other processes.
+      ConfigError: some stages of the job run in other processes.
     """
     if len(job.at.mine) < job.plan.options.model_stages:
         raise ConfigError(
-            "timed() is for a job whose stages are all in this process: plan.on_mesh()"
+            "timed() needs a job whose stages all run in this process; use plan.on_mesh()"
         )
     program, env = job.prepare(state, *batch)
     jax.block_until_ready(env)
@@ -86,12 +85,14 @@ def timed(job: PipelineJob, state: PipelineState, *batch: Any) -> tuple[tuple[An
     runner.run()
     ordered = sorted(runner.times, key=lambda t: t.start)
     begin = ordered[0].start
-    from_begin = (TimedTask(t.task, t.device, t.start - begin, t.end - begin) for t in ordered)
-    return job.collect(program, env), Play(from_begin)
+    shifted = []
+    for t in ordered:
+        shifted.append(TimedTask(t.task, t.device, t.start - begin, t.end - begin))
+    return job.collect(program, env), Play(shifted)
 
 
 class _Threads:
-    """Threads that execute the instructions of a step: one for each device, in its order."""
+    """Threads that execute a step: each device has a thread for its instructions, in order."""
 
     def __init__(self, job: PipelineJob, program: StepProgram, env: list[Any]) -> None:
         self.job, self.env = job, env
@@ -99,10 +100,10 @@ class _Threads:
         self.done = [threading.Event() for _ in self.list]
         self.times: list[TimedTask] = []
         self.failed: list[BaseException] = []
-        writer: dict[int, int] = {}  # slot to the last instruction that writes it
-        self.waits: list[list[int]] = []
-        # Transfers between two devices have a thread too, as a link would: the devices do not wait
-        # for them.
+        writer: dict[int, int] = {}  # slot -> the last instruction that writes it
+        self.waits: list[list[int]] = []  # for each instruction, those that write its operands
+        # Each pair of devices also has a thread for the transfers between them. So devices compute
+        # during a transfer, as they do with an asynchronous link.
         self.of_thread: dict[Any, list[int]] = {}
         for i, ins in enumerate(self.list):
             self.waits.append([writer[s] for s in ins.reads if s in writer])
@@ -137,10 +138,10 @@ class _Threads:
                     return
                 self._carry_out(self.list[i])
                 self.done[i].set()
-        except BaseException as e:  # `run` raises it again when all threads have ended
+        except BaseException as e:  # `run` raises it when all threads have ended
             self.failed.append(e)
         finally:
-            # threads that wait for this one end too
+            # wake threads that wait for this one, so that they end after a failure
             for i in mine:
                 self.done[i].set()
 

@@ -1,4 +1,4 @@
-"""Slots of a step: the value in each, its sharding, and the instruction after which it is empty."""
+"""Slots of a step: numbers for the values that instructions read and write."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from dtrans.run.pipeline_parallel.stage_placement import StagePlacement
 
 
 class Slots:
-    """The slots of a step. The first request for a value numbers its slot.
+    """Slots of a step. The first request for a value assigns the next number to it.
 
     Args:
       at: the placement of the plan.
       programs: the programs of a micro-batch.
-      batch: name to type of the arrays of the global batch, and of precomputed values.
+      batch: name -> type, for the arrays of the global batch and precomputed values.
 
     Attributes:
-      kinds: the sharding of the value in each slot.
+      kinds: slot -> the sharding of its value.
       inputs, fixed: as in `StepProgram`.
     """
 
@@ -42,7 +42,12 @@ class Slots:
         return len(self._numbers)
 
     def slot(self, kind: AxisSharding, *key: Any) -> int:
-        """Return the slot of a value, by a key of the value."""
+        """Return the slot of a value.
+
+        Args:
+          kind: the sharding of the value.
+          *key: a key that identifies the value.
+        """
         found = self._numbers.setdefault(key, len(self._numbers))
         self.kinds[found] = kind
         return found
@@ -50,7 +55,7 @@ class Slots:
     # -- inputs and constants of a step ----------------------------------------------------------
 
     def state(self, place: int, name: str) -> int:
-        """Return the slot of an array of the state, in a place."""
+        """Return the slot of an array of the state in a place (see `stage_placement`)."""
         found = self.slot(self._at.state_kind(name), "state", place, name)
         self.inputs[place, name] = found
         return found
@@ -64,7 +69,7 @@ class Slots:
         return self.slot(SAME, "copy", device, name)
 
     def shared_state(self, stage: int, name: str) -> int:
-        """Return the slot of optimizer state that every stage has, for one that reads it."""
+        """Return the slot of optimizer state that every stage stores, on one stage."""
         if self._at.host is None:
             return self.state(stage, name)
         return self.slot(SAME, "copy", self._at.plan.device_of(stage), name)
@@ -78,14 +83,14 @@ class Slots:
         return found
 
     def number(self, stage: int, micro: int) -> int:
-        """Return the slot that holds the index of a micro-batch."""
+        """Return the slot that contains the index of a micro-batch."""
         found = self.slot(SAME, "number", self._at.plan.device_of(stage), micro)
         if found not in self.fixed:
             self.fixed[found] = self._at.backend.put(np.int32(micro), stage, SAME)
         return found
 
     def constant(self, value: Any, stage: int, name: str) -> int:
-        """Return the slot of an output of the update that is a constant."""
+        """Return the slot of a constant output of the update."""
         found = self.slot(SAME, "constant", stage, name)
         self.fixed[found] = self._at.state_backend.put(value, stage, SAME)
         return found
@@ -101,7 +106,7 @@ class Slots:
     def sum_of(self, stage: int, leaf: str, micro: int | None) -> int:
         """Return the slot of a stage's sum of gradients of a leaf.
 
-        If each micro-batch is clipped, it has the gradient of one.
+        If each micro-batch is clipped, each has a slot for its own gradient.
         """
         index = None if self._at.plan.options.clip_of_each is None else micro
         return self.slot(self._at.sum_kind(leaf), "sum", stage, leaf, index)
@@ -124,10 +129,12 @@ class Slots:
             return self.param(s.index, name)
         if name in s.state:
             return self.shared_state(s.index, name)
-        return self.array(s.index, name) if name in s.batch else self.value(s.index, name, micro)
+        if name in s.batch:
+            return self.array(s.index, name)
+        return self.value(s.index, name, micro)
 
     def in_flight(self) -> dict[int, int]:
-        """Return each slot of a value of one micro-batch, with its stage."""
+        """Return slot -> stage, for the slots that contain values of a single micro-batch."""
         kinds = ("value", "cotangent", "back")
         return {slot: key[1] for key, slot in self._numbers.items() if key[0] in kinds}
 
@@ -135,18 +142,18 @@ class Slots:
 def with_releases(
     instructions: Sequence[Instruction], stay: Collection[int]
 ) -> tuple[tuple[Instruction, tuple[int, ...]], ...]:
-    """Return instructions, each with the slots that no later instruction reads.
+    """Return each instruction with the slots to empty after it, which no later one reads.
 
     Args:
       instructions: the instructions.
-      stay: slots that are never emptied.
+      stay: the slots that are never emptied.
     """
     wanted = set(stay)
     found: list[tuple[Instruction, tuple[int, ...]]] = []
     for ins in reversed(instructions):
         slots = dict.fromkeys((*ins.reads, *ins.makes))
         found.append((ins, tuple(slot for slot in slots if slot not in wanted)))
-        # before this instruction, the slots that it writes have other values
+        # before this instruction, the slots that it writes contain older values
         wanted.difference_update(ins.makes)
         wanted.update(ins.reads)
     return tuple(reversed(found))

@@ -1,15 +1,15 @@
-"""Devices of a pipeline's stages: a grid for each stage, or one device that simulates all.
+"""Backends of a pipeline's stages: a grid of devices for each stage, or one device for all.
 
-A value of a stage has one of these shardings:
+A value on a stage has one of these shardings over the replicas of the stage:
 
     SAME             one value for all replicas
-    EACH             one value for each replica, stacked on a leading dimension
-    ROWS             rows of the batch: rows 0 to B/R belong to replica 0, and so on
-    FIRST            replicas compute equal values, and the first one's is taken
-    cut_along(axis)  slices of one array along a dimension, one for each replica
+    EACH             one value for each replica, stacked along a new leading dimension
+    ROWS             rows of the batch: of B rows over R replicas, the first B/R belong to replica 0
+    FIRST            all replicas compute the same value, and replica 0 returns it
+    cut_along(axis)  an array that is cut along a dimension, one slice for each replica
 
-In a split stage each of them may also be cut along a dimension over SPLIT, one piece for each
-shard. With one replica and one shard there are no axes, and programs are compiled unchanged.
+In a split stage, a value may also be cut along a dimension over the shards (mesh axis SPLIT). With
+one replica and one shard there is no mesh, and programs are compiled unchanged.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ROWS, FIRST = AxisSharding().cut_along(0, AXIS), AxisSharding(first=(AXIS,))
 
 
 def cut_along(axis: int) -> AxisSharding:
-    """Return the sharding of slices along a dimension, one for each replica."""
+    """Return the sharding of an array that is cut along a dimension over replicas."""
     return SAME.cut_along(axis, AXIS)
 
 
@@ -44,7 +44,7 @@ class StageBackend(abc.ABC):
 
     Attributes:
       replicas: the number of replicas of each stage.
-      known: the compiled functions, by a key of the function and of its shardings.
+      known: (key of a function, its shardings) -> compiled function.
     """
 
     def __init__(self, replicas: int) -> None:
@@ -53,11 +53,11 @@ class StageBackend(abc.ABC):
 
     @abc.abstractmethod
     def put(self, x: Any, stage: int, kind: AxisSharding) -> Any:
-        """Return a value on the devices of a stage, with a sharding."""
+        """Place a value on the devices of a stage."""
 
     @abc.abstractmethod
     def startup(self, jaxpr: ClosedJaxpr, stage: int) -> Function:
-        """Return the compiled program of a stage's part of the first state, for all replicas."""
+        """Return a compiled function that computes a stage's part of the first state."""
 
     @abc.abstractmethod
     def compiled(
@@ -68,13 +68,13 @@ class StageBackend(abc.ABC):
         outs: Sequence[AxisSharding],
         donated: Sequence[int] = (),
     ) -> Function:
-        """Return a function of one replica, compiled for all replicas of a stage.
+        """Compile a function of one replica for all replicas of a stage.
 
         Args:
-          fn: a function of flat arrays; collectives are over the axis of replicas.
+          fn: a function of flat arrays for one replica. Its collectives are over the axis AXIS.
           stage: the stage.
           ins, outs: the shardings of operands and outputs.
-          donated: positions of operands with memory that it may reuse.
+          donated: the positions of operands whose memory the function may reuse.
         """
 
 
@@ -92,13 +92,13 @@ class OnDevices(StageBackend):
 
     def put(self, x: Any, stage: int, kind: AxisSharding) -> Any:
         sharding = self.sharding(stage, kind)
-        # device_put takes 65 microseconds to find out that there is nothing to do
+        # device_put takes 65 microseconds even if the array is already placed like this
         if isinstance(x, jax.Array) and x.sharding == sharding:
             return x
         return jax.device_put(x, sharding)
 
     def sharding(self, stage: int, kind: AxisSharding) -> Any:
-        """Return JAX's sharding of a value of a stage."""
+        """Return the `jax.sharding.Sharding` of a value on a stage."""
         place = stage % len(self._meshes)
         known = self._shardings.get((place, kind))
         if known is None:
@@ -129,7 +129,7 @@ class OnDevices(StageBackend):
 
 
 class OneDevice(StageBackend):
-    """Backend with all stages on one device, replicas and shards by `jax.vmap`.
+    """Backend that simulates all stages on one device, with `jax.vmap` over replicas and shards.
 
     Args:
       replicas: the number of replicas of each stage.
@@ -156,7 +156,7 @@ class OneDevice(StageBackend):
     ) -> Function:
         sizes = ((AXIS, self.replicas), (SPLIT, self._shards[stage % len(self._shards)]))
         axes = [(name, size) for name, size in sizes if size > 1]
-        # all shards compute an output that is not cut, and the first one's is taken
+        # an output that is not cut is computed by all shards, and the first shard returns it
         results = []
         for kind in outs:
             if SPLIT not in kind.varies:
@@ -166,7 +166,7 @@ class OneDevice(StageBackend):
 
 
 class Host(OneDevice):
-    """Memory of this process's host, which stores and updates parameters."""
+    """Backend of the host's memory, where `offload` stores and updates parameters."""
 
     def __init__(self, replicas: int) -> None:
         super().__init__(replicas)

@@ -1,8 +1,9 @@
-"""Placement of a plan on devices: the places of its state and batches, and their shardings.
+"""Placement of a plan on devices: the places of its state, and the shardings of its arrays.
 
-State is in *places*. The place of a parameter is a device, since the stages of one device share it.
-The place of all other state is a stage. State that every stage has (a count of steps) is in each
-place.
+A *place* is an index that identifies a copy of an array of the state. For a parameter it is the
+index of the device (or of its row of replicas), because all stages of a device share the parameter.
+For optimizer state it is the index of the stage. State that every stage stores (a step count) has a
+copy in each place.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ from dtrans.run.pipeline_parallel.stage_devices import (
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StagePlacement:
-    """A plan on its devices.
+    """Placement of a plan on devices.
 
     Attributes:
       plan: the plan.
-      backend: the devices of stages.
-      mine: the stages, and so the places, of this process.
-      donate: True if a step may reuse the memory of the state that it takes.
+      backend: the devices of the stages.
+      mine: the stages that this process runs, and the places that it stores.
+      donate: True if a step may reuse the memory of the state that is passed to it.
     """
 
     plan: PipelinePlan
@@ -49,8 +50,10 @@ class StagePlacement:
 
     @cached_property
     def host(self) -> Host | None:
-        """The host's memory, if parameters are there between uses."""
-        return Host(self.backend.replicas) if self.plan.options.memory.offload else None
+        """The backend of the host's memory if `offload` is set, else None."""
+        if not self.plan.options.memory.offload:
+            return None
+        return Host(self.backend.replicas)
 
     @property
     def state_backend(self) -> StageBackend:
@@ -58,25 +61,29 @@ class StagePlacement:
         return self.host or self.backend
 
     def put(self, move: Transfer, x: Any) -> Any:
-        """Return a value on the receiver of a transfer."""
+        """Place a value on the receiver of a transfer."""
         backend = self.state_backend if move.to_host else self.backend
         return backend.put(x, move.stage, move.kind)
 
     # -- state -----------------------------------------------------------------------------------
 
     def place(self, name: str, stage: int) -> int:
-        """Return the place of an array of the state of a stage."""
+        """Return the place of a stage's array of the state."""
         return self.plan.device_of(stage) if name in self.plan.model.homes else stage
 
     def first_place(self, name: str) -> int:
-        """Return the place of an array of the state; the first, if every stage has it."""
+        """Return the place of an array of the state; 0 if every stage stores it."""
         home = self.plan.home(name)
-        return 0 if home is None else self.place(name, home)
+        if home is None:
+            return 0
+        return self.place(name, home)
 
     def state_kind(self, name: str) -> AxisSharding:
         """Return the sharding of an array of the state over replicas and shards."""
-        axis = self.plan.update.slice_axis(name) if self.plan.options.replicas > 1 else None
-        over_replicas = SAME if axis is None else cut_along(axis)
+        over_replicas = SAME
+        axis = self.plan.update.slice_axis(name)
+        if axis is not None and self.plan.options.replicas > 1:
+            over_replicas = cut_along(axis)
         return over_replicas.cut_along(self.plan.model.cuts.state.get(name), SPLIT)
 
     # -- values of a step ------------------------------------------------------------------------
@@ -92,24 +99,26 @@ class StagePlacement:
 
     def update_kind(self, name: str) -> AxisSharding:
         """Return the sharding of an input of the update."""
-        found = self.plan.update.sums.get(name)
-        return self.state_kind(name) if found is None else self.sum_kind(found[0])
+        if name in self.plan.update.sums:
+            leaf, _, _ = self.plan.update.sums[name]
+            return self.sum_kind(leaf)
+        return self.state_kind(name)
 
     def result_kind(self, name: str) -> AxisSharding:
         """Return the sharding of a result that is merged over micro-batches."""
         if is_replicated(self.plan.model.merges[name]) or self.plan.options.replicas == 1:
             return SAME
-        # all replicas compute the same state
+        # all replicas compute the same new state
         return FIRST if name in self.plan.model.homes else EACH
 
     # -- batches ---------------------------------------------------------------------------------
 
     def is_split(self, name: str, x: Any) -> bool:
-        """Return True if micro-batches read rows of an array of the batch."""
+        """Return True if an array of the batch is cut into micro-batches."""
         return bool(x.shape) and not is_under(name, self.plan.options.batch.unsplit_inputs)
 
     def is_key(self, name: str, x: Any) -> bool:
-        """Return True for a PRNG key that is folded with the number of each micro-batch."""
+        """Return True for a PRNG key into which the index of each micro-batch is folded."""
         is_one = not x.shape and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
         return is_one and not is_under(name, self.plan.options.batch.unsplit_inputs)
 

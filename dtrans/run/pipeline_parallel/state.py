@@ -1,4 +1,4 @@
-"""State of a pipeline: its places, the first state, and its arrays as the user's pytree."""
+"""State of a pipeline job: its creation and checks, and conversion to the user's pytree."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ from dtrans.run.pipeline_parallel.stage_placement import StagePlacement
 )
 @dataclasses.dataclass(frozen=True)
 class PipelineState:
-    """State of a job: a pytree of arrays by name, each on the devices of its stage.
+    """State of a pipeline job: a pytree of arrays, each on the devices of its stage.
 
     Attributes:
-      params, opt_state: arrays by name. State that every stage has (a count of steps) is stage 0's.
-      extra: the copies of the other stages, by `name@stage`.
+      params, opt_state: name -> array. If every stage stores an array (a step count), this is the
+        copy of stage 0.
+      extra: "name@stage" -> the copy of another stage.
     """
 
     params: dict[str, jax.Array]
@@ -41,16 +42,17 @@ class PipelineState:
 
 @dataclasses.dataclass(frozen=True)
 class StateLayout:
-    """Conversions of the state between a pytree, arrays by place, and arrays of the step."""
+    """Conversions between a `PipelineState`, a dict (place, name) -> array, and the user's state.
+
+    Attributes:
+      at: the placement of the plan.
+    """
 
     at: StagePlacement
 
     @cached_property
     def _entries(self) -> list[tuple[str, str, tuple[int, str]]]:
-        """The position in a state of each array of this process's stages.
-
-        It has the part of the state, the key in it, and (place, name).
-        """
+        """(field of `PipelineState`, key in it, (place, name)), for each array of this process."""
         plan, found = self.at.plan, []
         for part, spec in zip(("params", "opt_state"), plan.update.program.args[:2], strict=True):
             for n in spec.names:
@@ -62,7 +64,7 @@ class StateLayout:
         return found
 
     def init(self, *args: Any) -> PipelineState:
-        """Return the first state, from the arguments of `init`; each stage computes its part."""
+        """Return the first state; each stage computes its part. Takes the arguments of `init`."""
         at, plan, backend = self.at, self.at.plan, self.at.state_backend
         flat = plan.startup.flatten(*args)
         found: dict[tuple[int, str], Any] = {}
@@ -73,55 +75,55 @@ class StateLayout:
             fn = backend.startup(_startup_of(plan, names), stage)
             arrays = fn(*(backend.put(x, stage, SAME) for x in flat))
             for n, x in zip(names, arrays, strict=True):
-                # copies: a state may be donated, and init may return one array twice
+                # a copy, because a state may be donated, and `init` may return one array twice
                 padded = self._padded(n, jnp.copy(x))
                 found[at.place(n, stage), n] = backend.put(padded, stage, at.state_kind(n))
         return self.state(found)
 
     def state(self, arrays: Mapping[tuple[int, str], Any]) -> PipelineState:
-        """Return the state with these arrays, by (place, name)."""
+        """Return the state that contains `arrays`: (place, name) -> array."""
         parts: dict[str, dict[str, Any]] = {"params": {}, "opt_state": {}, "extra": {}}
         for part, key, at in self._entries:
             parts[part][key] = arrays[at]
         return PipelineState(**parts)
 
     def arrays(self, state: PipelineState) -> dict[tuple[int, str], Any]:
-        """Return the arrays of a state, by (place, name).
+        """Return (place, name) -> array, for the arrays of a state.
 
         Raises:
-          StateError: a state of another job.
+          StateError: the state belongs to a job of another plan.
         """
         check_kind(state, PipelineState)
         try:
             found = {at: getattr(state, part)[key] for part, key, at in self._entries}
         except KeyError as e:
             raise StateError(
-                f"this is not a state of this job: it has no {e.args[0]}; pass a state that this "
-                "job returned"
+                f"the state lacks {e.args[0]}, so it belongs to another job; pass a state that "
+                "this job returned"
             ) from e
         check_arrays(((n, x) for (_, n), x in found.items()), donates=self.at.donate)
         return found
 
     def check(self, arrays: Mapping[tuple[int, str], Any]) -> None:
-        """Check the types of arrays of a state.
+        """Check the types of the arrays of a state.
 
         Raises:
-          StateError: a state of another plan.
+          StateError: an array has another type than in the plan.
         """
         for (_, n), x in arrays.items():
             check_types({n: x}, {n: self.types[n]})
 
     def put(self, arrays: Mapping[tuple[int, str], Any]) -> dict[tuple[int, str], Any]:
-        """Place the arrays of a state from elsewhere on the devices of stages.
+        """Check the arrays of a state, and place them on the devices of their stages.
 
         Raises:
-          StateError: as `check`.
+          StateError: an array has another type than in the plan.
         """
         self.check(arrays)
         return {at: self._put(at, x) for at, x in arrays.items()}
 
     def from_step(self, arrays: Mapping[str, Any]) -> PipelineState:
-        """Return the state with these arrays of the step, by name."""
+        """Return the state that contains `arrays`: name in the user's step -> array."""
         rows = _rows_by_name(self.at.plan)
         found = {}
         for _, _, at in self._entries:
@@ -138,18 +140,21 @@ class StateLayout:
         return self.at.state_backend.put(x, at[0], self.at.state_kind(at[1]))
 
     def _padded(self, name: str, x: Any) -> Any:
+        """Return an array of the state with the padding that the plan gives it."""
         padding = self.at.plan.padded(name)
-        return x if padding is None else padded_to(x, *padding)
+        if padding is None:
+            return x
+        return padded_to(x, *padding)
 
     @cached_property
     def types(self) -> dict[str, Any]:
-        """The types of the arrays of a state, with their padding."""
+        """Name -> type with padding, for the arrays of a state."""
         types = self.at.plan.types
         return {n: jax.eval_shape(partial(self._padded, n), t) for n, t in types.items()}
 
 
 def _rows_by_name(plan: PipelinePlan) -> dict[str, tuple[str, Any]]:
-    """Return the stack and the rows of each array of the state that is rows of a stack."""
+    """Return name of rows -> (name of their stack, the rows)."""
     found = {}
     for n, runs in plan.model.stacks.items():
         for rows in runs:
@@ -158,7 +163,7 @@ def _rows_by_name(plan: PipelinePlan) -> dict[str, tuple[str, Any]]:
 
 
 def _startup_of(plan: PipelinePlan, names: Sequence[str]) -> ClosedJaxpr:
-    """Return the part of `init` that computes some arrays of the first state."""
+    """Return the part of `init` that computes the arrays `names` of the first state."""
     startup = plan.startup
     outs = startup.outvars
     rows = _rows_by_name(plan)
@@ -169,17 +174,20 @@ def _startup_of(plan: PipelinePlan, names: Sequence[str]) -> ClosedJaxpr:
     wanted = []
     for n in names:
         full, part = rows.get(n, (n, None))
-        wanted.append(outs[full] if part is None else part.cut(b, outs[full]))
+        out = outs[full]
+        if part is not None:
+            out = part.cut(b, out)
+        wanted.append(out)
     return eliminate_dead(b.build(wanted))
 
 
 def tree_of(plan: PipelinePlan, spec: TreeSpec, array_of: Callable[[str], Any]) -> Any:
-    """Return arrays of the state as a pytree of the step, without padding.
+    """Return a part of the state as the user's pytree, without padding.
 
     Args:
       plan: the plan.
-      spec: the pytree.
-      array_of: returns an array of the state by name.
+      spec: the structure of the pytree.
+      array_of: name -> array of the state.
     """
     leaves = []
     for n in spec.names:
@@ -196,4 +204,6 @@ def tree_of(plan: PipelinePlan, spec: TreeSpec, array_of: Callable[[str], Any]) 
 def _unpadded(plan: PipelinePlan, name: str, x: Any) -> Any:
     """Return an array of the state without its padding."""
     shape = plan.types[name].shape
-    return x if x.shape == shape else x[tuple(slice(0, n) for n in shape)]
+    if x.shape == shape:
+        return x
+    return x[tuple(map(slice, shape))]

@@ -1,4 +1,4 @@
-"""Builder of a step: its slots, and the instructions so far."""
+"""Builder of a step: collects its slots and instructions."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from dtrans.run.pipeline_parallel.stage_placement import StagePlacement
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepBuilder:
-    """A step while it is written.
+    """Builder of the instructions of a step.
 
     Attributes:
       at: the placement of the plan.
       programs: the programs of a micro-batch.
-      batch: name to type of the arrays of the global batch, and of precomputed values.
-      slots: the slots so far.
-      instructions: the instructions so far.
+      batch: name -> type, for the arrays of the global batch and precomputed values.
+      slots: the slots that were requested so far.
+      instructions: the instructions that were written so far.
     """
 
     at: StagePlacement
@@ -46,17 +46,17 @@ class StepBuilder:
         donated: Sequence[int] = (),
         on: StageBackend | None = None,
     ) -> None:
-        """Write a run of a function, compiled once for all schedules.
+        """Write an instruction that runs a function. The function is compiled once for a backend.
 
         Args:
-          key: the identity of the function among those of a plan.
-          fn: returns the function of one replica; called if it is not compiled yet.
-          stage: the stage that runs it.
-          reads, makes: slots of its operands and outputs.
-          what: its name, for display.
-          task: its task in the schedule, if it is one.
-          donated: positions of operands with memory that it may reuse.
-          on: the backend that runs it, if not the placement's.
+          key: a key that identifies the function in the plan.
+          fn: returns the function for one replica; called only if the key was not compiled yet.
+          stage: the stage that runs the function.
+          reads, makes: the slots of its operands, and of its outputs.
+          what: a name for display.
+          task: the task of the schedule that the function runs; None for other functions.
+          donated: the positions of operands whose memory the function may reuse.
+          on: the backend that runs the function; by default the backend of the placement.
         """
         backend, kinds = self.at.backend, self.slots.kinds
         ins, outs = tuple(map(kinds.__getitem__, reads)), tuple(map(kinds.__getitem__, makes))
@@ -76,5 +76,13 @@ class StepBuilder:
         *,
         to_host: bool = False,
     ) -> None:
-        """Write a transfer between slots; `stages` are the sender and the receiver."""
+        """Write an instruction that moves a value to another slot.
+
+        Args:
+          source, target: the slots from which and to which the value is copied.
+          stages: the stages that send and receive the value.
+          kind: the sharding of the value on the receiving stage.
+          what: a name for display.
+          to_host: True if the value goes to the memory of the receiving host.
+        """
         self.instructions.append(Transfer(source, target, *stages, kind, what, to_host=to_host))

@@ -1,6 +1,6 @@
-"""Types of the values that processes send each other in a step, found without running it.
+"""Types of the values that processes send each other in a step, found by abstract evaluation.
 
-The receiver of a value checks its type before it allocates memory for it.
+A receiver compares the type in a message with the expected type before it allocates memory.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from dtrans.run.pipeline_parallel.instructions import StepProgram, Transfer
 def value_types(
     program: StepProgram, types: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[int, ValueType]:
-    """Return the type of each transfer and of each result.
+    """Return key -> type, for each transfer and each result of a step.
 
-    A transfer has the number of its instruction. Results are numbered after all instructions.
+    The key of a transfer is the index of its instruction. Results have the following integers.
 
     Args:
       program: the step.
-      types: the types of the arrays of the state and of the global batch, by name.
+      types: name -> type, for the arrays of the state and of the global batch.
     """
     env: list[Any] = [None] * program.size
     for slot, x in program.fixed.items():
@@ -42,7 +42,7 @@ def value_types(
             found[number] = value_type(env[ins.source])
             continue
         reads = values_at(env, ins.reads)
-        # all micro-batches run one function on equal types
+        # all micro-batches run the same function on equal types, so it is evaluated once
         key = (ins.fn, *((x.shape, x.dtype) for x in reads))
         if key not in known:
             known[key] = jax.eval_shape(ins.fn, *reads)
@@ -54,11 +54,11 @@ def value_types(
 
 
 def value_type(x: Any, *, any_size: bool = False) -> ValueType:
-    """Return the type to expect of an array that another process sends.
+    """Return the `ValueType` of an array.
 
     Args:
-      x: an array of that type here.
-      any_size: allow other sizes of its dimensions.
+      x: the array, or its abstract value.
+      any_size: allow any size of each dimension.
     """
     impls: list[str] = []
 

@@ -46,10 +46,10 @@ def test_two_processes_make_the_numbers_of_one_device(
         for n, x in want.items():
             np.testing.assert_allclose(process[n], x, rtol=1e-12, atol=1e-12, err_msg=n)
         said = dict(process["said"])
-        assert "stages, which 2 processes do not divide" in said["odd"]
+        assert "expected a multiple of 2, the number of processes" in said["odd"]
         assert said["rows"].startswith("BatchError: trainers must give parts of one size; of ")
         assert "trainer 0 gives 1, trainer 1 gives 2 rows; split the batch" in str(said["rows"])
-        assert "has 1 rows in each of 2 processes, 2 in all, which " in said["few"]
+        assert "has 1 rows in each of 2 processes, together 2; expected a multi" in said["few"]
     # each holds its own part: beside the count of steps, nothing is held by both
     first, second = (set(process["held"]) for process in found)
     assert first & second <= {"opt_state/1/0/count"} and len(first | second) == len(want) - 1
@@ -152,7 +152,7 @@ def test_processes_have_what_is_of_the_whole_batch_and_what_the_update_reads(
         for n, v in want.items():
             np.testing.assert_allclose(process[n], v, rtol=1e-12, atol=1e-12, err_msg=n)
         told = (
-            "PeerError: rate is 0.1 on trainer 0, and 1.1 on trainer 1, and the update "
-            "reads it on stages of both"
+            "PeerError: rate is 0.1 on trainer 0, but 1.1 on trainer 1; pass equal values in all "
+            "processes"
         )
         assert dict(process["said"])["rate"].startswith(told), process["said"]
