@@ -263,7 +263,7 @@ def test_collections_that_cannot_be():
     with pytest.raises(ConfigError, match="'MEAN' is no collection; there are GLOBAL_CONCAT"):
         returning(lambda p: collect(p, "MEAN")).traced()
     with pytest.raises(
-        ConfigError, match="aux is collected under GLOBAL_CONCAT; it is 0-d, and has no dim 0"
+        ConfigError, match="aux is collected under GLOBAL_CONCAT, but it is 0-d and cannot be"
     ):
         planned(returning(lambda p: collect(jnp.sum(p), "GLOBAL_CONCAT")))
     in_loop = returning(

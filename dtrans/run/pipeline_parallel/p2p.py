@@ -9,8 +9,8 @@ sender.
 
 Messages are authenticated. The processes share a secret from the board and the job's token. The key
 or password of each connection is derived from both (`dtrans.run.net.keys`), and identifies the
-sender. Messages are dropped and counted if their sender or type is not the one in the plan, if
-their step is over, or if their value has arrived before.
+sender. A message is dropped and counted if its step is over or its value has arrived before. It is
+also dropped if the plan has no such value, or another sender or type for the value.
 """
 
 from __future__ import annotations
