@@ -86,6 +86,10 @@ class Builder:
         self.invars.append(Var(aval))
         return self.invars[-1]
 
+    def inputs(self, avals: Iterable[Any]) -> list[Var]:
+        """Append an input for each type; return the new variables."""
+        return [self.input(aval) for aval in avals]
+
     def constant(self, value: Any) -> Var:
         """Add a constant array and return its variable."""
         var = Var(jax.typeof(value))

@@ -1,4 +1,4 @@
-"""Selection of entries from mappings and sequences, and inverse mappings."""
+"""Selection of items and entries from collections, and inverse mappings."""
 
 from __future__ import annotations
 
@@ -48,3 +48,13 @@ def invert(mapping: Mapping[K, V]) -> dict[V, K]:
 def number_items(items: Iterable[V]) -> dict[V, int]:
     """Return the dict `{item: index}`."""
     return {item: i for i, item in enumerate(items)}
+
+
+def select(items: Iterable[K], among: Container[Any]) -> list[K]:
+    """Return the items that are in a collection, in their order."""
+    return [item for item in items if item in among]
+
+
+def exclude(items: Iterable[K], unwanted: Container[Any]) -> list[K]:
+    """Return the items that are not in a collection, in their order."""
+    return [item for item in items if item not in unwanted]

@@ -58,7 +58,7 @@ from dtrans._jax import ClosedJaxpr, JaxprEqn, Var, facts_of, jaxprs_in_params
 from dtrans.errors import ConfigError
 from dtrans.ir.cost import flops, nbytes
 from dtrans.ir.dataflow import propagate, variables
-from dtrans.ir.selection import values_at
+from dtrans.ir.selection import exclude, select, values_at
 from dtrans.pipeline_parallel.balance import (
     SLACK,
     balanced,
@@ -287,7 +287,7 @@ class _Row:
         positions: Sequence[int] = range(len(self.order))
         if blocks is not None:
             inside = {*range(blocks.starts[0], blocks.stop)} - {*blocks.starts}
-            positions = [i for i in positions if i not in inside]
+            positions = exclude(positions, inside)
         costs = self.work(positions)
         paid = np.flatnonzero(costs).tolist()
         if len(paid) < parts:
@@ -339,8 +339,8 @@ def _late(eqns: Sequence[JaxprEqn], movable: Sequence[bool]) -> list[int]:
     operands: list[list[int]] = []
     moves: list[bool] = []  # an equation moves only if all its operands do
     for i, eqn in enumerate(eqns):
-        operands.append([producer[a] for a in _reads(eqn) if a in producer])
-        moves.append(not eqn.effects and movable[i] and all(moves[k] for k in operands[i]))
+        operands.append(values_at(producer, select(_reads(eqn), producer)))
+        moves.append(not eqn.effects and movable[i] and all(values_at(moves, operands[i])))
         producer |= dict.fromkeys(eqn.outvars, i)
     # index of the first reader of each equation; len(eqns) if nothing reads it
     reader = [len(eqns)] * len(eqns)

@@ -29,6 +29,7 @@ import jax
 import numpy as np
 
 from dtrans.errors import ConfigError
+from dtrans.ir.selection import exclude
 
 
 LAYOUTS = ("auto", "all", "specific", "aware_row")
@@ -148,7 +149,7 @@ class Cluster:
             raise ConfigError("Cluster(devices=[]) has no devices; expected at least one")
         grids = _RULES[self.layout](self, devices, counts, replicas)
         used = {d for grid in grids for d in grid.flat}
-        found = VirtualDevices(grids, (d for d in devices if d not in used))
+        found = VirtualDevices(grids, exclude(devices, used))
         if use_all and found.idle:
             raise ConfigError(
                 f"layout={self.layout!r}: {found.notes[0]}; ask for more replicas or more stages"
@@ -216,10 +217,10 @@ def _specific(
                     f"slices[{s}][{r}] has {len(row)} devices, but a replica of stage {s} uses "
                     f"{count}; list {count} devices"
                 )
-            unknown = next((d for d in row if d not in known), None)
-            if unknown is not None:
+            unknown = exclude(row, known)
+            if unknown:
                 raise ConfigError(
-                    f"slices[{s}][{r}] contains {unknown}, which is not one of the {len(known)} "
+                    f"slices[{s}][{r}] contains {unknown[0]}, which is not one of the {len(known)} "
                     "devices of the cluster; list devices from Cluster.devices"
                 )
             listed += row

@@ -35,7 +35,7 @@ from dtrans.ir.dataflow import (
     variables_read,
 )
 from dtrans.ir.inline import inline_calls
-from dtrans.ir.selection import invert, subset, values_at
+from dtrans.ir.selection import exclude, invert, select, subset, values_at
 from dtrans.step.capture import loss_of, operands_of, value_and_grad_p
 from dtrans.step.collect import COLLECT, collected
 from dtrans.step.cut import Cut
@@ -92,13 +92,13 @@ class ForwardPass(HoldsJaxpr):
 
     def is_state(self, value: Atom) -> bool:
         """Return True if a value of the prelude depends only on parameters and optimizer state."""
-        return all(n not in self.step.batch for n in self.inputs_of([value]))
+        return not select(self.inputs_of([value]), self.step.batch)
 
     def inputs_of(self, wanted: Sequence[Atom]) -> list[str]:
         """Return the names of the step's inputs on which values of the prelude depend."""
         names = dict(zip(self.step.program.inner.invars, self.step.program.in_names, strict=True))
         _, leaves = backward_slice(self.prelude.jaxpr.eqns, wanted)
-        return [n for v, n in names.items() if v in leaves]
+        return values_at(names, select(names, leaves))
 
 
 def forward_pass(step: Cut) -> ForwardPass:
@@ -114,7 +114,7 @@ def forward_pass(step: Cut) -> ForwardPass:
 
     # the equations outside of the loss function that results and host callbacks need
     from_forward = [n for n in step.frozen if outs[n] is not ins[n]]
-    names = [n for n in (*step.results, *from_forward) if n not in step.from_gradients]
+    names = exclude([*step.results, *from_forward], step.from_gradients)
     wanted: list[Atom] = values_at(outs, names)
     for i in step.early:
         wanted += inner.eqns[i].invars

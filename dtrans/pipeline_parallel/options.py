@@ -10,6 +10,7 @@ from dtrans.batch.exact_step import ExactStep
 from dtrans.checks import check_flag, check_int, check_number, check_one_of, check_type
 from dtrans.data_parallel.options import Options, Reduce
 from dtrans.errors import ConfigError
+from dtrans.ir.selection import exclude
 from dtrans.pipeline_parallel.assign_stages import FLOPS_PER_BYTE, POLICIES
 from dtrans.pipeline_parallel.device_layout import Cluster
 from dtrans.step.batch_sharing import Batch
@@ -201,7 +202,7 @@ class PipelineOptions:
         for n, rule in shared.merges.items():
             if rule in ("mean", "sum") or n in shared.step.results:
                 merge[n] = rule
-        unsplit = tuple(n for n in shared.step.batch if n not in shared.axes)
+        unsplit = tuple(exclude(shared.step.batch, shared.axes))
         batch = dataclasses.replace(self.batch, kind="local", merge=merge, unsplit_inputs=unsplit)
         reduce = dataclasses.replace(self.reduce, op=shared.reduce)
         return dataclasses.replace(self, batch=batch, reduce=reduce, concat_axes=shared.joined)

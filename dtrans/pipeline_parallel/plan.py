@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from dtrans.costs import Costs, RoleCost, program_flops
 from dtrans.errors import BatchError, ConfigError
 from dtrans.ir.cost import flops, nbytes
-from dtrans.ir.selection import values_at
+from dtrans.ir.selection import exclude, select, subset, values_at
 from dtrans.pipeline_parallel.schedule import Schedule, schedule
 from dtrans.plan import Plan
 
@@ -140,7 +140,7 @@ class PipelinePlan(Plan):
         reads, types = {*self.update.arguments}, self.main.inputs
         if self.values is not None and not reads <= {*self.batch}:
             reads |= {n for n in self.values.read if not types[n].ndim}
-        return tuple(n for n in self.batch if n in reads)
+        return tuple(select(self.batch, reads))
 
     @property
     def state(self) -> tuple[str, ...]:
@@ -150,7 +150,8 @@ class PipelinePlan(Plan):
     @cached_property
     def types(self) -> dict[str, Any]:
         """Name -> type without padding, for the arrays of `state` and `batch`."""
-        found = {n: t for n, t in self.main.inputs.items() if n not in self.model.stacks}
+        inputs = self.main.inputs
+        found = subset(inputs, exclude(inputs, self.model.stacks))
         for n, runs in self.model.stacks.items():
             for rows in runs:
                 found[rows.name] = rows.part.of(self.main.inputs[n])
@@ -182,7 +183,7 @@ class PipelinePlan(Plan):
                     f"{n} is {t.dtype}{list(t.shape)}, but the update was planned for "
                     f"{read.dtype}{list(read.shape)}; make a plan for this batch"
                 )
-        planned = {n: t for n, t in self.main.inputs.items() if n not in self.axes}
+        planned = subset(self.main.inputs, exclude(self.main.inputs, self.axes))
         return self.model.specialize(types, planned)
 
     def values_for(self, batch: Mapping[str, jax.ShapeDtypeStruct]) -> Program | None:
@@ -310,8 +311,8 @@ def _cost_of_stage(plan: PipelinePlan, stage: Stage, programs: StagePrograms) ->
     types = {**p.forward.inputs, **p.forward.outputs}
     floats = {n for n, t in types.items() if jnp.issubdtype(t.dtype, jnp.inexact)}
     # cotangents of floating-point values are sent in the opposite direction
-    sent = _total_bytes(types, [*p.sends, *(n for n in p.receives if n in floats)])
-    received = _total_bytes(types, [*p.receives, *(n for n in p.sends if n in floats)])
+    sent = _total_bytes(types, [*p.sends, *select(p.receives, floats)])
+    received = _total_bytes(types, [*p.receives, *select(p.sends, floats)])
     work = sum(program_flops(q) for q in (p.forward, p.backward, p.weights) if q is not None)
     update_work = 0
     for piece in plan.update.placed.pieces:

@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from dtrans._jax import JaxprEqn, Literal, Var, facts_of, is_jaxpr, opened, scope_of
+from dtrans.ir.dataflow import avals
 from dtrans.ir.selection import values_at
 
 
@@ -124,8 +125,8 @@ def signature(eqn: JaxprEqn) -> tuple[Any, ...]:
     for key, value in sorted(eqn.params.items()):
         if key not in _BOUNDS and (is_jaxpr(value) or not has_rules):
             params.append((key, _plain(value)))
-    ins = tuple(str(a.aval) for a in eqn.invars)
-    outs = tuple(str(a.aval) for a in eqn.outvars)
+    ins = tuple(map(str, avals(eqn.invars)))
+    outs = tuple(map(str, avals(eqn.outvars)))
     return (eqn.primitive.name, tuple(params), ins, outs)
 
 
@@ -160,7 +161,7 @@ def _body(jaxpr: Any) -> tuple[Any, ...]:
         wired.append((signature(eqn), tuple(map(read, eqn.invars))))
         for v in eqn.outvars:
             number[v] = len(number)
-    ins = tuple(str(v.aval) for v in inner.invars)
+    ins = tuple(map(str, avals(inner.invars)))
     return (ins, tuple(wired), tuple(map(read, inner.outvars)))
 
 

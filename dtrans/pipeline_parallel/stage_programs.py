@@ -29,7 +29,7 @@ from dtrans.ir.builder import Builder, extract_part
 from dtrans.ir.dataflow import avals, backward_slice, needed_equations, propagate, variables
 from dtrans.ir.program import BACKWARD, FORWARD, Program
 from dtrans.ir.pytree import TreeSpec, unused_name
-from dtrans.ir.selection import values_at
+from dtrans.ir.selection import exclude, select, values_at
 from dtrans.ops import reduce_scatter_p
 from dtrans.pipeline_parallel.forward_pass import ForwardPass
 from dtrans.pipeline_parallel.options import AXIS, PipelineOptions
@@ -85,7 +85,7 @@ class StagePrograms:
         reads = dict.fromkeys(self.backward.in_names)
         if self.weights is not None:
             reads |= dict.fromkeys(self.weights.in_names)
-        return tuple(n for n in reads if n in candidates)
+        return tuple(select(reads, candidates))
 
 
 def program_of(
@@ -102,8 +102,8 @@ def program_of(
     inner = opened(jaxpr)
     invars = dict(zip(ins, inner.invars, strict=True))
     outvars = dict(zip(outs, inner.outvars, strict=True))
-    arg = TreeSpec.from_tree({n: v.aval for n, v in invars.items()})
-    out = TreeSpec.from_tree({n: v.aval for n, v in outvars.items()})
+    arg = TreeSpec.from_tree(dict(zip(ins, avals(inner.invars), strict=True)))
+    out = TreeSpec.from_tree(dict(zip(outs, avals(inner.outvars), strict=True)))
     # pytrees of dicts are sorted by key, so the inputs and outputs of the jaxpr are reordered
     ordered_ins = values_at(invars, arg.names)
     ordered_outs = values_at(outvars, out.names)
@@ -177,7 +177,7 @@ class StageProgramWriter:
 
     def stages(self) -> tuple[StagePrograms, ...]:
         """Return the programs of all stages."""
-        return tuple(self._stage(s) for s in range(self.count))
+        return tuple(map(self._stage, range(self.count)))
 
     def _stage(self, s: int) -> StagePrograms:
         """Return the programs of stage `s`."""
@@ -195,19 +195,19 @@ class StageProgramWriter:
         # inputs: arrays of the step, then values from the previous stage
         sources = values_at(f.sources, reads)
         step_names, types = f.inputs_of(sources), f.step.program.inputs
-        params = tuple(n for n in step_names if n in f.step.params)
-        state = tuple(n for n in step_names if n in f.step.opt_state)
-        batch = tuple(n for n in step_names if n in f.step.batch)
+        params = tuple(select(step_names, f.step.params))
+        state = tuple(select(step_names, f.step.opt_state))
+        batch = tuple(select(step_names, f.step.batch))
         step_ins = (*params, *state, *batch)
         ins = [*step_ins, *map(names.__getitem__, received)]
         in_types = [*map(types.__getitem__, step_ins), *avals(received)]
 
         # derivative of sent values and the loss, with respect to `diff` and received values
-        diff = [v for v in reads if v in f.diff]
+        diff = select(reads, f.diff)
         back = list(filter(self.differentiable, received))  # cotangents for the previous stage
         front = list(filter(self.differentiable, sent))  # cotangents from the next stage
-        ahead = [v for v in front if self.home[v] == s]
-        through = [v for v in front if self.home[v] != s]
+        ahead = select(front, outs)
+        through = exclude(front, outs)
         has_loss = self.loss_at == s and self.differentiable(f.loss)
         vjp = StageVjp(
             _prelude(f, step_ins, sources),
@@ -215,7 +215,7 @@ class StageProgramWriter:
             reads,
             received,
             operands,
-            [*diff, *(v for v in back if v in operands)],
+            [*diff, *select(back, operands)],
             [*ahead, f.loss] if has_loss else ahead,
             outputs,
             in_types,
@@ -289,8 +289,8 @@ class StageProgramWriter:
             assert is_shared or self.stage_of[i] == self.stage_of[local[0]], eqn
             eqns.append(eqn)
             used.update(variables(eqn.invars))
-        reads = [v for v in f.inner.invars if v in used]
-        operands = [v for v in received if v in used]
+        reads = select(f.inner.invars, used)
+        operands = select(received, used)
         return extract_part(f.jaxpr, [*reads, *operands], eqns, wanted), reads, operands
 
     def _backward(
@@ -317,18 +317,18 @@ class StageProgramWriter:
         """
         scale, adds = self.o.loss_scale, self.o.clip_of_each is None
         b = Builder(vjp.backward)
-        stage_ins = [b.input(t) for t in vjp.in_types]
-        saved = [b.input(v.aval) for v in vjp.saved]
-        cotangents: list[Atom] = [b.input(v.aval) for v in ahead]
-        passing = {v: b.input(v.aval) for v in through}
-        types = [self._sum_type(n) for n in leaves]
-        sums = [b.input(t) for t in types] if adds else []
+        stage_ins = b.inputs(vjp.in_types)
+        saved = b.inputs(avals(vjp.saved))
+        cotangents: list[Atom] = [*b.inputs(avals(ahead))]
+        passing = dict(zip(through, b.inputs(avals(through)), strict=True))
+        types = list(map(self._sum_type, leaves))
+        sums = b.inputs(types) if adds else []
         if has_loss:
             t = self.forward.loss.aval.update(weak_type=False)
             cotangents.append(Literal(t.dtype.type(scale), t))
         b.role = BACKWARD
         grads = vjp.write_backward(b, stage_ins, saved, cotangents)
-        with_parts = [v for v in backs if v in operands]
+        with_parts = select(backs, operands)
         back = dict(zip(with_parts, grads[len(leaves) :], strict=True))
 
         # If a value is read here and also forwarded, its cotangent is the sum of two parts.
@@ -393,7 +393,8 @@ def _prelude(forward: ForwardPass, names: Sequence[str], wanted: Sequence[Atom])
     """Return a jaxpr that computes the `wanted` values of the prelude from inputs of the step."""
     vars_of = forward.step.program.invars
     b = Builder(forward.prelude)
-    inputs: dict[Var, Atom] = {vars_of[n]: b.input(vars_of[n].aval) for n in names}
+    step_vars = values_at(vars_of, names)
+    inputs: dict[Var, Atom] = dict(zip(step_vars, b.inputs(avals(step_vars)), strict=True))
     return b.build(forward.write_prelude(b, wanted, inputs))
 
 

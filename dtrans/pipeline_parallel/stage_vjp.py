@@ -38,7 +38,7 @@ from dtrans.ir.builder import Builder
 from dtrans.ir.dataflow import avals, live_equations, needed_equations, propagate, variables
 from dtrans.ir.inline import inline_calls
 from dtrans.ir.program import is_communication
-from dtrans.ir.selection import values_at
+from dtrans.ir.selection import exclude, values_at
 
 
 class StageVjp:
@@ -109,7 +109,7 @@ class StageVjp:
         # Residuals to recompute: they depend on no array of the batch. They also depend on no
         # equation with an effect, because such an equation must not run twice.
         ins: set[Atom] = {*inner.invars}
-        residuals = [v for v in variables(self._residuals) if v not in ins]
+        residuals = exclude(variables(self._residuals), ins)
         varying = dict.fromkeys(inner.invars[n_state:], 1)
         effects: dict[Var, int] = {}
         for eqn in inner.eqns:
@@ -118,10 +118,10 @@ class StageVjp:
         of_batch = propagate(inner.eqns, varying, {})
         of_effects = propagate(inner.eqns, effects, {})
         self._again = {a for a in residuals if not of_batch.get(a) and not of_effects.get(a)}
-        self.saved: list[Var] = list(dict.fromkeys(a for a in residuals if a not in self._again))
+        self.saved: list[Var] = list(dict.fromkeys(exclude(residuals, self._again)))
         if checkpoints is not None:
             self.saved = _barriers(inner, self.saved, ins, checkpoints)
-            self._again = {a for a in residuals if a not in self.saved}
+            self._again = set(exclude(residuals, self.saved))
 
         outvars = [*inner.outvars[:count], *self.saved]
         live = live_equations(inner.eqns, outvars)

@@ -14,7 +14,7 @@ from dtrans.errors import BatchError
 from dtrans.ir.dataflow import variables
 from dtrans.ir.program import Program
 from dtrans.ir.pytree import is_under
-from dtrans.ir.selection import values_at
+from dtrans.ir.selection import select, subset, values_at
 from dtrans.pipeline_parallel.forward_pass import ForwardPass, forward_pass
 from dtrans.pipeline_parallel.options import PipelineOptions
 from dtrans.pipeline_parallel.results import results_program
@@ -100,7 +100,7 @@ class StagedModel:
             types_of = dict(zip(self.captured.in_names, types, strict=True))
             raise other_size(step, n, planned, types_of)
         forward, _ = split_scans(forward_pass(step), self.scan_splits)
-        rows = {n: runs for n, runs in self.stacks.items() if n in step.params}
+        rows = subset(self.stacks, select(self.stacks, step.params))
         forward = unstack_params(forward, rows).forward
         if len(forward.eqns) != len(self.stage_of):
             raise BatchError(

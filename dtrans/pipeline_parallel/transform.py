@@ -34,6 +34,7 @@ from dtrans.ir.array_fns import array_type
 from dtrans.ir.inline import inline_calls
 from dtrans.ir.program import Program
 from dtrans.ir.pytree import is_under
+from dtrans.ir.selection import exclude
 from dtrans.pipeline_parallel.assign_stages import stages_of
 from dtrans.pipeline_parallel.auto_stages import auto_stages
 from dtrans.pipeline_parallel.forward_pass import ForwardPass, forward_pass
@@ -252,7 +253,7 @@ def plan_pipeline(
     if o.batch.exact:
         check_names(original.with_reported(), o.over_parts)
         axes = batch_axes(original, o.batch)
-        unsplit = tuple(n for n in original.batch if n not in axes)
+        unsplit = tuple(exclude(original.batch, axes))
         batch = dataclasses.replace(o.batch, axes=0, unsplit_inputs=unsplit)
         o = dataclasses.replace(o, batch=batch)
         main = with_rows_first(main, axes)

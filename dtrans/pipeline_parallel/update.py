@@ -24,10 +24,10 @@ from dtrans.data_parallel.reducer import ReduceSpec, clip_to_norm
 from dtrans.data_parallel.transform import write_trainer
 from dtrans.errors import GradientError
 from dtrans.ir.builder import Builder
-from dtrans.ir.dataflow import backward_slice, needed_equations
+from dtrans.ir.dataflow import avals, backward_slice, needed_equations
 from dtrans.ir.program import FORWARD, OPTIMIZE, Program
 from dtrans.ir.pytree import TreeSpec, tuple_of, unused_name
-from dtrans.ir.selection import subset, values_at
+from dtrans.ir.selection import exclude, subset, values_at
 from dtrans.pipeline_parallel.balance import contiguous, part_of_each
 from dtrans.pipeline_parallel.options import PipelineOptions
 from dtrans.pipeline_parallel.split_stages import Cuts, split_update
@@ -70,7 +70,7 @@ class Update:
     @property
     def arguments(self) -> tuple[str, ...]:
         """The arguments of the step, and precomputed values, that the update reads on any stage."""
-        return tuple(n for n in self.program.args[2].names if n not in self.sums)
+        return tuple(exclude(self.program.args[2].names, self.sums))
 
     def slice_axis(self, name: str) -> int | None:
         """Return the dimension along which replicas slice an array; None if they do not."""
@@ -242,11 +242,11 @@ def _step_of_sums(
     b.role = FORWARD
     b.invars += values_at(vars_of, (*step.params, *step.opt_state))
     arguments = arguments_of(step)
-    types = {n: vars_of[n].aval for n in arguments}
+    types = dict(zip(arguments, avals(values_at(vars_of, arguments)), strict=True))
     for n, by_micro in parts.items():
         types |= dict.fromkeys(itertools.chain(*by_micro), sums[n])
     spec = TreeSpec.from_tree(types)
-    inputs = {n: b.input(types[n]) for n in spec.names}
+    inputs = dict(zip(spec.names, b.inputs(values_at(types, spec.names)), strict=True))
 
     # gradients: sum over stages, clip each micro-batch, sum over micro-batches, mark
     totals: dict[str, list[Atom]] = {}

@@ -31,7 +31,7 @@ from dtrans.ir.builder import extract_part
 from dtrans.ir.cost import nbytes
 from dtrans.ir.dataflow import backward_slice, free_variables, variables
 from dtrans.ir.program import Program
-from dtrans.ir.selection import values_at
+from dtrans.ir.selection import exclude, select, values_at
 
 
 # Place of values that depend on several places. `_Placer.physical` maps it to the last place.
@@ -104,7 +104,7 @@ def grouped(placed: PlacedUpdate, group: Mapping[str, int]) -> PlacedUpdate:
             group_of[a] = group[n]
     pieces: list[StagePart] = []
     for piece in placed.pieces:
-        groups = sorted({group_of[v] for v in piece.makes if v in group_of}, reverse=True)
+        groups = sorted({*values_at(group_of, select(piece.makes, group_of))}, reverse=True)
         if len(groups) < 2:
             pieces.append(piece)
         else:
@@ -140,7 +140,7 @@ def _split_piece(
     makes = [v for v in computed if v in read or v in piece.makes]
     parts = [_part(piece.jaxpr, piece.place, sorted(common), makes)]
     for g in groups:
-        makes = [v for v in outs[g] if v not in computed]
+        makes = exclude(outs[g], computed)
         parts.append(_part(piece.jaxpr, piece.place, sorted(needs[g] - common), makes))
     return [part for part in parts if part.makes]
 
@@ -149,7 +149,7 @@ def _part(jaxpr: ClosedJaxpr, at: int, which: Sequence[int], makes: Sequence[Var
     """Return a piece with the equations `which` of a jaxpr, and the outputs `makes`."""
     inner = opened(jaxpr)
     eqns = values_at(inner.eqns, which)
-    reads = [v for v in free_variables(eqns) if v not in inner.constvars]
+    reads = exclude(free_variables(eqns), inner.constvars)
     return StagePart(at, extract_part(jaxpr, reads, eqns, makes), tuple(reads), tuple(makes))
 
 
@@ -251,7 +251,7 @@ class _Placer:
                 number = self.producer[v]
                 eqn = self.eqns[number]
                 operands = [(a, here) for a in variables(eqn.invars)]
-                missing = [k for k in operands if k not in self.level]
+                missing = exclude(operands, self.level)
                 if missing:
                     stack += missing
                     continue
@@ -284,5 +284,5 @@ class _Placer:
                 needed.update(variables(self.eqns[i].invars))
         makes: list[Var] = []
         for i in which:
-            makes += [v for v in self.eqns[i].outvars if v in needed]
+            makes += select(self.eqns[i].outvars, needed)
         return _part(self.program.jaxpr, p, which, makes)

@@ -643,7 +643,7 @@ def test_states_of_something_else_are_refused():
     ):
         job.step(state.params, *of.batch)
     other = planned(job_of(square, net(4, 3), rows()), num_stages=1).simulate()
-    with pytest.raises(StateError, match="the state lacks .*w1, so it belongs to another job"):
+    with pytest.raises(StateError, match="this state belongs to another job: it lacks .*w1"):
         job.step(other.init(jax.random.key(0)), *of.batch)
 
 

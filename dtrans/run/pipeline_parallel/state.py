@@ -11,13 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from dtrans._jax import ClosedJaxpr
-from dtrans.errors import StateError
 from dtrans.ir.array_fns import padded_to
 from dtrans.ir.builder import Builder
 from dtrans.ir.inline import eliminate_dead
 from dtrans.ir.pytree import TreeSpec
 from dtrans.pipeline_parallel.plan import PipelinePlan
-from dtrans.run.base.state import check_arrays, check_kind, check_types
+from dtrans.run.base.state import check_arrays, check_kind, check_types, missing_array
 from dtrans.run.pipeline_parallel.stage_devices import SAME
 from dtrans.run.pipeline_parallel.stage_placement import StagePlacement
 
@@ -97,10 +96,7 @@ class StateLayout:
         try:
             found = {at: getattr(state, part)[key] for part, key, at in self._entries}
         except KeyError as e:
-            raise StateError(
-                f"the state lacks {e.args[0]}, so it belongs to another job; pass a state that "
-                "this job returned"
-            ) from e
+            raise missing_array(e.args[0]) from e
         check_arrays(((n, x) for (_, n), x in found.items()), donates=self.at.donate)
         return found
 
