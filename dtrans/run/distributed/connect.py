@@ -340,7 +340,7 @@ def _leave() -> None:
     drops = member is not None and member.on_trainer_loss == "drop"
     if getattr(sys, "last_value", None) is not None:
         if drops:
-            jax.distributed.shutdown()  # then the others notice the loss at once
+            jax.distributed.shutdown()  # so that the others notice the loss without a timeout
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()

@@ -57,7 +57,7 @@ def prepare(seconds: int) -> None:
     config.update("jax_enable_recoverability", True)
     flags = os.environ.get("XLA_FLAGS", "")
     if TIMEOUT_FLAG not in flags:
-        # XLA reads the flags when it creates devices, which is later
+        # this takes effect because XLA reads the flags when it creates devices
         os.environ["XLA_FLAGS"] = f"{flags} {TIMEOUT_FLAG}={seconds}".strip()
 
 

@@ -195,7 +195,8 @@ def launch(
     base = _base_environment(env or {})
     if drops and mode == "nccl2":
         base[LOSS] = on_trainer_loss
-    # servers answer observers at their endpoints; trainer 0 of collectives needs another one
+    # Servers answer `dtrans status` at their endpoints. Without servers, trainer 0 answers at an
+    # additional endpoint.
     if mode == "nccl2" and trainers > 1 and not drops and not base.get(STATUS):
         base[STATUS] = site.status_endpoint(roles)
     observed = roles[0].pserver_endpoints or base.get(STATUS, "").split()
@@ -526,7 +527,7 @@ class _Job:
             self._dropped[role.name] = child
             if role.trainers > len(self._dropped):
                 say(f"{role.name}{child.where} failed with {how}; the others continue")
-            else:  # no trainer is left
+            else:  # this was the last trainer
                 self.failed = self.failed or child
         elif self.failed is None or (_by_peer(self.failed) and not _by_peer(child)):
             self.failed = child

@@ -262,7 +262,7 @@ def peers() -> Iterator[None]:
     with operation:
         try:
             yield
-        except (jax.errors.JaxRuntimeError, ValueError) as e:  # JAX raises either
+        except (jax.errors.JaxRuntimeError, ValueError) as e:  # JAX uses both types
             if not is_by_peer(str(e)):
                 raise
             raise _peer_error(e, watched) from e

@@ -178,7 +178,7 @@ def _slurm(env: Mapping[str, str]) -> _World | None:
     hosts: list[str] = []
     if not env.get("DTRANS_HOSTS"):
         hosts = _of_groups(env)
-        # the numbers differ if the step runs on a part of the job, or the job has no groups
+        # the step's own variables are used if the job has no groups, or the step runs on some only
         if len(hosts) != size:
             nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
             tasks = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE", "")

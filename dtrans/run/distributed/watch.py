@@ -108,8 +108,8 @@ class Watch:
         if not is_local(reach):
             self._retry = max(GRACE, min(RETRY, cluster.patience))
         self._refusals = Refusals(log)
-        self._door: Listener | None = None  # in trainer 0
-        self._link: Link | None = None  # in the other trainers
+        self._door: Listener | None = None  # the listening socket; only in trainer 0
+        self._link: Link | None = None  # the connection to trainer 0; not in trainer 0 itself
         try:
             self._open(cluster, at)
         except BaseException:
