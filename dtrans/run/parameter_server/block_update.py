@@ -99,7 +99,9 @@ class BlockUpdates:
         self._tables: dict[str, TableBlock] = {}
         for t in update.tables.values():
             self._tables |= dict.fromkeys(t.gradients.values(), t)
-        self._sized: dict[tuple[str, int], RunBlock] = {}  # by block and number of rows
+        self._sized: dict[
+            tuple[str, int], RunBlock
+        ] = {}  # compiled blocks of tables, by (block, rows)
         self._compiled: dict[Any, Callable[..., Any]] = {}
         self._jitted = {b.name: self._compile(b) for b in update.blocks}
 
@@ -222,7 +224,7 @@ class BlockUpdates:
         for n in block.in_names:
             order.append((True, spent.index(n)) if n in spent else (False, read.index(n)))
         kind = (without_addresses(str(block.inner)), tuple(order))
-        key = kind if not block.jaxpr.consts else id(block)  # constants are not in the text
+        key = kind if not block.jaxpr.consts else id(block)  # the text lacks constants
         if key not in self._compiled:
 
             def run(read: Sequence[Any], spent: Sequence[Any]) -> Sequence[Any]:

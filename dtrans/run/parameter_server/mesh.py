@@ -126,8 +126,10 @@ class MeshJob(Job):
         self._names = names
         self._unsplit = {n for n in names if is_under(n, unsplit_inputs)}
         self._servers = MeshServers(plan, self.placement, donate=donate, late=self.rows_are_late)
-        self._runners: dict[tuple[Any, ...], MeshTrainerPrograms] = {}  # by the types of a batch
-        self._last: Any = lambda: None  # weak reference to the newest state, which `check` trusts
+        # compiled trainer programs, by the shapes and dtypes of a batch
+        self._runners: dict[tuple[Any, ...], MeshTrainerPrograms] = {}
+        # weak reference to the newest state, whose types `check` need not compare
+        self._last: Any = lambda: None
 
     # -- methods of every job --------------------------------------------------------------------
 
@@ -218,7 +220,7 @@ class MeshJob(Job):
         self._check_open()
         check_kind(state, MeshState)
         for ep, arrays in state.servers.items():
-            self.plan.servers[ep]  # raises UnknownEndpointError
+            self.plan.servers[ep]  # raises UnknownEndpointError if the plan has no such server
             check_arrays(arrays.items(), donates=self.donate)
         if state is not self._last():
             check_types(state.params, self._param_types)

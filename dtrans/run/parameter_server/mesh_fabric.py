@@ -207,7 +207,7 @@ class _MeshServer:
                 reads.update(missed.reads)
             self._update = dataclasses.replace(update, watched=frozenset(reads))
         self._by_rows = RowUpdates(self._tables, take_padded, partial(put_padded, donate=donate))
-        self._compiled: dict[tuple[int, ...], CompiledUpdate] = {}  # by the rows of each table
+        self._compiled: dict[tuple[int, ...], CompiledUpdate] = {}  # by rows of each table
 
     def run(
         self, grads: Mapping[str, Any], state: Mapping[str, Any]

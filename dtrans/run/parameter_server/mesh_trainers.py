@@ -70,7 +70,7 @@ def _exchange(*parts: Any, how: Sequence[tuple[Any, ...]], **_: Any) -> list[Any
 # primitives whose outputs differ between trainers if their ids differ
 OF_ROWS = frozenset({split_ids_p, prefetch_p})
 
-# sharding over the trainers of one device of each layout; None is replicated
+# for each layout of a value, its sharding over the trainers of one device; None is replicated
 _TURN_OF = {
     None: AxisSharding(),
     "split": AxisSharding().cut_along(0, TURN),

@@ -70,7 +70,7 @@ class SyncUpdate:
         watched = itertools.chain.from_iterable(table.reads for table in self._tables.values())
         self._update = dataclasses.replace(update, watched=frozenset(watched))
         self._trainers = frozenset(range(trainers))
-        # by the trainers whose gradients the update reads, and its numbers of table rows
+        # compiled updates, by the trainers whose gradients they read and the numbers of table rows
         self._compiled: dict[tuple[frozenset[int], tuple[int, ...]], CompiledUpdate] = {}
         self._run: Generator[tuple[Exchange, Vectors], Vectors, dict[str, Any]] | None = None
         self._by_rows = RowUpdates(update.tables, self._take, self._put)

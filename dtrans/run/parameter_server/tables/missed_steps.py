@@ -65,7 +65,7 @@ class StepRecords:
         """Record a step."""
         at = self.now - self.first
         for n, x in self._values.items():
-            if at == len(x):  # full: double
+            if at == len(x):  # the array is full, so its length is doubled
                 self._values[n] = np.concatenate([x, self._room(self._types[n], len(x))])
             self._values[n][at] = np.asarray(values[n])
         self.now += 1
@@ -112,7 +112,7 @@ class MissedSteps:
         if table.rests is not None:
             is_resting = True if state is None else _find_resting(table, state)
             self._seen[is_resting] = RESTS
-        self._compiled: dict[int, Callable[..., Any]] = {}  # by number of rows
+        self._compiled: dict[int, Callable[..., Any]] = {}  # compiled functions, by number of rows
 
     @property
     def rests(self) -> bool:

@@ -109,7 +109,7 @@ class RowSnapshot(TableRows):
         self._group = max(LEAST, -(-self.rows // GROUPS))
         self._at = 0  # the first row that the reader has not read
         self._is_saved = np.zeros(self.rows, bool)
-        self._saved: dict[int, list[_SavedRows]] = {}  # by group
+        self._saved: dict[int, list[_SavedRows]] = {}  # by index of the group
         self._nbytes = self.most = 0
         self._over = ""  # the reason why the snapshot has ended
         self._progress = threading.Condition()
@@ -230,7 +230,8 @@ class RowSnapshot(TableRows):
                 for n, old in x.rows.items():
                     rows[n][at] = old
 
-            if stop % self._group == 0 or stop == self.rows:  # the last read of this group
+                # the group is read completely, so its saved rows are not needed any more
+            if stop % self._group == 0 or stop == self.rows:
                 self._nbytes -= sum(x.nbytes for x in self._saved.pop(group, ()))
             self._at = stop
             self._progress.notify_all()
