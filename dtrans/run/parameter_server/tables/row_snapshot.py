@@ -230,8 +230,8 @@ class RowSnapshot(TableRows):
                 for n, old in x.rows.items():
                     rows[n][at] = old
 
-                # the group is read completely, so its saved rows are not needed any more
             if stop % self._group == 0 or stop == self.rows:
+                # the group is read completely, so its saved rows are not needed any more
                 self._nbytes -= sum(x.nbytes for x in self._saved.pop(group, ()))
             self._at = stop
             self._progress.notify_all()
