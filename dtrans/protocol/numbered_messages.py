@@ -60,12 +60,15 @@ class NumberedMessages:
         self._stored.append((self.sent, frames))
 
     def take(self, message: wire.Message) -> bool:
-        """Count a received message; return False if the receiver must drop it."""
+        """Count a received message; return False if the receiver must drop it.
+
+        Messages without a number are neither counted nor dropped.
+        """
         self.acknowledge(message.fields.get("heard", 0))
-        if message.op in wire.UNCOUNTED:
+        number = message.fields.get("number")
+        if number is None:
             return True
-        following = self.received + 1
-        is_next: bool = message.fields.get("number", following) == following
+        is_next: bool = number == self.received + 1
         self.received += is_next
         return is_next
 

@@ -52,16 +52,18 @@ ones are in brackets):
     doing          trainer, operations, where[, steps]
     ended          trainer, operations, reason
 
-    process to process (pipelines)
-    value          process, step, key, dtype, shape, impl, pieces + frames
+    process to process (pipelines)                     and back
+    value          process, step, key, dtype, shape,   received  heard
+                   impl, pieces + frames
+    resume
 
 Admission: `plan` contains the parts of the plan's fingerprint (`dtrans.ir.fingerprint`), and a role
 with another plan is refused. `proof` is derived from `nonce` and the job's token
 (`dtrans.protocol.token`). It proves that the sender of a welcome has the token.
 
-Messages between a trainer and a server, and between two servers, also have `number` and `heard`.
-With these fields a new connection resumes a broken one (`dtrans.protocol.numbered_messages`).
-Messages in `UNCOUNTED` have no number.
+Messages between a trainer and a server, and between two servers, also have `number` and `heard`, and
+`value` has `number`. With these fields a new connection resumes a broken one
+(`dtrans.protocol.numbered_messages`). Messages in `UNCOUNTED` have no number.
 
 End of a job: a trainer sends `complete`, receives `goodbye`, and answers with its own `goodbye`. A
 server ends when it has received this answer. It also ends if the trainer's connection broke and the
@@ -177,6 +179,8 @@ FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
         "impl": str,
         "pieces": list,
     },
+    "resume": {},
+    "received": {"heard": int},
 }
 
 

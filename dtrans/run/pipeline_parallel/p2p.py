@@ -11,6 +11,9 @@ Messages are authenticated. The processes share a secret from the board and the 
 or password of each connection is derived from both (`dtrans.run.net.keys`), and identifies the
 sender. A message is dropped and counted if its step is over or its value has arrived before. It is
 also dropped if the plan has no such value, or another sender or type for the value.
+
+A network may break a connection and lose messages. On the next connection the sender asks how many
+messages have arrived, and repeats the others (`dtrans.protocol.numbered_messages`).
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import logging
 import math
 import queue
 import threading
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -30,6 +34,7 @@ from dtrans._jax import coordinator
 from dtrans.errors import DeadlineError, PeerError, WireError
 from dtrans.protocol import wire
 from dtrans.protocol.collective.arrivals import Arrivals, ValueType
+from dtrans.protocol.numbered_messages import NumberedMessages
 from dtrans.protocol.refusals import Refusals
 from dtrans.protocol.transport import Event, Link
 from dtrans.run.distributed.address import address_of, this_host
@@ -44,6 +49,44 @@ LINGER = 10.0  # seconds for which `close` waits until sent values have left thi
 MISSED = "run the same pipeline"  # the end of a DeadlineError: what a process did not do
 LOOK = 0.2  # seconds between two checks of a waiting receiver for failures
 AHEAD = 256  # messages that are queued here for each sender; more wait at the sender
+# Messages between two reports of a receiver. The sender stores about as many, of 4 MiB at most.
+REPORT_EVERY = 4
+
+
+class _Line:
+    """One process's link to another, and the messages that the other process may lack."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._messages = NumberedMessages()
+        self._is_broken = False
+
+    def send(self, op: str, frames: Sequence[Any], **fields: Any) -> None:
+        """Send a message, or store it until the connection is resumed."""
+        message = [wire.header(op, **fields, **self._messages.stamp()), *frames]
+        self._messages.store(message)
+        if not self._is_broken:
+            self._link.send(message)
+
+    def take(self, event: Event) -> None:
+        """Handle an event of the link.
+
+        Raises:
+          WireError: the message is malformed.
+          PeerError: the other process refuses the connection.
+        """
+        if event.kind == "broken":
+            self._is_broken = True
+        elif event.kind == "connected" and self._is_broken:
+            self._link.send([wire.header("resume")])
+        elif event.kind == "barred":
+            raise PeerError(event.reason)
+        elif event.kind == "message":
+            self._messages.take(wire.parse(event.frames))
+            if self._is_broken:
+                self._is_broken = False
+                for message in self._messages.stored:
+                    self._link.send(message)
 
 
 class P2PChannels:
@@ -65,14 +108,19 @@ class P2PChannels:
         # infinite patience: a process that computes for a long time does not read its messages
         self._in = ZmqTransport(self._keys, patience=math.inf)
         try:
-            door = address.open_door(self._in, users, frame=wire.MESSAGE_BYTES, messages=AHEAD)
-            self._peers = all_gather_text(cluster, f"links/{name}/at", door.endpoint, MISSED, _look)
+            self._listener = address.open_door(
+                self._in, users, frame=wire.MESSAGE_BYTES, messages=AHEAD
+            )
+            at = self._listener.endpoint
+            self._peers = all_gather_text(cluster, f"links/{name}/at", at, MISSED, _look)
         except BaseException:
             self._in.close()
             raise
         self.refusals = Refusals(logger)
         self._refused: dict[int, str] = {}  # process -> reason for the last message dropped from it
         self._arrivals = Arrivals(self._refuse)
+        self._heard = {k: NumberedMessages() for k in others}
+        self._out = ZmqTransport(self._keys, patience=math.inf)
         self._outbox: queue.SimpleQueue[tuple[int, int, int, Any] | None] = queue.SimpleQueue()
         self._failed: list[BaseException] = []
         self._sender = threading.Thread(
@@ -95,36 +143,49 @@ class P2PChannels:
         """
         self._check_sender()
         self._outbox.put((to, step, key, value))
+        self._out.wake()
 
     def _send_all(self) -> None:
-        transport = ZmqTransport(self._keys, patience=math.inf)
-        links: dict[int, Link] = {}
         try:
+            lines: dict[Any, tuple[int, _Line]] = {}
             for k, address in self._peers.items():
-                if k == self.me:
-                    continue
-                user, role = self._link(self.me, k), f"trainer {self.me}"
-                links[k] = transport.connect(address, user=user, role=role)
-            while (item := self._outbox.get()) is not None:
-                to, step, key, value = item
-                array, impl = on_host(value)
-                for pieces, frames in wire.messages([("value", array)]):
-                    head = wire.header(
-                        "value",
-                        process=self.me,
-                        step=step,
-                        key=key,
-                        dtype=array.dtype.name,
-                        shape=list(array.shape),
-                        impl=impl,
-                        pieces=pieces,
-                    )
-                    links[to].send([head, *frames])
-                del item, value, array
+                if k != self.me:
+                    user, role = self._link(self.me, k), f"trainer {self.me}"
+                    link = self._out.connect(address, user=user, role=role)
+                    lines[link] = k, _Line(link)
+            line_to = dict(lines.values())
+            while self._send_queued(line_to):
+                for event in self._out.poll(math.inf):  # `send` and `close` end it
+                    k, line = lines[event.source]
+                    try:
+                        line.take(event)
+                    except WireError as e:
+                        self._refuse(k, e)
         except BaseException as e:  # the next `send` or `receive` raises it
             self._failed.append(e)
-        finally:
-            transport.close(LINGER)
+
+    def _send_queued(self, line_to: Mapping[int, _Line]) -> bool:
+        """Send the queued values; return False if the queue is closed."""
+        while not self._outbox.empty():
+            item = self._outbox.get()
+            if item is None:
+                return False
+            to, step, key, value = item
+            array, impl = on_host(value)
+            for pieces, frames in wire.messages([("value", array)]):
+                line_to[to].send(
+                    "value",
+                    frames,
+                    process=self.me,
+                    step=step,
+                    key=key,
+                    dtype=array.dtype.name,
+                    shape=list(array.shape),
+                    impl=impl,
+                    pieces=pieces,
+                )
+            del item, value, array
+        return True
 
     # -- receiving -------------------------------------------------------------------------------
 
@@ -184,7 +245,13 @@ class P2PChannels:
             message = wire.parse(event.frames)
         except WireError as e:
             self._refuse(origin, e)
-        else:
+            return
+        heard = self._heard[origin]
+        is_new = heard.take(message)
+        if message.op == "resume" or (is_new and heard.received % REPORT_EVERY == 0):
+            report = wire.header("received", heard=heard.received)
+            self._listener.send(event.address, [report])
+        if is_new and message.op != "resume":
             self._arrivals.hear(origin, message)
 
     def _refuse(self, origin: int, why: WireError) -> None:
@@ -202,7 +269,9 @@ class P2PChannels:
     def close(self) -> None:
         """Close the channels, after queued values were sent or `LINGER` seconds have passed."""
         self._outbox.put(None)
+        self._out.wake()
         self._sender.join()
+        self._out.close(LINGER)
         self._in.close()
         atexit.unregister(self.close)
 

@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 import zmq
 from link_pair import two_links
+from relay import Relay
 from role_threads import HANG
 
 from dtrans.protocol import token, wire
 from dtrans.protocol.collective.arrivals import ValueType
+from dtrans.run.net import zmq_transport
 from dtrans.run.pipeline_parallel.p2p import P2PChannels
 from dtrans.run.pipeline_parallel.value_types import value_type
 
@@ -153,3 +155,33 @@ def test_a_message_that_never_ends_is_not_kept(channels: list[P2PChannels]) -> N
         line.disable_monitor()
     first.send(1, 1, 0, jnp.arange(4.0))
     np.testing.assert_array_equal(second.receive(0, 1, 0, FOUR, "a value"), np.arange(4.0))
+
+
+def test_a_network_that_loses_messages_changes_no_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connections break again and again, each time with the data in transit."""
+    relays: dict[str, Relay] = {}
+
+    def through_relay(endpoint: str) -> str:
+        if endpoint not in relays:
+            relays[endpoint] = Relay(endpoint)
+        return relays[endpoint].address
+
+    monkeypatch.setattr(zmq_transport, "tcp_address", through_relay)
+    kind = ValueType((1000,), np.dtype(np.float32))
+    with contextlib.ExitStack() as stack:
+        first, second = stack.enter_context(two_links())
+        for step in range(1, 31):
+            lost = [x.lose() for x in relays.values()] if step % 3 == 0 else []
+            first.send(1, step, 0, jnp.full(1000, step, jnp.float32))
+            second.send(0, step, 0, jnp.full(1000, -step, jnp.float32))
+            for event in lost:
+                assert event.wait(HANG)
+            for relay in relays.values() if lost else ():
+                relay.cut()
+            for channels, origin, sign in ((second, 0, 1), (first, 1, -1)):
+                found = channels.receive(origin, step, 0, kind, "a value")
+                np.testing.assert_array_equal(found, np.full(1000, sign * step))
+        assert all(x.connections > 10 for x in relays.values())
+        assert first.refusals.count == second.refusals.count == 0
+    for relay in relays.values():
+        relay.close()
