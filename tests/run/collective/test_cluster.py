@@ -314,10 +314,10 @@ def test_trainer_0_that_does_not_come(role_threads: RoleThreads) -> None:
     endpoints = free_endpoints(2)
     found = meeting(role_threads, [1], endpoints, 0.5)
     assert isinstance(found[1], DeadlineError)
-    assert (
-        str(found[1])
-        == f"trainer 1 waited 0.5 s at {endpoints[1]} for trainer 0 ({endpoints[0]}) to connect"
-    )
+    # a busy machine may wake the trainer late
+    message = re.sub(r"waited \d\.\d s", "waited N s", str(found[1]))
+    there = f"at {endpoints[1]} for trainer 0 ({endpoints[0]})"
+    assert message == f"trainer 1 waited N s {there} to connect"
 
 
 def test_trainers_with_other_endpoints(role_threads: RoleThreads) -> None:

