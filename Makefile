@@ -29,7 +29,7 @@ venv: $(STAMP) ## make the environment in .venv
 demo: $(STAMP) ## train with two trainers and two parameter servers as processes; draws loss.png
 	$(BIN)/dtrans example digits --engine processes --trainers 2 --pservers 2 --plot loss.png
 
-unit: $(STAMP) ## run the tests of rules, passes and protocol machines: two minutes
+unit: $(STAMP) ## run the tests of rules, passes and protocol machines: a minute
 	$(BIN)/python -m pytest -m 'unit and not soak' $(WORKERS)
 
 test: $(STAMP) ## run all units and plans, and today's sample of jobs and processes: ten minutes

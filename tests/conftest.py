@@ -69,6 +69,7 @@ def pytest_configure(config: pytest.Config) -> None:
     layers.today(), layers.is_of_today(config)  # for workers, who read the environment
     for line in (
         "sampled(count): so many cases run each day, the others by night",
+        "rotated: a case that takes turns by day with the cases without this mark",
         "unit: traces no step, runs no job, and starts no process",
         "plan: traces a step and plans it",
         "job: runs a plan, a role or a command, compiles a step, or opens sockets",

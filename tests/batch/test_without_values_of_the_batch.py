@@ -64,7 +64,7 @@ def planned(mode: str, main: dtrans.Program, startup: dtrans.Program, trainers: 
 @pytest.mark.sampled(1)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
-    "mode", ["nccl2", pytest.param("stage 1", marks=pytest.mark.soak), "stage 3", "pserver"]
+    "mode", ["nccl2", pytest.param("stage 1", marks=pytest.mark.rotated), "stage 3", "pserver"]
 )
 def test_the_numbers_are_one_devices(mode: str) -> None:
     main, startup = dtrans.trace(step, init(KEY(0)), rows(8)), dtrans.trace(init, KEY(0))

@@ -220,7 +220,7 @@ def cases(of):
                     n,
                     way,
                     id=f"{name}-{n}-{way}",
-                    marks=[pytest.mark.soak] * bool(is_late),
+                    marks=[pytest.mark.rotated] * bool(is_late),
                 )
                 for way, is_late in zip(ways, late, strict=True)
             ]

@@ -281,7 +281,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
-    "trainers, way", [(4, "simulate"), pytest.param(2, "mesh", marks=pytest.mark.soak)]
+    "trainers, way", [(4, "simulate"), pytest.param(2, "mesh", marks=pytest.mark.rotated)]
 )
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_equals_one_device(name: str, trainers: int, way: str) -> None:

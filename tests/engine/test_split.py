@@ -45,7 +45,7 @@ from dtrans.tensor_parallel.defaults import default_cuts
 
 def soak(*values):
     """A case that is left out unless asked for."""
-    return pytest.param(*values, marks=pytest.mark.soak)
+    return pytest.param(*values, marks=pytest.mark.rotated)
 
 
 # -- cross entropy over classes that are cut -------------------------------------------------------

@@ -405,7 +405,7 @@ def test_pods_have_the_roles_of_the_table(mode: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "counts", [(1, 1), pytest.param((2, None), marks=pytest.mark.soak)], ids=["pserver", "nccl2"]
+    "counts", [(1, 1), pytest.param((2, None), marks=pytest.mark.rotated)], ids=["pserver", "nccl2"]
 )
 def test_processes_of_pods_have_the_roles_of_the_table(counts: tuple[int, int | None]) -> None:
     """Their environment is that of a pod, and nothing else."""

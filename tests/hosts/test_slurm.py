@@ -246,11 +246,11 @@ def test_slurm_runs_the_emitted_files(cluster: Cluster, tmp_path: Path) -> None:
 
 TRAININGS = [
     pytest.param(Case("pserver", 1, 1, (), ("n1", "n2")), id="pserver"),
-    pytest.param(Case("nccl2", 2, None, (), ("n1", "n2")), id="nccl2", marks=pytest.mark.soak),
+    pytest.param(Case("nccl2", 2, None, (), ("n1", "n2")), id="nccl2", marks=pytest.mark.rotated),
     pytest.param(
         Case("pserver", 2, 2, (), ("n1", "n2") * 2, nodes=2),
         id="multi-prog",
-        marks=pytest.mark.soak,
+        marks=pytest.mark.rotated,
     ),
 ]
 

@@ -44,7 +44,7 @@ LIMIT = {"float64": 1e-12, "float32": 1e-5}
 PAGE = DOCS / "optimizers.md"
 
 
-@pytest.fixture(params=["float64", pytest.param("float32", marks=pytest.mark.soak)])
+@pytest.fixture(params=["float64", pytest.param("float32", marks=pytest.mark.rotated)])
 def dtype(request):
     with jax.enable_x64(request.param == "float64"):
         yield jnp.dtype(request.param)

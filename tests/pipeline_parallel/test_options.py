@@ -46,7 +46,7 @@ def quickly(x64):
 
 def soak(*values):
     """A case that is left out unless asked for."""
-    return pytest.param(*values, marks=pytest.mark.soak)
+    return pytest.param(*values, marks=pytest.mark.rotated)
 
 
 def array(*shape, seed=0):
@@ -143,7 +143,7 @@ CHECKPOINTS = [
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("way", ["simulate", pytest.param("on_mesh", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("way", ["simulate", pytest.param("on_mesh", marks=pytest.mark.rotated)])
 @pytest.mark.parametrize("schedules,names,options", CHECKPOINTS)
 def test_what_is_computed_once_more_changes_no_number(schedules, names, options, way):
     of = job_of(blocks, BLOCKS, rows())

@@ -48,7 +48,7 @@ PARAMS = {f"w{i}": array(n, m, seed=i) for i, (n, m) in enumerate(itertools.pair
 
 def soak(*values):
     """A case that is left out unless asked for."""
-    return pytest.param(*values, marks=pytest.mark.soak)
+    return pytest.param(*values, marks=pytest.mark.rotated)
 
 
 SPLITS = [(1, 1), (4, 2), soak(4, 1), soak(1, 2)]  # micro-batches and replicas

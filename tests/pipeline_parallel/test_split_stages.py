@@ -29,7 +29,7 @@ def quickly(x64):
 
 def soak(*values):
     """A case that is left out unless asked for."""
-    return pytest.param(*values, marks=pytest.mark.soak)
+    return pytest.param(*values, marks=pytest.mark.rotated)
 
 
 def array(*shape, seed=0):

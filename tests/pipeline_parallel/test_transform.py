@@ -89,7 +89,7 @@ def check_case(models, case):
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=[pytest.mark.soak] * (k % 2))
+        pytest.param(case, marks=[pytest.mark.rotated] * (k % 2))
         for k, case in enumerate(pairwise(FACTORS))
     ],
     ids=lambda case: "-".join(map(str, case.values())),
@@ -373,7 +373,7 @@ MERGE = {"aux/hits": "sum", "aux/worst": "max", "aux/bias": "same"}
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", ["simulate", "on_mesh"])
 @pytest.mark.parametrize(
-    "micro,replicas", [pytest.param(2, 1, marks=pytest.mark.soak), (1, 2), (4, 2)]
+    "micro,replicas", [pytest.param(2, 1, marks=pytest.mark.rotated), (1, 2), (4, 2)]
 )
 def test_results_are_those_of_the_whole_batch(micro, replicas, way):
     of = job_of(with_results, PARAMS, rows(16), has_aux=True)
@@ -481,7 +481,7 @@ FIRST = ("adamw", "clipped adam", "adafactor", "several steps")
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "name",
-    [*FIRST, *(pytest.param(n, marks=pytest.mark.soak) for n in OPTIMIZERS if n not in FIRST)],
+    [*FIRST, *(pytest.param(n, marks=pytest.mark.rotated) for n in OPTIMIZERS if n not in FIRST)],
 )
 def test_optimizers(name):
     of = job_of(square, net(4, 6, 5, 3), rows(), OPTIMIZERS[name]())
@@ -586,7 +586,7 @@ def test_what_is_compressed_is_as_far_off_as_its_type_says(to, unit, least, way)
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", ["simulate", "on_mesh"])
-@pytest.mark.parametrize("replicas", [2, pytest.param(4, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("replicas", [2, pytest.param(4, marks=pytest.mark.rotated)])
 @pytest.mark.parametrize("optimizer", ["adamw", "clipped adam"])
 def test_replicas_that_keep_slices_of_the_state(replicas, way, optimizer):
     """Leaves of 5 and 7 rows are padded for 2 and 4 replicas."""
@@ -859,7 +859,7 @@ LOOPS = [
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "optimizer,way,options",
-    [pytest.param(*of, marks=[pytest.mark.soak] * (k % 2)) for k, of in enumerate(LOOPS)],
+    [pytest.param(*of, marks=[pytest.mark.rotated] * (k % 2)) for k, of in enumerate(LOOPS)],
 )
 def test_a_scan_over_layers_is_cut(optimizer, way, options):
     """Stages have their rows of the stack; where the optimizer does not let it be cut, one stage

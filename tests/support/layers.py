@@ -196,23 +196,31 @@ def mark(items: Sequence[pytest.Item], config: pytest.Config) -> None:
             item.add_marker(pytest.mark.soak)
 
 
+def _with_mark(metafunc: pytest.Metafunc, name: str) -> list[Any]:
+    """Return the cases of a test that have a mark of their own."""
+    return [call for call in metafunc._calls if any(mark.name == name for mark in call.marks)]
+
+
 def mark_cases(metafunc: pytest.Metafunc) -> None:
     """Mark as `soak` the cases of a sampled test that run by night only.
 
+    Cases with the mark `rotated` take turns with the others, so that as many run as have no mark.
     A run by day gets no such cases: thousands of them would take most of the time of collecting.
     """
     marker = metafunc.definition.get_closest_marker("sampled")
-    if marker is None or not is_sampled(metafunc.config):
+    marked = _with_mark(metafunc, "soak")
+    rotated = {id(call) for call in _with_mark(metafunc, "rotated")}
+    if not (marker or rotated) or not is_sampled(metafunc.config):
         return
     test = f"{metafunc.definition.path.relative_to(TESTS)}::{metafunc.definition.name}"
-    marked = [call for call in metafunc._calls if any(m.name == "soak" for m in call.marks)]
     daily = [call for call in metafunc._calls if f"{test}[{call.id}]" in noticing()]
     excluded = {id(call) for call in [*marked, *daily]}
     others = [call for call in metafunc._calls if id(call) not in excluded]
+    count = marker.args[0] if marker else sum(id(call) not in rotated for call in others)
     # a test is of the sample of its file every few days only: meanwhile its cases stay
     days = DAYS[LAYERS[_layer(metafunc.function)]] if is_of_today(metafunc.config) else 1
     turn = today().toordinal() // days
-    chosen = sample(others, marker.args[0], test, turn)
+    chosen = sample(others, count, test, turn)
     late = {id(call) for call in others} - {id(call) for call in chosen}
     for call in metafunc._calls:
         if id(call) in late:

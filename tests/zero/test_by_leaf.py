@@ -188,7 +188,8 @@ def check(
 @pytest.mark.sampled(1)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.soak] * (k % 2)) for k, n in enumerate(OPTIMIZERS)]
+    "name",
+    [pytest.param(n, marks=[pytest.mark.rotated] * (k % 2)) for k, n in enumerate(OPTIMIZERS)],
 )
 def test_ranks_that_own_leaves_train_as_one_device(name: str) -> None:
     """Leaves of every kind: of no dimension, of one row, not trained, not read."""
@@ -233,7 +234,7 @@ def test_gradients_in_parts_behind_each_other(
 @pytest.mark.parametrize(
     "model, name, degree, rule, replicas",
     [
-        pytest.param("transformer", "clip, muon", 2, "greedy_even", 2, marks=pytest.mark.soak),
+        pytest.param("transformer", "clip, muon", 2, "greedy_even", 2, marks=pytest.mark.rotated),
         ("scan", "muon, clip", 4, "use_order", 1),
         ("uneven", "clip, lamb", 3, "greedy_even", 1),
     ],

@@ -94,7 +94,7 @@ FOLLOWS = [(name, amp, stage) for name in MODELS for amp in ("bf16", "fp16") for
 @pytest.mark.parametrize(
     ("name", "amp", "stage"),
     [
-        pytest.param(*case, marks=[] if k % 3 == k // 3 % 3 else pytest.mark.soak)
+        pytest.param(*case, marks=[] if k % 3 == k // 3 % 3 else pytest.mark.rotated)
         for k, case in enumerate(FOLLOWS)
     ],
 )
@@ -130,7 +130,7 @@ def test_training_follows_one_device(name: str, amp: str, stage: int) -> None:
     assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(job.params(state)))
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.soak), 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.rotated), 3])
 def test_the_mesh_gives_the_numbers_of_one_device_in_float16(stage: int) -> None:
     plan = plan_of("mlp", stage=stage, precision="fp16", degree=4, replicas=2)
     states = []
@@ -240,7 +240,7 @@ def test_gradients_are_reduced_in_16_bits_and_others_are_not() -> None:
 # -- the scale -------------------------------------------------------------------------------------
 
 
-SOAK = pytest.mark.soak
+ROTATED = pytest.mark.rotated
 
 
 @pytest.mark.sampled(1)
@@ -250,9 +250,9 @@ SOAK = pytest.mark.soak
         (0, 1, "simulate"),
         (5, 2, "simulate"),
         (5, 3, "on_mesh"),
-        *(pytest.param(5 - r, s, "simulate", marks=SOAK) for r, s in ((0, 1), (5, 2), (5, 3))),
+        *(pytest.param(5 - r, s, "simulate", marks=ROTATED) for r, s in ((0, 1), (5, 2), (5, 3))),
         *(
-            pytest.param(r, s, "on_mesh", marks=SOAK)
+            pytest.param(r, s, "on_mesh", marks=ROTATED)
             for r, s in ((0, 1), (5, 1), (0, 2), (5, 2), (0, 3))
         ),
     ],

@@ -150,7 +150,7 @@ PAIRS = [*pairwise(list(FACTORS.values())), *OTHERS]
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     "choice",
-    [pytest.param(c, marks=[pytest.mark.soak] * (k % 2)) for k, c in enumerate(PAIRS)],
+    [pytest.param(c, marks=[pytest.mark.rotated] * (k % 2)) for k, c in enumerate(PAIRS)],
     ids=named,
 )
 def test_ranks_compute_what_one_device_computes(choice: Choice) -> None:
@@ -201,7 +201,7 @@ def test_float32_is_that_of_one_device_to_its_precision(stage: int, way: str) ->
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("prefetch, segment", [(0, 0), (3, 0), (2, 1e-3), (1, 32)])
 @pytest.mark.parametrize(
-    "model", ["uneven", pytest.param("transformer", marks=pytest.mark.soak), "scan"]
+    "model", ["uneven", pytest.param("transformer", marks=pytest.mark.rotated), "scan"]
 )
 def test_what_is_gathered_ahead_of_time_or_together_is_the_same(
     model: str, prefetch: int, segment: float
@@ -325,7 +325,7 @@ def test_models_that_are_hard_to_gather_elsewhere(
     ("clip, adam", "simulate"), ("lamb", "simulate"), ("lamb", "mesh"), ("adafactor", "simulate"),
     ("apply_if_finite", "simulate"),
 ])  # fmt: skip
-@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.soak), 3])
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.rotated), 3])
 def test_what_padding_holds_changes_nothing(stage: int, optimizer: str, way: str) -> None:
     finite = lambda: optax.apply_if_finite(
         optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.1)), 3
@@ -469,7 +469,7 @@ def merge_of(options: Mapping[str, Any]) -> dict[str, str]:
 
 CASES = [
     pytest.param(
-        name, stage, degree, replicas, marks=[] if stage == 3 - k % 3 else pytest.mark.soak
+        name, stage, degree, replicas, marks=[] if stage == 3 - k % 3 else pytest.mark.rotated
     )
     for k, name in enumerate(OPTIONS)
     for stage in (1, 2, 3)
@@ -498,7 +498,7 @@ def test_every_option_does_what_it_does_in_nccl2_mode(
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("stage, replicas", [pytest.param(2, 1, marks=pytest.mark.soak), (3, 2)])
+@pytest.mark.parametrize("stage, replicas", [pytest.param(2, 1, marks=pytest.mark.rotated), (3, 2)])
 def test_micro_steps_are_compressed_each(stage: int, replicas: int) -> None:
     """What is sent is rounded once, and each sum, by at most the unit roundoff of what is added up;
     between groups the sum of all micro-steps is sent once more."""
@@ -529,7 +529,8 @@ def test_micro_steps_are_compressed_each(stage: int, replicas: int) -> None:
     ids=str,
 )
 @pytest.mark.parametrize(
-    "stage", [pytest.param(1, marks=pytest.mark.soak), pytest.param(2, marks=pytest.mark.soak), 3]
+    "stage",
+    [pytest.param(1, marks=pytest.mark.rotated), pytest.param(2, marks=pytest.mark.rotated), 3],
 )
 def test_results_that_are_computed_from_updates_and_new_parameters(
     stage: int, options: Any

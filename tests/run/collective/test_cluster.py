@@ -619,7 +619,7 @@ def with_those_left(
     [
         (2, {(1, 3): "raise"}),
         (3, {(2, 0): "kill", (1, 6): "raise"}),
-        pytest.param(4, {(1, 2): "kill", (3, 2): "kill"}, marks=pytest.mark.soak),
+        pytest.param(4, {(1, 2): "kill", (3, 2): "kill"}, marks=pytest.mark.rotated),
     ],
 )
 def test_those_left_go_on_with_the_mean_of_their_own(

@@ -69,10 +69,13 @@ TRAINERS: tuple[str, dict[str, Any]] = "resume_nccl2.py", {"mode": "nccl2"}
             SERVERS,
             [(0, 25, "trainer 1"), (1, 44, "pserver 1")],
             id="a trainer, then a server",
-            marks=pytest.mark.soak,
+            marks=pytest.mark.rotated,
         ),
         pytest.param(
-            TRAINERS, [(0, 25, "trainer 0")], id="a trainer of collectives", marks=pytest.mark.soak
+            TRAINERS,
+            [(0, 25, "trainer 0")],
+            id="a trainer of collectives",
+            marks=pytest.mark.rotated,
         ),
     ],
 )

@@ -39,7 +39,7 @@ ENDED = {
 
 
 @pytest.mark.parametrize(
-    "fate", ["stop", "fewer", "raise", pytest.param("kill", marks=pytest.mark.soak)]
+    "fate", ["stop", "fewer", "raise", pytest.param("kill", marks=pytest.mark.rotated)]
 )
 def test_the_other_says_who_has_ended(fate: str) -> None:
     """Of these, only a kill and an error are noticed by Gloo, which does not say whose."""

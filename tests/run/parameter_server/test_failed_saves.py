@@ -75,7 +75,7 @@ def crash(started: Roles, endpoints: Sequence[str], folder: Path, run: int, vict
 
 @pytest.mark.parametrize(
     "victims",
-    [pytest.param((1,), id="once"), pytest.param((1, 0, 1), id="again", marks=pytest.mark.soak)],
+    [pytest.param((1,), id="once"), pytest.param((1, 0, 1), id="again", marks=pytest.mark.rotated)],
 )
 def test_the_next_run_replaces_what_a_killed_server_left(
     tmp_path: Path, victims: Sequence[int]

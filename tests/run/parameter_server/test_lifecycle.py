@@ -83,17 +83,17 @@ WAITS = {
         pytest.param(
             ("pserver0", "trainer1", "trainer0", "pserver1"),
             id="one server last",
-            marks=pytest.mark.soak,
+            marks=pytest.mark.rotated,
         ),
         pytest.param(
             ("pserver1", "trainer1", "pserver0", "trainer0"),
             id="one trainer last",
-            marks=pytest.mark.soak,
+            marks=pytest.mark.rotated,
         ),
         pytest.param(
             ("pserver0", "pserver1", "trainer0", "trainer1"),
             id="the other trainer last",
-            marks=pytest.mark.soak,
+            marks=pytest.mark.rotated,
         ),
     ],
 )

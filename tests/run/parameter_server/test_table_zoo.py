@@ -304,7 +304,7 @@ def cases() -> list[Any]:
     found = []
     for name, place in itertools.product(CLASS, ("range", "bucket")):
         by_day = name in BY_DAY and BY_DAY.index(name) % 2 == (place == "bucket")
-        marks = [] if by_day else [pytest.mark.soak]
+        marks = [] if by_day else [pytest.mark.rotated]
         found.append(pytest.param(name, place, id=f"{CLASS[name]}-{name}-{place}", marks=marks))
     return found
 
@@ -329,7 +329,7 @@ def test_what_mixes_rows_or_leaves_is_refused_by_name(name: str) -> None:
 
 
 LAZY = [
-    pytest.param(name, marks=[] if name in (*BY_DAY, *WAITS, "adam") else [pytest.mark.soak])
+    pytest.param(name, marks=[] if name in (*BY_DAY, *WAITS, "adam") else [pytest.mark.rotated])
     for kind in "BC"
     for name in CLASSES[kind]
 ]
