@@ -18,7 +18,7 @@ from dtrans.hosts.host_list import HostEntry
 CONNECT = 10  # seconds until ssh gives up a connection
 # ssh uses the first value of an option, so the user's options come before these
 SSH = (
-    *("-o", "BatchMode=yes"),  # no prompt for a password: a launcher has no terminal
+    *("-o", "BatchMode=yes"),  # no password prompt, since the launcher may have no terminal
     *("-o", f"ConnectTimeout={CONNECT}"),
     *("-o", "LogLevel=ERROR"),
     # a lost host is noticed after 20 s, before the deadlines of the other roles

@@ -56,7 +56,8 @@ exec "$@"
 _ENDPOINT = "export DTRANS_CURRENT_ENDPOINT=$node:$port"
 _ID = "export DTRANS_TRAINER_ID=$index"
 
-# Slurm appends the command to each line, and does not interpret its quotes or %
+# `srun --multi-prog` appends the command to each line of this list. It does not interpret quotes
+# or % in the command.
 _MULTI_PROG = """\
 # the role of each task, and the node of each task
 lists=$(mktemp -d)

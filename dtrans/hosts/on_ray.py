@@ -245,8 +245,8 @@ class RayJob(Job):
         if self._has_batches:
             if batch:
                 raise BatchError(
-                    "trainers of on_ray(batches) read their batches; call job.step(state) without "
-                    "a batch"
+                    "this job was made by on_ray(batches), so its trainers read their batches "
+                    "themselves; call job.step(state) without a batch"
                 )
             return None
         specs = self.plan.main.args[2:]

@@ -278,7 +278,8 @@ class OnRay(Site):
         """Start an actor for every role of the job; return the roles, with endpoints."""
         servers = 0 if mode == "nccl2" else pservers
         placement = dataclasses.replace(self._placement, trainers=trainers, pservers=servers)
-        options = {"max_concurrency": 2}  # `signal` and `tell_ended` run during `run`
+        # two calls at a time, so that `signal` and `tell_ended` can run during `run`
+        options = {"max_concurrency": 2}
         self._group = RayGroup(
             self._ray, ScriptActor, placement, lambda bundle: {}, DEADLINE, options
         )

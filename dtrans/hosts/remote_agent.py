@@ -208,7 +208,7 @@ def _attend(child: Child, events: SimpleQueue[Any], ended: EndedRoles, silence: 
         if event is child:
             return ending
         if event is None:
-            # the first time the launcher is lost, afterwards the grace period has passed
+            # The launcher is lost. After SIGTERM, None means that the grace period has passed.
             child.signal(signal.SIGKILL if ending else signal.SIGTERM)
             limit, ending = time.monotonic() + GRACE, True
             continue

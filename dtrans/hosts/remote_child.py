@@ -114,7 +114,7 @@ class RemoteChild(Child):
     def signal(self, signum: int) -> None:
         """Send a signal to the role and to its child processes."""
         if self._over.is_set() or not self.settled.is_set():
-            super().signal(signum)  # ends the connection, and the agent with it
+            super().signal(signum)  # this ends the connection, which ends the agent
         elif signum == signal.SIGKILL:
             self._thread(self._kill)
         else:

@@ -684,7 +684,7 @@ class _Links:
         """
         for j in sorted(range(len(self.servers)), key=lambda j: -max(self.servers[j])):
             now, then = np.maximum(self.out, self.into), np.maximum(*self.with_server(j))
-            # the busiest link if a host took the server: the host's link, or the busiest other
+            # for each host, the bytes over the busiest link if that host gets the server
             *_, second, first = np.sort(np.r_[0.0, now])
             busiest = np.maximum(then, np.where(now == first, second, first))
             unit = max(busiest.max(), 1e-30)  # numbers that differ by rounding compare equal
