@@ -312,7 +312,7 @@ FAULTS = (
     ),
     Fault(
         "zero/reduce_scatter.py",
-        "if o.replicas == 1:",
+        "if options.replicas == 1:",
         "if True:",
         ("zero/test_plan.py", "zero/test_transform.py"),
         "zero/test_plan.py::test_collectives_move_what_zero_says[0-1-2-2]",

@@ -72,28 +72,28 @@ class MicroSteps:
     noun: str
 
     @classmethod
-    def from_options(cls, step: Cut, o: Options, merges: Mapping[str, str]) -> MicroSteps:
+    def from_options(cls, step: Cut, options: Options, merges: Mapping[str, str]) -> MicroSteps:
         """Return the micro-steps of a trainer with these options."""
-        types, shared = step.program.inputs, o.shared
+        types, shared = step.program.inputs, options.shared
         axes: Mapping[str, int]
-        split = [n for n in step.batch if not is_under(n, o.batch.unsplit_inputs)]
+        split = [n for n in step.batch if not is_under(n, options.batch.unsplit_inputs)]
         if shared is None:
             axes = {n: 0 for n in split if types[n].ndim}
             carried = [n for n in step.frozen if n in merges]
         else:
             axes, carried = shared.axes, []
         return cls(
-            count=o.micro_steps,
-            reduce=o.reduce.op or "mean",
+            count=options.micro_steps,
+            reduce=options.reduce.op or "mean",
             ways=merges,
-            example_count=o.batch.example_count,
+            example_count=options.batch.example_count,
             axes=axes,
             keys=[n for n in split if is_key(types[n].dtype) and not types[n].ndim],
             joined={} if shared is None else shared.joined,
             carried=carried,
-            precomputed=o.precomputed,
-            clip_norm=o.reduce.clip_per_micro_batch(o.num_micro_batch),
-            noun=o.noun,
+            precomputed=options.precomputed,
+            clip_norm=options.reduce.clip_per_micro_batch(options.num_micro_batch),
+            noun=options.noun,
         )
 
 

@@ -26,20 +26,20 @@ from dtrans.ir.pytree import is_under
 from dtrans.step.cut import Cut
 
 
-def check_merge(name: str, way: str, t: Any, *, is_state: bool, o: Options) -> None:
+def check_merge(name: str, way: str, t: Any, *, is_state: bool, options: Options) -> None:
     """Raise ConfigError if a merge rule does not fit the type of its output."""
     if is_state and way in ("concat", "each"):
         raise ConfigError(
-            f"merge[{name!r}]={way!r}: every {o.noun} must have the same state; write 'mean', "
-            "'sum' or 'max'"
+            f"merge[{name!r}]={way!r}: every {options.noun} must have the same state; write "
+            "'mean', 'sum' or 'max'"
         )
-    if way == "each" and o.micro_steps > 1:
+    if way == "each" and options.micro_steps > 1:
         raise ConfigError(
-            f"merge[{name!r}]='each': a {o.noun} has several values, one for each of "
-            f"{o.micro_steps} micro-steps; write 'mean', 'sum', 'max', 'concat', or 'same' (the "
-            "last one)"
+            f"merge[{name!r}]='each': a {options.noun} has several values, one for each of "
+            f"{options.micro_steps} micro-steps; write 'mean', 'sum', 'max', 'concat', or 'same' "
+            "(the last one)"
         )
-    if name == o.batch.example_count and way != "sum":
+    if name == options.batch.example_count and way != "sum":
         raise ConfigError(
             f"merge[{name!r}]={way!r}: example_count is always summed; leave this rule out, or "
             "write 'sum'"
@@ -55,33 +55,33 @@ def check_merge(name: str, way: str, t: Any, *, is_state: bool, o: Options) -> N
     if not fits.get(way, True):
         others = [w for w, fit in fits.items() if fit]
         if not is_state:
-            others.append("same" if o.micro_steps > 1 else "each")
+            others.append("same" if options.micro_steps > 1 else "each")
         choices = " or ".join(map(repr, others or ["same"]))
         raise ConfigError(f"merge[{name!r}]={way!r}: its type is {t.str_short()}; write {choices}")
 
 
-def infer_merges(step: Cut, o: Options, count_remedy: str = "") -> dict[str, str]:
+def infer_merges(step: Cut, options: Options, count_remedy: str = "") -> dict[str, str]:
     """Return the merge rule of each result, and of each parameter that trainers update locally.
 
     Args:
       step: the step of one trainer.
-      o: the options.
+      options: the options.
       count_remedy: the remedy in an error about state that depends on the number of rows.
 
     Raises:
       ConfigError: no rule is known, or the user's rule does not fit.
     """
-    local_state = _local_state(step, o)
+    local_state = _local_state(step, options)
     names = (*step.results, *local_state)
-    if o.trainers * o.micro_steps == 1:
+    if options.trainers * options.micro_steps == 1:
         found = dict.fromkeys(names, "same")
         for n in names:
-            if o.batch.merge.get(n) == "each":
+            if options.batch.merge.get(n) == "each":
                 found[n] = "each"
-        if o.batch.example_count is not None:
-            found[o.batch.example_count] = "sum"
+        if options.batch.example_count is not None:
+            found[options.batch.example_count] = "sum"
         return found
-    rules = _MergeRules(step, o, local_state, count_remedy)
+    rules = _MergeRules(step, options, local_state, count_remedy)
     return {n: rules.infer(n) for n in names}
 
 
@@ -90,19 +90,19 @@ class _MergeRules:
 
     Args:
       step: the step of one trainer.
-      o: the options.
+      options: the options.
       local_state: the state that trainers update locally.
       count_remedy: as for `infer_merges`.
     """
 
     def __init__(
-        self, step: Cut, o: Options, local_state: Sequence[str], count_remedy: str
+        self, step: Cut, options: Options, local_state: Sequence[str], count_remedy: str
     ) -> None:
-        self.step, self.o = step, o
+        self.step, self.options = step, options
         self.local_state, self.count_remedy = local_state, count_remedy
-        self.parts = o.trainers * o.micro_steps
+        self.parts = options.trainers * options.micro_steps
         self.outs: Mapping[str, Atom] = step.program.outvars
-        self.batch_values = _find_batch_values(step, o)
+        self.batch_values = _find_batch_values(step, options)
         self.full_step = self._trace_full_step()
         self.row_counts = {}
         if self.full_step is not None:
@@ -113,7 +113,7 @@ class _MergeRules:
         may_grow = []
         is_needed = False
         for n in (*self.step.results, *self.local_state):
-            if n in self.o.batch.merge or n == self.o.batch.example_count:
+            if n in self.options.batch.merge or n == self.options.batch.example_count:
                 continue
             out = self.outs[n]
             is_array = n in self.step.results and self.step.program.outputs[n].ndim > 0
@@ -123,7 +123,7 @@ class _MergeRules:
             is_needed |= isinstance(out, Var) and not self.batch_values.get(out)
         if not may_grow and not is_needed:
             return None
-        return _trace_full_batch(self.step, self.o, self.parts, may_grow)
+        return _trace_full_batch(self.step, self.options, self.parts, may_grow)
 
     def infer(self, name: str) -> str:
         """Return the merge rule of an output.
@@ -132,15 +132,15 @@ class _MergeRules:
           ConfigError: no rule is known, or the user's rule does not fit.
         """
         t, out = self.step.program.outputs[name], self.outs[name]
-        if name in self.o.batch.merge:
-            return self._check_user_rule(name, self.o.batch.merge[name])
-        if name == self.o.batch.example_count:
+        if name in self.options.batch.merge:
+            return self._check_user_rule(name, self.options.batch.merge[name])
+        if name == self.options.batch.example_count:
             return "sum"
         if self.full_step is not None and self.full_step.outputs[name].shape != t.shape:
             return self._check_growth(name, self.full_step.outputs[name])
         if isinstance(out, Literal):
             full = None if self.full_step is None else self.full_step.outvars[name]
-            return _constant_way(name, out, full, self.parts, self.o.noun)
+            return _constant_way(name, out, full, self.parts, self.options.noun)
         if self.batch_values.get(out):
             return self._merge_batch_value(name)
         if self.row_counts.get(out):
@@ -153,7 +153,7 @@ class _MergeRules:
         Raises:
           ConfigError: the rule is "same" for state that differs between trainers.
         """
-        noun, out = self.o.noun, self.outs[name]
+        noun, out = self.options.noun, self.outs[name]
         differs = isinstance(out, Var) and self.batch_values.get(out)
         if name in self.local_state and way == "same" and differs:
             raise ConfigError(
@@ -171,27 +171,27 @@ class _MergeRules:
         t = self.step.program.outputs[name]
         if full.shape != (self.parts * t.shape[0], *t.shape[1:]):
             raise ConfigError(
-                f"{name} is {t.str_short()} on a {self.o.noun}'s part and {full.str_short()} on "
-                "the full batch; results may grow with the batch on dim 0 only; write "
+                f"{name} is {t.str_short()} on a {self.options.noun}'s part and {full.str_short()} "
+                "on the full batch; results may grow with the batch on dim 0 only; write "
                 f"merge={{{name!r}: ...}}"
             )
         return "concat"
 
     def _merge_batch_value(self, name: str) -> str:
         """Return the rule of a value that depends on rows of the batch."""
-        o, t = self.o, self.step.program.outputs[name]
+        options, t = self.options, self.step.program.outputs[name]
         if jnp.issubdtype(t.dtype, jnp.inexact):
-            return (o.reduce.op or "mean") if name in self.step.results else "mean"
+            return (options.reduce.op or "mean") if name in self.step.results else "mean"
         # integers may be counts, sums or flags: only the user knows the merge
         if name in self.local_state:
             raise ConfigError(
-                f"{name} is {t.str_short()} and depends on a {o.noun}'s part of the batch; write "
-                f"merge={{{name!r}: 'sum'}} or 'max'"
+                f"{name} is {t.str_short()} and depends on a {options.noun}'s part of the batch; "
+                f"write merge={{{name!r}: 'sum'}} or 'max'"
             )
-        if o.micro_steps > 1:
+        if options.micro_steps > 1:
             raise ConfigError(
-                f"{name} is {t.str_short()} and computed in each of {o.micro_steps} micro-steps; "
-                f"write merge={{{name!r}: 'sum'}}, 'max' or 'same' (the last one)"
+                f"{name} is {t.str_short()} and computed in each of {options.micro_steps} "
+                f"micro-steps; write merge={{{name!r}: 'sum'}}, 'max' or 'same' (the last one)"
             )
         return "each"
 
@@ -200,29 +200,31 @@ class _MergeRules:
         remedy = self.count_remedy if name in self.local_state else ""
         remedy = remedy or f"write merge={{{name!r}: 'sum'}} or 'max'"
         raise ConfigError(
-            f"{name} is {t.str_short()}, which depends on the number of rows of a {self.o.noun}'s "
-            f"part but not on the rows; {remedy}"
+            f"{name} is {t.str_short()}, which depends on the number of rows of a "
+            f"{self.options.noun}'s part but not on the rows; {remedy}"
         )
 
 
-def _local_state(step: Cut, o: Options) -> list[str]:
+def _local_state(step: Cut, options: Options) -> list[str]:
     """Return the state that trainers update locally: batch statistics, or all state."""
-    return [n for n in mergeable_state(step, o) if not _is_unchanged(step.program, n)]
+    return [n for n in mergeable_state(step, options) if not _is_unchanged(step.program, n)]
 
 
-def mergeable_state(step: Cut, o: Options) -> Sequence[str]:
+def mergeable_state(step: Cut, options: Options) -> Sequence[str]:
     """Return the state that can have merge rules: all with local steps, else frozen leaves."""
-    if o.local_sgd is not None:
+    if options.local_sgd is not None:
         return (*step.params, *step.opt_state)
     return step.frozen
 
 
-def _trace_full_batch(step: Cut, o: Options, parts: int, may_grow: Sequence[str]) -> Program | None:
+def _trace_full_batch(
+    step: Cut, options: Options, parts: int, may_grow: Sequence[str]
+) -> Program | None:
     """Trace the step on the full batch.
 
     Args:
       step: the step of one trainer.
-      o: the options.
+      options: the options.
       parts: the number of parts of the full batch.
       may_grow: outputs that cannot be merged without this trace.
 
@@ -230,7 +232,9 @@ def _trace_full_batch(step: Cut, o: Options, parts: int, may_grow: Sequence[str]
       The step; None if arrays have different numbers of rows and `may_grow` is empty.
     """
     types = step.program.inputs
-    split = [n for n in step.batch if types[n].ndim and not is_under(n, o.batch.unsplit_inputs)]
+    split = [
+        n for n in step.batch if types[n].ndim and not is_under(n, options.batch.unsplit_inputs)
+    ]
     rows = {types[n].shape[0]: n for n in split}
     if len(rows) > 1:
         if not may_grow:
@@ -238,8 +242,8 @@ def _trace_full_batch(step: Cut, o: Options, parts: int, may_grow: Sequence[str]
         listed = " and ".join(f"{n} has {count}" for count, n in rows.items())
         raise ConfigError(
             f"{', '.join(may_grow)} may grow with the batch, whose arrays are split over the "
-            f"{o.noun}s on dim 0, but {listed} rows; name the arrays that every {o.noun} needs "
-            "in full in unsplit_inputs=(...)"
+            f"{options.noun}s on dim 0, but {listed} rows; name the arrays that every "
+            f"{options.noun} needs in full in unsplit_inputs=(...)"
         )
     full_types = []
     for n, t in types.items():
@@ -276,13 +280,13 @@ def _differ(x: JaxprEqn, y: JaxprEqn) -> bool:
     return without_addresses(str(x.params)) != without_addresses(str(y.params))
 
 
-def _find_batch_values(step: Cut, o: Options) -> dict[Var, int]:
+def _find_batch_values(step: Cut, options: Options) -> dict[Var, int]:
     """Return the values that differ between trainers because they depend on the batch."""
     program = step.program
     inner = program.inner
     ins = program.invars
     outs = program.outvars
-    if o.local_sgd is None:
+    if options.local_sgd is None:
         # values computed from gradients read reduced gradients, which are equal
         stops = dict.fromkeys(step.boundary.values(), 0)
         return propagate(inner.eqns, {ins[n]: 1 for n in step.batch}, stops)

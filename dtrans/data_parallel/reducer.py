@@ -52,7 +52,7 @@ SAME_FOR_ALL = ReduceSpec()
 
 def assign_buckets(
     values: Mapping[str, Atom],
-    o: Options,
+    options: Options,
     kind: Callable[[str], ReduceSpec] = lambda leaf: SAME_FOR_ALL,
 ) -> tuple[Bucket, ...]:
     """Assign values to buckets; a bucket that is complete earlier comes first.
@@ -60,14 +60,14 @@ def assign_buckets(
     Args:
       values: the values to reduce by leaf, in the order in which they are computed. Leaves may
         share a value.
-      o: the options.
+      options: the options.
       kind: returns the spec of a leaf's reduction.
     """
     reduced: dict[str, Atom] = {}
     for leaf, value in values.items():
         if value.aval.size and not kind(leaf).is_replicated:
             reduced[leaf] = value
-    groups = _group_leaves(reduced, o, kind)
+    groups = _group_leaves(reduced, options, kind)
 
     # a bucket is reduced as soon as its last value is computed
     position = number_items(reduced)
@@ -76,7 +76,7 @@ def assign_buckets(
     buckets = []
     for i, leaves in enumerate(groups):
         dtype = reduced[leaves[0]].aval.dtype
-        itemsize = np.dtype(reduced_type(dtype, kind(leaves[0]), o)).itemsize
+        itemsize = np.dtype(reduced_type(dtype, kind(leaves[0]), options)).itemsize
         # leaves may share a value, which then counts once
         sizes = {id(reduced[n]): reduced[n].aval.size for n in leaves}
         buckets.append(Bucket(f"bucket/{i}", tuple(leaves), dtype, sum(sizes.values()) * itemsize))
@@ -84,13 +84,13 @@ def assign_buckets(
 
 
 def _group_leaves(
-    values: Mapping[str, Atom], o: Options, kind: Callable[[str], ReduceSpec]
+    values: Mapping[str, Atom], options: Options, kind: Callable[[str], ReduceSpec]
 ) -> list[list[str]]:
     """Group leaves whose values have one dtype and spec, up to the size of a bucket.
 
     Leaves that share a value are in one group.
     """
-    limits = bucket_sizes(avals(values.values()), o)
+    limits = bucket_sizes(avals(values.values()), options)
     open_groups: dict[Any, list[str]] = {}
     sizes: dict[Any, int] = {}
     full: list[list[str]] = []
@@ -112,7 +112,7 @@ def _group_leaves(
     return full + list(open_groups.values())
 
 
-def bucket_sizes(types: Sequence[Any], o: Options) -> dict[Any, float]:
+def bucket_sizes(types: Sequence[Any], options: Options) -> dict[Any, float]:
     """Return the largest size of a bucket in bytes, by dtype.
 
     With `max_buckets`, each dtype has a share of the buckets that is proportional to its number of
@@ -123,23 +123,23 @@ def bucket_sizes(types: Sequence[Any], o: Options) -> dict[Any, float]:
     dtypes = sorted({t.dtype for t in types}, key=str)
     if not dtypes:
         return {}
-    if o.reduce.max_buckets is None:
-        return dict.fromkeys(dtypes, o.reduce.bucket_MB * 2**20)
-    if len(dtypes) >= o.reduce.max_buckets:
+    if options.reduce.max_buckets is None:
+        return dict.fromkeys(dtypes, options.reduce.bucket_MB * 2**20)
+    if len(dtypes) >= options.reduce.max_buckets:
         return dict.fromkeys(dtypes, math.inf)
     counts: dict[Any, int] = dict.fromkeys(dtypes, 0)
     total: dict[Any, int] = dict.fromkeys(dtypes, 0)
     for t in types:
         counts[t.dtype] += 1
         total[t.dtype] += t.size * t.dtype.itemsize
-    splits = {d: max(1, o.reduce.max_buckets * counts[d] // len(types)) for d in dtypes}
-    splits[dtypes[0]] += max(0, o.reduce.max_buckets - sum(splits.values()))
+    splits = {d: max(1, options.reduce.max_buckets * counts[d] // len(types)) for d in dtypes}
+    splits[dtypes[0]] += max(0, options.reduce.max_buckets - sum(splits.values()))
     return {d: math.inf if splits[d] == 1 else total[d] / (splits[d] - 1) for d in dtypes}
 
 
-def reduced_type(dtype: Any, kind: ReduceSpec, o: Options) -> Any:
+def reduced_type(dtype: Any, kind: ReduceSpec, options: Options) -> Any:
     """Return the type in which gradients of a dtype are reduced."""
-    to = kind.compress or o.reduce.compress
+    to = kind.compress or options.reduce.compress
     return dtype if to is None else COMPRESSED[to]
 
 
@@ -149,7 +149,7 @@ class Reducer:
     Args:
       b: the builder to write with.
       values: the step's gradients, as for `assign_buckets`.
-      o: the options.
+      options: the options.
       example_count: the weight of this trainer, if means are weighted.
       suffix: the suffix of names of reduced values, after the leaf.
       kind: as for `assign_buckets`.
@@ -164,21 +164,21 @@ class Reducer:
         self,
         b: Builder,
         values: Mapping[str, Atom],
-        o: Options,
+        options: Options,
         example_count: Atom | None,
         suffix: str = "",
         kind: Callable[[str], ReduceSpec] = lambda leaf: SAME_FOR_ALL,
         scale: Atom | None = None,
     ) -> None:
         self.b = b
-        self.o = o
-        self.clip_norm = o.reduce.clip_per_step(o.num_micro_batch)
+        self.options = options
+        self.clip_norm = options.reduce.clip_per_step(options.num_micro_batch)
         self.means: dict[str, Atom] = {}
         self.grads: dict[str, Atom] = {}
         self.kind = kind
         self.bucket_of: dict[str, Bucket] = {}
         self.missing: dict[str, set[str]] = {}
-        for bucket in assign_buckets(values, o, kind):
+        for bucket in assign_buckets(values, options, kind):
             self.bucket_of |= dict.fromkeys(bucket.leaves, bucket)
             self.missing[bucket.name] = set(bucket.leaves)
         self.waiting: list[Bucket] = []
@@ -239,7 +239,7 @@ class Reducer:
 
     def _reduce(self, bucket: Bucket) -> None:
         """Write the reduction of a bucket, and the operations before and after it."""
-        if self.o.trainers == 1:
+        if self.options.trainers == 1:
             self.means |= subset(self.grads, bucket.leaves)
             return
         # leaves may share a variable, which is reduced once; literals cannot be keys of a dict
@@ -256,8 +256,8 @@ class Reducer:
 
         sent = self._chain([self._prepare_part(x, bucket) for x in parts])
         sums = self.sums(bucket, sent)
-        if self.o.reduce.chains is not None:
-            self._chains[self._reduced % self.o.reduce.chains] = sums
+        if self.options.reduce.chains is not None:
+            self._chains[self._reduced % self.options.reduce.chains] = sums
         self._reduced += 1
 
         for grad, total in zip(parts, sums, strict=True):
@@ -268,39 +268,39 @@ class Reducer:
 
     def _prepare_part(self, x: Atom, bucket: Bucket) -> Atom:
         """Write the operations on a gradient before its reduction."""
-        b, o = self.b, self.o
+        b, options = self.b, self.options
         if self._divides_first(x):
-            x = b.call(_divide(o.trainers), x)[0]
-        elif o.reduce.op == "mean":
+            x = b.call(_divide(options.trainers), x)[0]
+        elif options.reduce.op == "mean":
             x = self._by_count(x)
         if (to := self._compress(bucket)) is not None:
-            x = b.call(_compress_to(to, o.reduce.compress_scale), x)[0]
+            x = b.call(_compress_to(to, options.reduce.compress_scale), x)[0]
         return x
 
     def _finish_sum(self, grad: Atom, total: Atom, bucket: Bucket) -> Atom:
         """Write the operations on the sum of a gradient."""
-        b, o = self.b, self.o
+        b, options = self.b, self.options
         if self._compress(bucket) is not None:
-            total = b.call(_restore(grad.aval.dtype, o.reduce.compress_scale), total)[0]
-        if o.reduce.op == "mean" and not self._divides_first(grad):
+            total = b.call(_restore(grad.aval.dtype, options.reduce.compress_scale), total)[0]
+        if options.reduce.op == "mean" and not self._divides_first(grad):
             total = self._average(total)
         return total
 
     def sums(self, bucket: Bucket, sent: Sequence[Atom]) -> Sequence[Atom]:
         """Return the sums of a bucket over trainers."""
-        if self.o.trainers_per_node:
+        if self.options.trainers_per_node:
             return self._hierarchical_sum(bucket.name, sent)
-        return self._sum(bucket.name, sent, self.o.over)
+        return self._sum(bucket.name, sent, self.options.over)
 
     def _compress(self, bucket: Bucket) -> str | None:
         """Return the type in which a bucket is reduced; None for its own type."""
-        return self.kind(bucket.leaves[0]).compress or self.o.reduce.compress
+        return self.kind(bucket.leaves[0]).compress or self.options.reduce.compress
 
     def _chain(self, parts: list[Atom]) -> list[Atom]:
         """Make the next reduction of a chain depend on the previous one."""
-        if self.o.reduce.chains is None:
+        if self.options.reduce.chains is None:
             return parts
-        before = self._chains.get(self._reduced % self.o.reduce.chains, ())
+        before = self._chains.get(self._reduced % self.options.reduce.chains, ())
         if not before:
             return parts
         return self.b.call(together, *parts, *before)[: len(parts)]
@@ -308,16 +308,16 @@ class Reducer:
     def _divides_first(self, x: Atom) -> bool:
         """Return True for a mean of float16 parameters: their sum may overflow."""
         return (
-            self.o.local_sgd is not None
+            self.options.local_sgd is not None
             and self.example_count is None
             and bool(x.aval.dtype == jnp.float16)
         )
 
     def _average(self, total: Atom) -> Atom:
         # the sum of weighted terms is the mean
-        if self.example_count is not None or self.o.trainers == 1:
+        if self.example_count is not None or self.options.trainers == 1:
             return total
-        return self.b.call(_divide(self.o.trainers), total)[0]
+        return self.b.call(_divide(self.options.trainers), total)[0]
 
     def _by_count(self, x: Atom) -> Atom:
         """Return a trainer's term of a weighted mean; it is weighted before a sum can overflow."""
@@ -328,13 +328,13 @@ class Reducer:
     def _total_count(self) -> Atom:
         if self._total is None:
             assert self.example_count is not None
-            (self._total,) = self._sum("example_count", [self.example_count], self.o.over)
-            if self.o.trainers > 1 and isinstance(self._total, Var):
-                self.b.labels[self._total] = f"{self.o.batch.example_count}.sum"
+            (self._total,) = self._sum("example_count", [self.example_count], self.options.over)
+            if self.options.trainers > 1 and isinstance(self._total, Var):
+                self.b.labels[self._total] = f"{self.options.batch.example_count}.sum"
         return self._total
 
     def _sum(self, name: str, parts: Sequence[Atom], over: Sequence[str]) -> Sequence[Atom]:
-        if self.o.trainers == 1:
+        if self.options.trainers == 1:
             return parts
         return self.b.bind(all_reduce_p, *parts, op="sum", name=name, owners=(), over=tuple(over))
 
@@ -343,7 +343,7 @@ class Reducer:
 
         Vectors are padded to a multiple of the node's size.
         """
-        b, (exter, inter), size = self.b, self.o.over, self.o.trainers_per_node
+        b, (exter, inter), size = self.b, self.options.over, self.options.trainers_per_node
         flat = [b.call(_flatten(size), x)[0] for x in parts]
         inside = b.bind(reduce_scatter_p, *flat, name=name, over=(inter,), size=size, axis=0)
         shards = self._sum(name, inside, (exter,))
@@ -364,18 +364,21 @@ class Reducer:
           merges: the merge rule of each output.
           before: the state before the step, by name. "sum" of state adds up its increments.
         """
-        b, o = self.b, self.o
+        b, options = self.b, self.options
         b.role = DIST
         found: dict[str, Atom] = {}
         for op in dict.fromkeys(REDUCED.values()):
             names = [n for n, way in merges.items() if REDUCED.get(way) == op]
-            if o.batch.example_count in names and merges[o.batch.example_count] == "sum":
-                found[o.batch.example_count] = self._total_count()
-                names.remove(o.batch.example_count)
+            if (
+                options.batch.example_count in names
+                and merges[options.batch.example_count] == "sum"
+            ):
+                found[options.batch.example_count] = self._total_count()
+                names.remove(options.batch.example_count)
             if not names:
                 continue
             increments = set()
-            if o.trainers > 1:
+            if options.trainers > 1:
                 increments = {n for n in names if merges[n] == "sum" and n in before}
 
             sent: list[Atom] = []
@@ -387,10 +390,10 @@ class Reducer:
                 else:
                     sent.append(outs[n])
             reduced: Sequence[Atom] = sent
-            if o.trainers > 1:
+            if options.trainers > 1:
                 name = f"results/{op}"
                 reduced = sums = b.bind(
-                    all_reduce_p, *sent, op=op, name=name, owners=(), over=o.over
+                    all_reduce_p, *sent, op=op, name=name, owners=(), over=options.over
                 )
                 b.labels.update(zip(sums, (f"{n}.{op}" for n in names), strict=True))
 

@@ -24,14 +24,14 @@ from dtrans.step.observers import refuse_twice
 
 
 def take_inputs(
-    b: Builder, step: Cut, o: Options, cut: Mapping[str, Any] | None = None
+    b: Builder, step: Cut, options: Options, cut: Mapping[str, Any] | None = None
 ) -> dict[Var, Var]:
     """Add the step's inputs to a program; random keys and slices have new variables.
 
     Args:
       b: the builder of the program.
       step: the step.
-      o: the options.
+      options: the options.
       cut: the types of inputs that trainers slice.
 
     Returns:
@@ -41,8 +41,8 @@ def take_inputs(
     cut = cut or {}
     for n, v in step.program.invars.items():
         is_key = jnp.issubdtype(v.aval.dtype, jax.dtypes.prng_key) and not v.aval.ndim
-        is_split = n in step.batch and not is_under(n, o.batch.unsplit_inputs)
-        if o.trainers > 1 and is_key and is_split:
+        is_split = n in step.batch and not is_under(n, options.batch.unsplit_inputs)
+        if options.trainers > 1 and is_key and is_split:
             replaced[v] = b.input(v.aval)
         elif n in cut:
             replaced[v] = b.input(cut[n])
@@ -51,11 +51,11 @@ def take_inputs(
     return replaced
 
 
-def fold_keys(b: Builder, keys: Mapping[Var, Var], o: Options) -> None:
+def fold_keys(b: Builder, keys: Mapping[Var, Var], options: Options) -> None:
     """Fold random keys with the id of the trainer."""
     if not keys:
         return
-    (index,) = b.bind(trainer_index_p, over=o.over)
+    (index,) = b.bind(trainer_index_p, over=options.over)
     for folded, key in keys.items():
         b.call_as(folded, jax.random.fold_in, key, index)
 

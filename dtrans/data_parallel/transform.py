@@ -157,17 +157,17 @@ def plan_data_parallel(main: Program, startup: Program, options: Options) -> Col
     if options.trainers > 1:
         check_observers(plain.program, plain.observers)
     matched = match_startup(plain, startup)
-    step, o, shared = share_step(plain, options, main)
-    merges = infer_merges(step, o) if shared is None else shared.merges
+    step, trainer_options, shared = share_step(plain, options, main)
+    merges = infer_merges(step, trainer_options) if shared is None else shared.merges
     for_uneven_batch = None
     if shared is not None and not options.splits_evenly:
         for_uneven_batch = partial(_write_uneven, shared, options)
     return CollectivePlan(
         main=plain.program,
         startup=matched,
-        program=write_trainer(step, o, merges),
+        program=write_trainer(step, trainer_options, merges),
         options=options,
-        buckets=assign_buckets(reduced_values(step, o, merges), o),
+        buckets=assign_buckets(reduced_values(step, trainer_options, merges), trainer_options),
         merges=merges,
         callers=callers_of(plain.observers, *callers(options)),
         replan=partial(plan_data_parallel, main, startup),
@@ -176,15 +176,15 @@ def plan_data_parallel(main: Program, startup: Program, options: Options) -> Col
     )
 
 
-def callers(o: Options) -> tuple[str, str]:
+def callers(options: Options) -> tuple[str, str]:
     """Return two texts that name the callers of callbacks: forward and backward, others."""
-    noun = o.noun
+    noun = options.noun
     each = f"each {noun}, with its own values"
-    if o.micro_steps > 1:
+    if options.micro_steps > 1:
         each += ", in each micro-step"
-    if o.local_sgd is not None:
+    if options.local_sgd is not None:
         return each, each
-    return f"{noun} 0" if o.batch.exact else each, f"{noun} 0"
+    return f"{noun} 0" if options.batch.exact else each, f"{noun} 0"
 
 
 def _write_uneven(
@@ -228,67 +228,72 @@ def share_step(
     return step, options, shared
 
 
-def _refuse_differing_gradients(step: Cut, o: Options) -> None:
+def _refuse_differing_gradients(step: Cut, options: Options) -> None:
     """Raise GradientError for gradients of gradients that differ between trainers."""
-    if o.local_sgd is None:
-        refuse_nested(step, o.trainers, o.noun)
-    if o.trainers > 1:
+    if options.local_sgd is None:
+        refuse_nested(step, options.trainers, options.noun)
+    if options.trainers > 1:
         # local steps cannot be exact, so that the error cannot advise batch='exact'
         remedy = ""
-        if o.local_sgd is None:
-            remedy = f"With batch='exact' all {o.noun}s make one update, which may"
-        refuse_across(step, f"which differs by {o.noun}", remedy=remedy)
+        if options.local_sgd is None:
+            remedy = f"With batch='exact' all {options.noun}s make one update, which may"
+        refuse_across(step, f"which differs by {options.noun}", remedy=remedy)
 
 
-def _refuse_mixed_rows(name: str, shared: ExactStep, o: Options, *, is_sum: bool) -> None:
+def _refuse_mixed_rows(name: str, shared: ExactStep, options: Options, *, is_sum: bool) -> None:
     """Raise ConfigError for local clips and micro-steps if the step is not a sum over parts.
 
     Args:
       name: the name of the step.
       shared: the split of the batch.
-      o: the options.
+      options: the options.
       is_sum: True if a part of the batch needs no precomputed values.
     """
     mixed = f"{name} has values that depend on all rows ({shared.reason})"
-    if o.reduce.clip_local_norm is not None and not (shared.proven and is_sum):
+    if options.reduce.clip_local_norm is not None and not (shared.proven and is_sum):
         raise ConfigError(
-            f"clip_local_norm={o.reduce.clip_local_norm!r} clips the gradient of each {o.noun}'s "
-            f"rows, but {mixed}; pass batch='local', or clip the reduced gradient in the optimizer"
+            f"clip_local_norm={options.reduce.clip_local_norm!r} clips the gradient of each "
+            f"{options.noun}'s rows, but {mixed}; pass batch='local', or clip the reduced gradient "
+            "in the optimizer"
         )
-    if o.num_micro_batch > 1 and not shared.proven:
+    if options.num_micro_batch > 1 and not shared.proven:
         raise ConfigError(
-            f"num_micro_batch={o.num_micro_batch} reads parts of the batch one after the other, "
-            f"but {mixed} and on a parameter; pass batch='local' to compute them from each part "
-            "alone, or leave num_micro_batch out"
+            f"num_micro_batch={options.num_micro_batch} reads parts of the batch one after the "
+            f"other, but {mixed} and on a parameter; pass batch='local' to compute them from each "
+            "part alone, or leave num_micro_batch out"
         )
 
 
 def _by_micro_steps(
-    step: Cut, o: Options, main: Program | None
+    step: Cut, options: Options, main: Program | None
 ) -> tuple[ExactStep, PrecomputedMicroSteps | None]:
     """Return the split of the batch over all micro-steps, and their precomputed inputs."""
-    axes, parts = batch_axes(step, o.batch), o.trainers * o.num_micro_batch
-    of_part = micro_types(step.program, axes, o.num_micro_batch, o.noun)
+    axes, parts = batch_axes(step, options.batch), options.trainers * options.num_micro_batch
+    of_part = micro_types(step.program, axes, options.num_micro_batch, options.noun)
     # Prefer the step itself on each part, if the step is a sum over parts. The alternative computes
     # terms of the gradients. Terms are smaller: a norm would clip too little, and they may
     # underflow in 16 bits.
-    if o.reduce.clip_local_norm is not None or main is None:
+    if options.reduce.clip_local_norm is not None or main is None:
         part = step.program.specialize_flat([*of_part.values()])
-        alone = shard_step(cut(part).with_reported(), o.batch, parts, o.over, noun=o.noun)
-        if alone.proven or o.reduce.clip_local_norm is not None:
+        alone = shard_step(
+            cut(part).with_reported(), options.batch, parts, options.over, noun=options.noun
+        )
+        if alone.proven or options.reduce.clip_local_norm is not None:
             return alone, None
     full_types = [full_type(t, axes.get(n), parts) for n, t in of_part.items()]
     full = step.program.specialize_flat(full_types)
-    _refuse_sized(step, cut(full).with_reported(), o)
+    _refuse_sized(step, cut(full).with_reported(), options)
     captured = None if main is None else captured_if_marked(full)
     leaves = leaves_of_state(step.optimize, step.params) if step.state_read else {}
     constants = (*step.frozen, *(n for n in step.state_read if n not in leaves))
     written = full if captured is None else captured
-    shared, values = shard_by_parts(written, axes, constants, parts, o.over, o.noun)
-    return shared, PrecomputedMicroSteps(written, values, shared.part, axes, o.trainers, o.over)
+    shared, values = shard_by_parts(written, axes, constants, parts, options.over, options.noun)
+    return shared, PrecomputedMicroSteps(
+        written, values, shared.part, axes, options.trainers, options.over
+    )
 
 
-def _refuse_sized(step: Cut, full: Cut, o: Options) -> None:
+def _refuse_sized(step: Cut, full: Cut, options: Options) -> None:
     """Raise ConfigError if the update, or a result of gradients, depends on the batch or its size.
 
     Each trainer computes these once, after its micro-steps, and has only its own rows.
@@ -296,39 +301,40 @@ def _refuse_sized(step: Cut, full: Cut, o: Options) -> None:
     Args:
       step: the step with a trainer's part of the batch.
       full: the step with the full batch.
-      o: the options.
+      options: the options.
     """
-    if o.trainers > 1 and (found := step.first_difference(full)) is not None:
+    if options.trainers > 1 and (found := step.first_difference(full)) is not None:
         name, line = found
         raise ConfigError(
-            f"num_micro_batch={o.num_micro_batch}: {name} of {step.program.name} depends on "
+            f"num_micro_batch={options.num_micro_batch}: {name} of {step.program.name} depends on "
             f"gradients and on rows of the batch, or their number ({line}), which differ by "
-            f"{o.noun}; divide inside the loss function, or leave num_micro_batch out"
+            f"{options.noun}; divide inside the loss function, or leave num_micro_batch out"
         )
 
 
 # -- checks ----------------------------------------------------------------------------------------
 
 
-def check_names(step: Cut, o: Options) -> None:
+def check_names(step: Cut, options: Options) -> None:
     """Raise ConfigError for names that the step does not have, and for unfit merge rules."""
-    state = mergeable_state(step, o)
+    state = mergeable_state(step, options)
     mergeable = (*step.results, *state)
-    for name, way in o.batch.merge.items():
+    for name, way in options.batch.merge.items():
         if name not in mergeable:
             raise ConfigError(
-                f"merge names {name!r}, expected an output of {o.noun}s: {', '.join(mergeable)}"
+                f"merge names {name!r}, expected an output of {options.noun}s: "
+                f"{', '.join(mergeable)}"
             )
-        check_merge(name, way, step.program.outputs[name], is_state=name in state, o=o)
-    for name in o.batch.unsplit_inputs:
+        check_merge(name, way, step.program.outputs[name], is_state=name in state, options=options)
+    for name in options.batch.unsplit_inputs:
         if not any(is_under(n, [name]) for n in step.batch):
             raise ConfigError(
                 f"unsplit_inputs names {name!r}, expected an array of the batch: "
                 f"{', '.join(step.batch)}"
             )
-    if o.batch.example_count is not None:
-        check_example_count(step, o, o.batch.example_count)
-    to = o.reduce.compress
+    if options.batch.example_count is not None:
+        check_example_count(step, options, options.batch.example_count)
+    to = options.reduce.compress
     for name, g in step.gradients.items():
         if to is not None and jnp.issubdtype(g.aval.dtype, jnp.complexfloating):
             raise ConfigError(
@@ -354,7 +360,7 @@ def _check_gradient_results(step: Cut) -> None:
         )
 
 
-def check_example_count(step: Cut, o: Options, name: str) -> None:
+def check_example_count(step: Cut, options: Options, name: str) -> None:
     """Raise ConfigError for a result that cannot weight gradients."""
     if name not in step.results:
         raise ConfigError(
@@ -389,9 +395,9 @@ def refuse_collectives(main: Program) -> None:
 # -- the rewrite -----------------------------------------------------------------------------------
 
 
-def reduced_values(step: Cut, o: Options, merges: Mapping[str, str]) -> dict[str, Atom]:
+def reduced_values(step: Cut, options: Options, merges: Mapping[str, str]) -> dict[str, Atom]:
     """Return the values to reduce: gradients in backward order, or state after local steps."""
-    if o.local_sgd is None:
+    if options.local_sgd is None:
         return subset(step.gradients, ready_order(step))
     outs = step.program.outvars
     return {n: outs[n] for n in (*step.params, *step.opt_state) if merges.get(n) == "mean"}
@@ -399,7 +405,7 @@ def reduced_values(step: Cut, o: Options, merges: Mapping[str, str]) -> dict[str
 
 def write_trainer(
     step: Cut,
-    o: Options,
+    options: Options,
     merges: Mapping[str, str],
     kind: Callable[[str], ReduceSpec] = lambda leaf: SAME_FOR_ALL,
 ) -> Program:
@@ -407,55 +413,60 @@ def write_trainer(
 
     Args:
       step: the step of one trainer.
-      o: the options.
+      options: the options.
       merges: the merge rules of outputs.
       kind: returns the spec of a leaf's reduction.
     """
     source = step.program
     outs: dict[str, Atom] = source.outvars
-    if o.micro_steps > 1 and o.shared is not None:
+    if options.micro_steps > 1 and options.shared is not None:
         # keep only these callbacks: each micro-step would call the others again
         step = step.with_observers(STATE, UPDATE)
     b = Builder(source.jaxpr)
     b.role = FORWARD
-    keys = take_inputs(b, step, o)
-    fold_keys(b, keys, o)
-    if o.local_sgd is None:
-        outs |= _write_shared_update(b, step, o, merges, outs, kind)
+    keys = take_inputs(b, step, options)
+    fold_keys(b, keys, options)
+    if options.local_sgd is None:
+        outs |= _write_shared_update(b, step, options, merges, outs, kind)
     else:
-        outs |= _write_averaged_state(b, step, o, merges, outs)
+        outs |= _write_averaged_state(b, step, options, merges, outs)
 
     program = Program.written(f"trainer of {source.name}", b, source.args, source.out, outs)
     return source.rewritten(
-        lambda other: write_trainer(cut(other).with_reported(), o, merges, kind), result=program
+        lambda other: write_trainer(cut(other).with_reported(), options, merges, kind),
+        result=program,
     )
 
 
 def _write_shared_update(
     b: Builder,
     step: Cut,
-    o: Options,
+    options: Options,
     merges: Mapping[str, str],
     outs: Mapping[str, Atom],
     kind: Callable[[str], ReduceSpec],
 ) -> dict[str, Atom]:
     """Write a step whose update reads reduced gradients; return its outputs by name."""
     vars_of = step.program.invars
-    if o.num_micro_batch == 1 and runs_loops_of_forward(step, step.batch):
+    if options.num_micro_batch == 1 and runs_loops_of_forward(step, step.batch):
         step = hand_over(step, step.batch)
     results = [n for n in step.results if n not in step.from_gradients]
     found = dict(outs)
     inputs: dict[str, Atom] = dict(vars_of)
-    values = reduced_values(step, o, merges)
-    if o.num_micro_batch == 1:
-        reducer = Reducer(b, values, o, outs.get(o.batch.example_count or ""), GRAD, kind)
+    values = reduced_values(step, options, merges)
+    if options.num_micro_batch == 1:
+        reducer = Reducer(
+            b, values, options, outs.get(options.batch.example_count or ""), GRAD, kind
+        )
         outputs = write_trainer_half(b, step, results, reducer.add)
         inputs |= subset(outputs, step.handed)
     else:
-        window = MicroSteps.from_options(step, o, merges)
+        window = MicroSteps.from_options(step, options, merges)
         outputs, grads = write_micro_steps(b, step, window, results)
         found |= outputs
-        reducer = Reducer(b, values, o, found.get(o.batch.example_count or ""), GRAD, kind)
+        reducer = Reducer(
+            b, values, options, found.get(options.batch.example_count or ""), GRAD, kind
+        )
         for leaf in values:
             reducer.add(leaf, grads[leaf])
     reducer.finish()
@@ -468,19 +479,19 @@ def _write_shared_update(
         atoms.append(reducer.means[n.leaf] if isinstance(n, Gradient) else inputs[n])
     found |= zip(half.out_names, b.inline(half.jaxpr, *atoms), strict=True)
     found |= write_from_gradients(b, step, found, reducer.means)
-    if o.trainers > 1:
+    if options.trainers > 1:
         # with batch='local' each trainer runs callbacks of forward and backward with its values
-        call_once(b, o.over, 0 if o.shared is not None else begun)
+        call_once(b, options.over, 0 if options.shared is not None else begun)
     return found | reducer.reduce_results(found, merges, vars_of)
 
 
 def _write_averaged_state(
-    b: Builder, step: Cut, o: Options, merges: Mapping[str, str], outs: Mapping[str, Atom]
+    b: Builder, step: Cut, options: Options, merges: Mapping[str, str], outs: Mapping[str, Atom]
 ) -> dict[str, Atom]:
     """Write local steps and the mean of their state; return the outputs by name."""
-    found = {**outs, **write_local_steps(b, step, MicroSteps.from_options(step, o, merges))}
-    values = reduced_values(step, o, merges)
-    reducer = Reducer(b, values, o, found.get(o.batch.example_count or ""))
+    found = {**outs, **write_local_steps(b, step, MicroSteps.from_options(step, options, merges))}
+    values = reduced_values(step, options, merges)
+    reducer = Reducer(b, values, options, found.get(options.batch.example_count or ""))
     for leaf in values:
         reducer.add(leaf, found[leaf])
     reducer.finish()

@@ -27,38 +27,38 @@ from dtrans.zero.options import ShardingOptions
 from dtrans.zero.rank_values import local_values
 
 
-def with_forward_values(step: Cut, o: ShardingOptions) -> Cut:
+def with_forward_values(step: Cut, options: ShardingOptions) -> Cut:
     """Return the step with forward values as inputs of its update (`Cut.handed`).
 
     If ranks own whole leaves, the forward pass also computes values that need a collective. An
     owner's update is a branch that other ranks do not run, so a collective in it would never
     complete.
     """
-    if o.trainers == 1:
+    if options.trainers == 1:
         return step
-    return hand_over(step, differing_batch(step, o), drawn=o.slices.partition != "rows")
+    return hand_over(step, differing_batch(step, options), drawn=options.slices.partition != "rows")
 
 
-def differing_batch(step: Cut, o: Options) -> set[str]:
+def differing_batch(step: Cut, options: Options) -> set[str]:
     """Return the batch arrays that differ from rank to rank: split arrays and random keys."""
     found = set()
     for n in step.batch:
         t = step.program.inputs[n]
-        if (t.ndim or is_key(t.dtype)) and not is_under(n, o.batch.unsplit_inputs):
+        if (t.ndim or is_key(t.dtype)) and not is_under(n, options.batch.unsplit_inputs):
             found.add(n)
     return found
 
 
-def differing_values(step: Cut, o: Options) -> set[Var]:
+def differing_values(step: Cut, options: Options) -> set[Var]:
     """Return the values of the step that differ from rank to rank, before gradients are reduced."""
-    seeds = values_at(step.program.invars, differing_batch(step, o))
+    seeds = values_at(step.program.invars, differing_batch(step, options))
     return local_values(step.program.inner.eqns, seeds, completed=_completed())
 
 
-def differing_inputs(step: Cut, o: Options) -> set[str]:
+def differing_inputs(step: Cut, options: Options) -> set[str]:
     """Return the inputs of the update that differ from rank to rank."""
-    values = differing_values(step, o)
-    differing = differing_batch(step, o)
+    values = differing_values(step, options)
+    differing = differing_batch(step, options)
     for name, v in step.handed.items():
         if v in values:
             differing.add(name)

@@ -59,13 +59,13 @@ class ShardingPlan(CollectivePlan):
         """
         if trainers == self.trainers:
             return self
-        o = self.options
-        if trainers % o.degree:
+        degree = self.options.degree
+        if trainers % degree:
             raise ConfigError(
-                f"the number of ranks is {trainers}, expected a multiple of degree={o.degree}; "
-                f"start {o.degree * max(1, trainers // o.degree)} ranks"
+                f"the number of ranks is {trainers}, expected a multiple of degree={degree}; "
+                f"start {degree * max(1, trainers // degree)} ranks"
             )
-        options = dataclasses.replace(o, trainers=trainers, replicas=trainers // o.degree)
+        options = dataclasses.replace(self.options, trainers=trainers, replicas=trainers // degree)
         replanned: ShardingPlan = self.replan(options)
         return replanned
 
@@ -127,6 +127,7 @@ class ShardingPlan(CollectivePlan):
 
     @property
     def _title(self) -> str:
-        o = self.options
-        groups = f"{o.replicas} groups of " if o.replicas > 1 else ""
-        return f"sharding plan of {self.main.name}: stage {o.stage}, {groups}{o.degree} ranks"
+        options = self.options
+        groups = f"{options.replicas} groups of " if options.replicas > 1 else ""
+        ranks = f"{groups}{options.degree} ranks"
+        return f"sharding plan of {self.main.name}: stage {options.stage}, {ranks}"

@@ -40,7 +40,7 @@ class RankLayout:
     It depends on the batch's shape only if the update contains the batch size as a number.
 
     Attributes:
-      o: the options.
+      options: the options.
       merges: the merge rule of each result.
       slices: the leaves and state that are cut.
       half: the optimize half of a rank.
@@ -50,7 +50,7 @@ class RankLayout:
       sums: further inputs that are slices: gradients that a pipeline has scattered and summed.
     """
 
-    o: ShardingOptions
+    options: ShardingOptions
     merges: Mapping[str, str]
     slices: Slices
     half: OptimizeHalf
@@ -61,13 +61,17 @@ class RankLayout:
 
     @classmethod
     def from_step(
-        cls, step: Cut, o: ShardingOptions, merges: Mapping[str, str], planned: Slices | None = None
+        cls,
+        step: Cut,
+        options: ShardingOptions,
+        merges: Mapping[str, str],
+        planned: Slices | None = None,
     ) -> RankLayout:
         """Return the layout of a step.
 
         Args:
           step: the step, cut.
-          o: the options.
+          options: the options.
           merges: the merge rule of each result.
           planned: the slices that were chosen for another batch size; the state is stored in them.
 
@@ -75,31 +79,33 @@ class RankLayout:
           ConfigError: ranks own whole leaves, and an owner would need values that only other ranks
             have.
         """
-        if o.degree == 1:
+        if options.degree == 1:
             analysis = analyse(step.optimize, step.params)
             slices = Slices(analysis, {}, {}, dict.fromkeys(step.params, "degree is 1"))
-            return cls(o, merges, slices, step.optimize)
-        differing = differing_inputs(step, o)
-        if o.slices.partition != "rows":
+            return cls(options, merges, slices, step.optimize)
+        differing = differing_inputs(step, options)
+        if options.slices.partition != "rows":
             if rows := sorted(differing.intersection(step.batch)):
                 raise ConfigError(
-                    f"partition={o.slices.partition!r}: the update of {step.program.name} reads "
-                    f"all rows of {rows[0]}, but the owner of a leaf has only its part of the "
-                    "batch; use partition='rows'"
+                    f"partition={options.slices.partition!r}: the update of {step.program.name} "
+                    f"reads all rows of {rows[0]}, but the owner of a leaf has only its part of "
+                    "the batch; use partition='rows'"
                 )
-            owned = LeafOwners.from_step(step, o)
-            return cls(o, merges, owned.slices, owned.half, owned=owned)
+            owned = LeafOwners.from_step(step, options)
+            return cls(options, merges, owned.slices, owned.half, owned=owned)
         slices = choose_slices(
             step,
-            o.degree,
-            least=o.slices.min_slice_size,
-            in_layers=o.stage > 1,
-            sliced_in_use=o.stage == 3,
+            options.degree,
+            least=options.slices.min_slice_size,
+            in_layers=options.stage > 1,
+            sliced_in_use=options.stage == 3,
             differing=differing,
             planned=planned,
         )
-        half, gathers = slice_half(slices.analysis.half, slices.cuts, o.degree, o.axis_name)
-        return cls(o, merges, slices, half, gathers)
+        half, gathers = slice_half(
+            slices.analysis.half, slices.cuts, options.degree, options.axis_name
+        )
+        return cls(options, merges, slices, half, gathers)
 
     def for_update(self, planned: Cut, again: Cut) -> RankLayout:
         """Return the same layout for a batch of another size, with the update of that size.
@@ -113,17 +119,17 @@ class RankLayout:
         """
         if not planned.handed and not planned.optimize.differing_outputs(again.optimize):
             return self
-        other = RankLayout.from_step(again, self.o, self.merges, self.slices)
+        other = RankLayout.from_step(again, self.options, self.merges, self.slices)
         if other.cuts != self.cuts or other.owner != self.owner:
             check_same_update(planned, again)
         return dataclasses.replace(
-            other, o=self.o, merges=self.merges, groups=self.groups, sums=self.sums
+            other, options=self.options, merges=self.merges, groups=self.groups, sums=self.sums
         )
 
     @property
     def cuts(self) -> dict[str, Sliced]:
         """Inputs of the step that are slices, by name."""
-        leaves = self.slices.leaves if self.o.slices_params else {}
+        leaves = self.slices.leaves if self.options.slices_params else {}
         return {**leaves, **self.slices.state, **self.sums}
 
     @property
@@ -135,8 +141,8 @@ class RankLayout:
 
     def layer_gradients(self, step: Cut) -> dict[Var, str]:
         """Return the gradients that loops scatter layer by layer, with their leaves."""
-        o = self.o
-        if o.stage == 1 or self._weights_or_clips or o.reduce.compress is not None:
+        options = self.options
+        if options.stage == 1 or self._weights_or_clips or options.reduce.compress is not None:
             return {}
         eqns, _ = trainer_equations(step)
         # no loop scatters replicated gradients, because they are not reduced
@@ -156,7 +162,7 @@ class RankLayout:
         """Return a function that maps a leaf to the spec of its gradient's reduction."""
         layers = set(self.layer_gradients(step).values())
         compress: dict[str, str] = {}
-        dtype = self.o.precision.dtype
+        dtype = self.options.precision.dtype
         if dtype is not None:
             # a loop that scatters gradients of layers reduces them in 16 bits already
             compress = dict.fromkeys(low_gradients(step, COMPRESSED[dtype]) - layers, dtype)
@@ -165,9 +171,9 @@ class RankLayout:
     def buckets(self, step: Cut) -> tuple[Bucket, ...]:
         """Return the gradients that each collective moves, in the order of the collectives."""
         if self.owned is not None:
-            return self.owned.buckets(step, self.o)
+            return self.owned.buckets(step, self.options)
         gradients = subset(step.gradients, ready_order(step))
-        return assign_buckets(gradients, self.o, self.spec_of(step))
+        return assign_buckets(gradients, self.options, self.spec_of(step))
 
     @property
     def replicated(self) -> Collection[str]:
@@ -177,10 +183,13 @@ class RankLayout:
         micro-steps either: a gradient term that does not depend on the batch is then added by one
         rank only.
         """
-        adds_terms = self.o.num_micro_batch > 1 and self.o.reduce.op == "sum"
+        adds_terms = self.options.num_micro_batch > 1 and self.options.reduce.op == "sum"
         return () if self._weights_or_clips or adds_terms else self.slices.replicated
 
     @property
     def _weights_or_clips(self) -> bool:
         """True if each rank weights or clips its gradients before they are reduced."""
-        return self.o.batch.example_count is not None or self.o.reduce.clip_local_norm is not None
+        return (
+            self.options.batch.example_count is not None
+            or self.options.reduce.clip_local_norm is not None
+        )

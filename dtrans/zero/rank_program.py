@@ -69,33 +69,33 @@ class RankWriter:
         self.step = step
         self.layout = layout
         self.gradients = gradients
-        self.o = o = layout.o
+        self.options = options = layout.options
         self.leaves = layout.slices.leaves
         self.source = step.program
         self.spec_of = layout.spec_of(step)
-        self.reduce_options: ShardingOptions = o
-        if not o.slices.overlap and not o.reduce.chains:
+        self.reduce_options: ShardingOptions = options
+        if not options.slices.overlap and not options.reduce.chains:
             # reductions of one chain run one after the other
-            one_chain = dataclasses.replace(o.reduce, chains=1)
-            self.reduce_options = dataclasses.replace(o, reduce=one_chain)
+            one_chain = dataclasses.replace(options.reduce, chains=1)
+            self.reduce_options = dataclasses.replace(options, reduce=one_chain)
         self.scale: Atom | None = None
-        if o.precision.scaling is not None:
-            self.scale = scale_of(o.precision.scaling, self.source.invars)
+        if options.precision.scaling is not None:
+            self.scale = scale_of(options.precision.scaling, self.source.invars)
         self.b = Builder(self.source.jaxpr)
         self.b.role = FORWARD
         self.local = self._take_inputs()
 
     def _take_inputs(self) -> dict[str, Atom]:
         """Add the inputs of the program; return them by name."""
-        step, b, o, invars = self.step, self.b, self.o, self.source.invars
+        step, b, options, invars = self.step, self.b, self.options, self.source.invars
         cuts = self.layout.cuts
         types = {n: s.rank_type(self.source.inputs[n]) for n, s in cuts.items()}
-        replaced = take_inputs(b, step, o, types)
+        replaced = take_inputs(b, step, options, types)
         local = dict(zip(invars, read_from(replaced, invars.values()), strict=True))
         if self.layout.owned is not None:
             local |= self.layout.owned.take_bins(b, self.source.in_names)
         batch = {invars[n] for n in step.batch if n not in cuts}
-        fold_keys(b, {v: k for v, k in replaced.items() if v in batch}, o)
+        fold_keys(b, {v: k for v, k in replaced.items() if v in batch}, options)
         return local
 
     def write(self) -> Program:
@@ -113,8 +113,8 @@ class RankWriter:
         found |= means.reduce_results(found, self.layout.merges, self.source.invars)
         if finite is not None:
             found |= update.skip_unless(finite, found)
-        if self.o.shared is not None and self.o.trainers > 1:
-            call_once(b, self.o.over)
+        if self.options.shared is not None and self.options.trainers > 1:
+            call_once(b, self.options.over)
 
         owned = self.layout.owned
         args, out = self.source.args, self.source.out
@@ -135,7 +135,7 @@ class RankWriter:
         )
 
         def write_again(source: Program) -> Program:
-            other = with_forward_values(cut(source).with_reported(), self.o)
+            other = with_forward_values(cut(source).with_reported(), self.options)
             return write_rank(other, self.layout.for_update(step, other), self.gradients)
 
         return self.source.rewritten(write_again, result=program)
@@ -148,21 +148,21 @@ class RankWriter:
         Returns:
           The writer of the reductions, which has the reduced gradients.
         """
-        step, b, o = self.step, self.b, self.o
+        step, b, options = self.step, self.b, self.options
         values: dict[str, Atom] = subset(step.gradients, ready_order(step))
-        count = o.batch.example_count or ""
+        count = options.batch.example_count or ""
         results = [n for n in step.results if n not in step.from_gradients]
         if self.gradients is not None:
             reducer = self._reducer(values, None, are_scattered=True)
             for leaf, grad in self.gradients(b, self.local):
                 reducer.add(leaf, grad)
-        elif o.num_micro_batch == 1:
+        elif options.num_micro_batch == 1:
             reducer = self._reducer(values, found.get(count))
             found |= self._write_half(b, step, results, reducer.add, self.local)
         else:
             outputs, grads = self._accumulate(results)
             found |= outputs
-            reducer = self._reducer(values, found.get(count), are_scattered=o.stage > 1)
+            reducer = self._reducer(values, found.get(count), are_scattered=options.stage > 1)
             for leaf in values:
                 reducer.add(leaf, grads[leaf])
         reducer.finish()
@@ -178,14 +178,14 @@ class RankWriter:
           example_count: the weight of this rank, if gradients are averaged with weights.
           are_scattered: True if all gradients of cut leaves are slices already.
         """
-        b, o, owned = self.b, self.reduce_options, self.layout.owned
+        b, options, owned = self.b, self.reduce_options, self.layout.owned
         if owned is not None:
-            return owned.reducer(b, values, o, example_count)
+            return owned.reducer(b, values, options, example_count)
         spec_of = self.spec_of
         if are_scattered:
             replicated, groups = self.layout.replicated, self.layout.groups
             spec_of = scatter_specs(self.leaves, self.leaves, {}, replicated, groups)
-        return Scatterer(b, values, o, example_count, GRAD, self.leaves, spec_of, self.scale)
+        return Scatterer(b, values, options, example_count, GRAD, self.leaves, spec_of, self.scale)
 
     def _write_half(
         self,
@@ -207,9 +207,9 @@ class RankWriter:
         delayed: list[tuple[str, Atom]] = []
         delay = lambda leaf, grad: delayed.append((leaf, grad))
         writer = None
-        if self.o.slices_params or self.layout.layer_gradients(step):
+        if self.options.slices_params or self.layout.layer_gradients(step):
             writer = self._gatherer(b, step, local)
-        called = on_gradient if self.o.stage > 1 else delay
+        called = on_gradient if self.options.stage > 1 else delay
         found = write_trainer_half(b, step, results, called, writer, self._arrange(step))
         for leaf, grad in delayed:
             on_gradient(leaf, grad)
@@ -220,9 +220,9 @@ class RankWriter:
 
         It fuses transposes, and removes residuals that depend on layers only.
         """
-        o, jaxpr, vars_of = self.o, step.program.jaxpr, step.program.invars
+        options, jaxpr, vars_of = self.options, step.program.jaxpr, step.program.invars
         rows: dict[Var, RowAxis] = {}
-        if o.stage == 3:
+        if options.stage == 3:
             rows = {vars_of[n]: RowAxis(n, s.axis) for n, s in self.leaves.items()}
 
         def arrange(
@@ -233,8 +233,8 @@ class RankWriter:
                 eqns = list(map(inline_inside, eqns))
                 local = local_values(eqns, values_at(vars_of, step.batch))
                 inputs = SliceInputs(rows, local, wanted={})
-                options = GatherOptions(o.axis_name, o.degree)
-                analysis = SliceAnalysis(Builder(jaxpr), jaxpr, eqns, roles, inputs, options)
+                gather_options = GatherOptions(options.axis_name, options.degree)
+                analysis = SliceAnalysis(Builder(jaxpr), jaxpr, eqns, roles, inputs, gather_options)
                 eqns = rematerialize_layers(analysis, set(variables(wanted)))
             return eqns, roles
 
@@ -244,11 +244,11 @@ class RankWriter:
         """Return a function that creates the writer of forward and backward on slices."""
         vars_of = step.program.invars
         layers = self.layout.layer_gradients(step)
-        options = self._gather_options(step, layers)
+        gather_options = self._gather_options(step, layers)
         wanted = {g: RowAxis(n, self.leaves[n].axis) for g, n in layers.items()}
         params: dict[Var, RowAxis] = {}
         slices: dict[Var, Atom] = {}
-        if self.o.slices_params:
+        if self.options.slices_params:
             for n, s in self.leaves.items():
                 params[vars_of[n]], slices[vars_of[n]] = RowAxis(n, s.axis), local[n]
 
@@ -259,7 +259,7 @@ class RankWriter:
             inputs = SliceInputs(params, local_vars, wanted, slices)
             plain = list(map(inline_inside, eqns))
             atoms = [a for _, a in ends]
-            gatherer = Gatherer(b, step.program.jaxpr, plain, roles, inputs, options, atoms)
+            gatherer = Gatherer(b, step.program.jaxpr, plain, roles, inputs, gather_options, atoms)
             # a gradient that depends on parameters only may be computed as slices
             sliced = set()
             for n, g in step.gradients.items():
@@ -274,32 +274,34 @@ class RankWriter:
 
     def _gather_options(self, step: Cut, layers: Mapping[Var, str]) -> GatherOptions:
         """Return the options of gathers and scatters in forward and backward."""
-        o = self.o
+        options = self.options
         dtypes = {n: g.aval.dtype for g, n in layers.items()}
-        if o.precision.dtype is not None:
-            dtype = COMPRESSED[o.precision.dtype]
+        if options.precision.dtype is not None:
+            dtype = COMPRESSED[options.precision.dtype]
             dtypes |= dict.fromkeys(low_gradients(step, dtype) & dtypes.keys(), dtype)
-        segment = o.slices.gather_bucket_MB if o.stage == 3 else o.reduce.bucket_MB
+        segment = options.reduce.bucket_MB
+        if options.stage == 3:
+            segment = options.slices.gather_bucket_MB
         return GatherOptions(
-            o.axis_name,
-            o.degree,
+            options.axis_name,
+            options.degree,
             dtypes,
-            prefetch=o.prefetch,
-            prefetch_in_loops=o.prefetch if o.prefetches_in_loops else 0,
+            prefetch=options.prefetch,
+            prefetch_in_loops=options.prefetch if options.prefetches_in_loops else 0,
             segment=segment * 2**20,
-            once=o.stage < 3,
+            once=options.stage < 3,
         )
 
     def _accumulate(self, results: Sequence[str]) -> Outputs:
         """Write forward and backward of all micro-steps; from stage 2 on, gradients are slices."""
-        o, step = self.o, self.step
-        window = MicroSteps.from_options(step, o, self.layout.merges)
-        slices = subset(self.local, self.leaves) if o.slices_params else {}
+        options, step = self.options, self.step
+        window = MicroSteps.from_options(step, options, self.layout.merges)
+        slices = subset(self.local, self.leaves) if options.slices_params else {}
 
         def write_micro_step(inner: Builder, micro: Cut) -> Outputs:
             local = {n: inner.input(a.aval) for n, a in slices.items()}
             inner.role = FORWARD
-            if o.stage == 1:
+            if options.stage == 1:
                 grads: dict[str, Atom] = {}
                 return self._write_half(inner, micro, results, grads.__setitem__, local), grads
             values: dict[str, Atom] = subset(micro.gradients, ready_order(micro))

@@ -43,7 +43,7 @@ class RankUpdate:
     ) -> None:
         self.b, self.step, self.layout = b, step, layout
         self.local, self.scale = local, scale
-        self.o = layout.o
+        self.options = layout.options
         self.leaves = layout.slices.leaves
         self._index: Atom | None = None  # the index of the rank in its group
 
@@ -66,36 +66,36 @@ class RankUpdate:
             else:
                 inputs.append(self.local[n])
         found = dict(zip(half.out_names, b.inline(half.jaxpr, *inputs), strict=True))
-        if not self.o.slices_params:
+        if not self.options.slices_params:
             found |= self._gather({n: found[n] for n in self.leaves if n in found})
         return found
 
     def _slice_of(self, leaf: str) -> Atom:
         """Return the rank's slice of a parameter."""
-        s, o, b = self.leaves[leaf], self.o, self.b
-        if o.slices_params:
+        s, options, b = self.leaves[leaf], self.options, self.b
+        if options.slices_params:
             return self.local[leaf]
         if self._index is None:
-            (self._index,) = b.bind(trainer_index_p, over=(o.axis_name,))
+            (self._index,) = b.bind(trainer_index_p, over=(options.axis_name,))
         (start,) = b.call(times(s.part), self._index)
         return b.call(rows_from(s.axis, s.part, s.padded), self.local[leaf], start)[0]
 
     def _gather(self, slices: Mapping[str, Atom]) -> dict[str, Atom]:
         """Write gathers of leaves from their slices, in buckets; return the full leaves by name."""
-        b, o = self.b, self.o
+        b, options = self.b, self.options
         b.role = DIST
         found: dict[str, Atom] = {}
         previous: Sequence[Atom] = ()
         for i, bucket in enumerate(self._gather_buckets(slices)):
             sent: Sequence[Atom] = values_at(slices, bucket)
-            if previous and not o.slices.overlap:
+            if previous and not options.slices.overlap:
                 sent = b.call(together, *sent, *previous)[: len(sent)]
             gathered = b.bind(
                 all_gather_p,
                 *sent,
                 name=f"params/{i}",
-                over=(o.axis_name,),
-                size=o.degree,
+                over=(options.axis_name,),
+                size=options.degree,
                 axis=self.leaves[bucket[0]].axis,
             )
             for n, x in zip(bucket, gathered, strict=True):
@@ -107,7 +107,7 @@ class RankUpdate:
 
     def _gather_buckets(self, slices: Mapping[str, Atom]) -> list[list[str]]:
         """Group leaves to gather by stage, type and dimension, up to the size of a bucket."""
-        limit = self.o.reduce.bucket_MB * 2**20
+        limit = self.options.reduce.bucket_MB * 2**20
         groups = self.layout.groups
         kind = lambda n: (groups.get(n, 0), str(slices[n].aval.dtype), self.leaves[n].axis)
         found: list[list[str]] = []
@@ -130,27 +130,27 @@ class RankUpdate:
         Args:
           means: the reduced gradients by leaf.
         """
-        step, b, o = self.step, self.b, self.o
+        step, b, options = self.step, self.b, self.options
         if not step.from_gradients:
             return {}
         if self.layout.owned is not None:
-            means = self.layout.owned.gather_gradients(b, means, o)
+            means = self.layout.owned.gather_gradients(b, means, options)
         computed = set(b.invars)
         for eqn in b.eqns:
             computed.update(eqn.outvars)
-        results = GradientResults(step, self.leaves, computed, differing_values(step, o))
+        results = GradientResults(step, self.leaves, computed, differing_values(step, options))
         cuts: dict[Name, Sliced] = {}
         for leaf, sliced in self.leaves.items():
             if leaf not in results.mixed:
                 cuts[Gradient(leaf)] = sliced
-                if o.slices_params:
+                if options.slices_params:
                     cuts[leaf] = sliced
-        half, _ = slice_half(results.half, cuts, o.degree, o.axis_name)
+        half, _ = slice_half(results.half, cuts, options.degree, options.axis_name)
 
         # leaves that are combined with rows of the batch are read in full
         full_grads = self._gather({n: means[n] for n in results.mixed if n in half.graded})
         params = {n: self.local[n] for n in results.mixed if n in half.in_names}
-        if o.slices_params:
+        if options.slices_params:
             params = self._gather(params)
         b.role = OPTIMIZE
         inputs: list[Atom] = []
@@ -172,7 +172,7 @@ class RankUpdate:
           The divided gradients, and a value that is True if all gradients of all ranks are finite.
           The second is None without a dynamic scale.
         """
-        b, scaling = self.b, self.o.precision.scaling
+        b, scaling = self.b, self.options.precision.scaling
         if scaling is None or self.scale is None:
             return dict(means), None
         b.role = OPTIMIZE
@@ -182,7 +182,7 @@ class RankUpdate:
         (finite,) = b.call(all_finite, *means.values())
         if self.leaves:
             # each rank has checked its own slices only
-            over = (self.o.axis_name,)
+            over = (self.options.axis_name,)
             (finite,) = b.bind(all_reduce_p, finite, op="and", name="finite", owners=(), over=over)
             b.labels[finite] = "finite"
         return unscaled, finite
@@ -197,7 +197,7 @@ class RankUpdate:
         Returns:
           Parameters, state and the state of the scale, by name.
         """
-        b, scaling = self.b, self.o.precision.scaling
+        b, scaling = self.b, self.options.precision.scaling
         assert scaling is not None
         b.role = OPTIMIZE
         selected: dict[str, Atom] = {}

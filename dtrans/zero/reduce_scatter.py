@@ -76,7 +76,7 @@ class Scatterer(Reducer):
     """Writer of reductions; `means` contains slices for cut leaves.
 
     Args:
-      b, values, o, example_count, suffix, scale: as for `Reducer`.
+      b, values, options, example_count, suffix, scale: as for `Reducer`.
       slices: the cut leaves.
       spec_of: returns the spec of a leaf's gradient.
     """
@@ -84,61 +84,62 @@ class Scatterer(Reducer):
     # False if the caller still sums `means` over groups and micro-steps
     adds_up = True
 
+    options: ShardingOptions
+
     def __init__(
         self,
         b: Builder,
         values: Mapping[str, Atom],
-        o: ShardingOptions,
+        options: ShardingOptions,
         example_count: Atom | None,
         suffix: str,
         slices: Mapping[str, Sliced],
         spec_of: Callable[[str], ScatterSpec],
         scale: Atom | None = None,
     ) -> None:
-        super().__init__(b, values, o, example_count, suffix, spec_of, scale)
+        super().__init__(b, values, options, example_count, suffix, spec_of, scale)
         self.spec_of = spec_of
         self.slices = slices
-        self.options = o
 
     def add(self, leaf: str, grad: Atom) -> None:
         """Add a gradient; reduce its bucket if it is complete. Replicated gradients need no sum."""
         if not self.spec_of(leaf).is_replicated:
             super().add(leaf, grad)
             return
-        b, o, cut = self.b, self.options, self.slices.get(leaf)
+        b, options, cut = self.b, self.options, self.slices.get(leaf)
         role, b.role = b.role, DIST
         # a loop over layers may have computed the slice already
         if cut is not None and grad.aval.shape[cut.axis] == cut.size != cut.part:
-            (index,) = b.bind(trainer_index_p, over=(o.axis_name,))
+            (index,) = b.bind(trainer_index_p, over=(options.axis_name,))
             grad = b.call(_take_slice(cut.axis, cut.part, cut.padded), grad, index)[0]
-        if self.adds_up and o.reduce.op == "sum" and o.trainers > 1:
+        if self.adds_up and options.reduce.op == "sum" and options.trainers > 1:
             # a sum over ranks contains the gradient once for each rank
-            grad = b.call(times(o.trainers), grad)[0]
+            grad = b.call(times(options.trainers), grad)[0]
         b.role = role
         self.means[leaf] = grad
 
     def sums(self, bucket: Bucket, sent: Sequence[Atom]) -> Sequence[Atom]:
         """Return the sums over all ranks; for a bucket of cut leaves, the rank's slices."""
-        spec, o = self.spec_of(bucket.leaves[0]), self.options
+        spec, options = self.spec_of(bucket.leaves[0]), self.options
         if spec.axis is None:
             return super().sums(bucket, sent)
         slices = sent
         if not spec.layers:
             slices = self._scatter(bucket, sent, spec.axis)
-        if o.replicas == 1:
+        if options.replicas == 1:
             return slices
-        return self._sum(bucket.name, slices, (o.slices.replica_axis_name,))
+        return self._sum(bucket.name, slices, (options.slices.replica_axis_name,))
 
     def _scatter(self, bucket: Bucket, sent: Sequence[Atom], axis: int) -> Sequence[Atom]:
         """Write the reduce-scatter of a bucket over the sharding axis."""
-        b, o = self.b, self.options
+        b, options = self.b, self.options
         padded_sizes = {self.slices[n].size: self.slices[n].padded for n in bucket.leaves}
         parts = []
         for x in sent:
             parts += b.call(padded(axis, padded_sizes[x.aval.shape[axis]]), x)
-        over = (o.axis_name,)
+        over = (options.axis_name,)
         return b.bind(
-            reduce_scatter_p, *parts, name=bucket.name, over=over, size=o.degree, axis=axis
+            reduce_scatter_p, *parts, name=bucket.name, over=over, size=options.degree, axis=axis
         )
 
     def _compress(self, bucket: Bucket) -> str | None:

@@ -149,10 +149,12 @@ def plan_sharding(main: Program, startup: Program, options: ShardingOptions) -> 
 
     # the step of one rank, and the merge of the ranks' results
     traced = main if options.precision.dtype is None else None
-    step, o, shared = share_step(in_precision(plain, main, options.precision), options, traced)
-    step = with_forward_values(step, o)
-    merges = infer_merges(step, o) if shared is None else shared.merges
-    layout = RankLayout.from_step(step, o, merges)
+    step, trainer_options, shared = share_step(
+        in_precision(plain, main, options.precision), options, traced
+    )
+    step = with_forward_values(step, trainer_options)
+    merges = infer_merges(step, trainer_options) if shared is None else shared.merges
+    layout = RankLayout.from_step(step, trainer_options, merges)
     for_uneven = None
     if shared is not None and not options.splits_evenly:
         for_uneven = partial(_write_uneven, shared, options, layout)

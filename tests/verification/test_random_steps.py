@@ -283,7 +283,7 @@ PLANTED = {
     ),
     "groups add up nothing": (
         "groups", "zero/reduce_scatter.py",
-        "return self._sum(bucket.name, slices, (o.slices.replica_axis_name,))", "return slices",
+        "return self._sum(bucket.name, slices, (options.slices.replica_axis_name,))", "return slices",
     ),
     "a trainer's gradients are left out": (
         "pserver", "slicing/mean.py", "functools.reduce(jax.lax.add, grads)",

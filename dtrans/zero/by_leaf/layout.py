@@ -70,7 +70,7 @@ class LeafOwners:
     out: TreeSpec
 
     @classmethod
-    def from_step(cls, step: Cut, o: ShardingOptions) -> LeafOwners:
+    def from_step(cls, step: Cut, options: ShardingOptions) -> LeafOwners:
         """Choose the owners of a step's leaves.
 
         Raises:
@@ -78,16 +78,16 @@ class LeafOwners:
         """
         leaves, half = _half_of_owners(step)
         analysis = analyse(half, leaves)
-        owner = assign_leaves(step, analysis, o.degree, o.slices.partition)
+        owner = assign_leaves(step, analysis, options.degree, options.slices.partition)
         params, opt_state = step.program.args[:2]
         root = unused_root(f"{opt_state.root or 'opt_state'}/bins", opt_state.names)
-        writer = OwnerWriter(analysis, owner, o, root, ready_order(step))
+        writer = OwnerWriter(analysis, owner, options, root, ready_order(step))
         for name, output in step.state_read.items():
             if name in writer.state.places:
                 raise ConfigError(
-                    f"partition={o.slices.partition!r}: {output} is computed from {name}, which "
-                    "only the owner of its leaf has; use partition='rows', which does not cut such "
-                    "leaves"
+                    f"partition={options.slices.partition!r}: {output} is computed from {name}, "
+                    "which only the owner of its leaf has; use partition='rows', which does not "
+                    "cut such leaves"
                 )
         types = step.program.inputs
         state_types = {n: types[n] for n in opt_state.names if n not in writer.state.places}
@@ -96,7 +96,7 @@ class LeafOwners:
         unsliced = {n: step.reason_not_optimized(n) for n in step.params if n not in owner}
         return cls(
             owner=owner,
-            loads=sum_loads({n: types[n].size for n in owner}, owner, o.degree),
+            loads=sum_loads({n: types[n].size for n in owner}, owner, options.degree),
             grads=writer.grads,
             state=writer.state,
             slices=Slices(analysis, {}, {}, unsliced),
@@ -135,17 +135,23 @@ class LeafOwners:
         return {**bins}
 
     def reducer(
-        self, b: Builder, values: Mapping[str, Atom], o: ShardingOptions, example_count: Atom | None
+        self,
+        b: Builder,
+        values: Mapping[str, Atom],
+        options: ShardingOptions,
+        example_count: Atom | None,
     ) -> Scatterer:
         """Return the writer that reduces the step's gradients in bins."""
-        return _BinScatterer(b, values, o, example_count, self.grads)
+        return _BinScatterer(b, values, options, example_count, self.grads)
 
-    def buckets(self, step: Cut, o: ShardingOptions) -> tuple[Bucket, ...]:
+    def buckets(self, step: Cut, options: ShardingOptions) -> tuple[Bucket, ...]:
         """Return the leaves that are reduced together."""
         values: dict[str, Atom] = subset(step.gradients, ready_order(step))
-        parts = _scattered_parts(self.grads, o)
+        parts = _scattered_parts(self.grads, options)
         found = []
-        for bucket in assign_buckets(_parts_of(values, self.grads, parts), o, _spec_of(parts)):
+        for bucket in assign_buckets(
+            _parts_of(values, self.grads, parts), options, _spec_of(parts)
+        ):
             leaves: list[str] = []
             for name in bucket.leaves:
                 leaves += self.grads.arrays_in(parts[name]) if name in parts else [name]
@@ -153,11 +159,11 @@ class LeafOwners:
         return tuple(found)
 
     def gather_gradients(
-        self, b: Builder, means: Mapping[str, Atom], o: ShardingOptions
+        self, b: Builder, means: Mapping[str, Atom], options: ShardingOptions
     ) -> dict[str, Atom]:
         """Write the gather of reduced gradients; return the gradients of all leaves."""
         bins = subset(means, self.grads.types)
-        return {**means, **gather_bins(b, self.grads, bins, o, "grads")}
+        return {**means, **gather_bins(b, self.grads, bins, options, "grads")}
 
     # -- the first state -------------------------------------------------------------------------
 
@@ -207,14 +213,14 @@ class _BinScatterer(Scatterer):
         self,
         b: Builder,
         values: Mapping[str, Atom],
-        o: ShardingOptions,
+        options: ShardingOptions,
         example_count: Atom | None,
         bins: Bins,
     ) -> None:
-        self.parts = parts = _scattered_parts(bins, o)
+        self.parts = parts = _scattered_parts(bins, options)
         slices = {n: Sliced(0, p.size * bins.ranks, p.size, bins.ranks) for n, p in parts.items()}
         values = _parts_of(values, bins, parts)
-        super().__init__(b, values, o, example_count, GRAD, slices, _spec_of(parts))
+        super().__init__(b, values, options, example_count, GRAD, slices, _spec_of(parts))
         self.bins = bins
         self.owned: dict[str, Atom] = {}
         self.lacking = {n: set(bins.arrays_in(p)) for n, p in parts.items()}
@@ -260,9 +266,9 @@ def _concatenate(*xs: jax.Array) -> jax.Array:
     return jax.lax.concatenate(xs, 0)
 
 
-def _scattered_parts(bins: Bins, o: ShardingOptions) -> dict[str, BinPart]:
+def _scattered_parts(bins: Bins, options: ShardingOptions) -> dict[str, BinPart]:
     """Return the parts of bins that are scattered together, by name."""
-    return {p.name: p for p in bins.parts(o.reduce.bucket_MB * 2**20)}
+    return {p.name: p for p in bins.parts(options.reduce.bucket_MB * 2**20)}
 
 
 def _parts_of(

@@ -52,7 +52,7 @@ class OwnerWriter:
     Args:
       analysis: the row analysis of the half of one device. A leaf without an owner is not updated.
       owner: the rank of each leaf.
-      o: the options.
+      options: the options.
       root: the start of the names of the bins of state.
       ready: the leaves in the order in which their gradients are computed, which is the order of
         the bins of gradients.
@@ -67,12 +67,12 @@ class OwnerWriter:
         self,
         analysis: RowAnalysis,
         owner: Mapping[str, int],
-        o: ShardingOptions,
+        options: ShardingOptions,
         root: str,
         ready: Sequence[str],
     ) -> None:
-        self.o = o
-        self.ranks = o.degree
+        self.options = options
+        self.ranks = options.degree
         self.spec = analyse_update(analysis, _place_leaves(analysis, owner, self.ranks))
         self.analysis = self.spec.analysis
         self._lay_out_bins(owner, root, ready)
@@ -175,7 +175,7 @@ class OwnerWriter:
             bins[n] = b.input(t)
 
         b.role = OPTIMIZE
-        (index,) = b.bind(trainer_index_p, over=(self.o.axis_name,))
+        (index,) = b.bind(trainer_index_p, over=(self.options.axis_name,))
         known: dict[Var, Atom] = {}
         for level in self.levels:
             switch = self._switch(level, [*values, *bins])
@@ -188,7 +188,7 @@ class OwnerWriter:
                     known[c.var] = values[c.name] = x
 
         params = {n: bins[f"new {n}"] for n in self.params.types}
-        found = gather_bins(b, self.params, params, self.o, "params")
+        found = gather_bins(b, self.params, params, self.options, "params")
         found |= self._write_shared_state(b, values, known)
         found |= {n: bins[f"new {n}"] for n in self.state.types}
         jaxpr = eliminate_dead(b.build(list(found.values())))
@@ -198,7 +198,7 @@ class OwnerWriter:
         self, b: Builder, op: str, reduced: Sequence[CrossServerValue], part: Atom
     ) -> list[Atom]:
         """Write the reduction of a vector over ranks; return the values in it."""
-        over = (self.o.axis_name,)
+        over = (self.options.axis_name,)
         b.role = DIST
         (vector,) = b.bind(all_reduce_p, part, op=op, name="optimizer", owners=(), over=over)
         b.role = OPTIMIZE
@@ -313,7 +313,7 @@ def write_function(b: Builder, fn: Callable[..., Any], *atoms: Atom) -> list[Ato
 
 
 def gather_bins(
-    b: Builder, bins: Bins, shards: Mapping[str, Atom], o: ShardingOptions, name: str
+    b: Builder, bins: Bins, shards: Mapping[str, Atom], options: ShardingOptions, name: str
 ) -> dict[str, Atom]:
     """Write gathers of a rank's bins, in parts; return the arrays of all ranks.
 
@@ -321,20 +321,25 @@ def gather_bins(
       b: the builder to write with.
       bins: the layout.
       shards: the bins of the rank.
-      o: the options.
+      options: the options.
       name: the start of the names of the gathers.
     """
     b.role = DIST
-    parts = bins.parts(o.reduce.bucket_MB * 2**20)
+    parts = bins.parts(options.reduce.bucket_MB * 2**20)
     found: list[Atom] = []
     for i, p in enumerate(parts):
         sent: Atom = shards[p.bin]
         if (p.start, p.stop) != (0, bins.types[p.bin].size):
             sent = b.part(sent, 0, p.start, p.stop)
-        if found and not o.slices.overlap:
+        if found and not options.slices.overlap:
             sent = b.call(together, sent, found[-1])[0]
         found += b.bind(
-            all_gather_p, sent, name=f"{name}/{i}", over=(o.axis_name,), size=o.degree, axis=0
+            all_gather_p,
+            sent,
+            name=f"{name}/{i}",
+            over=(options.axis_name,),
+            size=options.degree,
+            axis=0,
         )
 
     def unpack(*xs: Any) -> list[Any]:
