@@ -161,7 +161,7 @@ def stages_of(
     rule = contiguous
     if policy in (None, "HEURISTIC"):
         rule = balanced
-    # cut the equations in each candidate order, and keep the cut with the fastest slowest stage
+    # cut the equations in each candidate order, and keep the cut whose slowest stage is faster
     cuts = []
     for order in _orders(forward, costs, batch):
         row = _Row(forward, costs, order, flops_per_byte, batch)
@@ -337,7 +337,7 @@ def _late(eqns: Sequence[JaxprEqn], movable: Sequence[bool]) -> list[int]:
     """Return an order in which each movable equation directly precedes its first reader."""
     producer: dict[Var, int] = {}
     operands: list[list[int]] = []
-    moves: list[bool] = []  # an equation moves only if all its operands do
+    moves: list[bool] = []  # an equation moves only if all its operands move
     for i, eqn in enumerate(eqns):
         operands.append(values_at(producer, select(_reads(eqn), producer)))
         moves.append(not eqn.effects and movable[i] and all(values_at(moves, operands[i])))

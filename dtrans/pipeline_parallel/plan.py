@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from dtrans.costs import Costs, RoleCost, program_flops
 from dtrans.errors import BatchError, ConfigError
 from dtrans.ir.cost import flops, nbytes
-from dtrans.ir.selection import exclude, select, subset, values_at
+from dtrans.ir.pytree import all_names
+from dtrans.ir.selection import omit, select, values_at
 from dtrans.pipeline_parallel.schedule import Schedule, schedule
 from dtrans.plan import Plan
 
@@ -132,7 +133,7 @@ class PipelinePlan(Plan):
     @property
     def batch(self) -> tuple[str, ...]:
         """The names of the arrays of a batch."""
-        return tuple(n for spec in self.main.args[2:] for n in spec.names)
+        return tuple(all_names(self.main.args[2:]))
 
     @property
     def arguments(self) -> tuple[str, ...]:
@@ -145,13 +146,12 @@ class PipelinePlan(Plan):
     @property
     def state(self) -> tuple[str, ...]:
         """The names of the arrays of the state, as stages store them."""
-        return tuple(n for spec in self.update.program.args[:2] for n in spec.names)
+        return tuple(all_names(self.update.program.args[:2]))
 
     @cached_property
     def types(self) -> dict[str, Any]:
         """Name -> type without padding, for the arrays of `state` and `batch`."""
-        inputs = self.main.inputs
-        found = subset(inputs, exclude(inputs, self.model.stacks))
+        found = omit(self.main.inputs, self.model.stacks)
         for n, runs in self.model.stacks.items():
             for rows in runs:
                 found[rows.name] = rows.part.of(self.main.inputs[n])
@@ -183,7 +183,7 @@ class PipelinePlan(Plan):
                     f"{n} is {t.dtype}{list(t.shape)}, but the update was planned for "
                     f"{read.dtype}{list(read.shape)}; make a plan for this batch"
                 )
-        planned = subset(self.main.inputs, exclude(self.main.inputs, self.axes))
+        planned = omit(self.main.inputs, self.axes)
         return self.model.specialize(types, planned)
 
     def values_for(self, batch: Mapping[str, jax.ShapeDtypeStruct]) -> Program | None:

@@ -16,6 +16,7 @@ from dtrans._jax import Var
 from dtrans.engine.split import split
 from dtrans.errors import ConfigError
 from dtrans.ir.program import FORWARD, Program
+from dtrans.ir.selection import retain
 from dtrans.pipeline_parallel.forward_pass import ForwardPass
 from dtrans.pipeline_parallel.options import SPLIT, PipelineOptions
 from dtrans.pipeline_parallel.stage_programs import StagePrograms, program_of
@@ -167,7 +168,7 @@ def _split(
       replicated: the outputs that each shard must have completely.
     """
     sums = {n: cuts.state[leaf] for n, leaf in s.sums.items() if leaf in cuts.state}
-    params = {n: d for n, d in cuts.state.items() if n in s.params}
+    params = retain(cuts.state, s.params)
     known = {**params, **sums, **values}
     ins = {i: known[n] for i, n in enumerate(p.in_names) if n in known}
     outs: dict[int, int | None] = {}

@@ -106,8 +106,8 @@ class StageVjp:
         self._source = traced
         self._residuals: list[Atom] = list(inner.outvars[count:])
 
-        # Residuals to recompute: they depend on no array of the batch. They also depend on no
-        # equation with an effect, because such an equation must not run twice.
+        # Residuals that depend on no array of the batch are recomputed instead of saved. Residuals
+        # that depend on an equation with an effect are saved: the equation must not run twice.
         ins: set[Atom] = {*inner.invars}
         residuals = exclude(variables(self._residuals), ins)
         varying = dict.fromkeys(inner.invars[n_state:], 1)

@@ -13,8 +13,8 @@ from dtrans._jax import Var
 from dtrans.errors import BatchError
 from dtrans.ir.dataflow import variables
 from dtrans.ir.program import Program
-from dtrans.ir.pytree import is_under
-from dtrans.ir.selection import select, subset, values_at
+from dtrans.ir.pytree import all_names, is_under
+from dtrans.ir.selection import retain, values_at
 from dtrans.pipeline_parallel.forward_pass import ForwardPass, forward_pass
 from dtrans.pipeline_parallel.options import PipelineOptions
 from dtrans.pipeline_parallel.results import results_program
@@ -100,7 +100,7 @@ class StagedModel:
             types_of = dict(zip(self.captured.in_names, types, strict=True))
             raise other_size(step, n, planned, types_of)
         forward, _ = split_scans(forward_pass(step), self.scan_splits)
-        rows = subset(self.stacks, select(self.stacks, step.params))
+        rows = retain(self.stacks, step.params)
         forward = unstack_params(forward, rows).forward
         if len(forward.eqns) != len(self.stage_of):
             raise BatchError(
@@ -126,7 +126,7 @@ def micro_batch_of(
       BatchError: arrays of the batch have different numbers of rows, or a number that is not a
         multiple of micro-batches times replicas.
     """
-    batch = {n for spec in step.args[2:] for n in spec.names}
+    batch = set(all_names(step.args[2:]))
     rows: dict[int, str] = {}  # number of rows -> the first array with this number
     micro_types = []
     for n, t in zip(step.in_names, types, strict=True):

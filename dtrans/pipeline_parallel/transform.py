@@ -306,7 +306,7 @@ def plan_pipeline(
     hidden = (x for x in original.observers if not x.calls and x.reads not in EARLY)
     caller = "its stage, for each micro-batch" if o.parts > 1 else "its stage"
     return PipelinePlan(
-        main=original.program,  # has the global batch, and the role of each equation
+        main=original.program,  # the step of the global batch, with the role of each equation
         startup=startup,
         options=o,
         schedule=timetable,
@@ -515,7 +515,8 @@ def _merges(
                 "replicas; use GLOBAL_MEAN"
             )
 
-    # `infer_merges` does not know collections, so collected results pass it with a stand-in way
+    # `infer_merges` does not know collections. It gets a placeholder for each collected result,
+    # which is replaced below.
     collected_as = {n: "mean" if n in step.params else "same" for n in keys}
     batch = dataclasses.replace(o.batch, merge={**o.batch.merge, **collected_as})
     merges = infer_merges(
