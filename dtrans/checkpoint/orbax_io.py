@@ -623,7 +623,7 @@ def _origin(about: Mapping[str, Any]) -> str:
 
 
 def _may_be_replaced(theirs: Mapping[str, Any] | None, mark: Mark) -> bool:
-    """Return True if a piece of an incomplete checkpoint is certainly of no use.
+    """Return True if it is certain that no process needs a piece of an incomplete checkpoint.
 
     Args:
       theirs: the description of the piece; None if the piece is torn.

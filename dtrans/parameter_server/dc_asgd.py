@@ -10,9 +10,9 @@ diagonal.
 
 A server stores a backup of each block for each trainer, named as in Paddle:
 `params/w.block0.trainer_1_bak`. An update reads the backup under the name `params/w.block0.bak`;
-the server passes the one of the trainer that sent the gradient. Of a table, a trainer receives only
-some rows. The server stores these rows until their gradient arrives, so it needs no backup of the
-full table.
+the server passes the backup of the trainer that sent the gradient. A trainer receives only some
+rows of a table. The server stores these rows until their gradient arrives, so it needs no backup of
+the full table.
 
 Source: Zheng et al., Asynchronous Stochastic Gradient Descent with Delay Compensation (arXiv
 1609.08326), equations 10 and 14. Paddle's `DistributeTranspiler._append_dc_asgd_ops` has the same

@@ -285,8 +285,8 @@ def check_callbacks(step: Cut, trainers: int, mode: Mode, *, in_geo: bool) -> No
     """Raise GradientError for host callbacks that read values which no trainer has.
 
     Args:
-      in_geo: True if trainers of GEO-SGD run the full step, so that they have all values; this is
-        so without tables.
+      in_geo: True if the plan has no tables. Trainers of GEO-SGD then run the full step, and have
+        all values.
     """
     if trainers > 1:
         check_observers(step.program, step.observers)
@@ -413,7 +413,7 @@ def check_arguments(
 def refuse_exchange_in_update(step: Cut) -> None:
     """Raise GradientError for an update that communicates.
 
-    It does if it computes something for each example, such as random numbers.
+    An update communicates if it computes a value for each example, such as random numbers.
     """
     eqns = step.optimize.eqns
     exchanges = [e for e in eqns if is_communication(e) or _has_exchange(e)]
@@ -487,9 +487,9 @@ def check_step(step: Cut, comm: TrainerCommConfig, on_trainer_exit: str) -> None
     refuse_nested(step, comm.gradients_per_update)
     if step.from_gradients and comm.gradients_per_update > 1:
         raise GradientError(
-            f"{step.from_gradients[0]} is computed from gradients, and of {comm.trainers} trainers "
-            "each has only its own gradients: only the servers have the mean. Leave it out of the "
-            "step's results"
+            f"{step.from_gradients[0]} is computed from gradients, but each of {comm.trainers} "
+            "trainers has only its own gradients, and only servers have the mean; leave it out of "
+            "the step's results"
         )
 
 

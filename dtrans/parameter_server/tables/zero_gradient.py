@@ -253,8 +253,8 @@ def _decider(
 ) -> str:
     """Return the condition that decides whether cases have a property, as a text for users.
 
-    Two cases, one with and one without the property, are compared; of all such pairs, a pair whose
-    assumed outcomes differ least. Empty if all cases or no cases have the property.
+    A case with the property is compared with a case without it: the pair whose assumed outcomes
+    differ least. The text is empty if all cases or no cases have the property.
 
     Args:
       holds: for each case, True if it has the property.
@@ -296,7 +296,7 @@ class _FollowedRow:
       eqns: the equations.
       assumed: conditions to their assumed outcomes.
       parent: for a branch, the record of the equations around it; None for an update.
-      outer: for a branch, its inputs to the values outside.
+      outer: for a branch, maps its inputs to values outside of the branch.
 
     Attributes:
       kinds: variable to its abstract value.
@@ -356,7 +356,8 @@ class _FollowedRow:
             for a, row in zip(eqn.invars, step.operands, strict=True):
                 if row is None or not isinstance(self.flow.layout(a), Shared):
                     continue
-                # an array that is no array of the leaf, such as an `iota`, but has its rows
+                # an operand that does not come from the leaf's arrays, but differs between rows,
+                # such as an `iota`
                 if not self._is_alike(a, row.axis):
                     self.positions = self.positions or _text(eqn)
             kinds = [*map(self.kind, eqn.invars)]
