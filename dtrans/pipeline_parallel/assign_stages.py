@@ -5,7 +5,7 @@ The equations are ordered in a row, and the row is cut into consecutive stages
 reshapes of parameters, and values that depend on no micro-batch (masks, `iota`), move to just
 before their first reader. Otherwise a cast of all parameters at the top of the loss would put all
 parameters on the first stage. A second row also moves elementwise equations that read only inputs.
-The row with the faster slowest stage is used.
+The row whose slowest stage is faster is used.
 
 The cost of a stage is its floating-point operations, plus `flops_per_byte` for each byte that it
 sends to the next stage. It sends each value once, also a value that it only forwards (a skip
@@ -25,16 +25,16 @@ Policies:
                    expensive, a stage may get almost no work.
   REPEATED_LAYERS  Each stage gets the same number of repeated blocks
                    (`dtrans.pipeline_parallel.repeated_blocks`). Equations before the blocks are on
-                   the first stage, equations after the blocks on the last. EPL's rule. Raises an
-                   error if no number of repeated blocks is a multiple of the stages.
+                   the first stage, equations after the blocks on the last. EPL's rule. Raises
+                   ConfigError if the number of blocks is not a multiple of the stages.
   BALANCE_OP_NUM   Each stage gets the same number of equations. EPL's rule, but with exactly the
                    requested number of stages.
   HEURISTIC        The default. Among the cuts that nearly balance the operations of stages, it
                    takes the cut that sends the fewest bytes
-                   (`dtrans.pipeline_parallel.balance.balanced`). It avoids cutting repeated blocks
-                   if this costs the slowest stage less than a factor of `SLACK`. If the number of
-                   blocks is a multiple of the stages and blocks cost about the same, it acts as
-                   REPEATED_LAYERS.
+                   (`dtrans.pipeline_parallel.balance.balanced`). It does not cut repeated blocks,
+                   unless the slowest stage then does more than `SLACK` times the work. If the
+                   number of blocks is a multiple of the stages, and blocks cost about the same, it
+                   acts as REPEATED_LAYERS.
 
 EPL has no cost model, and avoids cutting blocks only if their number is a multiple of the stages
 (epl/parallel/planner.py).
@@ -316,7 +316,7 @@ def _of_batch(forward: ClosedJaxpr, batch: Collection[Var] | None) -> set[Var]:
 def _orders(
     forward: ClosedJaxpr, costs: Sequence[int], batch: Collection[Var] | None
 ) -> list[list[int]]:
-    """Return the candidate orders of the equations; each has operands before their readers.
+    """Return the candidate orders of the equations; operands precede their readers in each.
 
     The first order moves equations without a cost, and equations that depend on no micro-batch, to
     just before their first reader. The second also moves elementwise equations on inputs.

@@ -2,8 +2,8 @@
 
 There are two exact rules (`contiguous` and `balanced`), and EPL's balance of op counts
 (`partition_balance`). A *unit* is an entry of the list: in a pipeline, an equation or a block of
-equations. A part is a run of units. `crossing` is the cost of a cut: in a pipeline, of the bytes
-that cross it.
+equations. A *part* is a run of units. `crossing` is the cost of a cut: in a pipeline, the cost of
+sending the bytes that cross it.
 
 Each function returns the first unit of each part: `(0, 3, 5)` means units 0 to 2, 3 to 4, and 5 to
 the end. It returns exactly the requested number of parts, each with at least one unit, or raises.
@@ -67,10 +67,9 @@ def balanced(costs: Sequence[float], crossing: Sequence[float], parts: int) -> t
     """Cut a list of units into parts of nearly balanced work, with the least total crossing.
 
     Exact. Two limits define "nearly balanced". The upper limit of a part's work is `SLACK` times
-    the work of the slowest part in the cut that minimizes it. Among the cuts within the upper limit
-    one maximizes the work of its lightest part; the lower limit is half of that work. Ties are
-    broken by parts that begin with the most expensive units (a layer begins with its product), then
-    by even work.
+    the least possible work of the slowest part. The lower limit is half of the greatest possible
+    work of the lightest part, among cuts within the upper limit. Ties are broken by parts that
+    begin with the most expensive units (a layer begins with its product), then by even work.
 
     Arguments, result and errors are the same as for `contiguous`.
 
@@ -111,7 +110,7 @@ def _sent(costs: Sequence[float], crossing: Sequence[float]) -> Any:
 
 
 def _work(costs: Sequence[float]) -> Callable[[int], Any]:
-    """Return a function `work(stop)`: an array with the work of the part start:stop, by start."""
+    """Return `work(stop)`: an array whose entry `start` is the work of the units start:stop."""
     done = np.concatenate([[0.0], np.cumsum(np.asarray(costs, float))])
     return lambda stop: done[stop] - done[:stop]
 
@@ -126,7 +125,7 @@ def _extreme(
 
     Args:
       units, parts: the number of units, and of parts.
-      cost: `cost(stop)` is an array with the cost of the part start:stop, by start.
+      cost: `cost(stop)` is an array; entry `start` is the cost of the units start:stop as a part.
       best, worst: `np.minimum` and `np.maximum`, in either order.
       none: a cost worse than all others: inf or -inf.
     """
@@ -150,9 +149,9 @@ def _best(
 
     Args:
       units, parts: the number of units, and of parts.
-      fits: `fits(stop)` is an array: True for each start such that the part start:stop is allowed.
-      keys: `key(stop)` is the key of the part start:stop, as an array by start or as one number for
-        all starts.
+      fits: `fits(stop)` is an array; entry `start` is True if the units start:stop may be a part.
+      keys: `key(stop)` is an array; entry `start` is the key of the part start:stop. Or one number
+        for all starts.
     """
     # dynamic programming over (part, stop): `totals[k, stop]` is the sum of key k for the best cut
     # of the units before `stop`
@@ -183,9 +182,9 @@ def partition_balance(weights: Sequence[int], parts: int) -> tuple[int, ...]:
     """Balance op counts as EPL does: fill the parts in order, each up to the same size.
 
     The size is the least that needs no more than `parts` parts. There are two differences from EPL
-    (epl/parallel/partitioner.py, `partition_balance`). Here a part ends early if each remaining
-    unit is needed for a part of its own; EPL then returns fewer parts than requested. EPL scales
-    and rounds weights to 0..100, which is omitted here.
+    (epl/parallel/partitioner.py, `partition_balance`). A part ends early if there are only as many
+    units left as parts; EPL then returns fewer parts than requested. Weights are not scaled and
+    rounded to 0..100 as in EPL.
 
     Raises:
       ConfigError: there are fewer units than parts, or a weight is negative.

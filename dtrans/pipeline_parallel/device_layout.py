@@ -135,7 +135,7 @@ class Cluster:
         Raises:
           ConfigError: there are too few devices, `use_all` is set and devices stay idle, or
             `slices` has different sizes. Without `replicas`, also if the number of devices is not a
-            multiple of those that a replica uses.
+            multiple of the number that one replica uses.
         """
         counts = list(device_counts)
         if not counts or min(counts) < 1:

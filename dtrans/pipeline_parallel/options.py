@@ -37,7 +37,7 @@ class Stages:
       cluster: the assignment of devices to stages and replicas.
 
     Raises:
-      ConfigError: a value that is out of range.
+      ConfigError: a value is out of range.
 
     Example:
       >>> import dtrans

@@ -46,7 +46,7 @@ class Stage:
       flops: the floating-point operations of its forward pass for one micro-batch.
       sends: the bytes sent to the next stage for one micro-batch.
       saves: the bytes saved from forward to backward for one micro-batch.
-      peak: the most micro-batches in flight on its device; one counts once for each stage on the
+      peak: the most micro-batches in flight on its device, counted once for each stage on the
         device.
       stores: the bytes of parameters and optimizer state on each device of the stage.
     """

@@ -5,9 +5,9 @@ Two rules find them:
   - equal equations: runs of equations that repeat with a fixed period. Two equations are equal if
     their primitives, their parameters (including inner jaxprs) and their types are equal. The
     bounds of slices are ignored, so that an unrolled loop over stacked layers counts as repeated.
-    Any equation of a period could begin a block. The choice is the equation where the fewest bytes
-    cross between blocks, on ties the last: the first layer of a model often differs at its
-    beginning, but the last layer does not differ at its end.
+    Any equation of a period could begin a block. The blocks begin where the fewest bytes cross from
+    block to block. On ties they begin as late as possible, because the first layer of a model often
+    differs at its beginning.
   - name scopes: sibling scopes (`jax.named_scope`) that contain the same number of equations of
     each primitive; shapes may differ. Equations between two scopes belong to the first of them.
     Source: EPL, `find_repeated_blocks` (epl/parallel/planner.py), which demands four scopes of

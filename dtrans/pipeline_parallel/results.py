@@ -1,13 +1,13 @@
-"""Merge of the results of micro-batches, first over the micro-batches of a replica, then replicas.
+"""Merge of results: first over the micro-batches of each replica, then over replicas.
 
-The rule of a result (its *way*) is one of these:
+The rule by which a result is merged (its *way*) is one of these:
 
     mean, sum, max    reduces over micro-batches, then over replicas
     concat            concatenates rows in the order of the batch: all micro-batches of replica 0,
                       then of replica 1, ...
     same              returns the value of the last micro-batch
     each              returns one value for each replica
-    GLOBAL_MEAN, ...  merges as the collection of `dtrans.collect`; LOCAL_* collections return the
+    GLOBAL_MEAN, ...  merges by the collection of `dtrans.collect`; LOCAL_* collections return the
                       value of replica 0
     stack             returns all values as [replica, micro-batch, ...], for `dtrans.summary`
 

@@ -117,7 +117,7 @@ class Schedule:
         return needs(task, self.num_model_stages)
 
     def dependencies(self, task: Task) -> tuple[Task, ...]:
-        """Return the tasks that a task waits for: its operands, and the previous on its device.
+        """Return the tasks that a task waits for: its operands, and the task before it.
 
         Raises:
           ConfigError: the task is not in the schedule.
@@ -220,8 +220,8 @@ class Schedule:
     def sequence(self) -> tuple[Task, ...]:
         """Return all tasks in the order in which one process dispatches them.
 
-        If every task takes one tick, this is the order tick by tick, and device by device in a
-        tick.
+        It is the order in which the tasks run if every task takes one tick. In a tick, it is the
+        order of devices.
         """
         return tuple(t.task for t in self._ticked)
 
@@ -305,9 +305,9 @@ def schedule(
     """Return a named schedule for `num_stages` devices.
 
     In this list S is the number of devices, M the number of micro-batches and s the index of a
-    device. The bubble is computed at the default costs of `Schedule.play`. The peak is the most
-    micro-batches in flight on device s. The bubble of the first three schedules is
-    (S - 1) / (M + S - 1).
+    device. The *bubble* is the share of idle time at the default costs of `Schedule.play`. The
+    *peak* is the most micro-batches in flight on device s. The bubble of the first three schedules
+    is (S - 1) / (M + S - 1).
 
     - PreferForward (GPipe): all forwards, then all backwards. Peak M. Hides transfers best.
     - PreferBackward (1F1B): a backward as soon as its operands are there. Peak min(M, S - s). EPL's

@@ -427,7 +427,7 @@ def _step_of_rows(step: Cut, rows: Mapping[str, tuple[StageRows, ...]], half: Op
     args, out_spec = (*specs, *source.args[2:]), tuple_of(*specs, results)
 
     def row_names(names: Iterable[str]) -> dict[str, str]:
-        """Return name of an array or of rows -> name of the array, with rows instead of stacks."""
+        """Return new name -> old name, where the names of its rows replace the name of a stack."""
         found = {}
         for n in names:
             for r in rows.get(n, ()):

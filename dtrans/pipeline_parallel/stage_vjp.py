@@ -138,8 +138,9 @@ class StageVjp:
     def names_of_saved(self, outs: Sequence[str], ins: Collection[str]) -> list[str]:
         """Return a name for each saved value.
 
-        If a saved value is also an output, it has the name of the output. An output with the name
-        of an input (a new value of a parameter) is an exception. All other values are numbered.
+        If a saved value is also an output, it has the name of the output. But if an input has the
+        same name (the output is the new value of a parameter), the saved value is numbered. All
+        other saved values are numbered too.
 
         Args:
           outs: the names of the outputs.

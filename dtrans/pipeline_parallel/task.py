@@ -201,7 +201,7 @@ def play_tasks(
 
 
 def peak_in_flight(order: Sequence[Task], splits_backward: bool) -> int:
-    """Return the most micro-batches in flight on a device; one counts once for each chunk."""
+    """Return the most micro-batches in flight on a device, counted once for each chunk."""
     last = "W" if splits_backward else "B"
     now = most = 0
     for task in order:

@@ -62,7 +62,7 @@ class PlacedUpdate:
     Attributes:
       program: the program.
       pieces: the pieces, in an order in which they can run.
-      sends: (variable, from place, to place), for each value or input that another place reads.
+      sends: (variable, from place, to place), for each value that a different place reads.
       home: input -> its place; None if every place has it.
       out_at: output -> its place; None if every place has it.
       cuts: variable -> the dimension along which the shards of a split stage cut it.

@@ -58,9 +58,10 @@ class _UpdateValues:
 
     def slot(self, v: Var, stage: int) -> int:
         """Return the slot of a value on a stage."""
-        # values that the update computes
         at, slots = self.d.at, self.d.slots
         plan, placed, n = at.plan, at.plan.update.placed, self.name_of.get(v)
+
+        # values that the update computes
         if n is None:
             return slots.slot(
                 self.kinds[v].cut_along(placed.cuts.get(v), SPLIT), "update", stage, v

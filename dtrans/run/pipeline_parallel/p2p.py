@@ -46,7 +46,7 @@ from dtrans.run.net.zmq_transport import ZmqTransport
 
 logger = logging.getLogger(__name__)
 LINGER = 10.0  # seconds for which `close` waits until sent values have left this process
-MISSED = "run the same pipeline"  # the end of a DeadlineError: what a process did not do
+MISSED = "run the same pipeline"  # end of an error about a process that did not connect in time
 LOOK = 0.2  # seconds between two checks of a waiting receiver for failures
 AHEAD = 256  # messages that are queued here for each sender; more wait at the sender
 # Messages between two reports of a receiver. The sender stores about as many, of 4 MiB at most.
