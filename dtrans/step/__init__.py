@@ -1,21 +1,21 @@
 """One training step of one device: traced, marked and cut into halves.
 
-trace              a function to a program with names and roles
-marks              gradients, marked by identities: `value_and_grad`, `make_train_step`
-capture            the loss function as one equation, before it is differentiated
-gradients          the values that are gradients
-cut                the two halves of a step: forward and backward, and the update
+trace              tracing of a function to a program with names and roles
+marks              `value_and_grad`, `make_train_step`: identity equations that mark gradients
+capture            a trace in which the loss function is one undifferentiated equation
+gradients          detection of the values that are gradients
+cut                cut of a step into two halves: forward and backward, and the update
 handed_values      values of forward that the update reads, as inputs of the update
 batch_numbers      numbers in an update that depend on the batch size, as inputs of the update
 startup            pairing of init's outputs with the step's inputs
-one_state          steps of one state (a TrainState), split into parameters and optimizer state
-frozen             leaves whose update never changes them
-hyperparameters    hyperparameters in the optimizer's state: search and replacement
-batch_sharing      options for the batch, and the parts of processes
-observers          host callbacks: their operands, and the trainers that call them
-forward_backward   the first half, written with a callback for each gradient
-weight_gradients   transposes of weight gradients, fused into their products
-scopes             scopes of users in a model: stages, split layers, local reductions
-collect            values of the model that a user merges by a rule
-summary            values of the model for TensorBoard
+one_state          split of one state (a TrainState) into parameters and optimizer state
+frozen             removal of updates that never change their leaf
+hyperparameters    search and replacement of hyperparameters in the optimizer's state
+batch_sharing      the option `batch`, and the part of a batch that each process reads
+observers          host callbacks: the values they read, and the trainer that calls them
+forward_backward   writer of the first half, with a callback for each gradient
+weight_gradients   fusion of transposes into the products of weight gradients
+scopes             scopes with which a user marks stages, split layers and local reductions
+collect            values that a user marks to be merged over micro-batches and replicas
+summary            values that a user records for TensorBoard
 """

@@ -2,10 +2,11 @@
 
 An update may count rows (`seen + len(x)`) or divide by their number (`gradient / len(x)`). In the
 trace such a number is a literal that differs for every batch size. Servers compile their updates
-before any batch arrives. There the number is an input, which trainers send with each step.
+before any batch arrives. Their updates have the number as an input, and trainers send it with each
+step.
 
-The numbers are found by comparing the update with that of the same step for another batch size
-(`numbers_of_size`). Invariant: with the numbers as inputs both updates are equal, for every size.
+`numbers_of_size` finds the numbers: it compares the updates of one step, traced with two batch
+sizes. Invariant: with the numbers as inputs, the update is the same for every batch size.
 """
 
 from __future__ import annotations
@@ -17,19 +18,23 @@ from typing import Any
 import jax
 import numpy as np
 
-from dtrans._jax import Atom, JaxprEqn, Literal, Var, closed_with
+from dtrans._jax import Atom, Literal, Var, closed_with
 from dtrans.errors import BatchError
 from dtrans.ir.pytree import unused_name
 from dtrans.step.cut import Cut, OptimizeHalf
 
 
-OUTPUTS = -1  # position of the outputs of an update
+OUTPUTS = -1  # `NumberPlace.eqn` of a number that the update returns
 
 
 @dataclasses.dataclass(frozen=True)
 class NumberPlace:
-    """Position of a number: that of the equation that reads it, or `OUTPUTS`, and of the
-    operand."""
+    """Operand of an update that is a batch-size number.
+
+    Attributes:
+      eqn: position of the equation in the update, or `OUTPUTS`.
+      operand: position among the operands of the equation, or among the outputs of the update.
+    """
 
     eqn: int
     operand: int
@@ -40,8 +45,8 @@ class BatchNumbers:
     """Numbers in an update that depend on the batch size.
 
     Attributes:
-      spots: name of each number to its positions.
-      fixed: outputs of the update that depend on the batch size in another way.
+      spots: name of a number to the operands that it replaces.
+      fixed: outputs of the update that depend on the batch size in a way that no input can express.
     """
 
     spots: Mapping[str, tuple[NumberPlace, ...]] = dataclasses.field(default_factory=dict)
@@ -56,20 +61,21 @@ class BatchNumbers:
         if not self.spots:
             return step
         half, rows = step.optimize, _operands(step.optimize)
-        values = {}
-        for n, places in self.spots.items():
-            found = [rows.get(s.eqn, [])[s.operand : s.operand + 1] for s in places]
-            values[n] = _number(found)
-        if any(x is None for x in values.values()):
-            raise BatchError(
-                f"the update of {step.program.name} has different equations for a batch of this "
-                "size than for the batch it was planned with; give batches of the size that the "
-                "step was traced with"
-            )
-        inputs = {n: Var(jax.typeof(x)) for n, x in values.items()}
-        for n, spots in self.spots.items():
-            for s in spots:
-                rows[s.eqn][s.operand] = inputs[n]
+        values: dict[str, np.ndarray] = {}
+        inputs: dict[str, Var] = {}
+        for name, places in self.spots.items():
+            value = _literal_at(rows, places)
+            if value is None:
+                raise BatchError(
+                    f"the update of {step.program.name} has different equations for a batch of "
+                    "this size than for the batch it was planned with; pass batches of the size "
+                    "that the step was traced with"
+                )
+            values[name] = value
+            inputs[name] = Var(jax.typeof(value))
+        for name, places in self.spots.items():
+            for place in places:
+                rows[place.eqn][place.operand] = inputs[name]
         invars = [*half.inner.invars, *inputs.values()]
         eqns = [e.replace(invars=rows[i]) for i, e in enumerate(half.eqns)]
         jaxpr = closed_with(half.jaxpr, invars=invars, outvars=rows[OUTPUTS], eqns=eqns)
@@ -78,9 +84,10 @@ class BatchNumbers:
 
 
 def numbers_of_size(step: Cut, other: Cut) -> BatchNumbers:
-    """Return the numbers in which the updates of a step differ, for two batch sizes.
+    """Return the numbers in which the updates of one step for two batch sizes differ.
 
-    None are found if the updates differ in anything else, such as the body of a branch.
+    If the updates differ in anything else, such as the body of a branch, the result has no numbers
+    and lists the differing outputs as `fixed`.
     """
     fixed = tuple(step.optimize.differing_outputs(other.optimize))
     if not fixed:
@@ -114,17 +121,31 @@ def numbers_of_size(step: Cut, other: Cut) -> BatchNumbers:
 
 
 def _operands(half: OptimizeHalf) -> dict[int, list[Atom]]:
-    """Return the operands of each equation by its position, and the outputs."""
-    eqns: Sequence[JaxprEqn] = half.eqns
-    return {**{i: list(e.invars) for i, e in enumerate(eqns)}, OUTPUTS: list(half.inner.outvars)}
+    """Return the operands of each equation, by its position; the outputs are at `OUTPUTS`."""
+    operands = {i: list(eqn.invars) for i, eqn in enumerate(half.eqns)}
+    operands[OUTPUTS] = list(half.inner.outvars)
+    return operands
 
 
-def _number(read: Sequence[Sequence[Atom]]) -> np.ndarray | None:
-    """Return the number that several places read; None if it is not one literal in all of them."""
-    found = [
-        np.asarray(a.val, a.aval.dtype) for atoms in read for a in atoms if isinstance(a, Literal)
-    ]
-    alike = len(found) == len(read) and all(
-        x.dtype == found[0].dtype and x == found[0] for x in found
-    )
-    return found[0] if alike else None
+def _literal_at(
+    rows: Mapping[int, Sequence[Atom]], places: Sequence[NumberPlace]
+) -> np.ndarray | None:
+    """Return the number that all these operands are; None if they are no literals, or differ.
+
+    Args:
+      rows: operands of each equation, and the outputs (`_operands`).
+      places: the operands.
+    """
+    found: np.ndarray | None = None
+    for place in places:
+        atoms = rows.get(place.eqn, ())
+        if place.operand >= len(atoms):
+            return None
+        atom = atoms[place.operand]
+        if not isinstance(atom, Literal):
+            return None
+        value = np.asarray(atom.val, atom.aval.dtype)
+        if found is not None and (value.dtype != found.dtype or value != found):
+            return None
+        found = value
+    return found

@@ -1,4 +1,4 @@
-"""Options for the batch of a step, which all strategies take, and the parts of processes."""
+"""The option `batch` of all strategies, and the part of a batch that each process reads."""
 
 from __future__ import annotations
 
@@ -19,28 +19,29 @@ class Batch:
     """Options to split the batch and to merge the results of its parts.
 
     Attributes:
-      kind: "exact", the default: the job computes one device's numbers for every step. Values that
-        depend on the full batch (a masked mean, batch statistics, a count) communicate. Random
-        numbers with rows of the batch equal one device's. Micro-batches of a pipeline, and trainers
-        that do not wait for each other, cannot communicate: steps whose parts do not add up are
-        refused there. "local": each trainer takes the step on its part alone, with its own
-        statistics, random numbers and counts, as Paddle's trainers and trainers of `dtrans.Geo` do.
-        "micro", for pipelines: each micro-batch takes the step alone; "local" is the same there.
+      kind: "exact", the default: the job computes the numbers of one device for every step.
+        Trainers communicate values that depend on the full batch (a masked mean, batch statistics,
+        a count). Random numbers for the batch equal those of one device. Micro-batches of a
+        pipeline, and asynchronous trainers, cannot communicate within a step. They refuse steps
+        whose per-part results do not add up. "local": each trainer computes the step on its part
+        alone, with its own statistics, random numbers and counts, as in Paddle and `dtrans.Geo`.
+        "micro", for pipelines: each micro-batch computes the step alone; "local" means the same.
       axes: the batch dimension of each batch argument, as `in_axes` of `jax.vmap`: a number, None
-        for a replicated argument, or a tuple with one of these for each argument. 0-d arrays are
+        for a replicated argument, or a tuple with one entry for each argument. 0-d arrays are
         always replicated.
-      unsplit_inputs: names of batch arrays that every trainer gets in full. Others are split on dim
-        0. 0-d arrays go to every trainer; a `jax.random.key` is folded with the trainer's index
-        unless it is named here.
+      unsplit_inputs: names of batch arrays that every trainer gets in full. Other arrays are split
+        on dimension 0. Every trainer gets 0-d arrays. The trainer's index is folded into a
+        `jax.random.key`, unless the key is named here.
       example_count: name of a result, a scalar: the number of examples in a trainer's part of the
         batch. It is summed over trainers.
-      merge: merge of results, and of parameters that the optimizer does not compute (batch
-        statistics), by name: "mean", "sum" (of parameters: of the trainers' increments), "max",
-        "concat" (on dim 0), "each" (a leading axis, one row per trainer), or "same" (they are
-        equal). By default, results that grow with the batch are concatenated. Other floating-point
-        results are reduced as gradients are, and parameters averaged. Other results get a row per
-        trainer. Results that depend on gradients use the reduced ones, or with `local_sgd` in each
-        step the trainer's. Parameter servers have their own merges, see `dtrans.pserver`.
+      merge: how the trainers' values become one, by name of a result or of a parameter that the
+        optimizer does not compute (batch statistics). "mean", "sum" (of parameters: the sum of
+        the trainers' increments), "max", "concat" (on dimension 0), "each" (a leading axis with
+        one entry per trainer), or "same" (all trainers compute the same value). By default,
+        results that grow with the batch are concatenated, parameters are averaged, and
+        floating-point results are reduced as gradients are. The rest defaults to "each". Results
+        that depend on gradients use the reduced gradients, or with `local_sgd` the trainer's own.
+        Parameter servers have different merges, see `dtrans.pserver`.
 
     Raises:
       ConfigError: an unknown kind, a bad axis, or names that are not strings.
@@ -74,12 +75,10 @@ class Batch:
         names: Any = self.unsplit_inputs
         merge: Any = self.merge
         if isinstance(names, str) or not isinstance(names, Collection):
-            raise ConfigError(
-                f"unsplit_inputs={names!r} must be a collection of names of batch arrays"
-            )
+            raise ConfigError(f"unsplit_inputs={names!r} must be a list of names of batch arrays")
         if not isinstance(merge, Mapping) or not all(isinstance(n, str) for n in merge):
             raise ConfigError(
-                f"merge={merge!r} must say for each name how to merge it, such as {{'aux': 'sum'}}"
+                f"merge={merge!r} must be a dict of a name to its merge, such as {{'aux': 'sum'}}"
             )
         object.__setattr__(self, "unsplit_inputs", tuple(names))
         object.__setattr__(self, "merge", dict(merge))
@@ -90,11 +89,11 @@ class Batch:
 
         Args:
           value: the option.
-          kind: the kind of a record without one.
-          micro: True for strategies with micro-batches, which may have their own statistics.
+          kind: default kind.
+          micro: True if the strategy has micro-batches, so that `batch="micro"` is allowed.
 
         Raises:
-          ConfigError: the strategy does not have this kind.
+          ConfigError: the strategy does not support this kind.
         """
         if isinstance(value, str):
             value = cls(value)
@@ -102,18 +101,17 @@ class Batch:
         found: Batch = value if value.kind is not None else dataclasses.replace(value, kind=kind)
         if found.kind == "micro" and not micro:
             raise ConfigError(
-                "batch='micro' is for dtrans.pipeline, whose micro-batches then have their own "
-                "statistics; pass batch='local', which gives each part of the batch its own"
+                "batch='micro' needs micro-batches, which only dtrans.pipeline has; pass "
+                "batch='local', with which each trainer has its own batch statistics"
             )
         return found
 
     def check_axes(self) -> None:
-        """Raise ConfigError for batch dimensions other than the first, where axes are not
-        supported."""
+        """Raise ConfigError if `axes` names a batch dimension other than 0."""
         if self.axes != 0:
             raise ConfigError(
-                f"axes={self.axes!r} is for batch='exact'; with batch={self.kind!r} arrays are cut "
-                "on dim 0, except those in unsplit_inputs"
+                f"axes={self.axes!r} needs batch='exact'; with batch={self.kind!r} arrays are split "
+                "on dimension 0, except the arrays in unsplit_inputs"
             )
 
     @property
@@ -122,7 +120,7 @@ class Batch:
         return self.kind == "exact"
 
     def check_merge(self, ways: Collection[str]) -> None:
-        """Raise ConfigError for a merge that a strategy does not have."""
+        """Raise ConfigError for a merge that is not in `ways`, the merges of a strategy."""
         for name, way in self.merge.items():
             check_one_of(f"merge[{name!r}]", way, ways)
 
@@ -130,7 +128,7 @@ class Batch:
 def shard_batch(batch: Any, number: int, count: int, axis: int = 0) -> Any:
     """Return one of `count` equal parts of a batch: rows number*B/count to (number+1)*B/count.
 
-    It is the same as `job.shard_batch`, for a loader that has no job.
+    A data loader calls it where it has no job; a job has the same method, `job.shard_batch`.
 
     Args:
       batch: a pytree of arrays, NumPy's or JAX's; every part gets 0-d arrays unchanged.
@@ -139,7 +137,8 @@ def shard_batch(batch: Any, number: int, count: int, axis: int = 0) -> Any:
       axis: the dimension of the rows.
 
     Raises:
-      BatchError: rows that the parts do not divide. ConfigError: there is no such part.
+      BatchError: `count` does not divide the rows.
+      ConfigError: `number` is not in 0 to `count` - 1.
 
     Example:
       >>> import numpy as np, dtrans
@@ -158,10 +157,10 @@ def part_of(x: Any, number: int, count: int, axis: int, name: str, trainers: int
     """Return one of several parts of an array along a dimension.
 
     Args:
-      trainers: number of trainers in all parts, if they need not divide the rows.
+      trainers: number of trainers in all parts, if unequal parts are allowed; 0 if they are not.
 
     Raises:
-      BatchError: the parts are not equal, and must be.
+      BatchError: `count` does not divide the rows, and `trainers` is 0.
     """
     rows = x.shape[axis] if axis < x.ndim else 1
     if trainers and rows % trainers:
@@ -169,8 +168,8 @@ def part_of(x: Any, number: int, count: int, axis: int, name: str, trainers: int
         return UnevenPart(_along(x, axis, number * each, (number + 1) * each), rows)
     if rows % count:
         raise BatchError(
-            f"{name} has {rows} rows, which {count} processes do not divide: give a multiple of "
-            f"{count}"
+            f"{name} has {rows} rows, which do not divide among {count} processes; give a multiple "
+            f"of {count}"
         )
     size = rows // count
     return _along(x, axis, number * size, (number + 1) * size)
@@ -187,15 +186,15 @@ def part_of_batch(
 
     Args:
       specs: structures of the batch arguments.
-      axes: the dimension that is split, by array; other arrays are replicated.
+      axes: array name to the dimension that is split; other arrays are replicated.
       part: index of the part, and the number of parts.
       trainers: as in `part_of`.
 
     Raises:
-      BatchError: the parts are not equal, and must be; or another number of arguments.
+      BatchError: as `part_of`; or `batch` and `specs` differ in length.
     """
     if len(batch) != len(specs):
-        raise BatchError(f"the step takes {len(specs)} batch arguments, {len(batch)} were given")
+        raise BatchError(f"the step has {len(specs)} batch arguments; {len(batch)} were passed")
     number, count = part
     found = []
     for spec, tree in zip(specs, batch, strict=True):
@@ -209,24 +208,25 @@ def part_of_batch(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class UnevenPart:
-    """Rows of a process, of a batch that the trainers do not divide; `job.shard_batch` returns it.
+    """One process's rows of a batch whose size the number of trainers does not divide.
 
-    Trainers have `ceil(rows / trainers)` rows each, the last ones fewer, or none.
+    `job.shard_batch` returns it. Each trainer has `ceil(rows / trainers)` rows; the last trainers
+    have fewer, or none.
 
     Attributes:
-      x: this process's rows, NumPy's or JAX's.
+      x: this process's rows, a NumPy or JAX array.
       rows: number of rows in the full batch.
 
     Example:
       >>> import numpy as np, dtrans
-      >>> part = dtrans.UnevenPart(np.arange(10, 13), rows=13)  # of the third of three trainers
+      >>> part = dtrans.UnevenPart(np.arange(10, 13), rows=13)  # rows of the last of 3 trainers
     """
 
     x: Any
     rows: int
 
     def __post_init__(self) -> None:
-        check_int("rows", self.rows, "the number of rows in the whole batch", least=1)
+        check_int("rows", self.rows, "the number of rows in the full batch", least=1)
 
     @property
     def ndim(self) -> int:
@@ -235,16 +235,19 @@ class UnevenPart:
 
 
 def without_parts(batch: Sequence[Any]) -> tuple[tuple[Any, ...], int]:
-    """Return batch arguments as plain arrays, and the rows of the full batch; 0 without parts.
+    """Replace each `UnevenPart` in batch arguments by its array.
+
+    Returns:
+      The arguments, and the number of rows in the full batch: 0 if no argument is an `UnevenPart`.
 
     Raises:
-      BatchError: parts of batches with different numbers of rows.
+      BatchError: the full batches have different numbers of rows.
     """
     rows = {x.rows for x in jax.tree.leaves(batch) if isinstance(x, UnevenPart)}
     if len(rows) > 1:
         raise BatchError(
-            f"the arrays are parts of batches of {' and '.join(map(str, sorted(rows)))} rows; give "
-            "parts of one batch"
+            "the batch arrays are parts of batches with "
+            f"{' and '.join(map(str, sorted(rows)))} rows; pass parts of one batch"
         )
     if not rows:
         return tuple(batch), 0

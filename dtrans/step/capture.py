@@ -1,15 +1,15 @@
-"""Loss of a step as one equation, before it is differentiated.
+"""Capture: a trace of a step in which the loss function is one undifferentiated equation.
 
-A pipeline cuts the forward pass, and differentiates each part by itself. In a step that was traced
-as it runs, forward and backward are mixed. The step is traced again, and `dtrans.value_and_grad`
-leaves one equation, `value_and_grad`, whose body is the loss function.
+A pipeline cuts the loss function into stages and differentiates each stage. In an ordinary trace of
+the step the loss is already differentiated. So the step is traced again in a mode in which
+`dtrans.value_and_grad` writes one equation, `value_and_grad`, whose body is the loss function.
 
     step      ... -> value_and_grad[loss function] -> loss, aux, gradients -> marks -> optimizer
 
-The equation has no lowering, so the update must not need it. Values that the loss function returns
-to the update, and that depend on no batch array (a counter, a split key), are computed before it.
-`dtrans.step.cut` reads such a trace like any other. The kind of trace is part of JAX's cache key,
-so that a jitted step is traced again.
+The equation has no lowering, so the update cannot read its results other than gradients. If the
+update reads a result that depends on no batch array (a counter, a split key), it is computed before
+the equation. `dtrans.step.cut` cuts such a trace like an ordinary one. The mode is part of JAX's
+cache key, so that a jitted step is traced again.
 """
 
 from __future__ import annotations
@@ -58,24 +58,26 @@ value_and_grad_p = new_primitive("value_and_grad", types=_types, multiple_result
 
 
 ONE_LOSS = (
-    "A pipeline takes the micro-batches itself (num_micro_batch): call dtrans.value_and_grad once, "
-    "at "
-    "the top of the step, on the loss of the whole batch, and divide by counts of the batch inside "
-    "of "
-    "the loss function"
+    "A pipeline splits the batch into micro-batches itself (num_micro_batch): call "
+    "dtrans.value_and_grad once, at the top level of the step, on the loss of the full batch, and "
+    "divide by counts of the batch inside the loss function"
 )
 
 capturing: Any = jax.make_user_context(False)
 
 
 def captures() -> bool:
-    """Return True if losses stay undifferentiated in this trace."""
+    """Return True if `value_and_grad` captures loss functions in the current trace."""
     return bool(capturing.value)
 
 
 def capture_loss(fun: Callable[[Any], Any], arguments: Any, has_aux: bool) -> tuple[Any, Any]:
-    """Return the results of `jax.value_and_grad(fun, has_aux)(arguments)`, as one equation with
-    `fun`."""
+    """Bind one equation `value_and_grad` with `fun` as its body.
+
+    Returns:
+      The equation's outputs, of the structure that `jax.value_and_grad(fun, has_aux)(arguments)`
+      returns.
+    """
     flat, structure = jax.tree.flatten(arguments)
     shape: list[Any] = []
 
@@ -103,17 +105,16 @@ def capture_loss(fun: Callable[[Any], Any], arguments: Any, has_aux: bool) -> tu
 
 
 def captured(program: Program) -> Program:
-    """Return a step traced again, with its loss as one equation.
+    """Trace a step again, with its loss as one equation.
 
     Raises:
-      GradientError: it was not traced from a function, or does not call `dtrans.value_and_grad`
-        exactly once outside of loops.
+      GradientError: the program was not traced from a function, or does not call
+        `dtrans.value_and_grad` exactly once outside of loops and branches.
     """
     if program.specializer is None:
         raise GradientError(
-            f"{program.name} was not traced from a function, and its loss is needed without the "
-            "derivative; "
-            "pass the program that dtrans.trace returned"
+            f"{program.name} was not traced from a function, so it cannot be traced again with an "
+            "undifferentiated loss; pass the program that dtrans.trace returned"
         )
     traced = program.once(_captured)
     loss_of(traced)
@@ -121,7 +122,7 @@ def captured(program: Program) -> Program:
 
 
 def captured_if_marked(program: Program) -> Program | None:
-    """Return `captured(program)`; None for a step without one `dtrans.value_and_grad`."""
+    """Return `captured(program)`, or None if it raises GradientError."""
     try:
         return captured(program)
     except GradientError:
@@ -133,16 +134,18 @@ def _captured(program: Program) -> Program:
 
 
 def _with_loss(traced: Program) -> Program:
-    """Retrace a program with its loss as one equation; retraces for different shapes keep it."""
+    """Retrace a program with its loss as one equation, here and in later retraces for new
+    shapes."""
     function: Any = dataclasses.replace(traced.specializer, captures=True)  # type: ignore[type-var]
     result: Program = function(list(map(array_type, traced.inputs.values())))
     return result
 
 
 def _with_counters_first(program: Program) -> Program:
-    """Compute values that the update reads, and no batch array enters, before the loss.
+    """Compute results of the loss before its equation, if the update reads them and no batch
+    array enters them.
 
-    The loss keeps its own equations; those that it does not need are dead code there.
+    The loss function keeps its equations, too: dead code elimination removes the unneeded ones.
     """
     flat = inline_calls(program.jaxpr, keep=("loss", "loss_seed", COLLECT))
     inner = opened(flat)
@@ -155,7 +158,7 @@ def _with_counters_first(program: Program) -> Program:
     body = inline_calls(eqn.params["loss"], keep=(COLLECT,), rules=True)
     loss = opened(body)
 
-    # the values of the loss that the update reads, and that no array of the batch enters
+    # select the results of the loss that the update reads and that no batch array enters
     ins = dict(zip(program.in_names, inner.invars, strict=True))
     batch = {ins[n]: 1 for spec in program.args[2:] for n in spec.names}
     enters = propagate(inner.eqns, batch, {})
@@ -168,7 +171,7 @@ def _with_counters_first(program: Program) -> Program:
     if not free or any(loss.eqns[i].effects for i in before):
         return program
 
-    # they depend on operands of the equation, and are computed before it
+    # write the equations of these results before the loss equation, and let the update read them
     b = Builder(flat)
     b.invars += inner.invars
     for e in inner.eqns[:at]:
@@ -184,12 +187,15 @@ def _with_counters_first(program: Program) -> Program:
 
 
 def _read_by_update(program: Program, inner: Jaxpr, eqn: JaxprEqn) -> dict[Var, str]:
-    """Return each value of the loss that the update reads, with the output that needs it.
+    """Return the results of the loss function that the update reads.
 
     Args:
       program: a captured step.
-      inner: its equations, with calls inlined.
-      eqn: its loss.
+      inner: the step's jaxpr, with calls inlined.
+      eqn: the equation `value_and_grad`.
+
+    Returns:
+      Each result with the name of a new parameter or state array that depends on it.
     """
     params, opt_state = (program.args[i].names for i in (0, 1))
     count = len(opened(eqn.params["loss"]).outvars)
@@ -204,22 +210,23 @@ def _read_by_update(program: Program, inner: Jaxpr, eqn: JaxprEqn) -> dict[Var, 
 
 
 def refuse_loss_in_update(program: Program) -> None:
-    """Raise GradientError for a captured step whose update reads results of its loss function."""
+    """Raise GradientError if the update of a captured step reads results of its loss function."""
     inner = opened(inline_calls(program.jaxpr))
     eqn = next((e for e in inner.eqns if e.primitive is value_and_grad_p), None)
     read = {} if eqn is None else _read_by_update(program, inner, eqn)
     for value, n in read.items():
         line = next((line_of(e) for e in inner.eqns if value in e.invars), "")
         raise GradientError(
-            f"the new {n} reads results of the loss function{f' ({line})' if line else ''}: "
-            f"in a pipeline the update of {program.name} reads gradients, state and arguments. "
-            "Divide by a count inside of the loss function. Keep other values out of the update, "
-            "or take dtrans.nccl2 or dtrans.sharding, whose updates may read such results"
+            f"the new {n} is computed from results of the loss function"
+            f"{f' ({line})' if line else ''}; in a pipeline the update of {program.name} can read "
+            "only gradients, state and arguments of the step. If the result is a count, divide "
+            "the loss by it inside the loss function. Otherwise use dtrans.nccl2 or "
+            "dtrans.sharding, whose updates may read results of the loss function"
         )
 
 
 def differentiated(program: Program) -> Program:
-    """Return a captured step as it runs: the equation of its loss replaced by the derivative."""
+    """Return a captured step that can run: its loss equation is replaced by the derivative."""
     return program.rewritten(_differentiated)
 
 
@@ -241,47 +248,54 @@ def _differentiated(program: Program) -> Program:
 
 
 def _value_and_grad(*operands: Any, loss: ClosedJaxpr, count: int) -> list[Any]:
-    """Return the outputs of the equation `value_and_grad`."""
+    """Compute the outputs of the equation `value_and_grad`: results of the loss, then gradients."""
 
-    def of(arguments: list[Any]) -> tuple[Any, list[Any]]:
+    def loss_with_results(arguments: list[Any]) -> tuple[Any, list[Any]]:
         results = list(jaxpr_as_fun(loss)(*arguments, *operands[count:]))
         return results[0], results
 
-    (_, values), gradients = jax.value_and_grad(of, has_aux=True)(list(operands[:count]))
+    derivative = jax.value_and_grad(loss_with_results, has_aux=True)
+    (_, values), gradients = derivative(list(operands[:count]))
     return [*values, *gradients]
 
 
 def loss_of(program: Program) -> JaxprEqn:
-    """Return the equation of a captured step with its loss function.
+    """Return the equation `value_and_grad` of a captured step.
 
     Raises:
-      GradientError: as `captured`.
+      GradientError: the step does not call `dtrans.value_and_grad` exactly once outside of loops
+        and branches.
     """
     found = [e for e in equations(program.jaxpr) if e.primitive is value_and_grad_p]
     if not found:
         raise GradientError(
-            f"{program.name} takes its gradients with jax.grad, or with what calls it: a pipeline "
-            "is cut through the "
-            "loss before it is differentiated, which only dtrans.value_and_grad lets it see. Write "
-            "that in place of "
-            "jax.value_and_grad, nnx.value_and_grad or eqx.filter_value_and_grad, or use "
-            "dtrans.make_train_step"
+            f"{program.name} takes its gradients with jax.grad or a function that calls it; a "
+            "pipeline needs the undifferentiated loss function, which only dtrans.value_and_grad "
+            "keeps. Call dtrans.value_and_grad in place of jax.value_and_grad, nnx.value_and_grad "
+            "or eqx.filter_value_and_grad, or use dtrans.make_train_step"
         )
     if len(found) > 1:
         raise GradientError(
-            f"{program.name} calls dtrans.value_and_grad {len(found)} times; a pipeline takes one "
-            f"loss. {ONE_LOSS}. "
-            "Losses that share no parameters can be added up, and their sum differentiated; of "
-            "others dtrans.nccl2 and "
-            "dtrans.sharding take each"
+            f"{program.name} calls dtrans.value_and_grad {len(found)} times; a pipeline needs one "
+            f"loss. {ONE_LOSS}. If the losses share no parameters, differentiate their sum; "
+            "otherwise use dtrans.nccl2 or dtrans.sharding, which support several losses"
         )
     if not any(e.primitive is value_and_grad_p for e in opened(inline_calls(program.jaxpr)).eqns):
-        raise GradientError(f"{program.name} takes its gradients in a loop or a branch. {ONE_LOSS}")
+        raise GradientError(
+            f"{program.name} calls dtrans.value_and_grad in a loop or a branch. {ONE_LOSS}"
+        )
     return found[0]
 
 
 def operands_of(eqn: JaxprEqn) -> tuple[dict[Var, Atom], dict[Var, Atom]]:
-    """Return the operands of a loss function by its variables: differentiated ones, then others."""
+    """Return the operands of a loss function, by the variable of its body that each one replaces.
+
+    Args:
+      eqn: the equation `value_and_grad`.
+
+    Returns:
+      Two dicts: the operands that are differentiated, and the rest.
+    """
     pairs = list(zip(opened(eqn.params["loss"]).invars, eqn.invars, strict=True))
     count = eqn.params["count"]
     return dict(pairs[:count]), dict(pairs[count:])

@@ -7,9 +7,9 @@ replaces a marked output by one merged value (`merged`):
 - LOCAL_* merges the micro-batches of the first replica, in their order;
 - GLOBAL_* then merges the replicas, in their order.
 
-The merged value is the one that `collect` returns; the value before the mark is unchanged. Sums and
-means are elementwise. EPL reduces over all axes, so that a collected value becomes a scalar, and
-concatenates the first micro-batch last; neither is copied.
+Only the value that `collect` returns is merged; its operand is unchanged. Sums and means are
+elementwise. This differs from EPL, which reduces over all axes to a scalar, and concatenates the
+first micro-batch last.
 
 Source: `add_to_collection` and `merge_outputs` of EPL (epl/parallel/parallel.py).
 """
@@ -45,17 +45,17 @@ LOCAL_MEAN = "LOCAL_MEAN"
 LOCAL_SUM = "LOCAL_SUM"
 KEYS = (GLOBAL_CONCAT, GLOBAL_MEAN, GLOBAL_SUM, LOCAL_CONCAT, LOCAL_MEAN, LOCAL_SUM)
 
-# name of the mark; only pipelines keep it when calls are inlined (`dtrans.ir.builder`)
+# name of the identity primitive; inlining drops it, except in pipelines (`dtrans.ir.builder`)
 COLLECT = "collect"
 
 
 def _collect_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, key: str) -> tuple[Any, Any]:
-    # the derivative of a collected value is not one itself
+    # only the value is collected, not its tangent
     return collect_p.bind(*primals, key=key), tangents[0]
 
 
 def _collect_batch(args: Sequence[Any], dims: Sequence[Any], *, key: str) -> tuple[Any, Any]:
-    # values are concatenated along dimension 0, which is the mapped dimension under vmap
+    # a CONCAT key concatenates along dimension 0, so the mapped dimension is moved there
     return collect_p.bind(jnp.moveaxis(args[0], dims[0], 0), key=key), 0
 
 
@@ -65,8 +65,8 @@ collect_p = new_identity(COLLECT, jvp=_collect_jvp, batch=_collect_batch)
 def collect(value: Any, key: str) -> Any:
     """Mark the arrays of a pytree to be merged over the micro-batches and replicas of a pipeline.
 
-    Outside of pipelines it changes nothing. Under `jax.vmap` the mapped axis comes first, and is
-    concatenated.
+    Outside of pipelines the mark has no effect. Under `jax.vmap` the mapped axis becomes dimension
+    0, along which CONCAT keys concatenate.
 
     Args:
       value: an array, or a pytree of arrays.
@@ -74,7 +74,7 @@ def collect(value: Any, key: str) -> Any:
         replica. "GLOBAL_SUM", "GLOBAL_MEAN" or "GLOBAL_CONCAT": also over replicas. See `merged`.
 
     Returns:
-      The same pytree with marked values. They are merged where the step returns them.
+      The same pytree with marked values. A pipeline merges them if the step returns them.
 
     Raises:
       ConfigError: an unknown key, or a leaf that is not an array.
@@ -93,8 +93,7 @@ def collect(value: Any, key: str) -> Any:
         if not isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
             where = keystr(path, simple=True, separator="/")
             raise ConfigError(
-                f"{where or 'the value'} cannot be collected under {key}: it is {leaf!r}; "
-                "collect arrays"
+                f"{where or 'the value'} is {leaf!r}; only arrays can be collected under {key}"
             )
         return collect_p.bind(leaf, key=key)
 
@@ -103,32 +102,31 @@ def collect(value: Any, key: str) -> Any:
 
 def _check_key(key: str) -> None:
     if key not in KEYS:
-        raise ConfigError(f"{key!r} is no collection; there are {', '.join(KEYS)}")
+        raise ConfigError(f"key is {key!r}; expected one of {', '.join(KEYS)}")
 
 
 def collected(jaxpr: ClosedJaxpr) -> dict[Var, str]:
-    """Return the marked values of a flattened jaxpr, with the key of each.
+    """Return the key of each marked value of a jaxpr.
 
     Args:
-      jaxpr: with calls inlined, and these marks kept.
+      jaxpr: a jaxpr with calls inlined that still has the marks.
 
     Raises:
-      ConfigError: a value that is in two collections.
-      TraceError: a marked value inside a loop, a branch or a rematerialised function, which the
-        step cannot return.
+      ConfigError: one value is collected under two keys.
+      TraceError: a value is marked inside a loop, a branch or a rematerialised function.
     """
     found: dict[Var, str] = {}
-    marked: dict[Atom, Atom] = {}  # marked value to the value before all marks
-    keys: dict[Atom, str] = {}  # by the value before all marks
+    marked: dict[Atom, Atom] = {}  # marked value to the unmarked value
+    keys: dict[Atom, str] = {}  # unmarked value to its key
     for eqn in opened(jaxpr).eqns:
-        # a body that `jax.checkpoint` recomputes was seen the first time
-        again = eqn.params.get("differentiated", False)
-        for inner in () if again else equations_inside(eqn):
+        # `jax.checkpoint` repeats its body in the backward pass, where the marks do not count
+        is_recomputation = eqn.params.get("differentiated", False)
+        for inner in () if is_recomputation else equations_inside(eqn):
             if inner.primitive is collect_p:
                 raise TraceError(
                     f"a value{_described(inner.outvars[0], scope_of(inner))} is collected under "
-                    f"{inner.params['key']} "
-                    f"inside {eqn.primitive.name}; return it from there, and collect what comes out"
+                    f"{inner.params['key']} inside {eqn.primitive.name}; return the value from the "
+                    f"{eqn.primitive.name}, and collect it outside"
                 )
         if eqn.primitive is not collect_p:
             continue
@@ -138,7 +136,7 @@ def collected(jaxpr: ClosedJaxpr) -> dict[Var, str]:
         if had != key:
             raise ConfigError(
                 f"a value{_described(out, scope_of(eqn))} is collected under both {had} and {key}; "
-                "choose one of them"
+                "use one key"
             )
         marked[out], found[out] = value, key
     return found
@@ -160,16 +158,17 @@ def merged(key: str, micro: Sequence[Sequence[Any]]) -> Any:
         booleans counted.
       MEAN: the elementwise mean, with the dtype of `jnp.mean`: a float for integers, even for a
         single micro-batch.
-      CONCAT: the values concatenated along dimension 0. Micro-batches are merged first, in order,
-        then replicas. Additions follow that order, 16-bit floats in 32 bits. LOCAL keys merge the
-        first replica alone.
+      CONCAT: the values concatenated along dimension 0.
+
+      The micro-batches of a replica are merged first, in order, then the replicas. 16-bit floats
+      are added in 32 bits. LOCAL keys merge only the first replica.
 
     Raises:
-      ConfigError: an unknown key, no values, or replicas with unequal numbers of micro-batches.
-        Values that cannot be added or concatenated, such as 0-d values under a CONCAT key.
+      ConfigError: `key` is unknown, there are no values, or replicas have unequal numbers of
+        micro-batches. Or the values cannot be merged: 0-d values under a CONCAT key, say.
 
-    Source: `merge_outputs` of EPL (epl/parallel/parallel.py), but for the order and the axes of
-    reductions.
+    Source: `merge_outputs` of EPL (epl/parallel/parallel.py), which reduces other axes in another
+    order.
 
     Example:
       >>> import jax.numpy as jnp
@@ -184,8 +183,8 @@ def merged(key: str, micro: Sequence[Sequence[Any]]) -> Any:
     counts = sorted({len(replica) for replica in micro})
     if len(counts) != 1 or not counts[0]:
         raise ConfigError(
-            f"{key} merges equal numbers of micro-batches from all replicas, at least one; the "
-            f"replicas have {counts}"
+            f"the replicas have {counts} micro-batches; {key} needs the same number from each, "
+            "at least one"
         )
     place, _, how = key.partition("_")
     merge = {"SUM": _summed, "MEAN": _averaged, "CONCAT": _concatenated}[how]
@@ -199,21 +198,29 @@ def _check_shapes(key: str, values: Sequence[Any]) -> None:
     shapes = [jnp.shape(x) for x in values]
     if concat and () in shapes:
         raise ConfigError(
-            f"{key} concatenates along dimension 0, and a 0-d value has none; use a MEAN or SUM "
-            "key for it"
+            f"a 0-d value is collected under {key}, which concatenates along dimension 0; use a "
+            "MEAN or SUM key"
         )
     if len({s[concat:] for s in shapes}) > 1:
-        of = "entries of one shape" if concat else "values of one shape"
+        equal = "shapes that differ only in dimension 0" if concat else "equal shapes"
         raise ConfigError(
-            f"{key} merges {of}, these have {', '.join(map(str, dict.fromkeys(shapes)))}"
+            f"the values have shapes {', '.join(map(str, dict.fromkeys(shapes)))}; {key} needs "
+            f"{equal}"
         )
     if not concat and jnp.issubdtype(values[0].dtype, jax.dtypes.prng_key):
-        raise ConfigError(f"{key} cannot add up random keys; use a CONCAT key for them")
+        raise ConfigError(f"random keys are collected under {key}; use a CONCAT key for them")
 
 
 def _folded(values: Sequence[Any], reduction: Callable[[Any], Any]) -> tuple[Any, Any]:
-    """Return the sum in order, in the type of the additions, and the result type of the
-    reduction."""
+    """Add up values in order, 16-bit floats in 32 bits.
+
+    Args:
+      values: the terms.
+      reduction: `jnp.sum` or `jnp.mean`.
+
+    Returns:
+      The sum, and the dtype in which `reduction` would return its result.
+    """
     first = jnp.asarray(values[0])
     out = jax.eval_shape(reduction, first).dtype
     wide = jnp.promote_types(out, jnp.float32) if jnp.issubdtype(out, jnp.floating) else out

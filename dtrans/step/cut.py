@@ -4,13 +4,13 @@
     optimize half   gradients, parameters, state ->  new parameters, new state
 
 Gradients are marked or inferred (`dtrans.step.gradients`), then checked: every path from an input
-to new parameters and state must pass through a gradient. Only this module decides the boundary.
+to new parameters and state must pass through a gradient. This module alone decides where a step is
+cut.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -20,11 +20,17 @@ import jax.numpy as jnp
 from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, NamedJaxpr, Var, line_of, origin_of
 from dtrans.errors import BatchError, GradientError, OptimizerError
 from dtrans.ir.builder import extract_part
-from dtrans.ir.dataflow import backward_slice, bits_of, propagate
+from dtrans.ir.dataflow import (
+    backward_slice,
+    bits_of,
+    needed_equations,
+    propagate,
+    variables,
+)
 from dtrans.ir.fingerprint import number, value_digests
 from dtrans.ir.inline import eliminate_dead
 from dtrans.ir.program import BACKWARD, FORWARD, OPTIMIZE, Program
-from dtrans.ir.selection import invert, subset, values_at
+from dtrans.ir.selection import values_at
 from dtrans.step.gradients import (
     Gradients,
     OpenStep,
@@ -47,9 +53,9 @@ ONE_GRADIENT = (
 
 @dataclasses.dataclass(frozen=True)
 class Gradient:
-    """Gradient of a leaf, as an input of an optimize half.
+    """Name of an input of an optimize half: the gradient of a leaf.
 
-    Its text is for people only: a leaf may have the same name.
+    `str(gradient)` is for display only: another leaf may have that name.
     """
 
     leaf: str
@@ -71,28 +77,28 @@ class Cut:
       opt_state: names of the leaves of the second argument.
       batch: names of all other inputs.
       gradients: parameter name to its gradient, for leaves whose update reads one.
-      reported: parameter name to its gradient, for leaves whose gradient only results read (a norm
-        over all leaves if some are frozen, say).
-      boundary: parameter name to the value for its gradient after the cut: the output of its mark,
-        if it has one.
+      reported: parameter name to its gradient, for leaves whose gradient a result or a callback
+        reads, but not the update (a frozen leaf in a norm of all gradients, say).
+      boundary: parameter name to the variable at which the step is cut: the output of the
+        gradient's mark, or the gradient if it has no mark.
       optimized: parameters that the optimize half computes.
       frozen: parameters that the trainer half computes, or that never change.
       results: names of all outputs other than state, e.g. `loss`.
       from_gradients: results that depend on gradients, e.g. a gradient norm.
       observers: equations with effects (`jax.debug.print`).
-      nested: reason why gradients may depend on another derivative, as in a perturbed step.
-        Trainers would each use their own. Empty if they do not, or are marked.
-      across: need of one half for values of the other: the update for values of forward, or a
-        result for values of the update. None if there is none. Trainers that run both halves allow
-        it.
-      argument_need: need of the update for arguments of the step, such as a learning rate; trainers
-        can send those to servers.
-      state_read: optimizer state that forward and backward read, such as a random key, with the
-        output that needs it. Servers can send state that no row enters.
+      nested: the equation between two derivatives, for a step that perturbs its parameters by
+        their gradient. Each trainer would use its own inner derivative. Empty if gradients do not
+        depend on another derivative, or are marked.
+      across: `Need` that keeps the halves in one process: the update reads values of forward, or a
+        result reads values of the update. None if the halves can be separated.
+      argument_need: `Need` of the update for an argument of the step, such as a learning rate,
+        which trainers can send to servers; None if it reads no argument.
+      state_read: optimizer state that forward and backward read, such as a random key, to the name
+        of an output that depends on it.
       optimize: the optimize half. Inputs: gradients, parameters, state, then batch arrays. Outputs:
         optimized parameters, then state.
-      handed: values of forward that are the next inputs of the optimize half, by name. Strategies
-        that run updates elsewhere, or on slices of parameters, add them
+      handed: values of forward that follow as inputs of the optimize half, by name. Strategies that
+        run updates in another process, or on slices of parameters, add them
         (`dtrans.step.handed_values`).
       numbers: numbers that depend on the batch size and are the last inputs of the optimize half,
         by name (`dtrans.step.batch_numbers`).
@@ -120,18 +126,16 @@ class Cut:
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """Inputs of the update other than state and gradients: arguments, values of forward,
-        numbers."""
+        """Names of the update's inputs other than state and gradients: batch arrays, `handed`,
+        `numbers`."""
         known = {*self.batch, *self.handed, *self.numbers}
         return tuple(n for n in self.optimize.in_names if isinstance(n, str) and n in known)
 
     def reason_not_optimized(self, name: str) -> str:
-        """Return why the update leaves a parameter alone: it never changes, or forward computes
-        it."""
-        inner, program = self.program.inner, self.program
-        before = inner.invars[program.in_names.index(name)]
-        after = inner.outvars[program.out_names.index(name)]
-        return "it is not updated" if after is before else "forward updates it, not the optimizer"
+        """Return the reason why a parameter is in `frozen`, for messages."""
+        if self.program.outvars[name] is self.program.invars[name]:
+            return "it is not updated"
+        return "forward updates it, not the optimizer"
 
     @property
     def early(self) -> tuple[int, ...]:
@@ -142,50 +146,65 @@ class Cut:
     def late(self) -> tuple[int, ...]:
         """Positions of callbacks outside of the update that read reduced gradients or results of
         the update."""
-        return tuple(
-            x.position
-            for x in self.observers
-            if x.calls and x.reads not in EARLY and not x.in_update
-        )
+        found = []
+        for x in self.observers:
+            if x.calls and x.reads not in EARLY and not x.in_update:
+                found.append(x.position)
+        return tuple(found)
 
     @property
     def observed(self) -> OptimizeHalf:
-        """Values that callbacks read, as a half with gradients and the inputs of the step."""
-        eqns, boundary = self.program.eqns, invert(self.boundary)
-        read = [a for x in self.observers if x.calls for a in eqns[x.position].invars]
-        names: tuple[Name, ...] = (*map(Gradient, boundary.values()), *self.program.in_names)
-        half = _from_gradients(self.program, boundary, read)
-        return OptimizeHalf(half, names, tuple(map(str, range(len(read)))))
+        """Jaxpr that computes the operands of all callbacks from gradients and the step's inputs.
+
+        The outputs are named by their positions, "0", "1", ...
+        """
+        read: list[Atom] = []
+        for x in self.observers:
+            if x.calls:
+                read += self.program.eqns[x.position].invars
+        return _half_from_gradients(self, list(map(str, range(len(read)))), read)
 
     def with_observers(self, reads: str, as_: str) -> Cut:
-        """Return the step with observers that read `reads` treated as those that read `as_`."""
-        moved = [
-            dataclasses.replace(x, reads=as_) if x.reads == reads else x for x in self.observers
-        ]
-        return dataclasses.replace(self, observers=tuple(moved))
+        """Return the step with `Observer.reads` changed from `reads` to `as_`."""
+        changed = []
+        for x in self.observers:
+            changed.append(dataclasses.replace(x, reads=as_) if x.reads == reads else x)
+        return dataclasses.replace(self, observers=tuple(changed))
 
     def differing_outputs(self, other: Cut) -> list[str]:
-        """Return new state and results that another batch size computes differently from
-        gradients."""
-        mine, theirs = (_results_half(x, self.from_gradients) for x in (self, other))
+        """Return the new state and the results that depend on the batch size, given the gradients.
+
+        Args:
+          other: the same step, traced with another batch size.
+        """
+        mine = _results_half(self, self.from_gradients)
+        theirs = _results_half(other, self.from_gradients)
         return [*self.optimize.differing_outputs(other.optimize), *mine.differing_outputs(theirs)]
 
     def first_difference(self, other: Cut) -> tuple[str, str] | None:
-        """Return the first output that another batch size computes differently, and its line.
+        """Return the first output that depends on the batch size, given the gradients.
 
-        Values that callbacks read count as outputs. None if there is none.
+        Operands of callbacks count as outputs.
+
+        Args:
+          other: the same step, traced with another batch size.
+
+        Returns:
+          A description of the output and its source line; None if there is no such output.
         """
-        results = [_results_half(x, self.from_gradients) for x in (self, other)]
-        observed = [x.observed for x in (self, other)]
-        for mine, theirs in ([self.optimize, other.optimize], results, observed):
-            for n in mine.differing_outputs(theirs):
-                return "what a callback reads" if mine is observed[0] else n, mine.differing_line(
-                    theirs, n
-                )
+        for name in self.optimize.differing_outputs(other.optimize):
+            return name, self.optimize.differing_line(other.optimize, name)
+        mine = _results_half(self, self.from_gradients)
+        theirs = _results_half(other, self.from_gradients)
+        for name in mine.differing_outputs(theirs):
+            return name, mine.differing_line(theirs, name)
+        for name in self.observed.differing_outputs(other.observed):
+            line = self.observed.differing_line(other.observed, name)
+            return "the operand of a callback", line
         return None
 
     def with_reported(self) -> Cut:
-        """Return the step with all gradients that are read as `gradients`."""
+        """Return the step with the `reported` gradients added to `gradients`."""
         return dataclasses.replace(self, gradients={**self.gradients, **self.reported})
 
 
@@ -203,54 +222,59 @@ class OptimizeHalf(NamedJaxpr):
         return frozenset(n.leaf for n in self.in_names if isinstance(n, Gradient))
 
     def differing_outputs(self, other: OptimizeHalf) -> list[str]:
-        """Return the outputs that the same step, traced on another batch size, computes
-        differently."""
-        mine, theirs = (value_digests(half.jaxpr, half.in_names) for half in (self, other))
-        written = lambda digests, a: number(a) if isinstance(a, Literal) else digests[a]
-        new = {n: written(theirs, a) for n, a in other.outvars.items()}
-        return [n for n, a in self.outvars.items() if written(mine, a) != new.get(n)]
+        """Return the outputs whose computation differs in `other`, the half for another batch
+        size."""
+        mine, theirs = self._output_digests(), other._output_digests()
+        return [name for name, digest in mine.items() if digest != theirs.get(name)]
+
+    def _output_digests(self) -> dict[str, str]:
+        """Return a digest of the computation of each output."""
+        digests = value_digests(self.jaxpr, self.in_names)
+        found = {}
+        for name, atom in self.outvars.items():
+            found[name] = number(atom) if isinstance(atom, Literal) else digests[atom]
+        return found
 
     def differing_line(self, other: OptimizeHalf, name: str) -> str:
-        """Return the line of the first equation for an output that differs for another batch
-        size."""
-        mine, theirs = (value_digests(half.jaxpr, half.in_names) for half in (self, other))
-        known = {*theirs.values()}
-        eqns = self.eqns
-        needed, _ = backward_slice(eqns, [self.outvars[name]])
-        for eqn in values_at(eqns, needed):
+        """Return the source line of the first equation for an output that `other` does not have."""
+        mine = value_digests(self.jaxpr, self.in_names)
+        known = {*value_digests(other.jaxpr, other.in_names).values()}
+        for eqn in needed_equations(self.eqns, [self.outvars[name]]):
             line = line_of(eqn)
             if line and any(mine[v] not in known for v in eqn.outvars):
                 return line
         return "an unknown line"
 
 
-def _beside(eqn: JaxprEqn, inputs: Collection[Var]) -> JaxprEqn:
-    """Return an equation whose outputs that are inputs elsewhere get new variables."""
+def _rename_outputs(eqn: JaxprEqn, inputs: Collection[Var]) -> JaxprEqn:
+    """Return an equation with new variables for the outputs that are inputs of its part.
+
+    A loop may compute a gradient and another value that the update reads. The update repeats the
+    loop, but its gradient is an input.
+    """
     if set(inputs).isdisjoint(eqn.outvars):
         return eqn
     return eqn.replace(outvars=[Var(v.aval) if v in inputs else v for v in eqn.outvars])
 
 
 def _results_half(step: Cut, names: Sequence[str]) -> OptimizeHalf:
-    """Return the half that computes results from gradients."""
-    program = step.program
-    half = _from_gradients(program, step.boundary.values(), values_at(program.outvars, names))
-    return OptimizeHalf(half, (*map(Gradient, step.boundary), *program.in_names), tuple(names))
+    """Return the jaxpr that computes results from gradients and the inputs of the step."""
+    return _half_from_gradients(step, names, values_at(step.program.outvars, names))
 
 
-def _from_gradients(
-    program: Program, gradients: Collection[Var], outs: Sequence[Atom]
-) -> ClosedJaxpr:
-    """Return the jaxpr of values, from gradients and the inputs of a step."""
-    eqns = [
-        _beside(program.eqns[i], gradients)
-        for i in backward_slice(program.eqns, outs, gradients)[0]
-    ]
-    return extract_part(program.jaxpr, [*gradients, *program.inner.invars], eqns, outs)
+def _half_from_gradients(step: Cut, names: Sequence[str], values: Sequence[Atom]) -> OptimizeHalf:
+    """Return the jaxpr that computes `values` from gradients and the inputs of the step."""
+    program, gradients = step.program, step.boundary.values()
+    eqns = []
+    for eqn in needed_equations(program.eqns, values, gradients):
+        eqns.append(_rename_outputs(eqn, gradients))
+    invars = [*gradients, *program.inner.invars]
+    jaxpr = extract_part(program.jaxpr, invars, eqns, values)
+    return OptimizeHalf(jaxpr, (*map(Gradient, step.boundary), *program.in_names), tuple(names))
 
 
 def check_same_update(planned: Cut, again: Cut) -> None:
-    """Raise BatchError for an update planned for another batch size on which it depends."""
+    """Raise BatchError if the update differs from the planned one, for another batch size."""
     for n in planned.optimize.differing_outputs(again.optimize):
         raise other_size(planned, n, planned.program.inputs, again.program.inputs)
 
@@ -258,24 +282,22 @@ def check_same_update(planned: Cut, again: Cut) -> None:
 def other_size(
     planned: Cut, name: str, was: Mapping[str, Any], now: Mapping[str, Any]
 ) -> BatchError:
-    """Return the error for an output that depends on a batch size other than the planned one.
+    """Return the error for an output that depends on the batch size, which has changed.
 
     Args:
       planned: the planned step.
       name: the output.
-      was, now: types of the batch arrays.
+      was, now: types of the batch arrays in the plan and in the call.
     """
-    sized = next((b for b in planned.batch if b in was and was[b].shape != now[b].shape), None)
-    if sized is None:
-        why = "was planned for another batch"
-    else:
-        why = (
-            f"was planned for {sized} of shape {was[sized].shape}, which is {now[sized].shape} now"
-        )
+    planned_for = "another batch"
+    for array in planned.batch:
+        if array in was and was[array].shape != now[array].shape:
+            planned_for = f"{array} of shape {was[array].shape}, not {now[array].shape}"
+            break
     return BatchError(
-        f"{name} is made with a number of the size of the batch, and {why}: trace "
-        f"{planned.program.name} with arrays of the new shape and plan again, or pass the number "
-        "as an argument of the step"
+        f"the new {name} depends on the batch size (a division by the number of rows, say), and "
+        f"was planned for {planned_for}; trace {planned.program.name} with arrays of the new shape "
+        "and plan again, or pass the number as an argument of the step"
     )
 
 
@@ -284,10 +306,10 @@ class Need:
     """Value that one half of a step needs and the other half computes.
 
     Attributes:
-      what: the need, as the first half of a sentence.
-      advice: code to write instead.
+      what: clause that states the need, e.g. "loss is computed from opt_state/0/count".
+      advice: clause that tells the user what to write instead.
       error: class of the error.
-      why: reason for the error, if it is the same for all strategies.
+      why: clause with the reason for the error, if all strategies have the same reason.
     """
 
     what: str
@@ -296,17 +318,17 @@ class Need:
     why: str = ""
 
     def refused(self, why: str) -> GradientError:
-        """Return the error of a strategy that gives this reason."""
+        """Return the error; `why` is the strategy's reason, for a need that has none of its own."""
         return self.error(f"{self.what}, {self.why or why}; {self.advice}")
 
 
 def asks_for(output: str, state: str) -> Need:
-    """Return the need of an output that reads optimizer state."""
+    """Return the need of an output for optimizer state."""
     return Need(
         f"{output} is computed from {state}",
         "keep the optimizer state (the second argument of the step) out of the loss and of the "
         "results",
-        why="which belongs to the optimizer, and is not where the loss is",
+        why="which is optimizer state, and is not available where the loss is computed",
     )
 
 
@@ -314,10 +336,11 @@ def cut(program: Program) -> Cut:
     """Cut a traced training step at its gradients; the program caches the result.
 
     Args:
-      program: trace of a function of (params, opt_state, *batch) that returns both, and the loss.
+      program: trace of a function of (params, opt_state, *batch) that returns the new params and
+        opt_state, and the loss.
 
     Raises:
-      GradientError: it is not a training step, or its gradients are ambiguous.
+      GradientError: the program is not a training step, or its gradients are ambiguous.
     """
     return program.once(_cut)
 
@@ -327,7 +350,7 @@ def _cut(program: Program) -> Cut:
 
 
 class _Cutter:
-    """Cutter of one step.
+    """Cut of one step in progress; its attributes become those of the `Cut`.
 
     Args:
       step: the step, with calls inlined.
@@ -346,26 +369,26 @@ class _Cutter:
         by_batch, by_gradient = 1, 2
         seeds = {self.s.vars[n]: by_batch for n in self.s.batch}
         enters = propagate(self.s.eqns, seeds, dict.fromkeys(boundary, by_gradient))
-        bits = functools.partial(bits_of, enters)
         optimized: list[str] = []
         frozen: list[str] = []
         for name in self.s.params:
-            out = self.s.outs[name]
-            # splitting a random key is no update: each trainer has its own key
-            is_key = (
-                jnp.issubdtype(self.s.vars[name].aval.dtype, jax.dtypes.extended)
-                and not bits(out) & by_gradient
-            )
-            # servers do not know the batch size
-            sized = not bits(out) and counts_rows(self.s, self.s.vars[name], out)
-            is_frozen = out is self.s.vars[name] or bits(out) == by_batch or is_key or sized
-            (frozen if is_frozen else optimized).append(name)
+            before, after = self.s.vars[name], self.s.outs[name]
+            bits = bits_of(enters, after)
+            # each trainer splits its own random key, so a new key is not an update
+            is_key = jnp.issubdtype(before.aval.dtype, jax.dtypes.extended)
+            is_new_key = is_key and not bits & by_gradient
+            # trainers count rows, because servers do not know the batch size
+            is_row_count = not bits and counts_rows(self.s, before, after)
+            if after is before or bits == by_batch or is_new_key or is_row_count:
+                frozen.append(name)
+            else:
+                optimized.append(name)
         if not optimized or not boundary:
+            more = ", ..." if len(self.s.params) > 4 else ""
             raise GradientError(
                 f"no gradient was found in {self.s.source.name}: none of its parameters "
-                f"({', '.join(self.s.params[:4])}{', ...' if len(self.s.params) > 4 else ''}) "
-                "is updated from the derivative of a loss; candidates: none. Use "
-                "dtrans.value_and_grad or "
+                f"({', '.join(self.s.params[:4])}{more}) is updated from the derivative of a loss. "
+                "Take gradients with dtrans.value_and_grad, or build the step with "
                 "dtrans.make_train_step"
             )
         computed_frozen = [n for n in frozen if self.s.outs[n] is not self.s.vars[n]]
@@ -374,37 +397,40 @@ class _Cutter:
         self.check_trainer_half(gradients, used, frozen)
         # a loop that computes gradients belongs to the backward pass, even if the update reads its
         # other outputs
-        behind = set(
-            self.s.derivatives_behind(
-                values_at(self.s.outs, (*optimized, *self.s.opt_state)), boundary
-            )
-        )
+        new = values_at(self.s.outs, (*optimized, *self.s.opt_state))
+        behind = set(self.s.derivatives_behind(new, boundary))
         positions = [i for i in positions if not self.s.derived[i] or i in behind]
         observers = observers_of(self.s, boundary, positions, self.state_read)
-        # the operand of a mark is the gradient itself
-        atoms: dict[str, Atom] = {
-            n: self.unmarked(gradients[n]) for n in self.s.params if n in gradients
-        }
-        from_gradients = tuple(n for n in self.s.results if bits(self.s.outs[n]) & by_gradient)
+
+        from_gradients = []
+        for name in self.s.results:
+            if bits_of(enters, self.s.outs[name]) & by_gradient:
+                from_gradients.append(name)
         read_outside = values_at(self.s.outs, from_gradients)
         for x in observers:
             if x.calls:
                 read_outside += self.s.eqns[x.position].invars
-        _, seen = backward_slice(self.s.eqns, read_outside, boundary)
-        seen -= set(values_at(gradients, used))
-        reported = {n: a for n, a in atoms.items() if gradients[n] in seen}
+        _, reported_vars = backward_slice(self.s.eqns, read_outside, boundary)
+        reported_vars -= {gradients[n] for n in used}
+        read_by_update: dict[str, Atom] = {}
+        reported: dict[str, Atom] = {}
+        for name in self.s.params:
+            if name in used:
+                read_by_update[name] = self.unmarked(gradients[name])
+            elif name in gradients and gradients[name] in reported_vars:
+                reported[name] = self.unmarked(gradients[name])
         return Cut(
             program=self.with_roles(positions, found),
             params=self.s.params,
             opt_state=self.s.opt_state,
             batch=self.s.batch,
-            gradients={n: a for n, a in atoms.items() if n in used},
+            gradients=read_by_update,
             reported=reported,
             boundary=gradients,
             optimized=tuple(optimized),
             frozen=tuple(frozen),
             results=self.s.results,
-            from_gradients=from_gradients,
+            from_gradients=tuple(from_gradients),
             observers=observers,
             nested="" if found.marked else nested(self.s, found.terms),
             across=self.across,
@@ -416,37 +442,42 @@ class _Cutter:
     def optimize_half(
         self, gradients: Mapping[str, Var], optimized: Sequence[str], computed_frozen: Sequence[str]
     ) -> tuple[OptimizeHalf, set[str], list[int]]:
-        """Return the optimize half, the parameters whose gradient it reads, and its positions."""
+        """Return the optimize half.
+
+        Returns:
+          The half; the parameters whose gradient it reads; and the positions of its equations in
+          the step.
+        """
         out_names = (*optimized, *self.s.opt_state)
         outs = values_at(self.s.outs, out_names)
         positions, leaves = backward_slice(self.s.eqns, outs, gradients.values())
         hidden = [n for n in (*self.s.batch, *computed_frozen) if self.s.vars[n] in leaves]
         loss = self.loss_need(positions)
-        # an optimizer that evaluates the loss may differentiate it, after the gradients
+        # A line search differentiates the loss again. These derivatives read gradients; any other
+        # derivative in an update is one that the boundary does not include.
         behind = propagate(self.s.eqns, {}, dict.fromkeys(gradients.values(), 1))
-        derived = values_at(self.s.eqns, self.s.derivatives_behind(outs, gradients.values()))
+        derived = [self.s.eqns[i] for i in self.s.derivatives_behind(outs, gradients.values())]
         around = [e for e in derived if not bits_of(behind, *e.invars)]
-        if hidden or around:
-            first = None if around else self.s.vars[hidden[0]]
-            culprit, what = self.who_uses(outs, out_names, gradients, first, around)
-            if around:
-                raise GradientError(
-                    f"{culprit} is updated with {what}, which is not summed over the batch; "
-                    f"{ONE_GRADIENT}"
-                )
+        if around:
+            reader, what = self.reader_of_derivative(outs, out_names, gradients, around)
+            raise GradientError(
+                f"{reader} is updated with {what}, which is not summed over the batch; "
+                f"{ONE_GRADIENT}"
+            )
+        if hidden:
+            reader = self.first_reader(outs, out_names, gradients, [self.s.vars[hidden[0]]])
             need = Need(
-                f"{culprit} is updated with {what}",
-                "an update may use gradients, parameters and optimizer state. A count that "
-                "gradients are "
-                "divided by may divide the loss, inside of the loss function; a schedule is a "
-                "function of a "
-                "count in the optimizer state (optax.inject_hyperparams, optax schedules)",
+                f"{reader} is updated with {hidden[0]}",
+                "an update may read gradients, parameters and optimizer state. If gradients are "
+                f"divided by {hidden[0]}, divide the loss by it, inside the loss function. If it "
+                "is a learning rate, write it as a function of a count in the optimizer state "
+                "(optax.inject_hyperparams, optax schedules)",
             )
             if loss or derived or not all(n in self.s.batch for n in hidden):
                 self.across = loss or need
             else:
                 self.argument_need = need
-        owners = invert(gradients)
+        owners = {v: n for n, v in gradients.items()}
         used = {owners[v] for v in leaves if v in owners}
         grad_names = [n for n in self.s.params if n in used]
         optimized_set = set(optimized)
@@ -455,7 +486,7 @@ class _Cutter:
         params += [n for n in hidden if n not in batch and n not in params]
         invars = values_at(gradients, grad_names)
         invars += values_at(self.s.vars, (*params, *self.s.opt_state, *batch))
-        eqns = [_beside(self.s.eqns[i], gradients.values()) for i in positions]
+        eqns = [_rename_outputs(self.s.eqns[i], gradients.values()) for i in positions]
         jaxpr = eliminate_dead(extract_part(self.s.jaxpr, invars, eqns, outs))
         in_names: tuple[Name, ...] = (
             *map(Gradient, grad_names),
@@ -466,142 +497,163 @@ class _Cutter:
         return OptimizeHalf(jaxpr, in_names, tuple(out_names)), used, positions
 
     def loss_need(self, positions: Sequence[int]) -> Need | None:
-        """Return the need of an optimizer that reads a result of the step, as a line search
-        does."""
-        of = {a: n for n in self.s.results if isinstance(a := self.s.outs[n], Var)}
-        outputs = {v for i in positions for v in self.s.eqns[i].outvars}
+        """Return the need of an optax optimizer for a result of the step, such as the loss of a
+        line search; None if it reads none."""
+        computed: set[Var] = set()
         for i in positions:
-            result = next(
-                (
-                    of[a]
-                    for a in self.s.eqns[i].invars
-                    if isinstance(a, Var) and a in of and a in outputs
-                ),
-                None,
-            )
-            if (
-                result
-                and not self.s.derived[i]
-                and (who := origin_of(self.s.eqns[i])).startswith("optax.")
-            ):
+            computed.update(self.s.eqns[i].outvars)
+        result_of: dict[Var, str] = {}
+        for name in self.s.results:
+            atom = self.s.outs[name]
+            if isinstance(atom, Var) and atom in computed:
+                result_of[atom] = name
+        for i in positions:
+            if self.s.derived[i]:
+                continue
+            read = [v for v in variables(self.s.eqns[i].invars) if v in result_of]
+            optimizer = origin_of(self.s.eqns[i]) if read else ""
+            if optimizer.startswith("optax."):
                 return Need(
-                    f"{who} uses {result}",
-                    "here an optimizer can neither be told the loss nor evaluate it. Use one that "
-                    "takes (grads, state, "
-                    "params), such as optax.lbfgs(linesearch=None), or a schedule; or dtrans.nccl2 "
-                    "with batch='exact', "
-                    "which takes it",
+                    f"{optimizer} uses {result_of[read[0]]}",
+                    "use an optimizer whose update reads only (grads, state, params), such as "
+                    "optax.lbfgs(linesearch=None), or a learning-rate schedule; or use "
+                    "dtrans.nccl2 with batch='exact', where an update may read the loss",
                     OptimizerError,
                 )
         return None
 
-    def who_uses(
+    def first_reader(
         self,
         outs: Sequence[Atom],
         names: Sequence[str],
         gradients: Mapping[str, Var],
-        var: Var | None,
-        around: Iterable[JaxprEqn],
+        values: Iterable[Var],
+    ) -> str:
+        """Return the name of the first output that depends on `values` other than through
+        gradients."""
+        fixed = dict.fromkeys(gradients.values(), 0)
+        reached = propagate(self.s.eqns, dict.fromkeys(values, 1), fixed)
+        for name, atom in zip(names, outs, strict=True):
+            if bits_of(reached, atom):
+                return name
+        raise AssertionError("no output depends on the values")
+
+    def reader_of_derivative(
+        self,
+        outs: Sequence[Atom],
+        names: Sequence[str],
+        gradients: Mapping[str, Var],
+        around: Sequence[JaxprEqn],
     ) -> tuple[str, str]:
-        """Return the first output that a forbidden value enters, and the name of that value."""
-        bad = {v for e in around for v in e.outvars} if var is None else {var}
-        reached = propagate(
-            self.s.eqns, dict.fromkeys(bad, 1), dict.fromkeys(gradients.values(), 0)
-        )
-        name = next(
-            n for n, a in zip(names, outs, strict=True) if isinstance(a, Var) and reached.get(a)
-        )
-        if var is not None:
-            return name, self.s.names[var]
-        first = next(iter(around))
-        return (
-            name,
-            f"a derivative that is not one of its gradients ({describe(self.s, first.outvars[0])})",
-        )
+        """Return the first output that depends on derivatives, and a description of the first one.
+
+        Args:
+          outs, names: the outputs.
+          gradients: the gradients, which may depend on the derivatives.
+          around: equations of the derivatives.
+        """
+        derivatives: set[Var] = set()
+        for eqn in around:
+            derivatives.update(eqn.outvars)
+        name = self.first_reader(outs, names, gradients, derivatives)
+        first = describe(self.s, around[0].outvars[0])
+        return name, f"a derivative that is not one of its gradients ({first})"
 
     def check_frozen(self, gradients: Mapping[str, Var], computed_frozen: Sequence[str]) -> None:
-        """Refuse parameters that trainers update by their own gradient; statistics are allowed."""
+        """Raise GradientError if forward updates a parameter by a derivative.
+
+        Batch statistics, which forward updates by values of the batch, are allowed.
+        """
         outs = values_at(self.s.outs, computed_frozen)
-        around = values_at(self.s.eqns, self.s.derivatives_behind(outs, gradients.values()))
+        around = [self.s.eqns[i] for i in self.s.derivatives_behind(outs, gradients.values())]
         if around:
-            culprit, what = self.who_uses(outs, computed_frozen, gradients, None, around)
+            reader, what = self.reader_of_derivative(outs, computed_frozen, gradients, around)
             raise GradientError(
-                f"{culprit} is updated with {what}, so that each part of the batch would update it "
-                "in its own way; "
-                "take the gradient of all parameters with one dtrans.value_and_grad, or build the "
-                "step with "
-                "dtrans.make_train_step"
+                f"{reader} is updated with {what}, so each trainer would compute a different new "
+                "value from its part of the batch; take the gradient of all parameters with one "
+                "dtrans.value_and_grad, or build the step with dtrans.make_train_step"
             )
 
     def check_trainer_half(
         self, gradients: Mapping[str, Var], used: set[str], frozen: Sequence[str]
     ) -> None:
-        """Record outputs that need optimizer state, or an update, which servers have."""
-        proper = {n: self.unmarked(v) for n, v in gradients.items()}
-        outputs: dict[Name, Atom] = subset(self.s.outs, (*self.s.results, *frozen))
-        outputs |= {Gradient(n): proper[n] for n in used}
-        state = {self.s.vars[n]: n for n in self.s.opt_state}
+        """Record which outputs of the trainer half read optimizer state (`state_read`), and a need
+        for values of the update (`across`)."""
         boundary = set(gradients.values())
-        taken_at = subset(proper, sorted(used))
-        self.across = self.one_after_the_other(taken_at, boundary) or self.across
-        enters = propagate(self.s.eqns, dict.fromkeys(state, 1), {})
-        for name, atom in outputs.items():
-            if not isinstance(atom, Var) or not enters.get(atom):
-                continue
-            leaves = backward_slice(
-                self.s.eqns, [atom], () if isinstance(name, Gradient) else boundary
-            )[1]
-            taken = sorted(state[v] for v in leaves if v in state)
-            if leaves & boundary and not self.across and taken:
-                self.across = asks_for(str(name), taken[0])
-            for n in taken:
-                self.state_read.setdefault(n, str(name))
+        unmarked = {n: self.unmarked(gradients[n]) for n in sorted(used)}
+        self.across = self.updated_param_need(unmarked, boundary) or self.across
 
-    def one_after_the_other(
+        state = {self.s.vars[n]: n for n in self.s.opt_state}
+        enters = propagate(self.s.eqns, dict.fromkeys(state, 1), {})
+        for name in (*self.s.results, *frozen):
+            atom = self.s.outs[name]
+            if not bits_of(enters, atom):
+                continue
+            _, leaves = backward_slice(self.s.eqns, [atom], boundary)
+            read = self.record_state_read(name, leaves, state)
+            if read and leaves & boundary and not self.across:
+                self.across = asks_for(name, read[0])
+        for name in used:
+            if bits_of(enters, unmarked[name]):
+                _, leaves = backward_slice(self.s.eqns, [unmarked[name]])
+                self.record_state_read(str(Gradient(name)), leaves, state)
+
+    def record_state_read(
+        self, output: str, leaves: Collection[Var], state: Mapping[Var, str]
+    ) -> list[str]:
+        """Record that an output reads the state among `leaves`; return the names of that state."""
+        read = sorted(state[v] for v in leaves if v in state)
+        for name in read:
+            self.state_read.setdefault(name, output)
+        return read
+
+    def updated_param_need(
         self, gradients: Mapping[str, Atom], boundary: Iterable[Var]
     ) -> Need | None:
-        """Return the need of a gradient that is taken at an updated parameter, if there is one."""
+        """Return the need of a gradient that is taken at an updated parameter; None if no gradient
+        is."""
         updated = propagate(self.s.eqns, {}, dict.fromkeys(boundary, 1))
-        updated_params = {
-            a: n for n in self.s.params if isinstance(a := self.s.outs[n], Var) and updated.get(a)
-        }
+        updated_params: dict[Var, str] = {}
+        for name in self.s.params:
+            atom = self.s.outs[name]
+            if isinstance(atom, Var) and updated.get(atom):
+                updated_params[atom] = name
         enters = propagate(self.s.eqns, {}, {v: i + 1 for i, v in enumerate(updated_params)})
         for name, gradient in gradients.items():
-            if (
-                isinstance(gradient, Var)
-                and gradient not in updated_params
-                and enters.get(gradient)
-            ):
-                _, read = backward_slice(self.s.eqns, [gradient], updated_params)
-                first = next(n for v, n in updated_params.items() if v in read)
-                return Need(
-                    f"the gradient of {name} is taken at the new {first}",
-                    "take both gradients before the updates; or use dtrans.nccl2 or "
-                    "dtrans.sharding with "
-                    "batch='exact', where one program makes both",
-                    why="so that the step updates one after the other, and waits in its middle",
-                )
+            if gradient in updated_params or not bits_of(enters, gradient):
+                continue
+            _, read = backward_slice(self.s.eqns, [gradient], updated_params)
+            first = next(n for v, n in updated_params.items() if v in read)
+            return Need(
+                f"the gradient of {name} is taken at the new {first}",
+                "take both gradients before the updates; or use dtrans.nccl2 or dtrans.sharding "
+                "with batch='exact', where one program computes both",
+                why="so the step would wait for an update before it continues",
+            )
         return None
 
     def unmarked(self, gradient: Var) -> Atom:
-        """Return the gradient itself, the operand of its mark if there is one."""
+        """Return the operand of a gradient's mark; a gradient without a mark, unchanged."""
         eqn = self.s.eqns[self.s.producers[gradient]]
         return eqn.invars[0] if eqn.primitive is mark_p else gradient
 
     def with_roles(self, optimize: Sequence[int], gradients: Gradients) -> Program:
-        """Return the step with exact roles: optimize by the cut, backward by derivatives."""
+        """Return the step with exact roles.
+
+        Equations of the update have the role `optimize`, derivatives and their sums `backward`.
+        """
         in_optimize, boundary = set(optimize), set(gradients.of.values())
         roles = []
         for i, eqn in enumerate(self.s.eqns):
             added_later = eqn.primitive is mark_p and boundary.isdisjoint(eqn.outvars)
             if i in in_optimize or (eqn.primitive is mark_p and not added_later):
                 roles.append(OPTIMIZE)
+            elif self.s.derived[i] or added_later or i in gradients.sums:
+                roles.append(BACKWARD)
             else:
-                roles.append(
-                    BACKWARD if self.s.derived[i] or added_later or i in gradients.sums else FORWARD
-                )
+                roles.append(FORWARD)
         program = dataclasses.replace(
             self.s.source, jaxpr=self.s.jaxpr, roles=tuple(roles), guessed=False
         )
-        # for different shapes it is the uncut step; callers cut it if they need to
+        # specializing for other shapes returns the uncut step, which callers cut again
         return self.s.source.rewritten(lambda other: other, result=program)

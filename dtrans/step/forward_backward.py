@@ -1,20 +1,20 @@
-"""Trainer half of a step: refusals, and its equations in the program of a strategy."""
+"""Trainer half of a step: checks that it can run by itself, and a writer of its equations."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 from dtrans._jax import Atom, JaxprEqn, Var
 from dtrans.errors import GradientError
 from dtrans.ir.builder import Builder
 from dtrans.ir.dataflow import backward_slice
-from dtrans.ir.selection import subset, values_at
+from dtrans.ir.selection import values_at
 from dtrans.step.cut import Cut, asks_for
 
 
 def refuse_nested(step: Cut, trainers: int, noun: str = "trainer") -> None:
-    """Raise GradientError if gradients depend on other gradients, which differ between trainers.
+    """Raise GradientError if gradients depend on another derivative, which differs by trainer.
 
     Args:
       step: the step.
@@ -24,56 +24,63 @@ def refuse_nested(step: Cut, trainers: int, noun: str = "trainer") -> None:
     if step.nested and trainers > 1:
         raise GradientError(
             f"the gradients of {step.program.name} are computed from another derivative "
-            f"({step.nested}), as a step does that perturbs its parameters by their gradient: with "
-            f"{trainers} {noun}s each would use its own gradient, not the gradient of all. If that "
-            "is intended, take the last gradient with dtrans.value_and_grad"
+            f"({step.nested}), a perturbation of the parameters by their gradient, say; each of the "
+            f"{trainers} {noun}s would use its own derivative, not the derivative of the full "
+            "batch. If that is intended, take the last gradient with dtrans.value_and_grad"
         )
 
 
 def refuse_across(step: Cut, why: str, *, may_send: bool = False, remedy: str = "") -> None:
-    """Raise if a half needs a value of the other half, which runs elsewhere.
+    """Raise if a half needs a value of the other half, which runs in another process.
 
     Args:
       step: the step.
-      why: reason why the update lacks values of forward, in the words of the strategy.
-      may_send: True if arguments of the step and optimizer state may be sent.
-      remedy: a mode in which they may, for errors.
+      why: clause with the strategy's reason why the update cannot read values of forward.
+      may_send: True if trainers can send arguments of the step and optimizer state to the update.
+      remedy: sentence that names a mode in which they can, for errors.
     """
     if step.across is not None:
         raise step.across.refused(why)
-    needs = [
-        step.argument_need,
-        *(asks_for(output, name) for name, output in step.state_read.items()),
-    ]
+    if may_send:
+        return
+    needs = [] if step.argument_need is None else [step.argument_need]
+    needs += [asks_for(output, name) for name, output in step.state_read.items()]
     for need in needs:
-        if need is not None and not may_send:
-            raise need.error(f"{need.refused(why)}{remedy and f'. {remedy}'}")
+        raise need.error(f"{need.refused(why)}{remedy and f'. {remedy}'}")
 
 
 def ready_order(step: Cut) -> list[str]:
     """Return the leaves in the order in which their gradients are computed; constants are last."""
-    at = {v: i for i, e in enumerate(step.program.eqns) for v in e.outvars}
-    last = len(at)
-    return sorted(
-        step.gradients,
-        key=lambda n: at.get(g, last) if isinstance(g := step.gradients[n], Var) else last,
-    )
+    producer = _producers(step.program.eqns)
+    last = len(step.program.eqns)
+    return sorted(step.gradients, key=lambda n: _position(step.gradients[n], producer, last))
 
 
-# (equations, roles, values that others read) -> reordered (equations, roles)
+def _producers(eqns: Sequence[JaxprEqn]) -> dict[Var, int]:
+    """Return the position of the equation that computes each value."""
+    return {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
+
+
+def _position(atom: Atom, producers: Mapping[Var, int], default: int) -> int:
+    """Return the position of the equation that computes a value; inputs and constants have the
+    default."""
+    return producers.get(atom, default) if isinstance(atom, Var) else default
+
+
+# (equations, roles, values that are read outside of them) -> reordered (equations, roles)
 Arrange = Callable[
     [Sequence[JaxprEqn], Sequence[str], Collection[Atom]], tuple[list[JaxprEqn], list[str]]
 ]
 
 
 class HalfWriter(Protocol):
-    """Writer that changes the equations of a trainer half; the default copies them."""
+    """Writer of the equations of a trainer half, which may change them."""
 
     def emit(self, eqn: JaxprEqn) -> None:
         """Write the next equation."""
 
     def result(self, atom: Atom, maker: int) -> Atom:
-        """Return a wanted value, once the `maker`-th equation, which computes it, is written."""
+        """Return the value that replaces `atom`; equation number `maker` computed it."""
 
 
 class _Copies:
@@ -93,16 +100,17 @@ def half_equations(
 
     Args:
       step: the step.
-      results: outputs to compute, other than gradients, values for the update (`Cut.handed`), and
-        parameters that trainers compute.
+      results: further outputs to compute. Gradients, values for the update (`Cut.handed`) and
+        `Cut.frozen` parameters are always computed.
     """
     source = step.program
-    inner, outs_of = source.inner, source.outvars
-    wanted = values_at(outs_of, (*results, *step.frozen))
+    wanted = values_at(source.outvars, (*results, *step.frozen))
     wanted += [*step.gradients.values(), *step.handed.values()]
-    wanted += [a for i in step.early for a in inner.eqns[i].invars]
-    positions = sorted({*backward_slice(inner.eqns, wanted)[0], *step.early})
-    eqns = values_at(inner.eqns, positions)
+    for i in step.early:
+        wanted += source.eqns[i].invars
+    positions, _ = backward_slice(source.eqns, wanted)
+    positions = sorted({*positions, *step.early})
+    eqns = values_at(source.eqns, positions)
     return eqns, values_at(source.roles, positions), wanted
 
 
@@ -115,40 +123,50 @@ def write_trainer_half(
     | None = None,
     arrange: Arrange | None = None,
 ) -> dict[str, Atom]:
-    """Write forward and backward.
+    """Write the equations of forward and backward.
 
     Args:
-      b: builder with their inputs.
+      b: builder that has the inputs of the trainer half.
       step: the step.
-      results: outputs to compute, other than parameters that trainers compute.
+      results: outputs to compute, as for `half_equations`.
       on_gradient: called with a leaf and its gradient, right after the equation of the gradient.
-      writer: returns the writer, from equations, roles, and wanted values with their positions.
-      arrange: reorders equations and roles, from those and the wanted values.
+      writer: returns the writer of the equations. Its arguments are the equations, their roles, and
+        each wanted value with the position of its equation. The default copies the equations.
+      arrange: reorders the equations and their roles (`Arrange`).
 
     Returns:
-      Results, values for the update (`Cut.handed`), and parameters that trainers compute, by name.
+      The results, the values for the update (`Cut.handed`) and the `Cut.frozen` parameters, by
+      name.
     """
-    outs_of = step.program.outvars
     eqns, roles, wanted = half_equations(step, results)
-    ready: dict[Var | None, list[str]] = {}
-    here = {v for e in eqns for v in e.outvars}
+    computed = _producers(eqns)
+    leaves_of: dict[Var, list[str]] = {}
+    not_computed: list[str] = []  # leaves whose gradient is an input or a constant
     for leaf, atom in step.gradients.items():
-        ready.setdefault(atom if isinstance(atom, Var) and atom in here else None, []).append(leaf)
+        if isinstance(atom, Var) and atom in computed:
+            leaves_of.setdefault(atom, []).append(leaf)
+        else:
+            not_computed.append(leaf)
     if arrange is not None:
         eqns, roles = arrange(eqns, roles, wanted)
-    at = {v: k for k, e in enumerate(eqns) for v in e.outvars}
-    maker: Callable[[Atom], int] = lambda a: (
-        at.get(a, len(eqns)) if isinstance(a, Var) else len(eqns)
-    )
-    outs = {**subset(outs_of, (*results, *step.frozen)), **step.handed}
-    ends = [(maker(a), a) for a in (*step.gradients.values(), *outs.values())]
-    w: HalfWriter = _Copies(b) if writer is None else writer(eqns, roles, ends)
+    producers = _producers(eqns)
+    outs = {n: step.program.outvars[n] for n in (*results, *step.frozen)} | dict(step.handed)
+    if writer is None:
+        half_writer: HalfWriter = _Copies(b)
+    else:
+        ends = []
+        for atom in (*step.gradients.values(), *outs.values()):
+            ends.append((_position(atom, producers, len(eqns)), atom))
+        half_writer = writer(eqns, roles, ends)
     for k, (eqn, role) in enumerate(zip(eqns, roles, strict=True)):
         b.role = role
-        w.emit(eqn)
+        half_writer.emit(eqn)
         for v in eqn.outvars:
-            for leaf in ready.get(v, ()):
-                on_gradient(leaf, w.result(v, k))
-    for leaf in ready.get(None, ()):  # gradients that are inputs or constants
-        on_gradient(leaf, w.result(step.gradients[leaf], len(eqns)))
-    return {n: w.result(a, maker(a)) for n, a in outs.items()}
+            for leaf in leaves_of.get(v, ()):
+                on_gradient(leaf, half_writer.result(v, k))
+    for leaf in not_computed:
+        on_gradient(leaf, half_writer.result(step.gradients[leaf], len(eqns)))
+    found = {}
+    for name, atom in outs.items():
+        found[name] = half_writer.result(atom, _position(atom, producers, len(eqns)))
+    return found

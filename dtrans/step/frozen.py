@@ -1,24 +1,26 @@
-"""Leaves that a step never changes although it computes an update: found by constant folding.
+"""Removal of updates that never change their leaf, which constant folding finds.
 
-    optax.set_to_zero, optax.masked, optax.multi_transform     adds an update of zeros
-    jax.lax.stop_gradient                                      the gradient and moments are zeros
+    optax.set_to_zero, optax.masked, optax.multi_transform     the update adds zeros
+    jax.lax.stop_gradient                                      the gradient and the moments are zero
 
-A value is folded if all its entries are one number, or if it is another value plus zeros. Initial
-values of optimizer state come from the startup program: arrays of zeros that a step maps to zeros
-stay zeros, by induction. If a leaf's new value folds to the old one, the update is dropped. The
-rest of the package treats it like any frozen leaf: trainers store it, and no server program has it.
+The analysis folds a value if all its entries are one number, or if it equals an input plus zeros.
+The startup program provides initial values of optimizer state. If a step maps an array of zeros to
+zeros, the array is zeros after every step, by induction. If a leaf's new value folds to its old
+value, the update is dropped. Strategies then treat the leaf like one that the step returns
+unchanged: trainers store it, and servers do not.
 
-A leaf with moments (zeros replace Adam's update instead of its gradient) keeps its update, since
-the moments change.
+A leaf whose moments change keeps its update: optax.set_to_zero after Adam, say, where Adam's update
+is replaced by zeros.
 
-Zeros stay zeros under any scalar factor, such as a learning rate or a clip's scale. If that factor
-becomes NaN, one device loses a frozen leaf too; a job keeps it.
+The analysis assumes that zeros times a scalar, such as a learning rate or a clip's scale, are
+zeros. If the scalar becomes NaN, one device overwrites the frozen leaf with NaN; a job keeps the
+leaf.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -41,20 +43,22 @@ def drop_frozen_updates(main: Program, startup: Program) -> Program:
 
     Args:
       main: step of (params, opt_state, *batch).
-      startup: its init. Initial values are known if it returns both in the order of the step's
-        leaves.
+      startup: its init. Initial values are known if init returns params and opt_state in the order
+        of the step's leaves.
     """
     params, opt_state = (spec.names for spec in main.args[:2])
-    kind = lambda t: (t.shape, t.dtype)
-    kinds = [kind(main.inputs[n]) for n in (*params, *opt_state)]
-    in_order = kinds == [kind(t) for t in startup.outputs.values()]
-    begin = dict(zip((*params, *opt_state), _numbers_of(startup), strict=True)) if in_order else {}
-    constants, zeros = frozen_leaves(
-        main, {n: begin[n] for n in opt_state if begin.get(n) is not None}
-    )
+    names = (*params, *opt_state)
+    of_state = set(opt_state)
+    begin: dict[str, Any] = {}
+    if _kinds(main.inputs[n] for n in names) == _kinds(startup.outputs.values()):
+        for name, number in zip(names, _numbers_of(startup), strict=True):
+            if name in of_state and number is not None:
+                begin[name] = number
+    constants, zeros = frozen_leaves(main, begin)
     if set(constants).isdisjoint(params):
         return main
     program = main.rewritten(lambda other: _without_updates(other, constants, zeros))
+    # a leaf whose gradient the update of another leaf still reads is not frozen
     graded = cut(program).optimize.graded & constants.keys()
     if not graded:
         return program
@@ -64,29 +68,35 @@ def drop_frozen_updates(main: Program, startup: Program) -> Program:
     return main.rewritten(lambda other: _without_updates(other, without_gradient, zeros))
 
 
-def check_frozen(main: Program, name: str, x: Any) -> None:
-    """Raise StateError for state that a step cannot take: constants must have their initial value.
+def _kinds(types: Iterable[Any]) -> list[Any]:
+    return [(t.shape, t.dtype) for t in types]
 
-    The state may come from a job in which the leaf was trained: one device would then still move
-    it by its moments.
+
+def check_frozen(main: Program, name: str, x: Any) -> None:
+    """Raise StateError if a state array that the step treats as a constant has another value.
+
+    The state may come from a job that trained the leaf: its moments would move the leaf on one
+    device, but a job without the update would not.
     """
     constant = main.frozen_constants.get(name)
     if constant is not None and not bool(np.all(np.asarray(x) == constant)):
         raise StateError(
-            f"{name} is not {constant} everywhere, as init makes it, so that one device "
-            f"would go on moving its leaf; {main.name} gives the leaf no gradient, and jobs freeze "
-            "it. Start with a new optimizer state, or freeze the leaf with optax.set_to_zero"
+            f"{name} has other entries than {constant}, its initial value; the leaf of {main.name} "
+            "has no gradient and is frozen, but on one device this state would still change it. "
+            "Start with a new optimizer state, or freeze the leaf with optax.set_to_zero"
         )
 
 
 def frozen_leaves(main: Program, begin: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str]]:
-    """Return the leaves that never change, with the constant of each state array.
-
-    The second value has the leaves whose marked gradient is zeros.
+    """Find the leaves and state arrays that a step never changes.
 
     Args:
       main: the step.
-      begin: optimizer state with one initial number in all entries, and that number.
+      begin: the number in all entries of an optimizer state array at the start, by its name.
+
+    Returns:
+      The unchanged leaves and state arrays, with the number in all entries, or None; and the
+      parameters whose marked gradient is zeros.
     """
     jaxpr = inline_calls(main.jaxpr)
     invars = dict(zip(main.in_names, opened(jaxpr).invars, strict=True))
@@ -94,39 +104,43 @@ def frozen_leaves(main: Program, begin: Mapping[str, Any]) -> tuple[dict[str, An
     params, opt_state = (spec.names for spec in main.args[:2])
     if not {*params, *opt_state} <= outs.keys():
         return {}, frozenset()
-    candidates = {
-        n: x
-        for n, x in begin.items()
-        if invars[n].aval.ndim and jnp.issubdtype(invars[n].aval.dtype, jnp.inexact)
-    }
+    candidates = {}
+    for name, number in begin.items():
+        aval = invars[name].aval
+        if aval.ndim and jnp.issubdtype(aval.dtype, jnp.inexact):
+            candidates[name] = number
     while True:
         folded = _folded(jaxpr, {invars[n]: x for n, x in candidates.items()})
         stays = {n: x for n, x in candidates.items() if _number(folded, outs[n]) == x}
         if len(stays) == len(candidates):
             break
         candidates = stays
-    moving = [n for n in (*params, *opt_state) if outs[n] is not invars[n]]
-    constants = {
-        n: candidates.get(n)
-        for n in moving
-        if n in candidates or folded.of(outs[n]).value == Alias(invars[n])
-    }
+    constants = {}
+    for name in (*params, *opt_state):
+        before, after = invars[name], outs[name]
+        is_constant = name in candidates or folded.of(after).value == Alias(before)
+        if after is not before and is_constant:
+            constants[name] = candidates.get(name)
+
+    # a leaf may have several marks, which must all be zeros
     leaf_of = {invars[n]: n for n in params}
-    marked = [e.invars for e in opened(jaxpr).eqns if e.primitive is mark_p]
-    # a leaf may have several marks
-    others = {v for g, v in marked if isinstance(v, Var) and _number(folded, g) != 0}
-    zeros = [
-        leaf_of[v] for _, v in marked if isinstance(v, Var) and v in leaf_of and v not in others
-    ]
-    return constants, frozenset(zeros)
+    zeros: set[str] = set()
+    nonzeros: set[str] = set()
+    for eqn in opened(jaxpr).eqns:
+        if eqn.primitive is mark_p:
+            gradient, leaf = eqn.invars
+            if isinstance(leaf, Var) and leaf in leaf_of:
+                found = zeros if _number(folded, gradient) == 0 else nonzeros
+                found.add(leaf_of[leaf])
+    return constants, frozenset(zeros - nonzeros)
 
 
 class _Fact(NamedTuple):
-    """Facts about a value.
+    """Result of the analysis for a value.
 
     Attributes:
-      value: a number, an `Alias`, or None.
-      is_uniform: True if all entries are one number, known or not.
+      value: the number in all entries, or the `Alias` of an equal input; None if unknown.
+      is_uniform: True if all entries are one number, even if the number is unknown.
     """
 
     value: Any
@@ -134,14 +148,16 @@ class _Fact(NamedTuple):
 
 
 def _folded(jaxpr: ClosedJaxpr, known: Mapping[Var, Any]) -> Facts[_Fact]:
-    """Return the values of a jaxpr that are one number, or an input.
+    """Find the values of a jaxpr that are one number in all entries, or equal an input.
 
     Args:
       jaxpr: the jaxpr.
-      known: inputs that are one number.
+      known: the number in all entries of an input.
     """
-    ins = [np.asarray(known[v]) if v in known else Alias(v) for v in opened(jaxpr).invars]
-    start = [_Fact(x, not v.aval.ndim) for x, v in zip(ins, opened(jaxpr).invars, strict=True)]
+    start = []
+    for v in opened(jaxpr).invars:
+        value = np.asarray(known[v]) if v in known else Alias(v)
+        start.append(_Fact(value, not v.aval.ndim))
     return forward_jaxpr(_FOLDED, jaxpr, start)
 
 
@@ -149,9 +165,12 @@ def _rule(eqn: JaxprEqn, ins: Sequence[_Fact]) -> list[_Fact] | None:
     if has_bodies(eqn):
         return None
 
+    # zeros times a factor are zeros: a finite nonzero number, or an unknown number (see above)
     def is_factor(i: int) -> bool:
         x = ins[i].value
-        return bool(np.isfinite(x)) and not is_number(x, 0) if is_number(x) else ins[i].is_uniform
+        if is_number(x):
+            return bool(np.isfinite(x)) and not is_number(x, 0)
+        return ins[i].is_uniform
 
     outs = []
     for k, v in enumerate(eqn.outvars):
@@ -172,7 +191,11 @@ def _join(one: _Fact, other: _Fact) -> _Fact:
 
 
 def _of_turn(fact: _Fact) -> _Fact:
-    return fact._replace(value=fact.value if is_number(fact.value) else None)
+    return fact if is_number(fact.value) else fact._replace(value=None)
+
+
+def _branch(index: _Fact) -> int | None:
+    return int(index.value) if is_number(index.value) else None
 
 
 _FOLDED = ForwardAnalysis[_Fact](
@@ -180,13 +203,14 @@ _FOLDED = ForwardAnalysis[_Fact](
     _rule,
     _of_constant,
     turn=_of_turn,
-    stack=lambda fact: _of_turn(fact)._replace(is_uniform=False),  # iterations differ
-    branch=lambda index: int(index.value) if is_number(index.value) else None,
+    # the outputs of iterations are stacked, and each iteration may have another number
+    stack=lambda fact: _of_turn(fact)._replace(is_uniform=False),
+    branch=_branch,
 )
 
 
 def _numbers_of(startup: Program) -> list[Any]:
-    """Return the number in all entries of each output of a startup program; None if they differ."""
+    """Return the number in all entries of each output of a startup program; None if unknown."""
     jaxpr = inline_calls(startup.jaxpr)
     folded = _folded(jaxpr, {})
     return [_number(folded, a) for a in opened(jaxpr).outvars]
@@ -200,7 +224,13 @@ def _number(folded: Facts[_Fact], atom: Atom) -> Any:
 def _without_updates(
     main: Program, constants: Mapping[str, Any], zeros: Collection[str]
 ) -> Program:
-    """Return the step without updates of frozen leaves; gradients in `zeros` become zeros."""
+    """Return the step without updates of frozen leaves.
+
+    Args:
+      main: the step.
+      constants: the frozen leaves and state arrays, as from `frozen_leaves`.
+      zeros: parameters whose marked gradients are replaced by zeros.
+    """
     jaxpr = inline_calls(main.jaxpr)
     inner = opened(jaxpr)
     invars = dict(zip(main.in_names, inner.invars, strict=True))
@@ -213,8 +243,11 @@ def _without_updates(
             (instead[eqn.outvars[0]],) = b.call(jnp.zeros_like, eqn.invars[1])
         else:
             b.keep(eqn, read_from(instead, eqn.invars) if instead else None)
-    outs = zip(main.out_names, read_from(instead, inner.outvars), strict=True)
-    jaxpr_out = b.build([invars[n] if n in constants else a for n, a in outs])
+    outs = read_from(instead, inner.outvars)
+    for i, name in enumerate(main.out_names):
+        if name in constants:
+            outs[i] = invars[name]
+    jaxpr_out = b.build(outs)
     return dataclasses.replace(
         main,
         jaxpr=jaxpr_out,

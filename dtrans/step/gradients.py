@@ -1,28 +1,28 @@
-"""Inference of the values in a training step that are the gradients of its parameters.
+"""Detection of the values in a training step that are the gradients of its parameters.
 
-They are the operands of marks (`dtrans.step.marks`) if the step has marks. For a step that calls
-`jax.grad`, the gradient of `params/w` is the value that
+If the step has marks (`dtrans.step.marks`), gradients are the operands of the marks. In a step that
+calls `jax.grad`, the gradient of `params/w` is inferred: it is the value that
 
   - has the shape of `params/w`,
-  - comes from differentiation (its equation is under `transpose(...)` in the name stack, or
-    contains such equations: a scan over micro-batches), and is read by an equation that does not,
-  - reaches the new `params/w` through equations that keep that shape; if there is none (Muon
-    multiplies matrices), through any equations.
+  - is a *derivative*: its equation is under `transpose(...)` in the name stack, or contains such
+    equations (a scan over micro-batches),
+  - is read by an equation that is not a derivative,
+  - reaches the new `params/w` through equations that keep that shape. If no value does (Muon
+    multiplies matrices), the equations on the way may have any shape.
 
-Several such values, marked or found, are allowed if the update reads their sum alone, as in an
-unrolled accumulation over micro-batches. The first value that is linear in all of them is the
-gradient, and the sum belongs to the backward pass. Otherwise several values are an error that lists
-them. A loop that may have taken several steps is an error too: its output becomes the new parameter
-without the old one being read again.
+A leaf may have several such values, marked or inferred, if the update reads only their sum: an
+unrolled accumulation over micro-batches, say. The first value that is linear in all of them is then
+the gradient, and the additions belong to the backward pass. Otherwise several values are an error,
+which lists them. Another error is a loop whose output becomes the new parameter although nothing
+after the loop reads the old parameter: it may have taken several steps.
 
-A loop over micro-batches may carry more than gradients (a count of tokens, the loss), so that
-`derivatives` has single outputs of equations.
+A loop over micro-batches may return more than gradients (a count of tokens, the loss). Therefore
+`derivatives` is a set of values, not of equations.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
@@ -42,22 +42,27 @@ from dtrans._jax import (
     scope_of,
 )
 from dtrans.errors import GradientError
-from dtrans.ir.dataflow import backward_slice, bits_of, is_zero_array, propagate, variables
+from dtrans.ir.dataflow import (
+    backward_slice,
+    bits_of,
+    is_zero_array,
+    propagate,
+    variables,
+)
 from dtrans.ir.display import short_type
 from dtrans.ir.inline import inline_calls
 from dtrans.ir.interpret import ForwardAnalysis, forward, forward_jaxpr
 from dtrans.ir.program import Program
-from dtrans.ir.selection import invert
 from dtrans.step.marks import mark_p
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class OpenStep(HoldsJaxpr):
-    """Training step with its calls inlined, and lookups in it.
+    """Training step with its calls inlined, and properties to look values up by name.
 
     Attributes:
       source: the traced step.
-      jaxpr: its equations, with calls inlined.
+      jaxpr: the step's jaxpr, with calls inlined.
     """
 
     source: Program
@@ -93,7 +98,7 @@ class OpenStep(HoldsJaxpr):
     @cached_property
     def names(self) -> dict[Var, str]:
         """Input to name."""
-        return invert(self.vars)
+        return {v: n for n, v in self.vars.items()}
 
     @cached_property
     def outs(self) -> dict[str, Atom]:
@@ -113,17 +118,23 @@ class OpenStep(HoldsJaxpr):
     @cached_property
     def derivatives(self) -> frozenset[Var]:
         """Values that come from differentiation."""
-        return frozenset(
-            v for e in self.eqns for v, d in zip(e.outvars, _derived_outputs(e), strict=True) if d
-        )
+        found: set[Var] = set()
+        for eqn in self.eqns:
+            found.update(_derived_outputs(eqn))
+        return frozenset(found)
 
     def derivatives_behind(self, outputs: Sequence[Atom], stop: Collection[Var] = ()) -> list[int]:
-        """Return the positions of equations with derivatives that `outputs` read."""
+        """Return the positions of the equations whose derivatives `outputs` depend on.
+
+        Args:
+          outputs: the values.
+          stop: variables at which the search ends.
+        """
         positions, _ = backward_slice(self.eqns, outputs, stop)
         read = list(outputs)
         for i in positions:
             read += self.eqns[i].invars
-        wanted = {a for a in read if isinstance(a, Var) and a in self.derivatives} - set(stop)
+        wanted = self.derivatives.intersection(variables(read)) - set(stop)
         return [i for i in positions if not wanted.isdisjoint(self.eqns[i].outvars)]
 
 
@@ -140,25 +151,24 @@ def open_step(program: Program) -> OpenStep:
         )
     if program.ambiguous_outputs:
         raise GradientError(
-            f"{program.name} returns its new state in an unknown place: "
-            f"{program.ambiguous_outputs}. "
-            "Return (params, opt_state, loss, ...) in this order, or a dict with the keys of the "
-            "arguments"
+            f"{program.name} returns its new state at an ambiguous position: "
+            f"{program.ambiguous_outputs}; return (params, opt_state, loss, ...) in this order, or "
+            "a dict whose keys are the names of the arguments"
         )
     step = OpenStep(program, inline_calls(program.jaxpr))
     missing = [n for n in (*step.params, *step.opt_state) if n not in step.outs]
     if missing or not step.params:
+        first = missing[0] if missing else "value of its first argument"
         raise GradientError(
-            f"{program.name} is not a training step: it does not return a new "
-            f"{missing[0] if missing else 'value of its first argument'}; "
-            "it must return (params, opt_state, loss), each of the structure that came in"
+            f"{program.name} is not a training step: it does not return a new {first}; return "
+            "(params, opt_state, loss), with params and opt_state of the structure of the arguments"
         )
     for n in (*step.params, *step.opt_state):
-        had, now = step.vars[n].aval, step.outs[n].aval
-        if (had.shape, had.dtype) != (now.shape, now.dtype):
+        before, after = step.vars[n].aval, step.outs[n].aval
+        if (before.shape, before.dtype) != (after.shape, after.dtype):
             raise GradientError(
-                f"{n} goes in as {short_type(had)} and comes out as {short_type(now)}: a step must "
-                "keep the type of its state"
+                f"{n} is {short_type(before)} as an argument and {short_type(after)} in the "
+                f"result of {program.name}; a step must keep the type of its state"
             )
     return step
 
@@ -168,10 +178,11 @@ class Gradients:
     """Gradients of a step.
 
     Attributes:
-      of: parameter to the value for its gradient: the output of its mark, if it has one; or a sum.
-      marked: True if the user marked them.
-      terms: values that come from differentiation, if `of` has sums of them.
-      sums: positions of the equations of these sums.
+      of: parameter to its gradient: the output of its mark; a derivative, if it has no mark; or the
+        sum of several.
+      marked: True if the user marked the gradients.
+      terms: the gradients, with each sum replaced by its terms.
+      sums: positions of the equations that compute the sums.
     """
 
     of: Mapping[str, Var]
@@ -184,56 +195,54 @@ def gradients_of(step: OpenStep) -> Gradients:
     """Return the gradients that are marked, or else inferred.
 
     Raises:
-      GradientError: ambiguous gradients.
+      GradientError: several values may be the gradient of a leaf.
     """
     return marked(step) or _inferred(step)
 
 
 def marked(step: OpenStep) -> Gradients | None:
-    """Return the gradients of a step that has marks."""
+    """Return the marked gradients of a step; None if it has no marks."""
     marks: dict[str, list[Var]] = {}
     for eqn in step.eqns:
         if eqn.primitive is not mark_p:
             continue
         leaf = _leaf_behind(step, eqn.invars[1])
         if leaf is None:
+            argument = eqn.params["leaf"] or "its argument"
             raise GradientError(
-                "dtrans.value_and_grad was taken with respect to "
-                f"`{eqn.params['leaf'] or 'its argument'}`, "
-                "which is not a leaf of "
-                f"`{step.params[0].split('/')[0]}`, the first argument of {step.source.name}. Take "
-                "the gradient of "
-                "what is computed from a leaf (a perturbed one) with jax.value_and_grad, which "
-                "every strategy but a "
-                "pipeline finds by itself"
+                f"dtrans.value_and_grad differentiates with respect to `{argument}`, which is not a "
+                f"leaf of `{step.params[0].split('/')[0]}`, the first argument of "
+                f"{step.source.name}. To differentiate with respect to a value computed from "
+                "leaves (perturbed parameters, say), use jax.value_and_grad: every strategy except "
+                "a pipeline finds these gradients"
             )
         shape = step.vars[leaf].aval.shape
         if eqn.outvars[0].aval.shape != shape:
             raise GradientError(
-                f"the marked gradient of {leaf} is {short_type(eqn.outvars[0].aval)} in "
-                f"{step.source.name}, "
-                f"where the leaf is {list(shape)}: gradients of single examples "
-                "(dtrans.value_and_grad under vmap) "
-                "cannot be averaged over parts of the batch; take the gradient of the mean loss"
+                f"the marked gradient of {leaf} in {step.source.name} is "
+                f"{short_type(eqn.outvars[0].aval)}, but the leaf has shape {list(shape)}; "
+                "per-example gradients (dtrans.value_and_grad under vmap) cannot be averaged over "
+                "parts of the batch. Take the gradient of the mean loss"
             )
         marks.setdefault(leaf, []).append(eqn.outvars[0])
     if not marks:
         return None
-    among = [v for leaf_marks in marks.values() for v in leaf_marks]
+    among: list[Var] = []
+    for leaf_marks in marks.values():
+        among += leaf_marks
     found: dict[str, Var] = {}
     terms: set[Var] = set()
     sums: set[int] = set()
     for leaf, leaf_marks in marks.items():
-        reach = _read_marks(step, leaf, leaf_marks)
-        if len(reach) == 1:
-            total: Total | None = Total(reach[0], frozenset(reach))
+        read = _read_marks(step, leaf, leaf_marks)
+        if len(read) == 1:
+            total: Total | None = Total(read[0], frozenset(read))
         else:
-            total = sum_of(step, leaf, reach, among)
+            total = sum_of(step, leaf, read, among)
         if total is None:
             raise GradientError(
-                f"{leaf} has {len(reach)} marked gradients in {step.source.name}, and its update "
-                "does not read their "
-                f"sum alone; {ADD_UP}"
+                f"{leaf} has {len(read)} marked gradients in {step.source.name}, and its update "
+                f"reads other values than their sum; {ADD_UP}"
             )
         found[leaf] = total.value
         terms |= total.terms
@@ -247,21 +256,29 @@ ADD_UP = (
 
 
 def _read_marks(step: OpenStep, leaf: str, leaf_marks: Sequence[Var]) -> list[Var]:
-    """Return the marks that a leaf's new value reads; for a leaf without update, those that are
-    read."""
+    """Return the marked gradients of a leaf that its new value reads.
+
+    If it reads none, return the ones that any output reads; if there are none either, the first.
+    """
     if len(leaf_marks) == 1:
         return list(leaf_marks)
     for outputs in ([step.outs[leaf]], step.inner.outvars):
-        met = backward_slice(step.eqns, outputs, leaf_marks)[1]
-        if read := [v for v in leaf_marks if v in met]:
+        _, reached = backward_slice(step.eqns, outputs, leaf_marks)
+        read = [v for v in leaf_marks if v in reached]
+        if read:
             return read
     return list(leaf_marks[:1])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Total:
-    """Sum of several gradients of one leaf: its value, its terms, and the positions of the
-    additions."""
+    """Sum of several gradients of one leaf.
+
+    Attributes:
+      value: the sum.
+      terms: the gradients.
+      positions: positions of the additions.
+    """
 
     value: Var
     terms: frozenset[Var]
@@ -271,15 +288,18 @@ class Total:
 def sum_of(
     step: OpenStep, leaf: str, terms: Collection[Var], graded: Iterable[Var]
 ) -> Total | None:
-    """Return the first value that is linear in all gradients of a leaf and reads nothing else.
+    """Return the first value that is linear in all gradients of a leaf and reads no other gradient.
 
-    Factors may be anything that no gradient enters, such as one over a count of tokens.
+    Other values may be factors, such as the reciprocal of a count of tokens.
 
     Args:
       step: the step.
       leaf: the leaf.
       terms: gradients of the leaf.
       graded: gradients of all leaves.
+
+    Returns:
+      The sum; None if there is no such value.
     """
     first_to_last = sorted(terms, key=step.producers.__getitem__)
     # bit set of the terms in which a value is linear
@@ -287,21 +307,13 @@ def sum_of(
     all_terms = (1 << len(enters)) - 1
     of_gradients = propagate(step.eqns, {}, dict.fromkeys([*terms, *graded], 1))
     makers = {v: step.eqns[i] for v, i in step.producers.items()}
-    is_fixed = lambda a: isinstance(a, Literal) or not of_gradients.get(a)
-    has_terms = lambda a: isinstance(a, Var) and a in enters
     positions: set[int] = set()
     for i, eqn in enumerate(step.eqns):
-        read = {k for k, a in enumerate(eqn.invars) if has_terms(a)}
-        if not read or not enters.keys().isdisjoint(eqn.outvars):
+        bits = bits_of(enters, *eqn.invars)
+        if not bits or not enters.keys().isdisjoint(eqn.outvars):
             continue
-        together = linear_group(eqn, read)
-        added = all(k in read or is_zero_array(eqn.invars[k], makers) for k in together)
-        others = [a for k, a in enumerate(eqn.invars) if k not in together]
-        if not (together and added and all(map(is_fixed, others))):
+        if not _is_linear(eqn, enters, of_gradients, makers):
             continue
-        bits = functools.reduce(
-            operator.or_, (enters[a] for a in eqn.invars if isinstance(a, Var) and a in enters)
-        )
         enters.update(dict.fromkeys(eqn.outvars, bits))
         positions.add(i)
         (out, *more) = eqn.outvars
@@ -311,11 +323,41 @@ def sum_of(
     return None
 
 
+def _is_linear(
+    eqn: JaxprEqn,
+    terms: Collection[Var],
+    of_gradients: Mapping[Var, int],
+    makers: Mapping[Var, JaxprEqn],
+) -> bool:
+    """Return True if an equation is linear in its operands among `terms`.
+
+    Args:
+      eqn: the equation.
+      terms: gradients and their sums; at least one is an operand.
+      of_gradients: nonzero for values that depend on any gradient.
+      makers: the equation that computes each value.
+    """
+    read = {k for k, a in enumerate(eqn.invars) if isinstance(a, Var) and a in terms}
+    together = linear_group(eqn, read)
+    if not together:
+        return False
+    for k, atom in enumerate(eqn.invars):
+        if k in together:
+            # a term may be added to zeros, with which an accumulation starts
+            if k not in read and not is_zero_array(atom, makers):
+                return False
+        elif bits_of(of_gradients, atom):
+            return False
+    return True
+
+
 def _leaf_behind(step: OpenStep, atom: Atom) -> str | None:
-    """Return the parameter that a value equals, up to unary equations such as casts."""
+    """Return the parameter from which unary equations of one shape, such as casts, compute a value.
+
+    None if the value is not computed in this way.
+    """
     while isinstance(atom, Var) and atom in step.producers:
-        eqn = step.eqns[step.producers[atom]]
-        operands = variables(eqn.invars)
+        operands = variables(step.eqns[step.producers[atom]].invars)
         if len(operands) != 1 or operands[0].aval.shape != atom.aval.shape:
             return None
         atom = operands[0]
@@ -324,25 +366,28 @@ def _leaf_behind(step: OpenStep, atom: Atom) -> str | None:
 
 
 def _inferred(step: OpenStep) -> Gradients:
-    """Return the values that must be gradients; see the module's docstring."""
+    """Infer the gradients of a step without marks; see the module's docstring.
+
+    Raises:
+      GradientError: several values may be the gradient of a leaf.
+    """
     candidates = crossing(step)
     of_shape: dict[tuple[int, ...], set[Var]] = {}
     for v in candidates:
         of_shape.setdefault(v.aval.shape, set()).add(v)
-    new = {a for n in step.params if isinstance(a := step.outs[n], Var) and a is not step.vars[n]}
-    from_batch = propagate(
-        step.eqns, {step.vars[n]: 1 for n in step.batch}, dict.fromkeys(candidates, 0)
-    )
-    reads_params = propagate(
-        step.eqns, {step.vars[n]: 1 for n in step.params}, dict.fromkeys(candidates, 0)
-    )
+    moving = [n for n in step.params if step.outs[n] is not step.vars[n]]
+    new = set(variables(step.outs[n] for n in moving))
+    fixed = dict.fromkeys(candidates, 0)
+    from_batch = propagate(step.eqns, {step.vars[n]: 1 for n in step.batch}, fixed)
+    reads_params = propagate(step.eqns, {step.vars[n]: 1 for n in step.params}, fixed)
     found: dict[str, Var] = {}
     terms: set[Var] = set()
     sums: set[int] = set()
     for name in step.params:
         out = step.outs[name]
         fits = of_shape.get(step.vars[name].aval.shape, set())
-        # a teacher reads the new value of its student, whose gradient is not the teacher's
+        # An average of parameters reads their new values, and through them a gradient that is not
+        # its own: the search stops at new values of other leaves.
         reach = candidates_for(step, name, fits, stop=new - {out} - fits)
         if len(reach) == 1:
             (candidate,) = reach
@@ -355,37 +400,40 @@ def _inferred(step: OpenStep) -> Gradients:
             terms |= total.terms
             sums |= total.positions
             continue
-        # A leaf that never changes, or that the loss does not read, has no candidate. A hidden
-        # gradient differs from these: the batch enters its update through a derivative.
-        if not reach and not (
-            isinstance(out, Var) and from_batch.get(out) and step.derivatives_behind([out])
-        ):
-            continue
+        # A leaf that never changes, or that the loss does not read, has no gradient. If the batch
+        # enters the new value through a derivative, there is a gradient that was not found.
+        if not reach:
+            from_derivative = bits_of(from_batch, out) and step.derivatives_behind([out])
+            if not from_derivative:
+                continue
         in_order = sorted(reach or fits, key=step.producers.__getitem__)
         listed = "\n".join(f"  {describe(step, v)}" for v in in_order) or "  none"
         several = ""
         if reach:
-            several = f"if the gradient of {name} is the sum of several of these, {ADD_UP}; else "
+            several = f"if the gradient is the sum of several candidates, {ADD_UP}; otherwise "
         raise GradientError(
-            f"cannot tell the gradient of {name} ({short_type(step.vars[name].aval)}) in "
+            f"the gradient of {name} ({short_type(step.vars[name].aval)}) is ambiguous in "
             f"{step.source.name}; candidates:\n{listed}\n"
             f"{several}take gradients with dtrans.value_and_grad in place of jax.value_and_grad, "
-            "or build the step "
-            "with dtrans.make_train_step"
+            "or build the step with dtrans.make_train_step"
         )
     return Gradients(found, False, frozenset(terms), frozenset(sums))
 
 
 def nested(step: OpenStep, gradients: Collection[Var]) -> str:
-    """Return the first equation between two derivatives, outside of both; empty if there is
-    none."""
+    """Return the first equation between two derivatives, as text.
+
+    A step that perturbs its parameters by their gradient has such equations: they read a
+    derivative, a gradient depends on them, and they are not part of a differentiated function.
+    Empty if there are none.
+    """
     positions, _ = backward_slice(step.eqns, gradients)
     inside: set[Var] = set()
     for i in positions:
         eqn = step.eqns[i]
         if step.derived[i]:
-            inside.update(v for v in eqn.outvars if v in step.derivatives)
-        elif any(isinstance(a, Var) and a in inside for a in eqn.invars):
+            inside |= step.derivatives.intersection(eqn.outvars)
+        elif not inside.isdisjoint(variables(eqn.invars)):
             if "jvp(" not in scope_of(eqn):
                 return f"{short_type(eqn.outvars[0].aval)} = {eqn.primitive.name}"
             inside.update(eqn.outvars)
@@ -395,21 +443,37 @@ def nested(step: OpenStep, gradients: Collection[Var]) -> str:
 def _check_inferred(
     step: OpenStep, name: str, candidate: Var, reads_params: Mapping[Var, int]
 ) -> None:
-    """Refuse a value that may be the new parameter itself, from a loop of several steps."""
+    """Raise GradientError if a candidate may be the new parameter, returned by a loop of updates.
+
+    Args:
+      step: the step.
+      name: the parameter.
+      candidate: output of an equation.
+      reads_params: nonzero for values that depend on parameters other than through candidates.
+    """
     out, eqn = step.outs[name], step.eqns[step.producers[candidate]]
-    if "transpose(" not in scope_of(eqn) and not (isinstance(out, Var) and reads_params.get(out)):
+    if "transpose(" not in scope_of(eqn) and not bits_of(reads_params, out):
         raise GradientError(
-            f"cannot tell the gradient of {name} in {step.source.name}: {eqn.primitive.name} "
-            f"differentiates inside and returns the new {name}, as a loop of several steps does. "
-            "A step may take one update; move the loop out of the step"
+            f"the gradient of {name} was not found in {step.source.name}: a {eqn.primitive.name} "
+            f"computes derivatives and returns the new {name}, so it may be a loop over several "
+            "updates. A step must have one update; move the loop out of the step"
         )
 
 
 def candidates_for(
     step: OpenStep, name: str, among: Collection[Var], stop: Collection[Var] = frozenset()
 ) -> set[Var]:
-    """Return the possible gradients of a leaf: those that its new value reads, not through
-    `stop`."""
+    """Return the values that may be the gradient of a leaf.
+
+    Args:
+      step: the step.
+      name: the leaf.
+      among: values to choose from.
+      stop: values at which the search ends; what they depend on is not read by the leaf itself.
+
+    Returns:
+      Values of the leaf's shape that its new value depends on.
+    """
     out, shape = step.outs[name], step.vars[name].aval.shape
     fits = {v for v in among if v.aval.shape == shape}
     met = _shape_keeping(step, out, shape, {*fits, *stop}) or _reached(step, out, {*fits, *stop})
@@ -417,20 +481,20 @@ def candidates_for(
 
 
 def crossing(step: OpenStep) -> set[Var]:
-    """Return values that come from differentiation and are read by other equations."""
-    used = {
-        a
-        for e, d in zip(step.eqns, step.derived, strict=True)
-        if not d
-        for a in e.invars
-        if isinstance(a, Var)
-    }
-    used |= set(variables(step.inner.outvars))
+    """Return the derivatives that the step returns, or that other equations than derivatives
+    read."""
+    used = set(variables(step.inner.outvars))
+    for eqn, is_derivative in zip(step.eqns, step.derived, strict=True):
+        if not is_derivative:
+            used.update(variables(eqn.invars))
     return used & step.derivatives
 
 
 def _shape_keeping(step: OpenStep, out: Atom, shape: tuple[int, ...], fits: set[Var]) -> set[Var]:
-    """Return the candidates on a walk back from `out` through values of one shape."""
+    """Return the values in `fits` that `out` depends on through values of one shape.
+
+    Values behind another value in `fits` do not count.
+    """
     stack, seen, met = [out], set(), set()
     while stack:
         atom = stack.pop()
@@ -445,17 +509,26 @@ def _shape_keeping(step: OpenStep, out: Atom, shape: tuple[int, ...], fits: set[
 
 
 def _reached(step: OpenStep, out: Atom, fits: set[Var]) -> set[Var]:
-    """Return the candidates on a walk back from `out` through any values."""
+    """Return the values in `fits` that `out` depends on, other than through each other."""
     return backward_slice(step.eqns, [out], fits)[1] & fits if fits else set()
 
 
 def counts_rows(step: OpenStep, count: Var, out: Atom) -> bool:
-    """Return True if a count grows by another number than one, as by rows, and no other state
-    reads it."""
-    additions = [
-        e for e in step.eqns if e.primitive.name == "add" and out in e.outvars and count in e.invars
-    ]
-    if not any(isinstance(a, Literal) and a.val != 1 for e in additions for a in e.invars):
+    """Return True if a state array counts rows of the batch, and enters no other state.
+
+    A count of rows grows by a constant other than 1; a count of steps grows by 1.
+
+    Args:
+      step: the step.
+      count: the array.
+      out: its new value.
+    """
+    if isinstance(out, Literal) or out not in step.producers:
+        return False
+    addition = step.eqns[step.producers[out]]
+    if addition.primitive.name != "add" or count not in addition.invars:
+        return False
+    if not any(isinstance(a, Literal) and a.val != 1 for a in addition.invars):
         return False
     enters = propagate(step.eqns, {count: 1}, {})
     others = [a for n, a in step.outs.items() if n in step.vars and a is not out]
@@ -463,24 +536,29 @@ def counts_rows(step: OpenStep, count: Var, out: Atom) -> bool:
 
 
 def describe(step: OpenStep, var: Var) -> str:
-    """Describe a value and its equation."""
+    """Return the type, the primitive and the name stack of a value, for messages."""
     eqn = step.eqns[step.producers[var]]
     return f"{short_type(var.aval)} = {eqn.primitive.name} ({scope_of(eqn) or 'no name stack'})"
 
 
-def _derived_outputs(eqn: JaxprEqn) -> list[bool]:
-    """Return for each output of an equation if it comes from differentiation.
+def _derived_outputs(eqn: JaxprEqn) -> list[Var]:
+    """Return the outputs of an equation that are derivatives.
 
-    A loop or a branch around derivatives has other outputs as well.
+    A loop or a branch that contains derivatives may have other outputs as well.
     """
     if not _is_derivative(eqn):
-        return [False] * len(eqn.outvars)
+        return []
     facts = forward(_DERIVED, [eqn], {})
-    return [facts.of(v) for v in eqn.outvars]
+    return [v for v in eqn.outvars if facts.of(v)]
 
 
 def _is_derived(eqn: JaxprEqn, ins: Sequence[bool]) -> list[bool] | None:
-    """Return for each output if a derivative enters it; None if the bodies decide."""
+    """Return, for each output, True if it depends on a derivative; None to analyse the bodies.
+
+    Args:
+      eqn: the equation.
+      ins: True for operands that depend on a derivative.
+    """
     count = len(eqn.outvars)
     if eqn.primitive is mark_p or any(ins) or "transpose(" in scope_of(eqn):
         return [True] * count
@@ -501,10 +579,10 @@ _DERIVED: ForwardAnalysis[bool] = ForwardAnalysis(
 
 
 def _is_derivative(eqn: JaxprEqn) -> bool:
-    """Return True if an equation comes from differentiation, or is a loop around such equations."""
+    """Return True if an equation is a derivative, or contains derivatives."""
     if "transpose(" in scope_of(eqn):
         return True
-    # this contains its transpose even if it was not differentiated
+    # its params contain the transposed solve even if it was not differentiated
     if eqn.primitive.name == "custom_linear_solve":
         return False
     return any(e.primitive is mark_p or "transpose(" in scope_of(e) for e in equations_inside(eqn))

@@ -1,11 +1,13 @@
 """Values of forward that an update reads, as inputs of the update: the loss, statistics, counts.
 
-The cut gives an update all equations that it needs, including those of forward. Where the update
-cannot compute them, forward does, and they become inputs (`Cut.handed`): servers have no row of the
-batch, and ranks have slices of parameters. Otherwise the update
-would also run a loop of forward again: XLA merges equal equations, but not loops.
+After the cut, an update contains all equations that it needs, including equations of forward.
+`hand_over` removes these: forward computes the values, and they become inputs of the update
+(`Cut.handed`). A server needs this because it has no rows of the batch, and a rank because it has
+slices of parameters. It also saves time if the update would repeat a loop of forward, because XLA
+merges equal equations, but not equal loops.
 
-Invariant: an equation of the update that reads the batch also reads a gradient or optimizer state.
+Invariant: afterwards an equation of the update that reads the batch also reads a gradient or
+optimizer state.
 """
 
 from __future__ import annotations
@@ -13,9 +15,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection
 
-from dtrans._jax import LOOPS, Atom, JaxprEqn, Var, equations_inside
+from dtrans._jax import LOOPS, JaxprEqn, Var, equations_inside
 from dtrans.ir.builder import extract_part
-from dtrans.ir.dataflow import all_operands, variables
+from dtrans.ir.dataflow import free_variables, variables
 from dtrans.ir.inline import eliminate_dead
 from dtrans.ir.program import FORWARD, OPTIMIZE, Program, is_communication
 from dtrans.ir.pytree import unused_name
@@ -23,30 +25,30 @@ from dtrans.step.cut import Cut, Gradient, OptimizeHalf
 
 
 def hand_over(step: Cut, parts: Collection[str], *, drawn: bool = False) -> Cut:
-    """Return the step with an optimize half that takes values of forward as inputs (`Cut.handed`).
+    """Return the step with values of forward as inputs of its optimize half (`Cut.handed`).
 
     Args:
       step: the step.
-      parts: batch arrays that these values depend on.
-      drawn: True to include values that depend on random rows of each trainer.
+      parts: names of batch arrays. Values that depend on them become inputs.
+      drawn: True to include values that differ between trainers because each draws its own random
+        numbers, or that are communicated.
     """
     half = step.optimize
     values = _forward_values(step, parts, drawn)
     if not values:
         return step
     eqns = [e for e in half.eqns if not values.issuperset(e.outvars)]
-    atoms = [*all_operands(eqns), *half.inner.outvars]
-    read = dict.fromkeys(variables(atoms))
+    read = dict.fromkeys([*free_variables(eqns), *variables(half.inner.outvars)])
 
     taken = {*map(str, half.in_names), *step.program.in_names, *step.program.out_names}
-    handed: dict[str, Atom] = {}
+    handed: dict[str, Var] = {}
     for v in read:
         if v in values:
             handed[unused_name(f"forward/{len(handed)}", taken)] = v
 
-    # unread batch arrays are dropped: they would tie the half to one batch size
+    # an unread batch array would tie the half to one batch size, so it is no input any more
     inputs = {n: v for n, v in half.invars.items() if n not in step.batch or v in read}
-    invars = [*inputs.values(), *(v for v in read if v in values)]
+    invars = [*inputs.values(), *handed.values()]
     jaxpr = eliminate_dead(extract_part(half.jaxpr, invars, eqns, half.inner.outvars))
     optimize = OptimizeHalf(jaxpr, (*inputs, *handed), half.out_names)
     return dataclasses.replace(
@@ -55,22 +57,27 @@ def hand_over(step: Cut, parts: Collection[str], *, drawn: bool = False) -> Cut:
 
 
 def runs_loops_of_forward(step: Cut, parts: Collection[str]) -> bool:
-    """Return True if the update repeats a loop of forward: XLA merges equal equations, not
-    loops."""
+    """Return True if the update repeats a loop of forward, which XLA would run twice."""
     values = _forward_values(step, parts)
-    return any(
-        e.primitive.name in LOOPS and values.issuperset(e.outvars) for e in step.optimize.eqns
-    )
+    loops = [e for e in step.optimize.eqns if e.primitive.name in LOOPS]
+    return any(values.issuperset(e.outvars) for e in loops)
 
 
 def _forward_values(step: Cut, parts: Collection[str], drawn: bool = False) -> set[Var]:
-    """Return the values in the update that depend on the batch, but not on gradients or sliced
-    state."""
+    """Return the values in the update that depend on the batch, but not on gradients or on
+    optimizer state that forward does not read.
+
+    Arguments as for `hand_over`.
+    """
     half = step.optimize
-    # state that forward reads is replicated: its leaf is never sliced
-    replicated = {*step.params, *step.batch, *step.state_read}
-    late = {v for n, v in half.invars.items() if isinstance(n, Gradient) or n not in replicated}
-    of_batch = {v for n, v in half.invars.items() if n in parts}
+    known_to_forward = {*step.params, *step.batch, *step.state_read}
+    late: set[Var] = set()
+    of_batch: set[Var] = set()
+    for name, v in half.invars.items():
+        if isinstance(name, Gradient) or name not in known_to_forward:
+            late.add(v)
+        if name in parts:
+            of_batch.add(v)
     values: set[Var] = set()
     for eqn in half.eqns:
         read = set(variables(eqn.invars))
@@ -82,14 +89,14 @@ def _forward_values(step: Cut, parts: Collection[str], drawn: bool = False) -> s
 
 
 def _is_drawn(eqn: JaxprEqn) -> bool:
-    """Return True if an equation differs between trainers, or communicates."""
+    """Return True if an equation communicates, or reads the trainer's index."""
     return any(map(is_communication, (eqn, *equations_inside(eqn))))
 
 
 def _forward_of(step: Cut, values: set[Var]) -> Program:
-    """Return the step's program with the equations of these values in forward."""
-    pairs = zip(step.program.eqns, step.program.roles, strict=True)
-    roles = [
-        FORWARD if role == OPTIMIZE and values.issuperset(e.outvars) else role for e, role in pairs
-    ]
+    """Return the step's program with the role `forward` for the equations of these values."""
+    roles = list(step.program.roles)
+    for i, eqn in enumerate(step.program.eqns):
+        if roles[i] == OPTIMIZE and values.issuperset(eqn.outvars):
+            roles[i] = FORWARD
     return dataclasses.replace(step.program, roles=tuple(roles))

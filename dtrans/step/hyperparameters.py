@@ -1,4 +1,4 @@
-"""Hyperparameters in the optimizer's state (`optax.inject_hyperparams`): search and replacement."""
+"""Search and replacement of hyperparameters in optimizer state (`optax.inject_hyperparams`)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from dtrans.errors import ConfigError
 
 
 def hyperparameter_leaf(leaves: Iterable[str], name: str) -> str:
-    """Return the leaf that contains a hyperparameter.
+    """Return the name of the leaf that is a hyperparameter.
 
     Args:
       leaves: names of the step's leaves.
-      name: the short name, or a leaf's full name.
+      name: the hyperparameter's name, e.g. `learning_rate`, or the full name of its leaf.
 
     Raises:
-      ConfigError: no leaf contains it, or several do.
+      ConfigError: no leaf has this name, or several do.
     """
     by_name: dict[str, list[str]] = {}
     for leaf in leaves:
@@ -30,30 +30,31 @@ def hyperparameter_leaf(leaves: Iterable[str], name: str) -> str:
     if any(name in same for same in by_name.values()):
         return name
     if name not in by_name:
-        known = ", ".join(by_name) or "nothing"
+        known = ", ".join(by_name) or "no hyperparameters"
         raise ConfigError(
-            f"the optimizer keeps no {name!r} in its state; it keeps {known} by name. "
-            "Wrap it in optax.inject_hyperparams, or pass the value as an argument of the step"
+            f"{name!r} is not a hyperparameter in the optimizer state, which has {known}; wrap the "
+            "optimizer in optax.inject_hyperparams, or pass the value as an argument of the step"
         )
     if len(by_name[name]) > 1:
         first, *_ = by_name[name]
         raise ConfigError(
-            f"{name!r} is kept by several optimizers: {', '.join(by_name[name])}; "
-            f"write the full name, such as **{{{first!r}: ...}}"
+            f"{name!r} is a hyperparameter of several optimizers: {', '.join(by_name[name])}; "
+            f"use the full name, such as **{{{first!r}: ...}}"
         )
     return by_name[name][0]
 
 
 def replace_hyperparameters(leaves: Iterable[str], state: Any, values: Mapping[str, float]) -> Any:
-    """Return a job's state with different hyperparameters, on the devices of the replaced ones.
+    """Return a job's state with new values of hyperparameters, on the same devices.
 
     Args:
       leaves: names of the step's leaves.
-      state: a pytree whose arrays have keys that are, or end in, names of leaves.
-      values: short or full name to value.
+      state: a pytree of dicts. The key of an array is the name of its leaf, or a tuple that ends in
+        the name.
+      values: name of a hyperparameter, as for `hyperparameter_leaf`, to its value.
 
     Raises:
-      ConfigError: see `hyperparameter_leaf`; or the state in this process lacks the leaf.
+      ConfigError: as `hyperparameter_leaf`; or the leaf is not in the state of this process.
     """
     leaves = list(leaves)
     wanted = {hyperparameter_leaf(leaves, name): x for name, x in values.items()}
@@ -71,7 +72,7 @@ def replace_hyperparameters(leaves: Iterable[str], state: Any, values: Mapping[s
     new_state = jax.tree_util.tree_map_with_path(replace, state)
     for name in missing:
         raise ConfigError(
-            f"{name} is in the state of another process; pass the value as an argument of the "
+            f"{name} is not in the state of this process; pass the value as an argument of the "
             "step, such as step(params, opt_state, learning_rate, *batch) (docs/between_steps.md)"
         )
     return new_state

@@ -1,12 +1,12 @@
 """Marks: the boundary between gradients and the optimizer.
 
-`mark_p` is an identity on a gradient, with the gradient's parameter as its second operand. The cut
-(`dtrans.step.cut`) then pairs them by variables, whatever their names are. Each leaf has its own
-equation: one mark over the full pytree would make every leaf depend on every other.
+The primitive `mark_p` is an identity on a gradient. Its second operand is the parameter, so the cut
+(`dtrans.step.cut`) pairs gradients and parameters by variables, not by names. Each leaf has its own
+equation: one mark over the full pytree would make every leaf depend on every other leaf.
 
-Marks come from `value_and_grad`, or from `make_train_step`, which calls it. They survive jit, vmap,
-scan, remat and differentiation of the step, and vanish in lowering. As in alpa (alpa/api.py,
-`alpa.grad`), wrapping `grad` is safer than asking users to mark.
+`value_and_grad` writes marks, and `make_train_step` calls it. Marks survive jit, vmap, scan, remat
+and differentiation of the step, and lowering removes them. alpa wraps `grad` in the same way
+(alpa/api.py, `alpa.grad`).
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from dtrans.step.capture import capture_loss, captures
 
 
 def _mark_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, leaf: str) -> tuple[Any, Any]:
-    # a second derivative is not a gradient of this step: tangents pass unmarked
+    # the derivative of a gradient is not a gradient of the step, so it gets no mark
     return mark_p.bind(*primals, leaf=leaf), tangents[0]
 
 
 mark_p = new_identity("gradient", jvp=_mark_jvp)
 
-# Seed: an identity on the first cotangent of the backward pass. Loss scaling multiplies it. Only
-# mixed precision keeps it when calls are inlined (`dtrans.ir.builder`).
+# Name of an identity primitive on the first cotangent of the backward pass, which loss scaling
+# multiplies. Inlining drops it, except in mixed precision (`dtrans.ir.builder`).
 SEED = "loss_seed"
 
 
@@ -55,13 +55,16 @@ def _loss_transpose(ct: Any, x: Any) -> list[Any]:
     return [ct if is_zero(ct) else _seed_p.bind(ct)]
 
 
-# identity on the tangent of a loss, whose transpose is the seed; without derivatives it is absent
+# Identity on the tangent of a loss. Its transpose binds the seed primitive, so the seed appears only
+# if the loss is differentiated.
 _loss_p = new_identity("loss", jvp=_loss_jvp, transpose=_loss_transpose)
 
 
 def _as_loss(value: Any) -> Any:
-    """Return a loss whose derivative starts with a seed; values that `value_and_grad` refuses,
-    unchanged."""
+    """Return a loss whose backward pass starts with the seed primitive.
+
+    Values that are no real scalars are returned unchanged: `jax.value_and_grad` raises for them.
+    """
     is_loss = (
         isinstance(value, jax.Array)
         and value.ndim == 0
@@ -75,12 +78,12 @@ def value_and_grad(
 ) -> Callable[..., tuple[Any, Any]]:
     """Return `jax.value_and_grad` of a function, with the gradients marked for dtrans.
 
-    Arguments may have leaves that cannot be differentiated (integers, Equinox's functions): their
-    gradient is None, as with `equinox.filter_value_and_grad`. For pytrees of floating-point arrays
-    it equals `jax.value_and_grad`.
+    Differentiated arguments may have leaves that cannot be differentiated (integers, functions of
+    an Equinox module). The gradient of these leaves is None, as in
+    `equinox.filter_value_and_grad`.
 
     Args:
-      fun: returns a scalar, or (scalar, aux) with `has_aux`.
+      fun: a function that returns a scalar, or (scalar, aux) if `has_aux` is True.
       argnums: positions of the arguments to differentiate.
       has_aux: True if `fun` returns auxiliary data.
 
@@ -89,43 +92,45 @@ def value_and_grad(
       >>> dtrans.value_and_grad(lambda p: jnp.sum(p["w"] ** 2))({"w": jnp.array([1.0, 2.0])})
       (Array(5., dtype=float32), {'w': Array([2., 4.], dtype=float32)})
     """
-    several = not isinstance(argnums, int)
-    places = tuple(argnums) if not isinstance(argnums, int) else (argnums,)
+    positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        halves = [partition(args[i], is_differentiable) for i in places]
-        if not any(jax.tree.leaves(diff) for diff, _ in halves):
+        diffs: list[Any] = []
+        rests: list[Any] = []
+        for i in positions:
+            diff, rest = partition(args[i], is_differentiable)
+            diffs.append(diff)
+            rests.append(rest)
+        if not jax.tree.leaves(diffs):
             raise GradientError(
                 f"argument {argnums} of {getattr(fun, '__name__', fun)} has no floating-point "
-                "array to differentiate"
+                "array; argnums must name an argument to differentiate"
             )
 
         def of_differentiable(diffs: list[Any]) -> Any:
             full = list(args)
-            for i, diff, (_, rest) in zip(places, diffs, halves, strict=True):
+            for i, diff, rest in zip(positions, diffs, rests, strict=True):
                 full[i] = combine(diff, rest)
             result = fun(*full, **kwargs)
             if has_aux and isinstance(result, tuple) and len(result) == 2:
                 return _as_loss(result[0]), result[1]
             return result if has_aux else _as_loss(result)
 
-        diffs = [diff for diff, _ in halves]
         if captures():
             value, grads = capture_loss(of_differentiable, diffs, has_aux)
         else:
             value, grads = jax.value_and_grad(of_differentiable, has_aux=has_aux)(diffs)
-        marked = [
-            tree_map_with_path(
-                lambda path, p, g: mark_p.bind(g, p, leaf=keystr(path, simple=True, separator="/")),
-                diff,
-                grad,
-            )
-            for diff, grad in zip(diffs, grads, strict=True)
-        ]
-        return value, (tuple(marked) if several else marked[0])
+        marked = []
+        for diff, grad in zip(diffs, grads, strict=True):
+            marked.append(tree_map_with_path(_mark, diff, grad))
+        return value, marked[0] if isinstance(argnums, int) else tuple(marked)
 
     return wrapped
+
+
+def _mark(path: Any, parameter: Any, gradient: Any) -> Any:
+    return mark_p.bind(gradient, parameter, leaf=keystr(path, simple=True, separator="/"))
 
 
 def make_train_step(
@@ -134,17 +139,18 @@ def make_train_step(
     """Build a training step: loss and gradients, the optax update, new parameters.
 
     Args:
-      loss_fn: `loss_fn(params, *batch)` returns a scalar; with `has_aux`, (loss, aux).
+      loss_fn: a function `loss_fn(params, *batch)` that returns the loss, a scalar; or (loss, aux)
+        if `has_aux` is True.
       tx: an `optax.GradientTransformation`, or an object with the same `update`.
       has_aux: True if `loss_fn` returns auxiliary data.
 
     Returns:
-      `step(params, opt_state, *batch) -> (params, opt_state, loss[, aux])`, with the parameter
-      names of `loss_fn` for the batch. Leaves of `params` that cannot be differentiated are
-      returned unchanged, and the optimizer does not see them: call `tx.init` on the others.
+      `step(params, opt_state, *batch) -> (params, opt_state, loss[, aux])`. Its batch arguments
+      have the names that `loss_fn` uses. Leaves of `params` that cannot be differentiated are
+      returned unchanged, and `tx` does not get them: call `tx.init` on the other leaves.
 
     Raises:
-      OptimizerError: raised by the step if the optimizer needs the loss, or a function of it.
+      OptimizerError: the optimizer needs the loss, or the loss function. The step raises it.
 
     Example:
       >>> import jax.numpy as jnp, optax, dtrans
@@ -162,14 +168,16 @@ def make_train_step(
         diff, rest = partition(params, is_differentiable)
         updates, opt_state = _update(tx, grads, opt_state, diff)
         params = combine(_apply_updates(diff, updates), rest)
-        return (params, opt_state, *(value if has_aux else (value,)))
+        if has_aux:
+            return (params, opt_state, *value)
+        return params, opt_state, value
 
     step.__signature__ = _step_signature(loss_fn)  # type: ignore[attr-defined]
     return step
 
 
-# errors of optax for a missing argument of `update`: the function that needs it, and its name
-_ASKS = (
+# messages of optax for a missing argument of `update`: `who` needs it, `what` is its name
+_MISSING_ARGUMENT = (
     re.compile(
         r"(?P<who>\w+)\.<locals>\.\w+\(\) missing \d+ required keyword-only arguments?: "
         r"(?P<what>.*)"
@@ -180,31 +188,37 @@ _ASKS = (
 
 
 def _update(tx: Any, grads: Any, opt_state: Any, params: Any) -> tuple[Any, Any]:
-    """Call `tx.update` with gradients, state and parameters alone."""
+    """Call `tx.update` with gradients, state and parameters.
+
+    Raises:
+      OptimizerError: it needs another argument.
+    """
     try:
         result: tuple[Any, Any] = tx.update(grads, opt_state, params)
         return result
     except (TypeError, ValueError) as e:
-        matches = (p.search(str(e)) for p in _ASKS)
-        asked = next(filter(None, matches), None)
-        if asked is None:
-            raise
-        raise OptimizerError(
-            f"{asked['who']} needs {asked['what']} in its update, and make_train_step gives it "
-            "(grads, state, params). "
-            "Use one that takes these, such as optax.lbfgs(linesearch=None), or a learning-rate "
-            "schedule; or write the "
-            "step yourself and give tx.update what it needs, which dtrans.nccl2 takes"
-        ) from e
+        for pattern in _MISSING_ARGUMENT:
+            missing = pattern.search(str(e))
+            if missing is not None:
+                raise OptimizerError(
+                    f"{missing['who']} needs {missing['what']} in its update, but make_train_step "
+                    "passes only (grads, state, params); use an optimizer that needs no more, such "
+                    "as optax.lbfgs(linesearch=None), or a learning-rate schedule. Or write the "
+                    f"step yourself, pass {missing['what']} to tx.update, and use dtrans.nccl2"
+                ) from e
+        raise
 
 
 def _step_signature(loss_fn: Callable[..., Any]) -> inspect.Signature:
-    """Return the signature (params, opt_state, batch arguments of `loss_fn` by their names)."""
+    """Return the signature of a step: params, opt_state, and the batch arguments of `loss_fn`."""
     first, *batch = inspect.signature(loss_fn).parameters.values()
     if first.kind is first.VAR_POSITIONAL:  # loss_fn(*args): the number of arguments is unknown
         batch = [first.replace(name="batch"), *batch]
     if any(p.name in ("params", "opt_state") for p in batch):
-        raise GradientError("the batch arguments of loss_fn may not be called params or opt_state")
+        raise GradientError(
+            "a batch argument of loss_fn is called params or opt_state, which are the names of the "
+            "step's state; rename it"
+        )
     state = [
         inspect.Parameter(n, inspect.Parameter.POSITIONAL_ONLY) for n in ("params", "opt_state")
     ]
@@ -212,17 +226,20 @@ def _step_signature(loss_fn: Callable[..., Any]) -> inspect.Signature:
 
 
 def _apply_updates(params: Any, updates: Any) -> Any:
-    """Add updates as `optax.apply_updates` does, in the parameter's dtype; None updates nothing."""
+    """Add updates to parameters, like `optax.apply_updates`; None leaves its parameter unchanged.
+
+    Raises:
+      OptimizerError: an update has another shape than its parameter.
+    """
 
     def apply(path: Any, p: Any, u: Any) -> Any:
         if p is None or u is None:
             return p
         if jnp.shape(u) != jnp.shape(p):
             raise OptimizerError(
-                f"the optimizer makes an update of shape {jnp.shape(u)} for "
-                f"{join_path('params', path)} of shape "
-                f"{jnp.shape(p)}; it may expect other gradients, such as the gradient of each "
-                "example"
+                f"the update of {join_path('params', path)} has shape {jnp.shape(u)}, but the "
+                f"parameter has shape {jnp.shape(p)}; the optimizer may expect other gradients, "
+                "such as per-example gradients"
             )
         return (p + u).astype(p.dtype)
 

@@ -1,18 +1,18 @@
 """Host callbacks of a step: `jax.debug.print`, `jax.debug.callback`, `io_callback`.
 
-An `Observer` is an equation with an effect. Its operands decide which program can call it with the
-values of one device:
+An `Observer` is an equation with an effect. The kind of its operands decides which program can call
+it with the values of one device:
 
-    state       parameters and constants: trainers have them
-    forward     values of forward and backward: trainers have them, and complete partial ones
-    gradients   gradients, and values that depend on them: complete after the reduction
-    update      new parameters, or the optimizer's state: complete where the update runs
+    state       parameters and constants, which trainers store
+    forward     values of forward and backward: trainers compute them, and reduce partial sums
+    gradients   gradients and values that depend on them: known after the reduction of gradients
+    update      new parameters and optimizer state: known where the update runs
 
-A job calls each of them once in a step. `call_once` does that: every trainer passes its index to
-the host, and the host calls the user's function for trainer 0 only. A `cond` on the index would not
-work: `jax.vmap`, which simulates trainers, runs both branches.
+A job calls each callback once in a step (`call_once`): every trainer passes its index to the host,
+and the host calls the user's function for trainer 0 only. A `cond` on the index would not work,
+because `jax.vmap`, which simulates trainers, runs both branches.
 
-`jax.pure_callback` has no effect and is no observer: all trainers may call it.
+`jax.pure_callback` has no effect, so it is not an observer: all trainers may call it.
 """
 
 from __future__ import annotations
@@ -41,9 +41,8 @@ from dtrans._jax import (
 )
 from dtrans.errors import GradientError
 from dtrans.ir.builder import Builder
-from dtrans.ir.dataflow import avals, bits_of, propagate
+from dtrans.ir.dataflow import bits_of, propagate
 from dtrans.ir.program import Program
-from dtrans.ir.selection import values_at
 from dtrans.ops import trainer_index_p
 
 
@@ -52,12 +51,12 @@ if TYPE_CHECKING:
 
 
 STATE, FORWARD, GRADIENTS, UPDATE = "state", "forward", "gradients", "update"
-EARLY = (STATE, FORWARD)  # kinds that forward and backward run
+EARLY = (STATE, FORWARD)  # kinds of operands that are known in forward and backward
 _READS = {
     STATE: "parameters",
     FORWARD: "values of the batch",
     GRADIENTS: "gradients",
-    UPDATE: "what the optimizer makes",
+    UPDATE: "results of the optimizer",
 }
 
 
@@ -67,13 +66,14 @@ class Observer:
 
     Attributes:
       position: position of the equation in the step.
-      name: its primitive, or that of the callback inside: `debug_print`, `debug_callback`,
-        `io_callback`.
-      line: user's line, `model.py:12`; empty if unknown.
-      reads: "state", "forward", "gradients" or "update"; see the module's docstring.
-      rows: True if the batch enters other than through gradients.
-      in_update: True if the update needs the equation and runs it.
-      calls: False for equations of dtrans without a callback, such as summaries.
+      name: primitive of the callback, which may be in a body of the equation: `debug_print`,
+        `debug_callback`, `io_callback`.
+      line: user's source line, `model.py:12`; empty if unknown.
+      reads: kind of the operands: "state", "forward", "gradients" or "update" (see the module's
+        docstring).
+      rows: True if an operand depends on the batch other than through gradients.
+      in_update: True if the equation belongs to the update: a loop with a callback, say.
+      calls: False for equations of dtrans that call no function, such as summaries.
     """
 
     position: int
@@ -91,45 +91,64 @@ class Observer:
 def observers_of(
     step: OpenStep, gradients: Collection[Var], optimize: Sequence[int], asked: Collection[str]
 ) -> tuple[Observer, ...]:
-    """Return the equations with effects.
+    """Return an `Observer` for each equation with an effect.
 
     Args:
       step: the step.
       gradients: values at which the step is cut.
       optimize: positions of the update's equations.
-      asked: optimizer state that forward and backward read.
+      asked: names of optimizer state that forward and backward read.
     """
     positions = [i for i, e in enumerate(step.eqns) if e.effects]
     if not positions:
         return ()
     by_batch, by_gradient, by_update = 1, 2, 4
-    seeds = dict.fromkeys(values_at(step.vars, step.batch), by_batch)
-    seeds |= dict.fromkeys((step.vars[n] for n in step.opt_state if n not in asked), by_update)
+    seeds = {step.vars[n]: by_batch for n in step.batch}
+    for name in step.opt_state:
+        if name not in asked:
+            seeds[step.vars[name]] = by_update
     seeds |= dict.fromkeys(gradients, by_gradient)
     enters = propagate(step.eqns, seeds, {})
-    # an update may need values of forward, such as the loss: those are no values of the optimizer
-    outputs = [v for i in optimize for v in step.eqns[i].outvars if v not in gradients]
-    seeds |= {v: enters[v] | by_update for v in outputs if enters.get(v, 0) > by_batch}
+    # Outputs of the update's equations are results of the optimizer, unless only the batch enters
+    # them: an update may contain values of forward, such as the loss.
+    for i in optimize:
+        for v in step.eqns[i].outvars:
+            if v not in gradients and enters.get(v, 0) > by_batch:
+                seeds[v] = enters[v] | by_update
     enters = propagate(step.eqns, seeds, {})
     in_update = set(optimize)
-
-    def observer(i: int) -> Observer:
+    found = []
+    for i in positions:
         eqn = step.eqns[i]
         bits = bits_of(enters, *eqn.invars)
         if bits & by_update or (i in in_update and bits & by_gradient):
             reads = UPDATE
+        elif bits & by_gradient:
+            reads = GRADIENTS
         else:
-            reads = GRADIENTS if bits & by_gradient else FORWARD if bits else STATE
-        inside = next(
-            (e for e in (eqn, *equations_inside(eqn)) if e.primitive.name in CALLBACKS), None
+            reads = FORWARD if bits else STATE
+        callback = _first_callback(eqn)
+        source = callback or eqn
+        found.append(
+            Observer(
+                position=i,
+                name=source.primitive.name,
+                line=line_of(source) or line_of(eqn),
+                reads=reads,
+                rows=bool(bits & by_batch),
+                in_update=i in in_update,
+                calls=callback is not None,
+            )
         )
-        found = inside or eqn
-        line, rows = line_of(found) or line_of(eqn), bool(bits & by_batch)
-        return Observer(
-            i, found.primitive.name, line, reads, rows, i in in_update, inside is not None
-        )
+    return tuple(found)
 
-    return tuple(map(observer, positions))
+
+def _first_callback(eqn: JaxprEqn) -> JaxprEqn | None:
+    """Return the equation, or the first one in its bodies, that calls a host function."""
+    for inner in (eqn, *equations_inside(eqn)):
+        if inner.primitive.name in CALLBACKS:
+            return inner
+    return None
 
 
 RETURN_IT = "return the value as a result of the step, and print what job.step returns"
@@ -141,16 +160,16 @@ RETURN_IT = "return the value as a result of the step, and print what job.step r
 def refuse_observers(
     observers: Iterable[Observer], reads: Collection[str], why: str, remedy: str
 ) -> None:
-    """Raise GradientError for callbacks that no program can call with the value of one device.
+    """Raise GradientError for callbacks whose operands no program of a strategy has.
 
     Args:
       observers: the callbacks.
-      reads: kinds to refuse.
-      why: the reason, after "which".
-      remedy: an alternative to printing inside of the step.
+      reads: kinds of operands (`Observer.reads`) that are refused.
+      why: the reason, as a clause after "which".
+      remedy: what the user can write instead.
 
     Raises:
-      GradientError: there is one.
+      GradientError: a callback reads such an operand.
     """
     for x in observers:
         if x.calls and x.reads in reads:
@@ -158,11 +177,11 @@ def refuse_observers(
 
 
 def check_observers(program: Program, observers: Iterable[Observer]) -> None:
-    """Raise GradientError for callbacks that several devices cannot call once.
+    """Raise GradientError for callbacks that a job cannot call exactly once.
 
     Raises:
-      GradientError: an ordered one, an `io_callback` with results, or one that both halves of the
-        step need.
+      GradientError: a callback is ordered, is an `io_callback` with results, or is in a loop that
+        both halves of the step run.
     """
     refuse_twice(x for x in observers if x.reads in EARLY)
     for eqn in equations(program.jaxpr):
@@ -170,39 +189,44 @@ def check_observers(program: Program, observers: Iterable[Observer]) -> None:
             what = f"{eqn.primitive.name} ({line_of(eqn)})"
             if is_ordered(eqn):
                 raise GradientError(
-                    f"{what} is ordered, which JAX does not allow over devices; leave ordered=True "
-                    "out"
+                    f"{what} is ordered, which JAX does not support on several devices; leave out "
+                    "ordered=True"
                 )
             if eqn.outvars:
                 raise GradientError(
-                    f"{what} returns values, which would differ between devices; pass them to the "
-                    "step as an argument, or call jax.pure_callback if the function is pure"
+                    f"{what} returns values, which could differ between devices; pass the values "
+                    "to the step as an argument, or use jax.pure_callback if the function is pure"
                 )
 
 
 def refuse_twice(observers: Iterable[Observer]) -> None:
-    """Raise GradientError for callbacks in loops of the update that another half would repeat."""
+    """Raise GradientError for callbacks in loops or branches that both halves run.
+
+    Args:
+      observers: observers of forward and backward.
+    """
     for x in observers:
         if x.in_update and x.calls:
             raise GradientError(
-                f"{x} is in a loop or a branch that the update needs, and another output of the "
-                "step too: it would be "
-                "called twice; take it out of there"
+                f"{x} would be called twice: it is in a loop or a branch that both the update and "
+                "another output of the step need; move it out of the loop or branch"
             )
 
 
 def callers_of(observers: Iterable[Observer], early: str, late: str) -> tuple[str, ...]:
-    """Return sentences for a plan that name the caller of each callback.
+    """Return a note for each callback that names its caller.
 
     Args:
       observers: the callbacks.
-      early: caller of those in forward and backward.
-      late: caller of the others.
+      early: caller of callbacks in forward and backward.
+      late: caller of callbacks that read gradients or results of the update.
     """
-    found = (
-        f"{x} is called by {early if x.reads in EARLY else late}" for x in observers if x.calls
-    )
-    return tuple(dict.fromkeys(found))
+    found: dict[str, None] = {}
+    for x in observers:
+        if x.calls:
+            caller = early if x.reads in EARLY else late
+            found[f"{x} is called by {caller}"] = None
+    return tuple(found)
 
 
 # -- one call a step -------------------------------------------------------------------------------
@@ -225,12 +249,13 @@ def call_once(b: Builder, over: Sequence[str], start: int = 0) -> None:
 
 
 def _for_first(eqn: JaxprEqn, over: tuple[str, ...]) -> list[JaxprEqn]:
-    """Return an equation whose callbacks, at any depth, are called for trainer 0 alone."""
+    """Return equations in place of one, in which trainer 0 alone calls the callbacks at any
+    depth."""
     if eqn.primitive.name in CALLBACKS:
-        # each callback gets its own equation for the index, so that bodies need no new input
+        # each callback has its own equation for the index, so that bodies need no new input
         number = Builder(small_jaxpr(lambda: [], []))
         (index,) = number.bind(trainer_index_p, over=over)
-        traced = small_jaxpr(_calling(eqn), [index.aval, *avals(eqn.invars)])
+        traced = small_jaxpr(_calling(eqn), [index.aval, *(a.aval for a in eqn.invars)])
         (call,) = opened(traced).eqns
         return [
             *number.eqns,
@@ -240,15 +265,16 @@ def _for_first(eqn: JaxprEqn, over: tuple[str, ...]) -> list[JaxprEqn]:
         return [eqn]
 
     def body(jaxpr: Any) -> Any:
-        return with_equations(
-            jaxpr, [new for e in opened(jaxpr).eqns for new in _for_first(e, over)]
-        )
+        eqns: list[JaxprEqn] = []
+        for inner in opened(jaxpr).eqns:
+            eqns += _for_first(inner, over)
+        return with_equations(jaxpr, eqns)
 
     return [eqn.replace(params=map_bodies(eqn.params, body))]
 
 
 def _calling(eqn: JaxprEqn) -> Callable[..., None]:
-    """Return the function of a trainer's index and the operands that calls the callback."""
+    """Return a traceable function of (trainer index, *operands) that calls the callback."""
     fn = functools.partial(_if_first, host_function(eqn))
     if eqn.primitive.name == "io_callback":
         return lambda *args: io_callback(fn, None, *args)

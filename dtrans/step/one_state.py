@@ -1,21 +1,22 @@
-"""Steps of one state: their leaves are split into parameters and optimizer state.
+"""Steps of one state: a step of a `TrainState`, say, becomes a step of params and opt_state.
 
     step      state, *batch                 ->  state, ...
     becomes   params, opt_state, *batch     ->  params, opt_state, ...
 
-Examples are a flax `TrainState`, an nnx or Equinox model with its optimizer, or a dict of models.
-Dataflow decides the kind of each leaf, not its name:
+The state may be a flax `TrainState`, an nnx or Equinox model with its optimizer, or a dict of
+models. Each leaf has a kind, which dataflow decides, not its name:
 
-    parameter    forward reads it, and its own gradient enters its new value
-    constant     the step returns it unchanged; parameters and optimizers have such
-    statistics   the batch enters its new value, but no gradient (running means), or a count of
-                 rows that no other state reads
+    parameter    forward reads the leaf, and the leaf's gradient enters its new value
+    constant     the step returns the leaf unchanged, and forward or nothing reads it
+    statistics   the batch enters the new value, but no gradient does (running means); or the leaf
+                 counts rows, and no other state reads it
     key          a typed random key, which the step splits
-    follower     forward reads it, but its new value reads a new parameter: a teacher, say
-    optimizer    everything else: moments, counts, averages of parameters that only evaluation reads
+    follower     forward reads the leaf, and its new value is computed from new parameters: the
+                 teacher of a student, say
+    optimizer    the rest: moments, counts, averages of parameters that only evaluation reads
 
-The last kind, and constants that only updates read, are `opt_state` of the split step: the state's
-own structure, with None for other leaves. The rest is `params`.
+Leaves of the kind `optimizer` are `opt_state` of the split step, the rest is `params`. Both have the
+structure of the state, with None for the leaves of the other.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dtrans._jax import (
-    Atom,
     Var,
     closed_with,
     jaxpr_as_fun,
@@ -42,11 +42,11 @@ from dtrans._jax import (
     scope_of,
 )
 from dtrans.errors import GradientError, TraceError
-from dtrans.ir.dataflow import backward_slice, bits_of, propagate, variables, variables_read
+from dtrans.ir.dataflow import backward_slice, bits_of, propagate, variables
 from dtrans.ir.inline import inline_calls
 from dtrans.ir.program import Program
 from dtrans.ir.pytree import TreeSpec, as_array, combine, is_array, unused_name
-from dtrans.ir.selection import number_items, values_at
+from dtrans.ir.selection import values_at
 from dtrans.step.gradients import OpenStep, candidates_for, counts_rows, crossing, marked
 from dtrans.step.trace import children
 
@@ -56,11 +56,13 @@ FOLLOWER, OPTIMIZER = "follower", "optimizer"
 
 
 def is_train_state_step(program: Program, startup: Program | None) -> bool:
-    """Return True if a step takes and returns one state, its first argument.
+    """Return True if a step is a function of (state, *batch), not of (params, opt_state, *batch).
 
-    A result may look like a batch array, as that of an autoencoder does: `startup` decides, and
-    without one the answer is False. But a second argument with a leaf that the step changes and the
-    loss does not read is optimizer state, which `startup` forgot.
+    If the step returns new values of its first argument only, the answer is True. If it also
+    returns values with the names of its second argument, that may be optimizer state, or a batch
+    array with a result of the same type (an autoencoder). Then the answer is True if `startup`
+    returns the first argument alone, unless the second argument has a leaf that the step changes
+    and the loss does not read: `startup` has forgotten the optimizer state.
     """
     outs, first = set(program.out_names), program.args[0].names if program.args else ()
     if not first or not outs.issuperset(first):
@@ -84,66 +86,79 @@ def split_step(program: Program) -> Program:
     """Return a step of one state as a step of (params, opt_state, *batch).
 
     Raises:
-      GradientError: none of its leaves is a parameter; the message lists their kinds.
+      GradientError: the state has no parameter; the message lists the kinds of the leaves.
     """
     kinds = kinds_of(OpenStep(program, inline_calls(program.jaxpr)))
     if PARAMETER not in kinds.values():
         found = ", ".join(f"{n} ({kind})" for n, kind in [*kinds.items()][:6])
+        more = ", ..." if len(kinds) > 6 else ""
         raise GradientError(
-            f"{program.name} is not a training step: no gradient was found, since none of the "
-            "leaves of its state is "
-            f"read by a loss and updated from that loss's derivative; found: {found}"
-            f"{', ...' if len(kinds) > 6 else ''}. Take gradients with dtrans.value_and_grad in "
-            "place of "
-            "jax.value_and_grad"
+            f"{program.name} is not a training step: no gradient was found. Its state has the "
+            f"leaves {found}{more}, but none that a loss reads and its derivative updates. Take "
+            "gradients with dtrans.value_and_grad in place of jax.value_and_grad"
         )
     params = {n for n, kind in kinds.items() if kind != OPTIMIZER}
     return program.rewritten(lambda other: _split_program(other, params))
 
 
 def split_spec(spec: TreeSpec, names: Collection[str]) -> tuple[TreeSpec, TreeSpec]:
-    """Split the spec of a state into two specs of its structure.
+    """Split the spec of a state into two specs of the same structure.
 
-    The first has the leaves with these names, and all leaves that are no arrays; the second has the
-    others. Each has None in place of the other's leaves.
+    The first has the leaves with these names, and all static leaves; the second has the remaining
+    leaves. Each has None where the other has a leaf.
     """
-    leaves = spec.leaves
-    first = [leaf if leaf in names or not isinstance(leaf, str) else None for leaf in leaves]
-    second = [leaf if isinstance(leaf, str) and leaf not in names else None for leaf in leaves]
-    return _spec(jax.tree.unflatten(spec.treedef, first)), _spec(
-        jax.tree.unflatten(spec.treedef, second)
+    first: list[Any] = []
+    second: list[Any] = []
+    for leaf in spec.leaves:
+        is_second = isinstance(leaf, str) and leaf not in names
+        first.append(None if is_second else leaf)
+        second.append(leaf if is_second else None)
+    return (
+        _spec(jax.tree.unflatten(spec.treedef, first)),
+        _spec(jax.tree.unflatten(spec.treedef, second)),
     )
 
 
 def _split_program(program: Program, params: Collection[str]) -> Program:
     state, *batch = program.args
     args = (*split_spec(state, params), *batch)
-    place = number_items(program.in_names)
-    order = [place[n] for spec in args for n in spec.names]
     out = _result(program, args[:2])
+    invars: list[Var] = []
+    for spec in args:
+        invars += values_at(program.invars, spec.names)
     outputs = dict(program.outvars)
-    inner = program.inner
-    outputs |= {unused_name(f"new_{n}", place): v for n, v in outputs.items() if n in place}
-    invars = values_at(inner.invars, order)
+    for name, atom in program.outvars.items():
+        if name in program.invars:
+            outputs[unused_name(f"new_{name}", program.invars)] = atom
     jaxpr = closed_with(program.jaxpr, invars=invars, outvars=values_at(outputs, out.names))
     return dataclasses.replace(program, jaxpr=jaxpr, args=args, out=out, takes_one_state=True)
 
 
 def _result(program: Program, parts: Sequence[TreeSpec]) -> TreeSpec:
-    """Return the result spec of the split step: both parts, then the other results."""
+    """Return the result spec of the split step: both parts of the state, then the other results."""
     names = program.args[0].names
     result = jax.tree.unflatten(program.out.treedef, program.out.leaves)
-    both = [jax.tree.unflatten(spec.treedef, spec.leaves) for spec in parts]
+    both = [_tree(spec) for spec in parts]
     if program.out.names == names:
         return _spec((*both,))
     known = set(program.in_names)
-    # a result may look like an input without being its new value
-    called = lambda leaf: unused_name(f"new_{leaf}", known) if leaf in known else leaf
-    found = children(result) or []
-    rest = {key: jax.tree.map(called, part) for key, part in found if _spec(part).names != names}
+
+    # a result may have the type of an input without being its new value
+    def rename(leaf: Any) -> Any:
+        return unused_name(f"new_{leaf}", known) if leaf in known else leaf
+
+    rest = {}
+    for key, part in children(result) or []:
+        if _spec(part).names != names:
+            rest[key] = jax.tree.map(rename, part)
     if isinstance(result, dict):
         return _spec({"params": both[0], "opt_state": both[1], **rest})
     return _spec((*both, *rest.values()))
+
+
+def _tree(spec: TreeSpec) -> Any:
+    """Return the pytree of a spec, with names in place of arrays."""
+    return jax.tree.unflatten(spec.treedef, spec.leaves)
 
 
 def _spec(tree: Any) -> TreeSpec:
@@ -156,38 +171,49 @@ def _spec(tree: Any) -> TreeSpec:
 
 def kinds_of(step: OpenStep) -> dict[str, str]:
     """Return the kind of each leaf of the first argument."""
-    names = step.params
     gradients = marked(step)
-    of = set(gradients.of.values()) if gradients else crossing(step)
-    read = _read_by_forward(step, of, names)
-    parameters = set(gradients.of) if gradients else _parameters(step, of, read)
+    graded = set(gradients.of.values()) if gradients else crossing(step)
+    read = _read_by_forward(step, graded, step.params)
+    parameters = set(gradients.of) if gradients else _parameters(step, graded, read)
     by_batch, by_gradient = 1, 2
-    batch = [n for spec in step.source.args[1:] for n in spec.names]
-    enters = propagate(
-        step.eqns, {step.vars[n]: by_batch for n in batch}, dict.fromkeys(of, by_gradient)
-    )
+    seeds: dict[Var, int] = {}
+    for spec in step.source.args[1:]:
+        seeds |= {step.vars[n]: by_batch for n in spec.names}
+    enters = propagate(step.eqns, seeds, dict.fromkeys(graded, by_gradient))
+    used: set[Var] = set()
+    for eqn in step.eqns:
+        used.update(variables(eqn.invars))
 
     def kind(name: str) -> str:
-        v, out = step.vars[name], step.outs[name]
-        bits = bits_of(enters, out)
+        before, after = step.vars[name], step.outs[name]
+        bits = bits_of(enters, after)
         if name in parameters:
             return PARAMETER
-        if out is v:
-            return OPTIMIZER if name not in read and v in used else CONSTANT
-        if bits == by_batch or (not bits and name not in read and counts_rows(step, v, out)):
+        if after is before:
+            only_update_reads = name not in read and before in used
+            return OPTIMIZER if only_update_reads else CONSTANT
+        if bits == by_batch:
             return STATISTICS
         if bits and name in read:
             return FOLLOWER
-        return KEY if jnp.issubdtype(v.aval.dtype, jax.dtypes.extended) and not bits else OPTIMIZER
+        if not bits and name not in read and counts_rows(step, before, after):
+            return STATISTICS
+        is_key = jnp.issubdtype(before.aval.dtype, jax.dtypes.extended)
+        return KEY if is_key and not bits else OPTIMIZER
 
-    used = set(variables_read(step.eqns))
-    return {n: kind(n) for n in names}
+    return {n: kind(n) for n in step.params}
 
 
 def _read_by_forward(step: OpenStep, gradients: Collection[Var], names: Sequence[str]) -> set[str]:
-    """Return the inputs whose original values enter differentiated equations."""
-    new: list[Atom] = [step.outs[n] for n in names if step.outs[n] is not step.vars[n]]
-    fixed = dict.fromkeys([*gradients, *variables(new)], 0)
+    """Return the leaves whose old values forward or backward reads.
+
+    Args:
+      step: the step.
+      gradients: values at which the search ends.
+      names: the leaves.
+    """
+    moving = [n for n in names if step.outs[n] is not step.vars[n]]
+    fixed = dict.fromkeys([*gradients, *variables(step.outs[n] for n in moving)], 0)
     enters = propagate(step.eqns, {step.vars[n]: 1 << i for i, n in enumerate(names)}, fixed)
     bits = 0
     for eqn, derived in zip(step.eqns, step.derived, strict=True):
@@ -197,51 +223,61 @@ def _read_by_forward(step: OpenStep, gradients: Collection[Var], names: Sequence
 
 
 def _parameters(step: OpenStep, gradients: Collection[Var], read: Collection[str]) -> set[str]:
-    """Return the leaves that forward reads, and whose new value reads a gradient directly."""
-    floating = [
-        n for n in step.params if n in read and jnp.issubdtype(step.vars[n].aval.dtype, jnp.inexact)
-    ]
-    moving = [n for n in floating if step.outs[n] is not step.vars[n]]
-    graded = [n for n in moving if candidates_for(step, n, gradients)]
-    new = {a for n in graded if isinstance(a := step.outs[n], Var)}
+    """Return the leaves in `read` whose new value depends on a gradient, but not through the new
+    value of another such leaf."""
+    graded = []
+    for name in step.params:
+        before, after = step.vars[name], step.outs[name]
+        is_float = jnp.issubdtype(before.aval.dtype, jnp.inexact)
+        is_updated = name in read and is_float and after is not before
+        if is_updated and candidates_for(step, name, gradients):
+            graded.append(name)
+    new = set(variables(step.outs[n] for n in graded))
     return {n for n in graded if candidates_for(step, n, gradients, stop=new - {step.outs[n]})}
 
 
 def _state_behind(main: Program) -> str:
-    """Return advice for a step with state after its batch arguments, or an empty text."""
-    below = lambda n: n.partition("/")[2]
-    outs = set(map(below, main.out_names)) - {""}
+    """Return advice for a step that has its state after batch arguments; empty if it has none."""
+    outs = set(map(below_root, main.out_names)) - {""}
     for i, spec in enumerate(main.args[2:], 1):
-        if len(spec.names) > 1 and outs.issuperset(map(below, spec.names)):
+        if len(spec.names) > 1 and outs.issuperset(map(below_root, spec.names)):
             return (
-                f". {main.name} returns its argument {i + 1} ({spec.root}) too: its state must "
-                "come first, as "
-                "step(params, opt_state, *batch), or step(state, *batch)"
+                f". {main.name} also returns its argument {i + 1} ({spec.root}); the state must be "
+                "the first argument or the first two: step(state, *batch) or "
+                "step(params, opt_state, *batch)"
             )
     return ""
+
+
+def below_root(name: str) -> str:
+    """Return the path of a leaf below its argument: `w` for `params/w`."""
+    return name.partition("/")[2]
 
 
 # -- both programs ---------------------------------------------------------------------------------
 
 
 def split_startup(main: Program, startup: Program) -> Program:
-    """Return the init of one state as an init of its two parts.
+    """Return a startup program of one state as a startup program of (params, opt_state).
+
+    Args:
+      main: the split step.
+      startup: the startup program, which returns the state.
 
     Raises:
-      TraceError: it returns something else.
+      TraceError: it returns another structure than the state of the step.
     """
     params, opt_state = main.args[:2]
     state = combine(params.unflatten_named(main.inputs), opt_state.unflatten_named(main.inputs))
-    returned = startup.out.unflatten_named(startup.outputs)
-    wanted, have = (leaf_types(tree) for tree in (state, returned))
+    wanted = leaf_types(state)
+    have = leaf_types(startup.out.unflatten_named(startup.outputs))
     if wanted != have:
-        path = next(p for p in [*wanted, *have] if wanted.get(p) != have.get(p))
+        path = first_difference(wanted, have)
+        assert path is not None
         root = main.in_names[0].split("/")[0]
         raise TraceError(
-            f"the startup program {startup.name} does not make what {main.name} takes: "
-            f"{root}/{path} is made as "
-            f"{have.get(path, 'nothing')}, and taken as {wanted.get(path, 'nothing')}; startup "
-            "must be "
+            f"the startup program {startup.name} does not return the state of {main.name}: "
+            f"{mismatch(f'{root}/{path}', wanted.get(path), have.get(path))}; startup must be "
             f"dtrans.trace(init, ...) with init(...) -> {root}{_state_behind(main)}"
         )
     name_of = dict(zip(_state_spec(main).names, startup.out_names, strict=True))
@@ -251,6 +287,29 @@ def split_startup(main: Program, startup: Program) -> Program:
         parts.append(jax.tree.unflatten(spec.treedef, leaves))
     out = _spec(tuple(parts))
     return startup.returning(out, out.names)
+
+
+def first_difference(wanted: Mapping[str, str], have: Mapping[str, str]) -> str | None:
+    """Return the first path whose types in two pytrees differ; None if all are equal."""
+    for path in [*wanted, *have]:
+        if wanted.get(path) != have.get(path):
+            return path
+    return None
+
+
+def mismatch(name: str, wanted: str | None, have: str | None) -> str:
+    """Return a clause about a leaf whose type in init differs from its type in the step.
+
+    Args:
+      name: the leaf.
+      wanted: its type in the step; None if the step has no such leaf.
+      have: its type in the result of init; None if init does not return it.
+    """
+    if have is None:
+        return f"it does not return {name}, which is {wanted} in the step"
+    if wanted is None:
+        return f"it returns {name}, which the step does not have"
+    return f"it returns {name} as {have}, but the step has {wanted}"
 
 
 def leaf_types(tree: Any) -> dict[str, str]:
@@ -266,32 +325,31 @@ def leaf_types(tree: Any) -> dict[str, str]:
 
 
 def merge_state(main: Program, params: Any, opt_state: Any) -> Any:
-    """Merge parameters and optimizer state into the state that a step takes: one pytree, or a
-    pair."""
+    """Return the state as the user's step takes it: one pytree, or (params, opt_state)."""
     return combine(params, opt_state) if main.takes_one_state else (params, opt_state)
 
 
 def split_state(main: Program, state: Any) -> tuple[Any, Any]:
-    """Split the state that a step takes; the inverse of `merge_state`.
+    """Split the state of the user's step into (params, opt_state); the inverse of `merge_state`.
 
     Raises:
-      TraceError: another structure.
+      TraceError: the state has another structure than in the step.
     """
     if not main.takes_one_state:
         if not isinstance(state, tuple) or len(state) != 2:
             raise TraceError(
-                f"the state of {main.name} is a pair, (params, opt_state), not "
-                f"{type(state).__name__}"
+                f"the state of {main.name} is a {type(state).__name__}; expected a pair "
+                "(params, opt_state)"
             )
         return state[0], state[1]
     spec_of_state = _state_spec(main)
     leaves, structure = jax.tree.flatten(state)
-    if structure == spec_of_state.treedef:  # a count may be a Python number
-        counts = [
-            as_array(x) if isinstance(of, str) else x
-            for of, x in zip(spec_of_state.leaves, leaves, strict=True)
-        ]
-        state = jax.tree.unflatten(structure, counts)
+    if structure == spec_of_state.treedef:
+        # the user may pass a Python number for an array such as a count of steps
+        for i, leaf in enumerate(spec_of_state.leaves):
+            if isinstance(leaf, str):
+                leaves[i] = as_array(leaves[i])
+        state = jax.tree.unflatten(structure, leaves)
     found = dict(zip(spec_of_state.names, spec_of_state.flatten(state, "the state"), strict=True))
     params, opt_state = main.args[:2]
     return params.unflatten_named(found), opt_state.unflatten_named(found)
@@ -299,17 +357,18 @@ def split_state(main: Program, state: Any) -> tuple[Any, Any]:
 
 def _state_spec(main: Program) -> TreeSpec:
     """Return the spec of the one state of a split step."""
-    parts = [jax.tree.unflatten(spec.treedef, spec.leaves) for spec in main.args[:2]]
-    return _spec(combine(*parts))
+    params, opt_state = main.args[:2]
+    return _spec(combine(_tree(params), _tree(opt_state)))
 
 
 class Applied:
-    """Function of a step's state, or of its parameters, that gets only the leaves it reads.
+    """Compiled function of a job's state or parameters, which reads only the leaves it needs.
 
     Args:
       main: the step.
-      fn: `fn(state, *args)` for a step of one state, `fn(params, *args)` for others.
-      unpacked: maps leaves of the job to those of one device; it is traced.
+      fn: the user's function: `fn(state, *args)` for a step of one state, else
+        `fn(params, *args)`.
+      unpacked: traceable function from the job's leaves to leaves as on one device.
     """
 
     def __init__(
@@ -319,15 +378,18 @@ class Applied:
         unpacked: Callable[[Mapping[str, Any]], Mapping[str, Any]],
     ) -> None:
         self._spec = _state_spec(main) if main.takes_one_state else main.args[0]
-        self._types = [
-            jax.ShapeDtypeStruct(main.inputs[n].shape, main.inputs[n].dtype)
-            for n in self._spec.names
-        ]
+        types = values_at(main.inputs, self._spec.names)
+        self._types = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in types]
         self._fn, self._unpacked = weakref.ref(fn), unpacked
         self._known: dict[Any, tuple[tuple[str, ...], Callable[..., list[Any]], Any]] = {}
 
     def __call__(self, leaves: Callable[[Collection[str]], Mapping[str, Any]], *args: Any) -> Any:
-        """Return the function's result; `leaves` returns the job's leaves of the given names."""
+        """Call the function.
+
+        Args:
+          leaves: returns the job's leaves with the given names.
+          *args: the function's arguments after the state.
+        """
         flat, structure = jax.tree.flatten(args)
         flat = [plain_array(x) if is_array(x) else jnp.asarray(x) for x in flat]
         key = structure, tuple(str(jax.typeof(x)) for x in flat)
@@ -340,17 +402,20 @@ class Applied:
     def _compiled(
         self, flat: Sequence[Any], structure: Any
     ) -> tuple[tuple[str, ...], Callable[..., list[Any]], Any]:
-        """Return the names that the function reads, the compiled function, and its result's
-        structure."""
+        """Compile the function for arguments of these types.
+
+        Returns:
+          The names of the leaves that it reads, the compiled function of those leaves and the
+          arguments, and the structure of its result.
+        """
         fn = self._fn()
         assert fn is not None
         result: list[Any] = []
 
         def on_arrays(*arrays: Any) -> list[Any]:
-            state, rest = arrays[: len(self._types)], arrays[len(self._types) :]
-            outputs, tree = jax.tree.flatten(
-                fn(self._spec.unflatten(state), *jax.tree.unflatten(structure, rest))
-            )
+            state = self._spec.unflatten(arrays[: len(self._types)])
+            args = jax.tree.unflatten(structure, arrays[len(self._types) :])
+            outputs, tree = jax.tree.flatten(fn(state, *args))
             result.append(tree)
             return outputs
 
@@ -359,25 +424,29 @@ class Applied:
         )
         inner = opened(traced)
         _, read = backward_slice(inner.eqns, inner.outvars)
-        names = tuple(n for n, v in zip(self._spec.names, inner.invars, strict=False) if v in read)
-        state_vars = [v for v in inner.invars[: len(self._types)] if v in read]
-        invars = [*state_vars, *inner.invars[len(self._types) :]]
+        state_vars = dict(zip(self._spec.names, inner.invars, strict=False))
+        names = tuple(n for n, v in state_vars.items() if v in read)
+        invars = [*(state_vars[n] for n in names), *inner.invars[len(self._types) :]]
         run = jaxpr_as_fun(closed_with(traced, invars=invars))
 
         def of_leaves(leaves: Mapping[str, Any], flat: Sequence[Any]) -> list[Any]:
             found = self._unpacked(leaves)
-            return [*run(*values_at(found, names), *flat)]
+            return [*run(*(found[n] for n in names), *flat)]
 
         return names, jax.jit(of_leaves), result[-1]
 
 
 def _move_to_job(arrays_of_job: Mapping[str, Any], arrays: Sequence[Any]) -> list[Any]:
-    """Move arrays from other devices to those of the job's arrays."""
-    at = next((x.sharding for x in arrays_of_job.values()), None)
-    if at is None:
+    """Copy arrays that are committed to other devices to the devices of the job's arrays."""
+    sharding = next((x.sharding for x in arrays_of_job.values()), None)
+    if sharding is None:
         return list(arrays)
-    where = NamedSharding(at.mesh, PartitionSpec()) if isinstance(at, NamedSharding) else at
-    is_elsewhere = lambda x: (
-        isinstance(x, jax.Array) and x.committed and x.sharding.device_set != at.device_set
-    )
-    return [jax.device_put(x, where) if is_elsewhere(x) else x for x in arrays]
+    target = sharding
+    if isinstance(sharding, NamedSharding):
+        target = NamedSharding(sharding.mesh, PartitionSpec())
+    moved = list(arrays)
+    for i, x in enumerate(arrays):
+        is_committed = isinstance(x, jax.Array) and x.committed
+        if is_committed and x.sharding.device_set != sharding.device_set:
+            moved[i] = jax.device_put(x, target)
+    return moved

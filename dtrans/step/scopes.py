@@ -1,22 +1,25 @@
 """Scopes with which a user marks stages of a model, and layers that are split over devices.
 
-    with dtrans.replicate(name="encoder"): h = encode(params, x) with dtrans.replicate(): loss =
-    decode(params, h, y)
+    with dtrans.replicate(name="encoder"):
+        h = encode(params, x)
+    with dtrans.replicate():
+        loss = decode(params, h, y)
 
-A scope is EPL's taskgraph. It marks the equations traced within it by its name stack, which `jit`,
-`grad`, `vmap`, `remat` and inlining keep, and which changes no equation. The text of a scope is
-`dtrans.<kind>[<place>:<name>:<devices>]`:
+A scope is EPL's taskgraph. It writes a text into the name stack of the equations traced within it.
+`jit`, `grad`, `vmap`, `remat` and inlining keep the name stack, and the equations are unchanged.
+The text is `dtrans.<kind>[<place>:<name>:<devices>]`:
 
-  - with a name, the place is empty: all scopes of one kind and name are one taskgraph;
-  - without, each entry is its own taskgraph. The place has function and line of the `with`, a
-    digest of the lines from JAX's tracing call, and a count of entries.
+  - With a name, the place is empty. All scopes with one kind and name are one taskgraph.
+  - Without a name, every time the `with` statement is entered starts a new taskgraph. The place
+    consists of the function and line of the `with`, a digest of the call stack up to JAX's tracing
+    call, and a count of entries.
 
-Counts start from 0 inside `numbered`, in which programs are traced: a function that is traced twice
-has the same text twice. A global counter would not do: JAX caches the trace of a jitted function,
-so that old texts appear in later traces next to new ones.
+`dtrans.trace` counts entries from 0 (`numbered`), so that a function has the same texts whenever it
+is traced. A global counter would give a function new texts in each trace, and JAX, which caches the
+traces of jitted functions, would mix them with old texts.
 
-Scopes must not be nested (EPL: the same kind in itself, anything in `split`, `split` in
-`replicate`).
+Scopes must not be nested. (EPL forbids a kind within itself, any scope in `split`, and `split` in
+`replicate`.)
 """
 
 from __future__ import annotations
@@ -45,9 +48,9 @@ class Scope:
 
     Attributes:
       kind: "replicate" or "split".
-      place: position of an unnamed one; empty for a named one.
-      name: the user's name; None if there is none.
-      device_count: devices of one replica; None if not specified.
+      place: identity of an unnamed scope, see the module's docstring; empty for a named scope.
+      name: the user's name; None for an unnamed scope.
+      device_count: number of devices of one replica; None if not specified.
     """
 
     kind: str
@@ -57,7 +60,7 @@ class Scope:
 
     @property
     def key(self) -> tuple[str, str]:
-        """Identity of the scope."""
+        """Key that is equal for scopes of one taskgraph."""
         return self.kind, self.place or f":{self.name}"
 
     def __str__(self) -> str:
@@ -79,24 +82,25 @@ _TEXT = re.compile(r"dtrans\.(replicate|split)\[([\w.~%-]*):([\w.~%-]*):(\d*)\]"
 
 _entered: ContextVar[Scope | None] = ContextVar("dtrans_scope", default=None)
 _numbers: ContextVar[dict[str, int] | None] = ContextVar("dtrans_scope_numbers", default=None)
-_elsewhere = itertools.count()  # entries outside of `numbered` get unique numbers
+_outside = itertools.count()  # entries outside of `numbered` get globally unique numbers
 
 
 @contextmanager
 def replicate(device_count: int | None = None, name: str | None = None) -> Iterator[None]:
-    """Mark a taskgraph: a stage of the pipeline, replicated for data parallelism.
+    """Mark a stage of a pipeline, which is replicated for data parallelism.
 
-    Use it in the traced function. Each entry is its own taskgraph, in a loop too; entries with one
-    name are one. (EPL, `epl.replicate`; epl/strategies/replicate.py)
+    Use it in the traced function. Without a name, every time the `with` statement is entered, in a
+    Python loop for example, starts a new stage. Scopes with the same name are one stage. Source:
+    `epl.replicate` (epl/strategies/replicate.py).
 
     Args:
-      device_count: devices of one replica; each takes a part of the replica's batch, which
-        multiplies the number of replicas. It must be equal in all scopes of a model.
-      name: name in messages and plans, and to enter one taskgraph several times.
+      device_count: number of devices of one replica, among which the replica's batch is split; so
+        it multiplies the number of replicas. It must be equal in all scopes of a model.
+      name: name of the stage, also used in messages and plans.
 
     Raises:
-      ConfigError: it is entered within another scope; `device_count` is no positive integer; the
-        name is empty.
+      ConfigError: the scope is within another scope, `device_count` is not a positive integer, or
+        the name is empty.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -114,17 +118,18 @@ def replicate(device_count: int | None = None, name: str | None = None) -> Itera
 
 @contextmanager
 def split(device_count: int | None = None, name: str | None = None) -> Iterator[None]:
-    """Mark a layer that is split over devices: tensor parallelism.
+    """Mark a layer that is split over devices (tensor parallelism).
 
-    (EPL, `epl.split`; epl/strategies/split.py)
+    Source: `epl.split` (epl/strategies/split.py).
 
     Args:
       device_count: number of devices; all by default.
-      name: name in messages and plans, and to enter one taskgraph several times.
+      name: name of the layer, also used in messages and plans. Scopes with the same name are one
+        layer.
 
     Raises:
-      ConfigError: it is entered within another scope; `device_count` is no positive integer; the
-        name is empty.
+      ConfigError: the scope is within another scope, `device_count` is not a positive integer, or
+        the name is empty.
 
     Example:
       >>> import jax
@@ -141,13 +146,13 @@ def split(device_count: int | None = None, name: str | None = None) -> Iterator[
 
 @contextmanager
 def local() -> Iterator[None]:
-    """Reduce over each trainer's own rows within this scope, in a step that is exact otherwise.
+    """Let reductions over the batch use only the trainer's own rows, in a step with batch="exact".
 
     Use it in the traced function, for batch normalisation without communication, as in Paddle and
-    torch's DistributedDataParallel. A sum, a mean or a maximum over rows stands for that of the
-    full batch. If it enters the state or the results, these are the mean over trainers. Derivatives
-    are in the scope too, except gradients of parameters, which cover the full batch. On one device
-    it changes nothing.
+    torch's DistributedDataParallel. Within the scope, each trainer takes the sum, mean or maximum
+    over its rows for that of the full batch. Results and state that depend on it are averaged over
+    trainers. The scope includes derivatives, except gradients of parameters: they cover the full
+    batch. On one device the scope has no effect.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, dtrans
@@ -170,18 +175,19 @@ LOCAL = "dtrans.local"
 
 
 def in_local_scope(eqn: JaxprEqn) -> bool:
-    """Return True if an equation, or the one it is the derivative of, was traced in `local`."""
+    """Return True if an equation was traced in `local`, or is the derivative of such an
+    equation."""
     return LOCAL in scope_of(eqn)
 
 
 def has_local_scope(eqn: JaxprEqn) -> bool:
-    """Return True if an equation or one in its bodies was traced in `local`."""
+    """Return True if an equation, or an equation in its bodies, was traced in `local`."""
     return any(map(in_local_scope, (eqn, *equations_inside(eqn))))
 
 
 @contextmanager
 def numbered() -> Iterator[None]:
-    """Count entries of unnamed scopes from 0. Use it around the tracing of one program.
+    """Count entries of unnamed scopes from 0, for the trace of one program.
 
     Example:
       >>> import jax
@@ -203,21 +209,20 @@ def numbered() -> Iterator[None]:
 
 
 def scope_of_eqn(eqn: JaxprEqn) -> Scope | None:
-    """Return the scope of an equation, or of all marked equations in its bodies (loop, `remat`).
+    """Return the scope of an equation and of the equations in its bodies (loop, `remat`).
 
-    Derivatives are in the scope of the original equation.
+    A derivative has the scope of the differentiated equation. None if there is no scope.
 
     Raises:
-      ConfigError: there are several scopes: nested ones, or two stages in one loop.
+      ConfigError: there are several scopes: nested scopes, or two stages in one loop.
     """
     scopes = {scope.key: scope for scope in _scopes_of(eqn)}
     if len(scopes) > 1:
         a, b = list(scopes.values())[:2]
         _refuse_different(a, b)
         raise ConfigError(
-            f"one {eqn.primitive.name} equation is in {a} and in {b}: scopes must not be within "
-            "each other, nor may "
-            f"one loop, branch or rematerialised function have several"
+            f"one {eqn.primitive.name} equation is in {a} and in {b}; do not nest scopes, and use "
+            "at most one in a loop, a branch or a rematerialised function"
         )
     return next(iter(scopes.values()), None)
 
@@ -225,12 +230,14 @@ def scope_of_eqn(eqn: JaxprEqn) -> Scope | None:
 def scopes_of(eqns: list[JaxprEqn]) -> tuple[Scope | None, ...]:
     """Return the scope of each equation of a program.
 
-    JAX traces a function that it calls by one equation (`remat`, a loop) once. An unnamed scope
-    inside it becomes a separate scope for each of these equations. A `jax.jit` function that is
-    inlined leaves no such equation, and has one scope for all its calls: enter scopes around them.
+    JAX traces the body of a loop or of `remat` once, even if several equations use it. An unnamed
+    scope in the body is a separate scope for each of these equations. This does not hold for a
+    function under `jax.jit`, whose calls are inlined: its scope is the same in all calls. Put the
+    scope around the calls instead.
 
     Raises:
-      ConfigError: an equation is in several scopes; scopes of one name differ in device_count.
+      ConfigError: an equation is in several scopes, or scopes with one name have different
+        device_count.
 
     Example:
       >>> import jax
@@ -259,7 +266,7 @@ def scopes_of(eqns: list[JaxprEqn]) -> tuple[Scope | None, ...]:
 
 
 def scopes_within(jaxpr: ClosedJaxpr) -> tuple[Scope, ...]:
-    """Return the scopes of all equations of a program, each once, in order.
+    """Return the scopes in a program, each once, in order.
 
     Example:
       >>> import jax
@@ -283,8 +290,8 @@ def _scopes_of(eqn: JaxprEqn) -> Iterator[Scope]:
 def _refuse_different(a: Scope, b: Scope) -> None:
     if a.key == b.key and a.device_count != b.device_count:
         raise ConfigError(
-            f"{a} has device_count={a.device_count} and device_count={b.device_count}; scopes of "
-            "one name are one stage or split: give all the same number"
+            f"{a} has device_count={a.device_count} and device_count={b.device_count}; scopes with "
+            "the same name need the same device_count"
         )
 
 
@@ -292,13 +299,13 @@ def _refuse_different(a: Scope, b: Scope) -> None:
 def _scope(kind: str, device_count: int | None, name: str | None) -> Iterator[None]:
     check_int(f"device_count of {kind}", device_count, "a positive integer", or_none=True)
     if name is not None:
-        check_name(f"name of {kind}", name, "a text that is not empty")
+        check_name(f"name of {kind}", name, "a nonempty text")
     scope = Scope(kind, "" if name else _place(), name, device_count)
     outer = _entered.get()
     if outer is not None:
         raise ConfigError(
-            f"{scope} is entered within {outer}: scopes of stages and splits cannot be nested; end "
-            "one first"
+            f"{scope} is entered within {outer}; scopes of stages and splits cannot be nested, so "
+            "leave one before entering the other"
         )
     before = _entered.set(scope)
     try:
@@ -309,20 +316,24 @@ def _scope(kind: str, device_count: int | None, name: str | None) -> Iterator[No
 
 
 def _place() -> str:
-    """Return the position of an unnamed scope."""
-    frames = list(_way())
+    """Return the `Scope.place` of an unnamed scope."""
+    frames = list(_user_frames())
     digest = hashlib.blake2s(repr(frames).encode(), digest_size=4).hexdigest()
     _, function, line = frames[0]
-    way = f"{quote(function, safe='')}-{line}-{digest}"
+    place = f"{quote(function, safe='')}-{line}-{digest}"
     numbers = _numbers.get()
     if numbers is None:
-        return f"{way}-u{next(_elsewhere)}"
-    numbers[way] = number = numbers.get(way, -1) + 1
-    return f"{way}-{number}"
+        return f"{place}-u{next(_outside)}"
+    numbers[place] = number = numbers.get(place, -1) + 1
+    return f"{place}-{number}"
 
 
-def _way() -> Iterator[tuple[str, str, int]]:
-    """Return module, function and line of the frames up to JAX's tracing call, innermost first."""
+def _user_frames() -> Iterator[tuple[str, str, int]]:
+    """Yield the call stack up to JAX's tracing call, innermost first.
+
+    Yields:
+      Module, function and line of each frame.
+    """
     frame: Any = inspect.currentframe()
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))

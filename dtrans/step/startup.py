@@ -1,7 +1,8 @@
-"""Startup programs: pairing of init's outputs with the state that the step takes.
+"""Startup programs: init's outputs, paired with the state that the step takes.
 
-Outputs are paired by their keys (`params`, `opt_state`, or the step's names) or, in a tuple, by the
-paths and types of their leaves. Positions alone would mistake momentum for weights.
+Outputs in a dict are paired by their keys (`params`, `opt_state`, or the step's names). Outputs in
+a tuple are paired by the paths and types of their leaves, so that (opt_state, params) is noticed:
+momentum may have the shapes of weights.
 """
 
 from __future__ import annotations
@@ -16,7 +17,15 @@ from dtrans.ir.pytree import Static, TreeSpec
 from dtrans.ir.selection import values_at
 from dtrans.step.cut import Cut
 from dtrans.step.frozen import drop_frozen_updates
-from dtrans.step.one_state import is_train_state_step, leaf_types, split_startup, split_step
+from dtrans.step.one_state import (
+    below_root,
+    first_difference,
+    is_train_state_step,
+    leaf_types,
+    mismatch,
+    split_startup,
+    split_step,
+)
 from dtrans.step.trace import children
 
 
@@ -31,18 +40,19 @@ def normalize_step(
     Args:
       main: the traced step.
       startup: the traced init.
-      keep_frozen_updates: True to leave frozen leaves in the update, so that ranks store slices of
-        them.
+      keep_frozen_updates: True to keep updates that never change their leaf: `dtrans.sharding`
+        slices only leaves that have an update.
 
     Raises:
-      ConfigError: arguments that are not programs.
-      GradientError, TraceError: as `dtrans.step.one_state`.
+      ConfigError: an argument is not a `Program`.
+      GradientError: the state of the step has no parameter.
+      TraceError: init does not return the state of the step.
     """
     for name, program in (("main", main), ("startup", startup)):
         if not isinstance(program, Program):
             raise ConfigError(
-                f"{name} must be a Program (dtrans.trace(fn, *args)), it is "
-                f"{type(program).__name__}"
+                f"{name} is a {type(program).__name__}; expected a Program, which "
+                "dtrans.trace(fn, *args) returns"
             )
     startup = with_numbers(startup, main.args[:2])
     if is_train_state_step(main, startup):
@@ -54,18 +64,27 @@ def normalize_step(
 
 
 def with_numbers(startup: Program, state: Sequence[TreeSpec]) -> Program:
-    """Return an init program in which numbers are static where the step has them static.
+    """Return a startup program whose Python numbers are static leaves, as they are in the step.
 
-    An Equinox module has numbers among its leaves, such as the rate of a dropout. init returns
-    them; they are data only if the step counts them.
+    An Equinox module has Python numbers among its leaves, such as the rate of a dropout, and init
+    returns them. A number is an array only if the step changes it, such as a count of steps.
+
+    Args:
+      startup: the startup program.
+      state: structures of the step's state, which name its arrays.
     """
-    below = lambda n: n.partition("/")[2]
-    data = {below(n) for spec in state for n in spec.names} - {""}
-    still = {n for n in startup.numbers if data.isdisjoint((n, below(n)))}
-    if not still:
+    data: set[str] = set()
+    for spec in state:
+        data.update(map(below_root, spec.names))
+    data.discard("")
+    static = {n for n in startup.numbers if data.isdisjoint((n, below_root(n)))}
+    if not static:
         return startup
-    leaves = tuple(Static(startup.numbers[x]) if x in still else x for x in startup.out.leaves)
-    out = TreeSpec(startup.out.treedef, leaves)
+    leaves = list(startup.out.leaves)
+    for i, leaf in enumerate(leaves):
+        if leaf in static:
+            leaves[i] = Static(startup.numbers[leaf])
+    out = TreeSpec(startup.out.treedef, tuple(leaves))
     return startup.returning(out, out.names, numbers={})
 
 
@@ -73,17 +92,17 @@ def match_startup(step: Cut, startup: Program) -> Program:
     """Return the startup program with outputs named as the step's state, and its calls inlined.
 
     Raises:
-      TraceError: it returns something else; the message names the first leaf that differs.
+      TraceError: it does not return the state of the step; the message names the first leaf that
+        differs.
     """
-    state = step.program.args[:2]
-    wanted = [leaf_types(_typed(spec, step.program.inputs)) for spec in state]
-    names = [spec.names for spec in state]
-    result = _typed(startup.out, startup.outputs)
+    params, opt_state = step.program.args[:2]
+    wanted = []
+    for spec in (params, opt_state):
+        wanted.append(leaf_types(spec.unflatten_named(step.program.inputs)))
+    result = startup.out.unflatten_named(startup.outputs)
     parts = children(result) or []
     types_by_key = {key: leaf_types(part) for key, part in parts}
-    roots = [
-        spec.root or default for spec, default in zip(state, ("params", "opt_state"), strict=True)
-    ]
+    roots = [params.root or "params", opt_state.root or "opt_state"]
     if len(parts) != 2:
         order: list[Any] = []
     elif set(types_by_key) == set(roots):
@@ -100,21 +119,16 @@ def match_startup(step: Cut, startup: Program) -> Program:
         else:
             reason = _mismatch(order, types_by_key, wanted, roots)
         raise TraceError(
-            f"the startup program {startup.name} does not make what {step.program.name} takes: "
-            f"{reason}; "
-            "startup must be dtrans.trace(init, ...) with init(...) -> (params, opt_state), where "
-            "opt_state is "
-            "tx.init(params)"
+            f"the startup program {startup.name} does not return the state of "
+            f"{step.program.name}: {reason}; startup must be dtrans.trace(init, ...) with "
+            "init(...) -> (params, opt_state), where opt_state is tx.init(params)"
         )
-    flat = [n for key, _ in parts for n in names[order.index(key)]]
+    names: list[str] = []
+    for key, _ in parts:
+        names += (params, opt_state)[order.index(key)].names
     jaxpr = inline_calls(startup.jaxpr)
-    out = TreeSpec(startup.out.treedef, _renamed(startup.out, flat))
+    out = TreeSpec(startup.out.treedef, _renamed(startup.out, names))
     return startup.with_jaxpr(jaxpr, out=out)
-
-
-def _typed(spec: TreeSpec, types: Mapping[str, Any]) -> Any:
-    """Return the pytree of a spec, with types for arrays."""
-    return spec.unflatten_named(types)
 
 
 def _mismatch(
@@ -123,21 +137,27 @@ def _mismatch(
     wanted: Sequence[Mapping[str, str]],
     roots: Sequence[str],
 ) -> str:
-    """Describe the first difference between a startup program and the step."""
+    """Return a clause about the first difference between init's result and the step's state.
+
+    Args:
+      order: keys of the parts of the result that are params and opt_state; empty if there are not
+        two parts.
+      types_by_key: types of the leaves of each part, by path.
+      wanted: types of the leaves of params and of opt_state, by path.
+      roots: names of the step's first two arguments.
+    """
     if not order:
         return f"it returns {len(types_by_key) or 'no'} values, expected ({', '.join(roots)})"
     for key, want, root in zip(order, wanted, roots, strict=True):
         have = types_by_key[key]
-        for path in [*want, *have]:
-            if have.get(path) != want.get(path):
-                name = root if path == "value" else f"{root}/{path}"
-                return (
-                    f"{name} is made as {have.get(path, 'nothing')}, and taken as "
-                    f"{want.get(path, 'nothing')}"
-                )
+        path = first_difference(want, have)
+        if path is not None:
+            name = root if path == "value" else f"{root}/{path}"
+            return mismatch(name, want.get(path), have.get(path))
     raise AssertionError("no difference")
 
 
 def _renamed(spec: TreeSpec, names: Sequence[str]) -> tuple[Any, ...]:
-    it = iter(names)
-    return tuple(next(it) if isinstance(leaf, str) else leaf for leaf in spec.leaves)
+    """Return the leaves of a spec, with new names for the arrays, in order."""
+    remaining = iter(names)
+    return tuple(next(remaining) if isinstance(leaf, str) else leaf for leaf in spec.leaves)

@@ -1,15 +1,15 @@
-"""Summaries: values of a step for TensorBoard, one for each tag in every kind of job.
+"""Summaries: values of a step for TensorBoard, one per tag and step even in distributed jobs.
 
-Inside a step, `scalar`, `histogram`, `image`, `audio` and `text` bind one equation each, without
-outputs and with an effect that keeps it (`dtrans._jax.new_effectful`). On one device it does
-nothing, and its operand is computed only if something else needs it. A pipeline finds these
-equations in the traced loss function (`summaries`) and fetches their operands from every
-micro-batch of every replica. It merges them (`merge`), and writes the result
-(`dtrans.SummaryWriter`). EPL rewrites the summary operations of all clones to read a merged tensor
-(its `update_summaries`).
+Inside a step, `scalar`, `histogram`, `image`, `audio` and `text` bind one equation each. The
+equation has no outputs, and an effect, so that JAX does not remove it
+(`dtrans._jax.new_effectful`). On one device it does nothing, and its operand is computed only if
+something else needs it. A pipeline finds these equations in the traced loss function (`summaries`)
+and fetches their operands from every micro-batch of every replica. It merges the operands
+(`merge`) and writes the result (`dtrans.SummaryWriter`). Source: `update_summaries` of EPL, which
+rewrites the summary operations of all clones to read a merged tensor.
 
-JAX's fastest call path skips functions with effects: a call of a jitted step with summaries takes
-about 60 microseconds longer, for any number of them.
+A call of a jitted step with summaries takes about 60 microseconds longer, for any number of
+summaries, because JAX does not use its fastest call path for functions with effects.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def _summary_batch(
     return summary_p.bind(jnp.moveaxis(args[0], dims[0], 0), mapped=mapped + 1, **params), []
 
 
-# `mapped`: number of leading dimensions from `jax.vmap`. `options`: pairs of a name and a value.
+# The parameter `mapped` is the number of leading dimensions that `jax.vmap` added; `options` is a
+# tuple of (name, value).
 summary_p = new_effectful("summary", jvp=_summary_jvp, batch=_summary_batch)
 
 
@@ -49,15 +50,16 @@ summary_p = new_effectful("summary", jvp=_summary_jvp, batch=_summary_batch)
 
 
 def scalar(tag: str, value: Any) -> None:
-    """Show a number over the steps.
+    """Plot a number over the steps.
 
     Args:
-      tag: its name, of letters, digits and `_ . - /`; each names one summary of a step.
-      value: a real number, 0-d. By default the mean over micro-batches, replicas and dimensions
-        from `jax.vmap` is shown. If it was collected (`dtrans.collect`), its key decides.
+      tag: name of the summary, made of letters, digits and `_ . - /`. Two summaries of a step
+        cannot have the same tag.
+      value: a 0-d array of real numbers. It is averaged over micro-batches, replicas and dimensions
+        from `jax.vmap`, unless it was collected: then its key decides (`dtrans.collect`).
 
     Raises:
-      ConfigError: a tag that TensorBoard would change, or a value that is not a real number.
+      ConfigError: the tag has other characters, or the value is not one real number.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -79,10 +81,10 @@ def histogram(tag: str, value: Any) -> None:
 
     Args:
       tag: as in `scalar`.
-      value: real numbers, of any shape, at least one.
+      value: a nonempty array of real numbers, of any shape.
 
     Raises:
-      ConfigError: as `scalar`.
+      ConfigError: the tag has other characters, or the value is empty or not real.
     """
     array = _checked(HISTOGRAM, tag, value)
     require(array.size > 0, HISTOGRAM, tag, array, "at least one number")
@@ -95,11 +97,10 @@ def image(tag: str, value: Any) -> None:
     Args:
       tag: as in `scalar`.
       value: [height, width, channels] or [images, height, width, channels], with 1, 3 or 4
-        channels: grey, RGB, or RGBA. Floats from 0 to 1 (others are clipped), or 8-bit integers
-        from 0 to 255.
+        channels: grey, RGB, or RGBA. Floats are clipped to 0 to 1; 8-bit integers are 0 to 255.
 
     Raises:
-      ConfigError: a tag that TensorBoard would change, or a value that is not an image.
+      ConfigError: the tag has other characters, or the value is not an image.
     """
     array = _checked(IMAGE, tag, value)
     require(
@@ -119,12 +120,11 @@ def audio(tag: str, value: Any, sample_rate: int) -> None:
 
     Args:
       tag: as in `scalar`.
-      value: [frames] or [frames, channels], with 1 or 2 channels: floats from -1 to 1 (others are
-        clipped).
+      value: [frames] or [frames, channels], with 1 or 2 channels: floats, clipped to -1 to 1.
       sample_rate: frames per second.
 
     Raises:
-      ConfigError: a tag that TensorBoard would change, or a value that is not a clip.
+      ConfigError: the tag has other characters, or the value is not a sound clip.
     """
     array = _checked(AUDIO, tag, value)
     require(
@@ -143,21 +143,20 @@ def audio(tag: str, value: Any, sample_rate: int) -> None:
 
 
 def text(tag: str, text: str) -> None:
-    """Show a text that is known when the step is traced, such as options of a run; it is written
-    once.
+    """Write a text once per run, such as the options of the run.
 
     Args:
       tag: as in `scalar`.
-      text: Markdown.
+      text: Markdown, known when the step is traced.
 
     Raises:
-      ConfigError: a tag that TensorBoard would change, or a value that is not a string.
+      ConfigError: the tag has other characters, or the text is not a string.
     """
     _check_tag(TEXT, tag)
     if not isinstance(text, str):
         raise ConfigError(
-            f"the text {tag} is {type(text).__name__}; it must be a str, known when the step is "
-            "traced"
+            f"the text {tag} is a {type(text).__name__}; expected a str that is known when the "
+            "step is traced"
         )
     _bind(TEXT, tag, text=text)
 
@@ -169,27 +168,28 @@ def _bind(kind: str, tag: str, *operands: Any, **options: Any) -> None:
 def _check_tag(kind: str, tag: Any) -> None:
     if not isinstance(tag, str) or not re.fullmatch(r"[-\w.][-/\w.]*", tag):
         raise ConfigError(
-            f"the tag of a {kind} is {tag!r}; tags have letters, digits and _ . - / (not in front)"
+            f"the tag of a {kind} is {tag!r}; a tag has letters, digits and _ . - /, and does not "
+            "start with /"
         )
 
 
 def _checked(kind: str, tag: str, value: Any) -> jax.Array:
     _check_tag(kind, tag)
     if not isinstance(value, (jax.Array, np.ndarray, np.generic, int, float)):
-        raise ConfigError(f"the {kind} {tag} is {value!r}; it must be an array")
+        raise ConfigError(f"the {kind} {tag} is {value!r}; expected an array")
     array = jnp.asarray(value)
-    real = not jnp.issubdtype(array.dtype, jnp.complexfloating) and jnp.issubdtype(
-        array.dtype, jnp.number
-    )
-    require(real or array.dtype == jnp.bool_, kind, tag, array, "real numbers")
+    is_number = jnp.issubdtype(array.dtype, jnp.number)
+    is_complex = jnp.issubdtype(array.dtype, jnp.complexfloating)
+    is_real = (is_number and not is_complex) or array.dtype == jnp.bool_
+    require(is_real, kind, tag, array, "real numbers")
     return array
 
 
-def require(holds: bool, kind: str, tag: str, array: Any, what: str) -> None:
-    """Raise ConfigError unless the array of a summary is as its kind needs it."""
-    if not holds:
+def require(is_valid: bool, kind: str, tag: str, array: Any, expected: str) -> None:
+    """Raise ConfigError, with the type of a summary's array and the expected type, if not valid."""
+    if not is_valid:
         raise ConfigError(
-            f"the {kind} {tag} is {array.dtype}{list(array.shape)}; it must be {what}"
+            f"the {kind} {tag} is {array.dtype}{list(array.shape)}; expected {expected}"
         )
 
 
@@ -218,30 +218,28 @@ def summaries(jaxpr: ClosedJaxpr) -> list[Summary]:
     """Return the summaries of a flattened jaxpr, in order.
 
     Args:
-      jaxpr: equations, with calls inlined.
+      jaxpr: the jaxpr, with calls inlined.
 
     Raises:
-      ConfigError: two summaries with one tag.
-      TraceError: a summary inside a loop, a branch or a rematerialised function, whose value the
-        step cannot return.
+      ConfigError: two summaries have one tag.
+      TraceError: a summary is inside a loop, a branch or a rematerialised function.
     """
     found: dict[str, Summary] = {}
     for eqn in opened(jaxpr).eqns:
         for inner in equations_inside(eqn):
             if inner.primitive is summary_p:
                 raise TraceError(
-                    f"the {inner.params['kind']} {inner.params['tag']} is inside "
-                    f"{eqn.primitive.name}, and its value "
-                    "cannot be seen from outside; return the value from there, and give that to "
-                    "dtrans.summary"
+                    f"the {inner.params['kind']} {inner.params['tag']} is inside a "
+                    f"{eqn.primitive.name}; return its value from the {eqn.primitive.name}, and "
+                    "call dtrans.summary outside"
                 )
         if eqn.primitive is not summary_p:
             continue
         p = eqn.params
         if p["tag"] in found:
             raise ConfigError(
-                f"the tag {p['tag']} names a {found[p['tag']].kind} and a {p['kind']} of one step; "
-                "give each its own"
+                f"the tag {p['tag']} is used by a {found[p['tag']].kind} and a {p['kind']} of one "
+                "step; use two tags"
             )
         atom = eqn.invars[0] if eqn.invars else None
         found[p["tag"]] = Summary(p["tag"], p["kind"], atom, dict(p["options"]), p["mapped"])
@@ -252,24 +250,23 @@ def merge(summary: Summary, micro: Sequence[Sequence[Any]], key: str | None = No
     """Merge the values of all micro-batches of all replicas into the value to show.
 
     Args:
-      summary: the summary; not a text, which has no values.
+      summary: the summary, other than a text.
       micro: values of its `atom`, as [replica][micro-batch].
-      key: collection of `atom`, if any.
+      key: key under which the user collected `atom`; None if it was not collected.
 
     Returns:
-      The merge by `key` (`dtrans.step.collect.merged`). Without a key, the mean of scalars, and the
-      concatenation of others in order. A 0-d array for a scalar, [entries] for a histogram,
+      The value, merged by `key` (`dtrans.step.collect.merged`). Without a key, scalars are averaged
+      and arrays are concatenated in order. Its shape is [] for a scalar, [entries] for a histogram,
       [images, height, width, channels], or [clips, frames, channels].
 
     Raises:
-      ConfigError: as `dtrans.step.collect.merged`.
+      ConfigError: `key` cannot merge such values, as for `dtrans.step.collect.merged`.
     """
     if key is None:
-        rule = GLOBAL_MEAN if summary.kind == SCALAR else GLOBAL_CONCAT
         shaped = []
         for replica in micro:
             shaped.append([_shaped(summary, x) for x in replica])
-        return merged(rule, shaped)
+        return merged(GLOBAL_MEAN if summary.kind == SCALAR else GLOBAL_CONCAT, shaped)
     value = merged(key, micro)
     if summary.kind == IMAGE and micro[0][0].dtype == jnp.uint8 != value.dtype:
         value = jnp.clip(jnp.round(value), 0, 255).astype(jnp.uint8)
@@ -277,7 +274,7 @@ def merge(summary: Summary, micro: Sequence[Sequence[Any]], key: str | None = No
 
 
 def _shaped(summary: Summary, value: Any) -> Any:
-    """Return a value with the dimensions to show."""
+    """Reshape a value to the shape that `merge` returns; a scalar with dimensions is averaged."""
     array = jnp.asarray(value)
     if summary.kind == SCALAR:
         return jnp.mean(array) if array.ndim else array

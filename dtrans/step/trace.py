@@ -1,7 +1,7 @@
-"""Trace of a function to a program: names by pytree paths, and roles of equations.
+"""Trace of a function to a program, with names from pytree paths and roles of equations.
 
-Results are paired with arguments by structure and shapes: the part of a result that is the new
-value of an argument gets its name.
+State is found by structure and shapes: a part of the result with the structure and shapes of
+`params` or `opt_state` is its new value, and gets its names.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from dtrans._jax import (
 )
 from dtrans.errors import TraceError
 from dtrans.ir.batched_gathers import batched_gathers
+from dtrans.ir.dataflow import variables
 from dtrans.ir.program import BACKWARD, FORWARD, OPTIMIZE, Program
 from dtrans.ir.pytree import NUMBERS, Static, TreeSpec, as_array, is_array, unflatten_all
 from dtrans.step.capture import captures, capturing
@@ -35,18 +36,20 @@ from dtrans.step.scopes import numbered
 def trace(fn: Callable[..., Any], *args: Any, name: str | None = None) -> Program:
     """Trace `fn` to a `Program`.
 
-    Inputs are named after the parameters of `fn` and the pytree paths below them. The function is
-    one of (params, opt_state, *batch). The first part of its result with the structure and shapes
-    of `params` gets the names of `params`. The same is done for `opt_state`. A dict is matched by
-    key. The remainder of a tuple is named `loss` (a scalar), `aux`, or by its position, `out2`.
+    Inputs are named after the parameters of `fn` and the pytree paths below them. The first part of
+    a result tuple with the structure and shapes of the first argument, `params`, gets its names.
+    The same holds for the second argument, `opt_state`. The first scalar after them is named
+    `loss`, the next value `aux`, and further values by their position, `out4`. The values of a
+    result dict are named by their keys.
 
     Args:
-      fn: a pure function of pytrees of arrays. Leaves that are not arrays are static.
+      fn: a pure function of (params, opt_state, *batch), which are pytrees of arrays. Leaves that
+        are not arrays are static.
       *args: example arguments: arrays or `jax.ShapeDtypeStruct`; nothing is computed.
       name: name of the program; the name of the function by default.
 
     Raises:
-      TraceError: the function returns a value that has neither arrays nor structure.
+      TraceError: `fn` takes fewer positional arguments, or returns a leaf that is not an array.
 
     Example:
       >>> import jax, jax.numpy as jnp, dtrans
@@ -61,14 +64,16 @@ def trace(fn: Callable[..., Any], *args: Any, name: str | None = None) -> Progra
     roots = argument_names(fn, len(args))
     specs = tuple(TreeSpec.from_tree(a, root) for a, root in zip(args, roots, strict=True))
     result: list[Any] = []
-    mesh = current_mesh()  # the function may name its axes
+    mesh = current_mesh()  # `fn` may name axes of the user's mesh
 
     def on_arrays(*arrays: Any) -> list[Any]:
         outputs = fn(*unflatten_all(specs, arrays))
         result.append((outputs, out := _with_arrays(outputs, args)))
         return [x for x in jax.tree.leaves(out) if is_array(x)]
 
-    flat = [x for spec, arg in zip(specs, args, strict=True) for x in spec.flatten(arg)]
+    flat: list[Any] = []
+    for spec, arg in zip(specs, args, strict=True):
+        flat += spec.flatten(arg)
     with numbered():
         jaxpr = plain_jaxpr(lowered_jaxpr(on_arrays, *map(plain_type, flat)))
     with within_mesh(None):
@@ -77,11 +82,12 @@ def trace(fn: Callable[..., Any], *args: Any, name: str | None = None) -> Progra
     if counting is not None:
         return trace(fn, *counting, name=name)
     out, ambiguous_outputs = name_result(result[-1][1], args, roots)
-    leaves = zip(out.leaves, jax.tree.leaves(result[-1][0]), strict=True)
-    numbers = {n: x for n, x in leaves if isinstance(n, str) and isinstance(x, NUMBERS)}
-    called = name or getattr(fn, "__name__", type(fn).__name__).strip("<>")
+    numbers = {}
+    for leaf, x in zip(out.leaves, jax.tree.leaves(result[-1][0]), strict=True):
+        if isinstance(leaf, str) and isinstance(x, NUMBERS):
+            numbers[leaf] = x
     return Program(
-        called,
+        name or getattr(fn, "__name__", type(fn).__name__).strip("<>"),
         jaxpr,
         specs,
         out,
@@ -95,15 +101,16 @@ def trace(fn: Callable[..., Any], *args: Any, name: str | None = None) -> Progra
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TracedFunction:
-    """Specializer of a traced program: the function, and the structure of its arguments.
+    """Function of a traced program, with which the program is traced again for other shapes.
 
     It can be pickled if the function can, and traces the same program in another process.
 
     Attributes:
-      fn, name: as those of `trace`.
+      fn: the traced function.
       args: structure of each argument.
+      name: name of the program; None for the name of the function.
       mesh: mesh whose axes the function may name.
-      captures: True if losses stay undifferentiated (`dtrans.step.capture`).
+      captures: True if loss functions are captured (`dtrans.step.capture`).
     """
 
     fn: Callable[..., Any]
@@ -132,22 +139,27 @@ def argument_names(fn: Callable[..., Any], count: int) -> tuple[str, ...]:
             names.append(p.name)
     if len(names) < count:
         raise TraceError(
-            f"{getattr(fn, '__name__', fn)} takes {len(names)} positional arguments, {count} were "
-            "given"
+            f"{getattr(fn, '__name__', fn)} has {len(names)} positional parameters; dtrans.trace "
+            f"was called with {count} arguments for it"
         )
     return tuple(names[:count])
 
 
 def guess_roles(jaxpr: ClosedJaxpr) -> tuple[str, ...]:
-    """Return roles by name stack: `transpose(...)` is backward, equations that read it optimize.
+    """Guess the role of each equation from its name stack.
 
-    The cut (`dtrans.step.cut`) replaces them by exact roles.
+    Equations under `transpose(...)` are backward, equations that depend on them are optimize, and
+    the rest is forward. The cut (`dtrans.step.cut`) replaces the guess by exact roles.
     """
     after: set[Var] = set()
     roles = []
     for eqn in opened(jaxpr).eqns:
-        fed = any(isinstance(a, Var) and a in after for a in eqn.invars)
-        role = BACKWARD if "transpose(" in scope_of(eqn) else OPTIMIZE if fed else FORWARD
+        if "transpose(" in scope_of(eqn):
+            role = BACKWARD
+        elif after.isdisjoint(variables(eqn.invars)):
+            role = FORWARD
+        else:
+            role = OPTIMIZE
         if role != FORWARD:
             after.update(eqn.outvars)
         roles.append(role)
@@ -155,8 +167,16 @@ def guess_roles(jaxpr: ClosedJaxpr) -> tuple[str, ...]:
 
 
 def name_result(out: Any, args: Sequence[Any], roots: Sequence[str]) -> tuple[TreeSpec, str]:
-    """Name the parts of a result (see `trace`); the second value says why names are ambiguous,
-    if so."""
+    """Name the leaves of a result, as `trace` describes.
+
+    Args:
+      out: the result.
+      args: arguments of the function.
+      roots: names of the arguments.
+
+    Returns:
+      The names, and the reason why they are ambiguous; empty if they are not.
+    """
     parts = children(out)
     if args and not jax.tree_util.treedef_is_leaf(jax.tree.structure(out)) and _alike(out, args[0]):
         return TreeSpec.from_tree(out, roots[0]), ""
@@ -164,7 +184,7 @@ def name_result(out: Any, args: Sequence[Any], roots: Sequence[str]) -> tuple[Tr
         return TreeSpec.from_tree(out, "out"), ""
     by_key = not isinstance(out, (tuple, list)) or hasattr(out, "_fields")
     owner: dict[Any, str] = {}
-    places: list[Any] = []
+    state_keys: list[Any] = []
     free = list(range(min(2, len(args)))) if not by_key else []
     for key, part in parts:
         if by_key:
@@ -172,20 +192,19 @@ def name_result(out: Any, args: Sequence[Any], roots: Sequence[str]) -> tuple[Tr
         elif match := [i for i in free if _alike(part, args[i])]:
             owner[key] = roots[match[0]]
             free.remove(match[0])
-            places.append(key)
+            state_keys.append(key)
     ambiguous_outputs = ""
-    # if parts of the state are in an unusual order, nothing else may look like the parameters
-    if places not in ([], [0], [0, 1]):
+    # if the state is in an unusual order, no other part may have the structure of the state
+    if state_keys not in ([], [0], [0, 1]):
         of_state = [a for a in args[:2] if jax.tree.leaves(a)]
         like = []
         for key, part in parts:
             if any(_alike(part, a) for a in of_state):
                 like.append(key)
-        if len(like) > len([p for p in places if p in like]):
+        if not set(like) <= set(state_keys):
             ambiguous_outputs = (
-                f"parts {', '.join(map(str, like))} of its result all have the "
-                "structure of "
-                "its state"
+                f"parts {', '.join(map(str, like))} of its result all have the structure of its "
+                "state"
             )
     unused = ["loss", "aux"] if owner else []
     for key, part in parts:
@@ -200,8 +219,7 @@ def name_result(out: Any, args: Sequence[Any], roots: Sequence[str]) -> tuple[Tr
 
 
 def children(tree: Any) -> list[tuple[Any, Any]] | None:
-    """Return the parts of a result with their keys, in leaf order; None for an array or an
-    opaque node."""
+    """Return the children of a tuple, list or dict with their keys, in leaf order; else None."""
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return list(zip(tree._fields, tree, strict=True))
     if isinstance(tree, (tuple, list)):
@@ -212,58 +230,59 @@ def children(tree: Any) -> list[tuple[Any, Any]] | None:
 
 
 def _parts_of(out: Any, args: Sequence[Any]) -> list[Any]:
-    """Return the parts of a result that may each be the new value of an argument, in leaf order."""
+    """Return the parts of a result, each of which may be the new value of an argument."""
     parts = children(out)
     structure: Any = jax.tree.structure(out)
-    alone = parts is None or (args and structure == jax.tree.structure(args[0]))
-    return [out] if alone else [part for _, part in parts or ()]
+    if parts is None or (args and structure == jax.tree.structure(args[0])):
+        return [out]
+    return [part for _, part in parts]
 
 
 def _with_arrays(out: Any, args: Sequence[Any]) -> Any:
     """Replace Python numbers in a result by arrays, except static numbers of the state."""
     leaves: list[Any] = []
     for part in _parts_of(out, args):
-        handed_on = any(_alike(part, a) for a in args[:2])
-        leaves += jax.tree.leaves(part if handed_on else jax.tree.map(as_array, part))
+        is_state = any(_alike(part, a) for a in args[:2])
+        leaves += jax.tree.leaves(part if is_state else jax.tree.map(as_array, part))
     return jax.tree.unflatten(jax.tree.structure(out), leaves)
 
 
 def _with_counts(args: Sequence[Any], out: Any) -> tuple[Any, ...] | None:
-    """Replace Python numbers that the step increments by arrays; None if there are none.
+    """Replace Python numbers in the state that the step changes by arrays.
 
-    A flax `TrainState` begins with `step=0`: a number that changes is data, one that does not is
-    part of the program.
+    A flax `TrainState` starts with `step=0`. A number that changes must be an array; a number that
+    does not change is static.
+
+    Returns:
+      The new arguments; None if the step changes no Python number.
     """
     found = list(args)
+    changed: set[int] = set()
     for i, arg in enumerate(args[:2]):
         structure: Any = jax.tree.structure(arg)
         leaves = jax.tree.leaves(arg)
         for part in _parts_of(out, args):
-            new, of_part = jax.tree.flatten(part)
-            if of_part == structure:
-                leaves = [
-                    as_array(a) if isinstance(a, NUMBERS) and not Static(a).same(b) else a
-                    for a, b in zip(leaves, new, strict=True)
-                ]
-        if any(
-            is_array(a) and not is_array(b)
-            for a, b in zip(leaves, jax.tree.leaves(arg), strict=True)
-        ):
+            if structure != jax.tree.structure(part):
+                continue
+            for k, (before, after) in enumerate(zip(leaves, jax.tree.leaves(part), strict=True)):
+                if isinstance(before, NUMBERS) and not Static(before).same(after):
+                    leaves[k] = as_array(before)
+                    changed.add(i)
+        if i in changed:
             found[i] = jax.tree.unflatten(structure, leaves)
-    return tuple(found) if any(a is not b for a, b in zip(found, args, strict=True)) else None
+    return tuple(found) if changed else None
 
 
 def _alike(tree: Any, other: Any) -> bool:
     """Return True if two pytrees have the same structure and shapes."""
-    structures: list[Any] = [jax.tree.structure(t) for t in (tree, other)]
-    if structures[0] != structures[1]:
+    structure: Any = jax.tree.structure(tree)
+    if structure != jax.tree.structure(other):
         return False
-    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True)
+    return all(map(_alike_leaves, jax.tree.leaves(tree), jax.tree.leaves(other)))
 
-    def same(a: Any, b: Any) -> bool:
-        number = isinstance(a, NUMBERS) or isinstance(b, NUMBERS)
-        return (
-            Static(a).same(b) if number else getattr(a, "shape", None) == getattr(b, "shape", None)
-        )
 
-    return all(same(a, b) for a, b in pairs)
+def _alike_leaves(a: Any, b: Any) -> bool:
+    """Return True for arrays of one shape, and for equal Python numbers."""
+    if isinstance(a, NUMBERS) or isinstance(b, NUMBERS):
+        return Static(a).same(b)
+    return bool(getattr(a, "shape", None) == getattr(b, "shape", None))

@@ -1,8 +1,9 @@
-"""Weight gradients computed in the layout of their weights.
+"""Fusion of the transpose after a weight gradient into its product.
 
-JAX computes the gradient of `x @ w` as `transpose (dot_general dy x)`. If a reduction follows, XLA
-folds the transpose into the product, for which CPUs have no fast kernel: a step of a transformer on
-two devices took 17 % longer than with `dot_general x dy`, which has the same sums of products.
+JAX computes the gradient of `x @ w` as `transpose (dot_general dy x)`. `dot_general x dy` is equal,
+and needs no transpose. If a reduction over trainers follows, XLA folds the transpose into the
+product, and CPUs have no fast kernel for the result: a step of a transformer on two devices took
+17 % longer.
 """
 
 from __future__ import annotations
@@ -10,47 +11,57 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 
-from dtrans._jax import Atom, JaxprEqn, Literal
-from dtrans.ir.dataflow import all_operands, variables
+from dtrans._jax import Atom, JaxprEqn, Literal, Var
+from dtrans.ir.dataflow import variables
+from dtrans.ir.selection import values_at
 
 
 def fuse_transposes(
     eqns: Sequence[JaxprEqn], roles: Sequence[str], wanted: Collection[Atom]
 ) -> tuple[list[JaxprEqn], list[str]]:
-    """Return the equations with each transpose of a product fused into the product.
+    """Replace each product that only a transpose reads, and the transpose, by one product.
 
     Args:
       eqns: equations in order.
-      roles: role of each.
+      roles: the role of each equation.
       wanted: values that are read outside of these equations.
+
+    Returns:
+      The new equations and their roles.
     """
-    read = Counter(variables(all_operands(eqns)))
-    read.update(variables(wanted))
-    products = {e.outvars[0]: k for k, e in enumerate(eqns) if e.primitive.name == "dot_general"}
-    found: list[JaxprEqn | None] = list(eqns)
+    reads = Counter(variables(wanted))
+    products: dict[Var, int] = {}
     for k, eqn in enumerate(eqns):
-        if eqn.primitive.name != "transpose" or isinstance(a := eqn.invars[0], Literal):
+        reads.update(variables(eqn.invars))
+        if eqn.primitive.name == "dot_general":
+            products[eqn.outvars[0]] = k
+    found: dict[int, JaxprEqn] = dict(enumerate(eqns))
+    for k, eqn in enumerate(eqns):
+        if eqn.primitive.name != "transpose" or isinstance(value := eqn.invars[0], Literal):
             continue
-        i = products.get(a)
-        if i is not None and read[a] == 1 and _swaps(eqns[i], eqn.params["permutation"]):
-            found[i], found[k] = None, _other_way_round(eqns[i], eqn)
-    remaining = [e for e in found if e is not None]
-    return remaining, [role for e, role in zip(found, roles, strict=True) if e is not None]
+        i = products.get(value)
+        if i is not None and reads[value] == 1 and _swaps(eqns[i], eqn.params["permutation"]):
+            found[k] = _swap_operands(eqns[i], eqn)
+            del found[i]
+    return list(found.values()), values_at(roles, found)
 
 
 def _swaps(product: JaxprEqn, permutation: Sequence[int]) -> bool:
-    """Return True if a transpose only moves the dimensions of a product's second operand first."""
+    """Return True if a transpose only moves the dimensions of the second operand to the front."""
     p = product.params
     contracting, batch = p["dimension_numbers"]
-    # a precision algorithm depends on the order of operands
+    # a precision algorithm may treat the two operands differently
     plain = p["precision"] is None or isinstance(p["precision"], tuple)
     if batch[0] or not plain or p["out_sharding"] is not None:
         return False
-    first, second = (a.aval.ndim - len(c) for a, c in zip(product.invars, contracting, strict=True))
+    # number of output dimensions from each operand
+    first = product.invars[0].aval.ndim - len(contracting[0])
+    second = product.invars[1].aval.ndim - len(contracting[1])
     return tuple(permutation) == (*range(first, first + second), *range(first))
 
 
-def _other_way_round(product: JaxprEqn, transpose: JaxprEqn) -> JaxprEqn:
+def _swap_operands(product: JaxprEqn, transpose: JaxprEqn) -> JaxprEqn:
+    """Return the product with swapped operands, which computes the output of the transpose."""
     p = product.params
     (first, second), batch = p["dimension_numbers"]
     params = {**p, "dimension_numbers": ((second, first), batch)}

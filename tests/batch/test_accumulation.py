@@ -286,8 +286,8 @@ def divided_inside(params: Tree, opt_state: Tree, t: jax.Array, m: jax.Array) ->
 @pytest.mark.parametrize("form", ["scanned", "looped", "unrolled"])
 def test_pipelines_take_micro_batches_themselves(form: str) -> None:
     told = (
-        r"A pipeline takes the micro-batches itself .* divide by counts of the batch inside of "
-        r"the loss function"
+        r"A pipeline splits the batch into micro-batches itself .* divide by counts of the batch "
+        r"inside the loss function"
     )
     with pytest.raises(GradientError, match=told):
         planned("pipeline", FORMS[form](dtrans.value_and_grad), 2, tokens(12, 0))
@@ -307,7 +307,7 @@ def test_servers_refuse_counts_of_each_trainer_and_both_remedies_work(
     step, batch = unrolled(dtrans.value_and_grad), tokens(12, 0)
     with pytest.raises(
         GradientError,
-        match=r"updated with [mt], .* may divide the loss, inside of the loss function",
+        match=r"updated with [mt], .* divide the loss by it, inside the loss function",
     ):
         planned("pserver", step, 2, batch, **options)
     verify(planned("pserver", step, 2, batch), batch)

@@ -852,9 +852,9 @@ def test_a_leaf_without_elements_is_reduced_nowhere():
 @pytest.mark.parametrize(
     "options,message",
     [
-        ({"merge": "loss"}, "^merge='loss' must say for each name how to merge it"),
-        ({"merge": ["loss"]}, r"^merge=\['loss'\] must say for each name"),
-        ({"unsplit_inputs": None}, "^unsplit_inputs=None must be a collection of names"),
+        ({"merge": "loss"}, "^merge='loss' must be a dict of a name to its merge"),
+        ({"merge": ["loss"]}, r"^merge=\['loss'\] must be a dict"),
+        ({"unsplit_inputs": None}, "^unsplit_inputs=None must be a list of names"),
     ],
 )
 def test_options_of_another_type_are_refused_by_name(options, message):

@@ -22,7 +22,7 @@ STRATEGIES = (
 )
 REFUSED = {
     "nnx_mlp": "has values of the whole batch",
-    "gan": "calls dtrans.value_and_grad 2 times; a pipeline takes one loss",
+    "gan": "calls dtrans.value_and_grad 2 times; a pipeline needs one loss",
 }
 CHEAP = {"nnx_mlp": ("pserver", 3), "lora": ("pipeline", 3)}
 

@@ -154,7 +154,7 @@ def test_a_loss_may_read_state_that_no_row_enters(trainers: int) -> None:
 @pytest.mark.parametrize("mode", [dtrans.Async(), dtrans.HalfAsync(), dtrans.Geo()])
 def test_a_loss_that_reads_state_is_for_synchronous_servers(mode: Any) -> None:
     told = (
-        "loss is computed from opt_state/key, which belongs to the .*With mode=dtrans.Sync.. "
+        "loss is computed from opt_state/key, which is optimizer state.*With mode=dtrans.Sync.. "
         ".* a loss may read optimizer state"
     )
     with pytest.raises(GradientError, match=told):
@@ -173,7 +173,7 @@ def test_a_loss_may_not_read_state_of_which_each_server_has_rows() -> None:
     main = dtrans.trace(step, *jax.eval_shape(start, KEY), X[:6])
     with pytest.raises(
         GradientError,
-        match="loss is computed from opt_state/0/trace/w, which belongs to the optimizer",
+        match="loss is computed from opt_state/0/trace/w, which is optimizer state",
     ):
         dtrans.pserver(main, dtrans.trace(start, KEY), pservers=SERVERS, trainers=2)
 

@@ -745,11 +745,9 @@ def test_options_are_refused_by_name(small, options, text):
 
 
 def test_programs_must_be_programs(small):
-    with pytest.raises(
-        ConfigError, match=r"main must be a Program \(dtrans.trace\(fn, \*args\)\), it is function"
-    ):
+    with pytest.raises(ConfigError, match=r"main is a function; expected a Program"):
         dtrans.pserver(mlp_loss, small[1])
-    with pytest.raises(ConfigError, match="startup must be a Program"):
+    with pytest.raises(ConfigError, match="startup is a .*; expected a Program"):
         dtrans.pserver(small[0], None)
 
 
@@ -778,15 +776,15 @@ def test_a_startup_that_makes_something_else_is_refused(small):
     main, _ = small
     params = mlp_params()
     with pytest.raises(
-        TraceError, match=r"opt_state/0/trace/b1 is made as float32\[6\], and taken as nothing"
+        TraceError, match="it returns opt_state/0/trace/b1, which the step does not have"
     ):
         dtrans.pserver(main, dtrans.trace(init_of(optax.sgd(0.1, momentum=0.9)), params))
     with pytest.raises(
-        TraceError, match=r"params/b1 is made as float32\[7\], and taken as float32\[6\]"
+        TraceError, match=r"params/b1 as float32\[7\], but the step has float32\[6\]"
     ):
         dtrans.pserver(main, dtrans.trace(init_of(optax.sgd(0.1)), mlp_params((5, 7, 3))))
     with pytest.raises(
-        TraceError, match=r"params/b1 is made as nothing, and taken as float32\[6\]"
+        TraceError, match=r"does not return params/b1, which is float32\[6\] in the step"
     ):
         dtrans.pserver(
             main,

@@ -195,6 +195,6 @@ def test_a_loss_may_not_read_state_that_belongs_to_a_leaf() -> None:
         return optax.apply_updates(params, updates), new, loss
 
     with pytest.raises(
-        GradientError, match="computed from opt_state/0/trace/0, which belongs to the optimizer"
+        GradientError, match="computed from opt_state/0/trace/0, which is optimizer state"
     ):
         planned(step, lambda key: (p := weights(key), tx.init(p)), X)

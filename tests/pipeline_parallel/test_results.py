@@ -252,7 +252,7 @@ def returning(fn):
 def test_collections_that_cannot_be():
     twice = returning(lambda p: [collect(collect(p, "GLOBAL_SUM"), "LOCAL_SUM")])
     with pytest.raises(
-        ConfigError, match="collected under both GLOBAL_SUM and LOCAL_SUM; choose one"
+        ConfigError, match="collected under both GLOBAL_SUM and LOCAL_SUM; use one key"
     ):
         planned(twice)
     with pytest.raises(
@@ -260,7 +260,7 @@ def test_collections_that_cannot_be():
         match="aux is collected under GLOBAL_MEAN, but merge\\['aux'\\] is 'max'; leave out one",
     ):
         planned(returning(lambda p: collect(jnp.sum(p), "GLOBAL_MEAN")), merge={"aux": "max"})
-    with pytest.raises(ConfigError, match="'MEAN' is no collection; there are GLOBAL_CONCAT"):
+    with pytest.raises(ConfigError, match="key is 'MEAN'; expected one of GLOBAL_CONCAT"):
         returning(lambda p: collect(p, "MEAN")).traced()
     with pytest.raises(
         ConfigError, match="aux is collected under GLOBAL_CONCAT, but it is 0-d and cannot be"
@@ -271,7 +271,7 @@ def test_collections_that_cannot_be():
     )
     with pytest.raises(
         TraceError,
-        match="collected under GLOBAL_SUM inside scan; return it from there, and collect",
+        match="collected under GLOBAL_SUM inside scan; return the value from the scan, and",
     ):
         planned(in_loop)
 
@@ -496,7 +496,7 @@ def test_a_summary_in_a_loop_is_named():
 
     with pytest.raises(
         TraceError,
-        match="the scalar inner is inside scan, and its value cannot be seen from outside",
+        match="the scalar inner is inside a scan; return its value from the scan",
     ):
         planned(job_of(loss, has_aux=False))
 

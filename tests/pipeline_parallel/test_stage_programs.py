@@ -588,16 +588,16 @@ def two_losses(params, state, x):
 STEPS = [
     (
         with_jax_grad,
-        "with jax.grad, or with what calls it: .*only dtrans.value_and_grad lets it see",
+        "with jax.grad or a function that calls it; .*only dtrans.value_and_grad keeps",
     ),
-    (in_a_scan, "scan differentiates inside.*A step may take one update"),
-    (accumulated, "in a loop or a branch. A pipeline takes the micro-batches itself"),
+    (in_a_scan, "a scan computes derivatives.*A step must have one update"),
+    (accumulated, "in a loop or a branch. A pipeline splits the batch into micro-batches itself"),
     (
         twice,
-        "params/a has 2 marked gradients in twice, and its update does not read their sum alone; "
-        "add them up",
+        "params/a has 2 marked gradients in twice, and its update reads other values than their "
+        "sum; add them up",
     ),
-    (two_losses, "two_losses calls dtrans.value_and_grad 2 times; a pipeline takes one loss"),
+    (two_losses, "two_losses calls dtrans.value_and_grad 2 times; a pipeline needs one loss"),
 ]
 
 

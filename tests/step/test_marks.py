@@ -89,7 +89,7 @@ def test_leaves_that_cannot_be_differentiated_are_held_still():
 
 def test_nothing_to_differentiate_is_refused():
     with pytest.raises(
-        GradientError, match="argument 0 of count has no floating-point array to differentiate"
+        GradientError, match="argument 0 of count has no floating-point array; argnums must name"
     ):
 
         def count(n):
@@ -263,7 +263,7 @@ def test_the_batch_keeps_the_names_of_the_loss():
 
 def test_a_batch_argument_called_as_the_state_is_refused():
     with pytest.raises(
-        GradientError, match="the batch arguments of loss_fn may not be called params or opt_state"
+        GradientError, match="a batch argument of loss_fn is called params or opt_state"
     ):
         dtrans.make_train_step(lambda p, opt_state: 0.0, optax.sgd(0.1))
 
@@ -300,7 +300,8 @@ def test_optimizers_that_must_be_told_the_loss_are_refused_by_name(tx, who, what
     params = mlp_params()
     step = dtrans.make_train_step(mlp_loss, tx)
     with pytest.raises(
-        dtrans.errors.OptimizerError, match=f"{who} needs {what} in its update.*Use one that takes"
+        dtrans.errors.OptimizerError,
+        match=f"{who} needs {what} in its update.*use an optimizer that",
     ):
         dtrans.trace(step, params, jax.eval_shape(tx.init, params), *mlp_batch())
 
@@ -320,6 +321,7 @@ def test_an_optimizer_that_takes_rows_for_examples_is_refused():
     params = {"w": jnp.ones((4, 3))}
     step = dtrans.make_train_step(lambda params, x: jnp.mean(x @ params["w"]), tx)
     with pytest.raises(
-        dtrans.errors.OptimizerError, match=r"update of shape \(3,\) for params/w of shape \(4, 3\)"
+        dtrans.errors.OptimizerError,
+        match=r"update of params/w has shape \(3,\), but the parameter has shape \(4, 3\)",
     ):
         step(params, tx.init(params), jnp.ones((2, 4)))

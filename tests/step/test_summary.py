@@ -151,19 +151,19 @@ def test_a_mapped_dimension_comes_first_and_is_counted():
     [
         (
             lambda: summary.scalar("a b", 1.0),
-            "the tag of a scalar is 'a b'; tags have letters, digits and _ . - /",
+            "the tag of a scalar is 'a b'; a tag has letters, digits and _ . - /",
         ),
         (lambda: summary.scalar("/a", 1.0), "the tag of a scalar is '/a'"),
         (lambda: summary.text("", "x"), "the tag of a text is ''"),
         (lambda: summary.histogram(3, jnp.ones(2)), "the tag of a histogram is 3"),
         (
             lambda: summary.scalar("a", jnp.ones(2)),
-            r"the scalar a is float32\[2\]; it must be one number",
+            r"the scalar a is float32\[2\]; expected one number",
         ),
-        (lambda: summary.scalar("a", "1"), "the scalar a is '1'; it must be an array"),
+        (lambda: summary.scalar("a", "1"), "the scalar a is '1'; expected an array"),
         (
             lambda: summary.scalar("a", jnp.complex64(1)),
-            r"the scalar a is complex64\[\]; it must be real numbers",
+            r"the scalar a is complex64\[\]; expected real numbers",
         ),
         (
             lambda: summary.histogram("h", jax.random.key(0)),
@@ -171,24 +171,24 @@ def test_a_mapped_dimension_comes_first_and_is_counted():
         ),
         (
             lambda: summary.histogram("h", jnp.ones((0, 2))),
-            r"float32\[0, 2\]; it must be at least one number",
+            r"float32\[0, 2\]; expected at least one number",
         ),
         (
             lambda: summary.image("i", jnp.ones((4, 4))),
-            r"the image i is float32\[4, 4\]; it must be \[\(images,\)",
+            r"the image i is float32\[4, 4\]; expected \[\(images,\)",
         ),
         (lambda: summary.image("i", jnp.ones((4, 4, 2))), "height, width, 1|3|4"),
         (
             lambda: summary.image("i", jnp.ones((4, 4, 3), int)),
-            "int32.* must be floats from 0 to 1, or uint8",
+            "int32.* expected floats from 0 to 1, or uint8",
         ),
         (
             lambda: summary.audio("n", jnp.ones((4, 3)), 8000),
-            r"the audio n is float32\[4, 3\]; it must be \[frames",
+            r"the audio n is float32\[4, 3\]; expected \[frames",
         ),
-        (lambda: summary.audio("n", jnp.ones(4, int), 8000), "must be floats from -1 to 1"),
+        (lambda: summary.audio("n", jnp.ones(4, int), 8000), "expected floats from -1 to 1"),
         (lambda: summary.audio("n", jnp.ones(4), 0.5), "the audio n has sample_rate=0.5"),
-        (lambda: summary.text("t", 3), "the text t is int; it must be a str"),
+        (lambda: summary.text("t", 3), "the text t is a int; expected a str"),
     ],
 )
 def test_what_cannot_be_shown_is_named(call, message):
@@ -223,7 +223,7 @@ def test_a_tag_used_twice_is_an_error():
         summary.histogram("x", x)
 
     with pytest.raises(
-        ConfigError, match="the tag x names a scalar and a histogram of one step; give each its own"
+        ConfigError, match="the tag x is used by a scalar and a histogram of one step; use two tags"
     ):
         found(fn, 1.0)
 
@@ -239,7 +239,8 @@ def test_a_tag_used_twice_is_an_error():
 )
 def test_a_summary_that_nothing_can_see_is_an_error(wrap, inside):
     with pytest.raises(
-        TraceError, match=f"the scalar mean is inside {inside}, .*; return the value from there"
+        TraceError,
+        match=f"the scalar mean is inside a {inside}; return its value from the {inside}",
     ):
         found(wrap(loss), jnp.ones((4, 2)), jnp.ones((3, 4)))
 
@@ -447,12 +448,12 @@ def test_two_writers_of_one_folder_do_not_overwrite_each_other(tmp_path):
         (
             {"s": np.ones(2)},
             [Summary("s", "scalar")],
-            r"the scalar s is float64\[2\]; it must be of \(0,\) dimensions",
+            r"the scalar s is float64\[2\]; expected of \(0,\) dimensions",
         ),
         (
             {"i": np.ones((2, 2, 1), int)},
             [Summary("i", "image")],
-            "must be floats from 0 to 1, or uint8",
+            "expected floats from 0 to 1, or uint8",
         ),
         ({"a": np.ones(())}, [Summary("a", "audio")], r"must be of \(1, 2, 3\) dimensions"),
     ],

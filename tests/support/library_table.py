@@ -25,16 +25,16 @@ PAGE = DOCS / "libraries.md"
 MODES = ("nccl2", "stage 1", "stage 2", "stage 3", "pserver", "pipeline")
 TRAINERS, ROWS = 2, 12
 
-ORDER = "the gradient of .* is taken at the new .*, so that the step updates one after the other"
+ORDER = "the gradient of .* is taken at the new .*, so the step would wait for an update"
 REFUSED = {  # what they are refused for
     "pserver": dict.fromkeys(("gan_in_order", "actor_critic"), ORDER),
     "pipeline": {
         **dict.fromkeys(
             ("flax_batch_norm_dropout", "meta_gradient"), "has values of the whole batch"
         ),
-        "sharpness_aware": "dtrans.value_and_grad was taken with respect to .*, which is not a "
-        "leaf of `state`",
-        "gan": "calls dtrans.value_and_grad 2 times; a pipeline takes one loss",
+        "sharpness_aware": "dtrans.value_and_grad differentiates with respect to .*, which is not "
+        "a leaf of `state`",
+        "gan": "calls dtrans.value_and_grad 2 times; a pipeline needs one loss",
         **dict.fromkeys(("gan_in_order", "actor_critic"), ORDER),
     },
 }
@@ -42,7 +42,7 @@ WHY = {  # in a few words
     ORDER: "a gradient is taken at a parameter that the step has just updated",
     "has values of the whole batch": "rows meet after parameters",
     "which is not a leaf of": "a gradient at perturbed parameters",
-    "a pipeline takes one loss": "two losses",
+    "a pipeline needs one loss": "two losses",
 }
 
 HEAD = f"""# Steps of other libraries

@@ -114,7 +114,7 @@ IN_SHORT: Mapping[str, str] = {
     "values of the whole batch": "rows meet after parameters",
     "is computed from gradients": "a result is made of gradients",
     "near tie": "a tie that rounding decides",
-    "which belongs to the optimizer": "forward reads the optimizer's state",
+    "which is optimizer state": "forward reads the optimizer's state",
     "which only the trainers have": "the update reads an argument",
     "reduces over several blocks": "the optimizer needs all gradients at once",
     "reduces over all rows": "the optimizer needs all rows at once",

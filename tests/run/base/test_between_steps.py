@@ -84,7 +84,7 @@ def test_each_process_has_its_rows_along_the_dimension_of_the_plan() -> None:
 @pytest.mark.usefixtures("x64")
 def test_rows_that_processes_do_not_divide_are_named() -> None:
     given, rate = batch(7)
-    wanted = "x has 7 rows, which 3 processes do not divide: give a multiple of 3"
+    wanted = "x has 7 rows, which do not divide among 3 processes; give a multiple of 3"
     with trainer_job(0, 3, batch="local") as job, pytest.raises(BatchError, match=wanted):
         job.shard_batch(given["x"], given["y"], rate)
     with trainer_job(0, 3, batch=dtrans.Batch(axes=(0, 1, None))) as job:

@@ -110,7 +110,7 @@ def test_parts_that_do_not_fit_are_refused_before_anything_is_sent() -> None:
             match=r"has 3 rows, expected 4 rows in part 2 of a batch of 14 rows; cut .*job.shard_b",
         ):
             job.step((params,), *(dtrans.UnevenPart(p.x, 14) for p in parts))
-        with pytest.raises(BatchError, match="parts of batches of 13 and 14 rows"):
+        with pytest.raises(BatchError, match="parts of batches with 13 and 14 rows"):
             job.step((params,), x, *(dtrans.UnevenPart(p.x, 14) for p in others))
         with pytest.raises(
             BatchError, match="UnevenPart of 12 rows, which can be split evenly over 3 trainers"
