@@ -34,14 +34,14 @@ class Batch:
         `jax.random.key`, unless the key is named here.
       example_count: name of a result, a scalar: the number of examples in a trainer's part of the
         batch. It is summed over trainers.
-      merge: how the trainers' values become one, by name of a result or of a parameter that the
-        optimizer does not compute (batch statistics). "mean", "sum" (of parameters: the sum of
-        the trainers' increments), "max", "concat" (on dimension 0), "each" (a leading axis with
-        one entry per trainer), or "same" (all trainers compute the same value). By default,
-        results that grow with the batch are concatenated, parameters are averaged, and
-        floating-point results are reduced as gradients are. The rest defaults to "each". Results
-        that depend on gradients use the reduced gradients, or with `local_sgd` the trainer's own.
-        Parameter servers have different merges, see `dtrans.pserver`.
+      merge: reduction of the trainers' values to one, by name of a result or of a parameter that
+        the optimizer does not compute (batch statistics). "mean", "max", or "sum" (of parameters:
+        the sum of the trainers' increments). "concat" concatenates on dimension 0, "each" adds a
+        leading axis with one entry per trainer, and "same" means that all trainers compute the
+        same value. By default, results that grow with the batch are concatenated, parameters are
+        averaged, and floating-point results are reduced as gradients are. The rest defaults to
+        "each". Results that depend on gradients use the reduced gradients, or with `local_sgd` the
+        trainer's own. Parameter servers have different merges, see `dtrans.pserver`.
 
     Raises:
       ConfigError: an unknown kind, a bad axis, or names that are not strings.
@@ -110,8 +110,8 @@ class Batch:
         """Raise ConfigError if `axes` names a batch dimension other than 0."""
         if self.axes != 0:
             raise ConfigError(
-                f"axes={self.axes!r} needs batch='exact'; with batch={self.kind!r} arrays are split "
-                "on dimension 0, except the arrays in unsplit_inputs"
+                f"axes={self.axes!r} needs batch='exact'; with batch={self.kind!r} arrays are "
+                "split on dimension 0, except the arrays in unsplit_inputs"
             )
 
     @property
@@ -194,7 +194,7 @@ def part_of_batch(
       BatchError: as `part_of`; or `batch` and `specs` differ in length.
     """
     if len(batch) != len(specs):
-        raise BatchError(f"the step has {len(specs)} batch arguments; {len(batch)} were passed")
+        raise BatchError(f"the step takes {len(specs)} batch arguments, {len(batch)} were given")
     number, count = part
     found = []
     for spec, tree in zip(specs, batch, strict=True):

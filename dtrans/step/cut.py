@@ -77,8 +77,8 @@ class Cut:
       opt_state: names of the leaves of the second argument.
       batch: names of all other inputs.
       gradients: parameter name to its gradient, for leaves whose update reads one.
-      reported: parameter name to its gradient, for leaves whose gradient a result or a callback
-        reads, but not the update (a frozen leaf in a norm of all gradients, say).
+      reported: parameter name to its gradient, if only a result or a callback reads the gradient (a
+        frozen leaf in a norm of all gradients).
       boundary: parameter name to the variable at which the step is cut: the output of the
         gradient's mark, or the gradient if it has no mark.
       optimized: parameters that the optimize half computes.
@@ -91,8 +91,8 @@ class Cut:
         depend on another derivative, or are marked.
       across: `Need` that keeps the halves in one process: the update reads values of forward, or a
         result reads values of the update. None if the halves can be separated.
-      argument_need: `Need` of the update for an argument of the step, such as a learning rate,
-        which trainers can send to servers; None if it reads no argument.
+      argument_need: `Need` of the update for an argument of the step, such as a learning rate; None
+        if it reads no argument. Trainers can send arguments to servers.
       state_read: optimizer state that forward and backward read, such as a random key, to the name
         of an output that depends on it.
       optimize: the optimize half. Inputs: gradients, parameters, state, then batch arrays. Outputs:
@@ -497,8 +497,10 @@ class _Cutter:
         return OptimizeHalf(jaxpr, in_names, tuple(out_names)), used, positions
 
     def loss_need(self, positions: Sequence[int]) -> Need | None:
-        """Return the need of an optax optimizer for a result of the step, such as the loss of a
-        line search; None if it reads none."""
+        """Return the need of an optax optimizer for a result of the step; None if it reads none.
+
+        A line search reads the loss, for example.
+        """
         computed: set[Var] = set()
         for i in positions:
             computed.update(self.s.eqns[i].outvars)

@@ -24,8 +24,8 @@ def refuse_nested(step: Cut, trainers: int, noun: str = "trainer") -> None:
     if step.nested and trainers > 1:
         raise GradientError(
             f"the gradients of {step.program.name} are computed from another derivative "
-            f"({step.nested}), a perturbation of the parameters by their gradient, say; each of the "
-            f"{trainers} {noun}s would use its own derivative, not the derivative of the full "
+            f"({step.nested}), a perturbation of the parameters by their gradient, say; each of "
+            f"the {trainers} {noun}s would use its own derivative, not the derivative of the full "
             "batch. If that is intended, take the last gradient with dtrans.value_and_grad"
         )
 

@@ -210,8 +210,8 @@ def marked(step: OpenStep) -> Gradients | None:
         if leaf is None:
             argument = eqn.params["leaf"] or "its argument"
             raise GradientError(
-                f"dtrans.value_and_grad differentiates with respect to `{argument}`, which is not a "
-                f"leaf of `{step.params[0].split('/')[0]}`, the first argument of "
+                f"dtrans.value_and_grad differentiates with respect to `{argument}`, which is not "
+                f"a leaf of `{step.params[0].split('/')[0]}`, the first argument of "
                 f"{step.source.name}. To differentiate with respect to a value computed from "
                 "leaves (perturbed parameters, say), use jax.value_and_grad: every strategy except "
                 "a pipeline finds these gradients"

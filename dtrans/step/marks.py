@@ -55,8 +55,8 @@ def _loss_transpose(ct: Any, x: Any) -> list[Any]:
     return [ct if is_zero(ct) else _seed_p.bind(ct)]
 
 
-# Identity on the tangent of a loss. Its transpose binds the seed primitive, so the seed appears only
-# if the loss is differentiated.
+# Identity on the tangent of a loss. Its transpose binds the seed primitive, so the seed appears
+# only if the loss is differentiated.
 _loss_p = new_identity("loss", jvp=_loss_jvp, transpose=_loss_transpose)
 
 

@@ -166,7 +166,7 @@ def refuse_observers(
       observers: the callbacks.
       reads: kinds of operands (`Observer.reads`) that are refused.
       why: the reason, as a clause after "which".
-      remedy: what the user can write instead.
+      remedy: advice to the user.
 
     Raises:
       GradientError: a callback reads such an operand.

@@ -15,8 +15,8 @@ models. Each leaf has a kind, which dataflow decides, not its name:
                  teacher of a student, say
     optimizer    the rest: moments, counts, averages of parameters that only evaluation reads
 
-Leaves of the kind `optimizer` are `opt_state` of the split step, the rest is `params`. Both have the
-structure of the state, with None for the leaves of the other.
+Leaves of the kind `optimizer` are `opt_state` of the split step, the rest is `params`. Both have
+the structure of the state, with None for the leaves of the other.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ def is_train_state_step(program: Program, startup: Program | None) -> bool:
     """Return True if a step is a function of (state, *batch), not of (params, opt_state, *batch).
 
     If the step returns new values of its first argument only, the answer is True. If it also
-    returns values with the names of its second argument, that may be optimizer state, or a batch
-    array with a result of the same type (an autoencoder). Then the answer is True if `startup`
-    returns the first argument alone, unless the second argument has a leaf that the step changes
-    and the loss does not read: `startup` has forgotten the optimizer state.
+    returns a value like its second argument, that argument may be optimizer state. It may also be a
+    batch array: an autoencoder returns a value like its input. Then the answer is True if `startup`
+    returns the first argument alone. There is one exception: if the step changes a leaf of the
+    second argument that the loss does not read, it is optimizer state, which `startup` forgets.
     """
     outs, first = set(program.out_names), program.args[0].names if program.args else ()
     if not first or not outs.issuperset(first):

@@ -10,13 +10,13 @@ A scope is EPL's taskgraph. It writes a text into the name stack of the equation
 The text is `dtrans.<kind>[<place>:<name>:<devices>]`:
 
   - With a name, the place is empty. All scopes with one kind and name are one taskgraph.
-  - Without a name, every time the `with` statement is entered starts a new taskgraph. The place
-    consists of the function and line of the `with`, a digest of the call stack up to JAX's tracing
-    call, and a count of entries.
+  - Without a name, every entry of the `with` statement starts a new taskgraph. The place has the
+    function and line of the `with`, a digest of the call stack below JAX's tracing call, and a
+    count.
 
 `dtrans.trace` counts entries from 0 (`numbered`), so that a function has the same texts whenever it
-is traced. A global counter would give a function new texts in each trace, and JAX, which caches the
-traces of jitted functions, would mix them with old texts.
+is traced. A global counter would give a function new texts in each trace. JAX caches the traces of
+jitted functions, so old and new texts would be mixed.
 
 Scopes must not be nested. (EPL forbids a kind within itself, any scope in `split`, and `split` in
 `replicate`.)

@@ -230,7 +230,7 @@ def children(tree: Any) -> list[tuple[Any, Any]] | None:
 
 
 def _parts_of(out: Any, args: Sequence[Any]) -> list[Any]:
-    """Return the parts of a result, each of which may be the new value of an argument."""
+    """Return the parts of a result that may be new values of arguments."""
     parts = children(out)
     structure: Any = jax.tree.structure(out)
     if parts is None or (args and structure == jax.tree.structure(args[0])):

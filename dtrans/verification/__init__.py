@@ -1,28 +1,33 @@
 """Verification without tolerance, for `plan.verify()` and `dtrans.verify`.
 
-    field             arithmetic modulo 2**61 - 1, on NumPy arrays
-    rationals         floats as the simplest rational numbers that round to them
-    field_values      floats as elements with shadows
-    numpy_rules       primitives of JAX on NumPy arrays
-    rules             primitives on floats: exact arithmetic, decisions by shadows, hashes
-    complex_rules     complex numbers and fft
-    exact_rules       exact sums of servers with tables
-    matrix_rules      systems of equations, decompositions, ragged products
+Two programs are evaluated in a finite field, where arithmetic has no rounding errors, at random
+points. If they differ at one point, they are different; if they are equal at all points, they are
+equal with a probability close to 1. A *job* is the distributed program, the *step* is the
+one-device program.
+
+    field             arithmetic modulo the prime 2**61 - 1, on NumPy arrays
+    rationals         a float as the simplest rational number that rounds to it
+    field_values      a float as a field element with a shadow, its float64 value
+    numpy_rules       rules of JAX's primitives on NumPy arrays
+    rules             rules on floats: exact arithmetic, decisions by shadows, hashes
+    complex_rules     rules on complex numbers, and of fft
+    exact_rules       rules of `dtrans.ops.exact_sum`
+    matrix_rules      rules of linear solves, decompositions and ragged products
     rank_collectives  collectives of JAX on the values of all ranks
-    mesh_pieces       pieces of arrays on a mesh
+    mesh_pieces       arrays on a mesh: cut into pieces, and assembled from them
     evaluate          evaluation of a jaxpr, for all ranks in lock step
-    state_placement   place of each number of the one-device state in the state of a job
-    value_log         values of an evaluation, and the equations that compute them
-    step_values       index of the values of a step, and of partial sums
-    meanings          values of a job in terms of the step: copies, pieces, partial sums
-    naming            first wrong value on the way to an output that differs
-    random_points     random points of the field, at which a comparison evaluates both steps
+    state_placement   position of each number of the one-device state in the state of a job
+    value_log         log of all values of an evaluation, with their equations
+    step_values       index of the values of a step, and of their partial sums
+    meanings          relation of a job's values to the step's: copies, pieces, partial sums
+    naming            search for the first wrong value on the way to an output that differs
+    random_points     random points of the field
     check             comparison of a job's step with the one-device step
     outcome           report of a verification
-    by_hand           `dtrans.verify`: steps that users wrote with `shard_map`
-    relations         words for the relation of a wrong value to the right one
+    by_hand           `dtrans.verify`, for steps that users wrote with `shard_map`
+    relations         description of a wrong value in terms of the right value
     repairs           search for the collective whose change makes outputs right
 
-`dtrans.run.verified` traces the step of a job as `job.step` runs it. docs/verify.md says what a
+`dtrans.run.verified` traces the step of a job as `job.step` runs it. docs/verify.md explains what a
 report proves.
 """

@@ -1,8 +1,8 @@
-"""`dtrans.verify`: comparison of a step that a user wrote with `jax.shard_map` with one device's.
+"""`dtrans.verify`: check of a step that a user wrote with `jax.shard_map`.
 
-Both are functions of the same global arguments, and return the same global values. They are traced,
-evaluated at random points of the field, and compared leaf by leaf. `relations` describes wrong
-outputs, `repairs` the collectives at fault.
+The user's step and a one-device step take the same global arguments, and must return the same
+global values. Both are traced, evaluated at random points of the field, and compared leaf by leaf.
+`relations` describes wrong outputs, and `repairs` finds the collectives at fault.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy as np
 from dtrans._jax import ClosedJaxpr, equations, plain_type, shard_map_of
 from dtrans.errors import ConfigError, TraceError, VerifyError
 from dtrans.ir.pytree import TreeSpec, as_array, is_array, unflatten_all
+from dtrans.ir.selection import subset
 from dtrans.step.trace import argument_names, name_result
 from dtrans.verification.check import NEAR_TIES, TRIES, Findings
 from dtrans.verification.field_values import NearTie
@@ -29,13 +30,14 @@ from dtrans.verification.repairs import find_faults
 
 @dataclasses.dataclass(frozen=True)
 class StepPair:
-    """Distributed step, and the one-device step that it must compute.
+    """Distributed step, and the one-device step that must return the same values.
 
     Attributes:
       title: name of the distributed step.
-      distributed, step: their jaxprs, with the same flat inputs.
-      inputs: types of the inputs by name.
-      outputs: names of the outputs: the name of an input if an output is its new value.
+      distributed: jaxpr of the distributed step.
+      step: jaxpr of the one-device step, with the same flat inputs.
+      inputs: types of the inputs, by name.
+      outputs: names of the outputs. An output that is the new value of an input has its name.
     """
 
     title: str
@@ -49,7 +51,7 @@ class StepPair:
         """Sizes of the axes of the distributed step's meshes, by name."""
         found: dict[str, int] = {}
         for mapped in _shard_maps(self.distributed):
-            found |= {name: size for name, size in mapped.axes.items() if name in mapped.manual}
+            found |= subset(mapped.axes, [n for n in mapped.axes if n in mapped.manual])
         return found
 
 
@@ -62,24 +64,26 @@ def verify(
 ) -> Report:
     """Check that a step written with `jax.shard_map` computes a one-device step, without tolerance.
 
-    Both functions take the same global arguments and return the same structure. They are traced,
-    and evaluated in a finite field for all ranks (docs/verify_shard_map.md). Nothing is compiled. A
-    mesh may have more devices than there are (`jax.sharding.AbstractMesh`).
+    Both functions take the same global arguments and return the same structure. They are traced and
+    evaluated in a finite field for all ranks (docs/verify_shard_map.md). Nothing is compiled, and
+    the devices of the mesh need not exist (`jax.sharding.AbstractMesh`).
 
     Args:
-      distributed_step: the function under test; its collectives are in one `shard_map`, or several.
+      distributed_step: the function under test, with its collectives in one or more `shard_map`.
       step: the function for one device.
-      *args: global arguments: pytrees of arrays, or of `jax.ShapeDtypeStruct`. Floats are drawn
-        near the elements of an array. Integers and keys of an array stay. Of a type, all are drawn.
+      *args: global arguments: pytrees of arrays, or of `jax.ShapeDtypeStruct`. For an array, floats
+        are drawn near its entries, and integers and random keys are used unchanged. For a
+        `jax.ShapeDtypeStruct`, all values are drawn.
       points: number of points.
       seed: seed of the points.
 
     Returns:
-      A report in which nothing differs. `report.complete` is False if an output was not compared.
+      A report without differences. `report.complete` is False if an output was not compared.
 
     Raises:
-      VerifyError: outputs differ. The message names them and the fault; `error.report` has more.
-      ConfigError: `distributed_step` has no `shard_map`, as a function that `jax.jit` shards.
+      VerifyError: outputs differ. The message names the outputs and the fault; `error.report` is
+        the report.
+      ConfigError: `distributed_step` has no `shard_map`: it is sharded by `jax.jit`, say.
       TraceError: the functions return different structures.
 
     Example:
@@ -127,11 +131,13 @@ def trace_pair(
 
     Raises:
       ConfigError: the distributed step has no `shard_map`.
-      TraceError: they return different structures.
+      TraceError: the steps return different structures.
     """
     roots = argument_names(step, len(args))
-    specs = [TreeSpec.from_tree(a, root) for a, root in zip(args, roots, strict=True)]
-    names = [n for spec in specs for n in spec.names]
+    specs = list(map(TreeSpec.from_tree, args, roots))
+    names: list[str] = []
+    for spec in specs:
+        names += spec.names
     types = [plain_type(x) for x in jax.tree.leaves(args) if is_array(x)]
     title = _name_of(distributed_step)
     distributed, result = _trace(distributed_step, specs, types)
@@ -142,19 +148,19 @@ def trace_pair(
     right: Any = jax.tree.structure(wanted)
     if mine != right:
         raise TraceError(
-            f"{title} returns {mine}, {_name_of(step)} returns {right}; "
-            "let both return the same structure of global arrays"
+            f"{title} returns {mine}, but {_name_of(step)} returns {right}; both must return the "
+            "same structure of global arrays"
         )
     outputs = name_result(wanted, args, roots)[0].names
     if len(outputs) == 1 and is_array(wanted) and wanted.shape == getattr(args[0], "shape", None):
-        outputs = (roots[0],)  # a function of one array and others returns its new value
+        outputs = (roots[0],)  # an array like the first argument is its new value
     return StepPair(title, distributed, one_device, dict(zip(names, types, strict=True)), outputs)
 
 
 def _trace(
     fn: Callable[..., Any], specs: Sequence[TreeSpec], types: Sequence[Any]
 ) -> tuple[ClosedJaxpr, Any]:
-    """Return the jaxpr of a function of flat arrays, and the traced result."""
+    """Trace a function; return its jaxpr on flat arrays, and its result with tracers."""
     result: list[Any] = []
 
     def on_arrays(*arrays: Any) -> list[Any]:
@@ -171,18 +177,21 @@ def _shard_maps(jaxpr: Any) -> list[Any]:
 
 
 def _no_shard_map(title: str, jaxpr: Any) -> str:
-    """Return the error text for a program without `shard_map`, with its sharding primitives."""
+    """Return the error text for a program without `shard_map`.
+
+    The text names the primitives by which XLA shards the program, if there are any.
+    """
     marks = [eqn.primitive.name for eqn in equations(jaxpr) if _names_shardings(eqn)]
-    shards = f" XLA shards it by {' and '.join(dict.fromkeys(marks))}." if marks else ""
+    by = f" (it is sharded by {' and '.join(dict.fromkeys(marks))})" if marks else ""
     return (
-        f"{title} has no shard_map in its jaxpr.{shards} XLA adds its collectives when it "
-        "compiles, so there are none to verify; write the step of a rank with jax.shard_map, or "
-        "let dtrans.nccl2 or dtrans.sharding write it and call plan.verify()"
+        f"{title} has no shard_map in its jaxpr{by}, so XLA would insert the collectives, and "
+        "there are none to verify; write the step of a rank with jax.shard_map, or use "
+        "dtrans.nccl2 or dtrans.sharding and plan.verify()"
     )
 
 
 def _names_shardings(eqn: Any) -> bool:
-    """Return True if XLA shards by an equation."""
+    """Return True if an equation contains shardings for XLA."""
     if eqn.primitive.name in ("sharding_constraint", "reshard", "mesh_cast"):
         return True
     shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
@@ -202,9 +211,9 @@ class _HandComparison:
 
     Attributes:
       pair: the steps.
-      arrays: the user's arrays by name; other inputs are random.
-      found: the outcome.
-      faults: collectives at fault, in words.
+      arrays: the user's arrays, by name; other inputs are random.
+      found: results of the points until now.
+      faults: descriptions of the collectives at fault.
     """
 
     pair: StepPair
@@ -213,7 +222,7 @@ class _HandComparison:
     faults: tuple[str, ...] = ()
 
     def check(self, points: int, seed: int) -> None:
-        """Compare at random points, until something differs."""
+        """Compare both steps at random points, until an output differs."""
 
         def compare(range_: BatchRange) -> None:
             rng = np.random.default_rng(seed)
@@ -224,7 +233,7 @@ class _HandComparison:
         self.found.try_ranges(compare, drawn=len(self.arrays) < len(self.pair.inputs))
 
     def _compare(self, rng: np.random.Generator, range_: BatchRange) -> None:
-        """Compare both steps at one point without a near tie."""
+        """Compare both steps at one random point; points with a near tie are drawn again."""
         inputs = self.pair.inputs
         for _ in range(TRIES):
             arrays = random_arrays(inputs, rng, range_, self.arrays)
@@ -245,7 +254,7 @@ class _HandComparison:
     def _explain(
         self, point: Mapping[str, Any], outputs: Sequence[Any], wanted: Sequence[Any]
     ) -> None:
-        """Describe the differences at a point: relations, faults and first wrong values."""
+        """Add to the differences at a point: relations, faults and first wrong values."""
         pair, differences = self.pair, self.found.differences
         for name, x, y in zip(pair.outputs, outputs, wanted, strict=True):
             if name in differences:
@@ -253,6 +262,8 @@ class _HandComparison:
                 differences[name] = dataclasses.replace(differences[name], detail=detail)
         arguments = [*point.values()]
         self.faults, unexplained = find_faults(pair.distributed, arguments, wanted, pair.outputs)
-        # a fault says more than a first wrong value, which is left for outputs without a fault
-        names = [name if k in unexplained else "" for k, name in enumerate(pair.outputs)]
+        # a first wrong value would add nothing for outputs that a fault explains
+        names = list(pair.outputs)
+        for k in set(range(len(names))) - unexplained:
+            names[k] = ""
         self.found.name_causes(names, (pair.step, point), (pair.distributed, arguments))

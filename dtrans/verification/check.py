@@ -1,7 +1,7 @@
 """Comparison of a job's traced step with the one-device step, at random points of the field.
 
-Points are near states that occur: those after 0, 1, 2 and 5 steps of one device. Both steps are
-evaluated there, and every output is compared number by number (`state_placement`).
+The points are near the states of one device after 0, 1, 2 and 5 steps. Both steps are evaluated
+there, and every output is compared number by number (`state_placement`).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -44,8 +45,8 @@ from dtrans.verification.state_placement import (
 )
 
 
-STEPS = (0, 1, 2, 5)  # numbers of one-device steps before a comparison
-TRIES = 5  # number of points that are tried until one has no near tie
+STEPS = (0, 1, 2, 5)  # compare after these numbers of one-device steps
+TRIES = 5  # points with a near tie that are drawn before a comparison gives up
 NEAR_TIES = "a near tie at every point that was tried"
 
 
@@ -59,12 +60,13 @@ class Comparison:
     Attributes:
       main: the step, for the full batch.
       traced: the step of the job.
-      batch_types: type of each array of the batch by name.
-      frozen: leaves that never change, with their value, which a plan may use.
+      batch_types: type of each batch array, by name.
+      frozen: the number in all entries of a leaf that never changes, by name; a plan may contain
+        it.
       startup: the program that returns the one-device state; None if the first state is not
         compared.
-      batch_values: arrays of the user for the batch: integers and keys are used unchanged, floats
-        vary around them. Other arrays are random.
+      batch_values: the user's batch arrays, by name: integers and keys are used unchanged, and
+        floats are drawn near them. Other arrays are random.
     """
 
     main: Program
@@ -77,8 +79,8 @@ class Comparison:
     @cached_property
     def leaf_types(self) -> dict[str, Any]:
         """Types of the leaves of the one-device state, by name."""
-        names = [n for spec in self.main.args[:2] for n in spec.names]
-        return subset(self.main.inputs, names)
+        params, opt_state = self.main.args[:2]
+        return subset(self.main.inputs, (*params.names, *opt_state.names))
 
     @cached_property
     def result_names(self) -> list[str]:
@@ -87,21 +89,23 @@ class Comparison:
 
     @cached_property
     def placement(self) -> StatePlacement:
-        """The place of each number in the job's state."""
+        """Position of each number in the job's state."""
         return find_placement(self.leaf_types, self.traced.state_of, self.frozen)
 
     @cached_property
     def leaves_of(self) -> list[set[str]]:
-        """Leaves with numbers in each array of the job's state."""
+        """For each array of the job's state, the leaves whose numbers it contains."""
         names = list(self.leaf_types)
-        starts = np.cumsum([0, *(int(np.prod(t.shape)) for t in self.leaf_types.values())])
-        # random keys and frozen leaves have no places: their arrays are known by name
+        sizes = [math.prod(t.shape) for t in self.leaf_types.values()]
+        starts = np.cumsum([0, *sizes])
+        # the placement skips random keys and frozen leaves: their arrays are found by name
         by_name = [n for n, t in self.leaf_types.items() if n in self.frozen or values.is_key(t)]
         found = []
         for name, where in zip(self.traced.state_names, self.placement.where, strict=True):
             leaves = np.searchsorted(starts, where[where >= 0], "right") - 1
-            by_place = set(values_at(names, np.flatnonzero(np.bincount(leaves))))
-            found.append(by_place | {n for n in by_name if holds_leaf(name, n)})
+            contained = set(values_at(names, np.flatnonzero(np.bincount(leaves))))
+            contained.update(n for n in by_name if holds_leaf(name, n))
+            found.append(contained)
         return found
 
     def check(
@@ -116,12 +120,12 @@ class Comparison:
 
         Args:
           title: name of the plan.
-          start: a one-device state, arrays by name; by default the startup program's state.
+          start: arrays of a one-device state, by name; by default the startup program's state.
           points: numbers of one-device steps after which states are compared.
           seed: seed of the points.
 
         Returns:
-          A report. None of its differences comes from rounding.
+          A report, in which every difference is one of the programs, not of rounding.
         """
         report = self._check(title, start, points, seed)
         for traced in self.traced.other_steps:
@@ -137,15 +141,18 @@ class Comparison:
         found = Findings(unfollowed=dict.fromkeys(self.traced.unfollowed))
         with np.errstate(all="ignore"):
             first_state = self._compare_first_state(found, np.random.default_rng(seed))
-            if start is None:
-                start = {n: shadow_of(x) for n, x in first_state.items()} or self._real_start(seed)
+            if start is None and first_state:
+                start = {n: shadow_of(x) for n, x in first_state.items()}
+            elif start is None:
+                start = self._real_start(seed)
             found.concludes_equal_only = bool(self.traced.equal_parts)
-            # a replay of several steps passes the states between them
+            # one replay is several steps, and only the states between replays are compared
             points = sorted({steps // self.traced.steps_per_replay for steps in points})
             drawn = self.batch_values.keys() != self.batch_types.keys()
-            walk = lambda range_: self._walk(
-                found, start, points, np.random.default_rng(seed), range_
-            )
+
+            def walk(range_: BatchRange) -> None:
+                self._walk(found, start, points, np.random.default_rng(seed), range_)
+
             found.try_ranges(walk, drawn=drawn, rows=self.traced.rows)
         return found.report(title, time.monotonic() - begun)
 
@@ -156,7 +163,9 @@ class Comparison:
         return dict(zip(self.leaf_types, arrays, strict=True))
 
     def _compare_first_state(self, found: Findings, rng: np.random.Generator) -> dict[str, Any]:
-        """Compare the states of the job's init and of the one-device init, with padding.
+        """Compare the state that the job's init returns with that of the one-device init.
+
+        The padding of the job's arrays is compared as well.
 
         Returns:
           The one-device state; empty if a leaf depends on an equation without a rule.
@@ -182,7 +191,7 @@ class Comparison:
         leaves = dict(zip(self.leaf_types, wanted, strict=True))
         lost = {n for n, x in leaves.items() if isinstance(x, Unknown)}
         types = avals(opened(init).outvars)
-        # zeros stand for unknown leaves, which are not compared
+        # unknown leaves are not compared, but need a value
         for n in lost:
             t = self.leaf_types[n]
             leaves[n] = values.lifted(np.zeros(t.shape), t.dtype)
@@ -200,7 +209,7 @@ class Comparison:
         rng: np.random.Generator,
         range_: BatchRange,
     ) -> None:
-        """Compare the consecutive states of one device."""
+        """Run one device from `start`, and compare the job's step at the states in `points`."""
         state = dict(start)
         batch = random_arrays(self.batch_types, rng, range_, self.batch_values)
         for steps in range(max(points) + 1):
@@ -222,9 +231,10 @@ class Comparison:
     ) -> dict[str, Any] | None:
         """Return the one-device outputs near a state; None if every point has a near tie.
 
-        If every point has one, elements decide. Two equal programs then decide alike, but others
-        may differ in these decisions alone, so that differences do not count. Later states may have
-        no tie: the first updates of Adafactor all have the norm at which it clips.
+        If all of `TRIES` points have a near tie, elements decide the ties. Equal programs then make
+        equal decisions, so an equal result counts. Different decisions may be the only difference,
+        so a difference does not count. Later states may have no tie: the first updates of Adafactor
+        all have the norm at which it clips.
         """
         for _ in range(TRIES):
             with contextlib.suppress(NearTie):
@@ -249,7 +259,10 @@ class Comparison:
         *,
         compared: bool,
     ) -> dict[str, Any]:
-        """Return the one-device outputs at a point near a state; compare the job's with them."""
+        """Return the one-device outputs at a random point near a state.
+
+        If `compared` is True, the job's outputs are compared with them.
+        """
         point = random_point(self.leaf_types, state, frozenset(self.frozen), rng)
         point |= random_point(self.batch_types, batch, frozenset(), rng)
         for name, (axis, count) in self.traced.equal_parts.items():
@@ -273,11 +286,11 @@ class Comparison:
         outputs = found.evaluate(self.traced.jaxpr, arguments)
         found.points += 1
 
-        # the new state: an unknown leaf keeps its old value here, and is not compared
+        # unknown leaves of the new state are not compared, but need a value: the old one
         new = subset(wanted, self.leaf_types)
         lost = {n for n, x in new.items() if isinstance(x, Unknown)}
-        known = {n: old[n] if n in lost else x for n, x in new.items()}
-        expected = place_leaves(self.placement, known, types, state_names)
+        new |= subset(old, lost)
+        expected = place_leaves(self.placement, new, types, state_names)
         places, leaves_of = self.placement.where, self.leaves_of
         arrays = zip(state_names, outputs, expected, places, leaves_of, strict=False)
         for name, x, y, where, leaves in arrays:
@@ -296,12 +309,14 @@ class Comparison:
 
 @dataclasses.dataclass
 class Findings:
-    """Outcome of the points until now.
+    """Results of a comparison at the points until now.
 
     Attributes:
-      differences, compared, skipped, unfollowed, points: as in `Report`; dicts are ordered sets.
+      differences: output name to its difference.
+      compared, skipped, unfollowed, points: as in `Report`; the dicts are ordered sets.
       not_finite: True if a compared value has an infinity or NaN.
-      concludes_equal_only: True if differences do not count, but make an output skipped.
+      concludes_equal_only: True if an output that differs is recorded as skipped, because the
+        comparison can only show that outputs are equal.
     """
 
     differences: dict[str, Difference] = dataclasses.field(default_factory=dict)
@@ -326,13 +341,13 @@ class Findings:
 
         Args:
           name: name of the output.
-          x: its value.
+          x: value of the output.
           y: the expected value.
-          there: mask of the numbers that belong to a leaf; all by default.
+          there: mask of the numbers that are compared; None for all.
         """
         if isinstance(x, Replicas):
-            size = int(np.prod(np.shape(shadow_of(y)))) if not isinstance(y, Unknown) else 1
-            self._differs(Difference(name, (size, size), "ranks hold copies that differ"))
+            size = 1 if isinstance(y, Unknown) else math.prod(np.shape(shadow_of(y)))
+            self._differs(Difference(name, (size, size), "the copies on the ranks differ"))
             return
         if isinstance(x, Unknown) or isinstance(y, Unknown):
             self.skipped[name] = None
@@ -352,16 +367,18 @@ class Findings:
     def try_ranges(
         self, compare: Callable[[BatchRange], None], *, drawn: bool, rows: int = 0
     ) -> None:
-        """Compare with numbers of each range in turn, until all values are finite.
+        """Compare with batches of one range after the other, until all values are finite.
 
-        Infinities hide differences, so that later ranges are narrower.
+        Infinities and NaN hide differences, so each range is narrower than the one before.
 
         Args:
-          compare: compares with arrays of a range, and adds to these findings.
+          compare: compares with random batches of a range, and records the result here.
           drawn: True if some arrays are random. Otherwise all ranges have the same arrays.
           rows: smallest number of rows of a table, which integers may index; 0 without tables.
         """
-        ranges = (BatchRange(False, rows), *RANGES) if rows else RANGES
+        ranges = [*RANGES]
+        if rows:
+            ranges.insert(0, BatchRange(False, rows))
         for range_ in ranges if drawn else ranges[:1]:
             self.not_finite = False
             compare(range_)
@@ -375,10 +392,10 @@ class Findings:
         step: tuple[Any, Mapping[str, Any]],
         job: tuple[Any, Sequence[Any]],
     ) -> None:
-        """Add the cause to each difference among some outputs.
+        """Find the cause of each difference.
 
         Args:
-          names: names of the job's outputs; "" for outputs to leave out.
+          names: names of the job's outputs; "" for an output that needs no cause.
           step, job: as in `find_causes`.
         """
         differing = [k for k, name in enumerate(names) if name in self.differences]
@@ -402,7 +419,7 @@ class Findings:
 
 
 def _repeated_part(x: Array, *, axis: int, count: int) -> Array:
-    """Return an array whose parts along an axis are copies of the first."""
+    """Replace each of `count` parts of an array along an axis by the first part."""
     return np.concatenate([np.split(x, count, axis)[0]] * count, axis)
 
 
@@ -414,7 +431,7 @@ def _masked(x: Any, there: Array | None) -> Any:
 
 def _count(x: Any, y: Any, there: Array | None) -> tuple[int, int]:
     """Return the number of entries that differ, and the number of compared entries."""
-    size = int(np.prod(np.shape(shadow_of(y)) if not values.is_key(y) else y.shape))
+    size = math.prod(y.shape if values.is_key(y) else np.shape(shadow_of(y)))
     if isinstance(x, Complex) and isinstance(y, Complex) and x.shape == y.shape:
         return max(_count(x.real, y.real, there), _count(x.imag, y.imag, there))
     if not isinstance(x, Real) or not isinstance(y, Real) or x.shape != y.shape:

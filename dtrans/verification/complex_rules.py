@@ -1,11 +1,12 @@
 """Rules of primitives on complex numbers: pairs of `Real` values, with the arithmetic of GF(p**2).
 
-Modulo p = 2**61 - 1 no square is -1, so pairs a + bi are a field. Conjugation is exact there.
-`exp`, `abs` and `log` combine hashes of real numbers; other functions are hashes of both parts.
+Modulo p = 2**61 - 1 no square is -1, so the pairs a + bi are a field, in which conjugation is
+exact. `exp`, `abs` and `log` combine hashes of real numbers; other functions are hashes of both
+parts.
 
-An fft multiplies each dimension by a keyed random matrix, since the field lacks roots of unity of
-most orders. So it is linear, and independent for each row of a batch. An inverse fft does not undo
-it: an equality that needs this is reported as a difference.
+The field lacks most roots of unity, so an fft multiplies each dimension by a keyed random matrix
+instead. The result is linear and treats the rows of a batch separately, like an fft. But an inverse
+fft does not undo it: two programs that are equal only for this reason are reported as different.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def _squared_length(x: Complex) -> Real:
 
 
 def _hashed(name: str, *xs: Real, shadow: Array) -> Real:
-    """Return a function of real numbers, hashed as by the rule of that primitive."""
+    """Return the result of the real primitive `name`, with the hash that its rule uses."""
     return values.hashed((name, []), *xs, shadow=shadow)
 
 
@@ -85,19 +86,26 @@ def _length(x: Complex) -> Real:
 
 
 def _by_parts(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """Apply the rule of real numbers to each part: for sums, and equations that move elements."""
+    """Apply the rule of real numbers to each part.
+
+    This is right for sums, and for equations that move elements.
+    """
     rule = REAL[eqn.primitive.name]
-    part = lambda x, name: getattr(x, name) if isinstance(x, Complex) else x
-    reals = rule(eqn, [part(x, "real") for x in operands])
-    imags = rule(eqn, [part(x, "imag") for x in operands])
-    return [
-        Complex(re, im) if values.is_complex(v.aval.dtype) else re
-        for v, re, im in zip(eqn.outvars, reals, imags, strict=True)
-    ]
+    reals = rule(eqn, _parts(operands, "real"))
+    imags = rule(eqn, _parts(operands, "imag"))
+    outs: list[Any] = []
+    for v, re, im in zip(eqn.outvars, reals, imags, strict=True):
+        outs.append(Complex(re, im) if values.is_complex(v.aval.dtype) else re)
+    return outs
+
+
+def _parts(operands: Sequence[Any], name: str) -> list[Any]:
+    """Return the part `name` of complex operands, and other operands unchanged."""
+    return [getattr(x, name) if isinstance(x, Complex) else x for x in operands]
 
 
 def _bilinear(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """Contract two operands by four contractions of real numbers."""
+    """Contract complex operands by four contractions of their real and imaginary parts."""
     rule, (x, y) = REAL[eqn.primitive.name], map(as_complex, operands)
     product = lambda a, b: rule(eqn, [a, b])[0]
     along = _subtract(product(x.real, y.real), product(x.imag, y.imag))
@@ -144,9 +152,9 @@ def _abs(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 def _sign(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     x = as_complex(operands[0])
     scale = _inverse(_length(x))
-    zero = x.shadow == 0
-    parts = [choose(zero, _zeros(x.shape), _multiply(p, scale)) for p in (x.real, x.imag)]
-    return [Complex(*parts)]
+    zeros, is_zero = _zeros(x.shape), x.shadow == 0
+    first = choose(is_zero, zeros, _multiply(x.real, scale))
+    return [Complex(first, choose(is_zero, zeros, _multiply(x.imag, scale)))]
 
 
 def _exp(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
@@ -165,17 +173,15 @@ def _log(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 
 def _hash(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """Hash both parts of all operands, separately for each part of the result."""
+    """Return a hash of all operands: one for the real part, another for the imaginary part."""
     xs = [*map(as_complex, operands)]
     (shadow,) = by_jax(eqn, [x.shadow for x in xs])
-    parts = [part for x in xs for part in (x.real, x.imag)]
+    parts: list[Real] = []
+    for x in xs:
+        parts += [x.real, x.imag]
     name = f"complex {eqn.primitive.name}"
-    return [
-        Complex(
-            values.hashed((name, "real"), *parts, shadow=shadow.real),
-            values.hashed((name, "imag"), *parts, shadow=shadow.imag),
-        )
-    ]
+    first = values.hashed((name, "real"), *parts, shadow=shadow.real)
+    return [Complex(first, values.hashed((name, "imag"), *parts, shadow=shadow.imag))]
 
 
 def _compare(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
@@ -208,20 +214,19 @@ def _product_along(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 @functools.lru_cache(64)
 def _random_matrix(name: str, rows: int, columns: int) -> Array:
-    """Return a keyed random matrix of elements."""
+    """Return a random matrix of elements, with the name and shape as the seed."""
     numbers = np.arange(rows * columns, dtype=np.uint64).reshape(rows, columns)
     return field.hashed(("fft", name, rows, columns), numbers)
 
 
 def _random_matrices(name: str, rows: int, columns: int) -> tuple[Array, Array]:
-    """Return the real and the imaginary part of a keyed random matrix."""
-    return _random_matrix(f"{name} real", rows, columns), _random_matrix(
-        f"{name} imag", rows, columns
-    )
+    """Return the real and the imaginary part of a random complex matrix."""
+    first = _random_matrix(f"{name} real", rows, columns)
+    return first, _random_matrix(f"{name} imag", rows, columns)
 
 
 def _mapped(x: Array, matrix: Array, axis: int) -> Array:
-    """Multiply one dimension of an array by a matrix."""
+    """Multiply an array by a matrix along one dimension."""
     moved = np.moveaxis(x, axis, -1)
     product = field.matrix_product(moved.reshape(-1, moved.shape[-1]), matrix)
     return np.moveaxis(product.reshape(*moved.shape[:-1], -1), -1, axis)
@@ -230,7 +235,7 @@ def _mapped(x: Array, matrix: Array, axis: int) -> Array:
 def _complex_map(
     parts: tuple[Array, Array], name: str, size: int, axis: int
 ) -> tuple[Array, Array]:
-    """Multiply one dimension of complex numbers by a complex matrix."""
+    """Multiply complex numbers, given as two parts, by a random matrix along one dimension."""
     along, across = _random_matrices(name, size, size)
     re, im = parts
     first = field.subtract(_mapped(re, along, axis), _mapped(im, across, axis))

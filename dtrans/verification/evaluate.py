@@ -1,8 +1,8 @@
 """Evaluation of a jaxpr over the field, for all ranks of a mesh in lock step.
 
-The value of a variable is a tuple with one value for each rank. Ranks that hold the same object are
-computed once. A program of one device has one rank, and a `shard_map` in it opens an inner world
-with the ranks of its mesh.
+The value of a variable is a tuple with one entry for each rank. If several ranks have the same
+object as entry, an equation is computed once for them. A one-device program has one rank; the body
+of a `shard_map` is evaluated by an inner `World` with the ranks of its mesh.
 
 Read first: `field_values`. The rules are in `rules` and `rank_collectives`.
 """
@@ -37,7 +37,7 @@ from dtrans._jax import (
     shard_map_of,
     wiring,
 )
-from dtrans.ir.selection import values_at
+from dtrans.ir.selection import subset, values_at
 from dtrans.verification import field_values as values
 from dtrans.verification.complex_rules import COMPLEX, is_of_complex
 from dtrans.verification.exact_rules import EXACT_SUMS
@@ -49,8 +49,8 @@ from dtrans.verification.rules import REAL, move_rows, plain
 from dtrans.verification.value_log import ValueLog
 
 
-MOST_EQUATIONS = 200_000  # in loops; a longer evaluation would take minutes
-# primitives with a branch in `World`, besides those of the tables of rules
+MOST_EQUATIONS = 200_000  # counted in every iteration; more would take minutes
+# primitives that `World` evaluates itself, in addition to the tables of rules
 HANDLED = (
     SCAN,
     *LOOPS,
@@ -62,8 +62,8 @@ HANDLED = (
     "init_on_use",
     "move_rows",
 )
-# `empty2`, the first value of a scan's outputs, is zero on every platform; `empty` is what a GPU's
-# memory has
+# `empty` is uninitialized memory on a GPU. `empty2`, the initial value of a scan's outputs, is zero
+# on every platform.
 NOT_REPEATABLE = ("rng_uniform", "empty")
 TO_FLOATS = ("convert_element_type", "bitcast_convert_type")
 CALLS = (
@@ -81,12 +81,12 @@ CALLS = (
 
 
 class World:
-    """Ranks on the axes of a mesh, and the evaluation of equations for all of them.
+    """Evaluator of a program on all ranks of a mesh.
 
     Args:
-      axes: size of each axis by name; none for a program of one device.
-      unknown: gets the reason for each equation that no rule follows.
-      log: gets each equation with its operands and outputs.
+      axes: size of each mesh axis, by name; empty for a one-device program.
+      unknown: receives a reason for each equation without a rule.
+      log: receives each equation with its operands and outputs.
     """
 
     def __init__(
@@ -99,15 +99,22 @@ class World:
         self.log = log
         self.count = math.prod(self.axes.values())
         self.unknown: dict[str, None] = {} if unknown is None else unknown
-        # number of equations until now, with those of inner worlds
-        self.evaluated = 0
-        # by identity, with the literal that keeps it
+        self.evaluated = 0  # number of evaluated equations, including inner worlds
+        # The key is the literal's id. The literal is stored so that its id stays unique.
         self._literals: dict[int, tuple[Literal, Ranked]] = {}
 
     def run(
         self, jaxpr: Any, args: Sequence[Ranked], consts: Sequence[Any] | None = None
     ) -> list[Ranked]:
-        """Return the outputs of a jaxpr.
+        """Evaluate a jaxpr.
+
+        Args:
+          jaxpr: the jaxpr.
+          args: value of each input, for all ranks.
+          consts: values of the constants; by default those of a closed jaxpr.
+
+        Returns:
+          The value of each output, for all ranks.
 
         Raises:
           NearTie: rounding decides a comparison at this point.
@@ -129,20 +136,20 @@ class World:
         return [read(a) for a in inner.outvars]
 
     def _literal(self, atom: Literal) -> Ranked:
-        """Return the value of a literal; it is cached, since loops read it at each iteration."""
+        """Return the value of a literal; the cache helps in loops, which read it every time."""
         if id(atom) not in self._literals:
             value = self.replicate(values.lifted(atom.val, atom.aval.dtype))
             self._literals[id(atom)] = atom, value
         return self._literals[id(atom)][1]
 
     def replicate(self, x: Any) -> Ranked:
-        """Return a value that all ranks hold."""
+        """Return a variable's value that is `x` on all ranks."""
         return (x,) * self.count
 
     # -- equations -------------------------------------------------------------------------------
 
     def _equation(self, eqn: JaxprEqn, operands: list[Ranked]) -> list[Ranked]:
-        """Evaluate an equation; its outputs are `Unknown` if no rule follows it."""
+        """Evaluate an equation; its outputs are `Unknown` if it has no rule."""
         self.evaluated += 1
         name = eqn.primitive.name
         if self.evaluated > MOST_EQUATIONS:
@@ -162,7 +169,7 @@ class World:
                 return run_reduce(self, eqn, operands)
             if name == "custom_linear_solve":
                 return self.run(*linear_solve(eqn, operands))
-            if name == "init_on_use":  # the comparison needs all rows
+            if name == "init_on_use":  # servers compute rows on demand; the comparison reads all
                 rows = np.arange(eqn.outvars[0].aval.shape[0], dtype=np.int32)
                 return self.run(eqn.params["write"](len(rows)), [self.replicate(rows), *operands])
             if name in CALLS:
@@ -175,13 +182,16 @@ class World:
     def log_outputs(
         self, eqn: JaxprEqn, operands: Sequence[Ranked], outputs: list[Ranked]
     ) -> list[Ranked]:
-        """Log the outputs of an equation, or values that it moved, and return them."""
+        """Record an equation, or a movement of values by it, in the log; return the outputs."""
         if self.log is not None:
             self.log.note(eqn, operands, outputs, self.axes)
         return outputs
 
     def each(self, eqn: JaxprEqn, operands: list[Ranked]) -> list[Ranked]:
-        """Evaluate an equation that does not communicate, once for ranks with the same operands."""
+        """Evaluate an equation that does not communicate.
+
+        Ranks with the same objects as operands share one evaluation.
+        """
         outputs: dict[tuple[int, ...], list[Any]] = {}
         keys = []
         for r in range(self.count):
@@ -203,7 +213,7 @@ class World:
         if is_identity(eqn):
             return operands[:1]
         if getattr(eqn.primitive, "communicates", False):
-            raise UnfollowedError("no server or trainer carries it out here")
+            raise UnfollowedError("it needs a server or another trainer")
         if name in NOT_REPEATABLE:
             raise UnfollowedError("its outputs differ from run to run")
         if name == "move_rows":
@@ -226,7 +236,7 @@ class World:
         return REAL[name](eqn, operands)
 
     def unknown_outputs(self, eqn: JaxprEqn, reason: str) -> list[Ranked]:
-        """Return unknown values for all outputs, and record the reason with the user's line."""
+        """Return `Unknown` values for all outputs, and record the reason with the user's line."""
         line = line_of(eqn)
         reason = f"{reason} ({line})" if line else reason
         self.unknown[reason] = None
@@ -235,14 +245,15 @@ class World:
     # -- collectives -----------------------------------------------------------------------------
 
     def mesh_axes(self, eqn: JaxprEqn) -> list[str]:
-        """Return the mesh axes of a collective; a reduction over dimensions has none."""
+        """Return the mesh axes over which an equation communicates; `axes` may also contain
+        dimensions."""
         return [a for a in axes_of(eqn) if isinstance(a, str)]
 
     def _collective(self, eqn: JaxprEqn, operands: list[Ranked]) -> list[Ranked]:
         """Evaluate a collective for each group of ranks."""
         over = self.mesh_axes(eqn)
         if len(over) < len(axes_of(eqn)):
-            raise UnfollowedError("axes of the mesh and of the array at once")
+            raise UnfollowedError("it reduces over mesh axes and array dimensions at once")
         rule, groups = GROUPS[eqn.primitive.name], groups_of(self.axes, over)
         if (subgroups := eqn.params.get("axis_index_groups")) is not None:
             groups = _split_groups(groups, subgroups)
@@ -251,8 +262,8 @@ class World:
             outputs: list[Any] = [None] * self.count
             for ranks in groups:
                 parts = values_at(x, ranks)
-                unknown = next((p for p in parts if isinstance(p, Unknown)), None)
-                outs = rule(parts, eqn.params) if unknown is None else [unknown] * len(parts)
+                unknown = _first_unknown(parts)
+                outs = [unknown] * len(parts) if unknown else rule(parts, eqn.params)
                 for r, out in zip(ranks, outs, strict=True):
                     outputs[r] = out
             found.append(tuple(outputs))
@@ -270,10 +281,10 @@ class World:
     def _shard_map(self, eqn: JaxprEqn, operands: list[Ranked]) -> list[Ranked]:
         """Evaluate the body of a `shard_map` for all ranks of its mesh."""
         if self.count != 1:
-            raise UnfollowedError("a shard_map within another")
+            raise UnfollowedError("it is a shard_map within another")
         sharded = shard_map_of(eqn)
-        # XLA shards over the other axes; a value has one meaning for all their ranks
-        axes = {name: size for name, size in sharded.axes.items() if name in sharded.manual}
+        # XLA handles the automatic axes, along which the program sees global values
+        axes = subset(sharded.axes, [n for n in sharded.axes if n in sharded.manual])
         world = self._enter(self.inner(axes))
         arguments: list[Ranked] = []
         for x, spec in zip(operands, sharded.in_specs, strict=True):
@@ -286,19 +297,19 @@ class World:
         return found
 
     def inner(self, axes: Mapping[str, int]) -> World:
-        """Return the inner world of a mesh's ranks."""
+        """Return the evaluator of a `shard_map` body, for the ranks of its mesh."""
         return World(axes, self.unknown, self.log)
 
     def assemble(self, pieces: Ranked, spec: Any) -> Any:
-        """Return the array of the ranks' pieces; `Replicas` if copies differ that must agree."""
+        """Assemble an array from the ranks' pieces; `Replicas` if copies on the ranks differ."""
         return assemble(self.axes, pieces, spec)
 
     def without_mesh(self, count: int) -> World:
-        """Return a world of ranks that do not communicate."""
+        """Return an evaluator for `count` ranks that do not communicate."""
         return self._enter(World({"alone": count}, self.unknown, self.log))
 
     def _enter(self, world: World) -> World:
-        """Let another world continue the count of equations."""
+        """Return the world, with the count of equations of this one."""
         world.evaluated = self.evaluated
         return world
 
@@ -306,11 +317,16 @@ class World:
 def _split_groups(
     groups: Sequence[Sequence[int]], subgroups: Sequence[Sequence[int]]
 ) -> list[list[int]]:
-    """Return the ranks of each subgroup; `axis_index_groups` counts within a group."""
+    """Split each group of ranks into subgroups.
+
+    Args:
+      groups: ranks of each group.
+      subgroups: positions within a group (`axis_index_groups`).
+    """
     found = []
     for ranks in groups:
-        for places in subgroups:
-            found.append(values_at(ranks, places))
+        for positions in subgroups:
+            found.append(values_at(ranks, positions))
     return found
 
 
@@ -321,7 +337,8 @@ def run_scan(world: World, eqn: JaxprEqn, operands: Sequence[Ranked]) -> list[Ra
     """Evaluate a scan, iteration by iteration."""
     (body,), wires, now = bodies(eqn), wiring(eqn), list(operands)
     iterations: list[list[Ranked]] = []
-    for t in range(scan_length(eqn))[:: -1 if is_reversed(eqn) else 1]:
+    order = range(scan_length(eqn))
+    for t in reversed(order) if is_reversed(eqn) else order:
         for i in wires.slices:
             (now[i],) = world.log_outputs(eqn, [operands[i]], [_row_of_ranks(operands[i], t)])
         iterations.append(world.run(body, now))
@@ -342,29 +359,32 @@ def run_while(world: World, eqn: JaxprEqn, operands: Sequence[Ranked]) -> list[R
     (condition, body), wires, now = bodies(eqn), wiring(eqn), list(operands)
     while True:
         (continues,) = world.run(condition, values_at(now, wires.ins[0]))
-        if any(isinstance(c, Unknown) for c in continues):
-            return [world.replicate(_first_unknown(continues)) for _ in eqn.outvars]
+        if (unknown := _first_unknown(continues)) is not None:
+            return [world.replicate(unknown)] * len(eqn.outvars)
         if not any(map(bool, continues)):
             return values_at(now, wires.carried)
         if world.evaluated > MOST_EQUATIONS:
-            return world.unknown_outputs(eqn, "the loop is too long")
+            return world.unknown_outputs(eqn, f"the loop evaluates {MOST_EQUATIONS:,} equations")
         new = world.run(body, values_at(now, wires.ins[1]))
         if not all(map(bool, continues)) and _communicates(body):
-            raise UnfollowedError("ranks leave a loop that communicates at different iterations")
+            raise UnfollowedError("it communicates, and ranks leave it at different iterations")
         for i, j in wires.carried.items():
-            choices = zip(continues, new[j], now[i], strict=True)
-            now[i] = tuple(after if runs else before for runs, after, before in choices)
+            ranks = list(now[i])
+            for r, runs in enumerate(continues):
+                if runs:
+                    ranks[r] = new[j][r]
+            now[i] = tuple(ranks)
 
 
 def run_cond(world: World, eqn: JaxprEqn, operands: Sequence[Ranked]) -> list[Ranked]:
     """Evaluate each branch for the ranks that choose it."""
     indices, inputs = operands[0], operands[1:]
-    if any(isinstance(k, Unknown) for k in indices):
-        return [world.replicate(_first_unknown(indices)) for _ in eqn.outvars]
+    if (unknown := _first_unknown(indices)) is not None:
+        return [world.replicate(unknown)] * len(eqn.outvars)
     branches = bodies(eqn)
     chosen = [int(np.clip(int(k), 0, len(branches) - 1)) for k in indices]
     if len({*chosen}) > 1 and any(_communicates(b) for b in branches):
-        raise UnfollowedError("ranks take different branches, which communicate")
+        raise UnfollowedError("ranks take different branches, and a branch communicates")
 
     outputs: list[list[Any]] = [[None] * world.count for _ in eqn.outvars]
     for k in sorted({*chosen}):
@@ -380,9 +400,9 @@ def run_cond(world: World, eqn: JaxprEqn, operands: Sequence[Ranked]) -> list[Ra
 
 
 def run_reduce(world: World, eqn: JaxprEqn, operands: Sequence[Ranked]) -> list[Ranked]:
-    """Combine rows one after the other.
+    """Evaluate a generic `reduce`: combine rows one after the other.
 
-    The combiner of two numbers is elementwise, so that it also combines rows.
+    The combiner of two numbers is elementwise, so it also combines arrays of numbers.
     """
     half, axes, body = len(operands) // 2, eqn.params["dimensions"], combiner_of(eqn)
     stacks = [_reduced_in_front(x, axes) for x in operands[:half]]
@@ -405,7 +425,7 @@ CONTROL_FLOW: Mapping[str, Callable[[World, JaxprEqn, Sequence[Ranked]], list[Ra
 
 
 def _once_for_each(fn: Callable[[Any], Any], x: Ranked) -> Ranked:
-    """Apply a function to the value of each rank, once for ranks that share an object."""
+    """Apply a function to the value of each rank; ranks with the same object share the result."""
     distinct = {id(v): v for v in x}
     outputs = {key: v if isinstance(v, Unknown) else fn(v) for key, v in distinct.items()}
     return tuple(outputs[id(v)] for v in x)
@@ -429,7 +449,7 @@ def _reduced_in_front(x: Ranked, axes: Sequence[int]) -> Ranked:
 
 
 def _stack_of_ranks(world: World, rows: Sequence[Ranked], aval: Any) -> Ranked:
-    """Return each rank's stack of rows, built once for ranks that share all rows."""
+    """Stack rows on each rank; ranks with the same rows share the stack."""
     if not rows:
         return world.replicate(values.lifted(np.zeros(aval.shape), aval.dtype))
     stacks: dict[tuple[int, ...], Any] = {}
@@ -438,8 +458,7 @@ def _stack_of_ranks(world: World, rows: Sequence[Ranked], aval: Any) -> Ranked:
         parts = [x[r] for x in rows]
         key = tuple(map(id, parts))
         if key not in stacks:
-            unknown = next((p for p in parts if isinstance(p, Unknown)), None)
-            stacks[key] = mapped(_stack, *parts) if unknown is None else unknown
+            stacks[key] = _first_unknown(parts) or mapped(_stack, *parts)
         found.append(stacks[key])
     return tuple(found)
 
@@ -448,8 +467,9 @@ def _stack(*parts: Any) -> Any:
     return jnp.stack(parts) if values.is_key(parts[0]) else np.stack(parts)
 
 
-def _first_unknown(xs: Ranked) -> Unknown:
-    return next(x for x in xs if isinstance(x, Unknown))
+def _first_unknown(xs: Sequence[Any]) -> Unknown | None:
+    """Return the first unknown value; None if all values are known."""
+    return next((x for x in xs if isinstance(x, Unknown)), None)
 
 
 def _communicates(jaxpr: Any) -> bool:

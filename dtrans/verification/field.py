@@ -1,8 +1,9 @@
 """Arithmetic in the field of integers modulo the prime p = 2**61 - 1, on NumPy arrays.
 
-Two programs that compute the same rational function agree at every point of the field. Two that
-differ agree at a random point with probability degree / p at most (Schwartz, Zippel). An element
-is a `uint64` below p; all functions take and return arrays of elements.
+Two programs that compute the same rational function agree at every point of the field. Two programs
+that compute different functions agree at a random point with a probability of at most degree / p
+(Schwartz, Zippel). An element is a `uint64` below p; all functions take and return arrays of
+elements.
 
 Read next: `rationals` (floats as elements), `field_values` (an element with its shadow).
 """
@@ -24,10 +25,11 @@ _P = np.uint64(P)
 _61, _31, _30 = np.uint64(61), np.uint64(31), np.uint64(30)
 _LOW31, _LOW30, _LOW32 = np.uint64((1 << 31) - 1), np.uint64((1 << 30) - 1), np.uint64(0xFFFFFFFF)
 _32 = np.uint64(32)
-CHUNK = 1 << 14  # elements
-LIMB = 21  # bits; three limbs hold an element
-SHORT = 16  # bits of limbs for longer sums: 2**19 products add up exactly
-# sums of two limbs have 22 bits, and products of sums 44: float64 adds this many of them exactly
+CHUNK = 1 << 14  # elements that are multiplied at once
+LIMB = 21  # bits of a limb: three limbs represent an element
+SHORT = 16  # bits of a limb in longer sums: float64 adds 2**19 products exactly
+# Products in a sum. The sum of two limbs has 22 bits, a product of two such sums 44, and float64
+# adds 2**9 products of 44 bits exactly.
 LONGEST = 1 << 9
 
 
@@ -38,7 +40,7 @@ def _folded(x: Operand) -> Array:
 
 def _below_p(x: Operand) -> Array:
     """Reduce numbers below 2P to elements."""
-    # below P the difference wraps to a larger number
+    # if x < P, then x - P wraps around to a larger number
     reduced: Array = np.minimum(x, x - _P)
     return reduced
 
@@ -64,7 +66,7 @@ def multiply(x: Operand, y: Operand) -> Array:
     """Return x * y."""
     if x.size <= CHUNK or x.shape != y.shape:
         return _multiply(x, y)
-    # temporaries of a chunk stay in the cache; a dozen of a large array would not
+    # the dozen temporaries of a chunk fit into the CPU's cache
     found: Array = np.empty(x.size, np.uint64)
     shape, x, y = x.shape, x.reshape(-1), y.reshape(-1)
     for k in range(0, x.size, CHUNK):
@@ -77,7 +79,7 @@ def _multiply(x: Operand, y: Operand) -> Array:
     x1, x0 = x >> _31, x & _LOW31
     y1, y0 = y >> _31, y & _LOW31
     middle = x1 * y0 + x0 * y1
-    # 2**62 is 2, and 2**61 is 1
+    # modulo P, 2**61 is 1 and 2**62 is 2
     high = ((x1 * y1) << np.uint64(1)) + (middle >> _30) + ((middle & _LOW30) << _31)
     return _folded(high + x0 * y0)
 
@@ -97,14 +99,14 @@ def power(x: Array, n: int) -> Array:
 
 
 def inverse(x: Array) -> Array:
-    """Return 1 / x; zero for zero, whose shadow is infinite."""
+    """Return 1 / x; the inverse of zero is zero (its shadow is infinite)."""
     flat = x.ravel()
     found = _inverses(np.where(flat == 0, np.uint64(1), flat))
     return np.where(flat == 0, np.uint64(0), found).reshape(x.shape)
 
 
 def _inverses(x: Array) -> Array:
-    """Invert a vector without zeros: multiply pairs until few numbers remain (Montgomery)."""
+    """Invert a vector without zeros, by recursion on the products of pairs (Montgomery)."""
     if x.size <= 16:  # one inverse costs as much as a dozen small products
         return np.array([pow(int(v), -1, P) for v in x], np.uint64)
     half = x.size // 2
@@ -141,8 +143,8 @@ def from_limbs(sums: Sequence[Array], bits: int = LIMB) -> Array:
     """Return the sum over k of sums[k] * 2**(bits * k): integers below 2**53, in float64."""
     found: Array = np.zeros(np.shape(sums[0]), np.uint64)
     for k, s in enumerate(sums):
-        # 2**61 is one: a product with a power of two rotates the bits; seven such numbers add up
-        # below 2**64
+        # 2**61 is 1 modulo P, so a product with a power of two rotates the 61 bits. The sum of
+        # seven such numbers is below 2**64.
         shift = np.uint64(bits * k % 61)
         x = np.rint(s).astype(np.uint64)
         found += ((x << shift) & _P) | (x >> (_61 - shift))
@@ -164,7 +166,7 @@ def matrix_product(x: Array, y: Array) -> Array:
 
 
 def _limb_products(left: Sequence[Array], right: Sequence[Array]) -> list[Array]:
-    """Return the sums of limb products for each power, with six matrix products (Karatsuba)."""
+    """Return the products of limbs, added up by power of 2**LIMB (Karatsuba)."""
     a, b, c = (x @ y for x, y in zip(left, right, strict=True))
     (a0, a1, a2), (b0, b1, b2) = left, right
     return [
@@ -177,7 +179,7 @@ def _limb_products(left: Sequence[Array], right: Sequence[Array]) -> list[Array]
 
 
 def add_at(size: int, where: Array, x: Array) -> Array:
-    """Return `size` sums; element k of x is a term of sum where[k]."""
+    """Return `size` sums: x[k] is added to the sum at where[k]."""
     assert x.size < 1 << 32, "a sum of limbs would not be exact"
     sums = [np.bincount(where, weights=limb, minlength=size) for limb in limbs(x)]
     return from_limbs(sums)
@@ -198,17 +200,17 @@ def key_of(name: object) -> int:
 def hashed(name: object, *xs: Array) -> Array:
     """Return a keyed hash of each tuple of elements.
 
-    A function that the field lacks, such as `exp`, becomes a random function of its arguments:
-    equal arguments give equal results, and results for others are independent.
+    The field has no `exp`, for example. A hash stands for it: equal arguments have equal results,
+    and the results of different arguments are independent random elements.
     """
     h: Array = np.asarray(np.uint64(key_of(name)))
     with np.errstate(over="ignore"):
         for x in xs:
             h = _mixed((h * np.uint64(0x9E3779B97F4A7C15)) ^ x)
-        # one more round: without it, results for one argument would differ by a bijection only
+        # without this round, the hashes of two names would differ only by a bijection
         return _folded(_mixed(h + np.uint64(0x632BE59BD9B4E019)))
 
 
 def random_elements(generator: np.random.Generator, shape: Sequence[int]) -> Array:
-    """Draw uniform elements."""
+    """Draw elements from the uniform distribution."""
     return generator.integers(0, P, tuple(shape), np.uint64)

@@ -1,13 +1,14 @@
 """Values of an evaluated program: floats as field elements with shadows, other arrays unchanged.
 
-    Real        array of floats: elements of the field, and a float64 shadow of a real run
-    Complex     array of complex numbers: a pair of those
-    Unknown     value that depends on an equation without a rule, and the reason
-    np.ndarray  integers and booleans, which are exact; random keys are arrays of JAX
+    Real        array of floats: elements of the field, and shadows, their values in float64
+    Complex     array of complex numbers: two `Real` parts
+    Unknown     value that depends on an equation without a rule
+    np.ndarray  integers and booleans, which are exact
+    jax.Array   random keys
 
-Elements decide if two values are equal. Shadows decide everything that depends on an order:
-comparisons, maxima, sorts, branches and loops. If only rounding decides, `NearTie` asks for another
-point.
+Elements decide if two values are equal. Shadows decide comparisons, maxima, sorts, branches and
+loops, because the field has no order. `NearTie` is raised if two shadows differ by no more than
+rounding: the comparison then draws another point.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from dtrans.verification.field import Array
 from dtrans.verification.rationals import elements_of, exact_elements
 
 
-NEAR = 1e-9  # largest relative distance between two shadows that rounding may explain
+NEAR = 1e-9  # largest relative difference between two shadows that may come from rounding
 
 
 class UnfollowedError(Exception):
-    """Equation without a rule in the field; the report lists it, with the reason."""
+    """Equation without a rule in the field; the message is the reason, which the report lists."""
 
 
 class NearTie(Exception):
@@ -44,10 +45,11 @@ _by_elements = contextvars.ContextVar("_by_elements", default=False)
 
 @contextlib.contextmanager
 def ties_by_elements() -> Iterator[None]:
-    """Decide near ties by the order of elements: arbitrary, but the same in two equal programs.
+    """Within this context, decide near ties by elements instead of raising `NearTie`.
 
-    Some optimizers have ties at every point: the root of a mean of squares of signs, and the bound
-    1. A difference found in this way may come from such a decision, so it proves nothing.
+    The order of elements is arbitrary, but the same in two equal programs. Some optimizers have a
+    tie at every point: they compare the root mean square of signs with the bound 1. A difference
+    that is found in this context may come from such a decision, so it proves nothing.
     """
     token = _by_elements.set(True)
     try:
@@ -60,7 +62,7 @@ def ties_by_elements() -> Iterator[None]:
 class Real:
     """Array of floats.
 
-    Invariant: where the shadow is an infinity or NaN, the element is the fixed one for that.
+    Invariant: if a shadow is inf, -inf or NaN, its element is the constant for this value.
 
     Attributes:
       elements: elements of the field, uint64.
@@ -94,7 +96,7 @@ class Complex:
 
     @property
     def shadow(self) -> Array:
-        """The shadows of both parts, as complex numbers."""
+        """Shadows of both parts, as an array of complex numbers."""
         both: Array = self.real.shadow.astype(np.complex128)
         both.imag = self.imag.shadow
         return both
@@ -105,7 +107,7 @@ class Unknown:
     """Value that depends on an equation without a rule.
 
     Attributes:
-      why: the primitive without a rule, with the user's line.
+      why: name of the primitive without a rule, with the user's line.
     """
 
     why: str
@@ -113,11 +115,11 @@ class Unknown:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Replicas(Unknown):
-    """Ranks' copies of one value that differ but must agree.
+    """Copies of a value on the ranks that should be equal, but differ.
 
     Attributes:
       copies: the copy of each rank.
-      axes: axes of the mesh by name, with their sizes; ranks are in row-major order.
+      axes: size of each mesh axis, by name; ranks are in row-major order.
     """
 
     copies: tuple[Any, ...] = ()
@@ -125,7 +127,7 @@ class Replicas(Unknown):
 
 
 def real(elements: Array, shadow: Any) -> Real:
-    """Return a `Real`, with the fixed elements of infinities and NaN where the shadow has them."""
+    """Return a `Real`; shadows that are inf, -inf or NaN get the constant elements of these."""
     shadow = np.asarray(shadow, np.float64)
     finite = np.isfinite(shadow)
     if not finite.all():
@@ -134,12 +136,14 @@ def real(elements: Array, shadow: Any) -> Real:
 
 
 def _not_finite(shadow: Array) -> Array:
-    plus, minus, nan = (elements_of(x, np.float64) for x in (np.inf, -np.inf, np.nan))
-    return np.where(np.isnan(shadow), nan, np.where(shadow > 0, plus, minus))
+    infinite = np.where(
+        shadow > 0, elements_of(np.inf, np.float64), elements_of(-np.inf, np.float64)
+    )
+    return np.where(np.isnan(shadow), elements_of(np.nan, np.float64), infinite)
 
 
 def lifted(x: Any, dtype: Any) -> Any:
-    """Return an array of a program as a value: a `Real` or `Complex` for floats."""
+    """Convert an array of a program to a value: floats become `Real` or `Complex`."""
     if not hasattr(x, "dtype"):
         x = np.asarray(x, dtype)
     if is_complex(dtype):
@@ -153,7 +157,7 @@ def lifted(x: Any, dtype: Any) -> Any:
 
 
 def exact(x: Array, dtype: Any) -> Any:
-    """Return an array as a value with exact floats: they stand for no simpler rational."""
+    """Convert an array to a value, as `lifted`, but with the exact rational value of each float."""
     if not is_float(dtype):
         return x
     shadow = x.astype(np.float64)
@@ -161,13 +165,13 @@ def exact(x: Array, dtype: Any) -> Any:
 
 
 def from_integers(x: Array) -> Real:
-    """Return integers or booleans as floats."""
+    """Convert integers or booleans to floats."""
     return Real(elements_of(x, np.int64), np.asarray(x).astype(np.float64))
 
 
 @functools.lru_cache(256)
 def is_float(dtype: Any) -> bool:
-    """Return True for the dtypes of floats, narrow ones included."""
+    """Return True for floating-point dtypes, including bfloat16 and float8."""
     return bool(jnp.issubdtype(dtype, jnp.floating))
 
 
@@ -179,9 +183,9 @@ def is_complex(dtype: Any) -> bool:
 
 def is_key(x: Any) -> bool:
     """Return True for an array of random keys."""
-    return not isinstance(x, (np.ndarray, Real, Complex)) and _is_key_type(
-        getattr(x, "dtype", np.dtype(int))
-    )
+    if isinstance(x, (np.ndarray, Real, Complex)):
+        return False
+    return _is_key_type(getattr(x, "dtype", np.dtype(int)))
 
 
 @functools.lru_cache(256)
@@ -190,14 +194,13 @@ def _is_key_type(dtype: Any) -> bool:
 
 
 def same(x: Any, y: Any) -> bool:
-    """Return True if two values are equal: floats as elements, all other arrays bit for bit."""
+    """Return True if two values are equal: floats by elements, other arrays bit for bit."""
     if isinstance(x, Real) and isinstance(y, Real):
         return x.shape == y.shape and bool(np.array_equal(x.elements, y.elements))
     if isinstance(x, Complex) and isinstance(y, Complex):
         return same(x.real, y.real) and same(x.imag, y.imag)
     if is_key(x) and is_key(y):
-        words = [np.asarray(jax.random.key_data(key)) for key in (x, y)]
-        return same(*words)
+        return same(np.asarray(jax.random.key_data(x)), np.asarray(jax.random.key_data(y)))
     if is_key(x) or is_key(y):
         return False
     if isinstance(x, (Real, Complex, Unknown)) or isinstance(y, (Real, Complex, Unknown)):
@@ -206,10 +209,11 @@ def same(x: Any, y: Any) -> bool:
 
 
 def ordered(x: Real, y: Real) -> tuple[Array, Array]:
-    """Return the mask of equal entries, and the mask of entries with a smaller x.
+    """Return the mask of entries with x == y, and the mask of entries with x < y.
 
     Raises:
-      NearTie: elements differ and shadows do not; not within `ties_by_elements`.
+      NearTie: two elements differ, but their shadows are nearly equal. `ties_by_elements` prevents
+        this.
     """
     equal = (x.elements == y.elements) & ~np.isnan(x.shadow) & ~np.isnan(y.shadow)
     with np.errstate(invalid="ignore"):
@@ -225,24 +229,23 @@ def ordered(x: Real, y: Real) -> tuple[Array, Array]:
 
 
 def take(x: Real, where: Any) -> Real:
-    """Return a part of an array, by an index of NumPy."""
+    """Return `x[where]`, for any index of NumPy."""
     return Real(np.asarray(x.elements[where]), np.asarray(x.shadow[where]))
 
 
 def choose(condition: Array, x: Real, y: Real) -> Real:
     """Return x where the condition holds, else y."""
-    return Real(
-        np.where(condition, x.elements, y.elements), np.where(condition, x.shadow, y.shadow)
-    )
+    elements = np.where(condition, x.elements, y.elements)
+    return Real(elements, np.where(condition, x.shadow, y.shadow))
 
 
 def hashed(name: object, *xs: Any, shadow: Any) -> Real:
-    """Return the values of a function that the field lacks: a keyed hash of its arguments.
+    """Evaluate a function that the field lacks, as a keyed hash of its arguments.
 
     Args:
       name: name of the function.
       xs: its arguments.
-      shadow: its values in floats.
+      shadow: its values in float64.
     """
     arguments = [x.elements if isinstance(x, Real) else elements_of(x, np.int64) for x in xs]
     return real(np.broadcast_to(field.hashed(name, *arguments), np.shape(shadow)), shadow)

@@ -1270,7 +1270,7 @@ def test_each_trainer_is_on_its_device_and_all_have_the_state() -> None:
 "is '8'"),
         (dict(compress_scale=8.0), "compress_scale=8.0 needs compress='bf16' or 'fp16', it is "
 "None"),
-        (dict(unsplit_inputs="x"), "unsplit_inputs='x' must be a collection of names of batch "
+        (dict(unsplit_inputs="x"), "unsplit_inputs='x' must be a list of names of batch "
 "arrays"),
         (dict(unsplit_inputs=("z",)), "unsplit_inputs names 'z', expected an array of the batch: x, y"),
         (dict(merge={"loss": "median"}), r"merge\['loss'\] must be 'mean', 'sum', .*, it is "

@@ -140,7 +140,10 @@ def test_more_arguments_than_parameters_are_refused():
     def one(a):
         return a
 
-    with pytest.raises(TraceError, match="one takes 1 positional arguments, 2 were given"):
+    with pytest.raises(
+        TraceError,
+        match="one has 1 positional parameters; dtrans.trace was called with 2 arguments",
+    ):
         dtrans.trace(one, jnp.ones(1), jnp.ones(1))
 
 

@@ -741,7 +741,8 @@ def test_a_step_without_an_optimizer_is_refused(programs: Any) -> None:
 
     main = dtrans.trace(step, params, tx.init(params), *mlp_batch(8, SIZES))
     with pytest.raises(
-        GradientError, match="^no gradient was found in step: none of its parameters .* Use dtrans"
+        GradientError,
+        match="^no gradient was found in step: none of its parameters .* Take gradients with dtrans",
     ):
         transpiled(programs, program=main)
 

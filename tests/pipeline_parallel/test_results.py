@@ -508,7 +508,7 @@ def test_one_tag_of_two_summaries_is_named():
         summary.histogram("tag", p)
         return jnp.mean((p - y) ** 2)
 
-    with pytest.raises(ConfigError, match="the tag tag names a scalar and a histogram"):
+    with pytest.raises(ConfigError, match="the tag tag is used by a scalar and a histogram"):
         planned(job_of(loss, has_aux=False))
 
 

@@ -167,7 +167,7 @@ def test_a_mapped_dimension_comes_first_and_is_counted():
         ),
         (
             lambda: summary.histogram("h", jax.random.key(0)),
-            "the histogram h is key.* must be real numbers",
+            "the histogram h is key.* expected real numbers",
         ),
         (
             lambda: summary.histogram("h", jnp.ones((0, 2))),
@@ -448,14 +448,14 @@ def test_two_writers_of_one_folder_do_not_overwrite_each_other(tmp_path):
         (
             {"s": np.ones(2)},
             [Summary("s", "scalar")],
-            r"the scalar s is float64\[2\]; expected of \(0,\) dimensions",
+            r"the scalar s is float64\[2\]; expected a value with ndim in \(0,\)",
         ),
         (
             {"i": np.ones((2, 2, 1), int)},
             [Summary("i", "image")],
             "expected floats from 0 to 1, or uint8",
         ),
-        ({"a": np.ones(())}, [Summary("a", "audio")], r"must be of \(1, 2, 3\) dimensions"),
+        ({"a": np.ones(())}, [Summary("a", "audio")], r"expected a value with ndim in \(1, 2, 3\)"),
     ],
 )
 def test_what_cannot_be_written_is_named(tmp_path, values, specs, message):

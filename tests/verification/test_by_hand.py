@@ -354,14 +354,14 @@ def _constrained(mesh: Any) -> Any:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (_sharded, r"sgd_step has no shard_map in its jaxpr. XLA shards it by jit"),
+        (_sharded, r"sgd_step has no shard_map in its jaxpr \(it is sharded by jit\)"),
         (
             _constrained,
-            r"XLA shards it by sharding_constraint.* XLA adds its collectives when it compiles",
+            r"sharded by sharding_constraint\), so XLA would insert the collectives",
         ),
         (
             lambda mesh: sgd_step,
-            r"has no shard_map in its jaxpr. XLA adds .*; write .* with jax.shard_map",
+            r"has no shard_map in its jaxpr, so XLA .*; write .* with jax.shard_map",
         ),
     ],
     ids=["jit with shardings", "constraint", "one device"],
@@ -374,7 +374,7 @@ def test_programs_without_collectives_are_refused(make: Any, words: str) -> None
 
 def test_another_structure_is_refused() -> None:
     with pytest.raises(
-        TraceError, match=r"lambda returns .*, sgd_step returns .*; let both return the same"
+        TraceError, match=r"lambda returns .*, but sgd_step returns .*; both must return the same"
     ):
         dtrans.verify(lambda *args: of_global_loss(scale=1)(*args)[0], sgd_step, *SGD_ARGS)
 

@@ -95,9 +95,8 @@ class SummaryWriter:
         if array.dtype.kind not in "biuf":  # NumPy itself lacks some types, such as bfloat16
             array = array.astype(np.float32)
         ranks = {SCALAR: (0,), IMAGE: (3, 4), AUDIO: (1, 2, 3)}.get(s.kind)
-        require(
-            ranks is None or array.ndim in ranks, s.kind, s.tag, array, f"of {ranks} dimensions"
-        )
+        is_valid = ranks is None or array.ndim in ranks
+        require(is_valid, s.kind, s.tag, array, f"a value with ndim in {ranks}")
         if s.kind == SCALAR:
             self._writer.add_scalar(s.tag, float(array), step)
         elif s.kind == HISTOGRAM:

@@ -106,7 +106,7 @@ def test_a_loader_without_a_job() -> None:
     part = dtrans.shard_batch({"x": given["x"], "rate": rate}, 1, 2)
     assert distance(part["x"], given["x"][3:]) == 0 and part["rate"] is rate
     assert dtrans.shard_batch(given["y"], 0, 3, axis=1).shape == (3, 2)
-    with pytest.raises(BatchError, match="x has 6 rows, which 4 processes do not divide"):
+    with pytest.raises(BatchError, match="x has 6 rows, which do not divide among 4 processes"):
         dtrans.shard_batch({"x": given["x"]}, 0, 4)
     with pytest.raises(ConfigError, match="number must be one of the parts 0 to 1"):
         dtrans.shard_batch(given, 2, 2)
