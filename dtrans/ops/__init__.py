@@ -1,26 +1,26 @@
-"""Communication as equations.
+"""Communication as equations of programs.
 
-Each primitive here has a type: it can be inspected, counted, costed, moved and tested. A program
-with one cannot run until a realiser (`dtrans.run`) carries it out. Each collective among trainers
-has its own file, and so has each other family:
+Each primitive defines the types of its results, so a program with communication can be inspected,
+costed, transformed and tested. It runs only with a realiser (`dtrans.run`), which implements the
+primitives.
 
-rpc               send, recv and their barriers: the parameter-server protocol of a trainer
-lookup            split_ids, prefetch, send_rows, fake_init, init_on_use: tables by rows
-split_concat      split_byref and concat: a leaf to its blocks and back
-listen_and_serv   a full parameter server as one equation
+rpc               send, recv and their barriers: a trainer's messages to parameter servers
+lookup            split_ids, prefetch, send_rows, fake_init, init_on_use: rows of tables
+split_concat      split_byref and concat: a leaf to its blocks, and back
+listen_and_serv   a parameter server as one equation
 bootstrap         gen_nccl_id, broadcast: trainers connect, and start with equal values
-collective        record of a collective: type, lowering, meaning in NumPy, exchange through servers
-all_reduce        parts of a value, combined among servers, or among trainers on an axis
-reduce_scatter    a sum; each trainer gets a piece
-all_gather        parts of all trainers, concatenated
-all_to_all        rows exchanged among shards
-after             an array, once another exists
+collective        `Collective`, the definition of a collective, and `new_collective`
+all_reduce        reduction of all parts of a value; all get the result
+reduce_scatter    sum of the trainers' parts; each trainer gets a piece
+all_gather        concatenation of the trainers' parts
+all_to_all        exchange of rows among shards
+after             an array that is available only after another array
 trainer_index     index of a trainer
-exact_sum         sums whose bits do not depend on the placement of their parts
+exact_sum         sums whose bits do not depend on the order and placement of the numbers
 moved_rows        rows that the host moves by their ids, in steps traced for verification
 
-A new collective is a new file that calls `new_collective`; another family calls `communication`. A
-realiser refuses unknown primitives by name.
+A new collective is a file that calls `new_collective`; other primitives call `communication`. A
+realiser raises an error for a primitive that it does not implement.
 """
 
 from dtrans.ops.after import after_p as after_p

@@ -1,9 +1,10 @@
-"""After: an array, once another exists.
+"""After: an array that is available only after another array.
 
     x = after x, y   []
 
-A gather of the result cannot start earlier, nor merge with an equal gather elsewhere. A gathered
-array can then be freed, and gathered again.
+The result equals `x`, but depends on `y`. So a gather of the result starts after `y` is computed,
+and XLA cannot merge it with an earlier gather of `x`. A gathered array can therefore be freed, and
+gathered again later.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from dtrans.ops.primitive import communication
 
 
 def _over_axis(x: jax.Array, y: jax.Array) -> Sequence[Any]:
-    """Return `x` after a barrier.
+    """Return `x` with a dependency on `y`.
 
-    XLA keeps `optimization_barrier`, except on CPUs, where it removes it before it merges equal
-    equations.
+    On CPUs, XLA removes `optimization_barrier` before it merges equal equations.
     """
     return [jax.lax.platform_dependent(x, y, cpu=_after_on_cpu, default=_after_elsewhere)]
 
 
 def _after_on_cpu(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Return `x` by a selection that is always true, which XLA cannot know since it reads `y`."""
+    """Return `x` by a selection whose condition reads `y`; XLA cannot know that it is always
+    true."""
     one = jax.lax.slice(y, (0,) * y.ndim, (1,) * y.ndim).reshape(()).astype(jnp.float32)
     return jnp.where(jnp.logical_or(one == one, one != one), x, jnp.zeros_like(x))
 
@@ -37,7 +38,7 @@ def _after_elsewhere(x: jax.Array, y: jax.Array) -> jax.Array:
     return result
 
 
-# Under vmap a barrier would add the batch axis of `y` to `x`, which all groups share.
+# Under vmap a barrier would add the mapped axis of `y` to `x`, which is the same for all trainers.
 after_p = communication(
     "after", lambda x, y: [x], over_axis=_over_axis, under_vmap=lambda x, y: [x]
 )

@@ -1,4 +1,4 @@
-"""All-gather: the parts of all trainers on an axis, concatenated along a dimension.
+"""All-gather: the parts of all trainers on the axes `over`, concatenated along dimension `axis`.
 
 x... = all_gather x...   [name, over, size, axis]
 """
@@ -19,7 +19,7 @@ def _over_axis(*xs: Any, over: tuple[str, ...], axis: int, **_: Any) -> Sequence
 
 
 def _under_vmap(*xs: Any, over: tuple[str, ...], axis: int, **_: Any) -> Sequence[Any]:
-    """Gather over one axis after the other, innermost first: vmap refuses several at once."""
+    """Gather over one axis after the other, innermost first; vmap does not support several axes."""
     parts = list(xs)
     for name in reversed(over):
         parts = [jax.lax.all_gather(x, name, axis=axis, tiled=True) for x in parts]

@@ -1,13 +1,13 @@
-"""All-reduce: parts of a value, combined.
+"""All-reduce: reduction of all parts of a value; all participants get the result.
 
     x... = all_reduce x...   [op, name, owners, over]
 
-Among servers `over` has their endpoints. Each of them has this equation, with one operand and the
-same `name`, and gets the same result: the operands of `owners`, combined by `op` in their order. A
-server that is not an owner has no rows to reduce; its operand is ignored. A single owner makes it a
-broadcast.
+Among servers, `over` lists their endpoints. Each server runs this equation with one operand and the
+same `name`. The result is the reduction of the operands of `owners`, in their order. Other servers
+have no rows to reduce, and their operands are ignored. With a single owner it is a broadcast.
 
-Among trainers `over` has the names of their mesh axes, and `owners` is empty: all have parts.
+Among trainers, `over` lists the names of their mesh axes. `owners` is empty, because all trainers
+have parts.
 
 Source: the all-reduce of MPI; in Paddle, `c_allreduce_{sum,prod,max,min}`
 (paddle/fluid/operators/collective).
@@ -29,7 +29,7 @@ from dtrans.ops.exact_sum import joined
 
 LAYERS = "layers"  # name of gradient reductions inside a loop over layers
 
-# operation to the function of `jnp` and `np` that combines two parts
+# reduction to the name of the function of `jnp` and `np` that combines two parts
 COMBINE: Mapping[str, str] = {
     "sum": "add",
     "prod": "multiply",
@@ -43,7 +43,7 @@ EXACT = "exact_sum"  # sum of parts of `dtrans.ops.exact_sum`
 
 
 def combine(op: str, parts: Sequence[Any], xp: Any = jnp) -> Any:
-    """Combine the parts of a reduction in their order; parts are arrays of `xp`."""
+    """Reduce parts in order; `xp` is the module of their arrays, `jnp` or `np`."""
     if op == EXACT:
         return functools.reduce(joined, parts)
     return functools.reduce(getattr(xp, COMBINE[op]), parts)
@@ -51,15 +51,10 @@ def combine(op: str, parts: Sequence[Any], xp: Any = jnp) -> Any:
 
 @functools.cache
 def identity_of(op: str, shape: tuple[int, ...], dtype: Any) -> Callable[[], jax.Array]:
-    """Return a function that returns the identity of a reduction."""
+    """Return a function that returns an array of the identity element of a reduction."""
     kind = np.dtype(dtype)
     if op in ("max", "min"):
-        if jnp.issubdtype(kind, np.inexact):
-            low, high = -np.inf, np.inf
-        else:
-            low, high = (
-                (False, True) if kind.kind == "b" else (jnp.iinfo(kind).min, jnp.iinfo(kind).max)
-            )
+        low, high = _bounds(kind)
         value: Any = low if op == "max" else high
     elif op == "and":
         value = np.invert(np.zeros((), kind))  # all bits
@@ -70,6 +65,15 @@ def identity_of(op: str, shape: tuple[int, ...], dtype: Any) -> Callable[[], jax
         return jnp.full(shape, value, dtype)
 
     return fn
+
+
+def _bounds(dtype: Any) -> tuple[Any, Any]:
+    """Return the smallest and the largest number of a dtype."""
+    if jnp.issubdtype(dtype, np.inexact):
+        return -np.inf, np.inf
+    if dtype.kind == "b":
+        return False, True
+    return jnp.iinfo(dtype).min, jnp.iinfo(dtype).max
 
 
 _REDUCE: dict[str, Callable[..., Any]] = {
@@ -96,8 +100,9 @@ def _over_axis(*xs: Any, op: str, over: tuple[str, ...], **_: Any) -> Sequence[A
     if op in _REDUCE:
         reduced: Sequence[Any] = _REDUCE[op](xs, over)
         return reduced
-    # XLA has no collective for products and bits on all backends, and such values are small. One
-    # axis after the other: vmap refuses a gather over several.
+    # Not every backend of XLA has a collective for products and bitwise reductions. These values
+    # are small, so they are gathered, over one axis after the other because vmap does not support
+    # several axes.
     parts: Sequence[Any] = xs
     for name in reversed(over):
         parts = [combine(op, list(jax.lax.all_gather(x, name))) for x in parts]

@@ -1,9 +1,9 @@
-"""All-to-all: rows exchanged among shards.
+"""All-to-all: an array sharded along one dimension becomes sharded along another.
 
     x... = all_to_all x...       [name, over, size, cut, joined]
 
 The operand is sharded along dimension `joined` over the `size` shards on the axes `over`; the
-result is sharded along `cut`. Every shard sends each other one a `size`-th of its operand.
+result is sharded along `cut`. Each shard sends 1/`size` of its operand to each other shard.
 Dimension `cut` is a multiple of `size`.
 
 Source: `MPI_Alltoall`; EPL's exchange of tokens among experts (epl/ops, `all_to_all` around

@@ -1,11 +1,12 @@
-"""Collectives among trainers: one record has all that the package knows of one.
+"""Collectives among trainers: a `Collective` defines everything that dtrans needs of one.
 
     x... = NAME x...   [name, over, size?, PARAMS...]
 
-`over` has the names of the trainers' mesh axes. An equation takes several operands, each by itself.
-`size`, the number of trainers, is present if types depend on it, and PARAMS define the operation. A
-new collective is a file of this folder that calls `new_collective`, and a line in `__init__`.
-Programs with it are then lowered, counted and verified, and parameter servers carry it out.
+`over` lists the names of the trainers' mesh axes. An equation may have several operands; the
+collective is applied to each of them. `size` is the number of trainers, present if types depend on
+it. PARAMS define the operation. A new collective is a file of this folder that calls
+`new_collective`, and a line in `__init__`. Then programs with it can be lowered, costed and
+verified, and parameter servers can execute it.
 """
 
 from __future__ import annotations
@@ -15,27 +16,28 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dtrans._jax import Atom, JaxprEqn, Primitive
+from dtrans.ir.selection import values_at
 from dtrans.ops.primitive import Lowering, communication
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Collective:
-    """Record of a collective.
+    """Definition of a collective.
 
     Attributes:
-      primitive: primitive of its equations, with the lowering over named axes (`OVER_AXIS`,
-        `UNDER_VMAP`).
-      params: parameters that define the operation: a reduction, or dimensions.
-      type_of: type of a result, from that of its operand, the number of trainers, and the values of
-        `params`.
-      fits: returns True if the values of `params`, from a message, suit a shape and a number of
-        trainers.
-      result: result of one trainer, called as `result(parts, mine, xp, *params)`. `parts` are the
-        operands of all trainers in order, `mine(x, axis)` returns this trainer's piece of an
-        array, `xp` is `jnp` or `np`.
+      primitive: primitive of its equations. `OVER_AXIS` and `UNDER_VMAP` have its lowerings.
+      params: names of the parameters that define the operation: a reduction, or dimensions.
+      type_of: function of (operand type, number of trainers, *values of `params`) that returns the
+        type of the result.
+      fits: function of (shape, number of trainers, *values of `params`) that returns True if the
+        values, which come from a message, are valid.
+      result: function of (parts, mine, xp, *values of `params`) that returns the result of one
+        trainer. `parts` are the operands of all trainers in order, `mine(x, axis)` returns this
+        trainer's piece of an array, and `xp` is `jnp` or `np`.
       same_for_all: True if all trainers get the same result.
-      reduces: True if a result combines the parts of all trainers entry by entry.
-      counts_results: True if bytes of results are counted, as for a gather; else bytes of operands.
+      reduces: True if the result is an elementwise reduction of the trainers' parts.
+      counts_results: True if its traffic is the size of the results, as for a gather; False if it
+        is the size of the operands.
     """
 
     primitive: Primitive
@@ -67,18 +69,18 @@ def new_collective(
 ) -> Primitive:
     """Register a collective, and return its primitive.
 
-    Other arguments are those of `Collective`.
+    The arguments without a description are attributes of `Collective`.
 
     Args:
-      over_axis, under_vmap: lowering, as in `communication`.
-      check: asserts further conditions of operands and parameters.
+      over_axis, under_vmap: lowerings, as in `communication`.
+      check: function of the operands' types and the parameters that asserts further conditions.
     """
 
     def types(*operands: Any, **values: Any) -> list[Any]:
         if check is not None:
             check(*operands, **values)
         size = values.get("size", 0)
-        chosen = [values[n] for n in params]
+        chosen = values_at(values, params)
         return [type_of(x, size, *chosen) for x in operands]
 
     primitive = communication(name, types, over_axis=over_axis, under_vmap=under_vmap)
@@ -91,27 +93,33 @@ def new_collective(
 
 
 def collective_of(eqn: JaxprEqn) -> Collective | None:
-    """Return the record of a collective equation; None for any other equation."""
+    """Return the definition of a collective equation; None for any other equation."""
     found: Collective | None = getattr(eqn.primitive, "collective", None)
     return found
 
 
 def moved_values(eqn: JaxprEqn) -> Sequence[Atom]:
-    """Return the values whose bytes a collective moves: results of a gather, else operands."""
+    """Return the values whose sizes are a collective's traffic (`Collective.counts_results`)."""
     record = collective_of(eqn)
     assert record is not None, eqn.primitive
     return eqn.outvars if record.counts_results else eqn.invars
 
 
 def way_of(eqn: JaxprEqn) -> tuple[Any, ...]:
-    """Return the collective and its parameters, for an exchange through servers (`exchange`)."""
+    """Return a collective as (name, *values of its `params`), as in `how` of `exchange`."""
     record = collective_of(eqn)
     assert record is not None, eqn.primitive
     return eqn.primitive.name, *(eqn.params[n] for n in record.params)
 
 
 def is_way(way: Any, shape: Sequence[int], trainers: int) -> bool:
-    """Return True if a value from a message is a way of a collective for a shape."""
+    """Return True if a value from a message is a valid result of `way_of`.
+
+    Args:
+      way: the value.
+      shape: shape of the operand.
+      trainers: number of trainers.
+    """
     if not isinstance(way, list) or not way or not isinstance(way[0], str):
         return False
     name, *values = way

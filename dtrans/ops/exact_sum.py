@@ -1,23 +1,24 @@
-"""Sums whose bits depend neither on the placement of the numbers nor on the order of their parts.
+"""Sums whose bits depend neither on the placement of the numbers nor on the order of additions.
 
-Each number is cut at fixed places into digits: those of the largest number, and some below. Digits
-of one place are added as integers, which is exact. Parts are combined by adding digits of one
-place, from that of the largest number of all. Digits too far below it are dropped, as they would
-have been in a single part.
+The numbers are written in a positional system with digits of several bits. A sum has a fixed number
+of digits: the leading digit of its largest number, and the digits below it. Lower digits are
+dropped. The digits at one position are added as integers, which is exact. A *part* is the sum of
+some of the numbers in this form. Two parts are added digit by digit, starting at the leading digit
+of the larger part. Lower digits are dropped, as they would be if all numbers were in one part.
 
-    2.5 + 0.007 with three decimal digits     2 + 0, 5 + 0, 0 + 0     at places 0, -1, -2
+    2.5 + 0.007 with three decimal digits     2 + 0, 5 + 0, 0 + 0     at positions 0, -1, -2
 
-The error of a sum is at most `n * 2 ** -32` of its largest number (float64: `2 ** -72`), plus its
-own rounding; see Demmel and Nguyen, "Parallel Reproducible Summation" (2015).
+For n numbers the error is at most `n * 2 ** -32` of the largest number (float64: `2 ** -72`), plus
+the rounding of the result. See Demmel and Nguyen, "Parallel Reproducible Summation" (2015).
 
-A part is a vector of integers: the place of its first digit, flags of infinities and NaN, and
-digits.
+A part is stored as a vector of integers: position of its leading digit, flags for infinities and
+NaN, digits.
 
-    part  = exact_part x            the numbers (n,)
-    part  = exact_join part part    parts of several sums, concatenated
-    total = exact_total part
+    part  = exact_part x            part of the numbers x, of shape (n,)
+    part  = exact_join part part    addition of parts, or of several concatenated parts
+    total = exact_total part        the sum, rounded to a float
 
-The three are primitives, so that a reader of a program sees a sum instead of bits
+They are primitives, so that analyses of a program see a sum instead of operations on bits
 (`dtrans.verification.exact_rules`).
 """
 
@@ -36,14 +37,14 @@ from dtrans._jax import ShapedArray, new_primitive
 
 @dataclasses.dataclass(frozen=True)
 class DigitFormat:
-    """Format of digits for one type of numbers.
+    """Format of the parts of sums of one dtype.
 
     Attributes:
-      bits: bits of a digit.
+      bits: number of bits of a digit.
       count: number of digits in a part.
-      integer: type of integers.
-      mantissa: bits of a number behind its exponent.
-      bias: bias of the exponent.
+      integer: dtype of parts, an integer type.
+      mantissa: number of mantissa bits of the summed dtype.
+      bias: bias of its exponent.
     """
 
     bits: int
@@ -54,7 +55,7 @@ class DigitFormat:
 
     @property
     def size(self) -> int:
-        """Length of a part."""
+        """Length of the vector of a part."""
         return 2 + self.count
 
 
@@ -62,34 +63,34 @@ DIGITS = {
     "float32": DigitFormat(8, 5, "int32", 23, 127),
     "float64": DigitFormat(24, 4, "int64", 52, 1023),
 }
-MOST = 1 << 22  # numbers in a sum whose digits do not overflow
+MOST = 1 << 22  # largest number of numbers in a sum, for which digits do not overflow
 
-_PLUS, _MINUS = 1, 2  # infinities; NaN is both
+_PLUS, _MINUS = 1, 2  # flags of inf and -inf; NaN has both
 
 
 def part_type(dtype: Any) -> ShapedArray:
-    """Return the type of a part of a sum of numbers with this type."""
+    """Return the type of a part of a sum of numbers with this dtype."""
     d = DIGITS[np.dtype(dtype).name]
     return ShapedArray((d.size,), np.dtype(d.integer))
 
 
 def part_of(x: jax.Array) -> jax.Array:
-    """Return the part of a sum of the numbers `(n,)`."""
+    """Return the sum of numbers of shape (n,) as a part."""
     return exact_part_p.bind(x)
 
 
 def joined(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Combine two parts, each of several sums, concatenated."""
+    """Add two parts; each may be the concatenated parts of several sums."""
     return exact_join_p.bind(a, b)
 
 
 def sum_of(part: jax.Array) -> jax.Array:
-    """Return the sum of a part as a number."""
+    """Round a part to a float."""
     return exact_total_p.bind(part)
 
 
 def _cut_numbers(x: jax.Array) -> jax.Array:
-    """Cut numbers into digits, and add those of one place."""
+    """Split numbers into digits, and add up the digits at each position."""
     d = DIGITS[x.dtype.name]
     low, high = (jnp.asarray(bound, x.dtype) for bound in (-jnp.inf, jnp.inf))
     largest, least = jax.lax.reduce((x, x), (low, high), _outermost, (0,))
@@ -97,7 +98,8 @@ def _cut_numbers(x: jax.Array) -> jax.Array:
     kinds = jnp.where(jnp.isnan(largest), _PLUS | _MINUS, kinds)
     exponent = jax.lax.bitcast_convert_type(jnp.maximum(largest, -least), d.integer) >> d.mantissa
     place = exponent // d.bits
-    y = x * _power(d.bias - d.bits * place, x.dtype)  # below one digit
+    # scale the numbers so that the leading digit is the integer part of the largest
+    y = x * _power(d.bias - d.bits * place, x.dtype)
     cut = [jnp.trunc(y * float(1 << d.bits * k)) for k in range(d.count)]
     digits = [cut[0], *(low - high * (1 << d.bits) for high, low in itertools.pairwise(cut))]
     sums = jax.lax.reduce(
@@ -118,17 +120,17 @@ def _added(a: Any, b: Any) -> tuple[jax.Array, ...]:
 
 
 def _add_digits(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Add the digits of two parts, from the place of the larger number."""
+    """Add two parts, starting at the leading digit of the larger part."""
     d = digit_format(a.dtype)
     a, b = (x.reshape(-1, d.size) for x in (a, b))
     place = jnp.maximum(a[:, :1], b[:, :1])
-    return jnp.concatenate(
-        [place, a[:, 1:2] | b[:, 1:2], _moved(a, place, d) + _moved(b, place, d)], 1
-    ).ravel()
+    kinds = a[:, 1:2] | b[:, 1:2]
+    digits = _align(a, place, d) + _align(b, place, d)
+    return jnp.concatenate([place, kinds, digits], 1).ravel()
 
 
 def _round_digits(part: jax.Array) -> jax.Array:
-    """Round the digits of a part to a number."""
+    """Round a part to a float."""
     d, dtype = digit_format(part.dtype), _summed_type(part.dtype)
     place, kinds, *digits = part
     below, carry = jnp.zeros((), dtype), jnp.zeros((), d.integer)
@@ -139,28 +141,26 @@ def _round_digits(part: jax.Array) -> jax.Array:
     scaled = (digits[0] + carry).astype(dtype) + below
     by = d.bits * place - d.bias
     found = scaled * _power(by // 2, dtype) * _power(by - by // 2, dtype)
-    odd = jnp.where(kinds == _PLUS, jnp.inf, jnp.where(kinds == _MINUS, -jnp.inf, jnp.nan)).astype(
-        dtype
-    )
-    return jnp.where(kinds == 0, found, odd)
+    not_finite = jnp.where(kinds == _MINUS, -jnp.inf, jnp.nan)
+    not_finite = jnp.where(kinds == _PLUS, jnp.inf, not_finite).astype(dtype)
+    return jnp.where(kinds == 0, found, not_finite)
 
 
-def _moved(parts: jax.Array, place: jax.Array, d: DigitFormat) -> jax.Array:
-    """Return the digits of parts from another first place; digits beyond the last one are
-    dropped."""
+def _align(parts: jax.Array, place: jax.Array, d: DigitFormat) -> jax.Array:
+    """Return the digits of parts, starting at position `place`; lower digits are dropped."""
     at = jnp.arange(d.count) - (place - parts[:, :1])
     moved = jnp.take_along_axis(parts[:, 2:], jnp.maximum(at, 0), 1)
     return jnp.where(at < 0, 0, moved)
 
 
 def _power(n: jax.Array, dtype: Any) -> jax.Array:
-    """Return two to the power of `n`, exactly."""
+    """Return 2**n exactly, as a float of the given dtype."""
     d = DIGITS[np.dtype(dtype).name]
     return jax.lax.bitcast_convert_type((n + d.bias).astype(d.integer) << d.mantissa, dtype)
 
 
 def digit_format(dtype: Any) -> DigitFormat:
-    """Return the format of digits for parts with a dtype."""
+    """Return the format of parts whose vectors have this dtype."""
     return DIGITS[_summed_type(dtype)]
 
 

@@ -3,25 +3,25 @@
     state... = listen_and_serv state...
                [endpoint, Fanin, sync_mode, on_trainer_exit, optimize_blocks, ...]
 
-It serves until every trainer has closed, and outputs its final state. `optimize_blocks` has its
-work on gradients, as `cond` has branches. The first block has role lr_sched if the optimizer
-computes values that no row enters; each parameter block follows. If the optimizer reduces over
-rows, there are several levels: a level ends with a block of role dist that has its `all_reduce`
-equations, and the next level reads their results.
+The server runs until all trainers have closed their connections, and outputs its final state. The
+parameter `optimize_blocks` contains the jaxprs of its updates, as `cond` contains branches. The
+first block has the role lr_sched, if the optimizer computes values that depend on no row. A block
+for each parameter block follows. If the optimizer reduces over rows, blocks have several levels. A
+block of role dist ends a level with `all_reduce` equations, and the next level reads their results.
 
-Trainers may leave a synchronous job before others. `on_trainer_exit` defines later updates. "drop":
-updates use the gradients of the remaining trainers, over their number
-(`dtrans.slicing.mean.sent_by`). "paddle": its last gradient counts once more, then as zero, over
-the number of all. "error" ends the job. (In Paddle that is one outcome of a race. A `complete`
-makes the server zero gradients after its next update, but the end of a step reverts that. If the
-message comes before the others have received parameters, the gradient counts in every later
-update.)
+A trainer may leave a synchronous job before the others. `on_trainer_exit` defines later updates.
+"drop": updates use the mean of the remaining trainers' gradients (`dtrans.slicing.mean.sent_by`).
+"paddle": the last gradient of the trainer is used once more, then zeros, and the mean is over all
+trainers. "error": the job ends. (In Paddle, a race decides. On `complete` the server zeroes the
+gradient after its next update, but the end of a step reverts this. If `complete` arrives before the
+other trainers have received parameters, every later update uses the gradient.)
 
-Each trainer sends its gradient under its own name (`BlockGradient.sent`), and blocks read their
-mean or their sum.
+Each trainer sends its gradient under its own name (`BlockGradient.sent`). Blocks read the mean or
+the sum of the trainers' gradients.
 
-With sync_mode=False an update uses one gradient. Blocks that read `params/w.block0.bak` get the
-block as the gradient's trainer last received it: `params/w.block0.trainer_1_bak` in the state.
+With sync_mode=False an update uses one gradient. A block may read `params/w.block0.bak`: the
+parameter block as the gradient's trainer last received it. The state has such a copy for each
+trainer, `params/w.block0.trainer_1_bak`.
 
 Source: paddle/fluid/operators/distributed_ops/listen_and_serv_op.cc, and `Complete` and
 `ResetBarrierCounter` of paddle/fluid/operators/distributed/rpc_server.cc, for 1.8.
@@ -42,20 +42,22 @@ ON_TRAINER_EXIT = ("drop", "paddle", "error")
 
 
 def backup_of(block: str, trainer_id: int) -> str:
-    """Return the name of a server's copy of a block as a trainer last received it (Paddle's)."""
+    """Return the name, from Paddle, of a server's copy of a block as a trainer last received
+    it."""
     return f"{block}.trainer_{trainer_id}_bak"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BlockGradient:
-    """Gradient of a parameter block that an optimize block reads: the trainers' gradients, reduced.
+    """Gradient of a parameter block, reduced over trainers, as an input of an optimize block.
 
     Attributes:
       name: name in the optimize block: `params/w@GRAD.block0`.
-      leaf, index: leaf and index of its block.
-      sent: trainer to the name of its part: `params/w@GRAD.block0.trainer_1`. Updates by single
-        gradients have one entry for all trainers.
-      op: reduction: "mean" or "sum"; "same" for an argument of the step, which all trainers have.
+      leaf: the leaf.
+      index: index of the block in the leaf.
+      sent: trainer id to the name of its gradient: `params/w@GRAD.block0.trainer_1`. Asynchronous
+        updates, which use one gradient, have a single entry for all trainers.
+      op: reduction: "mean" or "sum"; "same" for an argument of the step, equal on all trainers.
     """
 
     name: str
@@ -67,17 +69,17 @@ class BlockGradient:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class OptimizeBlock(NamedJaxpr):
-    """Block of a server's work: a jaxpr on named values.
+    """One of the jaxprs that a server runs in an update.
 
     Attributes:
-      name: the parameter block that it updates, `lr_sched`, or `all_reduce`.
+      name: name of the parameter block that it updates; or `lr_sched`, or `all_reduce`.
       role: `optimize`, `lr_sched` or `dist`.
       jaxpr: the closed jaxpr. Only a block of role `dist` communicates.
-      in_names: inputs: gradients (`params/w@GRAD.block0`), state before the step
+      in_names: names of inputs: gradients (`params/w@GRAD.block0`), state before the step
         (`params/w.block0`), and outputs of earlier blocks (`lr_sched/0`).
-      out_names: outputs: state, or values for later blocks.
-      level: number of exchanges between servers before it runs; one of role `dist` ends its level.
-      grads: gradients among its inputs.
+      out_names: names of outputs: state, or values for later blocks.
+      level: number of exchanges between servers before this block runs.
+      grads: the gradients among its inputs.
     """
 
     name: str

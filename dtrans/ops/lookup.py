@@ -1,4 +1,4 @@
-"""Tables by rows: a trainer has only the rows that a step looks up.
+"""Lookups in tables on servers: a trainer receives only the rows that a step looks up.
 
     uniq  = split_ids ids...        [table, rows, size]
     X     = prefetch uniq           [table, epmap, names, spans, types, ...]
@@ -10,21 +10,22 @@
 
 Here `...` is trainer_id, trainers, sync_mode.
 
-`split_ids` returns the sorted unique ids of all lookups in a table; each is one of `rows` rows. It
-has room for `size` ids, and fills with `rows`. `prefetch` receives the rows of these ids from their
-servers, then zeros. `send_rows` sends the gradient of these rows to the servers, as `send` does for
-a block. `spans` has the rows of each server: a range, or buckets (`dtrans.rows.row_buckets`). With
-`communicator` both run in the background, as `send` and `recv` do (`dtrans.ops.rpc`).
+`split_ids` returns the sorted unique ids of all lookups in a table with `rows` rows, as `size`
+integers; unused entries are `rows`. `prefetch` receives the rows with these ids from their servers;
+rows for unused entries are zeros. `send_rows` sends the gradient of these rows to the servers, as
+`send` does for a block. `spans` lists the rows of each server: a range, or buckets
+(`dtrans.rows.row_buckets`). With `communicator`, `prefetch` and `send_rows` run in the background,
+like `recv` and `send` (`dtrans.ops.rpc`).
 
-`fake_init` returns a trainer's initial table: no rows. `init_on_use` stands for a server's rows of
-a table, and for optimizer state with a row for each of them. `write(n)` is the program of `n` of
-these rows, from their ids and the init's arguments. A server computes each row on first use; a
-function call of the equation computes all.
+`fake_init` returns a trainer's initial table, which has no rows. `init_on_use` represents a
+server's rows of a table, and optimizer state with one row for each of them. `write(n)` returns a
+program that computes `n` of these rows from their ids and the arguments of init. A server computes
+each row on first use; a call of the equation as a function computes all rows.
 
-The last two belong to GEO-SGD (`geo_prefetch_p`, `geo_init_p`), where a trainer stores the rows
-that it has looked up. It has its own optimizer state for each of them. It starts without rows.
-`prefetch` returns the trainer's rows of these ids, and requests missing ones from servers. The
-state of a row starts with its init: `write(n)` is the program of the state of `n` rows.
+The last two equations belong to GEO-SGD (`geo_prefetch_p`, `geo_init_p`). There a trainer stores
+the rows that it has looked up, with its own optimizer state. It starts without rows. `prefetch`
+returns the trainer's rows with these ids, and requests missing rows from servers. `write(n)`
+returns a program that computes the initial state of `n` rows.
 
 Source:
 paddle/fluid/operators/distributed_ops/{split_ids,prefetch,lookup_sparse_table,fake_init}_op.cc and
@@ -78,7 +79,7 @@ geo_init_p = communication("fake_init", lambda *args, types, **_: list(types))
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowsProgram:
-    """Program of `n` rows, from their ids and an init's arguments."""
+    """Function of `n` that returns a program: `n` rows, from their ids and init's arguments."""
 
     write: Callable[[int], ClosedJaxpr]
 

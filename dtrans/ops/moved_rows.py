@@ -2,9 +2,9 @@
 
     numbers..., X... = move_rows numbers..., X...    [fn, count, types]
 
-The host calls `fn` with `count` integer arrays and with the remaining arrays. It computes nothing:
-each entry of an output is an entry of an operand, or zero. An evaluator of the equation may call it
-with the positions of entries. The equation never runs.
+`fn` is called with a list of the first `count` operands, integer arrays, and a list of the other
+operands. It only moves entries: each entry of an output is an entry of an operand, or zero. The
+equation never runs: verification calls `fn` with the positions of entries instead of entries.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def trace_move(
     rows: Sequence[Any],
     types: Sequence[tuple[tuple[int, ...], Any]],
 ) -> list[Any]:
-    """Trace a movement of rows.
+    """Bind `move_rows`.
 
     Args:
-      fn: takes integer arrays and arrays, and returns outputs.
+      fn: function of (integer arrays, arrays) that returns the outputs.
       numbers: the integer arrays.
       rows: the arrays.
       types: shape and dtype of each output.

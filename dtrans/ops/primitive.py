@@ -1,10 +1,11 @@
-"""Communication primitives: each has a type, and an error for a function that calls it.
+"""Communication primitives: they have types, and raise an error if JAX runs them.
 
-Collectives among trainers also have a lowering over named axes of JAX. A realiser uses it where it
-maps a program over them; elsewhere the primitive has no lowering.
+Collectives among trainers also have a lowering over named axes of JAX. A realiser that maps a
+program over such axes uses the lowering.
 
-Data orders equations: one that must follow another takes its *token*, an empty boolean array. (XLA
-would reorder unordered host callbacks, and deadlock the job.)
+Equations are ordered by data: an equation that must follow another one has its *token*, an empty
+boolean array, as an operand. (Without tokens XLA would reorder host callbacks, and the job would
+deadlock.)
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from dtrans.errors import NotRealisedError
 
 
 def token() -> ShapedArray:
-    """Return the type of a token: it orders equations and has no data."""
+    """Return the type of a token, an array without data that orders equations."""
     return ShapedArray((0,), jnp.bool_)
 
 
-Lowering: TypeAlias = Callable[..., Sequence[Any]]  # (*operands, **params) to results
-OVER_AXIS: dict[Primitive, Lowering] = {}
-UNDER_VMAP: dict[Primitive, Lowering] = {}  # replace `OVER_AXIS` under vmap
+Lowering: TypeAlias = Callable[..., Sequence[Any]]  # function (*operands, **params) -> results
+OVER_AXIS: dict[Primitive, Lowering] = {}  # lowerings over named axes
+UNDER_VMAP: dict[Primitive, Lowering] = {}  # lowerings under vmap, where `OVER_AXIS` fails
 
 
 def communication(
@@ -35,19 +36,20 @@ def communication(
     over_axis: Lowering | None = None,
     under_vmap: Lowering | None = None,
 ) -> Primitive:
-    """Return a primitive that only a realiser can carry out.
+    """Return a primitive that runs only with a realiser.
 
     Args:
       name: name of the primitive.
-      abstract_eval: returns the types of its results.
-      over_axis: lowering in JAX, where a program is mapped over named axes.
+      abstract_eval: function of the operands' types and the parameters that returns the types of
+        the results.
+      over_axis: lowering in a program that is mapped over named axes.
       under_vmap: lowering under `vmap`, if `over_axis` does not work there.
     """
 
     def refuse(*args: Any, **params: Any) -> NoReturn:
         raise NotRealisedError(
-            f"`{name}` is communication, which a plain function cannot carry out; run the program "
-            "with dtrans.Executor(), or the whole job with plan.on_mesh()"
+            f"`{name}` communicates, so the program cannot be called as a function; run it with "
+            "dtrans.Executor(), or run the full job with plan.on_mesh()"
         )
 
     primitive = new_primitive(

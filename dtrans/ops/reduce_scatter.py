@@ -1,4 +1,4 @@
-"""Reduce-scatter: the sum of the parts of all trainers on an axis; each trainer gets a piece.
+"""Reduce-scatter: the sum of the trainers' parts on the axes `over`; each trainer gets a piece.
 
     x... = reduce_scatter x...   [name, over, size, axis]
 
@@ -24,7 +24,7 @@ def _type_of(x: Any, size: int, axis: int) -> Any:
 
 
 def _over_axis(*xs: Any, over: tuple[str, ...], axis: int, **_: Any) -> Sequence[Any]:
-    """Scatter sums; with Gloo, which scatters wrongly before JAX 0.12, reduce and slice."""
+    """Reduce and scatter; on CPUs before JAX 0.12, reduce and slice, because Gloo has a bug."""
     scatter = partial(jax.lax.psum_scatter, axis_name=over, scatter_dimension=axis, tiled=True)
     if not gloo_scatters_wrongly():
         return [scatter(x) for x in xs]
@@ -33,7 +33,7 @@ def _over_axis(*xs: Any, over: tuple[str, ...], axis: int, **_: Any) -> Sequence
 
 
 def _reduce_and_slice(x: jax.Array, *, over: tuple[str, ...], axis: int) -> jax.Array:
-    """Return this trainer's piece of an all-reduce."""
+    """Return this trainer's piece of the sum, by an all-reduce."""
     part = x.shape[axis] // jax.lax.axis_size(over)
     start = jax.lax.axis_index(over) * part
     piece: jax.Array = jax.lax.dynamic_slice_in_dim(jax.lax.psum(x, over), start, part, axis)

@@ -1,4 +1,4 @@
-"""Parameter-server protocol of a trainer.
+"""Messages of a trainer to parameter servers.
 
     token  = send X...            [epmap, names, ..., sections?, communicator?, merge?]
     token  = send_barrier token...  [endpoints, trainer_id, half_async?]
@@ -11,30 +11,30 @@ Here `...` is trainer_id, trainers, sync_mode.
 
 `send` sends one gradient's blocks to their servers and does not wait. `send_barrier` announces that
 all gradients of this step were sent. `recv` receives the newest blocks of one parameter: in sync
-mode those updated by the gradients of all trainers. `fetch_barrier` acknowledges their arrival;
-without blocks it identifies the trainer.
+mode, the blocks after the update by all trainers' gradients. `fetch_barrier` acknowledges that the
+blocks have arrived; without blocks it only identifies the trainer.
 
-`sections` has the rows of each block of a leaf: an operand is then a full leaf that is split when
-the program runs, and so is a result of `recv` (Paddle's `runtime_split_send_recv`). With
-`communicator`, both run in the background. `send` appends to its queue (`merge` says how it
-combines several), and `recv` returns the last received value. `send_barrier` waits until the queue
-is drained and the resulting parameters have arrived. A step that receives nothing, since all leaves
-are tables, has a `fetch_barrier` after its last `send`.
+`sections` lists the numbers of rows of a leaf's blocks. With it, the operand of `send` and the
+result of `recv` are full leaves, which are split and joined when the program runs (Paddle's
+`runtime_split_send_recv`). With `communicator`, both run in the background: `send` appends to a
+queue, in which gradients may be merged (`merge`), and `recv` returns the last received value.
+`send_barrier` waits until the queue is drained and the updated parameters have arrived. A step
+whose leaves are all tables receives nothing, and has a `fetch_barrier` after its last `send`.
 
-The second `send` belongs to GEO-SGD (`geo_send_p`): its operands are parameters that the program
-has updated itself. Every `push_every` times their changes since then are sent to the servers, and
-the results include the changes of others. `push_every` is 0 in a startup program, which registers
-the initial values. Each of its `tables` has a name and a number of arrays. Its operands are the ids
-of rows that the step has looked up, these rows as updated, and their state; the trainer stores them
-(`dtrans.ops.lookup`).
+The second `send` belongs to GEO-SGD (`geo_send_p`). Its operands are parameters that the program
+has updated. In every `push_every`-th step their changes are sent to the servers, and the results
+include the changes of other trainers. In a startup program `push_every` is 0, and the initial
+values are registered. `tables` lists names of tables, each with a number of arrays. The operands of
+a table are the ids of the rows that the step has looked up, and the updated rows and optimizer
+state. The trainer stores them (`dtrans.ops.lookup`).
 
-`exchange` is a collective of trainers in the middle of a synchronous step, through one of the
-servers. Each operand is a part of a value. `how` has for each the name of a collective and its
-parameters, such as ("all_reduce", op) or ("all_gather", axis) (`dtrans.ops.collective`). The rounds
-of a step are numbered.
+`exchange` is a collective among trainers in the middle of a synchronous step, through a server.
+`how` lists, for each operand, the name of the collective and its parameters, such as
+("all_reduce", op) or ("all_gather", axis) (`dtrans.ops.collective`). `round` numbers the exchanges
+of a step.
 
-Source: paddle/fluid/operators/distributed_ops/{send,recv,send_barrier,fetch_barrier}_op.cc;
-`exchange` has none there.
+Source: paddle/fluid/operators/distributed_ops/{send,recv,send_barrier,fetch_barrier}_op.cc. Paddle
+has no `exchange`.
 """
 
 from __future__ import annotations
@@ -52,31 +52,31 @@ from dtrans.ops.primitive import communication, token
 
 
 DELTA = ".delta"  # suffix of the change of a block in GEO-SGD
-MAX_MERGED = 1000  # largest number of steps whose gradients may be sent as one
+MAX_MERGED = 1000  # largest number of steps whose gradients may be merged
 
 
 @dataclasses.dataclass(frozen=True)
 class CommunicatorConfig:
-    """Options of the background communicator: queue of gradients, and receives of parameters.
+    """Options of the communicator, which sends gradients and receives parameters in the background.
 
     Attributes:
-      max_merge_var_num: largest number of steps whose gradients are merged into one, if sending is
-        slower than the steps.
-      send_queue_size: largest number of steps whose gradients wait; a step blocks while the queue
-        is full.
+      max_merge_var_num: largest number of steps whose gradients are merged into one message, if
+        steps are faster than sending.
+      send_queue_size: largest number of steps whose gradients wait in the queue; a step blocks
+        while the queue is full.
       min_send_grad_num_before_recv: number of sends before parameters are received again.
       independent_recv_thread: True to continue sending while parameters are received.
-      merge: reduction of merged gradients, "sum" or "mean". "auto" is the sum if the update is
-        linear in the gradient, as in SGD: one update by the sum then equals several updates. Else
-        it is the mean. Gradients whose use depends on a count are never merged
-        (`optax.MultiSteps`).
+      merge: reduction of merged gradients, "sum" or "mean". "auto" is "sum" if the update is linear
+        in the gradient (SGD): one update by the sum then equals several updates. Otherwise "auto"
+        is "mean". If updates depend on a count of gradients (`optax.MultiSteps`), gradients are
+        never merged.
 
     Raises:
       ConfigError: a value is out of range.
 
     Source: the environment variables `FLAGS_communicator_*` of
-    paddle/fluid/operators/distributed/communicator.h; its `is_sgd_optimizer` is `merge` here. Its
-    defaults are numbers of processors.
+    paddle/fluid/operators/distributed/communicator.h. `merge` replaces its `is_sgd_optimizer`, and
+    its defaults depend on the number of processors.
 
     Example:
       >>> import dtrans
@@ -99,9 +99,9 @@ class CommunicatorConfig:
             check_int(name, getattr(self, name))
         if self.min_send_grad_num_before_recv > self.send_queue_size:
             raise ConfigError(
-                f"min_send_grad_num_before_recv={self.min_send_grad_num_before_recv} must not be "
-                f"more than send_queue_size={self.send_queue_size}: only a reply acknowledges "
-                "gradients"
+                f"min_send_grad_num_before_recv={self.min_send_grad_num_before_recv} must not "
+                f"exceed send_queue_size={self.send_queue_size}, because gradients stay in the "
+                "queue until parameters are received"
             )
         if self.max_merge_var_num > MAX_MERGED:
             raise ConfigError(
@@ -153,22 +153,22 @@ def _geo_send(
 
 def _exchange(*parts: Any, how: Sequence[tuple[Any, ...]], trainers: int, **_: Any) -> list[Any]:
     assert len(parts) == len(how)
-    return [
-        COLLECTIVES[name].type_of(x, trainers, *values)
-        for x, (name, *values) in zip(parts, how, strict=True)
-    ]
+    types = []
+    for x, (name, *values) in zip(parts, how, strict=True):
+        types.append(COLLECTIVES[name].type_of(x, trainers, *values))
+    return types
 
 
 def exchanged(
     way: Sequence[Any], parts: Sequence[Any], mine: Callable[[Any, int], Any], xp: Any = jnp
 ) -> Any:
-    """Return a trainer's result of an `exchange`, from the parts of all trainers in order.
+    """Return a trainer's result of an `exchange`.
 
     Args:
       way: name and parameters of the collective.
-      parts: parts of all trainers.
-      mine: returns this trainer's piece of an array along a dimension.
-      xp: `jnp`, or `np` for NumPy arrays.
+      parts: parts of all trainers, in order.
+      mine: function of (array, dimension) that returns this trainer's piece.
+      xp: module of the arrays, `jnp` or `np`.
     """
     name, *values = way
     return COLLECTIVES[name].result(parts, mine, xp, *values)

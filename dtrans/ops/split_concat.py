@@ -1,11 +1,11 @@
-"""Split of a leaf into its blocks, and concatenation of blocks.
+"""Split of a leaf into its blocks, and concatenation of blocks to a leaf.
 
     blocks... = split_byref X      [sections]
     X         = concat blocks...   [axis=0]
 
-They compute nothing, and realisers avoid copies for them. With endpoints, a split is a view of the
-gradient's buffer, and a received block is written into the rows of its parameter. On a mesh both
-are folded into the compiled pieces.
+Realisers avoid copies for both. In processes, a block of a gradient is a view of its buffer, and a
+received block is written into the rows of its parameter. On a mesh, both are part of compiled
+programs.
 
 Source: paddle/fluid/operators/distributed_ops/split_byref_op.cc.
 """

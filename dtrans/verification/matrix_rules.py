@@ -1,8 +1,8 @@
 """Rules of linear algebra: exact solutions of systems, and hashes for decompositions.
 
-A solution is linear in the right-hand side, and plans use that: the operand of a solve may be a
-partial sum. A decomposition is not linear. Each matrix of a stack has a hash of its own, so that a
-plan may cut the stack.
+Plans use that a solution is linear in the right-hand side: the operand of a solve may be a partial
+sum. So solves are exact. Decompositions are not linear, and their outputs are hashes of the matrix.
+Each matrix of a stack is hashed separately, because a plan may cut the stack.
 """
 
 from __future__ import annotations
@@ -17,32 +17,33 @@ from dtrans._jax import JaxprEqn
 from dtrans.verification import field, field_values as values
 from dtrans.verification.field import Array
 from dtrans.verification.field_values import Complex, Real, UnfollowedError, real
-from dtrans.verification.rules import Rule, by_jax, elements_in, shadow_of
+from dtrans.verification.rules import Rule, by_jax, elements_in, shadows_of
 
 
 def _parts_of(x: Any) -> list[Array]:
-    """Return the elements of an array: one array, or two of complex numbers."""
+    """Return the elements of an array: one array for reals, two for complex numbers."""
     if isinstance(x, Complex):
         return [x.real.elements, x.imag.elements]
     return [elements_in(x)]
 
 
 def _digest(x: Array) -> Array:
-    """Return a hash of each matrix of a stack."""
+    """Return a hash of each matrix in a stack."""
     place = np.arange(int(np.prod(x.shape[-2:])), dtype=np.uint64)
     weights = field.hashed("place in a matrix", place).reshape(x.shape[-2:])
     return field.total(field.hashed("entry", field.multiply(x, weights)), (-2, -1))
 
 
 def _hash_matrices(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """Hash each matrix of a stack: every entry of the outputs depends on all entries of it."""
-    shadows = by_jax(eqn, [shadow_of(x) for x in operands])
+    """Hash each matrix of a stack: each output entry is a hash of the full matrix."""
+    shadows = by_jax(eqn, shadows_of(operands))
     stack = operands[0].shape[:-2]
-    sums = []
+    sums: list[Array] = []
     for x in operands:
-        # vectors of a stack of matrices, as those of `householder_product`
-        as_matrix = lambda a: a.reshape(*stack, -1, 1) if a.ndim == len(stack) + 1 else a
-        sums += [_digest(as_matrix(part)) for part in _parts_of(x)]
+        for part in _parts_of(x):
+            # `householder_product` has a vector for each matrix
+            is_vector = part.ndim == len(stack) + 1
+            sums.append(_digest(part.reshape(*stack, -1, 1) if is_vector else part))
     outputs: list[Any] = []
     for number, (v, shadow) in enumerate(zip(eqn.outvars, shadows, strict=True)):
         key = (eqn.primitive.name, number, str(sorted(eqn.params.items())))
@@ -60,12 +61,12 @@ def _hash_matrices(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 
 def _hashed_entries(name: object, sums: Sequence[Array], shadow: Array, stack: int) -> Real:
-    """Return a hash for each entry of an output, from its place and the digests of its matrix.
+    """Return a hash for each entry of an output, from its position and the digests of its matrix.
 
     Args:
       name: name of the output.
-      sums: digest of each operand, for each matrix.
-      shadow: values of the output in floats.
+      sums: for each operand, the digest of each matrix.
+      shadow: values of the output in float64.
       stack: number of dimensions of the stack.
     """
     shape = shadow.shape[stack:]
@@ -79,14 +80,14 @@ def _triangular_solve(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     """Solve a triangular system, row by row."""
     a, b = operands
     if isinstance(a, Complex) or isinstance(b, Complex):
-        raise UnfollowedError("complex systems")
-    (shadow,) = by_jax(eqn, [shadow_of(x) for x in operands])
+        raise UnfollowedError("it has no rule for complex numbers")
+    (shadow,) = by_jax(eqn, shadows_of(operands))
     p, transpose = eqn.params, lambda x: np.swapaxes(x, -1, -2)
     left, right, lower = elements_in(a), elements_in(b), bool(p["lower"])
     if p["unit_diagonal"]:
         count = left.shape[-1]
         left = np.where(np.eye(count, dtype=bool), np.uint64(1), left)
-    # x a = b is a^T x^T = b^T; an upper triangle with its rows reversed is a lower one
+    # x a = b is a^T x^T = b^T, and an upper triangle becomes lower if rows and columns are reversed
     if bool(p["transpose_a"]) == bool(p["left_side"]):
         left, lower = transpose(left), not lower
     right = right if p["left_side"] else transpose(right)
@@ -98,7 +99,7 @@ def _triangular_solve(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 
 def _forward(lower: Array, right: Array) -> Array:
-    """Return x with lower @ x = right, for stacks of lower triangles."""
+    """Solve lower @ x = right for stacks of lower triangular matrices."""
     found = np.zeros_like(right)
     scale = field.inverse(np.diagonal(lower, axis1=-2, axis2=-1))
     for k in range(lower.shape[-1]):
@@ -113,9 +114,9 @@ def _forward(lower: Array, right: Array) -> Array:
 def _tridiagonal_solve(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     """Solve a tridiagonal system: eliminate below the diagonal, row by row (Thomas)."""
     if any(isinstance(x, Complex) for x in operands):
-        raise UnfollowedError("complex systems")
-    (shadow,) = by_jax(eqn, [shadow_of(x) for x in operands])
-    below, diagonal, above, right = (elements_in(x) for x in operands)
+        raise UnfollowedError("it has no rule for complex numbers")
+    (shadow,) = by_jax(eqn, shadows_of(operands))
+    below, diagonal, above, right = map(elements_in, operands)
     count = diagonal.shape[-1]
     over: list[Array] = []
     rows: list[Array] = []
@@ -139,10 +140,9 @@ def _ragged_dot(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     contract, batch = p.dot_dimension_numbers
     ragged, group = p.lhs_ragged_dimensions, p.rhs_group_dimensions
     if any(map(len, batch)) or np.ndim(sizes) != 1 or len(ragged) != 1 or len(contract[0]) != 1:
-        raise UnfollowedError("ragged products of batches")
-    (shadow,) = by_jax(
-        eqn, [shadow_of(a) for a in operands], preferred_element_type=np.dtype(np.float64)
-    )
+        raise UnfollowedError("it has no rule for batch dimensions, or several ragged ones")
+    float64 = np.dtype(np.float64)
+    (shadow,) = by_jax(eqn, shadows_of(operands), preferred_element_type=float64)
     (row,), ends = ragged, np.cumsum(sizes)
     starts = ends - sizes
     left, right = elements_in(x), elements_in(y)
@@ -166,7 +166,7 @@ def _ragged_dot(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 def _symmetric_product(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     """Return alpha a a^T + beta c, for stacks of matrices."""
-    (shadow,) = by_jax(eqn, [shadow_of(x) for x in operands])
+    (shadow,) = by_jax(eqn, shadows_of(operands))
     a, c = map(elements_in, operands)
     scale = lambda key: values.lifted(np.asarray(eqn.params[key]), np.float64).elements
     alpha, beta = scale("alpha"), scale("beta")

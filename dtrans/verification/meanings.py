@@ -1,12 +1,13 @@
-"""Meanings of a job's values in terms of the step: copies, pieces, partial sums, multiples.
+"""Meanings: relations of a job's values to the step's values.
 
-    exact     constants; copies of a step value; pieces of one, by ranks or by rows
-    partial   partial sums: over all ranks they add up to a step value, or each is a sum over rows
-    multiple  exact or partial, times a number: means of parts before they are averaged
-    none      anything else
+    exact     a constant, a copy of a step value, or pieces of a step value on ranks or in rows
+    partial   partial sums: the ranks' values add up to a step value, or a value is the sum over
+              some rows of the batch
+    multiple  an exact or partial value times a number, such as the sum of several means
+    none      any other value
 
-An exact value is always right. A partial sum or a multiple is right only if it is reduced or
-divided before an equation that is not linear reads it.
+An exact value is right. A partial sum is right if it is reduced, and a multiple if it is divided,
+before a nonlinear equation reads it.
 """
 
 from __future__ import annotations
@@ -29,24 +30,24 @@ from dtrans.verification.step_values import Match, StepValue, StepValues, is_ran
 from dtrans.verification.value_log import elements_of_value
 
 
-MOST_RATIONAL = 1 << 34  # numerator times denominator of a constant, such as 1e-8
+MOST_RATIONAL = 1 << 34  # largest numerator times denominator of a constant, such as 1e-8
 MOST_PARTS = 64  # rows of a stack that are compared one by one
-# factors of means of parts, and of scaled losses
+# factors between sums and means, and of scaled losses
 _INTEGERS = (*range(1, 65), *(1 << k for k in range(7, 17)))
 _FRACTIONS = {Fraction(n, d) for n in range(1, 17) for d in range(1, 17)}
 _FRACTIONS |= {Fraction(n) for n in _INTEGERS}
 _FRACTIONS |= {Fraction(1, n) for n in _INTEGERS}
-# simple ones first
+# small numerators and denominators are tried first
 FACTORS = sorted(_FRACTIONS - {1}, key=lambda f: (f.numerator * f.denominator, f))
 INVERSES = np.array([f.denominator * pow(f.numerator, -1, P) % P for f in FACTORS], np.uint64)
 
 
-# returns True if parts with these starts, and of this size, follow each other
+# function of the starts of parts and their size: True if each part follows the one before
 InOrder = Callable[[Sequence[float], int], bool]
 
 
 class Kind(enum.Enum):
-    """Relation of a value to the step."""
+    """Kind of a meaning; see the module's docstring."""
 
     EXACT = "exact"
     PARTIAL = "partial"
@@ -59,10 +60,10 @@ class Meaning:
 
     Attributes:
       kind: kind of the relation.
-      text: a noun phrase.
-      of: the step's value; None for constants, and without a meaning.
-      factor: the value divided by the step's.
-      is_copy: True for a copy: it has all entries.
+      text: noun phrase that describes the relation, e.g. "a copy of tanh (model.py:12)".
+      of: the step's value; None for a constant, or if there is no relation.
+      factor: the value divided by the step's value.
+      is_copy: True if the value is a copy of the full step value.
     """
 
     kind: Kind
@@ -73,30 +74,30 @@ class Meaning:
 
     @property
     def is_exact(self) -> bool:
-        """True if the value is always right."""
+        """True if the value is right whatever reads it."""
         return self.kind is Kind.EXACT and self.factor == 1
 
 
 NOTHING = Meaning(Kind.NONE, "no piece, partial sum or copy of a value of the step")
-COPIES = Meaning(Kind.NONE, "copies that ranks hold, which differ")
+COPIES = Meaning(Kind.NONE, "copies on the ranks that differ")
 CONSTANT = Meaning(Kind.EXACT, "a constant")
 NOT_FOLLOWED = Meaning(Kind.EXACT, "a value that depends on an equation without a rule")
 NO_FLOATS = Meaning(Kind.EXACT, "integers")
 
 
 class Meanings:
-    """Finder of meanings.
+    """Search for the meanings of values, with a cache.
 
     Args:
       values: values of the step.
-      moves_rows: True if the job moves rows by their ids: arrays may have rows of a value in any
-        order.
+      moves_rows: True if the job moves rows by their ids, so that an array may have the rows of a
+        step value in any order.
     """
 
     def __init__(self, values: StepValues, *, moves_rows: bool = False) -> None:
         self._values, self._moves_rows = values, moves_rows
         self._found: dict[tuple[int, ...], Meaning] = {}
-        self._alive: list[Any] = []  # values whose identities are keys
+        self._alive: list[Any] = []  # keeps values alive, since the keys of `_found` are their ids
 
     def of(self, value: Sequence[Any], axes: Mapping[str, int]) -> Meaning:
         """Return the meaning of a value.
@@ -112,9 +113,11 @@ class Meanings:
         return self._found[key]
 
     def factors_of(self, value: Sequence[Any]) -> list[tuple[StepValue, Fraction]]:
-        """Return the step values whose multiple a value is, with factors, simple ones first."""
-        ranks = [e for x in value if (e := elements_of_value(x)) is not None]
-        first = next((e for e in ranks if is_random(e).any()), None)
+        """Return the step values that have a value as a multiple, each with its factor.
+
+        Simple factors come first.
+        """
+        first = next((e for e in _elements_of_ranks(value) if is_random(e).any()), None)
         if first is None:
             return []
         found: dict[int, tuple[StepValue, Fraction]] = {}
@@ -130,7 +133,7 @@ class Meanings:
             return NOT_FOLLOWED
         if any(isinstance(x, Unknown) for x in value):
             return COPIES
-        ranks = [e for x in value if (e := elements_of_value(x)) is not None]
+        ranks = _elements_of_ranks(value)
         if len(ranks) != len(value):
             return NO_FLOATS
         if all(_is_constant(x) for x in ranks):
@@ -140,9 +143,14 @@ class Meanings:
         return self._of_ranks(ranks, axes)
 
     def _of_one(self, x: Array, *, alone: bool) -> Meaning:
-        """Return the meaning of an array that all ranks hold."""
+        """Return the meaning of an array that is the same on all ranks.
+
+        Args:
+          x: elements of the array.
+          alone: True if there is only one rank.
+        """
         found = self._of_value(x)
-        # a partial sum that all ranks hold will never be reduced
+        # if all ranks have the same partial sum, no reduction can complete it
         if found is None and alone:
             found = self._of_rows(x)
         if found is None:
@@ -152,7 +160,7 @@ class Meanings:
         return found or NOTHING
 
     def _of_moved_rows(self, x: Array) -> Meaning | None:
-        """Return the meaning of an array whose rows belong to one value."""
+        """Return the meaning of an array whose rows are rows of one step value, in any order."""
         if not x.ndim or not len(x):
             return None
         value = self._values.value_with_rows(x)
@@ -161,7 +169,7 @@ class Meanings:
         return _meaning(Kind.EXACT, f"rows of {value.title}", value, Fraction(1))
 
     def _of_value(self, x: Array, *, copies_only: bool = False) -> Meaning | None:
-        """Return the meaning of an array that is a copy or a piece of a value."""
+        """Return the meaning of an array that is a copy or a piece of a step value."""
         for factor in self._factors(x):
             found = self._values.matches(_divided(x, factor), partial=False)
             copies = [m for m in found if m.is_copy]
@@ -174,7 +182,7 @@ class Meanings:
         return None
 
     def _of_rows(self, x: Array) -> Meaning | None:
-        """Return the meaning of an array that is a sum over some rows."""
+        """Return the meaning of an array that is a partial sum over some rows."""
         for factor in self._factors(x):
             for match in self._values.matches(_divided(x, factor), partial=True):
                 assert match.value.rows is not None
@@ -184,7 +192,7 @@ class Meanings:
         return None
 
     def _of_stack(self, x: Array) -> Meaning | None:
-        """Return the meaning of an array whose rows are partial sums, such as one per trainer."""
+        """Return the meaning of an array with one partial sum in each row, e.g. one per trainer."""
         if not x.ndim or not 1 < len(x) <= MOST_PARTS:
             return None
         return self._of_parts([*x], _evenly, "the first dimension", ways=(True,))
@@ -201,14 +209,14 @@ class Meanings:
         axes: Mapping[str, int] | None = None,
         ways: Sequence[bool] = (False, True),
     ) -> Meaning | None:
-        """Return the meaning of parts of one value.
+        """Return the meaning of arrays that are pieces, or partial sums, of one step value.
 
         Args:
-          parts: the parts.
-          in_order: returns True if parts with these starts follow each other.
-          over: words for the dimension or ranks of the parts.
-          axes: axes of the ranks' mesh, if parts belong to ranks.
-          ways: False for pieces, True for partial sums.
+          parts: the arrays.
+          in_order: as `InOrder`.
+          over: noun phrase for what separates the parts: "ranks", or a dimension.
+          axes: axes of the mesh by name, with their sizes, if each part belongs to a rank.
+          ways: False to search for pieces, True to search for partial sums over rows.
         """
         first = next((x for x in parts if is_random(x).any()), parts[0])
         for factor in self._factors(first):
@@ -231,7 +239,7 @@ class Meanings:
     def _pieces(
         self, parts: Sequence[Array], in_order: InOrder, *, partial: bool
     ) -> StepValue | None:
-        """Return the value whose consecutive pieces, or partial sums, the parts are."""
+        """Return the step value that has the parts as consecutive pieces, or partial sums."""
         of_parts: list[dict[int, Match]] = []
         for x in parts:
             matches: dict[int, Match] = {}
@@ -246,7 +254,10 @@ class Meanings:
         return None
 
     def _factors(self, x: Array) -> list[Fraction]:
-        """Return 1 and the factors for which the step has two of the array's entries divided."""
+        """Return 1, and each factor for which an entry divided by it is an element of the step.
+
+        The first and the last random entry are tried.
+        """
         flat = x.ravel()
         places = np.flatnonzero(is_random(flat))
         if not places.size:
@@ -257,10 +268,15 @@ class Meanings:
 
 
 def _starts(matches: Sequence[Match | None]) -> tuple[list[float], int]:
-    """Return the starts of parts of one value, and the size of a part.
+    """Return the starts of parts in a step value, and the size of a part.
 
-    Padding starts at infinity. The start of a partial sum is its first row, and all partial sums
-    must be at the same offset in the value. Starts are empty if a match is no part.
+    Args:
+      matches: each part as a slice of the step value. A part without a match is None, and counts as
+        padding if it follows the last part.
+
+    Returns:
+      The start of each part, infinity for padding; empty if the matches do not fit together. For
+      partial sums, starts and size are in rows of the batch.
     """
     known = [m for m in matches if m is not None]
     partial = known[0].value.rows is not None
@@ -283,7 +299,7 @@ def _starts(matches: Sequence[Match | None]) -> tuple[list[float], int]:
 
 
 def _evenly(starts: Sequence[float], size: int) -> bool:
-    """Return True if parts do not overlap and have one distance; padding may follow them."""
+    """Return True if parts are equally spaced and do not overlap; padding may follow them."""
     finite = [s for s in starts if np.isfinite(s)]
     distances = {b - a for a, b in itertools.pairwise(finite)}
     if finite != [*starts][: len(finite)] or len(distances) > 1:
@@ -292,9 +308,12 @@ def _evenly(starts: Sequence[float], size: int) -> bool:
 
 
 def _ordered_on_mesh(starts: Sequence[float], size: int, axes: Mapping[str, int]) -> bool:
-    """Return True if parts follow each other, or are equal, along each axis of a mesh.
+    """Return True if parts are in order along some axes of a mesh, and equal along the others.
 
-    At least two parts must differ.
+    Args:
+      starts: start of each rank's part.
+      size: size of a part.
+      axes: axes of the mesh by name, with their sizes.
     """
     sizes = [*axes.values()]
     if int(np.prod(sizes)) != len(starts) or len({*starts}) == 1:
@@ -308,7 +327,7 @@ def _ordered_on_mesh(starts: Sequence[float], size: int, axes: Mapping[str, int]
 
 
 def _sums_over(parts: Sequence[Array], axes: Mapping[str, int] | None) -> Iterator[Array]:
-    """Yield sums over all parts, or over some axes of a mesh if all groups have the same sum."""
+    """Yield the sum of all parts, or sums over some mesh axes that are equal for all groups."""
     if len({x.shape for x in parts}) != 1:
         return
     if axes is None or int(np.prod([*axes.values()])) != len(parts):
@@ -340,8 +359,18 @@ def _divided(x: Array, factor: Fraction) -> Array:
     return field.multiply(x, np.uint64(inverse))
 
 
+def _elements_of_ranks(value: Sequence[Any]) -> list[Array]:
+    """Return the elements of each rank's array; arrays other than floats are left out."""
+    found = []
+    for x in value:
+        elements = elements_of_value(x)
+        if elements is not None:
+            found.append(elements)
+    return found
+
+
 def _is_constant(x: Array) -> bool:
-    """Return True if all elements are integers, or a few rational numbers."""
+    """Return True if all elements are small integers, or at most 8 different simple fractions."""
     there = is_random(x)
     if not there.any():
         return True
@@ -350,8 +379,11 @@ def _is_constant(x: Array) -> bool:
 
 
 def _is_rational(element: int) -> bool:
-    """Return True if an element is a quotient of small integers, as 1 of 4 million elements is."""
-    # the convergents of element / P: numerators fall while denominators grow
+    """Return True if an element is a quotient of small integers.
+
+    A random element passes this test with a probability of 1 in 4 million.
+    """
+    # Euclid's algorithm on (P, element): numerators fall while denominators grow
     numerators, denominators = (P, element), (0, 1)
     while numerators[1]:
         if numerators[1] * abs(denominators[1]) < MOST_RATIONAL:

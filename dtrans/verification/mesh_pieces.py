@@ -1,7 +1,7 @@
-"""Pieces of an array on a mesh: sharded by a `PartitionSpec`, and assembled again.
+"""Pieces of an array on a mesh: an array is sharded by a `PartitionSpec`, or assembled from pieces.
 
-A piece is the value of one rank. Ranks with the same coordinates on the axes of a spec hold the
-same object, so that the evaluation computes with it once.
+A piece is the value of one rank. Ranks with equal coordinates on the axes of a spec have the same
+object as their piece, so the evaluation computes with it once.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def shard(axes: Mapping[str, int], x: Any, spec: Any) -> Ranked:
                 cut = functools.partial(_part, count=size, axis=d, number=k)
                 pieces[r] = mapped(cut, pieces[r])
 
-    # ranks with equal coordinates share the first one's object
+    # ranks with equal coordinates get the object of the first such rank
     first: dict[tuple[int, ...], Any] = {}
     keys = [_coordinates(axes, spec, r) for r in range(count)]
     for key, piece in zip(keys, pieces, strict=True):
@@ -46,7 +46,7 @@ def shard(axes: Mapping[str, int], x: Any, spec: Any) -> Ranked:
 
 
 def assemble(axes: Mapping[str, int], pieces: Ranked, spec: Any) -> Any:
-    """Return the array of the ranks' pieces; `Replicas` if copies differ that must agree."""
+    """Assemble an array from the ranks' pieces; `Replicas` if copies on the ranks differ."""
     for value in pieces:
         if isinstance(value, Unknown):
             return value
@@ -62,7 +62,7 @@ def assemble(axes: Mapping[str, int], pieces: Ranked, spec: Any) -> Any:
                 larger[r] = one
         parts = larger
     if any(p is not parts[0] and not same(p, parts[0]) for p in parts):
-        return Replicas("ranks hold copies that differ", tuple(parts), axes)
+        return Replicas("the copies on the ranks differ", tuple(parts), axes)
     return parts[0]
 
 

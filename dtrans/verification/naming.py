@@ -1,20 +1,21 @@
-"""Causes of faults: the first wrong value of a job on the way to a wrong output.
+"""Search for the cause of a wrong output: the first wrong value on the way to it.
 
-A step and a job are evaluated at one point, with logs. Each value of the job gets its meaning in
-terms of the step. The walk goes back from an output that differs, through values without a meaning.
-It ends at equations whose operands all have one. The first of these, in the order of the job, is
-the cause.
+The step and the job are evaluated at one point, with logs. Each value of the job has a meaning
+(`meanings`): its relation to a value of the step. From a wrong output the search walks back through
+values without a meaning. It ends at equations whose operands all have a meaning. The first of these
+equations, in the order of the job, is the cause.
 
     causes = find_causes((step_jaxpr, step_inputs), (job_jaxpr, job_arguments), [0, 3])
     causes[0]   # a `Cause`, or None if the programs are too large for logs
 
-Some values of a right job have no meaning: a sum over the first micro-batch of all ranks is no sum
-of consecutive rows. Such a value recovers: a value with a meaning is computed from it. The walk
-prefers causes that do not recover.
+Some right values have no meaning either: a sum over the first micro-batches of all ranks is not a
+sum of consecutive rows. They *recover*, which means that a value with a meaning is computed from
+them. The search prefers causes that do not recover.
 
 A multiple of a step value, such as the sum of three means, is right if it is divided later. If the
-walk ends at an equation that reads a multiple, the equation that multiplies by this factor is the
-cause. Without one, it is the first copy that is a multiple: a reduction without its division.
+search ends at an equation that reads a multiple, the cause is the equation whose factor made it a
+multiple. If there is no such equation, a reduction lacks its division: the cause is then the first
+copy that is a multiple.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ from dtrans.verification.step_values import StepValues
 from dtrans.verification.value_log import Computation, ValueLog
 
 
-# a multiple of an operand gives a multiple of the output; `shard_map` and `scan` move pieces and
-# rows
+# Primitives that map a multiple of an operand to a multiple of the output. `shard_map` and `scan`
+# stand for the pieces and rows that they move.
 HOMOGENEOUS = (
     "abs", "conv_general_dilated", "cumsum", "div", "dot_general", "integer_pow", "mul", "neg",
     "reduce_sum", "rsqrt", "scan", "shard_map", "sqrt", "square",
@@ -49,10 +50,10 @@ ADDS = ("add", "add_any", "sub", "max", "min", "select_n")
 def find_causes(
     step: tuple[Any, Mapping[str, Any]], job: tuple[Any, Sequence[Any]], outputs: Sequence[int]
 ) -> dict[int, Cause | None]:
-    """Name the cause of each output of a job that differs.
+    """Find the cause of each wrong output of a job.
 
     Args:
-      step: the jaxpr of one device, and the values of its inputs by name, in their order.
+      step: the jaxpr of one device, and the values of its inputs by name, in order.
       job: the jaxpr of the job, and its arguments at the same point.
       outputs: positions of the job's outputs that differ.
 
@@ -75,9 +76,11 @@ def find_causes(
 class _Walk:
     """Walk from wrong outputs back to their causes.
 
+    A computation is referred to by its index in the log.
+
     Args:
       log: log of the job.
-      meanings: meanings of its values in terms of the step.
+      meanings: finds the meaning of a value of the job.
     """
 
     def __init__(self, log: ValueLog, meanings: Meanings) -> None:
@@ -106,7 +109,8 @@ class _Walk:
     # -- the region of values without a meaning --------------------------------------------------
 
     def _region(self, last: int) -> set[int]:
-        """Return a computation and its connected predecessors without a meaning."""
+        """Return a computation, and all earlier ones on which it depends only through values
+        without a meaning."""
         found = {last}
         waiting = self._sources(last)
         while waiting:
@@ -134,14 +138,17 @@ class _Walk:
     # -- multiples -------------------------------------------------------------------------------
 
     def _before_use(self, number: int) -> int:
-        """Return the cause of the multiple that an equation reads; the equation itself if none."""
+        """Return the cause of a multiple that an equation reads.
+
+        If the equation may read a multiple, or reads none, it is the equation itself.
+        """
         name = self._log.computations[number].name
         if name in HOMOGENEOUS or name in MOVES or name in GROUPS:
             return number
         meanings = []
         for source in self._sources(number):
             meanings += [(source, m) for m in self._meanings_of(source) if m.of is not None]
-        # a sum of equal multiples is a multiple as well
+        # the sum of several values with one factor is a multiple with this factor
         if name in ADDS and len({m.factor for _, m in meanings}) == 1 and len(meanings) > 1:
             return number
         multiples = [s for s, m in meanings if m.kind is Kind.EXACT and m.factor != 1]
@@ -149,22 +156,23 @@ class _Walk:
         return number if cause is None else cause
 
     def _is_multiple(self, number: int, kinds: Sequence[Kind] = (Kind.EXACT,)) -> bool:
-        """Return True if a value of one of some kinds is a step value times a number."""
+        """Return True if an output has one of these kinds, and a factor other than 1."""
         return any(m.kind in kinds and m.factor != 1 for m in self._meanings_of(number))
 
     def _cause_of_multiple(self, number: int) -> int | None:
-        """Return the computation whose factor makes a value a multiple; None if parts begin so.
+        """Return the computation that made a value a multiple; None if there is no such one.
 
-        Factors that undo each other, such as a sum of means and its division, cancel out. The first
-        other factor is the cause. If it is an integer, parts may be means that nothing averages:
-        the cause is then the reduction of partial sums.
+        The chain of multiples before the value is followed to its start. Factors that cancel each
+        other, such as a sum of means and its division, do not count. The first other factor is the
+        cause. If it is an integer, parts may be means that are summed instead of averaged: then the
+        cause is the reduction of the parts.
         """
         chain = [number]
         both = (Kind.EXACT, Kind.PARTIAL)
         while before := [s for s in self._sources(chain[0]) if self._is_multiple(s, both)]:
             chain.insert(0, before[0])
 
-        # factors without a later inverse, in the order of the chain
+        # factors that no later factor cancels, in the order of the chain
         remaining: list[tuple[int, Fraction]] = []
         of, last = -1, Fraction(1)
         for one in chain:
@@ -186,34 +194,41 @@ class _Walk:
 
     def _is_reduction(self, source: int, number: int) -> bool:
         """Return True if a computation reduces partial sums to an exact value."""
-        kinds = lambda n: {m.kind for m in self._meanings_of(n)}
-        return kinds(source) == {Kind.PARTIAL} and kinds(number) == {Kind.EXACT}
+        return self._kinds(source) == {Kind.PARTIAL} and self._kinds(number) == {Kind.EXACT}
+
+    def _kinds(self, number: int) -> set[Kind]:
+        return {m.kind for m in self._meanings_of(number)}
 
     def _is_copy(self, number: int) -> bool:
-        """Return True if all ranks hold a full value."""
+        """Return True if an output is a copy of a full step value on all ranks."""
         return any(m.is_copy for m in self._meanings_of(number))
 
     def _factor(self, number: int, of: int, last: Fraction) -> tuple[int, Fraction]:
-        """Return the step value whose multiple an output is, and the factor.
+        """Return the number of the step value that has an output as a multiple, and the factor.
 
-        Several step values may be multiples of each other. A value with the last factor comes
-        first: the equation then belongs to the step. A value of the same primitive is next, then
-        the last step value, then any.
+        Several step values may be multiples of each other. The first choice is a value with the
+        factor of the operand: the equation is then one of the step. Next are a value of the same
+        primitive, the step value of the operand, and any value.
 
         Args:
-          number: index of the computation.
-          of, last: step value and factor of its operand; -1 for the first computation.
+          number: the computation.
+          of, last: number of the step value, and factor, of its operand; -1 and 1 for the first
+            computation of a chain.
         """
         computation = self._log.computations[number]
-        factors = self._meanings.factors_of(computation.outputs[0])
-        primitive = lambda value: value.title.partition(" ")[0]
-        choices = []
-        if of >= 0:
-            choices += [pair for pair in factors if pair[1] == last]
-        choices += [pair for pair in factors if primitive(pair[0]) == computation.name]
-        choices += [pair for pair in factors if pair[0].number == of]
-        choices += [(m.of, m.factor) for m in self._meanings_of(number) if m.of is not None]
-        return (choices[0][0].number, choices[0][1]) if choices else (of, last)
+        same_factor, same_primitive, same_value = [], [], []
+        for value, factor in self._meanings.factors_of(computation.outputs[0]):
+            if of >= 0 and factor == last:
+                same_factor.append((value.number, factor))
+            if value.title.partition(" ")[0] == computation.name:
+                same_primitive.append((value.number, factor))
+            if value.number == of:
+                same_value.append((value.number, factor))
+        choices = [*same_factor, *same_primitive, *same_value]
+        for meaning in self._meanings_of(number):
+            if meaning.of is not None:
+                choices.append((meaning.of.number, meaning.factor))
+        return choices[0] if choices else (of, last)
 
     # -- computations ----------------------------------------------------------------------------
 
@@ -233,10 +248,12 @@ class _Walk:
         return self._found[number]
 
     def _term_of(self, number: int) -> Meaning | None:
-        """Return the meaning of one term from a stack of terms; None if an output is no term.
+        """Return the meaning of an output that is one term from a stack of partial sums.
 
-        The step has no value for terms of sums over other things than rows: only for their sum. If
-        all ranks hold one term it has no meaning, since the other terms are lost.
+        `Meanings` knows partial sums over rows. Other partial sums, such as one per trainer, are
+        no values of the step. A single one is recognized by the stack that it comes from. None if
+        the output is not such a term. A term on all ranks of a mesh has no meaning, since the other
+        terms are lost.
         """
         computation = self._log.computations[number]
         if computation.name not in (*MOVES, "scan", "shard_map") or computation.axes:
@@ -248,7 +265,7 @@ class _Walk:
             return None
         (stack,) = found
         if stack.of is None or stack.of.rows is not None:
-            return None  # `Meanings` knows each sum over rows
+            return None  # a partial sum over rows
         text = stack.text if stack.text.startswith("a term") else f"a term of {stack.text}"
         return dataclasses.replace(stack, text=text)
 
@@ -258,7 +275,7 @@ class _Walk:
     # -- words -----------------------------------------------------------------------------------
 
     def _describe(self, number: int) -> Cause:
-        """Return a computation as the cause of a fault, in words."""
+        """Describe a computation as the cause of a fault."""
         computation = self._log.computations[number]
         meanings = self._meanings_of(number)
         value = next((m for m in meanings if m.kind is Kind.NONE), meanings[0]).text
@@ -270,7 +287,7 @@ class _Walk:
         return Cause(computation.name, line, origin, value, tuple(operands), behind)
 
     def _meaning_of(self, operand: Sequence[Any], axes: Mapping[str, int]) -> Meaning:
-        """Return the meaning that an operand has as an output of its own computation."""
+        """Return the meaning of an operand, from the computation that has it as an output."""
         for source in self._log.sources(operand):
             outputs = self._log.computations[source].outputs
             for output, meaning in zip(outputs, self._meanings_of(source), strict=True):

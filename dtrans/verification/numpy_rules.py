@@ -1,7 +1,8 @@
 """Rules of JAX's primitives on NumPy arrays; nothing is compiled.
 
-They compute integers, booleans and shadows (`dtrans.verification.field_values`). Each rule takes
-the parameters of the equation, its operands and the type of its first output.
+They compute integers, booleans and shadows (`dtrans.verification.field_values`). A rule in
+`ELEMENTWISE` is a function of the operands. A rule in `OTHERS` returns a list of outputs. It is a
+function of the equation's parameters, its operands and the type of its first output.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from dtrans.ir.selection import values_at
 
 
 def _quotient(x: Any, y: Any) -> Any:
-    """Divide integers and round toward zero; floats would lose bits of 64-bit integers."""
+    """Divide integers and round toward zero.
+
+    Division in float64 would lose bits of 64-bit integers.
+    """
     floor = x // y
     return floor + ((floor < 0) & (floor * y != x)).astype(floor.dtype)
 
@@ -34,8 +38,14 @@ def _unsigned_shift(x: Any, n: Any) -> Any:
 
 
 def _power(x: Any, y: Any) -> Any:
-    """Raise to a power, floats in 64 bits."""
-    return np.power(np.asarray(x, np.float64) if np.asarray(x).dtype.kind == "f" else x, y)
+    """Raise to a power; floats are computed in 64 bits."""
+    if np.asarray(x).dtype.kind == "f":
+        x = np.asarray(x, np.float64)
+    return np.power(x, y)
+
+
+def _div(x: Any, y: Any) -> Any:
+    return x / y if np.issubdtype(y.dtype, np.inexact) else _quotient(x, y)
 
 
 # primitives with the name of their NumPy function
@@ -69,7 +79,7 @@ ELEMENTWISE: Mapping[str, Callable[..., Any]] = {
     "shift_left": lambda x, n: np.where(n < _width(x), np.left_shift(x, n), x.dtype.type(0)),
     "shift_right_logical": _unsigned_shift,
     "is_finite": np.isfinite,
-    "div": lambda x, y: x / y if np.issubdtype(y.dtype, np.inexact) else _quotient(x, y),
+    "div": _div,
     "rem": np.fmod,
     "select_n": lambda which, *cases: np.choose(which.astype(int), cases),
     "copy": lambda x: x,
@@ -78,9 +88,12 @@ ELEMENTWISE: Mapping[str, Callable[..., Any]] = {
 
 
 def _slices(start: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
-    """Return the slices of a dynamic slice; starts are clamped as in XLA."""
-    first = [min(max(int(s), 0), n - k) for s, k, n in zip(start, sizes, shape, strict=True)]
-    return tuple(slice(s, s + k) for s, k in zip(first, sizes, strict=True))
+    """Return the index of a dynamic slice; starts are clamped as in XLA."""
+    found = []
+    for at, size, length in zip(start, sizes, shape, strict=True):
+        first = min(max(int(at), 0), length - size)
+        found.append(slice(first, first + size))
+    return tuple(found)
 
 
 def _broadcast_in_dim(p: Any, operands: Any, out: Any) -> list[Any]:
@@ -185,11 +198,11 @@ def _pad(p: Any, operands: Any, out: Any) -> list[Any]:
 def gather_places(
     shape: Sequence[int], indices: Any, numbers: Any, sizes: Sequence[int], mode: Any
 ) -> Any:
-    """Return the flat place in the operand of each gathered entry; -1 if it is a fill value.
+    """Return the flat index in the operand of each gathered entry; -1 for a fill value.
 
     Args:
       shape: shape of the operand.
-      indices: integers; the last dimension has one for each dimension of `start_index_map`.
+      indices: integers; the last dimension has an entry for each dimension of `start_index_map`.
       numbers: `jax.lax.GatherDimensionNumbers`.
       sizes: size of a window in each dimension of the operand.
       mode: `jax.lax.GatherScatterMode`.
@@ -204,7 +217,7 @@ def gather_places(
     without_window = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     window = [d for d in range(len(shape)) if d not in without_window]
 
-    # the place of a window's first entry, and the distances of its other entries
+    # flat index of the first entry of each window, and offsets of its other entries
     strides = np.cumprod([1, *shape[:0:-1]])[::-1]
     first, inside = np.zeros(batch, np.int64), np.ones(batch, bool)
     for d, start in starts.items():
@@ -223,7 +236,7 @@ def gather_places(
 
 
 def _along(x: Any, axis: int, count: int) -> Any:
-    """Reshape a vector to `count` dimensions, with its entries along one of them."""
+    """Reshape a vector to `count` dimensions, with its entries along `axis`."""
     shape = [1] * count
     shape[axis] = -1
     return x.reshape(shape)
@@ -235,7 +248,7 @@ _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 def threefry_bits(key: Any, shape: Sequence[int], bits: int) -> Any:
     """Return random bits as JAX draws them from a key of two words (`jax_threefry_partitionable`).
 
-    Each number is a hash of its place: 20 rounds of Threefry-2x32 (Salmon et al., 2011).
+    Each number is a hash of its index: 20 rounds of Threefry-2x32 (Salmon et al., 2011).
     """
     counts = np.arange(int(np.prod(shape)), dtype=np.uint64).reshape(shape)
     x = [(counts >> np.uint64(32)).astype(np.uint32), counts.astype(np.uint32)]

@@ -1,4 +1,4 @@
-"""Outcome of a verification: compared outputs, differences, and equations without a rule."""
+"""Report of a verification: compared outputs, differences, and equations without a rule."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Cause:
-    """First equation whose value is wrong, on the way to an output that differs.
+    """First wrong equation on the way to an output that differs.
 
     Its operands are constants, copies, pieces or partial sums of step values. Its own value is none
     of these, or is a multiple of the right value.
 
     Attributes:
-      primitive: primitive of the equation; "" if the output is an argument that no equation
-        changes.
-      line: the user's line, `model.py:12`; "" if the equation comes from no line of the user.
-      origin: author of an equation without a line: `optax.scale_by_adam`; "" if that is unknown.
-      value: a noun phrase for the value: `no piece, partial sum or copy of a value of the step`.
-      operands: a noun phrase for each operand of floats: `a copy of tanh (model.py:12)`.
+      primitive: primitive of the equation; "" if the output is an unchanged argument.
+      line: the user's source line, `model.py:12`; "" if the equation has none.
+      origin: function that wrote an equation without a line: `optax.scale_by_adam`; "" if unknown.
+      value: noun phrase for the value: `no piece, partial sum or copy of a value of the step`.
+      operands: noun phrase for each operand of floats: `a copy of tanh (model.py:12)`.
       behind: the next collective that depends on the value, with its line; "" if there is none.
     """
 
@@ -31,26 +30,26 @@ class Cause:
 
     @property
     def equation(self) -> str:
-        """The primitive with its place: `psum (model.py:12)`."""
+        """The primitive with its line or origin: `psum (model.py:12)`."""
         place = self.line or self.origin
         return f"{self.primitive} ({place})" if place else self.primitive
 
     def __str__(self) -> str:
         text = f"{self.equation or 'an argument'}: {self.value}"
         if self.operands:
-            text += f"; made of {' and '.join(self.operands)}"
+            text += f"; computed from {' and '.join(self.operands)}"
         return text + (f"; next collective: {self.behind}" if self.behind else "")
 
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """One output of a plan that differs from the step's.
+    """Output of a plan that differs from the step's output.
 
     Attributes:
-      output: its name, `params/w1`.
+      output: name of the output, `params/w1`.
       entries: number of entries that differ, and number of all entries.
-      detail: relation of its value to the step's: scaled, rows of another rank, copies that differ.
-      cause: first equation whose value is wrong; None if the program is too large for a search.
+      detail: relation of the value to the right value: scaled, rows of another rank, and so on.
+      cause: first wrong equation; None if the program is too large for a search.
     """
 
     output: str
@@ -69,15 +68,15 @@ class Report:
     """Outcome of `plan.verify()` or `dtrans.verify()`.
 
     Attributes:
-      title: the plan, or the name of the distributed step.
-      differences: outputs that differ; none if the plan computes the step.
-      compared: names of the outputs that were compared as elements of the field.
-      unfollowed: equations without a rule, with their lines; outputs that depend on them are not
+      title: name of the plan, or of the distributed step.
+      differences: outputs that differ; empty if the plan computes the step.
+      compared: names of the outputs that were compared.
+      unfollowed: equations without a rule, with their lines. Outputs that depend on them are not
         compared.
-      skipped: names of outputs that were not compared.
+      skipped: names of the outputs that were not compared.
       points: number of random points.
       seconds: duration of the verification.
-      faults: collectives that explain differences, with the user's lines and remedies.
+      faults: wrong collectives that explain the differences, with the user's lines and remedies.
     """
 
     title: str
@@ -100,7 +99,7 @@ class Report:
         return not self.skipped and not self.unfollowed
 
     def merge(self, other: Report) -> Report:
-        """Return one report for two steps of a job."""
+        """Return one report for this step and another step of the same job."""
         both = lambda one, two: tuple(dict.fromkeys((*one, *two)))
         skipped = both(self.skipped, other.skipped)
         compared = [n for n in both(self.compared, other.compared) if n not in skipped]
@@ -123,7 +122,7 @@ class Report:
             f"{self.title}: {head} ({len(self.compared)} outputs at {self.points} points, "
             f"{self.seconds:.1f} s)"
         ]
-        # several outputs may have one cause
+        # a cause that several outputs share is printed once
         listed: set[Cause | None] = {None}
         for difference in self.differences:
             lines.append(f"  {difference}")

@@ -1,7 +1,7 @@
 """Random points of the field, at which a comparison evaluates both steps.
 
-A point is near values of a real run: floats are random elements whose shadows lie near the real
-numbers, so that comparisons and branches take paths that occur in training.
+Elements of floats are uniformly random. Shadows are near the values of a real run, so that
+comparisons and branches take the paths that occur in training.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ def random_point(
     fixed: frozenset[str],
     rng: np.random.Generator,
 ) -> dict[str, Any]:
-    """Return a value for each input, with random elements and shadows near real values.
+    """Return a value for each input, with random elements, and shadows near real values.
 
     Args:
-      types: type of each input by name.
-      real_values: arrays of a real run.
-      fixed: names of leaves that keep their values, since a plan may know them.
+      types: type of each input, by name.
+      real_values: arrays of a real run, by name.
+      fixed: names of inputs that keep their real values, because a plan may contain them.
       rng: the random generator.
     """
     point: dict[str, Any] = {}
@@ -46,7 +46,7 @@ def random_point(
             continue
         noise = rng.uniform(0.5, 1, t.shape)
         near = np.asarray(x, np.float64)
-        # towards zero: a decay in the state, 0.999, must stay below one
+        # Shadows move toward zero, because a decay such as 0.999 in the state must stay below 1.
         shadow = np.where(near == 0, 1e-3 * noise, near * (1 - 1e-3 * noise))
         point[name] = Real(field.random_elements(rng, t.shape), shadow)
     return point
@@ -57,15 +57,15 @@ class BatchRange:
     """Range of the random numbers of a batch.
 
     Attributes:
-      positive: True if floats are positive, as logarithms and roots need them.
-      labels: integers are below this number, from 0 on.
+      positive: True if floats are positive, for steps that take logarithms or roots of them.
+      labels: upper bound of integers, exclusive; the lower bound is 0.
     """
 
     positive: bool
     labels: int
 
 
-# labels above the number of classes select NaN; two is the smallest number of classes
+# a label that is not below the number of classes selects NaN; the smallest number of classes is 2
 RANGES = (BatchRange(False, 4), BatchRange(False, 2), BatchRange(True, 2))
 
 
@@ -75,7 +75,7 @@ def random_arrays(
     range_: BatchRange,
     arrays: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return an array for each type: one of `arrays`, or random numbers."""
+    """Return an array for each name in `types`: the one in `arrays`, or random numbers."""
     batch: dict[str, Any] = {}
     for name, t in types.items():
         if arrays is not None and name in arrays:
@@ -99,7 +99,7 @@ def random_arrays(
 def random_arguments(types: Mapping[str, Any], seed: int) -> list[Any]:
     """Return random arguments for an init function."""
     drawn = random_arrays(types, np.random.default_rng(seed), BatchRange(True, 4))
-    return [
-        x if values.is_key(x) else jnp.asarray(x, t.dtype)
-        for x, t in zip(drawn.values(), types.values(), strict=True)
-    ]
+    arguments = []
+    for name, x in drawn.items():
+        arguments.append(x if values.is_key(x) else jnp.asarray(x, types[name].dtype))
+    return arguments

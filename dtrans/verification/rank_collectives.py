@@ -1,8 +1,8 @@
 """JAX's collectives on the values of all ranks, in NumPy.
 
-Ranks are the devices of a mesh in row-major order. A collective over some axes joins a group: ranks
-with equal coordinates on all other axes. Each function here takes the values of one group, in its
-order, and returns one output for each member.
+Ranks are the devices of a mesh in row-major order. A collective over some axes connects the ranks
+of a group, whose coordinates on all other axes are equal. Each rule takes the values of one group,
+in the order of its ranks, and returns one output for each rank.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Group = Callable[[list[Any], Mapping[str, Any]], list[Any]]
 
 
 def groups_of(axes: Mapping[str, int], over: Sequence[str]) -> list[list[int]]:
-    """Return the groups of ranks that a collective over some axes joins.
+    """Return the groups of ranks that a collective over some axes connects.
 
     Example:
       >>> from dtrans.verification.rank_collectives import groups_of
@@ -73,7 +73,10 @@ def _smaller(x: Any, y: Any) -> Any:
 
 
 def mapped(fn: Callable[..., Any], *xs: Any) -> Any:
-    """Apply a function that only moves elements to values of one kind."""
+    """Apply a NumPy function that only moves entries to values of the same kind.
+
+    For floats it is applied to elements and shadows; for random keys, to their words.
+    """
     if isinstance(xs[0], Complex):
         real_part = mapped(fn, *(x.real for x in xs))
         return Complex(real_part, mapped(fn, *(x.imag for x in xs)))
@@ -125,7 +128,7 @@ def _piece(value: Any, count: int, axis: int, number: int) -> Any:
 
 
 def _broadcast(parts: list[Any], params: Mapping[str, Any]) -> list[Any]:
-    # before JAX 0.7 this was the name of pvary, which has no source
+    # before JAX 0.7 `pbroadcast` was the name of `pvary`, which has no source and changes no value
     return [parts[params["source"]]] * len(parts) if "source" in params else parts
 
 

@@ -1,7 +1,7 @@
-"""Floats as rational numbers: a rounded constant stands for the simplest number that rounds to it.
+"""Floats as rational numbers: each float is lifted to the simplest number that rounds to it.
 
-`1/12` in a step and `1/3` times `1/4` in a plan are different floats, but the same rational. So a
-float of some dtype is lifted to the fraction with the least denominator in its rounding interval.
+`1/12` in a step and `1/3` times `1/4` in a plan are different floats, but the same rational number.
+Among the fractions that round to a float in its dtype, the simplest has the least denominator.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def simplest_between(low: Fraction, high: Fraction) -> Fraction:
       Fraction(1, 3)
     """
     if low > high:
-        raise ValueError(f"no number is between {low} and {high}")
+        raise ValueError(f"the interval from {low} to {high} is empty; low must not exceed high")
     if low <= 0 <= high:
         return Fraction(0)
     if high < 0:
@@ -35,8 +35,8 @@ def simplest_between(low: Fraction, high: Fraction) -> Fraction:
     ceiling = math.ceil(low)
     if ceiling <= high:
         return Fraction(ceiling)
-    # both have the same integer part: only the fractional parts matter, whose inverses have an
-    # integer between them sooner
+    # both bounds have the same integer part, so the search continues with the inverses of their
+    # fractional parts
     floor = ceiling - 1
     return floor + 1 / simplest_between(1 / (high - floor), 1 / (low - floor))
 
@@ -54,17 +54,18 @@ def rational_of(value: float, dtype: str) -> Fraction:
     if exact.denominator == 1 and abs(exact.numerator) < 1 << 20:
         return exact
     if exact.numerator == 1 and (exact.denominator & (exact.denominator - 1)) == 0:
-        return exact  # programs compute powers of two by shifting bits
+        return exact  # programs compute powers of two exactly, by shifting bits
     bits = ml_dtypes.finfo(dtype).nmant
     _, exponent = math.frexp(value)
-    # a little less than half of the distance to the neighbours, since ties round to even
+    # slightly less than half the distance to the next float, because ties may round away from it
     half = Fraction(2) ** (exponent - 2 - bits) * Fraction(1023, 1024)
     return simplest_between(exact - half, exact + half)
 
 
 @functools.lru_cache(1 << 16)
 def element_of(value: float, dtype: str) -> int:
-    """Return the element of a float's rational; infinities and NaN have fixed elements."""
+    """Return the element of the simplest rational of a float; inf and NaN have constant
+    elements."""
     if not math.isfinite(value):
         return key_of(f"not finite: {value}") % P
     found = rational_of(value, dtype)
@@ -72,7 +73,7 @@ def element_of(value: float, dtype: str) -> int:
 
 
 def exact_elements(x: Array) -> Array:
-    """Lift float64 numbers to the elements of their exact dyadic values; others become zero.
+    """Return the elements of the exact values of float64 numbers; inf and NaN become zero.
 
     Example:
       >>> import numpy as np
@@ -83,14 +84,14 @@ def exact_elements(x: Array) -> Array:
     finite = np.isfinite(x)
     mantissas, exponents = np.frexp(np.where(finite, x, 0.0))
     integers = np.abs(np.ldexp(mantissas, 53)).astype(np.uint64)
-    # 2**61 is one, so exponents count modulo 61
+    # 2**61 is 1 modulo P, so exponents count modulo 61
     scale = np.uint64(1) << ((exponents - 53) % 61).astype(np.uint64)
     found = multiply(integers, scale)
     return np.where(mantissas < 0, negative(found), found)
 
 
 def elements_of(x: Any, dtype: Any) -> Array:
-    """Lift an array of integers, booleans or floats of a dtype."""
+    """Return the elements of an array of integers, booleans, or floats of the given dtype."""
     x = np.asarray(x)
     if x.dtype.kind in "biu":
         if x.dtype == np.uint64:
@@ -99,7 +100,7 @@ def elements_of(x: Any, dtype: Any) -> Array:
     name = np.dtype(dtype).name
     if not x.ndim:
         return np.asarray(np.uint64(element_of(float(x), name)))
-    # many initial states have one number in all entries, which needs no sort
+    # a fast path for initial states, which often have one number in all entries
     if x.size and (x == x.flat[0]).all():
         return np.full(x.shape, element_of(float(x.flat[0]), name), np.uint64)
     different, places = np.unique(x.astype(np.float64), return_inverse=True)

@@ -1,7 +1,8 @@
-"""Relations between a wrong value and the right one: scaled, not updated, rows of another rank.
+"""Descriptions of a wrong value in terms of the right value: scaled, not updated, rows of another
+rank.
 
-`relation` describes the first relation that holds. It compares two arrays and no programs;
-`repairs` finds the collective at fault.
+`relation` compares two arrays, and returns the first description that is true. `repairs` finds the
+collective at fault.
 """
 
 from __future__ import annotations
@@ -14,20 +15,20 @@ from typing import Any
 
 import numpy as np
 
-from dtrans.ir.selection import subset, values_at
+from dtrans.ir.selection import number_items, subset, values_at
 from dtrans.verification import field
 from dtrans.verification.field import Array, P
 from dtrans.verification.field_values import Real, Replicas, Unknown, from_integers, is_key, same
 
 
 def relation(x: Any, y: Any, before: Any, axes: Mapping[str, int]) -> str:
-    """Describe the relation of a value to the right one; "" if none holds.
+    """Describe a wrong value in terms of the right value; "" if no description is true.
 
     Args:
       x: value of an output of the distributed step.
-      y: value of the step's output.
-      before: value of the input that the output replaces, or None.
-      axes: axes of meshes by name, with their sizes.
+      y: value of the one-device step's output.
+      before: value of the input that the output replaces; None if it replaces no input.
+      axes: size of each mesh axis, by name.
 
     Example:
       >>> import numpy as np
@@ -39,13 +40,13 @@ def relation(x: Any, y: Any, before: Any, axes: Mapping[str, int]) -> str:
     """
     if isinstance(x, Replicas):
         where = axes_in_words(varying_axes(x))
-        return f"ranks hold copies that differ along {where}, where out_specs has one"
+        return f"its copies on the ranks differ along {where}, but out_specs says they are equal"
     if isinstance(x, Unknown) or isinstance(y, Unknown) or is_key(x) or is_key(y):
         return ""
     if np.shape(x) != np.shape(y):
         return f"its shape is {np.shape(x)}, the step's is {np.shape(y)}"
     if isinstance(x, Real) != isinstance(y, Real):
-        return "only one of both is an array of floats"
+        return "only one of the two values is an array of floats"
     if not isinstance(x, (Real, np.ndarray)):
         return ""
     x, y = _as_real(x), _as_real(y)
@@ -57,7 +58,7 @@ def relation(x: Any, y: Any, before: Any, axes: Mapping[str, int]) -> str:
 
 
 def _relation_of_changes(x: Real, y: Real, before: Real, axes: Mapping[str, int]) -> str:
-    """Describe the relation of the distributed step's change of an input to the step's change."""
+    """Describe the distributed step's change of an input in terms of the right change."""
     if same(x, before):
         return "it is not updated"
     change, right = _minus(x, before), _minus(y, before)
@@ -83,7 +84,7 @@ def _as_real(x: Any) -> Real:
 
 
 def axes_in_words(axes: Mapping[str, int]) -> str:
-    """Name axes with their sizes.
+    """Return axes and their sizes as text.
 
     Example:
       >>> from dtrans.verification.relations import axes_in_words
@@ -112,20 +113,20 @@ def varying_axes(x: Replicas) -> dict[str, int]:
 
 def _differs_along(grid: Array, dimension: int) -> bool:
     first, *others = np.moveaxis(grid, dimension, 0).reshape(grid.shape[dimension], -1)
-    return any(not same(a, b) for other in others for a, b in zip(first, other, strict=True))
+    return not all(all(map(same, first, other)) for other in others)
 
 
 # -- scaled ----------------------------------------------------------------------------------------
 
 
 def scaled(x: Real, factor: Fraction) -> Real:
-    """Return a multiple of an array."""
+    """Multiply an array by a rational number."""
     element = factor.numerator * pow(factor.denominator, -1, P) % P
     return Real(field.multiply(x.elements, np.uint64(element)), x.shadow * float(factor))
 
 
 def _scaled(x: Real, y: Real, axes: Mapping[str, int], what: str) -> str:
-    """Describe a value that is the right one times, or divided by, a number of ranks."""
+    """Describe a value that is the right value times, or divided by, a number of ranks."""
     for over in subsets(axes):
         size = math.prod(over.values())
         if size == 1:
@@ -146,7 +147,7 @@ def _scaled(x: Real, y: Real, axes: Mapping[str, int], what: str) -> str:
 
 
 def _moved(x: Real, y: Real, axes: Mapping[str, int], mine: str, right: str) -> str:
-    """Describe a value with the right rows in another order."""
+    """Describe a value that has the right rows in another order."""
     for dimension in range(len(x.shape)):
         order = _order_of_rows(x, y, dimension)
         if order is None:
@@ -161,17 +162,20 @@ def _moved(x: Real, y: Real, axes: Mapping[str, int], mine: str, right: str) -> 
 
 
 def _order_of_rows(x: Real, y: Real, dimension: int) -> list[int] | None:
-    """Return for each row of x the equal row of y; None if a row has none, or y repeats rows."""
-    wrong, right = (np.moveaxis(v.elements, dimension, 0) for v in (x, y))
-    place = {row.tobytes(): k for k, row in enumerate(right)}
-    order = [place[key] for row in wrong if (key := row.tobytes()) in place]
-    if len(place) < len(right) or len(right) < 2 or len(order) < len(wrong):
+    """Return, for each row of x, the index of the equal row of y.
+
+    None if x has a row that y does not have, or if y has equal rows.
+    """
+    wrong = [row.tobytes() for row in np.moveaxis(x.elements, dimension, 0)]
+    right = [row.tobytes() for row in np.moveaxis(y.elements, dimension, 0)]
+    index = number_items(right)
+    if len(index) < len(right) or len(right) < 2 or not index.keys() >= set(wrong):
         return None
-    return order
+    return values_at(index, wrong)
 
 
 def _order_of_blocks(order: Sequence[int], count: int) -> list[int]:
-    """Return the order of blocks of equal size; empty if rows also move within blocks."""
+    """Return the order of `count` blocks of rows; empty if rows also move within blocks."""
     size = len(order) // count
     starts = values_at(order, range(0, len(order), size))
     wanted = [start + k for start in starts for k in range(size)]
@@ -181,13 +185,13 @@ def _order_of_blocks(order: Sequence[int], count: int) -> list[int]:
 
 
 def _block_counts(axes: Mapping[str, int], length: int) -> list[int]:
-    """Return the numbers of ranks that a dimension can be sharded over, small ones first."""
+    """Return the numbers of ranks over which a dimension can be sharded, in ascending order."""
     counts = {math.prod(over.values()) for over in subsets(axes)}
     return sorted(n for n in counts if n > 1 and length % n == 0)
 
 
 def _partly_right(x: Real, y: Real, axes: Mapping[str, int]) -> str:
-    """Describe the ranks' pieces that differ if other pieces are right."""
+    """Describe the ranks' pieces that differ, if some pieces are right."""
     wrong = x.elements != y.elements
     for dimension, length in enumerate(x.shape):
         rows = np.moveaxis(wrong, dimension, 0).reshape(length, -1).any(1)

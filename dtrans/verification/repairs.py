@@ -1,8 +1,9 @@
-"""Repairs: changes of one collective that make outputs of a wrong program right.
+"""Search for the collective at fault, by repairs: changes of one collective that correct outputs.
 
-The program is evaluated again with a mean in place of one sum, a sum over other axes, or a
-reduction of copies that differ. A change that makes outputs right names the fault and its remedy.
-Collectives of one line, over the same axes, are changed together: a gradient has many leaves.
+The program is evaluated again with a mean instead of a sum, a sum over other axes, or a reduction
+of copies that differ. If outputs are then right, the change shows the fault and its remedy. The
+collectives of one source line, over the same axes, are changed together, since a gradient has many
+leaves.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ class Repair:
     """Change of a program.
 
     Attributes:
-      words: the fault and its remedy.
-      equations: the changed collectives, by `id`.
-      axes: axes over which they communicate instead; None for no change.
+      words: text that states the fault and the remedy.
+      equations: ids of the changed collectives.
+      axes: new axes of the collectives; None for no change.
       inverted: True to swap sources and destinations of a permutation.
-      factor: factor of their results.
-      copies: reduces copies of an output that must agree.
+      factor: factor by which the results of the collectives are multiplied.
+      copies: function that reduces copies that differ to one value; None for no change.
     """
 
     words: str
@@ -52,16 +53,16 @@ class Repair:
 
 @dataclasses.dataclass
 class CollectiveGroup:
-    """Collectives of one line.
+    """Collectives of one source line.
 
     Attributes:
       name: name of the primitive.
       line: the user's line, `train.py:12`.
-      over: axes of the collectives by name, with their sizes.
-      mesh: all axes of the mesh by name, with their sizes.
-      transposed: True if `jax.grad` wrote them, by transposing the equations of the line.
-      equations: the collectives, by `id`.
-      alike: True if the ranks' operands were equal in all of them.
+      over: size of each axis of the collectives, by name.
+      mesh: size of each axis of the mesh, by name.
+      transposed: True if `jax.grad` wrote the collectives, by transposing equations of the line.
+      equations: ids of the collectives, as an ordered set.
+      alike: True if each collective had equal operands on the ranks that it connects.
     """
 
     name: str
@@ -79,12 +80,12 @@ class CollectiveGroup:
 
 
 class ObservedWorld(World):
-    """World that records its collectives, and copies that differ.
+    """Evaluator that records collectives, and copies that differ.
 
     Args:
       axes, unknown: as in `World`.
-      groups: gets the collectives.
-      copies: gets the copies that differ but must agree.
+      groups: receives the collectives.
+      copies: receives the copies on ranks that should be equal, but differ.
     """
 
     def __init__(
@@ -100,11 +101,11 @@ class ObservedWorld(World):
         self.copies: list[Replicas] = [] if copies is None else copies
 
     def inner(self, axes: Mapping[str, int]) -> World:
-        """Return the inner world of a mesh's ranks."""
+        """Return the evaluator of a `shard_map` body, for the ranks of its mesh."""
         return ObservedWorld(axes, self.unknown, groups=self.groups, copies=self.copies)
 
     def assemble(self, pieces: Ranked, spec: Any) -> Any:
-        """Return the array of the ranks' pieces, and record copies that differ."""
+        """Assemble an array from the ranks' pieces, and record copies that differ."""
         found = super().assemble(pieces, spec)
         if isinstance(found, Replicas) and found.axes:
             self.copies.append(found)
@@ -124,7 +125,7 @@ class ObservedWorld(World):
 
 
 class RepairedWorld(World):
-    """World that evaluates a changed program.
+    """Evaluator of a changed program.
 
     Args:
       axes, unknown: as in `World`.
@@ -138,11 +139,11 @@ class RepairedWorld(World):
         self.repair = repair
 
     def inner(self, axes: Mapping[str, int]) -> World:
-        """Return the inner world of a mesh's ranks."""
+        """Return the evaluator of a `shard_map` body, for the ranks of its mesh."""
         return RepairedWorld(axes, self.unknown, self.repair)
 
     def assemble(self, pieces: Ranked, spec: Any) -> Any:
-        """Return the array of the ranks' pieces; copies that differ are reduced."""
+        """Assemble an array from the ranks' pieces; the repair reduces copies that differ."""
         found = super().assemble(pieces, spec)
         if self.repair.copies is None or not isinstance(found, Replicas) or not found.axes:
             return found
@@ -155,10 +156,10 @@ class RepairedWorld(World):
         factor = self.repair.factor
         if factor == 1:
             return outputs
-        # ranks that share an object still share one
-        multiples = {id(v): _multiple(v, factor) for x in outputs for v in x}
+        # ranks with the same object get the same multiple, so that equations are computed once
         found = []
         for x in outputs:
+            multiples = {id(v): _multiple(v, factor) for v in x}
             found.append(tuple(multiples[id(v)] for v in x))
         return found
 
@@ -174,15 +175,17 @@ class RepairedWorld(World):
 def _multiple(x: Any, factor: Fraction) -> Any:
     if isinstance(x, Real):
         return scaled(x, factor)
-    # integers are counts; a count that cannot be divided differs from the step's in any case
-    return x * factor.numerator // factor.denominator if isinstance(x, np.ndarray) else x
+    if isinstance(x, np.ndarray):
+        # the quotient of an integer is rounded, but then no repair makes the integer right
+        return x * factor.numerator // factor.denominator
+    return x
 
 
 # -- candidates ------------------------------------------------------------------------------------
 
 
 def _candidates(groups: Sequence[CollectiveGroup], copies: Sequence[Replicas]) -> Iterator[Repair]:
-    """Yield repairs, first for common faults."""
+    """Yield repairs; repairs of common faults come first."""
     yield from _reductions(copies)
     for group in groups:
         if group.name in SUMS:
@@ -190,7 +193,7 @@ def _candidates(groups: Sequence[CollectiveGroup], copies: Sequence[Replicas]) -
         elif group.name == "ppermute":
             words = f"{group} sends the wrong way; swap source and destination in its permutation"
             yield Repair(words, frozenset(group.equations), inverted=True)
-    # some collectives of a line may be right: that of the loss, but not those of gradients
+    # one line may have right and wrong collectives: psum((loss, grads)) is right for the loss only
     for group in groups:
         if group.name in SUMS and len(group.equations) > 1:
             for one in group.equations:
@@ -201,7 +204,7 @@ def _candidates(groups: Sequence[CollectiveGroup], copies: Sequence[Replicas]) -
 
 
 def _reductions(copies: Sequence[Replicas]) -> Iterator[Repair]:
-    """Yield reductions of outputs that out_specs calls replicated but that differ."""
+    """Yield reductions of outputs that are replicated by out_specs, but differ between ranks."""
     if not copies:
         return
     axes: dict[str, int] = {}
@@ -209,14 +212,14 @@ def _reductions(copies: Sequence[Replicas]) -> Iterator[Repair]:
         axes |= varying_axes(x)
     for name, mean in (("pmean", True), ("psum", False)):
         words = (
-            f"a reduction is missing: ranks hold parts that differ along {axes_in_words(axes)}, "
-            f"where out_specs has one value; use jax.lax.{name} over {_as_written(axes)}"
+            f"a reduction is missing: the values on the ranks differ along {axes_in_words(axes)}, "
+            f"but out_specs says they are equal; use jax.lax.{name} over {_as_written(axes)}"
         )
         yield Repair(words, copies=functools.partial(_reduced, mean=mean))
 
 
 def _reduced(x: Replicas, *, mean: bool) -> Any:
-    """Return the sum or mean of copies over the axes along which they vary."""
+    """Return the sum or mean of copies over the axes along which they differ."""
     over = varying_axes(x)
     first = groups_of(x.axes, [*over])[0]
     total = summed(values_at(x.copies, first))
@@ -230,8 +233,8 @@ def _scales(group: CollectiveGroup) -> Iterator[Repair]:
         return
     fault, remedy = "sums, expected a mean", f"use jax.lax.pmean, or divide by {size}"
     if group.alike:
-        fault = f"adds {size} equal values, which scales by the number of devices"
-        remedy = "leave it out"
+        fault = f"adds {size} equal values, which multiplies the value by the number of devices"
+        remedy = "remove it"
     if group.transposed:
         remedy = f"divide the gradient by {size}, or scale the loss that a rank differentiates"
     yield Repair(f"{group} {fault}; {remedy}", ids, factor=Fraction(1, size))
@@ -246,15 +249,16 @@ def _other_axes(group: CollectiveGroup) -> Iterator[Repair]:
         if {*other} == {*group.over}:
             continue
         count = math.prod(other.values())
-        # the user's division stays behind the sum: by the size of the old axes, for a mean
+        # If the user wrote a mean, a division by the size of the old axes follows the sum. The
+        # second repair cancels it.
         for name, factor in (("psum", Fraction(1)), ("pmean", Fraction(1, count))):
-            words = f"{group} joins the wrong ranks; use jax.lax.{name} over {_as_written(other)}"
+            words = f"{group} is over the wrong axes; use jax.lax.{name} over {_as_written(other)}"
             yield Repair(words, ids, axes=tuple(other), factor=factor)
             yield Repair(words, ids, axes=tuple(other), factor=factor * size)
 
 
 def _as_written(axes: Mapping[str, int]) -> str:
-    """Return axes as Python code, an argument of a collective."""
+    """Return axes as Python code for the argument of a collective."""
     return repr(next(iter(axes))) if len(axes) == 1 else repr(tuple(axes))
 
 
@@ -264,16 +268,16 @@ def _as_written(axes: Mapping[str, int]) -> str:
 def find_faults(
     jaxpr: Any, args: Sequence[Any], wanted: Outputs, names: Sequence[str]
 ) -> tuple[tuple[str, ...], set[int]]:
-    """Return the faults of a program in words, and the wrong outputs that no change makes right.
+    """Find the wrong collectives of a program.
 
     Args:
-      jaxpr: the program, with one device outside of its `shard_map`.
-      args: a value for each input.
-      wanted: the right value of each output.
+      jaxpr: the distributed program, with its `shard_map`.
+      args: value of each input.
+      wanted: right value of each output.
       names: names of the outputs.
 
     Returns:
-      The faults, and positions of outputs.
+      A description of each fault, and the positions of the wrong outputs that no repair explains.
     """
     ranked = [(x,) for x in args]
     observed = ObservedWorld()
@@ -290,19 +294,22 @@ def find_faults(
             continue
         finally:
             spent += world.evaluated
-        # a change that mends no other output, or breaks a right one, is no remedy
+        # a repair must correct at least one output more, and must not break a right output
         new = unexplained - still_wrong
         if new and still_wrong <= wrong:
             mended.setdefault(repair.words, set()).update(new)
             unexplained -= new
-    faults = [f"{words} (mends {_listed(places, names)})" for words, places in mended.items()]
+    faults = [f"{words} (corrects {_listed(places, names)})" for words, places in mended.items()]
     return tuple(faults), unexplained
 
 
 def _differing(outputs: Sequence[Ranked], wanted: Outputs) -> set[int]:
-    """Return the positions of outputs that differ from the right ones."""
-    pairs = zip(outputs, wanted, strict=True)
-    return {k for k, ((x,), y) in enumerate(pairs) if _differs(x, y)}
+    """Return the positions of outputs that differ from the right values."""
+    found = set()
+    for k, ((x,), y) in enumerate(zip(outputs, wanted, strict=True)):
+        if _differs(x, y):
+            found.add(k)
+    return found
 
 
 def _differs(x: Any, y: Any) -> bool:
@@ -312,6 +319,6 @@ def _differs(x: Any, y: Any) -> bool:
 
 
 def _listed(places: set[int], names: Sequence[str]) -> str:
-    """Return the names of outputs, at most three of them."""
+    """Return the names of at most three outputs, and the number of the others."""
     found = values_at(names, sorted(places))
     return ", ".join(found[:3]) + (f" and {len(found) - 3} others" if len(found) > 3 else "")

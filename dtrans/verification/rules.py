@@ -5,8 +5,8 @@
     decisions    equations that depend on the order of floats
     functions    transcendental functions: keyed hashes of their arguments
 
-A rule takes an equation and its operands, and returns a list of outputs. A primitive without a rule
-makes its outputs `Unknown`.
+A rule is a function of an equation and its operands that returns the list of outputs. The outputs
+of a primitive without a rule are `Unknown`.
 """
 
 from __future__ import annotations
@@ -42,12 +42,17 @@ Rule = Callable[[JaxprEqn, list[Any]], list[Any]]
 
 
 def shadow_of(x: Any) -> Any:
-    """Return the shadow of floats, and other arrays unchanged."""
+    """Return the shadow of an array of floats; other arrays are unchanged."""
     return x.shadow if isinstance(x, (Real, Complex)) else x
 
 
+def shadows_of(operands: Sequence[Any]) -> list[Any]:
+    """Return the shadows of operands; operands other than floats are unchanged."""
+    return [shadow_of(x) for x in operands]
+
+
 def elements_in(x: Any) -> Array:
-    """Return the elements of floats, or of integers converted to floats."""
+    """Return the elements of an array; integers and booleans are converted to floats."""
     return x.elements if isinstance(x, Real) else elements_of(x, np.int64)
 
 
@@ -56,12 +61,21 @@ def _shadow_type(eqn: JaxprEqn) -> Any:
 
 
 def by_jax(eqn: JaxprEqn, operands: Sequence[Any], **params: Any) -> list[Any]:
-    """Evaluate a primitive with JAX, in 64 bits for shadows."""
+    """Evaluate an equation with JAX in 64 bits.
+
+    Args:
+      eqn: the equation.
+      operands: shadows and other arrays.
+      **params: replacements of its parameters.
+
+    Raises:
+      UnfollowedError: JAX cannot lower the primitive on this platform.
+    """
     with jax.enable_x64(True):
         bound = eqn.primitive.get_bind_params({**eqn.params, **params})
         try:
             out = eqn.primitive.bind(*operands, **bound)
-        except NotImplementedError as error:  # JAX cannot lower it on this platform
+        except NotImplementedError as error:
             raise UnfollowedError(str(error)) from error
         outputs = list(out) if eqn.primitive.multiple_results else [out]
         return [x if values.is_key(x) else np.asarray(x) for x in outputs]
@@ -69,7 +83,7 @@ def by_jax(eqn: JaxprEqn, operands: Sequence[Any], **params: Any) -> list[Any]:
 
 def _shadows(eqn: JaxprEqn, operands: Sequence[Any]) -> Any:
     """Return the shadow of the first output of an equation."""
-    name, shadows = eqn.primitive.name, [shadow_of(x) for x in operands]
+    name, shadows = eqn.primitive.name, shadows_of(operands)
     with np.errstate(all="ignore"):
         if name in ELEMENTWISE:
             return ELEMENTWISE[name](*shadows)
@@ -79,7 +93,7 @@ def _shadows(eqn: JaxprEqn, operands: Sequence[Any]) -> Any:
 
 
 def axes_last(x: Real, axes: Sequence[int]) -> Real:
-    """Return an array with some dimensions merged into the last one, to reduce over it."""
+    """Merge some dimensions of an array into one, which becomes the last."""
     others = [d for d in range(len(x.shape)) if d not in axes]
     shape = values_at(x.shape, others)
     merge = lambda a: a.transpose(*others, *axes).reshape(*shape, -1)
@@ -90,7 +104,7 @@ def axes_last(x: Real, axes: Sequence[int]) -> Real:
 
 
 def _exactly(fn: Callable[..., Array]) -> Rule:
-    """Return the rule of an elementwise operation of the field."""
+    """Return the rule of a primitive that applies `fn` of the field to each element."""
 
     def rule(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         return [real(fn(*map(elements_in, operands)), _shadows(eqn, operands))]
@@ -100,7 +114,7 @@ def _exactly(fn: Callable[..., Array]) -> Rule:
 
 def _divide(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     x, y = map(elements_in, operands)
-    if y.ndim and y.strides and not any(y.strides):  # one number, broadcast
+    if y.ndim and y.strides and not any(y.strides):  # all entries are one broadcast number
         inverse = np.broadcast_to(field.inverse(y.reshape(-1)[:1])[0], y.shape)
     else:
         inverse = field.inverse(y)
@@ -126,12 +140,13 @@ def _dot_general(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 
 def _as_matrices(x: Array, batch: Sequence[int], contract: Sequence[int], *, last: bool) -> Array:
-    """Return an operand as a stack of matrices that are contracted over their last dimension.
+    """Reshape an operand of a contraction to a stack of matrices.
 
     Args:
       x: the operand.
-      batch, contract: its batch dimensions and contracted dimensions.
-      last: False to contract over the first dimension of the matrices instead.
+      batch: its batch dimensions, which become the stack.
+      contract: its contracted dimensions, which become one dimension of the matrices.
+      last: True for the last dimension of the matrices, False for the first.
     """
     free = [d for d in range(x.ndim) if d not in (*batch, *contract)]
     order = (*batch, *free, *contract) if last else (*batch, *contract, *free)
@@ -148,7 +163,7 @@ def _reduce_sum(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 
 def _in_direction(fn: Callable[[Array, int], Array], x: Array, eqn: JaxprEqn) -> Array:
-    """Apply a cumulative operation in the direction of an equation."""
+    """Apply a cumulative function along an axis, backward if the equation is reversed."""
     axis = eqn.params["axis"]
     if not is_reversed(eqn):
         return fn(x, axis)
@@ -184,16 +199,17 @@ def _reduce_prod(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 
 def _convolution(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """Convolve limbs of 16 bits in float64, which is exact, and add them up by their weights."""
-    params = {"preferred_element_type": np.dtype(np.float64)}
-    limbs = [field.limbs(elements_in(x), field.SHORT) for x in operands]
-    convolve = lambda a, b: by_jax(eqn, [a, b], **params)[0]
-    sums = []
-    for k in range(2 * len(limbs[0]) - 1):
-        pairs = [(i, k - i) for i in range(len(limbs[0])) if 0 <= k - i < len(limbs[1])]
-        sums.append(sum(convolve(limbs[0][i], limbs[1][j]) for i, j in pairs))
-    x, y = (np.asarray(shadow_of(a), np.float64) for a in operands)
-    shadow = convolve(x, y)
+    """Convolve limbs of 16 bits in float64, which is exact, and add them up by power of 2**16."""
+    x, y = operands
+    float64 = np.dtype(np.float64)
+    convolve = lambda a, b: by_jax(eqn, [a, b], preferred_element_type=float64)[0]
+    left = field.limbs(elements_in(x), field.SHORT)
+    right = field.limbs(elements_in(y), field.SHORT)
+    sums: list[Any] = [0] * (len(left) + len(right) - 1)
+    for i, one in enumerate(left):
+        for j, other in enumerate(right):
+            sums[i + j] = sums[i + j] + convolve(one, other)
+    shadow = convolve(np.asarray(shadow_of(x), float64), np.asarray(shadow_of(y), float64))
     return [real(field.from_limbs(sums, field.SHORT), shadow)]
 
 
@@ -201,19 +217,23 @@ def _convolution(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 
 def _structure(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """Move elements and shadows by the rule of NumPy."""
+    """Apply the rule of `numpy_rules` to the elements, and to the shadows."""
     rule, out = OTHERS[eqn.primitive.name], eqn.outvars[0].aval
-    elements = rule(eqn.params, [_moved_part(x, "elements") for x in operands], out)
-    shadows = rule(eqn.params, [_moved_part(x, "shadow") for x in operands], out)
-    return [Real(np.asarray(e), np.asarray(s)) for e, s in zip(elements, shadows, strict=True)]
+    elements = rule(eqn.params, _parts(operands, "elements"), out)
+    shadows = rule(eqn.params, _parts(operands, "shadow"), out)
+    outs = []
+    for part, shadow in zip(elements, shadows, strict=True):
+        outs.append(Real(np.asarray(part), np.asarray(shadow)))
+    return outs
 
 
-def _moved_part(x: Any, part: str) -> Any:
-    return getattr(x, part) if isinstance(x, Real) else x
+def _parts(operands: Sequence[Any], name: str) -> list[Any]:
+    """Return the attribute `name` of floats, and other operands unchanged."""
+    return [getattr(x, name) if isinstance(x, Real) else x for x in operands]
 
 
 def _by_index(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """Let JAX move the places of elements, and take the elements from there."""
+    """Let JAX move the indices of the elements, then look the elements up."""
     x, *rest = operands
     if eqn.primitive.name == "gather":
         p = eqn.params
@@ -221,7 +241,7 @@ def _by_index(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     else:
         places = np.arange(x.shadow.size, dtype=np.int64).reshape(x.shape)
         (found,) = by_jax(eqn, [places, *rest])
-    # place -1 has the fill value
+    # index -1 is the fill value, which is appended
     return [values.take(_flat_with(x, _fill_of(eqn, rest)), found)]
 
 
@@ -235,34 +255,37 @@ _ZERO = Real(np.zeros(1, np.uint64), np.zeros(1))
 
 
 def move_rows(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """Let the equation's function move the places of entries; place 0 has zero.
+    """Evaluate `dtrans.ops.moved_rows`: its function moves the indices of the entries.
+
+    Index 0 is the number zero.
 
     Raises:
-      UnfollowedError: the row id does not exist, or the rows are integers.
+      UnfollowedError: a row id does not exist, or the rows are integers.
     """
     numbers, rows = operands[: eqn.params["count"]], operands[eqn.params["count"] :]
     if not all(isinstance(x, Real) for x in rows):
-        raise UnfollowedError("rows of integers")
-    ends = np.cumsum([1, *(x.shadow.size for x in rows)])
-    places = [
-        np.arange(end - x.shadow.size, end).reshape(x.shape)
-        for x, end in zip(rows, ends[1:], strict=True)
-    ]
-    elements = np.concatenate([x.elements.ravel() for x in (_ZERO, *rows)])
-    shadow = np.concatenate([x.shadow.ravel() for x in (_ZERO, *rows)])
-    flat = Real(elements, shadow)
+        raise UnfollowedError("the rows are integers")
+    places = []
+    elements, shadows = [_ZERO.elements], [_ZERO.shadow]
+    end = 1
+    for x in rows:
+        start, end = end, end + x.shadow.size
+        places.append(np.arange(start, end).reshape(x.shape))
+        elements.append(x.elements.ravel())
+        shadows.append(x.shadow.ravel())
+    flat = Real(np.concatenate(elements), np.concatenate(shadows))
     try:
         found = eqn.params["fn"](numbers, places)
     except BatchError as error:
         raise UnfollowedError(str(error)) from error
-    outs = zip(found, eqn.outvars, strict=True)
-    return [
-        values.take(flat, x) if values.is_float(v.aval.dtype) else np.asarray(x) for x, v in outs
-    ]
+    outs: list[Any] = []
+    for x, v in zip(found, eqn.outvars, strict=True):
+        outs.append(values.take(flat, x) if values.is_float(v.aval.dtype) else np.asarray(x))
+    return outs
 
 
 def _fill_of(eqn: JaxprEqn, rest: Sequence[Any]) -> Real:
-    """Return the number for places without an element: padding, or the fill value of a gather."""
+    """Return the number for entries without a source: padding, or the fill value of a gather."""
     padding = next((r for r in rest if isinstance(r, Real)), None)
     if padding is not None:
         return padding
@@ -288,10 +311,10 @@ def _convert(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 
 def _settled(x: Real) -> Real:
-    """Return floats with integer shadows where their elements are integers.
+    """Round each shadow to an integer if its element is this integer.
 
     Raises:
-      NearTie: a shadow is near an integer, and its element is another number.
+      NearTie: a shadow is near an integer, but its element is another number.
     """
     nearest = np.rint(x.shadow)
     with np.errstate(invalid="ignore"):
@@ -307,15 +330,15 @@ def _settled(x: Real) -> Real:
 def _bitcast(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     (x,), out = operands, eqn.outvars[0].aval
     if isinstance(x, Real):
-        raise UnfollowedError("the bits of a float")
+        raise UnfollowedError("it reads the bits of a float")
     same_width = x.dtype != bool and x.dtype.itemsize == np.dtype(out.dtype).itemsize
     found = x.view(np.dtype(out.dtype)) if same_width else by_jax(eqn, [x])[0]
-    # the search for simple fractions would take too long for millions of random numbers
+    # the search for simple fractions (`values.lifted`) takes too long for millions of numbers
     return [values.exact(found, out.dtype)]
 
 
 def _scatter_places(eqn: JaxprEqn, x: Any, indices: Any, updates: Any) -> Array:
-    """Return the place in the flat operand of each entry of a scatter's updates, or -1."""
+    """Return, for each entry of a scatter's updates, its index in the flat operand, or -1."""
     d = eqn.params["dimension_numbers"]
     window = iter(values_at(updates.shape, d.update_window_dims))
     without_window = (*d.inserted_window_dims, *getattr(d, "operand_batching_dims", ()))
@@ -350,7 +373,14 @@ def _scatter(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 
 def _rounds(places: Array) -> list[Array]:
-    """Return the positions of updates in rounds, each with one update of a place at most."""
+    """Split the updates of a scatter into rounds with at most one update per index.
+
+    Args:
+      places: index that each update changes; -1 for none.
+
+    Returns:
+      Positions of the updates in each round.
+    """
     order = np.argsort(places, kind="stable")
     ordered_places = places[order]
     first = np.searchsorted(ordered_places, ordered_places, "left")
@@ -363,10 +393,11 @@ def _rounds(places: Array) -> list[Array]:
 
 
 def _scatter_by(combine: Callable[[Real, Real], Real]) -> Rule:
-    """Return the rule of a scatter that combines the number at a place with its updates."""
-    flat = lambda x: Real(
-        elements_in(x).ravel().copy(), np.asarray(shadow_of(x), np.float64).ravel().copy()
-    )
+    """Return the rule of a scatter that combines the number at an index with its updates."""
+
+    def flat(x: Any) -> Real:
+        shadow = np.asarray(shadow_of(x), np.float64)
+        return Real(elements_in(x).ravel().copy(), shadow.ravel().copy())
 
     def rule(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         x, indices, updates = operands
@@ -395,14 +426,15 @@ def _scatter_extreme(sign: int) -> Rule:
 
 
 def _windows(eqn: JaxprEqn, shape: Sequence[int]) -> Array:
-    """Return the flat places in each window of a windowed reduction; -1 for padding."""
+    """Return the flat indices of the entries in each window of a windowed reduction; -1 for
+    padding."""
     p = eqn.params
     dims, strides, padding = p["window_dimensions"], p["window_strides"], p["padding"]
     dilation = (*(p.get("base_dilation") or ()), *(p.get("window_dilation") or ()))
     if any(d != 1 for d in dilation):
-        raise UnfollowedError("dilated windows")
+        raise UnfollowedError("its windows are dilated")
     places = np.arange(int(np.prod(shape)), dtype=np.int64).reshape(shape)
-    padded = np.pad(places, [(int(a), int(b)) for a, b in padding], constant_values=-1)
+    padded = np.pad(places, np.asarray(padding, int), constant_values=-1)
     windows = np.lib.stride_tricks.sliding_window_view(padded, tuple(dims))
     strided = windows[tuple(slice(None, None, s) for s in strides)]
     return strided.reshape(*strided.shape[: len(shape)], -1)
@@ -415,7 +447,7 @@ def _window_sum(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 
 def _best_in_window(eqn: JaxprEqn, x: Real, sign: int) -> Array:
-    """Return the flat place of the largest (sign 1) or smallest number of each window."""
+    """Return the flat index of the largest (sign 1) or smallest (sign -1) number of each window."""
     places = _windows(eqn, x.shape)
     worst = Real(_ZERO.elements, np.array([-sign * np.inf]))
     rows = values.take(_flat_with(x, worst), places)
@@ -425,7 +457,12 @@ def _best_in_window(eqn: JaxprEqn, x: Real, sign: int) -> Array:
 
 
 def _one_of_equals(rows: Real, best: Array) -> None:
-    """Raise NearTie if only rounding distinguishes the best number of a row from another."""
+    """Raise NearTie if only rounding distinguishes the best number of a row from another.
+
+    Args:
+      rows: the rows.
+      best: index of the best number in each row.
+    """
     ordered(_like(_at_places(rows, best), rows), rows)
 
 
@@ -442,7 +479,7 @@ def _select_and_scatter_add(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     source, x = operands
     name = eqn.params["select_prim"].name
     if name not in ("ge", "le"):
-        raise UnfollowedError(f"windows that are selected by {name}")
+        raise UnfollowedError(f"its windows are selected by {name}")
     where = _best_in_window(eqn, x, 1 if name == "ge" else -1).ravel()
     size = x.shadow.size
     sums = field.add_at(size, where, source.elements.ravel()).reshape(x.shape)
@@ -450,7 +487,7 @@ def _select_and_scatter_add(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 
 def _psum_of_axes(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """Sum over dimensions of arrays: a collective over an axis that `vmap` mapped."""
+    """Sum over dimensions of an array, which is `psum` over an axis of `vmap`."""
     axes = tuple(eqn.params["axes"])
     return [real(field.total(x.elements, axes), x.shadow.sum(axes)) for x in operands]
 
@@ -462,7 +499,7 @@ def _compare(decide: Callable[[Array, Array, Array], Array]) -> Rule:
     """Return the rule of a comparison.
 
     Args:
-      decide: function of three masks: entries are equal, x is smaller, one of them is NaN.
+      decide: function of three masks: x equals y, x is smaller, x or y is NaN.
     """
 
     def rule(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
@@ -474,11 +511,14 @@ def _compare(decide: Callable[[Array, Array, Array], Array]) -> Rule:
 
 
 def _total_order(name: str) -> Rule:
-    """Return the rule of a comparison that orders NaN as well, for operands without NaN."""
+    """Return the rule of a comparison by total order, which also orders NaN.
+
+    Without NaN it equals the ordinary comparison. Operands with NaN are not supported.
+    """
 
     def rule(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         if any(np.isnan(shadow_of(x)).any() for x in operands):
-            raise UnfollowedError("the place of NaN in an order")
+            raise UnfollowedError("it orders NaN")
         return REAL[name](eqn, operands)
 
     return rule
@@ -503,7 +543,7 @@ def _clamp(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 
 def _at_places(x: Real, places: Array, axis: int = -1) -> Real:
-    """Return the numbers at some places along an axis."""
+    """Return the numbers at the indices `places` along an axis."""
     elements = np.take_along_axis(x.elements, places, axis)
     return Real(elements, np.take_along_axis(x.shadow, places, axis))
 
@@ -514,7 +554,10 @@ def _like(x: Real, other: Real) -> Real:
 
 
 def _extreme(sign: int, *, place: bool) -> Rule:
-    """Return the rule of a maximum (sign 1) or minimum over axes, or of its place."""
+    """Return the rule of a maximum (sign 1) or minimum (sign -1) over axes.
+
+    If `place` is True, it returns the index of the number instead (argmax, argmin).
+    """
 
     def rule(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         (x,), axes = operands, tuple(eqn.params["axes"])
@@ -524,12 +567,12 @@ def _extreme(sign: int, *, place: bool) -> Rule:
         top = _at_places(rows, best)
         pair = (_like(top, rows), rows)
         equal, beats = ordered(*pair[::sign])
-        if beats.any():  # near ties, which elements decide
+        if beats.any():  # within `ties_by_elements`, elements decide near ties
             key = np.where(beats, rows.elements, np.uint64(0) if sign > 0 else ~np.uint64(0))
             winner = (np.argmax if sign > 0 else np.argmin)(key, -1)[..., None]
             top = _at_places(rows, np.where(beats.any(-1, keepdims=True), winner, best))
             equal = rows.elements == top.elements
-        # equal elements may have different shadows, by rounding: the first of them is the place
+        # equal elements may have different shadows, by rounding; the first one counts
         first = np.argmax(equal | np.isnan(rows.shadow), -1)
         if place:
             return [first.astype(eqn.outvars[0].aval.dtype)]
@@ -582,7 +625,7 @@ def _top_k(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 
 def _best(eqn: JaxprEqn, x: Real, axis: int, count: int, sign: int) -> list[Any]:
-    """Return the largest (sign 1) or smallest numbers along an axis, and their places."""
+    """Return the largest (sign 1) or smallest numbers along an axis, and their indices."""
     order = np.argsort(-sign * x.shadow, axis, kind="stable")
     sorted_x = _at_places(x, order, axis)
     _check_order([sorted_x], axis)
@@ -593,7 +636,7 @@ def _best(eqn: JaxprEqn, x: Real, axis: int, count: int, sign: int) -> list[Any]
 
 
 def _approx_top_k(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """Return the exact largest or smallest numbers, as CPUs do."""
+    """Return the exact largest or smallest numbers, as XLA does on CPUs."""
     (x,), axis = operands, eqn.params["reduction_dimension"]
     sign = 1 if eqn.params["is_max_k"] else -1
     return _best(eqn, x, axis, eqn.outvars[0].aval.shape[axis], sign)
@@ -606,7 +649,7 @@ def _absolute(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 
 def _to_integer(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """Round to an integer, or to a sign."""
+    """Apply a function whose results are integers: floor, ceil, round, sign."""
     (x,) = operands
     settled = _settled(x) if eqn.primitive.name != "sign" else x
     shadow = np.asarray(_shadows(eqn, [settled]))
@@ -616,7 +659,7 @@ def _to_integer(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 # -- functions that the field lacks ----------------------------------------------------------------
 
 
-# values of functions of one operand at 0 and at 1, if they are rational
+# values at 0, and at 1, of functions of one operand, if they are rational
 AT_ZERO: Mapping[str, int] = {
     **dict.fromkeys(
         ("asin", "asinh", "atan", "atanh", "cbrt", "erf", "erf_inv", "expm1", "log1p"), 0
@@ -632,9 +675,9 @@ AT_ONE: Mapping[str, int] = {
 
 
 def _hash(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """Hash the operands; at 0 and 1 many functions have a value in the field.
+    """Hash the operands, except at 0 and 1, where many functions have a rational value.
 
-    So a norm of zeros is zero, for which optimizers have a branch.
+    The norm of zeros is then zero, and optimizers that test for it take the right branch.
     """
     name, shadow = eqn.primitive.name, np.asarray(_shadows(eqn, operands))
     kind = {k: v for k, v in eqn.params.items() if k != "accuracy"}
@@ -648,7 +691,7 @@ def _hash(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 
 def _running_hash(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """Hash all entries up to each place of an axis."""
+    """Hash, for each index along an axis, all entries up to it."""
     (x,) = operands
 
     def running(elements: Array, axis: int) -> Array:
@@ -662,10 +705,10 @@ def _running_hash(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 
 def _random_gamma(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """Hash the key of each number with its parameter."""
+    """Hash the random key and the parameter of each number."""
     keys, x = operands
     words = np.asarray(jax.random.key_data(keys)).astype(np.uint64)
-    each = [words[..., k] for k in range(words.shape[-1])]
+    each = np.moveaxis(words, -1, 0)
     (shadow,) = by_jax(eqn, [keys, shadow_of(x)])
     name = (eqn.primitive.name, eqn.params["log_space"])
     return [real(field.hashed(name, *each, elements_in(x)), shadow)]
@@ -675,7 +718,7 @@ def _copy(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     return list(operands)
 
 
-# the placement of an array, or the axes on which it varies: no computation
+# equations that change the placement of an array, or the axes over which it varies, but no value
 PLACES = ("sharding_constraint", "reshard", "mesh_cast", "device_put", "pvary")
 
 _MOVED_BY_NUMPY = (
@@ -773,11 +816,11 @@ def plain(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 
 def with_keys(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """Evaluate an equation on random keys: with NumPy if it can, with JAX otherwise."""
+    """Evaluate an equation on random keys, with NumPy if possible, otherwise with JAX."""
     name, (keys, *rest) = eqn.primitive.name, operands
     partitionable: bool = jax.config.jax_threefry_partitionable  # type: ignore[attr-defined]
     is_threefry = partitionable and str(jax.random.key_impl(keys)) == "threefry2x32"
-    # dtrans's own primitive has more parameters, and draws some of the rows
+    # dtrans's primitive `random_bits` draws some rows only; it has more parameters than JAX's
     is_plain = eqn.params.keys() == {"shape", "bit_width"}
     if name == "random_bits" and is_threefry and is_plain and not keys.shape:
         words = np.asarray(jax.random.key_data(keys))
@@ -786,10 +829,8 @@ def with_keys(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         data = np.asarray(jax.random.key_data(keys))
         places = np.arange(keys.size, dtype=np.int64).reshape(keys.shape)
         each = OTHERS[name](eqn.params, [places, *rest], eqn.outvars[0].aval)
-        flat = data.reshape(-1, data.shape[-1])
-        return [
-            jax.random.wrap_key_data(flat[where], impl=jax.random.key_impl(keys)) for where in each
-        ]
+        flat, impl = data.reshape(-1, data.shape[-1]), jax.random.key_impl(keys)
+        return [jax.random.wrap_key_data(flat[where], impl=impl) for where in each]
     return by_jax(eqn, operands)
 
 

@@ -1,11 +1,12 @@
-"""Places of the numbers of the one-device state in the state of a job.
+"""Positions of the numbers of a one-device state in the state of a job.
 
     placement = find_placement(leaf_types, traced.state_of, frozen)
-    placement.where[k]    for array k of the state, the place of each number among all leaves
-    place_leaves(...)     the arrays of the state with the values of leaves
+    placement.where[k]    array k of the job's state, with the position of each of its numbers in
+                          the concatenation of all leaves
+    place_leaves(...)     arrays of a job's state that contain given leaves
 
-The job's own conversion of a one-device state is asked for the places. Read next: `check`, which
-compares states.
+The positions come from the job's own conversion of a one-device state: it converts a state whose
+numbers are their positions. Read next: `check`, which compares states.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from dtrans.verification.field import Array
 from dtrans.verification.field_values import Complex, Real
 
 
-DIGITS = 14  # digits 1 to 14 are exact in every dtype of JAX except bool
+DIGITS = 14  # base of positions: digits 1 to 14 are exact in every dtype of JAX except bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,21 +35,21 @@ class TracedStep:
     """Step of a job, as one jaxpr.
 
     Attributes:
-      jaxpr: takes the arrays of the state and of the batch; returns the arrays of the new state,
-        and results.
+      jaxpr: function of the arrays of the state and of the batch. It returns the arrays of the new
+        state, and results.
       state_names: name of each array of the state.
-      state_of: converts the leaves of a one-device state, by name, to the flat arrays of a state.
-      init: returns the arrays of the first state from the arguments of `init`; None if that is not
-        compared.
-      replay: the program that the job must compute, if it is not one step of one device. Its batch
-        may be larger.
-      steps_per_replay: number of steps in a replay; 1 without one.
+      state_of: function from the leaves of a one-device state, by name, to the arrays of a state.
+      init: function from the arguments of `init` to the arrays of the first state; None if the
+        first state is not compared.
+      replay: one-device program that the job must compute, if it is not one step. Its batch may be
+        larger: several steps, say.
+      steps_per_replay: number of steps in a replay; 1 if there is no replay.
       rows: smallest number of rows of a table, which a batch may look up; 0 without tables.
-      other_steps: steps of the same plan in other processes, which must compute the same.
-      equal_parts: dimension of the rows, and number of parts, of some arrays of the batch. The
-        comparison is valid only for equal parts: reductions within a part are then those of one
-        device.
-      unfollowed: reasons why a job may compute something else than the jaxpr.
+      other_steps: steps of the same plan in other processes, which must be equal as well.
+      equal_parts: for some batch arrays, the dimension of the rows and a number of parts. The
+        comparison then uses batches with equal parts, for which reductions over one part equal
+        those over the full batch.
+      unfollowed: reasons why a job may compute something different from the jaxpr.
     """
 
     jaxpr: ClosedJaxpr
@@ -65,12 +66,13 @@ class TracedStep:
 
 @dataclasses.dataclass(frozen=True)
 class StatePlacement:
-    """Places of the numbers of leaves in the state of a job.
+    """Positions of the numbers of leaves in the state of a job.
 
     Attributes:
-      where: the place of each number of each array in the concatenation of all leaves; -1 if it
-        belongs to no leaf.
-      fixed: for each array, the numbers that belong to no leaf, and zeros elsewhere.
+      where: for each array of the state, the positions of its numbers in the concatenation of all
+        leaves; -1 for numbers that belong to no leaf.
+      fixed: for each array of the state, the numbers that belong to no leaf; zeros in place of the
+        rest.
     """
 
     where: Sequence[Array]
@@ -82,23 +84,24 @@ def find_placement(
     state_of: Callable[[Mapping[str, Any]], Sequence[Any]],
     frozen: Mapping[str, float],
 ) -> StatePlacement:
-    """Find the place of each number in a job's state.
+    """Find the position of each number in a job's state.
 
-    The job converts leaves whose entries are their own places. Places are passed digit by digit,
-    since every dtype holds a digit exactly. Each digit is passed twice, as d and as 15 - d: an
-    entry that is equal in both belongs to no leaf.
+    The job converts leaves whose entries are their positions in the concatenation of all leaves.
+    The positions are converted digit by digit, because every dtype represents a digit exactly.
+    Each digit d is converted twice, as d and as 15 - d. Numbers that are equal in both results
+    belong to no leaf.
 
     Args:
-      leaves: type of each leaf by name.
+      leaves: type of each leaf, by name.
       state_of: as in `TracedStep`.
-      frozen: leaves that never change, with their value, which the job checks.
+      frozen: the number in all entries of a leaf that never changes, by name; the job checks it.
     """
     sizes = [math.prod(t.shape) for t in leaves.values()]
     base = 2 if any(t.dtype == bool for t in leaves.values()) else DIGITS
     offset = 0 if base == 2 else 1
 
     def state(power: int, inverted: bool) -> list[Any]:
-        """Return the job's state for leaves with one digit of their places."""
+        """Return the job's state for leaves whose entries are one digit of their positions."""
         coded, start = {}, 0
         for (name, t), size in zip(leaves.items(), sizes, strict=True):
             digits = np.arange(start, start + size) // power % base
@@ -106,7 +109,8 @@ def find_placement(
             if name in frozen:
                 coded[name] = jnp.asarray(np.full(t.shape, frozen[name], np.dtype(t.dtype)))
                 continue
-            digits = base - 1 - digits if inverted else digits
+            if inverted:
+                digits = base - 1 - digits
             coded[name] = _leaf((digits + offset).reshape(t.shape), t)
         return [x if values.is_key(x) else np.asarray(x) for x in state_of(coded)]
 
@@ -125,20 +129,27 @@ def find_placement(
         if power >= sum(sizes):
             break
         digits = state(power, False)
-    where = [np.where(known, place, -1) for known, place in zip(in_leaf, places, strict=True)]
-    outside = lambda known, x: x if values.is_key(x) else np.where(known, np.zeros((), x.dtype), x)
-    return StatePlacement(where, list(map(outside, in_leaf, fixed)))
+    where: list[Array] = []
+    outside: list[Any] = []
+    for known, place, x in zip(in_leaf, places, fixed, strict=True):
+        where.append(np.where(known, place, -1))
+        outside.append(x if values.is_key(x) else np.where(known, np.zeros((), x.dtype), x))
+    return StatePlacement(where, outside)
 
 
 def _leaf(digits: Array, t: Any) -> Any:
-    """Return a leaf with some digits as its entries; random keys are all equal."""
-    if jnp.issubdtype(t.dtype, jax.dtypes.prng_key):
-        return jax.random.split(jax.random.key(0), t.shape) if t.shape else jax.random.key(0)
-    return jnp.asarray(digits.astype(np.dtype(t.dtype)))
+    """Return a leaf with the given digits as entries; a leaf of random keys has any keys."""
+    if not jnp.issubdtype(t.dtype, jax.dtypes.prng_key):
+        return jnp.asarray(digits.astype(np.dtype(t.dtype)))
+    key = jax.random.key(0)
+    return jax.random.split(key, t.shape) if t.shape else key
 
 
 def _flat_values(leaves: Mapping[str, Any]) -> tuple[Array, Array, Array]:
-    """Return the concatenated elements, shadows and integers of all leaves."""
+    """Concatenate all leaves: elements and shadows of floats, and integers.
+
+    Each of the three arrays has zeros for the leaves of other types.
+    """
     elements, shadows, integers = [], [], []
     for x in leaves.values():
         size = int(np.prod(getattr(x, "shape", ())))
@@ -160,17 +171,17 @@ def place_leaves(
     types: Sequence[Any],
     state_names: Sequence[str],
 ) -> list[Any]:
-    """Return the arrays of a job's state with the values of leaves.
+    """Return the arrays of a job's state that contain the given leaves.
 
     Args:
-      placement: the place of each number.
-      leaves: values of the leaves by name.
+      placement: position of each number.
+      leaves: value of each leaf, by name.
       types: type of each array of the state.
       state_names: name of each array of the state.
     """
-    elements, shadows, integers = _flat_values({n: _part(x, "real") for n, x in leaves.items()})
+    elements, shadows, integers = _flat_values(_parts(leaves, "real"))
     if any(isinstance(x, Complex) for x in leaves.values()):
-        imaginary = _flat_values({n: _part(x, "imag") for n, x in leaves.items()})
+        imaginary = _flat_values(_parts(leaves, "imag"))
     found: list[Any] = []
     arrays = zip(placement.where, placement.fixed, types, state_names, strict=True)
     for where, fixed, t, name in arrays:
@@ -189,21 +200,33 @@ def place_leaves(
 
 
 def _filled(where: Array, other: Real, elements: Array, shadows: Array) -> Real:
-    """Return an array with numbers of leaves, and with `other` where no leaf has a place."""
+    """Return an array with numbers of leaves, and `other` in place of numbers of no leaf."""
     in_leaf, at = where >= 0, np.maximum(where, 0)
     return values.choose(in_leaf, Real(elements[at], shadows[at]), other)
 
 
-def _part(x: Any, part: str) -> Any:
-    return getattr(x, part) if isinstance(x, Complex) else x
+def _parts(leaves: Mapping[str, Any], part: str) -> dict[str, Any]:
+    """Return the real or imaginary part of complex leaves, and other leaves unchanged."""
+    found = {}
+    for name, x in leaves.items():
+        found[name] = getattr(x, part) if isinstance(x, Complex) else x
+    return found
 
 
 def _key_leaf(leaves: Mapping[str, Any], name: str, fixed: Any) -> Any:
-    """Return the key of the leaf in an array of the state, replicated to its trainers."""
-    found = next((x for n, x in leaves.items() if values.is_key(x) and holds_leaf(name, n)), fixed)
-    return jnp.broadcast_to(found, fixed.shape)
+    """Return an array of the state that contains random keys.
+
+    Args:
+      leaves: value of each leaf, by name.
+      name: name of the array.
+      fixed: an array of its shape, returned if it contains no leaf.
+    """
+    for leaf, x in leaves.items():
+        if values.is_key(x) and holds_leaf(name, leaf):
+            return jnp.broadcast_to(x, fixed.shape)
+    return fixed
 
 
 def holds_leaf(name: str, leaf: str) -> bool:
-    """Return True if an array of a job's state holds a leaf; `count@1` is a copy of `count`."""
+    """Return True if an array of a job's state contains a leaf; `count@1` is a copy of `count`."""
     return name.partition("@")[0].endswith(leaf)

@@ -1,9 +1,9 @@
-"""Index of the values of a step, which finds copies, slices and partial sums by their elements.
+"""Index of the values of a step, in which copies, slices and partial sums are found by elements.
 
-Values depend on a random point, so that one element identifies its value and its place there. Small
-integers and other constants identify nothing.
+The values of the step depend on a random point, so a single element identifies its value and its
+position in it. Small integers and other constants are not random, and identify nothing.
 
-    StepValue   value of the step, or a partial sum of one over some rows
+    StepValue   value of the step, or a partial sum of a value over some rows
     Match       slice of a step value, in row-major order, that equals an array
 """
 
@@ -26,14 +26,14 @@ from dtrans.verification.rules import REAL
 from dtrans.verification.value_log import Computation, ValueLog, elements_of_value
 
 
-SMALL = 1 << 20  # elements below it, and their negatives, are integers rather than random
-MOST_CUTS = 40  # terms of a sum over rows; a term of a longer sum has several rows
-MOST_TERMS = 1 << 22  # numbers in all partial sums
+SMALL = 1 << 20  # smaller elements, and their negatives, count as integers, not as random
+MOST_CUTS = 40  # terms of a sum over rows; in a longer sum each term is the sum of several rows
+MOST_TERMS = 1 << 22  # total of the numbers in all partial sums
 CANDIDATES = 24  # values with the same element that are compared
 
-# linear in each operand on its own
+# primitives that are linear in each operand if the other is fixed
 _BILINEAR = ("mul", "dot_general")
-# linear in all operands together
+# primitives that are linear in all operands together
 _LINEAR = (
     "add", "add_any", "broadcast_in_dim", "convert_element_type", "copy", "copy_p", "expand_dims",
     "gradient", "neg", "reduce_sum", "reshape", "rev", "slice", "squeeze", "sub", "transpose",
@@ -42,14 +42,14 @@ _LINEAR = (
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepValue:
-    """Value of the step, or a partial sum.
+    """Value of the step, or a partial sum of one.
 
     Attributes:
-      title: its name, or its primitive and the user's line.
-      elements: its elements; dimensions with equal entries have size 1.
-      number: number of the value in the order of the step; also for its partial sums.
+      title: name of an input, or primitive and the user's line.
+      elements: elements of the value. A dimension along which all entries are equal has size 1.
+      number: number of the value in the order of the step; its partial sums have the same number.
       rows: the rows (first, last + 1) in a partial sum; None for a full value.
-      ends: True for a partial sum with the last row.
+      ends: True for a partial sum that includes the last row.
     """
 
     title: str
@@ -64,15 +64,19 @@ class Terms:
     """Terms of a value that is a sum over rows.
 
     Attributes:
-      parts: the terms, each the sum over some rows.
-      bounds: the first row of each term, and the number of rows.
+      parts: the terms; each is the sum over some rows.
+      bounds: the first row of each term, then the total number of rows.
     """
 
     parts: list[Real]
     bounds: list[int]
 
     def ranges(self) -> Iterator[tuple[int, int, Real]]:
-        """Yield sums of consecutive terms, except of all: first row, last row + 1, and the sum."""
+        """Yield the sums of consecutive terms, except the sum of all.
+
+        Yields:
+          First row, last row + 1, and the sum.
+        """
         count = len(self.parts)
         for first in range(count):
             sum_ = self.parts[first]
@@ -85,14 +89,16 @@ class Terms:
 
 @dataclasses.dataclass(frozen=True)
 class Match:
-    """Slice of a value in row-major order, with one of its dimensions moved to the front.
+    """Slice of a step value that equals an array.
+
+    Both are flattened in row-major order, after their dimensions were permuted (`_orders`).
 
     Attributes:
       value: the step's value.
-      start: place of the first entry in the value.
-      size: number of entries of the array; those behind the end of the value are padding.
-      order: number of the order of dimensions (`_orders`).
-      is_copy: True if the array has all entries of the value.
+      start: flat index in the value of the array's first entry.
+      size: number of entries of the array; entries beyond the end of the value are padding.
+      order: number of the permutation.
+      is_copy: True if the array contains the full value.
     """
 
     value: StepValue
@@ -108,7 +114,7 @@ class Match:
 
 
 def compressed(x: Array) -> Array:
-    """Return an array with one entry along each dimension whose entries are all equal."""
+    """Reduce each dimension along which all entries are equal to size 1."""
     for d in range(x.ndim):
         if x.shape[d] > 1 and (x == x.take([0], d)).all():
             x = x.take([0], d)
@@ -116,7 +122,7 @@ def compressed(x: Array) -> Array:
 
 
 def is_random(x: Array) -> Array:
-    """Return a mask of random elements: neither small integers nor their negatives."""
+    """Return a mask of the elements that are neither small integers nor negatives of these."""
     return (x >= SMALL) & (x < P - SMALL)
 
 
@@ -124,8 +130,8 @@ class StepValues:
     """Index of the values of a step.
 
     Args:
-      inputs: the step's inputs by name.
-      log: log of the step.
+      inputs: values of the step's inputs, by name.
+      log: log of the step's evaluation.
     """
 
     def __init__(self, inputs: Mapping[str, Any], log: ValueLog) -> None:
@@ -140,7 +146,7 @@ class StepValues:
         self._make_table()
 
     def matches(self, x: Array, *, partial: bool) -> list[Match]:
-        """Return the slices of values that equal an array, at most one of each value.
+        """Return the slices of step values that equal an array, at most one for each value.
 
         Args:
           x: the array.
@@ -155,9 +161,11 @@ class StepValues:
         return found
 
     def value_with_rows(self, x: Array) -> StepValue | None:
-        """Return the value with all rows of an array, in any order; None if there is none.
+        """Return the step value that contains all rows of an array, in any order; None if none
+        does.
 
-        Rows of constants are free slots, and so may equal rows of one number at the end be.
+        Rows of constants are unused slots, which are not compared. Rows that equal the last one,
+        and have a single number, may be unused slots as well: they are ignored in a second search.
         """
         rows = x.reshape(len(x), -1)
         is_slot = (rows == rows[-1]).all(1) & (rows == rows[:, :1]).all(1)
@@ -174,20 +182,24 @@ class StepValues:
         return None
 
     def contains(self, elements: Array) -> Array:
-        """Return a mask of the elements that some value has."""
+        """Return a mask of the elements that occur in any value of the step."""
         places = np.searchsorted(self._elements, elements, "left")
         there = places < self._elements.size
         found: Array = there & (self._elements[np.where(there, places, 0)] == elements)
         return found
 
     def _candidates(self, x: Array) -> Iterator[StepValue]:
-        """Yield values with the first random element of an array, those of its size first."""
+        """Yield the values that contain the first random element of an array.
+
+        Values of the same size come first. If no value contains the element, the next is tried,
+        because the first may be padding.
+        """
         flat = x.ravel()
         for k in np.flatnonzero(is_random(flat))[:MOST_CUTS]:
             low = np.searchsorted(self._elements, flat[k], "left")
             high = np.searchsorted(self._elements, flat[k], "right")
             if low == high:
-                continue  # the element may be padding
+                continue
             numbers = dict.fromkeys(int(n) for n in self._owners[low:high])
             holders = values_at(self.values, numbers)
             holders.sort(key=lambda v: v.elements.size != x.size)
@@ -195,7 +207,7 @@ class StepValues:
             return
 
     def _make_table(self) -> None:
-        """Sort the random elements of all values, each with the number of its value."""
+        """Make a sorted table of the random elements of all values, with the index of the value."""
         flat = [v.elements.ravel() for v in self.values]
         elements = np.concatenate([np.zeros(0, np.uint64), *flat])
         owners = np.repeat(np.arange(len(flat)), [x.size for x in flat])
@@ -224,7 +236,7 @@ class StepValues:
             self.values.append(StepValue(title, elements, number, rows, ends))
 
     def _add_computation(self, computation: Computation) -> None:
-        """Add the outputs of a computation, and partial sums if it is a sum over rows."""
+        """Add the outputs of a computation, and their partial sums if it is a sum over rows."""
         title = str(computation)
         for (x,) in computation.outputs:
             self._add(title, elements_of_value(x))
@@ -243,7 +255,7 @@ class StepValues:
             self._add(title, x.elements, (first, end), number, ends=end == terms.bounds[-1])
 
     def _propagated(self, computation: Computation) -> Terms | None:
-        """Return the terms of an output that is linear in operands with terms."""
+        """Return the terms of an output that is linear in operands that have terms."""
         operands = [x for (x,) in computation.operands]
         carriers = [k for k, x in enumerate(operands) if id(x) in self._terms]
         if not _is_linear(computation, carriers):
@@ -262,7 +274,7 @@ class StepValues:
 
 
 def _is_linear(computation: Computation, carriers: Sequence[int]) -> bool:
-    """Return True if an output is linear in some operands together, with the others fixed."""
+    """Return True if an output is linear in the operands `carriers`, if the rest is fixed."""
     if not carriers:
         return False
     if computation.name in _BILINEAR:
@@ -274,7 +286,7 @@ def _is_linear(computation: Computation, carriers: Sequence[int]) -> bool:
 
 
 def _terms(computation: Computation) -> Terms | None:
-    """Return the terms of a sum over a dimension."""
+    """Return the terms of an output that is a sum over a dimension; None if it is not."""
     operands = [x for (x,) in computation.operands]
     along = _summed_along(computation.eqn)
     if not along or not all(isinstance(x, Real) for x in operands):
@@ -291,21 +303,23 @@ def _terms(computation: Computation) -> Terms | None:
 
 
 def _summed_along(eqn: JaxprEqn) -> dict[int, int]:
-    """Return for each operand the first dimension, longer than 1, that an equation sums over."""
+    """Return the first dimension of each operand, longer than 1, that an equation sums over."""
     name = eqn.primitive.name
-    shapes = [v.aval.shape for v in eqn.invars]
+    shape = eqn.invars[0].aval.shape
     if name == "reduce_sum":
-        axes = [int(a) for a in eqn.params["axes"] if shapes[0][a] > 1]
-        return {0: axes[0]} if axes else {}
+        for axis in eqn.params["axes"]:
+            if shape[axis] > 1:
+                return {0: int(axis)}
     if name == "dot_general":
         (left, right), _ = eqn.params["dimension_numbers"]
-        pairs = [(i, j) for i, j in zip(left, right, strict=True) if shapes[0][i] > 1]
-        return {0: int(pairs[0][0]), 1: int(pairs[0][1])} if pairs else {}
+        for i, j in zip(left, right, strict=True):
+            if shape[i] > 1:
+                return {0: int(i), 1: int(j)}
     return {}
 
 
 def _cuts(size: int) -> list[int]:
-    """Return the bounds of the terms of a sum over rows, from 0 to the number of rows."""
+    """Return the bounds of the terms of a sum over `size` rows."""
     if size <= MOST_CUTS:
         return list(range(size + 1))
     width = -(-size // MOST_CUTS)
@@ -320,7 +334,7 @@ def _match(x: Array, value: StepValue) -> Match | None:
     for number, (one, other) in enumerate(_orders(x, value.elements)):
         row = other.size // max(len(other), 1) if other.ndim else 1
         mine, right = one.ravel(), other.ravel()
-        # partial sums have no rows of a batch, which could be padded
+        # a partial sum has no dimension of batch rows, which could be padded
         start = _start(mine, right, 0 if value.rows else row)
         if start is not None:
             is_copy = start <= 0 and np.array_equal(mine[-start : right.size - start], right)
@@ -329,7 +343,7 @@ def _match(x: Array, value: StepValue) -> Match | None:
 
 
 def _orders(x: Array, y: Array) -> Iterator[tuple[Array, Array]]:
-    """Yield both arrays with their dimensions in each order that can match."""
+    """Yield both arrays with permuted dimensions, for each permutation that can match."""
     if _nested(x.shape, y.shape):
         yield x, y
     if x.ndim > 1 and _nested(x.T.shape, y.shape):
@@ -344,18 +358,23 @@ def _orders(x: Array, y: Array) -> Iterator[tuple[Array, Array]]:
 
 
 def _nested(one: Sequence[int], other: Sequence[int]) -> bool:
-    """Return True if one shape results from splitting dimensions of the other, except the first.
+    """Return True if splitting dimensions of one shape, except the first, gives the other.
 
-    For other shapes, such as (6, 4) and (4, 6), rows of one are no rows of the other.
+    In other cases, such as (6, 4) and (4, 6), a row of one is not a row of the other.
     """
-    sizes = lambda shape: {*itertools.accumulate(reversed(shape[1:]), operator.mul)} - {1}
-    return sizes(one) <= sizes(other) or sizes(other) <= sizes(one)
+    mine, theirs = _strides(one), _strides(other)
+    return mine <= theirs or theirs <= mine
+
+
+def _strides(shape: Sequence[int]) -> set[int]:
+    """Return the row-major strides of a shape that are larger than 1."""
+    return {*itertools.accumulate(reversed(shape[1:]), operator.mul)} - {1}
 
 
 def _start(x: Array, y: Array, row: int) -> int | None:
-    """Return the place in y from which x equals it; None if there is none.
+    """Return the flat index in y at which the slice x starts; None if x is not a slice of y.
 
-    Zeros around a slice, and rows behind the end of y, are padding.
+    Zeros at both ends of x, and rows beyond the end of y, are padding.
 
     Args:
       x: the possible slice, flat.
@@ -372,10 +391,16 @@ def _start(x: Array, y: Array, row: int) -> int | None:
 
 
 def _is_padding(tail: Array, y: Array, offset: int, row: int) -> bool:
-    """Return True if the entries behind the end of y are padding.
+    """Return True if entries beyond the end of a value are padding.
 
-    Pieces of one size start at multiples of it. Padding is zeros, or anything without rows of y,
-    except its last row: some batches repeat that.
+    Padding is zeros, or any numbers that do not occur in the value, except in its last row: some
+    batches are padded with copies of the last row.
+
+    Args:
+      tail: the entries.
+      y: the value.
+      offset: start of the array, modulo its size; 0 for one of several pieces of equal size.
+      row: size of a row of y; 0 if it has no rows of a batch.
     """
     if not tail.any():
         return True
@@ -385,7 +410,7 @@ def _is_padding(tail: Array, y: Array, offset: int, row: int) -> bool:
 
 
 def _equals_from(x: Array, y: Array, start: int) -> bool:
-    """Return True if x, without zeros at its ends, equals y from a place on."""
+    """Return True if x equals y from the index `start` on, without zeros at both ends of x."""
     low, high = max(0, -start), min(x.size, y.size - start)
     inner, there = x[low:high], y[start + low : start + high]
     if x[:low].any():

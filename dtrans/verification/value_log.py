@@ -1,8 +1,9 @@
 """Log of the values that an evaluation computes, and of the equations that compute them.
 
-A `World` with a log records each equation except calls, loops and branches, and each movement of
-values: the pieces of a `shard_map`, the rows of a scan. The identity of its object is the key of a
-value, since ranks and calls pass objects on unchanged. The log keeps all objects alive.
+A `World` with a log records each equation other than calls, loops and branches. It also records
+movements of values: the pieces of a `shard_map`, and the rows of a scan. The key of a value is the
+`id` of its object, because calls and movements between ranks do not copy objects. The log keeps all
+objects alive.
 
 Read next: `naming`, which walks back from a wrong output.
 """
@@ -20,7 +21,7 @@ from dtrans.verification.field import Array
 from dtrans.verification.field_values import Complex, Real
 
 
-MOST_NUMBERS = 1 << 25  # in a log: 0.5 GiB with their shadows
+MOST_NUMBERS = 1 << 25  # numbers in a log: 0.5 GiB with shadows
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -28,12 +29,12 @@ class Computation:
     """One evaluation of an equation, or one movement of values.
 
     Attributes:
-      name: the primitive, or `shard_map` and `scan` for their movements.
-      line: the user's line, `model.py:12`; "" if there is none.
-      origin: author of an equation without a line, `optax.scale_by_adam`; "" if that is unknown.
-      operands: for each operand the value of each rank.
-      outputs: for each output the value of each rank.
-      axes: axes of the mesh by name, with their sizes.
+      name: the primitive; `shard_map` or `scan` for a movement.
+      line: the user's source line, `model.py:12`; "" if there is none.
+      origin: function that wrote an equation without a line, `optax.scale_by_adam`; "" if unknown.
+      operands: for each operand, the value of each rank.
+      outputs: for each output, the value of each rank.
+      axes: size of each mesh axis, by name.
       eqn: the equation.
     """
 
@@ -53,19 +54,21 @@ class Computation:
 def elements_of_value(x: Any) -> Array | None:
     """Return the elements of floats; None for other arrays.
 
-    Complex numbers have those of both parts along a last dimension.
+    The elements of complex numbers have a last dimension of size 2, for both parts.
     """
     if isinstance(x, Real):
         return x.elements
-    return np.stack([x.real.elements, x.imag.elements], -1) if isinstance(x, Complex) else None
+    if isinstance(x, Complex):
+        return np.stack([x.real.elements, x.imag.elements], -1)
+    return None
 
 
 class ValueLog:
-    """Computations in the order of a program.
+    """Log of an evaluation.
 
     Attributes:
-      computations: the computations.
-      overflows: True if there were more numbers than fit, so that some computations are missing.
+      computations: the computations, in order.
+      overflows: True if there were more than `MOST_NUMBERS`, so that computations are missing.
     """
 
     def __init__(self) -> None:
@@ -82,10 +85,13 @@ class ValueLog:
         outputs: Sequence[tuple[Any, ...]],
         axes: Mapping[str, int],
     ) -> None:
-        """Add a computation."""
-        distinct = {id(x): x for output in outputs for x in output}
-        floats = [x for x in distinct.values() if isinstance(x, (Real, Complex))]
-        self._numbers += sum(x.shadow.size for x in floats)
+        """Add a computation; arguments as the attributes of `Computation`."""
+        distinct: dict[int, Any] = {}
+        for output in outputs:
+            distinct |= {id(x): x for x in output}
+        for x in distinct.values():
+            if isinstance(x, (Real, Complex)):
+                self._numbers += x.shadow.size
         if self._numbers > MOST_NUMBERS:
             self.overflows = True
             return
@@ -102,8 +108,13 @@ class ValueLog:
             self._of_object.setdefault(one, number)
 
     def sources(self, value: Sequence[Any]) -> list[int]:
-        """Return the numbers of the computations with the value as output; an argument has none."""
-        # ranks may exchange objects: prefer the computation with these objects in this order
+        """Return the indices of the computations that have a value as output; none for an argument.
+
+        Args:
+          value: the value of each rank.
+        """
+        # ranks may exchange objects, so the computation with the same objects in the same order is
+        # preferred
         key = tuple(map(id, value))
         if key in self._of_value:
             return [self._of_value[key]]

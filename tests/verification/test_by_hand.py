@@ -151,7 +151,7 @@ FAULTS: dict[str, tuple[Any, Any, Any, Any, str]] = {
     "sum for mean": (
         adam_step, ADAM_ARGS, data_parallel(total, mean), data_parallel(mean, mean),
         r"fault: psum over axis 'data' \(size 4\) at test_by_hand.py:\d+ sums, expected a mean; "
-        r"use jax.lax.pmean, or divide by 4 \(mends params/down, params/up, opt_state/0/mu/down "
+        r"use jax.lax.pmean, or divide by 4 \(corrects params/down, params/up, opt_state/0/mu/down "
 r"and 3 others\)",
     ),
     "summed by jax.grad": (
@@ -164,10 +164,10 @@ r"and 3 others\)",
         sgd_step, SGD_ARGS,
         jax.shard_map(sgd_step, mesh=DATA, in_specs=(P(), P("data"), P("data")), out_specs=P(), check_vma=False),
         of_global_loss(scale=1),
-        r"params/up: 24 of 24 entries differ; ranks hold copies that differ along axis 'data' "
-r"\(size 4\), where "
-        r"out_specs has one\n(.*\n)*  fault: a reduction is missing: .*; use jax.lax.pmean over "
-r"'data' \(mends",
+        r"params/up: 24 of 24 entries differ; its copies on the ranks differ along axis 'data' "
+r"\(size 4\), but "
+        r"out_specs says they are equal\n(.*\n)*  fault: a reduction is missing: .*; use jax.lax.pmean over "
+r"'data' \(corrects",
     ),
     "scaled by the number of devices": (
         sgd_step, SGD_ARGS, of_global_loss(scale=4), of_global_loss(scale=1),
@@ -178,8 +178,8 @@ r"axis 'data'",
         adam_step, ADAM_ARGS, data_parallel(mean, lambda x: total(mean(x))), data_parallel(mean, mean),
         r"loss: 1 of 1 entries differ; it is the step's value times 4, the size of axis 'data': "
 r".*\n"
-        r"  fault: psum over .* adds 4 equal values, which scales by the number of devices; leave "
-r"it out \(mends loss",
+        r"  fault: psum over .* adds 4 equal values, which multiplies the value by the "
+r"number of devices; remove it \(corrects loss",
     ),
     "loss is averaged twice": (
         adam_step, ADAM_ARGS, data_parallel(mean, lambda x: mean(x) / 4), data_parallel(mean, mean),
@@ -204,7 +204,7 @@ r"jax.lax.psum over 'model'",
     ),
     "the other axis": (
         forward, SGD_ARGS, tensor_parallel("data"), tensor_parallel("model"),
-        r"psum over axis 'data' \(size 2\) at .* joins the wrong ranks; use jax.lax.psum over "
+        r"psum over axis 'data' \(size 2\) at .* is over the wrong axes; use jax.lax.psum over "
 r"'model'",
     ),
     "the wrong way": (

@@ -105,7 +105,7 @@ def test_copies_that_differ() -> None:
         return (x @ w) @ x / ROWS
 
     cause = _named(body)
-    assert cause.primitive == "shard_map" and cause.value == "copies that ranks hold, which differ"
+    assert cause.primitive == "shard_map" and cause.value == "copies on the ranks that differ"
     assert cause.operands[0].startswith("partial sums of div")
 
 
