@@ -138,5 +138,5 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """List only the public names; the package's folders are attributes too."""
+    """Return the public names; subpackages, which are attributes as well, are left out."""
     return sorted([*__all__, "__version__"])

@@ -21,17 +21,17 @@ EQUAL, DIFFERS, INCOMPLETE = 0, 1, 2  # exit codes
 
 
 def check(name: str, *, seed: int = 0, devices: int | None = None) -> Report:
-    """Verify the plan or the step that `module:function` names.
+    """Verify a plan or a step of a module.
 
     Args:
-      name: a plan, or a function without arguments. It returns a plan, a report, or a tuple
-        `(distributed_step, step, args)` with a tuple `args`.
+      name: `module:name` of a plan, or of a function without arguments that returns a plan, a
+        report, or a tuple `(distributed_step, step, args)`.
       seed: seed of the points.
-      devices: number of CPU devices that JAX has, for the meshes of the module.
+      devices: number of CPU devices to create, for the meshes of the module.
 
     Raises:
-      ConfigError: the name is none of these.
-      DtransError: verification of the plan or the steps is refused.
+      ConfigError: the module has no such object, or the function returns something else.
+      DtransError: the plan or the steps cannot be verified.
     """
     if devices is not None:
         jax.config.update("jax_platforms", "cpu")
@@ -45,10 +45,10 @@ def check(name: str, *, seed: int = 0, devices: int | None = None) -> Report:
 
 
 def _report(name: str, found: Any, seed: int) -> Report:
-    """Return the report on a plan, or on the result of a function.
+    """Verify an object, or the result of a function.
 
     Raises:
-      VerifyError: a step that was written by hand differs.
+      VerifyError: the outputs of a step written by hand differ.
     """
     target = found() if callable(found) and not isinstance(found, Plan) else found
     if isinstance(target, Report):
@@ -62,20 +62,20 @@ def _report(name: str, found: Any, seed: int) -> Report:
         and callable(target[1])
     ):
         raise ConfigError(
-            f"{name} returns a {type(target).__name__}; let it return a plan, or "
+            f"{name} returns a {type(target).__name__}; expected a plan, or a tuple "
             "(distributed_step, step, args)"
         )
     distributed_step, step, args = target
     if not isinstance(args, (tuple, list)):
         raise ConfigError(
-            f"{name} returns args of type {type(args).__name__}; let args be a tuple with the "
+            f"{name} returns args of type {type(args).__name__}; expected a tuple with the "
             "arguments of both steps"
         )
     return verify(distributed_step, step, *args, seed=seed)
 
 
 def show(report: Report, *, as_json: bool) -> None:
-    """Print a report: as text with a coloured result, or as JSON."""
+    """Print a report, as text with a coloured first line or as JSON."""
     if as_json:
         summary = {"equal": report.equal, "complete": report.complete}
         print(json.dumps({**summary, **dataclasses.asdict(report)}))

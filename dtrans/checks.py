@@ -1,7 +1,8 @@
-"""Checks of options, and of records of options.
+"""Checks of options.
 
-A check names the option, the expected value and the actual one. A record is a frozen dataclass for
-one concern, and checks itself when it is created. A strategy checks combinations of records.
+The error of a check states the option, the expected value and the actual value. Related options are
+fields of a *record*, a frozen dataclass that checks its fields when it is created. A strategy
+checks combinations of records.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ def check_int(
     """Raise ConfigError unless an option is an integer in a range, or None with `or_none`.
 
     Args:
-      name: the option.
+      name: name of the option.
       value: its value.
-      what: the expected value in words.
+      what: noun phrase for the expected value.
       least, most: the range, inclusive.
-      or_none: accept None.
+      or_none: True to accept None.
     """
     if not (is_int(value) and least <= value <= most) and not (or_none and value is None):
         _refuse(name, f"{what}, or None" if or_none else what, value)
@@ -41,7 +42,8 @@ def check_int(
 def check_number(
     name: str, value: Any, what: str, fits: Callable[[float], bool], *, or_none: bool = False
 ) -> None:
-    """Raise ConfigError unless an option is a number that fits, or None with `or_none`."""
+    """Raise ConfigError unless an option is a number for which `fits` is True, or None with
+    `or_none`."""
     if not (is_number(value) and fits(value)) and not (or_none and value is None):
         _refuse(name, f"{what}, or None" if or_none else what, value)
 
@@ -77,16 +79,16 @@ def check_name(name: str, value: Any, what: str) -> None:
 
 
 def check_together(options: Mapping[str, bool], why: str, other: str) -> None:
-    """Raise ConfigError for the first of these options that is set, as none goes with another one.
+    """Raise ConfigError if one of several options is set, which cannot be combined with `other`.
 
     Args:
-      options: each option as text, `name=value`, and True if it is set.
-      why: the reason.
-      other: the other option as text.
+      options: each option as text, `name=value`, with True if it is set.
+      why: clause with the reason.
+      other: the other option, as text.
     """
     for option, is_set in options.items():
         if is_set:
-            raise ConfigError(f"{other} and {option}: {why}")
+            raise ConfigError(f"{other} cannot be combined with {option}: {why}")
 
 
 def is_int(x: Any) -> bool:
@@ -100,7 +102,11 @@ def is_number(x: Any) -> bool:
 
 
 def did_you_mean(name: Any, known: Iterable[str], otherwise: str) -> str:
-    """Return the end of a message about an unknown name: the closest known name, or all of them."""
+    """Return the end of a message about an unknown name.
+
+    It suggests the most similar known name. If no name is similar, it is `otherwise` and all known
+    names.
+    """
     known = list(known)
     close = difflib.get_close_matches(str(name), known, 1)
     return f"did you mean {close[0]}?" if close else f"{otherwise} {', '.join(known)}"
@@ -113,42 +119,43 @@ def check_known(
     records: Mapping[str, Any],
     renamed: Mapping[str, str],
 ) -> None:
-    """Raise ConfigError for options that an interface over a strategy does not have.
+    """Raise ConfigError for an unknown option of an interface that calls a strategy.
 
     Args:
-      who: the interface, for errors.
+      who: name of the interface, for errors.
       options: the options and their values.
-      known: the interface's names of options.
-      records: as for `group_options`.
-      renamed: the strategy's name of an option to the interface's.
+      known: names of the interface's own options.
+      records: as for `group_options`; their fields are options as well.
+      renamed: the strategy's name of an option to the interface's name.
     """
     fields = {name: _field_names(record) for name, record in records.items()}
     known = [*known, *records, *itertools.chain(*fields.values())]
     for name, value in options.items():
         if name in renamed:
-            raise ConfigError(f"{name} is {renamed[name]} in {who}")
-        # a string is the first field of a record, so it has no renamed fields
+            raise ConfigError(f"{name} is an unknown option of {who}; use {renamed[name]}")
+        # a string stands for the first field of a record, which is never renamed
         passed = () if isinstance(value, str) else fields.get(name, ())
         separate = [renamed[field] for field in passed if field in renamed]
         if separate:
             raise ConfigError(
-                f"{name}={value!r}: {who} has {', '.join(separate)} as separate options; pass the "
-                "fields of the record as options"
+                f"{name}={value!r} is a record, but {who} has {', '.join(separate)} as separate "
+                "options; pass the fields of the record as options"
             )
         if name not in known:
             raise ConfigError(
-                f"{name} is no option of {who}; {did_you_mean(name, known, 'its options are')}"
+                f"{name} is an unknown option of {who}; "
+                f"{did_you_mean(name, known, 'its options are')}"
             )
 
 
 def group_options(options: Mapping[str, Any], records: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace options that are fields of records by the records.
+    """Group options that are fields of records into the records.
 
-    An interface with a flat list of options calls a strategy with the result.
+    Interfaces with a flat list of options call a strategy with the result.
 
     Args:
-      options: a flat list of options. A record among them is the base whose fields are replaced.
-      records: the default of each argument that is a record.
+      options: the options. If a record is among them, other options replace its fields.
+      records: argument of the strategy to its default, for each argument that is a record.
     """
     found = dict(options)
     for argument, default in records.items():
@@ -160,7 +167,9 @@ def group_options(options: Mapping[str, Any], records: Mapping[str, Any]) -> dic
             base = default
         elif isinstance(base, str):
             base = type(default)(base)
-        found[argument] = dataclasses.replace(base, **{n: found.pop(n) for n in names})
+        for name in names:
+            del found[name]
+        found[argument] = dataclasses.replace(base, **{n: options[n] for n in names})
     return found
 
 

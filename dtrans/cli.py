@@ -1,8 +1,8 @@
-"""Command line: `dtrans launch`, `dtrans roles`, `dtrans status`, `dtrans check` and others.
+"""Command line: `dtrans launch`, `roles`, `status`, `check`, `keygen` and `example`.
 
-Errors of the package are printed as one message without a traceback, with exit code 1. Usage errors
-have exit code 2. `dtrans launch` exits with the code of a failed role; `dtrans check` has other
-codes.
+A `DtransError` is printed as one message without a traceback, and the exit code is 1. Usage errors
+have the exit code 2. `dtrans launch` exits with the code of a failed role, and `dtrans check` with
+the codes in `dtrans.check_command`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dtrans.endpoints import parse_endpoints
 from dtrans.errors import ConfigError, DtransError, LaunchError
 
 
-# plain tracebacks for bugs: rich's boxes with local variables hide the error
+# rich's tracebacks show all local variables and hide the error, so they are switched off
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 
 Trainers = Annotated[int, typer.Option(min=1, help="Number of trainers.")]
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def run_command(command: Callable[[], None]) -> None:
-    """Run a command and exit; print an error of the package as one message, with an exit code."""
+    """Run a command; if it raises a `DtransError`, print the message and exit with its code."""
     try:
         command()
     except LaunchError as e:
@@ -54,7 +54,7 @@ def run_command(command: Callable[[], None]) -> None:
 
 
 def _fail(error: DtransError) -> None:
-    # without markup: brackets in messages, such as shapes, are not styles
+    # markup would interpret brackets in messages, such as shapes, as styles
     Console(stderr=True, soft_wrap=True).print(
         f"dtrans: {error}", style="red", markup=False, highlight=False
     )
@@ -83,7 +83,8 @@ def launch_command(
         str, typer.Argument(help="The script that every role runs.", metavar="SCRIPT")
     ],
     arguments: Annotated[
-        list[str] | None, typer.Argument(help="Its arguments, verbatim.", metavar="ARGS...")
+        list[str] | None,
+        typer.Argument(help="Arguments of SCRIPT, passed verbatim.", metavar="ARGS..."),
     ] = None,
     trainers: Trainers = 1,
     pservers: PServers = None,
@@ -99,8 +100,8 @@ def launch_command(
         int,
         typer.Option(
             min=0,
-            help="Start all roles again, this many times, after a signal or the loss of a host "
-            "ended a role. SCRIPT continues from its newest checkpoint.",
+            help="Number of restarts of all roles, after a signal or the loss of a host ended a "
+            "role. SCRIPT continues from its newest checkpoint.",
         ),
     ] = 0,
     module: Annotated[
@@ -112,7 +113,7 @@ def launch_command(
     on: Annotated[
         str | None,
         typer.Option(
-            help="`ray`: on the nodes of a Ray cluster.",
+            help="`ray`: start the roles on the nodes of a Ray cluster.",
             show_default="this host",
             rich_help_panel=RAY,
         ),
@@ -120,7 +121,7 @@ def launch_command(
     ray_address: Annotated[
         str | None,
         typer.Option(
-            help="The cluster: `auto`, or host:port of its head.",
+            help="Address of the cluster: `auto`, or host:port of its head.",
             show_default="RAY_ADDRESS, or a new cluster on this host",
             rich_help_panel=RAY,
         ),
@@ -128,20 +129,21 @@ def launch_command(
     trainers_on: Annotated[
         str,
         typer.Option(
-            help="`PACK`: on few nodes. `SPREAD`: on different ones.", rich_help_panel=RAY
+            help="`PACK`: on few nodes. `SPREAD`: on different nodes.", rich_help_panel=RAY
         ),
     ] = "PACK",
     trainer_resources: Annotated[
-        str, typer.Option(help="For each trainer, such as `CPU=4,GPU=1`.", rich_help_panel=RAY)
+        str,
+        typer.Option(help="Resources of each trainer, e.g. `CPU=4,GPU=1`.", rich_help_panel=RAY),
     ] = "CPU=1",
     server_resources: Annotated[
-        str, typer.Option(help="For each server.", rich_help_panel=RAY)
+        str, typer.Option(help="Resources of each server.", rich_help_panel=RAY)
     ] = "CPU=1",
     hosts: Annotated[
         str | None,
         typer.Option(
-            help="A file with a host on each line, or a list such as `gpu1:2,gpu2:2`: start the "
-            "roles there with ssh.",
+            help="Hosts on which to start the roles with ssh: a file with a host on each line, or "
+            "a list such as `gpu1:2,gpu2:2`.",
             show_default="this host",
             rich_help_panel=HOSTS,
         ),
@@ -149,21 +151,23 @@ def launch_command(
     rsh: Annotated[
         str,
         typer.Option(
-            help="The command that runs another one on a host, such as `ssh -p 2222`.",
+            help="Command that runs a command on a host, e.g. `ssh -p 2222`.",
             rich_help_panel=HOSTS,
         ),
     ] = "ssh",
     python: Annotated[
         str | None,
         typer.Option(
-            help="Python on the hosts.", show_default="the path of this one", rich_help_panel=HOSTS
+            help="Path of Python on the hosts.",
+            show_default="this Python's path",
+            rich_help_panel=HOSTS,
         ),
     ] = None,
     env: Annotated[
         list[str] | None,
         typer.Option(
-            help="A variable to copy to the roles, in addition to DTRANS_*, JAX_*, XLA_*, NCCL_* "
-            "and similar ones.",
+            help="Environment variable to copy to the roles, in addition to DTRANS_*, JAX_*, "
+            "XLA_*, NCCL_* and similar variables.",
             metavar="NAME",
             rich_help_panel=HOSTS,
         ),
@@ -175,15 +179,16 @@ def launch_command(
     emit: Annotated[
         str | None,
         typer.Option(
-            help="Print the job for `slurm`, `jobset`, `torchx`, or `hosts` (ssh); start nothing."
+            help="Print the job as input for `slurm`, `jobset`, `torchx`, or `hosts` (ssh), and "
+            "start nothing."
         ),
     ] = None,
     nodes: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="With --emit slurm: the number of nodes that servers and trainers share, in one "
-            "allocation.",
+            help="With --emit slurm: number of nodes in one allocation that servers and trainers "
+            "share.",
             show_default="a node for each process",
         ),
     ] = None,
@@ -191,14 +196,14 @@ def launch_command(
         Path | None, typer.Option(help="Write the output of --emit to this file.")
     ] = None,
 ) -> None:
-    """Start the roles of a job, on this host, other hosts or Ray, and wait for them.
+    """Start the roles of a job on this host, on other hosts or on Ray, and wait for them.
 
-    With `--emit` nothing is started: the job is printed for a scheduler.
+    With `--emit` nothing is started: the job is printed as input for a scheduler.
 
-    Each role reads DTRANS_ROLE, DTRANS_TRAINER_ID, DTRANS_TRAINERS, DTRANS_PSERVER_ENDPOINTS
-    (DTRANS_TRAINER_ENDPOINTS in nccl2 mode) and DTRANS_CURRENT_ENDPOINT, by
-    `dtrans.Role.from_env()` or `dtrans.connect()`. When a role fails, the others are ended, and
-    this command has its error and exit code.
+    `dtrans.Role.from_env()` and `dtrans.connect()` read a role from DTRANS_ROLE,
+    DTRANS_TRAINER_ID, DTRANS_TRAINERS, DTRANS_PSERVER_ENDPOINTS (DTRANS_TRAINER_ENDPOINTS in nccl2
+    mode) and DTRANS_CURRENT_ENDPOINT. If a role fails, the other roles are ended, and this command
+    prints its error and exits with its code.
     """
     from dtrans.hosts.host_list import read_hosts
     from dtrans.hosts.on_hosts import launch_on_hosts
@@ -210,9 +215,9 @@ def launch_command(
         return
     for option, value in (("--output", output), ("--nodes", nodes)):
         if value is not None:
-            raise ConfigError(f"{option} needs --emit; add --emit NAME, or leave {option} out")
+            raise ConfigError(f"{option} needs --emit; add --emit NAME, or remove {option}")
     if not module and not Path(script).is_file():
-        raise typer.BadParameter(f"there is no script {script}", param_hint="SCRIPT")
+        raise typer.BadParameter(f"the file {script} does not exist", param_hint="SCRIPT")
     command = [sys.executable, *(["-m"] if module else []), script, *(arguments or [])]
     options: dict[str, Any] = {
         "trainers": trainers,
@@ -229,9 +234,7 @@ def launch_command(
     if hosts is None:
         _refuse_options(context, HOSTS, "--hosts")
     elif on is not None:
-        raise ConfigError(
-            "--hosts and --on ray are two ways to reach other hosts; pass one of them"
-        )
+        raise ConfigError("--hosts cannot be combined with --on ray; use one of them")
     if hosts is not None:
         where = read_hosts(hosts)
         launch_on_hosts(
@@ -265,23 +268,21 @@ _EMITTED = (
 
 
 def _emit(context: typer.Context, name: str, arguments: list[str]) -> None:
-    """Print or write a job for a scheduler: `dtrans launch --emit`."""
+    """Print or write a job as input for a scheduler: `dtrans launch --emit`."""
     from dtrans.hosts.emit import EMITTERS, IN_IMAGE
     from dtrans.hosts.role_table import role_table
 
     check_one_of("--emit", name, tuple(EMITTERS))
     for parameter in context.command.params:
         if _is_set(context, parameter.name) and parameter.name not in _EMITTED:
-            raise ConfigError(f"{parameter.opts[0]} does not go with --emit; leave it out")
+            raise ConfigError(f"{parameter.opts[0]} cannot be combined with --emit; remove it")
     values = context.params
     python = "python" if name in IN_IMAGE else sys.executable
     table = role_table(values["mode"], values["trainers"], values["pservers"], [python, *arguments])
     shared: dict[str, int] = {}
     if values["nodes"] is not None:
         if name != "slurm":
-            raise ConfigError(
-                f"--nodes is an option of --emit slurm; leave it out with --emit {name}"
-            )
+            raise ConfigError(f"--nodes needs --emit slurm; remove it with --emit {name}")
         shared = {"nodes": values["nodes"]}
     text = EMITTERS[name](table, **shared)
     if values["output"] is None:
@@ -291,12 +292,13 @@ def _emit(context: typer.Context, name: str, arguments: list[str]) -> None:
 
 
 def _refuse_options(context: typer.Context, panel: str, way: str) -> None:
-    """Refuse options of a way to reach other hosts that the user has not chosen."""
+    """Raise ConfigError for an option of `panel` on the command line, which needs the option
+    `way`."""
     for parameter in context.command.params:
         is_of_panel = getattr(parameter, "rich_help_panel", None) == panel
         if is_of_panel and _is_set(context, parameter.name):
             option = parameter.opts[0]
-            raise ConfigError(f"{option} needs {way}; add {way}, or leave {option} out")
+            raise ConfigError(f"{option} needs {way}; add {way}, or remove {option}")
 
 
 def _is_set(context: typer.Context, name: str | None) -> bool:
@@ -322,12 +324,13 @@ def status(
     ] = 1.0,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for an answer.")] = 5.0,
     json: Annotated[
-        bool, typer.Option("--json", help="Print a JSON document; with --watch one on each line.")
+        bool,
+        typer.Option("--json", help="Print a JSON document; with --watch, one line per request."),
     ] = False,
     prometheus: Annotated[
         str | None,
         typer.Option(
-            help="Serve metrics at this port of loopback, or at HOST:PORT; each scrape sends a "
+            help="Serve metrics at this loopback port, or at HOST:PORT; each scrape sends a "
             "request to the job."
         ),
     ] = None,
@@ -335,9 +338,9 @@ def status(
     """Show a running job: the state of each server and trainer.
 
     `dtrans launch` prints the status endpoints of its job. Parameter servers answer at their
-    endpoints. With collectives trainer 0 answers at the host:port in its variable
-    DTRANS_STATUS_ENDPOINT. DTRANS_TOKEN, or DTRANS_TOKEN_FILE, must have the job's token. A user's
-    jobs on this host need none. The exit code is 1 if an endpoint does not answer.
+    endpoints. In other jobs trainer 0 answers at the host:port in its variable
+    DTRANS_STATUS_ENDPOINT. DTRANS_TOKEN or DTRANS_TOKEN_FILE must contain the job's token, except
+    for your own jobs on this host. The exit code is 1 if an endpoint does not answer.
     """
     from dtrans.run.status.show_status import show_metrics, show_status
 
@@ -345,7 +348,7 @@ def status(
     if prometheus is not None:
         if json or watch:
             raise ConfigError(
-                "--prometheus sends a request at each scrape; leave out --watch and --json"
+                "--prometheus cannot be combined with --watch and --json; remove them"
             )
         show_metrics(servers, prometheus, timeout=timeout)
     elif not show_status(
@@ -357,21 +360,21 @@ def status(
 @app.command()
 def keygen(
     folder: Annotated[
-        Path | None, typer.Argument(help="Write keys into this folder.", metavar="DIR")
+        Path | None, typer.Argument(help="Folder to write keys into.", metavar="DIR")
     ] = None,
-    trainers: Annotated[int, typer.Option(min=0, help="Number of trainers with a key.")] = 0,
+    trainers: Annotated[int, typer.Option(min=0, help="Number of trainers.")] = 0,
     token: Annotated[
         bool, typer.Option("--token", help="Print a token for DTRANS_TOKEN instead.")
     ] = False,
 ) -> None:
-    """Generate the secrets of a job: a token for all processes, or separate keys.
+    """Generate the secrets of a job: a token for all processes, or a key for each.
 
-    With DIR: keys of servers, of each trainer, and of `dtrans status`, in files of mode 0600.
-    Existing keys stay. Processes find them with DTRANS_KEYS=DIR. To revoke a key, remove its file
-    in DIR/clients.
+    With DIR, keys are written for the servers, for each trainer and for `dtrans status`, in files
+    of mode 0600. Existing keys are not replaced. Processes find the keys with DTRANS_KEYS=DIR. To
+    revoke a key, delete its file in DIR/clients.
     """
     if token == (folder is not None):
-        raise ConfigError("dtrans keygen takes --token, or the folder of the keys")
+        raise ConfigError("dtrans keygen needs one argument: --token, or a folder for the keys")
     if folder is None:
         from dtrans.protocol.token import new_token
 
@@ -390,7 +393,8 @@ def roles_command(
         str, typer.Argument(help="The script that every process runs.", metavar="SCRIPT")
     ] = "",
     arguments: Annotated[
-        list[str] | None, typer.Argument(help="Its arguments, verbatim.", metavar="ARGS...")
+        list[str] | None,
+        typer.Argument(help="Arguments of SCRIPT, passed verbatim.", metavar="ARGS..."),
     ] = None,
     trainers: Trainers = 1,
     pservers: PServers = None,
@@ -400,7 +404,8 @@ def roles_command(
     plan: Annotated[
         str | None,
         typer.Option(
-            help="`module:plan`: a plan, or a function that returns one; replaces the counts."
+            help="`module:plan`, a plan or a function that returns one, instead of numbers of "
+            "trainers and servers."
         ),
     ] = None,
     module: Annotated[
@@ -412,7 +417,7 @@ def roles_command(
 ) -> None:
     """Show the processes of a job: role, endpoint, memory and bytes per step.
 
-    A plan adds memory and bytes to the counts. Nothing is started.
+    Memory and bytes are shown with `--plan`. Nothing is started.
     """
     from dtrans.hosts.named_plan import named_plan
     from dtrans.hosts.role_table import role_table
@@ -423,7 +428,7 @@ def roles_command(
     else:
         for name in ("trainers", "pservers", "mode"):
             if _is_set(context, name):
-                raise ConfigError(f"--{name} does not go with --plan, which has it; leave it out")
+                raise ConfigError(f"--{name} cannot be combined with --plan; remove it")
         table = named_plan(plan).roles(command)
     print(table.to_json() if json else table)
 
@@ -437,17 +442,21 @@ def check_command(
     seed: Annotated[int, typer.Option(min=0, help="Seed of the random points.")] = 0,
     devices: Annotated[
         int | None,
-        typer.Option(min=1, help="CPU devices for the meshes of the module.", show_default="JAX's"),
+        typer.Option(
+            min=1,
+            help="Number of CPU devices to create, for the meshes of the module.",
+            show_default="JAX's devices",
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Check exactly that a plan, or a step written with shard_map, computes the one-device step.
 
-    The function takes no arguments. It returns a plan, or `(distributed_step, step, args)` as
-    `dtrans.verify` takes them.
+    The function has no arguments. It returns a plan, or `(distributed_step, step, args)`, the
+    arguments of `dtrans.verify`.
 
-    The exit code is 0 if all outputs were compared and are equal, and 1 if one differs. It is 2 if
-    an output could not be compared, the check is refused, or the module fails.
+    The exit code is 0 if all outputs are equal, and 1 if an output differs. It is 2 if an output
+    could not be compared, the check is not possible, or the module raises an exception.
     """
     from dtrans.check_command import INCOMPLETE, check, exit_code, show
 
@@ -456,7 +465,7 @@ def check_command(
     except DtransError as e:
         _fail(e)
         raise typer.Exit(INCOMPLETE) from e
-    except Exception as e:  # raised by the user's module; exit code 1 means a different output
+    except Exception as e:  # from the user's module, whose exit code must not be 1
         traceback.print_exc()
         raise typer.Exit(INCOMPLETE) from e
     show(report, as_json=as_json)
@@ -467,13 +476,14 @@ def check_command(
 def example(
     name: Annotated[
         str | None,
-        typer.Argument(help="Name of the example; lists all if omitted.", metavar="NAME"),
+        typer.Argument(help="Name of the example; without it, all are listed.", metavar="NAME"),
     ] = None,
     arguments: Annotated[
-        list[str] | None, typer.Argument(help="Its arguments, verbatim.", metavar="ARGS...")
+        list[str] | None,
+        typer.Argument(help="Arguments of the example, passed verbatim.", metavar="ARGS..."),
     ] = None,
 ) -> None:
-    """Train an example of the repository distributed, and compare it with one device.
+    """Train an example of the repository as a distributed job, and compare it with one device.
 
     `dtrans example NAME --help` lists its options. An installed package has no examples: they are
     in the folder examples/ of a checkout.
@@ -482,8 +492,8 @@ def example(
     # site-packages may have a folder `examples` of another package next to an installed dtrans
     if not all((root / file).is_file() for file in ("pyproject.toml", "examples/__main__.py")):
         raise ConfigError(
-            "the examples are not installed with the package; run `python -m dtrans example` in a "
-            "checkout of dtrans's repository, which has them in examples/"
+            "the folder examples/ does not exist, because the installed package has no examples; "
+            "run `python -m dtrans example` in a checkout of dtrans's repository"
         )
     sys.path.insert(0, str(root))
     importlib.import_module("examples.__main__").main(

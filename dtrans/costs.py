@@ -1,4 +1,4 @@
-"""Costs of a step: memory, traffic and operations of each role of a job."""
+"""Costs of a step: memory, traffic and floating-point operations of each role of a job."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from dtrans.ir.program import Program
 
 @dataclasses.dataclass(frozen=True)
 class RoleCost:
-    """Memory, traffic and operations of one role of a job in a step.
+    """Costs of one role of a job.
 
     Attributes:
       role: name of the role: `trainer`, `127.0.0.1:6174`, `stage 0`.
       count: number of processes or devices with this role. The other numbers are for one of them.
       state_bytes: bytes of state between steps.
-      sent, received: bytes in a step. A collective counts its operands as sent and its results as
-        received; the bytes on a link depend on the algorithm.
+      sent: bytes sent in a step. A collective counts as sending its operands; the bytes on a link
+        depend on its algorithm.
+      received: bytes received in a step. A collective counts as receiving its results.
       rounds: number of waits for other roles in a step.
       flops: floating-point operations in a step (`dtrans.ir.cost`).
     """

@@ -12,7 +12,9 @@ from dtrans.errors import ConfigError
 
 
 def split_endpoint(endpoint: str) -> tuple[str, int]:
-    """Split an endpoint into host and port; an IPv6 host is written in brackets, `[::1]:6174`.
+    """Split `host:port` into host and port.
+
+    An IPv6 host is in brackets, `[::1]:6174`; they are removed.
 
     Raises:
       ConfigError: the endpoint does not have this form.
@@ -21,7 +23,9 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
     plain = host[1:-1] if host.startswith("[") and host.endswith("]") else host.replace(":", "/")
     is_odd = not plain or any(c.isspace() or c in "/;,@" for c in plain)
     if not colon or is_odd or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ConfigError(f"{endpoint!r} is not an endpoint: write host:port, e.g. 127.0.0.1:6174")
+        raise ConfigError(
+            f"{endpoint!r} is not an endpoint; expected host:port, such as 127.0.0.1:6174"
+        )
     return host.strip("[]"), int(port)
 
 
@@ -29,19 +33,20 @@ WILDCARD_ADDRESSES = ("0.0.0.0", "::", "[::]", "*")
 
 
 def parse_endpoints(endpoints: str | Sequence[str], role: str = "pserver") -> tuple[str, ...]:
-    """Return the endpoints of a sequence, or of one string with commas.
+    """Check the endpoints of a role, and return them as a tuple.
 
     Args:
-      endpoints: `host:port` each.
-      role: the role that listens there, for errors.
+      endpoints: a sequence of `host:port`, or one string with commas.
+      role: the role that listens at the endpoints, for errors.
 
     Raises:
-      ConfigError: there is none, one is not host:port or is a wildcard, or two are equal.
+      ConfigError: there are no endpoints, two are equal, or one is not host:port or has a wildcard
+        address.
     """
     if not isinstance(endpoints, (str, Sequence)):
         raise ConfigError(
-            f"{role}s must be endpoints, such as '127.0.0.1:6174,127.0.0.1:6175', or a list, "
-            f"it is {endpoints!r}"
+            f"{role}s is {endpoints!r}; expected endpoints as a string, such as "
+            "'127.0.0.1:6174,127.0.0.1:6175', or as a list"
         )
     parts = endpoints.split(",") if isinstance(endpoints, str) else list(endpoints)
     parsed = tuple(part.strip() for part in parts)
@@ -60,27 +65,30 @@ def parse_endpoints(endpoints: str | Sequence[str], role: str = "pserver") -> tu
     if twice:
         raise ConfigError(
             f"the endpoint {twice[0]} is listed {parsed.count(twice[0])} times; each {role} needs "
-            "another one"
+            "a different endpoint"
         )
     return parsed
 
 
 def parse_host_slots(text: str, where: str) -> list[tuple[str, int | None]]:
-    """Parse hosts such as `gpu1:2,gpu2`: names with slot counts, None where omitted.
+    """Parse a list of hosts with slots, such as `gpu1:2,gpu2`.
 
     Args:
       text: the list.
-      where: the option or variable that has the list, for errors.
+      where: the option or variable with this text, for errors.
+
+    Returns:
+      Name and number of slots of each host; None if the number is omitted.
 
     Raises:
-      ConfigError: slots that are not a number.
+      ConfigError: the slots of a host are not a number.
     """
     hosts: list[tuple[str, int | None]] = []
     for item in text.split(","):
         name, colon, slots = item.strip().partition(":")
         if colon and not slots.isdecimal():
             raise ConfigError(
-                f"{where} {text} has {slots!r} as the number of slots; write a number, such as "
+                f"{where} {text} has the number of slots {slots!r}; expected a number, as in "
                 "gpu1:2 or slots=2"
             )
         hosts.append((name, int(slots) if colon else None))
@@ -88,7 +96,7 @@ def parse_host_slots(text: str, where: str) -> list[tuple[str, int | None]]:
 
 
 def is_loopback(host: str) -> bool:
-    """Return True if a host is this machine's loopback."""
+    """Return True for localhost and for loopback addresses."""
     if host == "localhost":
         return True
     try:
@@ -99,26 +107,26 @@ def is_loopback(host: str) -> bool:
 
 
 def resolve_host(host: str) -> str:
-    """Return the first address that a name resolves to on this host, or an empty string."""
+    """Return the first address to which a host name resolves; empty if it does not resolve."""
     with contextlib.suppress(OSError):
         return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     return ""
 
 
 class ReservedEndpoints:
-    """Loopback endpoints on ports that the system chose, reserved until `close`.
+    """Loopback endpoints on free ports, which are reserved until `close`.
 
-    A bound socket that does not listen reserves its port: the system gives it to no other process.
-    On Linux a server can still bind it, if both sockets have SO_REUSEADDR; those of ZeroMQ, gRPC
-    and `socket.create_server` do. Other systems refuse such a server, so there the ports are freed
-    at once.
+    A bound socket that does not listen reserves its port: the system assigns the port to no other
+    process. On Linux a server can still bind the port, if both sockets have SO_REUSEADDR. The
+    sockets of ZeroMQ, gRPC and `socket.create_server` have it. On other systems such a server would
+    fail, so the ports are released at once.
     """
 
     def __init__(self) -> None:
         self._sockets: list[socket.socket] = []
 
     def choose(self, count: int) -> tuple[str, ...]:
-        """Return endpoints that differ from each other and from earlier ones."""
+        """Reserve and return new endpoints."""
         sockets = [socket.socket(socket.AF_INET, socket.SOCK_STREAM) for _ in range(count)]
         self._sockets += sockets
         for chosen in sockets:
@@ -130,7 +138,7 @@ class ReservedEndpoints:
         return endpoints
 
     def close(self) -> None:
-        """Free the ports."""
+        """Release the ports."""
         for chosen in self._sockets:
             chosen.close()
         self._sockets.clear()

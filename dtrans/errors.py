@@ -1,8 +1,8 @@
 """Exceptions and warnings of the package.
 
-An error names the user's thing (leaf path, shape, endpoint, config key), says what is wrong with
-it, and gives a remedy. All derive from `DtransError`. Each also derives from the built-in exception
-that fits, so that code written for another library, with `except ValueError`, still works.
+A message states an object of the user (leaf, option, endpoint, step) with its actual value, the
+expected value, and a remedy. All errors derive from `DtransError`, and also from a built-in
+exception such as `ValueError`, so that code that catches built-in exceptions works.
 """
 
 from __future__ import annotations
@@ -14,23 +14,26 @@ from typing import Any
 
 
 class UnknownPrimitiveWarning(UserWarning):
-    """A step has a primitive that dtrans does not know, and assumes to mix all entries."""
+    """Warning: a step has a primitive that dtrans does not know.
+
+    dtrans assumes that each entry of its outputs depends on all entries of its operands.
+    """
 
 
 class UntestedJaxWarning(UserWarning):
-    """The installed JAX is newer than the newest tested one."""
+    """Warning: the installed JAX is newer than the newest version that dtrans was tested with."""
 
 
 class CheckpointWarning(UserWarning):
-    """A checkpoint cannot be read, so the previous one is used; or copies inside it differ."""
+    """Warning: a checkpoint cannot be read, so the one before is used; or its copies differ."""
 
 
 class NonfiniteWarning(UserWarning):
-    """Gradients of a trainer are not finite."""
+    """Warning: gradients of a trainer have infinities or NaN."""
 
 
 class UnencryptedWarning(UserWarning):
-    """Connections to other hosts are not encrypted, due to `transport_encryption="disabled"`."""
+    """Warning: `transport_encryption="disabled"` leaves connections to other hosts unencrypted."""
 
 
 class DtransError(Exception):
@@ -38,57 +41,58 @@ class DtransError(Exception):
 
 
 class TraceError(DtransError, TypeError):
-    """A function cannot be traced, or arguments do not match a program."""
+    """Error: a function cannot be traced, or arguments do not match a program."""
 
 
 class GradientError(DtransError, ValueError):
-    """The gradients of a step cannot be identified, or an operation bypasses them."""
+    """Error: the gradients of a step cannot be found, or an update does not go through them."""
 
 
 class OptimizerError(GradientError):
-    """An optimizer needs values that servers do not have, or cannot be sliced as required."""
+    """Error: an optimizer needs values that are not available where it runs, or cannot be
+    sliced."""
 
 
 class ConfigError(DtransError, ValueError):
-    """An option does not exist, has the wrong value, or contradicts another."""
+    """Error: an option is unknown, has an invalid value, or conflicts with another option."""
 
 
 class ConfigAssertionError(ConfigError, AssertionError):
-    """A `ConfigError` where Paddle's transpiler raised a bare `AssertionError`."""
+    """`ConfigError` for which Paddle's transpiler raised an `AssertionError` without a message."""
 
 
 class ConfigTypeError(ConfigError, TypeError):
-    """A `ConfigError` where Paddle's transpiler raised a `TypeError`."""
+    """`ConfigError` for which Paddle's transpiler raised a `TypeError`."""
 
 
 class UnknownEndpointError(ConfigError, KeyError):
-    """The plan has no such endpoint."""
+    """Error: the plan does not have this endpoint."""
 
-    def __str__(self) -> str:  # KeyError prints the repr of its message
+    def __str__(self) -> str:  # KeyError would print the repr of its message
         return str(self.args[0])
 
 
 class BatchError(DtransError, ValueError):
-    """A batch does not fit the program or the trainers."""
+    """Error: a batch does not fit the program or the trainers."""
 
 
 class NotRealisedError(DtransError, RuntimeError):
-    """A communicating program was called as a plain function."""
+    """Error: a program with communication was called as a function."""
 
 
 class StateError(DtransError, RuntimeError):
-    """The state of a job was used in a way that the job does not allow."""
+    """Error: a state is not valid for the job, or was donated; or the job is closed."""
 
 
 class NonfiniteError(DtransError, FloatingPointError):
-    """Gradients of a trainer are not finite, under `on_nonfinite="error"`."""
+    """Error: gradients of a trainer have infinities or NaN, and `on_nonfinite="error"`."""
 
 
 class VerifyError(DtransError, AssertionError):
-    """A distributed step passed to `dtrans.verify` computes something else than the step.
+    """Error: a step passed to `dtrans.verify` differs from the one-device step.
 
     Attributes:
-      report: the report, whose text is the error's: the outputs that differ, and the faults found.
+      report: the report, with the outputs that differ and the faults. Its text is the message.
     """
 
     def __init__(self, report: Any) -> None:
@@ -97,32 +101,32 @@ class VerifyError(DtransError, AssertionError):
 
 
 class WireError(DtransError, ValueError):
-    """A message violates the protocol."""
+    """Error: a message violates the protocol."""
 
 
 class PeerError(DtransError, RuntimeError):
-    """Another role refused, failed, or disagrees about the training job."""
+    """Error: another role refused a request, failed, or has a different plan."""
 
 
 class DeadlineError(PeerError, TimeoutError):
-    """A wait exceeded its deadline. The message has the two roles, the reason and the duration."""
+    """Error: a role waited for another role longer than its deadline."""
 
 
 class CheckpointError(PeerError):
-    """Servers could not write a checkpoint, or there is none to restore.
+    """Error: servers could not write a checkpoint, or there is no checkpoint to restore.
 
-    After a failed save the job continues, and another one may be requested.
+    After a failed save the job continues, and a new save may be requested.
     """
 
 
 @contextlib.contextmanager
 def rename_options(names: Mapping[str, str]) -> Iterator[None]:
-    """Rename options in the messages of errors, from the package's names to an interface's.
+    """Rename options in the messages of errors that are raised in a `with` block.
 
-    A word is an option at the start of a message and before `=`.
+    A word in a message is an option if it is the first word, or if `=` follows it.
 
     Args:
-      names: the package's name of each option to the interface's.
+      names: the package's name of an option to the name in the interface that the user calls.
     """
     try:
         yield
@@ -134,16 +138,21 @@ def rename_options(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def missing_extra(need: str, extra: str) -> ConfigError:
-    """Return an error about a missing library, which an extra of the distribution installs."""
+    """Return the error for a missing library.
+
+    Args:
+      need: clause that names the library.
+      extra: extra of the distribution that installs it.
+    """
     return ConfigError(f"{need}: pip install 'dtrans-jax[{extra}]'")
 
 
 class LaunchError(DtransError, RuntimeError):
-    """A launched role ended with an error.
+    """Error: a launched role ended with an error.
 
     Attributes:
-      role: the role, e.g. `pserver 0`; empty if none could be started.
-      code: its exit status as in a shell, 128 + n for signal n.
+      role: name of the role, e.g. `pserver 0`; empty if no role could be started.
+      code: exit status of the role as in a shell, 128 + n for signal n.
     """
 
     def __init__(self, message: str, *, role: str = "", code: int = 1) -> None:

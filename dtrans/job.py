@@ -1,8 +1,8 @@
-"""Jobs, which run plans: the interface that all strategies share.
+"""Jobs, which run plans: the interface of the jobs of all strategies.
 
-A job has compiled code and connections; a state is a value. `step` maps a state and a batch to the
-next state, so a loop may store, save or discard any state. Read `dtrans.plan` next: it finds the
-job of a plan.
+A job consists of compiled code and connections. The state of training is a separate value: `step`
+maps a state and a batch to the next state, so a loop can keep, save or discard any state. Read
+`dtrans.plan` next: it creates the job of a plan.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _steps_ahead(
         yield state, *results
 
 
-# methods that create arrays or compile
+# methods that create arrays or compile, and therefore run outside the caller's mesh
 _ON_DEVICES = {
     "init", "step", "prefetch", "place", "params", "opt_state", "state_of", "lower",
     "server_arrays",
@@ -51,10 +51,10 @@ _ON_DEVICES = {
 
 
 class Job(abc.ABC):
-    """Running plan: `init`, `step`, and functions of a state.
+    """Plan that runs: `init`, `step`, and functions of a state.
 
-    Jobs of parameter servers also have `roles`, the roles of this process that save pieces of
-    checkpoints. Their `server_arrays(state, endpoint)` returns the arrays of a server.
+    Jobs with parameter servers have two more members. `roles` lists the roles of this process that
+    write to checkpoints. `server_arrays(state, endpoint)` returns the arrays of a server.
 
     Attributes:
       plan: the plan that the job runs.
@@ -65,21 +65,22 @@ class Job(abc.ABC):
     _functions: weakref.WeakKeyDictionary[Any, one_state.Applied] | None = None
 
     part = (0, 1)  # index of this process's part of a global batch, and the number of parts
-    takes_uneven_parts = False  # True if parts may be `dtrans.UnevenPart`s
-    batches_ahead = 1  # the default of `steps(ahead=...)`
-    is_driver = False  # True if actors step, and `save` and `restore` are calls to them
-    run_id: str  # the default tag of the run's checkpoints
-    saves = True  # True if this process saves replicated arrays
+    takes_uneven_parts = False  # True if a part may be a `dtrans.UnevenPart`
+    batches_ahead = 1  # default of `ahead` in `steps`
+    is_driver = False  # True if actors run the steps, and also save and restore
+    run_id: str  # default tag of the run's checkpoints
+    saves = True  # True if this process saves the replicated arrays
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Run the methods outside the caller's mesh, since a job has its own devices."""
+        """Make the methods in `_ON_DEVICES` run outside the caller's mesh: a job has its own
+        devices."""
         super().__init_subclass__(**options)
         for name in _ON_DEVICES & vars(cls).keys():
             setattr(cls, name, without_mesh(vars(cls)[name]))
 
     @abc.abstractmethod
     def check(self, state: Any) -> None:
-        """Raise StateError unless `state` belongs to this job and was not donated."""
+        """Raise StateError if `state` is from another job, or was donated."""
 
     @abc.abstractmethod
     def init(self, *args: Any) -> Any:
@@ -87,16 +88,24 @@ class Job(abc.ABC):
 
     @abc.abstractmethod
     def step(self, state: Any, *batch: Any) -> tuple[Any, ...]:
-        """Run one step and return (state, loss[, aux]), or (state, *results) of another step."""
-
-    def prefetch(self, *batch: Any) -> bool:
-        """Announce a later batch, so that a job can request its rows before the step.
-
-        Trainers of synchronous parameter servers request rows of tables (docs/tables.md); other
-        jobs do nothing. It does not change the results of a step.
+        """Run one step.
 
         Args:
-          batch: the arguments of `step` behind the state.
+          state: the state.
+          *batch: the batch arguments of the step.
+
+        Returns:
+          The new state, then the step's other results in order, such as the loss.
+        """
+
+    def prefetch(self, *batch: Any) -> bool:
+        """Announce a later batch, so that a trainer can request its rows of tables early.
+
+        Only trainers of synchronous parameter servers request rows (docs/tables.md). The results
+        of steps do not change.
+
+        Args:
+          *batch: the batch arguments of the step.
 
         Returns:
           True if a trainer requested rows.
@@ -110,10 +119,10 @@ class Job(abc.ABC):
 
         Args:
           state: the state before the first step.
-          batches: for each step, the arguments of `step` behind the state. The iterator is `ahead`
-            batches ahead of the steps.
-          ahead: steps between `prefetch` and `step` of a batch. Default: `batches_ahead`, which is
-            1, or the staleness of the plan's tables.
+          batches: for each step, a tuple of the step's batch arguments. They are read `ahead`
+            batches early.
+          ahead: number of steps between `prefetch` and `step` of a batch. Default: `batches_ahead`,
+            which is the staleness of the plan's tables, or 1.
 
         Yields:
           The results of `step`.
@@ -142,11 +151,11 @@ class Job(abc.ABC):
 
     @abc.abstractmethod
     def opt_state(self, state: Any) -> Any:
-        """Return the optimizer's state, in the pytree of the step."""
+        """Return the optimizer state, in the pytree of the step."""
 
     @abc.abstractmethod
     def state_of(self, params: Any, opt_state: Any) -> Any:
-        """Return the job's state for single-device values, such as those of `checkpoint.load`.
+        """Return the job's state for the parameters and optimizer state of a single device.
 
         Raises:
           TraceError: the structure differs from the structure of the step's arguments.
@@ -155,34 +164,36 @@ class Job(abc.ABC):
 
     @cached_property
     def meter(self) -> StepMeter:
-        """Meter that counts and times the steps."""
+        """Counter and timer of the steps."""
         return StepMeter()
 
     def report(self) -> JobReport:
-        """Return steps/s, seconds by activity, and the plan's costs; it prints as a table."""
+        """Return steps per second, seconds by activity, and the plan's costs; it prints as a
+        table."""
         return self.meter.report(self.plan.costs())
 
     def trace(self, directory: str | os.PathLike[str]) -> AbstractContextManager[None]:
         """Trace the steps of a `with` block with JAX's profiler, each with its index.
 
         Args:
-          directory: output folder. `plugins/profile/<time>/` in it has `perfetto_trace.json.gz`,
-            for ui.perfetto.dev, and files for TensorBoard's profiler.
+          directory: output folder. Its subfolder `plugins/profile/<time>/` contains
+            `perfetto_trace.json.gz`, for ui.perfetto.dev, and files for TensorBoard's profiler.
         """
         return self.meter.trace(directory)
 
     def shard_batch(self, *batch: Any) -> tuple[Any, ...]:
-        """Return this process's part of a global batch, as its `step` takes it.
+        """Return this process's part of a global batch, to pass to `step`.
 
-        Process k of N gets rows k*B/N to (k+1)*B/N of each array in `cut_axes()`, and every other
-        array in full. A single process gets the global batch. If the trainers do not divide the
-        rows, and `takes_uneven_parts`, a part is a `dtrans.UnevenPart`.
+        Process k of N gets rows k*B/N to (k+1)*B/N of each array in `cut_axes()`, and all other
+        arrays in full. A single process gets the global batch. If the number of trainers does not
+        divide the rows, and `takes_uneven_parts` is True, a part is a `dtrans.UnevenPart`.
 
         Args:
-          batch: the arguments of `step` behind the state: pytrees of arrays, NumPy's or JAX's.
+          *batch: the batch arguments of the step: pytrees of NumPy or JAX arrays.
 
         Raises:
-          BatchError: the processes do not divide the rows, or the structure is not the step's.
+          BatchError: the number of processes does not divide the rows, or the structure differs
+            from the step's.
         """
         if self.part[1] == 1:
             return batch
@@ -191,20 +202,28 @@ class Job(abc.ABC):
         return part_of_batch(specs, batch, self.cut_axes(), self.part, trainers)
 
     def place(self, *batch: Any) -> tuple[Any, ...]:
-        """Return this process's part of a global batch; meshes put it on the step's devices."""
+        """Return `shard_batch(*batch)`; jobs on a mesh also copy it to the devices of the step."""
         return self.shard_batch(*batch)
 
     def cut_axes(self) -> Mapping[str, int]:
-        """Return the dimension that is split over trainers, for each array that is split."""
+        """Return the dimension along which each batch array is split, by name.
+
+        Arrays that all trainers get in full are left out.
+        """
         shared = getattr(self.plan, "shared", None)
         if shared is not None:
             axes: Mapping[str, int] = shared.axes
             return axes
-        names = (n for spec in self.plan.main.args[2:] for n in spec.names)
-        return {n: 0 for n in names if self.plan.main.inputs[n].ndim}
+        axes = {}
+        for spec in self.plan.main.args[2:]:
+            for name in spec.names:
+                if self.plan.main.inputs[name].ndim:
+                    axes[name] = 0
+        return axes
 
     def gather(self, state: Any) -> Any:
-        """Return the single-device state: (params, opt_state), or the one state of the step.
+        """Return the state as on a single device: (params, opt_state), or the one state of the
+        step.
 
         Example:
           >>> import jax, jax.numpy as jnp, dtrans
@@ -232,19 +251,20 @@ class Job(abc.ABC):
 
     @without_mesh
     def with_hyperparameters(self, state: Any, **values: float) -> Any:
-        """Return a state with different hyperparameters (`optax.inject_hyperparams`).
+        """Return a state with new values of hyperparameters (`optax.inject_hyperparams`).
 
-        The state of this process must have them. The optimizer's state of parameter servers is in
-        the servers' processes, and that of a pipeline's stage in the process of that stage. Such
-        jobs take the value as an argument of the step.
+        The hyperparameters must be in the state of this process. In processes with parameter
+        servers, the optimizer state is in the servers; in processes of a pipeline, it is in the
+        processes of the stages. In these jobs, pass the value as an argument of the step instead.
 
         Args:
-          values: values by name, as `learning_rate=1e-3`. If several optimizers have the name, by
-            the path of the leaf, as `**{"opt_state/critic/hyperparams/learning_rate": 1e-3}`.
+          **values: new values, e.g. `learning_rate=1e-3`. If several optimizers have a
+            hyperparameter of this name, use the path of the leaf:
+            `**{"opt_state/critic/hyperparams/learning_rate": 1e-3}`.
 
         Raises:
-          ConfigError: no optimizer has the name, several have it, or its leaf is in the state of
-            another process.
+          ConfigError: no optimizer, or more than one, has a hyperparameter of this name; or its
+            leaf is not in the state of this process.
 
         Example:
           >>> import jax.numpy as jnp, optax, dtrans
@@ -262,15 +282,17 @@ class Job(abc.ABC):
 
     @without_mesh
     def apply(self, fn: Callable[..., Any], state: Any, *args: Any) -> Any:
-        """Return `fn(params, *args)`, or `fn(state, *args)` for a step of one state.
+        """Call a function of the parameters, for evaluation or sampling.
 
-        It is for evaluation and sampling. `fn` is compiled once for each function and shape. The
-        job gathers only the arrays that `fn` reads. On a mesh slices stay on their devices, and XLA
-        gathers the operands of each product.
+        `fn` is compiled once for each object and for each shape of `args`. Only the arrays that
+        `fn` reads are gathered. On a mesh, slices stay on their devices, and XLA gathers the
+        operands of each product.
 
         Args:
-          fn: a pure function; pass the same object each time, so that it is compiled once.
-          args: pytrees of arrays, replicated over the trainers.
+          fn: a pure function `fn(params, *args)`, or `fn(state, *args)` for a step of one state.
+            Pass the same object in each call.
+          state: the state.
+          *args: pytrees of arrays, replicated over the trainers.
 
         Returns:
           The result of `fn`.
@@ -297,30 +319,30 @@ class Job(abc.ABC):
         return applied(lambda names: self._leaves(state, names), *args)
 
     def _leaves(self, state: Any, names: Collection[str]) -> dict[str, Any]:
-        """Return the arrays of these names, in the layout of `_opened`'s argument."""
+        """Return the leaves with these names, as the job stores them (`_opened`)."""
         found: dict[str, Any] = {}
         for spec, tree_of in zip(self.plan.main.args, (self.params, self.opt_state), strict=False):
             if not set(names).isdisjoint(spec.names):
                 found |= zip(spec.names, spec.flatten(tree_of(state)), strict=True)
-        # the leaves of stages and servers are on different devices, and `fn` is one computation
+        # stages and servers store leaves on different devices, but `fn` runs on one
         device = jax.local_devices()[0]
         return {n: jax.device_put(found[n], device) for n in names}
 
     def _opened(self, leaves: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Map the arrays of `_leaves` to single-device arrays; `jax.jit` traces it."""
+        """Convert the result of `_leaves` to leaves as on a single device; it is traced."""
         return leaves
 
     @abc.abstractmethod
     def lower(self, state: Any, *batch: Any) -> Any:
-        """Lower `step` for these arguments, as `jax.jit(...).lower` does."""
+        """Lower `step` for these arguments, like `jax.jit(...).lower`."""
 
     def close(self) -> None:
-        """End the job and close its connections. A closed job raises StateError in `step`."""
+        """End the job and close its connections; `step` of a closed job raises StateError."""
         self._closed = True
 
     def _check_open(self) -> None:
         if self._closed:
-            raise StateError(f"this job is closed: make another from its plan, {self.plan!r}")
+            raise StateError(f"the job of {self.plan!r} is closed; create a new job from the plan")
 
     def __enter__(self) -> Job:
         return self

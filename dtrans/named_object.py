@@ -1,4 +1,4 @@
-"""Objects of a user's modules that the command line names: `module:name`, or `file.py:name`."""
+"""Import of a user's object from the command line: `module:name`, or `file.py:name`."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from dtrans.errors import ConfigError
 
 
 def named_object(name: str, option: str, kind: str) -> Any:
-    """Import a module and return the object with a name in it.
+    """Import a module, and return the object with the given name in it.
 
-    The current folder comes first on the path, as with `python -m`. For a path to a file its folder
-    comes first, as with `python file.py`.
+    The current folder is put first on `sys.path`, as by `python -m`; for a file, its folder is, as
+    by `python file.py`.
 
     Args:
       name: `module:name` or `file.py:name`.
       option: the option or argument with this text, for errors.
-      kind: the kind of object, such as `plan`, for errors.
+      kind: kind of the object, such as `plan`, for errors.
 
     Raises:
-      ConfigError: the module does not exist, or has no such name.
+      ConfigError: the module does not exist, or has no object with this name.
     """
     module, colon, attribute = name.rpartition(":")
     if not (module and colon and attribute):
-        raise ConfigError(f"{option} is {name!r}; write module:{kind}, a module and a {kind} in it")
+        raise ConfigError(f"{option} is {name!r}; expected module:{kind}, a {kind} in a module")
     found = _import(module, f"{option} is {name!r}")
     if not hasattr(found, attribute):
         raise ConfigError(f"{option} is {name!r}; the module {module} has no {attribute}")
@@ -35,16 +35,17 @@ def named_object(name: str, option: str, kind: str) -> Any:
 
 
 def _import(module: str, option: str) -> Any:
-    """Import a module by its dotted name, or by the path of its file.
+    """Import a module.
 
     Args:
-      option: the option and its value, for errors.
+      module: dotted name, or path of the file.
+      option: clause that names the option and its value, for errors.
     """
     folder = os.getcwd()
     if module.endswith(".py"):
         path = Path(module)
         if not path.is_file():
-            raise ConfigError(f"{option}; there is no file {path} in {folder}")
+            raise ConfigError(f"{option}; the file {path} does not exist in {folder}")
         folder, module = str(path.parent.resolve()), path.stem
     if folder not in sys.path:
         sys.path.insert(0, folder)
@@ -52,5 +53,7 @@ def _import(module: str, option: str) -> Any:
         return importlib.import_module(module)
     except ModuleNotFoundError as e:
         if e.name is None or not f"{module}.".startswith(f"{e.name}."):
-            raise  # the module exists, and one of its own imports fails
-        raise ConfigError(f"{option}; there is no module {e.name} in {folder} or installed") from e
+            raise  # the module exists, but imports a missing module
+        raise ConfigError(
+            f"{option}; the module {e.name} is neither in {folder} nor installed"
+        ) from e

@@ -1,8 +1,8 @@
-"""Optimizers for embedding tables with one number of state for each row.
+"""Optimizers for embedding tables, with one second moment for each row.
 
-All entries of a row are looked up together and have seen the same steps, so they can share a second
-moment. A table of d columns needs 1/d of the memory for it. These optimizers are optax's gradient
-transformations, and work in `optax.chain`, `optax.partition`, and any strategy.
+All entries of a row are looked up in the same steps, so they can share a second moment. For a table
+with d columns, second moments need 1/d of the memory. The optimizers are gradient transformations
+of optax, and work in `optax.chain`, in `optax.partition`, and in all strategies.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ class RowwiseAdagradState(NamedTuple):
     """State of `rowwise_adagrad`.
 
     Attributes:
-      sum_of_squares: per leaf, the sum of its rows' mean squared gradients, of shape (rows,).
+      sum_of_squares: for each leaf, the mean square of each row's gradient, summed over the
+        updates; of shape (rows,).
     """
 
     sum_of_squares: Any
@@ -28,9 +29,9 @@ class RowwiseAdamState(NamedTuple):
     """State of `rowwise_adam`.
 
     Attributes:
-      count: the number of updates.
-      mu: per leaf, the first moment, of the leaf's shape.
-      nu: per leaf, the second moment, of shape (rows,).
+      count: number of updates.
+      mu: for each leaf, the first moment, of the leaf's shape.
+      nu: for each leaf, the second moment, of shape (rows,).
     """
 
     count: jax.Array  # type: ignore[assignment]  # as optax names it
@@ -46,16 +47,16 @@ def rowwise_adagrad(
 ) -> optax.GradientTransformation:
     """Return Adagrad with one accumulator for each row.
 
-    A leaf of shape (rows, ...) has an accumulator of shape (rows,), a scalar has a scalar.
+    For a leaf of shape (rows, ...) the accumulator has shape (rows,), for a scalar it is a scalar.
 
     Args:
       learning_rate: a number or a schedule.
-      initial_accumulator_value: the initial value of accumulators.
-      eps: added to the root of the accumulator.
+      initial_accumulator_value: initial value of the accumulators.
+      eps: number that is added to the root of the accumulator.
 
     Returns:
-      The transformation. Rows whose gradient is zero do not change, so that servers update only the
-      rows that are looked up.
+      The transformation. It does not change rows whose gradient is zero, so servers update only the
+      rows that a step looks up.
 
     Source: FBGEMM's `EXACT_ROWWISE_ADAGRAD`, the optimizer of TorchRec's tables.
 
@@ -70,9 +71,8 @@ def rowwise_adagrad(
     """
 
     def init(params: optax.Params) -> RowwiseAdagradState:
-        return RowwiseAdagradState(
-            jax.tree.map(lambda p: _per_row(p, initial_accumulator_value), params)
-        )
+        per_row = lambda p: _per_row(p, initial_accumulator_value)
+        return RowwiseAdagradState(jax.tree.map(per_row, params))
 
     def update(grads: optax.Updates, state: RowwiseAdagradState, params: Any = None) -> Any:
         total = jax.tree.map(lambda g, s: s + _mean_square(g), grads, state.sum_of_squares)
@@ -89,16 +89,17 @@ def rowwise_adam(
 ) -> optax.GradientTransformation:
     """Return Adam with one second moment for each row.
 
-    The first moment of a leaf of shape (rows, ...) has the leaf's shape, the second has shape
+    For a leaf of shape (rows, ...) the first moment has the same shape, the second has shape
     (rows,).
 
     Args:
       learning_rate: a number or a schedule.
-      b1, b2: the decay rates of the moments.
-      eps: added to the root of the second moment.
+      b1, b2: decay rates of the moments.
+      eps: number that is added to the root of the second moment.
 
     Returns:
-      The transformation. Moments of every row decay, so a table needs `dtrans.Rows(update=...)`.
+      The transformation. The moments of all rows decay in each step, so a table needs
+      `dtrans.Rows(update=...)`.
 
     Source: FBGEMM's `PARTIAL_ROWWISE_ADAM`; Kingma and Ba, https://arxiv.org/abs/1412.6980.
 
@@ -139,5 +140,5 @@ def _mean_square(gradient: jax.Array) -> jax.Array:
 
 
 def _along_rows(per_row: jax.Array, leaf: jax.Array) -> jax.Array:
-    """Reshape an array of one number for each row, so that it broadcasts against the leaf."""
+    """Reshape an array of shape (rows,) so that it broadcasts against the leaf."""
     return per_row.reshape(per_row.shape + (1,) * max(0, leaf.ndim - 1))

@@ -1,7 +1,7 @@
-"""Plans of all strategies: the base class, the recipe of a plan, and the registry of realisers.
+"""Plans: the base class, the recipe of a plan, and the registry of realisers.
 
-A plan is a value. It can be printed, compared and costed without devices. A *realiser* runs a plan
-in one of these ways:
+A plan is a value, which can be printed, compared and costed without devices. A *realiser* runs a
+plan in one of these ways:
 
     "mesh"       the full job in this process, on a mesh of its devices
     "simulate"   the full job on one device
@@ -11,10 +11,11 @@ in one of these ways:
     "roles"      no job: a table of its processes
     "verify"     no job: the traced step, for `Plan.verify`
 
-`dtrans.job` has the interface of the jobs, and `dtrans.costs` the interface of their costs.
+`dtrans.job` defines the interface of jobs, and `dtrans.costs` the costs of a plan.
 
-`dtrans.run` is a layer above all plans, so no plan imports it. It registers its realisers here. The
-first plan that runs imports `dtrans.run`: the only import from a lower layer.
+`dtrans.run` is a layer above the plans, which do not import it. Its modules register their
+realisers here. `realiser` imports them when a plan runs for the first time: this is the only import
+of a higher layer.
 """
 
 from __future__ import annotations
@@ -49,11 +50,11 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class PlanRecipe:
-    """Recipe of a plan: the call of a transform. The same call in another process plans the same.
+    """Call of a transform that returned a plan; another process repeats it to get an equal plan.
 
     Attributes:
       transform: `dtrans.pserver`, `dtrans.nccl2`, `dtrans.sharding` or `dtrans.pipeline`.
-      arguments: its arguments by name, including `main` and `startup`.
+      arguments: arguments of the call by name, including `main` and `startup`.
     """
 
     transform: Callable[..., Plan]
@@ -71,7 +72,7 @@ def with_recipe(transform: Callable[P, PlanT]) -> Callable[P, PlanT]:
     def run(*args: P.args, **options: P.kwargs) -> PlanT:
         plan = transform(*args, **options)
         recipe = PlanRecipe(run, inspect.signature(transform).bind(*args, **options).arguments)
-        # not a field: `dataclasses.replace` would copy it to a plan that this call does not return
+        # not a field: `dataclasses.replace` would copy the recipe to a plan that it cannot return
         object.__setattr__(plan, "recipe", recipe)
         return plan
 
@@ -79,7 +80,7 @@ def with_recipe(transform: Callable[P, PlanT]) -> Callable[P, PlanT]:
 
 
 class Plan(abc.ABC):
-    """Plan of a training step by several roles; transforms return plans.
+    """Programs of all roles of a distributed job, as a transform returns them.
 
     Attributes:
       main: the step, with calls inlined and exact roles.
@@ -88,13 +89,13 @@ class Plan(abc.ABC):
 
     main: Program
     recipe: ClassVar[PlanRecipe | None] = None
-    _right: ClassVar[tuple[int, ...]]  # the columns of numbers
-    _code: ClassVar[int]  # the column of names
+    _right: ClassVar[tuple[int, ...]]  # indices of right-aligned columns of the table
+    _code: ClassVar[int]  # index of the column of names
 
     # -- values ----------------------------------------------------------------------------------
 
     def __eq__(self, other: object) -> bool:
-        """Return True for a plan with equal options and programs, such as that of an equal call."""
+        """Return True if the programs and options of two plans are equal."""
         if not isinstance(other, Plan):
             return NotImplemented
         return self is other or (
@@ -108,14 +109,15 @@ class Plan(abc.ABC):
 
     @cached_property
     def identity(self) -> Mapping[str, str]:
-        """The fingerprint of the plan, in parts (`dtrans.ir.fingerprint`), without endpoints."""
+        """Fingerprints of the plan's programs and of the software, by part; endpoints do not
+        count."""
         startup: Program = self.startup  # type: ignore[attr-defined]
         programs = {name: program.fingerprint for name, program in self.programs.items()}
         return {**fingerprint.environment(), "init": startup.fingerprint, **programs}
 
     @cached_property
     def _field_texts(self) -> dict[str, str]:
-        """The compared fields of the plan, by name, as canonical text."""
+        """Fields of the plan that `==` compares, by name, as canonical text."""
         texts = {}
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             if field.compare:
@@ -127,21 +129,21 @@ class Plan(abc.ABC):
     @property
     @abc.abstractmethod
     def programs(self) -> Mapping[str, Program]:
-        """The program of each role, by name; `trainer` if all trainers share one program."""
+        """Program of each role, by the role's name; `trainer` if all trainers have one program."""
 
     @abc.abstractmethod
     def costs(self) -> Costs:
-        """Return each role's bytes and floating-point operations in a step."""
+        """Return the memory, traffic and floating-point operations of each role in a step."""
 
     @property
     @abc.abstractmethod
     def notes(self) -> list[str]:
-        """Return remarks for the user that the table does not show."""
+        """Notes for the user, which are printed below the table."""
 
     @property
     @abc.abstractmethod
     def rows(self) -> Sequence[tuple[str, ...]]:
-        """The table of the plan, under `_header`."""
+        """Rows of the table that describes the plan, with the columns in `_header`."""
 
     @property
     @abc.abstractmethod
@@ -177,37 +179,37 @@ class Plan(abc.ABC):
         """Run the full job in this process.
 
         Args:
-          devices: devices, or a mesh whose devices are used in their order. Trainers, ranks or
-            stages use the first of them. Default: all devices of this process.
-          donate: let each step reuse the memory of its input state, which is then invalid.
-          options: `on_nonfinite`, except for pipelines: "warn" or "error" checks gradients for
-            infinities and NaNs, and names the trainer and the leaves; "ignore" does not check.
-            `unsplit_inputs` of a pserver plan: names of batch arrays that are replicated.
+          devices: devices, or a mesh with devices; the job uses as many as it needs, in order.
+            Default: all devices of this process.
+          donate: True to let each step reuse the memory of its input state, which is then invalid.
+          **options: `on_nonfinite`, except for pipelines: "warn" or "error" to check gradients for
+            infinities and NaN, and report the trainer and the leaves; "ignore" for no check.
+            `unsplit_inputs`, for pserver plans: names of batch arrays that are replicated.
 
         Raises:
-          ConfigError: fewer devices than the plan needs, or a plan that cannot run in one process.
+          ConfigError: there are too few devices, or the plan cannot run in one process.
         """
         if isinstance(devices, Mesh):
             devices = list(devices.devices.flat)
         return self._realise("mesh", devices, donate=donate, **options)
 
     def on_cluster(self, *, donate: bool = True, **options: Any) -> Job:
-        """Run this process's part of a job of processes.
+        """Run this process's part of a job that consists of several processes.
 
-        Each process calls this, then `init` and `step`, with its part of the batch. Before, a
-        process of a collective job or a pipeline calls `dtrans.connect()`. A process of a job with
-        parameter servers reads its role from the environment (`dtrans.Role.from_env`).
+        Each process calls this method, then `init`, and `step` with its part of the batch. A
+        process of a collective job or of a pipeline calls `dtrans.connect()` before. In a job with
+        parameter servers, a process reads its role from the environment (`dtrans.Role.from_env`).
 
         Args:
-          donate: as in `on_mesh`. Jobs that survive lost trainers never donate, and servers always
-            do.
-          options: `on_nonfinite`, as in `on_mesh`; with parameter servers also options of
+          donate: as in `on_mesh`. Servers always donate; jobs that continue after the loss of a
+            trainer never do.
+          **options: `on_nonfinite`, as in `on_mesh`. With parameter servers, also options of
             `dtrans.Executor`: `deadline`, `patience`, `wait_port`, `allow_remote`,
             `transport_encryption`.
 
         Raises:
-          ConfigError: this process is not connected, or the number of processes differs from the
-            plan's; donate=False for a server.
+          ConfigError: this process is not connected, the number of processes is not the plan's, or
+            `donate` is False for a server.
         """
         return self._realise("cluster", donate=donate, **options)
 
@@ -218,36 +220,37 @@ class Plan(abc.ABC):
     def on_ray(self, batches: Any = None, **options: Any) -> Job:
         """Run the job as actors of a Ray cluster, with this process as the driver.
 
-        It needs the extra `ray`. Each role is an actor in a placement group, and calls
-        `on_cluster`. Ray pickles the traced functions, and each actor repeats the plan's recipe.
-        The driver calls `init`, `step` and the other methods of the job. Its state is a handle of
-        the actors' states.
+        This needs the extra `ray`. Each role is an actor in a placement group, which repeats the
+        plan's recipe and calls `on_cluster`. The traced functions must be picklable. The driver
+        calls `init`, `step` and the other methods of the job; its state is a handle to the states
+        of the actors.
 
         Args:
-          batches: source of each trainer's part of the batch, read in its actor: a function
-            (trainer, step) -> batch; or a dataset of Ray Data, whose columns have the names of the
-            step's arguments. `job.step(state)` then has no batch. Default: the driver passes the
-            global batch to `job.step(state, *batch)`, and trainers share it.
-          options: of `dtrans.hosts.on_ray.RayJob`: `address`, `trainers_on`, `trainer_resources`,
-            `server_resources`, `processes`, `rows`, `checkpoints`, `env`, `deadline`, `patience`.
+          batches: source of each trainer's part of the batch, which its actor reads. It is a
+            function (trainer, step) -> batch, or a dataset of Ray Data whose columns have the names
+            of the step's arguments. `job.step(state)` then has no batch arguments. By default, the
+            driver passes the global batch to `job.step(state, *batch)`, and it is split.
+          **options: options of `dtrans.hosts.on_ray.RayJob`: `address`, `trainers_on`,
+            `trainer_resources`, `server_resources`, `processes`, `rows`, `checkpoints`, `env`,
+            `deadline`, `patience`.
 
         Raises:
           ConfigError: Ray is not installed, or the plan has no recipe.
-          DeadlineError: the cluster has no room for the roles.
-          PeerError: a role failed, or its node is lost.
+          DeadlineError: the cluster lacks resources for the roles.
+          PeerError: a role failed, or its node was lost.
         """
         return self._realise("ray", batches, **options)
 
     def roles(self, command: Sequence[str] = (), **options: Any) -> Any:
         """Return a table of the job's processes: roles, variables, memory and bytes per step.
 
-        It starts no process, and depends on the plan alone.
+        No process is started.
 
         Args:
           command: program and arguments of each process.
-          options: `env`, variables of all processes; `cores`, processors of each. For collectives
-            and pipelines also `processes`, if each has several devices, and `endpoints`; by
-            default loopback from port 6174.
+          **options: `env`: environment variables of all processes. `cores`: processors of each
+            process. For collectives and pipelines also `processes`, if each has several devices,
+            and `endpoints`, by default loopback from port 6174.
 
         Returns:
           A `dtrans.RoleTable`.
@@ -268,25 +271,25 @@ class Plan(abc.ABC):
         return realiser(self, "roles")(self, command, **options)
 
     def verify(self, *batch: Any, points: Sequence[int] = STEPS, seed: int = 0) -> Report:
-        """Check that the job computes the step: compare both in a finite field, without tolerance.
+        """Check that the job computes the one-device step, in a finite field, without tolerance.
 
-        The traced step of the job is compared with the single-device step at random points
-        (docs/verify.md). It needs no device. It compiles only the startup program of tables whose
-        rows catch up.
+        The traced step of the job is compared with the one-device step at random points
+        (docs/verify.md). No devices are needed, and nothing is compiled, except the startup program
+        of tables with `dtrans.Rows(update="dense")`.
 
         Args:
-          batch: the global batch, as `step` takes it behind the state: arrays, or their types
-            (`jax.ShapeDtypeStruct`). Integers and keys of arrays are used unchanged; floats are
-            varied around the passed ones. Default: the types with which the step was traced.
-          points: numbers of single-device steps after which states are compared.
+          *batch: the batch arguments of the step: arrays, or types (`jax.ShapeDtypeStruct`).
+            Integers and random keys in arrays are used unchanged; floats are drawn near the entries
+            of arrays. Default: the types with which the step was traced.
+          points: numbers of one-device steps after which states are compared.
           seed: seed of the points.
 
         Returns:
-          A report: `report.equal`, `report.complete`, and the names of outputs that differ.
+          A report: `report.equal`, `report.complete`, and the outputs that differ.
 
         Raises:
-          ConfigError: the plan has rows that may be stale (`dtrans.Rows(staleness=...)`), or local
-            steps whose results are merged in a way that has no replay.
+          ConfigError: the plan cannot be verified: its rows may be stale
+            (`dtrans.Rows(staleness=...)`), or no one-device program computes its local steps.
 
         Example:
           >>> import jax.numpy as jnp, optax, dtrans
@@ -315,10 +318,10 @@ class Plan(abc.ABC):
                     values[name] = x
         traced: Any = self._realise("verify", types)
 
-        # the single-device step: of asynchronous modes and GEO-SGD a sequential replay
+        # for asynchronous modes and GEO-SGD, one device replays the updates in sequence
         if traced.replay is None:
-            state_names = [n for spec in main.args[:2] for n in spec.names]
-            state_types = values_at(main.inputs, state_names)
+            params, opt_state = main.args[:2]
+            state_types = values_at(main.inputs, (*params.names, *opt_state.names))
             expected = main.specialize_flat([*state_types, *input_types.values()])
         else:
             expected = traced.replay
@@ -337,13 +340,14 @@ class Plan(abc.ABC):
 
 
 def _traced_types(program: Program, spec: TreeSpec) -> Any:
-    """Return the types with which an argument was traced, in its structure."""
+    """Return an argument of a program with types for arrays, as it was traced."""
     return spec.unflatten(values_at(program.inputs, spec.names))
 
 
 def _type_of(x: Any) -> jax.ShapeDtypeStruct:
-    """Return the type of an array, a type or a Python number."""
-    return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x) if jnp.isscalar(x) else x.dtype)
+    """Return the type of an array or a Python number; a type is returned unchanged."""
+    dtype = jnp.result_type(x) if jnp.isscalar(x) else x.dtype
+    return jax.ShapeDtypeStruct(jnp.shape(x), dtype)
 
 
 # -- the registry ----------------------------------------------------------------------------------
@@ -354,7 +358,11 @@ _REALISERS: dict[tuple[type, str], Callable[..., Any]] = {}
 
 
 def realises(plan: type, way: str) -> Callable[[F], F]:
-    """Register a class or a function as the realiser of a type of plans in one way.
+    """Decorate a class or function, to register it as a realiser.
+
+    Args:
+      plan: type of the plans that it runs.
+      way: one of the ways in the module's docstring.
 
     Example:
       >>> from dtrans.plan import realiser, realises
@@ -373,10 +381,14 @@ def realises(plan: type, way: str) -> Callable[[F], F]:
 
 
 def realiser(plan: Any, way: str) -> Callable[..., Any]:
-    """Return the realiser that is registered for a plan's type, or for its nearest base class.
+    """Return the realiser that is registered for a plan's type or its nearest base class.
+
+    Args:
+      plan: the plan.
+      way: one of the ways in the module's docstring.
 
     Raises:
-      ConfigError: no realiser runs such plans in this way.
+      ConfigError: there is no such realiser.
     """
     importlib.import_module("dtrans.run.realisers")
     for kind in type(plan).__mro__:
@@ -384,5 +396,5 @@ def realiser(plan: Any, way: str) -> Callable[..., Any]:
             return _REALISERS[kind, way]
     names = {other for kind, other in _REALISERS if isinstance(plan, kind)}
     ways = sorted(names - {"roles", "verify"})
-    remedy = f"; it runs by {', '.join(ways)}" if ways else ""
-    raise ConfigError(f"nothing runs a {type(plan).__name__} by {way!r}{remedy}")
+    remedy = f"; use one of {', '.join(ways)}" if ways else ""
+    raise ConfigError(f"a {type(plan).__name__} cannot run by {way!r}{remedy}")

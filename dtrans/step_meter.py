@@ -1,8 +1,8 @@
-"""Counts and times of a job's steps, from two readings of the clock in each step.
+"""Counts and times of a job's steps; the clock is read twice in each step.
 
-JAX dispatches work to devices asynchronously. So the time of a step ends at its dispatch, unless
-the step itself waits, as for an exchange with servers. Other work of devices counts as time between
-steps, where the caller waits to read a result.
+JAX dispatches work to devices asynchronously. So the time of a step ends when its work has been
+dispatched, unless the step waits for servers or other trainers. The time in which the caller waits
+for a result counts as time between steps.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class JobReport:
     Attributes:
       steps: number of completed steps.
       first: seconds of the first step, in which JAX compiles.
-      seconds: seconds from the end of the first step to the end of the last.
-      in_step: the part of `seconds` inside `step`.
-      waiting: seconds that `dtrans.feed` waited for a batch.
+      seconds: seconds from the end of the first step to the end of the last step.
+      in_step: seconds in `step`, without the first step.
+      waiting: seconds in which `dtrans.feed` waited for a batch.
       costs: the plan's `Costs`: state, traffic and operations of each role.
     """
 
@@ -40,12 +40,12 @@ class JobReport:
 
     @property
     def elsewhere(self) -> float:
-        """Seconds between steps without the waits for batches; mostly reads of results."""
+        """Seconds between steps, except waiting for batches: mostly waiting for results."""
         return self.seconds - self.in_step - self.waiting
 
     @property
     def steps_per_second(self) -> float:
-        """Steps per second after the first step; 0 before the second."""
+        """Steps per second, without the first step; 0 if there was only one."""
         return (self.steps - 1) / self.seconds if self.seconds else 0.0
 
     def __str__(self) -> str:
@@ -55,7 +55,7 @@ class JobReport:
             "waiting for batch": self.waiting,
             "between steps": self.elsewhere,
         }
-        lines = [f"{self.steps} steps, {per_second} after the first, of {self.first:.3f} s"]
+        lines = [f"{self.steps} steps, {per_second} after the first ({self.first:.3f} s)"]
         for name, seconds in parts.items():
             share = f", {seconds / self.seconds:.0%}" if self.seconds else ""
             lines.append(f"  {name:17}  {seconds:.3f} s{share}")
@@ -66,17 +66,19 @@ _last: StepMeter | None = None
 
 
 def completed_steps() -> int | None:
-    """Return the step count of the job of this process that stepped last; None without one."""
+    """Return the number of steps of the job of this process that ran a step last.
+
+    None if no job has run a step.
+    """
     return None if _last is None else _last.steps
 
 
 class StepMeter:
-    """Meter that counts and times the steps of a job.
+    """Counter and timer of the steps of a job.
 
     Attributes:
-      steps: number of completed steps.
-      first, seconds, in_step: as in `JobReport`.
-      waited: seconds that feeders waited for batches after the first step.
+      steps, first, seconds, in_step: as in `JobReport`.
+      waited: seconds in which feeders waited for batches, after the first step.
       is_traced: True while JAX's profiler traces the job.
     """
 
@@ -88,7 +90,7 @@ class StepMeter:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Time one step; a step that fails is not counted."""
+        """Count and time the step in a `with` block, unless it raises an exception."""
         annotation = contextlib.nullcontext()
         if self.is_traced:
             annotation = jax.profiler.StepTraceAnnotation("dtrans step", step_num=self.steps)
@@ -116,8 +118,8 @@ class StepMeter:
                 self.is_traced = False
 
     def report(self, costs: Any) -> JobReport:
-        """Return the times so far, with the costs of a step."""
-        # a feeder's last wait may be for a step that has not ended
+        """Return a report of the steps until now, with the given costs of a step."""
+        # `waited` may include a wait for the batch of a step that has not ended
         waiting = min(self.waited, self.seconds)
         return JobReport(self.steps, self.first, self.seconds, self.in_step, waiting, costs)
 

@@ -117,18 +117,18 @@ def test_reports(
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("checked_here:sharded", "dtrans: step has no shard_map in its jaxpr."),
+        ("checked_here:sharded", "dtrans: step has no shard_map in its jaxpr"),
         (
             "checked_here:number",
-            "checked_here:number returns a int; let it return a plan, or (distributed_step, step",
+            "checked_here:number returns a int; expected a plan, or a tuple (distributed_step, step",
         ),
         ("checked_here:broken", "IndexError: tuple index out of range"),
         (
             "checked_here:nothing",
             "dtrans check is 'checked_here:nothing'; the module checked_here has no nothing",
         ),
-        ("inner/nothing.py:right", "there is no file inner/nothing.py in "),
-        ("checked_here", "write module:function, a module and a function in it"),
+        ("inner/nothing.py:right", "the file inner/nothing.py does not exist in "),
+        ("checked_here", "expected module:function, a function in a module"),
     ],
 )
 def test_refusals(

@@ -139,7 +139,7 @@ def test_none_may_stand_for_nothing() -> None:
 
 def test_what_does_not_go_together_is_named() -> None:
     check_together({"b=2": False}, "why", "a=1")
-    with pytest.raises(ConfigError, match="^a=1 and c=3: why$"):
+    with pytest.raises(ConfigError, match="^a=1 cannot be combined with c=3: why$"):
         check_together({"b=2": False, "c=3": True}, "why", "a=1")
 
 
@@ -166,12 +166,12 @@ def test_an_option_that_nobody_has_is_named_with_the_closest() -> None:
     )
     with pytest.raises(
         ConfigError,
-        match=r"^reduce=Reduce\(.*: it has comm_stream_num as separate options; pass the",
+        match=r"^reduce=Reduce\(.* is a record, but it has comm_stream_num as separate options; pass the",
     ):
         check_known("it", {"reduce": dtrans.Reduce()}, ["degree"], records, renamed)
     for name, says in [
-        ("degre", "degre is no option of it; did you mean degree?"),
-        ("zzz", "zzz is no option of it; its options are degree, reduce, op, bucket_MB, "),
+        ("degre", "degre is an unknown option of it; did you mean degree?"),
+        ("zzz", "zzz is an unknown option of it; its options are degree, reduce, op, bucket_MB, "),
         ("chains", "chains is comm_stream_num in it"),
     ]:
         with pytest.raises(ConfigError, match=f"^{re.escape(says)}"):

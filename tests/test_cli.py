@@ -85,7 +85,7 @@ def test_launch_in_nccl2_mode(
         ),
         (
             ["--ray-address", "auto"],
-            "--ray-address needs --on ray; add --on ray, or leave --ray-address out",
+            "--ray-address needs --on ray; add --on ray, or remove --ray-address",
         ),
         (
             ["--on", "ray", "--trainers-on", "NEAR"],
@@ -136,7 +136,7 @@ def plain(text: str) -> str:
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["launch", "nothing.py"], "there is no script nothing.py"),
+        (["launch", "nothing.py"], "the file nothing.py does not exist"),
         (["launch"], "Missing argument 'SCRIPT'"),
         (["launch", "--trainers", "0", "x.py"], "Invalid value for '--trainers'"),
         (["launch", "--bogus", "x.py"], "No such option: --bogus"),
@@ -181,8 +181,8 @@ def test_an_installed_package_says_where_the_examples_are(
     (tmp_path / "examples" / "__main__.py").touch()
     assert command("example", "digits") == 1
     assert capsys.readouterr().err == (
-        "dtrans: the examples are not installed with the package; run `python -m dtrans example` in "
-        "a checkout of dtrans's repository, which has them in examples/\n"
+        "dtrans: the folder examples/ does not exist, because the installed package has no examples; "
+        "run `python -m dtrans example` in a checkout of dtrans's repository\n"
     )
 
 
@@ -219,7 +219,10 @@ def test_keygen(command: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
     ]
     for arguments in ([], ["--token", str(tmp_path)]):
         assert command("keygen", *arguments) == 1
-        assert "dtrans keygen takes --token, or the folder of the keys" in capsys.readouterr().err
+        assert (
+            "dtrans keygen needs one argument: --token, or a folder for the keys"
+            in capsys.readouterr().err
+        )
 
 
 # -- roles -----------------------------------------------------------------------------------------
@@ -261,4 +264,4 @@ def test_roles_of_a_plan(
         ("trainer 1", 8),
     ]
     assert command("roles", "--plan", "plan_of_roles:plan", "--trainers", "2") == 1
-    assert "--trainers does not go with --plan" in capsys.readouterr().err
+    assert "--trainers cannot be combined with --plan" in capsys.readouterr().err

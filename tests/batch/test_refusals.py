@@ -34,11 +34,11 @@ def given(
 @pytest.mark.parametrize(
     ("pservers", "match"),
     [
-        ("http://host:1", "'http://host:1' is not an endpoint: write host:port"),
+        ("http://host:1", "'http://host:1' is not an endpoint; expected host:port"),
         ("a:1;b:2", "'a:1;b:2' is not an endpoint"),
         ("::1:80", "'::1:80' is not an endpoint"),
-        (None, "pservers must be endpoints, such as .* it is None"),
-        (5, "pservers must be endpoints, such as .* it is 5"),
+        (None, "pservers is None; expected endpoints"),
+        (5, "pservers is 5; expected endpoints"),
         (
             "0.0.0.0:6000",
             "'0.0.0.0:6000' has a wildcard address, .*; write an address of this host",

@@ -262,11 +262,17 @@ def test_what_the_optimizer_counts_must_be_merged_by_name() -> None:
         ({"local_sgd": True}, "local_sgd must be a positive number, or None; it is True"),
         (
             {"local_sgd": 2, "num_micro_batch": 2},
-            "local_sgd=2 and num_micro_batch=2: with local_sgd, trainers reduce parameters",
+            "local_sgd=2 cannot be combined with num_micro_batch=2: with local_sgd, trainers reduce",
         ),
-        ({"local_sgd": 2, "compress": "bf16"}, "local_sgd=2 and compress='bf16'"),
-        ({"local_sgd": 2, "clip_local_norm": 1.0}, "local_sgd=2 and clip_local_norm=1.0"),
-        ({"local_sgd": 2, "reduce": "sum"}, "local_sgd=2 and reduce='sum'"),
+        (
+            {"local_sgd": 2, "compress": "bf16"},
+            "local_sgd=2 cannot be combined with compress='bf16'",
+        ),
+        (
+            {"local_sgd": 2, "clip_local_norm": 1.0},
+            "local_sgd=2 cannot be combined with clip_local_norm=1.0",
+        ),
+        ({"local_sgd": 2, "reduce": "sum"}, "local_sgd=2 cannot be combined with reduce='sum'"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(options: Any, message: str) -> None:

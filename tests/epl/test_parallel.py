@@ -182,7 +182,11 @@ def test_devices_are_taken_as_the_configuration_says(programs: Any) -> None:
             "gradient_checkpoint.type contains 'h'",
         ),
         ({}, {"schedule": "PreferForward"}, "schedule is pipeline.strategy in EPL's configuration"),
-        ({}, {"replica": 2}, "replica is no option of EPL's configuration; did you mean replicas"),
+        (
+            {},
+            {"replica": 2},
+            "replica is an unknown option of EPL's configuration; did you mean replicas",
+        ),
     ],
     ids=str,
 )

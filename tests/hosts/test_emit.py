@@ -591,10 +591,13 @@ def test_launch_emits(tmp_path: Path) -> None:
         (["--nodes", "1"], "--nodes needs --emit"),
         (
             ["--emit", "jobset", "--nodes", "1"],
-            "--nodes is an option of --emit slurm; leave it out",
+            "--nodes needs --emit slurm; remove it",
         ),
-        (["--emit", "slurm", "--time-limit", "3"], "--time-limit does not go with --emit"),
-        (["--emit", "slurm", "--trainers-on", "SPREAD"], "--trainers-on does not go with --emit"),
+        (["--emit", "slurm", "--time-limit", "3"], "--time-limit cannot be combined with --emit"),
+        (
+            ["--emit", "slurm", "--trainers-on", "SPREAD"],
+            "--trainers-on cannot be combined with --emit",
+        ),
     ],
 )
 def test_what_launch_does_not_emit(

@@ -513,10 +513,10 @@ def test_the_command(
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--rsh", "ssh"], "dtrans: --rsh needs --hosts; add --hosts, or leave --rsh out"),
+        (["--rsh", "ssh"], "dtrans: --rsh needs --hosts; add --hosts, or remove --rsh"),
         (
             ["--hosts", "a", "--on", "ray"],
-            "dtrans: --hosts and --on ray are two ways to reach other hosts",
+            "dtrans: --hosts cannot be combined with --on ray",
         ),
         (["--hosts", "a:x"], "dtrans: --hosts a:x has 'x' as the number of slots"),
         (["--hosts", "no/file"], "dtrans: the file of hosts no/file does not exist"),

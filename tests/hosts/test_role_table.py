@@ -291,10 +291,10 @@ def test_plans_by_name(here: Path) -> None:
         named_plan("planned_here:plan").trainers == named_plan("planned_here:planned").trainers == 2
     )
     for name, message in (
-        ("planned_here", "write module:plan"),
+        ("planned_here", "expected module:plan"),
         ("planned_here:other", "the module planned_here has no other"),
         ("planned_here:number", "planned_here:number is a int; expected the result of"),
-        ("nothing_here:plan", "there is no module nothing_here"),
+        ("nothing_here:plan", "the module nothing_here is neither in"),
     ):
         with pytest.raises(ConfigError, match=message):
             named_plan(name)

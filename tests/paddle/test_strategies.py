@@ -135,7 +135,7 @@ def test_a_plan_is_that_of_the_packages_own_options(name: str, programs: Any) ->
         ({"degree": 2}, "degree is sharding_degree in dtrans.paddle.sharding"),
         (
             {"shading_degree": 2},
-            "shading_degree is no option of dtrans.paddle.sharding; did you mean sharding_degree",
+            "shading_degree is an unknown option of dtrans.paddle.sharding; did you mean sharding_degree",
         ),
     ],
     ids=str,

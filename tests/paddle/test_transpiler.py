@@ -342,7 +342,7 @@ def test_an_endpoint_that_is_listed_twice_is_refused(programs: Any) -> None:
         transpiled(programs, pservers=f"{EPS},{FIRST}")
     assert (
         str(caught.value)
-        == f"the endpoint {FIRST} is listed 2 times; each pserver needs another one"
+        == f"the endpoint {FIRST} is listed 2 times; each pserver needs a different endpoint"
     )
 
 
@@ -362,7 +362,10 @@ def test_an_endpoint_that_is_listed_twice_is_refused(programs: Any) -> None:
 def test_something_that_is_not_an_endpoint_is_refused(programs: Any, bad: str) -> None:
     with pytest.raises(ConfigError) as caught:
         transpiled(programs, pservers=f"{FIRST},{bad}")
-    assert str(caught.value) == f"{bad!r} is not an endpoint: write host:port, e.g. 127.0.0.1:6174"
+    assert (
+        str(caught.value)
+        == f"{bad!r} is not an endpoint; expected host:port, such as 127.0.0.1:6174"
+    )
 
 
 @pytest.mark.parametrize("none", ["", "  "])
@@ -682,7 +685,7 @@ def refusal(programs: Any, config: dict[str, Any], options: dict[str, Any]) -> C
      "trainers is 'a,b'; expected a number of trainers in pserver mode (a list of endpoints is for "
      "mode='nccl2')"),
     ({}, {"pservers": f"{FIRST},{FIRST}"}, ValueError,
-     f"the endpoint {FIRST} is listed 2 times; each pserver needs another one"),
+     f"the endpoint {FIRST} is listed 2 times; each pserver needs a different endpoint"),
     ({}, {"seed": -1}, ValueError, "seed must be an integer from 0 to 2**32 - 1, it is -1"),
     ({}, {"seed": 2**32}, ValueError, "seed must be an integer from 0 to 2**32 - 1, it is "
 f"{2**32}"),
@@ -890,10 +893,10 @@ def test_nccl2_trainers_must_be_endpoints(programs: Any, trainers: Any) -> None:
         ),
         (
             {"trainers": f"{EPS},{FIRST}"},
-            f"the endpoint {FIRST} is listed 2 times; each trainer needs another one",
+            f"the endpoint {FIRST} is listed 2 times; each trainer needs a different endpoint",
         ),
         ({"trainers": ""}, f"trainers has no endpoints; write e.g. trainers='{EPS}'"),
-        ({"trainers": "a"}, "'a' is not an endpoint: write host:port, e.g. 127.0.0.1:6174"),
+        ({"trainers": "a"}, "'a' is not an endpoint; expected host:port, such as 127.0.0.1:6174"),
         (
             {"sync_mode": False},
             "sync_mode=False needs mode='pserver', it is 'nccl2'",

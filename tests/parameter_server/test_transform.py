@@ -696,11 +696,11 @@ class TooFew(dtrans.RoundRobin):
     [
         (
             {"pservers": "a:1,a:1"},
-            "the endpoint a:1 is listed 2 times; each pserver needs another one",
+            "the endpoint a:1 is listed 2 times; each pserver needs a different endpoint",
         ),
         ({"pservers": ""}, "pservers has no endpoints"),
         ({"pservers": ()}, "pservers has no endpoints"),
-        ({"pservers": "127.0.0.1"}, "'127.0.0.1' is not an endpoint: write host:port"),
+        ({"pservers": "127.0.0.1"}, "'127.0.0.1' is not an endpoint; expected host:port"),
         ({"pservers": "a:0"}, "'a:0' is not an endpoint"),
         ({"pservers": "a:65536"}, "'a:65536' is not an endpoint"),
         ({"pservers": "a:1,"}, "'' is not an endpoint"),

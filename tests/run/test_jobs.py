@@ -86,7 +86,7 @@ def test_a_job_trains_as_one_device_and_says_what_it_is(plan: Plan, way: str) ->
     assert "closed" in repr(job)
     for call in (lambda: job.step(state, X, Y), lambda: job.init(KEY)):
         with pytest.raises(
-            StateError, match="^this job is closed: make another from its plan, <.* plan of step"
+            StateError, match="^the job of <.* plan of step.* is closed; create a new job"
         ):
             call()
 
@@ -237,7 +237,7 @@ def test_what_runs_no_plan_says_so() -> None:
     class Nothing(Plan):
         main = programs = costs = notes = rows = _title = _header = None
 
-    with pytest.raises(ConfigError, match="^nothing runs a Nothing by 'mesh'$"):
+    with pytest.raises(ConfigError, match="^a Nothing cannot run by 'mesh'$"):
         Nothing().on_mesh()
 
 

@@ -672,10 +672,10 @@ def test_state_that_has_the_name_of_bins() -> None:
     [
         (
             {"stage": 2, "num_micro_batch": 2},
-            "partition='use_order' and num_micro_batch=2 in stage 2",
+            "partition='use_order' cannot be combined with num_micro_batch=2 in stage 2",
         ),
-        ({"stage": 3}, "partition='use_order' and stage=3"),
-        ({"precision": "bf16"}, "partition='use_order' and precision='bf16'"),
+        ({"stage": 3}, "partition='use_order' cannot be combined with stage=3"),
+        ({"precision": "bf16"}, "partition='use_order' cannot be combined with precision='bf16'"),
     ],
 )
 def test_what_owners_cannot(options: dict[str, Any], told: str) -> None:

@@ -381,7 +381,7 @@ def test_a_port_that_cannot_be_bound_is_named() -> None:
 @pytest.mark.parametrize("other", ["--json", "--watch"])
 def test_metrics_are_not_printed(capsys: pytest.CaptureFixture[str], other: str) -> None:
     assert run("127.0.0.1:1", "--prometheus", "1", other) == 1
-    assert "leave out --watch and --json" in capsys.readouterr().err
+    assert "--prometheus cannot be combined with --watch and --json" in capsys.readouterr().err
 
 
 # -- what is shown ---------------------------------------------------------------------------------
