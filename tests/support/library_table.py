@@ -40,7 +40,7 @@ REFUSED = {  # what they are refused for
 }
 WHY = {  # in a few words
     ORDER: "a gradient is taken at a parameter that the step has just updated",
-    "has values of the whole batch": "rows meet after parameters",
+    "has values of the whole batch": "needs values of the full batch",
     "which is not a leaf of": "a gradient at perturbed parameters",
     "a pipeline needs one loss": "two losses",
 }

@@ -1,6 +1,6 @@
-"""The page that says what each step of the zoo takes: `docs/steps.md`.
+"""Generator of `docs/steps.md`: the exchanges of each step of the zoo.
 
-python tests/support/step_table.py     writes it anew (`make docs`)
+python tests/support/step_table.py     writes the page (`make docs`)
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from dtrans.step.cut import cut
 PAGE = DOCS / "steps.md"
 TRAINERS, ROWS = 2, 12
 
-HEAD = f"""# What each step takes
+HEAD = f"""# Steps in each strategy
 
-Some steps exchange values to give the numbers of one device. `print(plan)` lists them for your step, and this table for
-the steps of the tests ([exact.md](exact.md) explains it).
+To compute the results of one device, trainers must exchange values in some steps ([exact.md](exact.md)). `print(plan)`
+lists the exchanges of your step; this table lists them for 45 steps.
 
-The tests compare parameters, optimizer state and results with one device, within 1e-12 in 64 bits. Each step runs on
-two trainers, and on three that do not divide the batch. It runs in nccl2 mode, in sharding stages 1 to 3 and with
-synchronous parameter servers. It also runs in pipelines of two stages. The tests write the table (`make docs`), for
-{TRAINERS} trainers or micro-batches, and {ROWS} rows.
+The tests run each step on two trainers, and on three trainers that do not divide the batch. They compare parameters,
+optimizer state and results with one device, within 1e-12 in 64 bits. Strategies are nccl2 mode, sharding stages 1 to 3,
+synchronous parameter servers and pipelines with two stages. `make docs` generates the table, for {TRAINERS} trainers or
+micro-batches and {ROWS} rows.
 
 | column | meaning |
 | --- | --- |
-| alone | parts add up to one device's step without an exchange; asynchronous trainers need this |
-| exchanged | collectives beside gradients and results, with the bytes of each trainer (of a gather, its result) |
-| servers | rounds of this exchange through the servers, results included |
-| pipeline | values that are computed for the whole batch before the micro-batches; these exchange nothing |
+| alone | reduction by which the steps of the parts become the step of one device; "no" if they exchange values |
+| exchanged | collectives in addition to those for gradients and results, with the bytes of each trainer |
+| servers | number of rounds in which servers exchange these values, including results; "exact" if there are none |
+| pipeline | number of values that are computed for the full batch before the micro-batches; "exact" if there are none |
 
-| step | what is special about it | alone | exchanged | servers | pipeline |
+| step | description | alone | exchanged | servers | pipeline |
 | --- | --- | --- | --- | --- | --- |
 """
 
@@ -58,7 +58,7 @@ def axes_of(case: step_zoo.StepCase) -> Any:
 
 
 def on_servers(case: step_zoo.StepCase) -> str:
-    """What parameter servers make of it."""
+    """Return the entry of the column `servers`."""
     key = jax.random.key(0)
     main = dtrans.trace(case.step, *case.init(key), *case.batch(ROWS // TRAINERS))
     options = {
@@ -75,7 +75,7 @@ def on_servers(case: step_zoo.StepCase) -> str:
 
 
 def in_pipeline(case: step_zoo.StepCase) -> str:
-    """What a pipeline makes of it."""
+    """Return the entry of the column `pipeline`."""
     key = jax.random.key(0)
     main = dtrans.trace(case.step, *case.init(key), *case.batch(ROWS))
     options = {"num_stages": 2, "num_micro_batch": TRAINERS, "batch": Batch(axes=axes_of(case))}
@@ -88,11 +88,11 @@ def in_pipeline(case: step_zoo.StepCase) -> str:
 
 
 def why(error: DtransError) -> str:
-    """A refusal, in a few words."""
+    """Return a refusal in a few words."""
     told = str(error)
     words = {
-        "values of the whole batch": "rows meet after parameters",
-        "is computed from gradients": "a result is made of gradients",
+        "values of the whole batch": "needs values of the full batch",
+        "is computed from gradients": "a result depends on gradients",
     }
     # a StopIteration would end `map`
     (found,) = (short for long, short in words.items() if long in told)

@@ -223,20 +223,20 @@ def sum_loss(params: Tree, x: Any, y: Any) -> jax.Array:
 
 @_trained(_mlp, _masked, ADAM)
 def masked_mean(params: Tree, x: Any, y: Any, mask: Any) -> jax.Array:
-    """The mean over rows that a mask names: a part of a batch has its own number of them."""
+    """The mean over the rows that a mask selects; their number differs between parts of a batch."""
     return (_entropy(_logits(params, x), y) * mask).sum() / mask.sum()
 
 
 @_trained(_mlp, _masked, MOMENTUM)
 def masked_mean_and_penalty(params: Tree, x: Any, y: Any, mask: Any) -> jax.Array:
-    """A masked mean, and a penalty of weights, which is counted once."""
+    """A masked mean plus a weight penalty, which must be added once."""
     masked = (_entropy(_logits(params, x), y) * mask).sum() / jnp.maximum(mask.sum(), 1)
     return masked + 0.01 * sum((leaf**2).sum() for leaf in jax.tree.leaves(params))
 
 
 @_trained(_mlp, _weighted, MOMENTUM)
 def example_weights(params: Tree, x: Any, y: Any, weights: Any) -> jax.Array:
-    """The mean over rows with a weight each."""
+    """The mean over rows, with a weight for each row."""
     return (_entropy(_logits(params, x), y) * weights).sum() / weights.sum()
 
 
@@ -249,15 +249,15 @@ def label_smoothing(params: Tree, x: Any, y: Any) -> jax.Array:
 
 @_trained(_mlp, _binary, ADAM)
 def focal_by_positives(params: Tree, x: Any, y: Any) -> jax.Array:
-    """A focal loss with a temperature, over the number of positive labels in the batch, at least
-    1."""
+    """A focal loss with a temperature, divided by the number of positive labels in the batch
+    (at least 1)."""
     focal = optax.sigmoid_focal_loss(_logits(params, x) / 0.5, y, alpha=0.25, gamma=2.0)
     return focal.sum() / jnp.maximum(1.0, y.sum())
 
 
 @_trained(_mlp, _labelled, CLIPPED_ADAMW)
 def class_balanced(params: Tree, x: Any, y: Any) -> jax.Array:
-    """Each row weighs 1 over the count of its class in the batch."""
+    """Each row has the weight 1 / (number of rows of its class in the batch)."""
     weights = 1.0 / jnp.maximum(jnp.bincount(y, length=CLASSES), 1)[y]
     return (_entropy(_logits(params, x), y) * weights).sum() / weights.sum()
 
@@ -337,7 +337,7 @@ def _flax_step(
 
 @_stepped(_beside(_of_flax(_BatchNormed()), MOMENTUM), _labelled)
 def flax_batch_norm(params: Tree, opt_state: Tree, x: Any, y: Any) -> tuple[Any, ...]:
-    """Flax's batch norm, with its running statistics beside the params."""
+    """Flax's batch norm, with running statistics in the params."""
     return _flax_step(_BatchNormed(), MOMENTUM, params, opt_state, x, y)
 
 
@@ -351,7 +351,7 @@ class _Pooled(nn.Module):
 
 @_trained(_of_flax(_Pooled(), (1, 6, 6, 2)), _images, MOMENTUM)
 def conv_pools(params: Tree, x: Any, y: Any) -> jax.Array:
-    """A convolution, and pools of the largest and of the mean."""
+    """A convolution with max pooling and mean pooling."""
     return _entropy(_Pooled().apply(params, x), y).mean()
 
 
@@ -363,7 +363,8 @@ def conv_batch_norm(params: Tree, opt_state: Tree, x: Any, y: Any) -> tuple[Any,
 
 @_stepped(_beside(_of_flax(_SpectralNormed()), SGD), _labelled)
 def spectral_norm(params: Tree, opt_state: Tree, x: Any, y: Any) -> tuple[Any, ...]:
-    """Flax's spectral norm: a vector of the power iteration is state that no row changes."""
+    """Flax's spectral norm: the vector of its power iteration is state that does not depend on
+    the batch."""
     return _flax_step(_SpectralNormed(), SGD, params, opt_state, x, y)
 
 
@@ -381,7 +382,7 @@ def batch_norm_by_hand(params: Tree, x: Any, y: Any) -> jax.Array:
 
 @_trained(_deep, _labelled, MOMENTUM)
 def remat_batch_norm(params: Tree, x: Any, y: Any) -> jax.Array:
-    """Batch norms that the backward pass computes anew."""
+    """Batch norms that the backward pass recomputes (`jax.checkpoint`)."""
     layer = jax.checkpoint(lambda w, h: jax.nn.relu(_normed(h @ w)))
     h = layer(params["w2"], layer(params["w1"], x))
     return _entropy(h @ params["w3"] + params["b3"], y).mean()
@@ -410,7 +411,7 @@ def _equinox_params(key: jax.Array) -> Tree:
 
 @_stepped(_beside(_equinox_params, CLIPPED_ADAMW, "model"), _labelled)
 def equinox_batch_norm(params: Tree, opt_state: Tree, x: Any, y: Any) -> tuple[Any, ...]:
-    """Equinox's batch norm: a mean over the axis of a vmap, and a state of arrays beside the
+    """Equinox's batch norm: a mean over the axis of a vmap, with a state separate from the
     model."""
     shapes, _ = eqx.filter_eval_shape(eqx.nn.make_with_state(_EquinoxNet), jax.random.key(0))
     static = eqx.filter(shapes, lambda leaf: not isinstance(leaf, jax.ShapeDtypeStruct))
@@ -465,7 +466,7 @@ def _dropout_params(key: jax.Array) -> Tree:
 
 @_trained(_dropout_params, _with_key, ADAM)
 def dropout_key_argument(params: Tree, x: Any, y: Any, key: Any) -> jax.Array:
-    """Flax's dropout, from a key that comes with the batch."""
+    """Flax's dropout, with a key as a batch argument."""
     return _entropy(_Dropout().apply(params, x, rngs={"dropout": key}), y).mean()
 
 
@@ -476,7 +477,7 @@ def _keyed_params(key: jax.Array) -> Tree:
 
 @_stepped(_beside(_keyed_params, SGD, "w"), _labelled)
 def dropout_key_in_params(params: Tree, opt_state: Tree, x: Any, y: Any) -> tuple[Any, ...]:
-    """Dropout, from a key in the params that each step splits."""
+    """Dropout, with a key in the params that each step splits."""
     key, use = jax.random.split(params["key"])
     loss, grads = dtrans.value_and_grad(lambda w: _entropy(_dropped(w, use, x), y).mean())(
         params["w"]
@@ -493,7 +494,7 @@ def _keyed_state(key: jax.Array) -> tuple[Tree, Tree]:
 
 @_stepped(_keyed_state, _labelled)
 def dropout_key_in_opt_state(params: Tree, opt_state: Tree, x: Any, y: Any) -> tuple[Any, ...]:
-    """Dropout with a key for each row, split from one in the optimizer state."""
+    """Dropout with a key for each row, split from a key in the optimizer state."""
     key, tx_state = opt_state
     key, use = jax.random.split(key)
 
@@ -513,7 +514,7 @@ def _adam_mlp(key: jax.Array) -> tuple[Tree, Tree]:
 
 @_stepped(_adam_mlp, _labelled)
 def dropout_constant_key(params: Tree, opt_state: Tree, x: Any, y: Any) -> tuple[Any, ...]:
-    """Dropout, from a constant key and the optimizer's count of steps."""
+    """Dropout, with a constant key and the optimizer's count of steps."""
     key = jax.random.fold_in(jax.random.key(7), optax.tree.get(opt_state, "count"))
     loss, grads = dtrans.value_and_grad(lambda p: _entropy(_dropped(p, key, x), y).mean())(params)
     params, opt_state = _update(ADAM, grads, opt_state, params)
@@ -522,7 +523,7 @@ def dropout_constant_key(params: Tree, opt_state: Tree, x: Any, y: Any) -> tuple
 
 @_trained(_deep, _with_key, MOMENTUM)
 def stochastic_depth(params: Tree, x: Any, y: Any, key: Any) -> jax.Array:
-    """A residual branch that is dropped for some rows."""
+    """Stochastic depth: a residual branch is dropped for random rows."""
     h = jnp.tanh(x @ params["w1"])
     kept = jax.random.bernoulli(key, 0.7, (x.shape[0], 1))
     h = h + jnp.where(kept, jnp.tanh(h @ params["w2"]) / 0.7, 0.0)
@@ -531,7 +532,7 @@ def stochastic_depth(params: Tree, x: Any, y: Any, key: Any) -> jax.Array:
 
 @_trained(_mlp, _with_key, ADAM)
 def mixup(params: Tree, x: Any, y: Any, key: Any) -> jax.Array:
-    """Each row is mixed with another one of the batch, by a drawn permutation."""
+    """Mixup: each row is mixed with another row of the batch, by a random permutation."""
     one, two = jax.random.split(key)
     part = jax.random.uniform(one, dtype=x.dtype)
     other = jax.random.permutation(two, x.shape[0])
@@ -606,7 +607,7 @@ def _unit(h: jax.Array) -> jax.Array:
 
 @_trained(_towers, _pairs, CLIPPED_ADAMW)
 def contrastive(params: Tree, image: Any, text: Any) -> jax.Array:
-    """As in CLIP: each row of one tower against all rows of the other."""
+    """The loss of CLIP: each row of one tower is compared with all rows of the other."""
     a, b = _unit(_logits(params["image"], image)), _unit(_logits(params["text"], text))
     logits = jnp.exp(params["scale"]) * a @ b.T
     labels = jnp.arange(logits.shape[0])
@@ -621,7 +622,8 @@ def _of_three_classes(rows: int, seed: int = 0) -> tuple[Any, ...]:
 
 @_trained(_without_last_bias, _of_three_classes, ADAM)
 def triplet_hard(params: Tree, x: Any, y: Any) -> jax.Array:
-    """Triplets of each row, the farthest of its class and the nearest of another."""
+    """A triplet loss: for each row the farthest row of its class, and the nearest row of
+    another class."""
     h = _hidden(params, x) @ params["w2"]
     far = jnp.sum((h[:, None] - h[None]) ** 2, -1)
     same = y[:, None] == y[None]
@@ -632,7 +634,8 @@ def triplet_hard(params: Tree, x: Any, y: Any) -> jax.Array:
 
 @_trained(_without_last_bias, _pairs, LAMB)
 def barlow_twins(params: Tree, one: Any, two: Any) -> jax.Array:
-    """The cross-correlation of two views, each normalised over the rows, is to be the identity."""
+    """Barlow Twins: the cross-correlation of two views, normalised over the rows, should be the
+    identity."""
     a, b = (_normed(_hidden(params, x) @ params["w2"]) for x in (one, two))
     c = a.T @ b / a.shape[0]
     on = jnp.diagonal(c)
@@ -653,8 +656,8 @@ def _moe_params(key: jax.Array) -> Tree:
 
 @_trained(_moe_params, _labelled, ADAM)
 def moe_top1(params: Tree, x: Any, y: Any) -> jax.Array:
-    """One expert for each row, and the loss of Switch that balances them: a product of two means
-    over rows."""
+    """One expert for each row, and the balance loss of Switch Transformers: a product of two
+    means over rows."""
     gates = jax.nn.softmax(x @ params["gate"])
     chosen = jax.nn.one_hot(jnp.argmax(gates, -1), EXPERTS, dtype=x.dtype)
     h = jnp.tanh(jnp.einsum("be,bf,efh->beh", chosen, x, params["up"]))
@@ -681,7 +684,7 @@ def _speech(rows: int, seed: int = 0) -> tuple[Any, ...]:
 
 @_trained(_mlp, _speech, CLIPPED_ADAMW)
 def ctc(params: Tree, x: Any, x_padding: Any, y: Any, y_padding: Any) -> jax.Array:
-    """The mean of the CTC loss of rows of different lengths."""
+    """The mean CTC loss of rows with different lengths."""
     return optax.ctc_loss(_logits(params, x), x_padding, y, y_padding).mean()
 
 
@@ -732,8 +735,8 @@ def _packed(rows: int, seed: int = 0) -> tuple[Any, ...]:
 
 @_trained(_transformer, _packed, CLIPPED_ADAMW)
 def sequence_packing(params: Tree, tokens: Any, segments: Any) -> jax.Array:
-    """Sequences packed into rows: attention within each, and a mean over all tokens that have a
-    next one."""
+    """Several sequences packed into each row: attention within a sequence, and a mean over
+    tokens that have a next token."""
     allowed = (segments[:, :, None] == segments[:, None, :]) & jnp.tril(
         jnp.ones((LENGTH, LENGTH), bool)
     )
@@ -759,7 +762,7 @@ def _time_major(rows: int, seed: int = 0) -> tuple[Any, ...]:
 
 @_trained(_recurrent, _time_major, MOMENTUM, batch_axes=(1, 0))
 def rnn_time_major(params: Tree, x: Any, y: Any) -> jax.Array:
-    """A recurrent net over arrays that have time first and rows second."""
+    """A recurrent network; arrays have time on dimension 0 and rows on dimension 1."""
 
     def cell(h: jax.Array, x_t: jax.Array) -> tuple[jax.Array, None]:
         return jnp.tanh(x_t @ params["into"] + h @ params["again"] + params["bias"]), None
@@ -786,7 +789,7 @@ def _series(rows: int, seed: int = 0) -> tuple[Any, ...]:
 
 @_trained(_gru_params, _series, ADAM)
 def gru_batch_major(params: Tree, x: Any, y: Any) -> jax.Array:
-    """A GRU over arrays that have rows first, with a target at each time."""
+    """A GRU with a target at each time; arrays have rows on dimension 0."""
 
     def cell(h: jax.Array, x_t: jax.Array) -> tuple[jax.Array, jax.Array]:
         xr, xz, xn = jnp.split(x_t @ params["into"] + params["bias"], 3, -1)
@@ -818,7 +821,7 @@ def _real_and_fake(rows: int, seed: int = 0) -> tuple[Any, ...]:
 
 @_trained(_critic, _real_and_fake, optax.adam(1e-2, b1=0.0, b2=0.9))
 def gradient_penalty(params: Tree, real: Any, fake: Any, key: Any) -> jax.Array:
-    """The critic of WGAN-GP: the norm of a derivative of each row is to be 1."""
+    """The critic of WGAN-GP: a penalty on the norm of each row's input gradient."""
     part = jax.random.uniform(key, (real.shape[0], 1), real.dtype)
     critic = lambda x: (_hidden(params, x) @ params["w2"])[..., 0]
     slopes = jax.vmap(jax.grad(critic))(part * real + (1 - part) * fake)
@@ -840,7 +843,8 @@ def _views(rows: int, seed: int = 0) -> tuple[Any, ...]:
 
 @_stepped(_beside(_with_copy("student", "teacher"), MOMENTUM, "student"), _views)
 def ema_teacher(params: Tree, opt_state: Tree, one: Any, two: Any, y: Any) -> tuple[Any, ...]:
-    """A mean teacher: a moving average of the student, which is to say the same of another view."""
+    """A mean teacher: a moving average of the student, which should predict the same for
+    another view."""
 
     def loss_fn(student: Tree) -> jax.Array:
         said = _logits(student, one)
@@ -868,7 +872,8 @@ def _transitions(rows: int, seed: int = 0) -> tuple[Any, ...]:
 def dqn(
     params: Tree, opt_state: Tree, seen: Any, action: Any, reward: Any, after: Any, done: Any
 ) -> tuple[Any, ...]:
-    """Q-learning with a target net, which becomes the trained one each second step."""
+    """Q-learning with a target network, which is replaced by the trained network every second
+    step."""
 
     def loss_fn(online: Tree) -> jax.Array:
         value = jnp.take_along_axis(_logits(online, seen), action[:, None], -1)[:, 0]
@@ -897,7 +902,7 @@ def _with_rate(rows: int, seed: int = 0) -> tuple[Any, ...]:
 
 @_stepped(_scaled_mlp, _with_rate)
 def rate_argument(params: Tree, opt_state: Tree, x: Any, y: Any, rate: Any) -> tuple[Any, ...]:
-    """The learning rate comes with the batch."""
+    """The learning rate is a batch argument."""
     loss, grads = dtrans.value_and_grad(lambda p: _entropy(_logits(p, x), y).mean())(params)
     updates, opt_state = SCALED.update(grads, opt_state, params)
     params = optax.apply_updates(params, jax.tree.map(lambda u: -rate * u, updates))
@@ -910,7 +915,7 @@ def rate_argument(params: Tree, opt_state: Tree, x: Any, y: Any, rate: Any) -> t
 
 @_trained(_mlp, _labelled, SGD, has_aux=True)
 def metrics_mean(params: Tree, x: Any, y: Any) -> tuple[jax.Array, Tree]:
-    """Reports the accuracy, a mean over rows."""
+    """Returns the accuracy, a mean over rows."""
     logits = _logits(params, x)
     return _entropy(logits, y).mean(), {
         "accuracy": jnp.mean(jnp.argmax(logits, -1) == y, dtype=x.dtype)
@@ -919,7 +924,8 @@ def metrics_mean(params: Tree, x: Any, y: Any) -> tuple[jax.Array, Tree]:
 
 @_trained(_mlp, _labelled, ADAM, has_aux=True)
 def metrics_counts(params: Tree, x: Any, y: Any) -> tuple[jax.Array, Tree]:
-    """Reports whole numbers: rows that are right, and all, counted and by the shape."""
+    """Returns integers: the number of correct rows, and the number of rows, counted and from
+    the shape."""
     logits = _logits(params, x)
     right = (jnp.argmax(logits, -1) == y).sum()
     return _entropy(logits, y).mean(), {
@@ -931,7 +937,7 @@ def metrics_counts(params: Tree, x: Any, y: Any) -> tuple[jax.Array, Tree]:
 
 @_trained(_mlp, _labelled, MOMENTUM, has_aux=True)
 def metrics_confusion(params: Tree, x: Any, y: Any) -> tuple[jax.Array, Tree]:
-    """Reports the confusion matrix, and the loss of each class."""
+    """Returns the confusion matrix, and the loss of each class."""
     logits = _logits(params, x)
     each = _entropy(logits, y)
     confusion = jnp.zeros((CLASSES, CLASSES), jnp.int32).at[y, jnp.argmax(logits, -1)].add(1)
@@ -940,14 +946,14 @@ def metrics_confusion(params: Tree, x: Any, y: Any) -> tuple[jax.Array, Tree]:
 
 @_trained(_mlp, _labelled, CLIPPED_ADAMW, has_aux=True)
 def metrics_per_row(params: Tree, x: Any, y: Any) -> tuple[jax.Array, Tree]:
-    """Reports the loss of each row, the largest one, and which row that is."""
+    """Returns the loss of each row, the largest loss, and its row."""
     each = _entropy(_logits(params, x), y)
     return each.mean(), {"each": each, "largest": each.max(), "where": jnp.argmax(each)}
 
 
 @_stepped(_adam_mlp, _labelled)
 def metrics_grad_norm(params: Tree, opt_state: Tree, x: Any, y: Any) -> tuple[Any, ...]:
-    """Reports the norm of all gradients and the optimizer's count of steps."""
+    """Returns the norm of all gradients, and the optimizer's count of steps."""
     loss, grads = dtrans.value_and_grad(lambda p: _entropy(_logits(p, x), y).mean())(params)
     params, opt_state = _update(ADAM, grads, opt_state, params)
     return (

@@ -111,10 +111,10 @@ class Outcome:
 
 # of refusals, and of what is not followed
 IN_SHORT: Mapping[str, str] = {
-    "values of the whole batch": "rows meet after parameters",
-    "is computed from gradients": "a result is made of gradients",
+    "values of the whole batch": "needs values of the full batch",
+    "is computed from gradients": "a result depends on gradients",
     "near tie": "a tie that rounding decides",
-    "which is optimizer state": "forward reads the optimizer's state",
+    "which is optimizer state": "the loss or a result reads optimizer state",
     "which only the trainers have": "the update reads an argument",
     "reduces over several blocks": "the optimizer needs all gradients at once",
     "reduces over all rows": "the optimizer needs all rows at once",
@@ -186,14 +186,14 @@ def train(case: StepCase, optimizer: optimizer_zoo.Case) -> StepCase:
 
 # -- the page --------------------------------------------------------------------------------------
 
-HEAD = f"""# What `plan.verify()` says of each step
+HEAD = f"""# Verified plans of each step
 
-The tests verify plans of these steps ([verify.md](verify.md)); [steps.md](steps.md) says what each step is. No plan
-differs from the step of one device. *Complete* says that every number of the state and of the results was compared.
-A plan is for {RANKS} trainers, ranks or micro-batches, for two parameter servers, or for two stages. A batch has {ROWS}
-rows. The page is made by the tests (`make docs`). A pipeline refuses statistics of the batch by default:
-`batch="micro"` gives each micro-batch its own. So do asynchronous servers: `batch="local"` gives each trainer its own.
-*Async* and *GEO* are compared with a sequential replay, at one point.
+The tests verify plans of these steps by `plan.verify()` ([verify.md](verify.md)); [steps.md](steps.md) describes the
+steps. No plan differs from the step of one device. *Complete* means that every number of the state and of the results
+was compared. *Refused* means that planning raises an error. Plans have {RANKS} trainers, ranks or micro-batches, two
+parameter servers, or two stages; a batch has {ROWS} rows. Pipelines and asynchronous servers refuse batch statistics by
+default. With `batch="micro"`, or `batch="local"`, each micro-batch or trainer has its own statistics. *Async* and *GEO*
+are compared with a sequential replay, at one point. `make docs` generates the page.
 
 | step | {" | ".join(COLUMNS)} |
 |{" --- |" * (1 + len(COLUMNS))}
@@ -201,11 +201,11 @@ rows. The page is made by the tests (`make docs`). A pipeline refuses statistics
 
 
 TABLES_HEAD = f"""
-## Tables of embeddings
+## Embedding tables
 
-A step looks up rows of a table by two features of a batch, with repetitions. Servers update it in the modes below.
-*Lazy* is `dtrans.Rows("lazy")`, else `dtrans.Rows("dense")`; *compensated* is `dtrans.Async` with an adaptive
-`dtrans.DelayCompensation`. Each plan is compared at one point.
+A step looks up rows of a table by two features of a batch; some rows are looked up twice. Servers update the table in
+the modes below. *Lazy* is `dtrans.Rows("lazy")`, the other columns are `dtrans.Rows("dense")`. *Compensated* is
+`dtrans.Async` with an adaptive `dtrans.DelayCompensation`. Each plan is compared at one point.
 
 | optimizer | {" | ".join(TABLES)} |
 |{" --- |" * (1 + len(TABLES))}
