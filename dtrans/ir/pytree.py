@@ -32,6 +32,11 @@ def is_array(leaf: Any) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
+def array_leaves(tree: Any) -> list[Any]:
+    """Return the leaves of a pytree that are data, in order."""
+    return [x for x in jax.tree.leaves(tree) if is_array(x)]
+
+
 def is_differentiable(leaf: Any) -> bool:
     """Return True if a leaf can have gradients: an array of floating-point or complex numbers."""
     return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)

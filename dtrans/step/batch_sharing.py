@@ -98,7 +98,7 @@ class Batch:
         if isinstance(value, str):
             value = cls(value)
         check_type("batch", value, cls, "'exact', 'local' or a dtrans.Batch")
-        found: Batch = value if value.kind is not None else dataclasses.replace(value, kind=kind)
+        found: Batch = dataclasses.replace(value, kind=value.kind or kind)
         if found.kind == "micro" and not micro:
             raise ConfigError(
                 "batch='micro' needs micro-batches, which only dtrans.pipeline has; pass "
@@ -147,10 +147,14 @@ def shard_batch(batch: Any, number: int, count: int, axis: int = 0) -> Any:
     """
     check_int("count", count, "a positive number of parts")
     check_int("number", number, f"one of the parts 0 to {count - 1}", least=0, most=count - 1)
-    name = lambda path: jax.tree_util.keystr(path, simple=True, separator="/") or "the batch"
-    return jax.tree_util.tree_map_with_path(
-        lambda path, x: part_of(x, number, count, axis, name(path)) if np.ndim(x) else x, batch
-    )
+
+    def part(path: Any, x: Any) -> Any:
+        if not np.ndim(x):
+            return x
+        name = jax.tree_util.keystr(path, simple=True, separator="/") or "the batch"
+        return part_of(x, number, count, axis, name)
+
+    return jax.tree_util.tree_map_with_path(part, batch)
 
 
 def part_of(x: Any, number: int, count: int, axis: int, name: str, trainers: int = 0) -> Any:

@@ -26,7 +26,6 @@ from dtrans._jax import (
     ClosedJaxpr,
     Jaxpr,
     JaxprEqn,
-    Literal,
     Var,
     closed,
     constants,
@@ -42,7 +41,7 @@ from dtrans.errors import GradientError
 from dtrans.ir.array_fns import array_type
 from dtrans.ir.batched_gathers import batched_gathers
 from dtrans.ir.builder import Builder, read_from
-from dtrans.ir.dataflow import avals, backward_slice, propagate
+from dtrans.ir.dataflow import avals, backward_slice, bits_of, propagate
 from dtrans.ir.inline import inline_calls
 from dtrans.ir.program import Program, rewrite_root
 from dtrans.ir.selection import values_at
@@ -159,14 +158,18 @@ def _with_counters_first(program: Program) -> Program:
     loss = opened(body)
 
     # select the results of the loss that the update reads and that no batch array enters
-    ins = dict(zip(program.in_names, inner.invars, strict=True))
-    batch = {ins[n]: 1 for spec in program.args[2:] for n in spec.names}
-    enters = propagate(inner.eqns, batch, {})
+    inputs = dict(zip(program.in_names, inner.invars, strict=True))
+    batch: list[Var] = []
+    for spec in program.args[2:]:
+        batch += values_at(inputs, spec.names)
+    enters = propagate(inner.eqns, dict.fromkeys(batch, 1), {})
     operand = dict(zip(loss.invars, eqn.invars, strict=True))
-    seeds = {v: 1 for v, a in operand.items() if isinstance(a, Var) and enters.get(a)}
-    inside = propagate(loss.eqns, seeds, {})
-    wanted = [i for i, v in enumerate(eqn.outvars[: len(loss.outvars)]) if i and v in read]
-    free = [i for i in wanted if isinstance(a := loss.outvars[i], Literal) or not inside.get(a)]
+    from_batch = [v for v, atom in operand.items() if bits_of(enters, atom)]
+    inside = propagate(loss.eqns, dict.fromkeys(from_batch, 1), {})
+    free = []
+    for i in range(1, len(loss.outvars)):
+        if eqn.outvars[i] in read and not bits_of(inside, loss.outvars[i]):
+            free.append(i)
     before, _ = backward_slice(loss.eqns, values_at(loss.outvars, free))
     if not free or any(loss.eqns[i].effects for i in before):
         return program
@@ -213,8 +216,9 @@ def refuse_loss_in_update(program: Program) -> None:
     """Raise GradientError if the update of a captured step reads results of its loss function."""
     inner = opened(inline_calls(program.jaxpr))
     eqn = next((e for e in inner.eqns if e.primitive is value_and_grad_p), None)
-    read = {} if eqn is None else _read_by_update(program, inner, eqn)
-    for value, n in read.items():
+    if eqn is None:
+        return
+    for value, n in _read_by_update(program, inner, eqn).items():
         line = next((line_of(e) for e in inner.eqns if value in e.invars), "")
         raise GradientError(
             f"the new {n} is computed from results of the loss function"

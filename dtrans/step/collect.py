@@ -143,7 +143,8 @@ def collected(jaxpr: ClosedJaxpr) -> dict[Var, str]:
 
 
 def _described(var: Var, scope: str) -> str:
-    return f" of {short_type(var.aval)}" + (f" (of {scope})" if scope else "")
+    text = f" of {short_type(var.aval)}"
+    return f"{text} (of {scope})" if scope else text
 
 
 def merged(key: str, micro: Sequence[Sequence[Any]]) -> Any:
@@ -222,8 +223,9 @@ def _folded(values: Sequence[Any], reduction: Callable[[Any], Any]) -> tuple[Any
       The sum, and the dtype in which `reduction` would return its result.
     """
     first = jnp.asarray(values[0])
-    out = jax.eval_shape(reduction, first).dtype
-    wide = jnp.promote_types(out, jnp.float32) if jnp.issubdtype(out, jnp.floating) else out
+    out = wide = jax.eval_shape(reduction, first).dtype
+    if jnp.issubdtype(out, jnp.floating):
+        wide = jnp.promote_types(out, jnp.float32)
     total = first.astype(wide)
     for x in values[1:]:
         total = total + jnp.asarray(x).astype(wide)
@@ -241,4 +243,6 @@ def _averaged(values: Sequence[Any]) -> Any:
 
 
 def _concatenated(values: Sequence[Any]) -> Any:
-    return jnp.concatenate(values, axis=0) if len(values) > 1 else jnp.asarray(values[0])
+    if len(values) == 1:
+        return jnp.asarray(values[0])
+    return jnp.concatenate(values, axis=0)

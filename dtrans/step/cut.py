@@ -30,7 +30,7 @@ from dtrans.ir.dataflow import (
 from dtrans.ir.fingerprint import number, value_digests
 from dtrans.ir.inline import eliminate_dead
 from dtrans.ir.program import BACKWARD, FORWARD, OPTIMIZE, Program
-from dtrans.ir.selection import values_at
+from dtrans.ir.selection import invert, values_at
 from dtrans.step.gradients import (
     Gradients,
     OpenStep,
@@ -391,7 +391,7 @@ class _Cutter:
                 "Take gradients with dtrans.value_and_grad, or build the step with "
                 "dtrans.make_train_step"
             )
-        computed_frozen = [n for n in frozen if self.s.outs[n] is not self.s.vars[n]]
+        computed_frozen = self.s.changed(frozen)
         self.check_frozen(gradients, computed_frozen)
         optimize, used, positions = self.optimize_half(gradients, optimized, computed_frozen)
         self.check_trainer_half(gradients, used, frozen)
@@ -440,7 +440,10 @@ class _Cutter:
         )
 
     def optimize_half(
-        self, gradients: Mapping[str, Var], optimized: Sequence[str], computed_frozen: Sequence[str]
+        self,
+        gradients: Mapping[str, Var],
+        optimized: Sequence[str],
+        computed_frozen: Sequence[str],
     ) -> tuple[OptimizeHalf, set[str], list[int]]:
         """Return the optimize half.
 
@@ -477,19 +480,24 @@ class _Cutter:
                 self.across = loss or need
             else:
                 self.argument_need = need
-        owners = {v: n for n, v in gradients.items()}
+        owners = invert(gradients)
         used = {owners[v] for v in leaves if v in owners}
-        grad_names = [n for n in self.s.params if n in used]
-        optimized_set = set(optimized)
-        params = [n for n in self.s.params if n in optimized_set or self.s.vars[n] in leaves]
+        updated = set(optimized)
+        graded: list[str] = []
+        params: list[str] = []
+        for name in self.s.params:
+            if name in used:
+                graded.append(name)
+            if name in updated or self.s.vars[name] in leaves:
+                params.append(name)
         batch = [n for n in hidden if n in self.s.batch]
         params += [n for n in hidden if n not in batch and n not in params]
-        invars = values_at(gradients, grad_names)
+        invars = values_at(gradients, graded)
         invars += values_at(self.s.vars, (*params, *self.s.opt_state, *batch))
         eqns = [_rename_outputs(self.s.eqns[i], gradients.values()) for i in positions]
         jaxpr = eliminate_dead(extract_part(self.s.jaxpr, invars, eqns, outs))
         in_names: tuple[Name, ...] = (
-            *map(Gradient, grad_names),
+            *map(Gradient, graded),
             *params,
             *self.s.opt_state,
             *batch,

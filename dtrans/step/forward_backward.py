@@ -58,7 +58,10 @@ def ready_order(step: Cut) -> list[str]:
 
 def _producers(eqns: Sequence[JaxprEqn]) -> dict[Var, int]:
     """Return the position of the equation that computes each value."""
-    return {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
+    found: dict[Var, int] = {}
+    for i, eqn in enumerate(eqns):
+        found |= dict.fromkeys(eqn.outvars, i)
+    return found
 
 
 def _position(atom: Atom, producers: Mapping[Var, int], default: int) -> int:

@@ -242,7 +242,7 @@ def _without_updates(
         if eqn.primitive is mark_p and eqn.invars[1] in leaf_of:
             (instead[eqn.outvars[0]],) = b.call(jnp.zeros_like, eqn.invars[1])
         else:
-            b.keep(eqn, read_from(instead, eqn.invars) if instead else None)
+            b.keep(eqn, read_from(instead, eqn.invars))
     outs = read_from(instead, inner.outvars)
     for i, name in enumerate(main.out_names):
         if name in constants:

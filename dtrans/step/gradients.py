@@ -53,6 +53,7 @@ from dtrans.ir.display import short_type
 from dtrans.ir.inline import inline_calls
 from dtrans.ir.interpret import ForwardAnalysis, forward, forward_jaxpr
 from dtrans.ir.program import Program
+from dtrans.ir.selection import values_at
 from dtrans.step.marks import mark_p
 
 
@@ -122,6 +123,10 @@ class OpenStep(HoldsJaxpr):
         for eqn in self.eqns:
             found.update(_derived_outputs(eqn))
         return frozenset(found)
+
+    def changed(self, names: Iterable[str]) -> list[str]:
+        """Return the leaves among `names` that the step does not return unchanged."""
+        return [n for n in names if self.outs[n] is not self.vars[n]]
 
     def derivatives_behind(self, outputs: Sequence[Atom], stop: Collection[Var] = ()) -> list[int]:
         """Return the positions of the equations whose derivatives `outputs` depend on.
@@ -375,8 +380,7 @@ def _inferred(step: OpenStep) -> Gradients:
     of_shape: dict[tuple[int, ...], set[Var]] = {}
     for v in candidates:
         of_shape.setdefault(v.aval.shape, set()).add(v)
-    moving = [n for n in step.params if step.outs[n] is not step.vars[n]]
-    new = set(variables(step.outs[n] for n in moving))
+    new = set(variables(values_at(step.outs, step.changed(step.params))))
     fixed = dict.fromkeys(candidates, 0)
     from_batch = propagate(step.eqns, {step.vars[n]: 1 for n in step.batch}, fixed)
     reads_params = propagate(step.eqns, {step.vars[n]: 1 for n in step.params}, fixed)
@@ -510,7 +514,10 @@ def _shape_keeping(step: OpenStep, out: Atom, shape: tuple[int, ...], fits: set[
 
 def _reached(step: OpenStep, out: Atom, fits: set[Var]) -> set[Var]:
     """Return the values in `fits` that `out` depends on, other than through each other."""
-    return backward_slice(step.eqns, [out], fits)[1] & fits if fits else set()
+    if not fits:
+        return set()
+    _, reached = backward_slice(step.eqns, [out], fits)
+    return reached & fits
 
 
 def counts_rows(step: OpenStep, count: Var, out: Atom) -> bool:

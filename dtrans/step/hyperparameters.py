@@ -67,7 +67,9 @@ def replace_hyperparameters(leaves: Iterable[str], state: Any, values: Mapping[s
             return x
         missing.pop(name, None)
         new = jnp.full(x.shape, wanted[name], x.dtype)
-        return jax.device_put(new, x.sharding) if isinstance(x, jax.Array) else new
+        if isinstance(x, jax.Array):
+            new = jax.device_put(new, x.sharding)
+        return new
 
     new_state = jax.tree_util.tree_map_with_path(replace, state)
     for name in missing:

@@ -113,9 +113,11 @@ def value_and_grad(
             for i, diff, rest in zip(positions, diffs, rests, strict=True):
                 full[i] = combine(diff, rest)
             result = fun(*full, **kwargs)
-            if has_aux and isinstance(result, tuple) and len(result) == 2:
+            if not has_aux:
+                return _as_loss(result)
+            if isinstance(result, tuple) and len(result) == 2:
                 return _as_loss(result[0]), result[1]
-            return result if has_aux else _as_loss(result)
+            return result  # `jax.value_and_grad` raises for it
 
         if captures():
             value, grads = capture_loss(of_differentiable, diffs, has_aux)

@@ -85,7 +85,7 @@ class Observer:
     calls: bool
 
     def __str__(self) -> str:
-        return self.name + (f" ({self.line})" if self.line else "")
+        return f"{self.name} ({self.line})" if self.line else self.name
 
 
 def observers_of(

@@ -45,7 +45,7 @@ from dtrans.errors import GradientError, TraceError
 from dtrans.ir.dataflow import backward_slice, bits_of, propagate, variables
 from dtrans.ir.inline import inline_calls
 from dtrans.ir.program import Program
-from dtrans.ir.pytree import TreeSpec, as_array, combine, is_array, unused_name
+from dtrans.ir.pytree import TreeSpec, array_leaves, as_array, combine, is_array, unused_name
 from dtrans.ir.selection import values_at
 from dtrans.step.gradients import OpenStep, candidates_for, counts_rows, crossing, marked
 from dtrans.step.trace import children
@@ -172,9 +172,13 @@ def _spec(tree: Any) -> TreeSpec:
 def kinds_of(step: OpenStep) -> dict[str, str]:
     """Return the kind of each leaf of the first argument."""
     gradients = marked(step)
-    graded = set(gradients.of.values()) if gradients else crossing(step)
-    read = _read_by_forward(step, graded, step.params)
-    parameters = set(gradients.of) if gradients else _parameters(step, graded, read)
+    if gradients is not None:
+        graded, parameters = set(gradients.of.values()), set(gradients.of)
+        read = _read_by_forward(step, graded, step.params)
+    else:
+        graded = crossing(step)
+        read = _read_by_forward(step, graded, step.params)
+        parameters = _parameters(step, graded, read)
     by_batch, by_gradient = 1, 2
     seeds: dict[Var, int] = {}
     for spec in step.source.args[1:]:
@@ -212,8 +216,8 @@ def _read_by_forward(step: OpenStep, gradients: Collection[Var], names: Sequence
       gradients: values at which the search ends.
       names: the leaves.
     """
-    moving = [n for n in names if step.outs[n] is not step.vars[n]]
-    fixed = dict.fromkeys([*gradients, *variables(step.outs[n] for n in moving)], 0)
+    new = variables(values_at(step.outs, step.changed(names)))
+    fixed = dict.fromkeys([*gradients, *new], 0)
     enters = propagate(step.eqns, {step.vars[n]: 1 << i for i, n in enumerate(names)}, fixed)
     bits = 0
     for eqn, derived in zip(step.eqns, step.derived, strict=True):
@@ -314,11 +318,10 @@ def mismatch(name: str, wanted: str | None, have: str | None) -> str:
 
 def leaf_types(tree: Any) -> dict[str, str]:
     """Return the type of each array of a pytree, by its path below the root."""
-    arrays = [x for x in jax.tree.leaves(tree) if is_array(x)]
-    return {
-        n: f"{x.dtype}{list(x.shape)}"
-        for n, x in zip(TreeSpec.from_tree(tree).names, arrays, strict=True)
-    }
+    types = {}
+    for name, x in zip(TreeSpec.from_tree(tree).names, array_leaves(tree), strict=True):
+        types[name] = f"{x.dtype}{list(x.shape)}"
+    return types
 
 
 # -- states and functions of them ------------------------------------------------------------------
@@ -391,7 +394,8 @@ class Applied:
           *args: the function's arguments after the state.
         """
         flat, structure = jax.tree.flatten(args)
-        flat = [plain_array(x) if is_array(x) else jnp.asarray(x) for x in flat]
+        for i, x in enumerate(flat):
+            flat[i] = plain_array(x) if is_array(x) else jnp.asarray(x)
         key = structure, tuple(str(jax.typeof(x)) for x in flat)
         if key not in self._known:
             self._known[key] = self._compiled(flat, structure)

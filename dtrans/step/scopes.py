@@ -278,7 +278,10 @@ def scopes_within(jaxpr: ClosedJaxpr) -> tuple[Scope, ...]:
       >>> [str(scope) for scope in scopes_within(jax.make_jaxpr(f)(1.0))]
       ["replicate(name='body')"]
     """
-    return tuple({s.key: s for eqn in opened(jaxpr).eqns for s in _scopes_of(eqn)}.values())
+    found: dict[tuple[str, str], Scope] = {}
+    for eqn in opened(jaxpr).eqns:
+        found |= {scope.key: scope for scope in _scopes_of(eqn)}
+    return tuple(found.values())
 
 
 def _scopes_of(eqn: JaxprEqn) -> Iterator[Scope]:

@@ -110,9 +110,9 @@ def match_startup(step: Cut, startup: Program) -> Program:
     elif set(types_by_key) == {"params", "opt_state"}:
         order = ["params", "opt_state"]
     else:
-        keys, found = list(types_by_key), list(types_by_key.values())
-        is_reversed = found == wanted[::-1] and found != wanted
-        order = keys[::-1] if is_reversed else keys
+        order, found = list(types_by_key), list(types_by_key.values())
+        if found == wanted[::-1] and found != wanted:
+            order.reverse()
     if not order or values_at(types_by_key, order) != wanted:
         if leaf_types(result) == wanted[0]:
             reason = f"it returns {roots[0]} alone, expected ({roots[0]}, {roots[1]})"
@@ -160,4 +160,8 @@ def _mismatch(
 def _renamed(spec: TreeSpec, names: Sequence[str]) -> tuple[Any, ...]:
     """Return the leaves of a spec, with new names for the arrays, in order."""
     remaining = iter(names)
-    return tuple(next(remaining) if isinstance(leaf, str) else leaf for leaf in spec.leaves)
+    leaves = list(spec.leaves)
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, str):
+            leaves[i] = next(remaining)
+    return tuple(leaves)

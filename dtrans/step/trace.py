@@ -28,7 +28,14 @@ from dtrans.errors import TraceError
 from dtrans.ir.batched_gathers import batched_gathers
 from dtrans.ir.dataflow import variables
 from dtrans.ir.program import BACKWARD, FORWARD, OPTIMIZE, Program
-from dtrans.ir.pytree import NUMBERS, Static, TreeSpec, as_array, is_array, unflatten_all
+from dtrans.ir.pytree import (
+    NUMBERS,
+    Static,
+    TreeSpec,
+    array_leaves,
+    as_array,
+    unflatten_all,
+)
 from dtrans.step.capture import captures, capturing
 from dtrans.step.scopes import numbered
 
@@ -62,14 +69,14 @@ def trace(fn: Callable[..., Any], *args: Any, name: str | None = None) -> Progra
     """
     args = tuple(as_array(a) for a in args)
     roots = argument_names(fn, len(args))
-    specs = tuple(TreeSpec.from_tree(a, root) for a, root in zip(args, roots, strict=True))
+    specs = tuple(map(TreeSpec.from_tree, args, roots))
     result: list[Any] = []
     mesh = current_mesh()  # `fn` may name axes of the user's mesh
 
     def on_arrays(*arrays: Any) -> list[Any]:
         outputs = fn(*unflatten_all(specs, arrays))
         result.append((outputs, out := _with_arrays(outputs, args)))
-        return [x for x in jax.tree.leaves(out) if is_array(x)]
+        return array_leaves(out)
 
     flat: list[Any] = []
     for spec, arg in zip(specs, args, strict=True):
@@ -185,11 +192,13 @@ def name_result(out: Any, args: Sequence[Any], roots: Sequence[str]) -> tuple[Tr
     by_key = not isinstance(out, (tuple, list)) or hasattr(out, "_fields")
     owner: dict[Any, str] = {}
     state_keys: list[Any] = []
-    free = list(range(min(2, len(args)))) if not by_key else []
+    free = list(range(min(2, len(args))))
     for key, part in parts:
         if by_key:
             owner[key] = str(key)
-        elif match := [i for i in free if _alike(part, args[i])]:
+            continue
+        match = [i for i in free if _alike(part, args[i])]
+        if match:
             owner[key] = roots[match[0]]
             free.remove(match[0])
             state_keys.append(key)
@@ -208,10 +217,13 @@ def name_result(out: Any, args: Sequence[Any], roots: Sequence[str]) -> tuple[Tr
             )
     unused = ["loss", "aux"] if owner else []
     for key, part in parts:
-        if key not in owner:
-            single = getattr(part, "shape", None) == ()
-            name = unused[0] if unused and (single or unused[0] != "loss") else ""
-            owner[key] = unused.pop(0) if name else f"out{key}"
+        if key in owner:
+            continue
+        is_scalar = getattr(part, "shape", None) == ()
+        if unused and (is_scalar or unused[0] != "loss"):
+            owner[key] = unused.pop(0)
+        else:
+            owner[key] = f"out{key}"
     leaves: list[str | Any] = []
     for key, part in parts:
         leaves += TreeSpec.from_tree(part, owner[key]).leaves

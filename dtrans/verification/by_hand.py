@@ -17,7 +17,7 @@ import numpy as np
 
 from dtrans._jax import ClosedJaxpr, equations, plain_type, shard_map_of
 from dtrans.errors import ConfigError, TraceError, VerifyError
-from dtrans.ir.pytree import TreeSpec, as_array, is_array, unflatten_all
+from dtrans.ir.pytree import TreeSpec, array_leaves, as_array, is_array, unflatten_all
 from dtrans.ir.selection import subset
 from dtrans.step.trace import argument_names, name_result
 from dtrans.verification.check import NEAR_TIES, TRIES, Findings
@@ -106,9 +106,8 @@ def verify(
     begun = time.monotonic()
     args = tuple(as_array(a) for a in args)
     pair = trace_pair(distributed_step, step, args)
-    leaves = [x for x in jax.tree.leaves(args) if is_array(x)]
     arrays = {}
-    for name, x in zip(pair.inputs, leaves, strict=True):
+    for name, x in zip(pair.inputs, array_leaves(args), strict=True):
         if not isinstance(x, jax.ShapeDtypeStruct):
             arrays[name] = x
     comparison = _HandComparison(pair, arrays)
@@ -138,7 +137,7 @@ def trace_pair(
     names: list[str] = []
     for spec in specs:
         names += spec.names
-    types = [plain_type(x) for x in jax.tree.leaves(args) if is_array(x)]
+    types = list(map(plain_type, array_leaves(args)))
     title = _name_of(distributed_step)
     distributed, result = _trace(distributed_step, specs, types)
     one_device, wanted = _trace(step, specs, types)
@@ -166,7 +165,7 @@ def _trace(
     def on_arrays(*arrays: Any) -> list[Any]:
         outputs = fn(*unflatten_all(specs, arrays))
         result.append(jax.tree.map(as_array, outputs))
-        return [x for x in jax.tree.leaves(result[-1]) if is_array(x)]
+        return array_leaves(result[-1])
 
     jaxpr: Any = jax.make_jaxpr(on_arrays)(*types)
     return jaxpr, result[-1]

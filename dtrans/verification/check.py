@@ -189,7 +189,7 @@ class Comparison:
             found.skipped |= dict.fromkeys(names)
             return {}
         leaves = dict(zip(self.leaf_types, wanted, strict=True))
-        lost = {n for n, x in leaves.items() if isinstance(x, Unknown)}
+        lost = _unknown_names(leaves)
         types = avals(opened(init).outvars)
         # unknown leaves are not compared, but need a value
         for n in lost:
@@ -288,7 +288,7 @@ class Comparison:
 
         # unknown leaves of the new state are not compared, but need a value: the old one
         new = subset(wanted, self.leaf_types)
-        lost = {n for n, x in new.items() if isinstance(x, Unknown)}
+        lost = _unknown_names(new)
         new |= subset(old, lost)
         expected = place_leaves(self.placement, new, types, state_names)
         places, leaves_of = self.placement.where, self.leaves_of
@@ -399,8 +399,9 @@ class Findings:
           step, job: as in `find_causes`.
         """
         differing = [k for k, name in enumerate(names) if name in self.differences]
-        causes = find_causes(step, job, differing) if differing else {}
-        for k, cause in causes.items():
+        if not differing:
+            return
+        for k, cause in find_causes(step, job, differing).items():
             difference = self.differences[names[k]]
             self.differences[names[k]] = dataclasses.replace(difference, cause=cause)
 
@@ -416,6 +417,10 @@ class Findings:
             self.points,
             seconds,
         )
+
+
+def _unknown_names(leaves: Mapping[str, Any]) -> set[str]:
+    return {n for n, x in leaves.items() if isinstance(x, Unknown)}
 
 
 def _repeated_part(x: Array, *, axis: int, count: int) -> Array:

@@ -20,7 +20,14 @@ import numpy as np
 from dtrans._jax import JaxprEqn
 from dtrans.verification import field, field_values as values
 from dtrans.verification.field import Array
-from dtrans.verification.field_values import Complex, Real, choose, from_integers, real
+from dtrans.verification.field_values import (
+    Complex,
+    Real,
+    as_real,
+    choose,
+    from_integers,
+    real,
+)
 from dtrans.verification.rules import REAL, Rule, axes_last, by_jax, shadow_of
 
 
@@ -36,7 +43,7 @@ def as_complex(x: Any) -> Complex:
     """Return a value as complex numbers."""
     if isinstance(x, Complex):
         return x
-    x = x if isinstance(x, Real) else from_integers(x)
+    x = as_real(x)
     return Complex(x, _zeros(x.shape))
 
 
@@ -135,7 +142,8 @@ def _div(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 def _integer_pow(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     x, n = as_complex(operands[0]), eqn.params["y"]
-    x = _reciprocal(x) if n < 0 else x
+    if n < 0:
+        x = _reciprocal(x)
     one = Complex(from_integers(np.ones(x.shape, np.int64)), _zeros(x.shape))
     return [functools.reduce(_product, [x] * abs(n), one)]
 
@@ -188,7 +196,9 @@ def _compare(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     x, y = map(as_complex, operands)
     rule = REAL[eqn.primitive.name]
     (first,), (second,) = rule(eqn, [x.real, y.real]), rule(eqn, [x.imag, y.imag])
-    return [first & second if eqn.primitive.name == "eq" else first | second]
+    if eqn.primitive.name == "eq":
+        return [first & second]
+    return [first | second]
 
 
 def _convert(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
@@ -248,7 +258,8 @@ def _fft(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     rest: tuple[int, ...]
     kind = getattr(eqn.params["fft_type"], "name", str(eqn.params["fft_type"])).upper()
     axes = tuple(range(len(x.shape) - len(lengths), len(x.shape)))
-    x = x if isinstance(x, (Real, Complex)) else from_integers(x)
+    if not isinstance(x, Complex):
+        x = as_real(x)
     with np.errstate(all="ignore"):
         shadow = _fft_shadow(kind, shadow_of(x), lengths, axes)
     if kind == "RFFT" and isinstance(x, Real):
@@ -257,7 +268,9 @@ def _fft(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         rest = axes[:-1]
     else:
         x = as_complex(x)
-        parts, rest = (x.real.elements, x.imag.elements), axes[:-1] if kind == "IRFFT" else axes
+        parts, rest = (x.real.elements, x.imag.elements), axes
+    if kind == "IRFFT":
+        rest = axes[:-1]
     name = "ifft" if kind.startswith("I") else "fft"
     for axis in rest:
         parts = _complex_map(parts, name, lengths[axis - axes[0]], axis)

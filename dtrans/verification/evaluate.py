@@ -159,7 +159,7 @@ class World:
                 return self._shard_map(eqn, operands)
             if name in CONTROL_FLOW:
                 return CONTROL_FLOW[name](self, eqn, operands)
-            if name in GROUPS and self.mesh_axes(eqn):
+            if name in GROUPS and mesh_axes(eqn):
                 return self.log_outputs(eqn, operands, self._collective(eqn, operands))
             if name == "axis_index":
                 return self._axis_index(eqn)
@@ -238,20 +238,16 @@ class World:
     def unknown_outputs(self, eqn: JaxprEqn, reason: str) -> list[Ranked]:
         """Return `Unknown` values for all outputs, and record the reason with the user's line."""
         line = line_of(eqn)
-        reason = f"{reason} ({line})" if line else reason
+        if line:
+            reason = f"{reason} ({line})"
         self.unknown[reason] = None
         return [self.replicate(Unknown(reason)) for _ in eqn.outvars]
 
     # -- collectives -----------------------------------------------------------------------------
 
-    def mesh_axes(self, eqn: JaxprEqn) -> list[str]:
-        """Return the mesh axes over which an equation communicates; `axes` may also contain
-        dimensions."""
-        return [a for a in axes_of(eqn) if isinstance(a, str)]
-
     def _collective(self, eqn: JaxprEqn, operands: list[Ranked]) -> list[Ranked]:
         """Evaluate a collective for each group of ranks."""
-        over = self.mesh_axes(eqn)
+        over = mesh_axes(eqn)
         if len(over) < len(axes_of(eqn)):
             raise UnfollowedError("it reduces over mesh axes and array dimensions at once")
         rule, groups = GROUPS[eqn.primitive.name], groups_of(self.axes, over)
@@ -271,7 +267,7 @@ class World:
 
     def _axis_index(self, eqn: JaxprEqn) -> list[Ranked]:
         indices: list[Any] = [None] * self.count
-        for ranks in groups_of(self.axes, self.mesh_axes(eqn)):
+        for ranks in groups_of(self.axes, mesh_axes(eqn)):
             for k, r in enumerate(ranks):
                 indices[r] = np.asarray(k, np.int32)
         return [tuple(indices)]
@@ -312,6 +308,14 @@ class World:
         """Return the world, with the count of equations of this one."""
         world.evaluated = self.evaluated
         return world
+
+
+def mesh_axes(eqn: JaxprEqn) -> list[str]:
+    """Return the mesh axes over which an equation communicates.
+
+    Its parameter `axes` may also contain dimensions of the operand.
+    """
+    return [a for a in axes_of(eqn) if isinstance(a, str)]
 
 
 def _split_groups(
@@ -408,7 +412,9 @@ def run_reduce(world: World, eqn: JaxprEqn, operands: Sequence[Ranked]) -> list[
     stacks = [_reduced_in_front(x, axes) for x in operands[:half]]
     first = stacks[0][0]
     found = list(operands[half:])
-    for t in range(0 if isinstance(first, Unknown) else first.shape[0]):
+    if isinstance(first, Unknown):
+        return found
+    for t in range(first.shape[0]):
         rows = [_row_of_ranks(x, t) for x in stacks]
         found = world.run(body, [*found, *rows], consts=())
     return found
@@ -426,14 +432,21 @@ CONTROL_FLOW: Mapping[str, Callable[[World, JaxprEqn, Sequence[Ranked]], list[Ra
 
 def _once_for_each(fn: Callable[[Any], Any], x: Ranked) -> Ranked:
     """Apply a function to the value of each rank; ranks with the same object share the result."""
-    distinct = {id(v): v for v in x}
-    outputs = {key: v if isinstance(v, Unknown) else fn(v) for key, v in distinct.items()}
+    outputs: dict[int, Any] = {}
+    for v in x:
+        if id(v) not in outputs:
+            outputs[id(v)] = v if isinstance(v, Unknown) else fn(v)
     return tuple(outputs[id(v)] for v in x)
 
 
 def _row_of_ranks(x: Ranked, t: int) -> Ranked:
     """Return row t of each rank's stack."""
-    row = lambda v: v[t] if values.is_key(v) else mapped(lambda a: a[t], v)
+
+    def row(v: Any) -> Any:
+        if values.is_key(v):
+            return v[t]
+        return mapped(lambda a: a[t], v)
+
     return _once_for_each(row, x)
 
 
@@ -475,4 +488,4 @@ def _first_unknown(xs: Sequence[Any]) -> Unknown | None:
 def _communicates(jaxpr: Any) -> bool:
     """Return True if a jaxpr has a collective over an axis of the mesh."""
     collectives = [e for e in equations(jaxpr) if e.primitive.name in GROUPS]
-    return any(isinstance(a, str) for e in collectives for a in axes_of(e))
+    return any(map(mesh_axes, collectives))

@@ -151,7 +151,7 @@ def lifted(x: Any, dtype: Any) -> Any:
         part = np.float32 if np.dtype(dtype) == np.complex64 else np.float64
         return Complex(lifted(x.real, part), lifted(x.imag, part))
     if not is_float(dtype):
-        return x if is_key(x) else np.asarray(x)
+        return as_numpy(x)
     shadow = np.asarray(x).astype(np.float64)
     return Real(elements_of(np.asarray(x), dtype), shadow)
 
@@ -167,6 +167,16 @@ def exact(x: Array, dtype: Any) -> Any:
 def from_integers(x: Array) -> Real:
     """Convert integers or booleans to floats."""
     return Real(elements_of(x, np.int64), np.asarray(x).astype(np.float64))
+
+
+def as_real(x: Any) -> Real:
+    """Convert integers or booleans to floats; floats are unchanged."""
+    return x if isinstance(x, Real) else from_integers(x)
+
+
+def as_numpy(x: Any) -> Any:
+    """Convert an array of JAX to NumPy; random keys, which NumPy lacks, are unchanged."""
+    return x if is_key(x) else np.asarray(x)
 
 
 @functools.lru_cache(256)
@@ -247,5 +257,5 @@ def hashed(name: object, *xs: Any, shadow: Any) -> Real:
       xs: its arguments.
       shadow: its values in float64.
     """
-    arguments = [x.elements if isinstance(x, Real) else elements_of(x, np.int64) for x in xs]
+    arguments = [as_real(x).elements for x in xs]
     return real(np.broadcast_to(field.hashed(name, *arguments), np.shape(shadow)), shadow)

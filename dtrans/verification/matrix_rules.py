@@ -90,12 +90,15 @@ def _triangular_solve(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     # x a = b is a^T x^T = b^T, and an upper triangle becomes lower if rows and columns are reversed
     if bool(p["transpose_a"]) == bool(p["left_side"]):
         left, lower = transpose(left), not lower
-    right = right if p["left_side"] else transpose(right)
-    if not lower:
-        left, right = left[..., ::-1, ::-1], right[..., ::-1, :]
-    found = _forward(left, right)
-    found = found if lower else found[..., ::-1, :]
-    return [real(found if p["left_side"] else transpose(found), shadow)]
+    if not p["left_side"]:
+        right = transpose(right)
+    if lower:
+        found = _forward(left, right)
+    else:
+        found = _forward(left[..., ::-1, ::-1], right[..., ::-1, :])[..., ::-1, :]
+    if not p["left_side"]:
+        found = transpose(found)
+    return [real(found, shadow)]
 
 
 def _forward(lower: Array, right: Array) -> Array:

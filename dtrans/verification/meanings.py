@@ -348,7 +348,9 @@ def _sum(parts: Sequence[Array]) -> Array:
 
 
 def _meaning(kind: Kind, text: str, of: StepValue, factor: Fraction) -> Meaning:
-    return Meaning(kind, text if factor == 1 else f"{factor} times {text}", of, factor)
+    if factor != 1:
+        text = f"{factor} times {text}"
+    return Meaning(kind, text, of, factor)
 
 
 def _divided(x: Array, factor: Fraction) -> Array:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -82,5 +82,8 @@ def _coordinates(axes: Mapping[str, int], spec: Any, rank: int) -> tuple[int, ..
     used: set[str] = set()
     for entry in spec:
         used.update(_axis_names(entry))
-    place: Sequence[Any] = np.unravel_index(rank, [*axes.values()])
-    return tuple(int(p) for p, n in zip(place, axes, strict=True) if n in used)
+    found = []
+    for name, index in zip(axes, np.unravel_index(rank, [*axes.values()]), strict=True):
+        if name in used:
+            found.append(int(index))
+    return tuple(found)

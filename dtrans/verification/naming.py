@@ -131,7 +131,7 @@ class _Walk:
                 seen.add(user)
                 if not self._has_meaning(user):
                     waiting.append(user)
-                elif any(m.of is not None for m in self._meanings_of(user)):
+                elif self._relations_of(user):
                     return True
         return False
 
@@ -145,13 +145,16 @@ class _Walk:
         name = self._log.computations[number].name
         if name in HOMOGENEOUS or name in MOVES or name in GROUPS:
             return number
-        meanings = []
+        factors: list[Fraction] = []
+        multiples: list[int] = []
         for source in self._sources(number):
-            meanings += [(source, m) for m in self._meanings_of(source) if m.of is not None]
+            for meaning in self._relations_of(source):
+                factors.append(meaning.factor)
+                if meaning.kind is Kind.EXACT and meaning.factor != 1:
+                    multiples.append(source)
         # the sum of several values with one factor is a multiple with this factor
-        if name in ADDS and len({m.factor for _, m in meanings}) == 1 and len(meanings) > 1:
+        if name in ADDS and len(set(factors)) == 1 and len(factors) > 1:
             return number
-        multiples = [s for s, m in meanings if m.kind is Kind.EXACT and m.factor != 1]
         cause = self._cause_of_multiple(multiples[0]) if multiples else None
         return number if cause is None else cause
 
@@ -225,17 +228,19 @@ class _Walk:
             if value.number == of:
                 same_value.append((value.number, factor))
         choices = [*same_factor, *same_primitive, *same_value]
-        for meaning in self._meanings_of(number):
-            if meaning.of is not None:
-                choices.append((meaning.of.number, meaning.factor))
+        for meaning in self._relations_of(number):
+            assert meaning.of is not None
+            choices.append((meaning.of.number, meaning.factor))
         return choices[0] if choices else (of, last)
 
     # -- computations ----------------------------------------------------------------------------
 
     def _sources(self, number: int) -> list[int]:
         """Return the computations whose outputs a computation reads."""
-        operands = self._log.computations[number].operands
-        return sorted({s for x in operands for s in self._log.sources(x)})
+        found: set[int] = set()
+        for operand in self._log.computations[number].operands:
+            found.update(self._log.sources(operand))
+        return sorted(found)
 
     def _meanings_of(self, number: int) -> list[Meaning]:
         """Return the meanings of a computation's outputs."""
@@ -260,14 +265,19 @@ class _Walk:
             return None
         found: list[Meaning] = []
         for source in self._sources(number):
-            found += [m for m in self._meanings_of(source) if m.of is not None]
+            found += self._relations_of(source)
         if len(found) != 1 or found[0].kind is not Kind.PARTIAL:
             return None
         (stack,) = found
         if stack.of is None or stack.of.rows is not None:
             return None  # a partial sum over rows
-        text = stack.text if stack.text.startswith("a term") else f"a term of {stack.text}"
-        return dataclasses.replace(stack, text=text)
+        if stack.text.startswith("a term"):
+            return stack
+        return dataclasses.replace(stack, text=f"a term of {stack.text}")
+
+    def _relations_of(self, number: int) -> list[Meaning]:
+        """Return the meanings of a computation's outputs that refer to a value of the step."""
+        return [m for m in self._meanings_of(number) if m.of is not None]
 
     def _has_meaning(self, number: int) -> bool:
         return all(m.kind is not Kind.NONE for m in self._meanings_of(number))

@@ -45,7 +45,9 @@ def _power(x: Any, y: Any) -> Any:
 
 
 def _div(x: Any, y: Any) -> Any:
-    return x / y if np.issubdtype(y.dtype, np.inexact) else _quotient(x, y)
+    if np.issubdtype(y.dtype, np.inexact):
+        return x / y
+    return _quotient(x, y)
 
 
 # primitives with the name of their NumPy function
@@ -104,7 +106,9 @@ def _broadcast_in_dim(p: Any, operands: Any, out: Any) -> list[Any]:
 
 
 def _reshape(p: Any, operands: Any, out: Any) -> list[Any]:
-    x = operands[0] if p.get("dimensions") is None else operands[0].transpose(p["dimensions"])
+    (x,) = operands[:1]
+    if p.get("dimensions") is not None:
+        x = x.transpose(p["dimensions"])
     return [x.reshape(p["new_sizes"])]
 
 
@@ -122,9 +126,11 @@ def _dot_general(p: Any, operands: Any, out: Any) -> list[Any]:
     for pairs in (contract, batch):
         for i, j in zip(*pairs, strict=True):
             right[j] = left[i]
-    free = [n for i, n in enumerate(left) if i not in contract[0] and i not in batch[0]]
-    free += [n for j, n in enumerate(right) if j not in contract[1] and j not in batch[1]]
-    to = [*values_at(left, batch[0]), *free]
+    to = values_at(left, batch[0])
+    for operand, k in ((left, 0), (right, 1)):
+        for d, name in enumerate(operand):
+            if d not in contract[k] and d not in batch[k]:
+                to.append(name)
     formula = f"{''.join(left)},{''.join(right)}->{''.join(to)}"
     return [np.einsum(formula, a.astype(out.dtype), b.astype(out.dtype))]
 
@@ -183,15 +189,16 @@ def _unstack(p: Any, operands: Any, out: Any) -> list[Any]:
 
 def _pad(p: Any, operands: Any, out: Any) -> list[Any]:
     x, fill = operands
-    config = p["padding_config"]
-    spread = [n + max(n - 1, 0) * inner for n, (_, _, inner) in zip(x.shape, config, strict=True)]
-    new = np.full(spread, fill)
-    new[tuple(slice(None, None, inner + 1) for _, _, inner in config)] = x
-    # negative padding removes entries
-    remaining = []
-    for n, (low, high, _) in zip(spread, config, strict=True):
-        remaining.append(slice(max(-low, 0), n - max(-high, 0)))
-    widths = [(max(low, 0), max(high, 0)) for low, high, _ in config]
+    shape, strided, remaining, widths = [], [], [], []
+    for size, (low, high, inner) in zip(x.shape, p["padding_config"], strict=True):
+        spread = size + max(size - 1, 0) * inner
+        shape.append(spread)
+        strided.append(slice(None, None, inner + 1))
+        # negative padding removes entries
+        remaining.append(slice(max(-low, 0), spread - max(-high, 0)))
+        widths.append((max(low, 0), max(high, 0)))
+    new = np.full(shape, fill)
+    new[tuple(strided)] = x
     return [np.pad(new[tuple(remaining)], widths, constant_values=np.asarray(fill).item())]
 
 

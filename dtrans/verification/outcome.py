@@ -38,7 +38,9 @@ class Cause:
         text = f"{self.equation or 'an argument'}: {self.value}"
         if self.operands:
             text += f"; computed from {' and '.join(self.operands)}"
-        return text + (f"; next collective: {self.behind}" if self.behind else "")
+        if self.behind:
+            text += f"; next collective: {self.behind}"
+        return text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +62,9 @@ class Difference:
     def __str__(self) -> str:
         count, size = self.entries
         text = f"{self.output}: {count} of {size} entries differ"
-        return text + (f"; {self.detail}" if self.detail else "")
+        if self.detail:
+            text += f"; {self.detail}"
+        return text
 
 
 @dataclasses.dataclass(frozen=True)

@@ -79,11 +79,11 @@ def random_arrays(
     batch: dict[str, Any] = {}
     for name, t in types.items():
         if arrays is not None and name in arrays:
-            x = arrays[name]
-            batch[name] = x if values.is_key(x) else np.asarray(x)
+            batch[name] = values.as_numpy(arrays[name])
+        elif values.is_float(t.dtype) and range_.positive:
+            batch[name] = np.asarray(rng.uniform(0.2, 1, t.shape))
         elif values.is_float(t.dtype):
-            drawn = rng.uniform(0.2, 1, t.shape) if range_.positive else rng.normal(size=t.shape)
-            batch[name] = np.asarray(drawn)
+            batch[name] = np.asarray(rng.normal(size=t.shape))
         elif values.is_complex(t.dtype):
             batch[name] = rng.normal(size=t.shape) + 1j * rng.normal(size=t.shape)
         elif jnp.issubdtype(t.dtype, jax.dtypes.prng_key):

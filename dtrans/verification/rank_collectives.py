@@ -65,11 +65,17 @@ def smallest(parts: Sequence[Any]) -> Any:
 
 
 def _larger(x: Any, y: Any) -> Any:
-    return choose(ordered(x, y)[1], y, x) if isinstance(x, Real) else np.maximum(x, y)
+    if not isinstance(x, Real):
+        return np.maximum(x, y)
+    _, less = ordered(x, y)
+    return choose(less, y, x)
 
 
 def _smaller(x: Any, y: Any) -> Any:
-    return choose(ordered(y, x)[1], y, x) if isinstance(x, Real) else np.minimum(x, y)
+    if not isinstance(x, Real):
+        return np.minimum(x, y)
+    _, less = ordered(y, x)
+    return choose(less, y, x)
 
 
 def mapped(fn: Callable[..., Any], *xs: Any) -> Any:
@@ -129,7 +135,9 @@ def _piece(value: Any, count: int, axis: int, number: int) -> Any:
 
 def _broadcast(parts: list[Any], params: Mapping[str, Any]) -> list[Any]:
     # before JAX 0.7 `pbroadcast` was the name of `pvary`, which has no source and changes no value
-    return [parts[params["source"]]] * len(parts) if "source" in params else parts
+    if "source" not in params:
+        return parts
+    return [parts[params["source"]]] * len(parts)
 
 
 def _permute(parts: list[Any], params: Mapping[str, Any]) -> list[Any]:

@@ -18,7 +18,7 @@ import numpy as np
 from dtrans.ir.selection import number_items, subset, values_at
 from dtrans.verification import field
 from dtrans.verification.field import Array, P
-from dtrans.verification.field_values import Real, Replicas, Unknown, from_integers, is_key, same
+from dtrans.verification.field_values import Real, Replicas, Unknown, as_real, is_key, same
 
 
 def relation(x: Any, y: Any, before: Any, axes: Mapping[str, int]) -> str:
@@ -49,11 +49,11 @@ def relation(x: Any, y: Any, before: Any, axes: Mapping[str, int]) -> str:
         return "only one of the two values is an array of floats"
     if not isinstance(x, (Real, np.ndarray)):
         return ""
-    x, y = _as_real(x), _as_real(y)
+    x, y = as_real(x), as_real(y)
     if found := _scaled(x, y, axes, "it is the step's value"):
         return found
     if before is not None and np.shape(before) == x.shape:
-        found = _relation_of_changes(x, y, _as_real(before), axes)
+        found = _relation_of_changes(x, y, as_real(before), axes)
     return found or _moved(x, y, axes, "its", "the step's") or _partly_right(x, y, axes)
 
 
@@ -79,10 +79,6 @@ def _minus(x: Real, y: Real) -> Real:
     return Real(field.subtract(x.elements, y.elements), x.shadow - y.shadow)
 
 
-def _as_real(x: Any) -> Real:
-    return x if isinstance(x, Real) else from_integers(x)
-
-
 def axes_in_words(axes: Mapping[str, int]) -> str:
     """Return axes and their sizes as text.
 
@@ -93,7 +89,9 @@ def axes_in_words(axes: Mapping[str, int]) -> str:
     """
     names = " and ".join(map(repr, axes))
     sizes = " and ".join(str(size) for size in axes.values())
-    return f"axis {names} (size {sizes})" if len(axes) == 1 else f"axes {names} (sizes {sizes})"
+    if len(axes) == 1:
+        return f"axis {names} (size {sizes})"
+    return f"axes {names} (sizes {sizes})"
 
 
 def subsets(axes: Mapping[str, int]) -> Iterator[dict[str, int]]:
@@ -108,7 +106,8 @@ def varying_axes(x: Replicas) -> dict[str, int]:
     copies: Array = np.empty(len(x.copies), object)
     copies[:] = x.copies
     grid = copies.reshape([*x.axes.values()])
-    return {name: size for k, (name, size) in enumerate(x.axes.items()) if _differs_along(grid, k)}
+    varying = [name for k, name in enumerate(x.axes) if _differs_along(grid, k)]
+    return subset(x.axes, varying)
 
 
 def _differs_along(grid: Array, dimension: int) -> bool:

@@ -19,7 +19,7 @@ import numpy as np
 
 from dtrans._jax import JaxprEqn, line_of, scope_of
 from dtrans.ir.selection import subset, values_at
-from dtrans.verification.evaluate import MOST_EQUATIONS, World
+from dtrans.verification.evaluate import MOST_EQUATIONS, World, mesh_axes
 from dtrans.verification.field_values import NearTie, Real, Replicas, Unknown, same
 from dtrans.verification.mesh_pieces import Ranked
 from dtrans.verification.rank_collectives import groups_of, summed
@@ -90,15 +90,15 @@ class ObservedWorld(World):
 
     def __init__(
         self,
-        axes: Mapping[str, int] | None = None,
-        unknown: dict[str, None] | None = None,
+        axes: Mapping[str, int] | None,
+        unknown: dict[str, None] | None,
         *,
-        groups: dict[Any, CollectiveGroup] | None = None,
-        copies: list[Replicas] | None = None,
+        groups: dict[Any, CollectiveGroup],
+        copies: list[Replicas],
     ) -> None:
         super().__init__(axes, unknown)
-        self.groups: dict[Any, CollectiveGroup] = {} if groups is None else groups
-        self.copies: list[Replicas] = [] if copies is None else copies
+        self.groups = groups
+        self.copies = copies
 
     def inner(self, axes: Mapping[str, int]) -> World:
         """Return the evaluator of a `shard_map` body, for the ranks of its mesh."""
@@ -112,7 +112,7 @@ class ObservedWorld(World):
         return found
 
     def _collective(self, eqn: JaxprEqn, operands: list[Ranked]) -> list[Ranked]:
-        name, over = eqn.primitive.name, subset(self.axes, self.mesh_axes(eqn))
+        name, over = eqn.primitive.name, subset(self.axes, mesh_axes(eqn))
         transposed, line = "transpose(" in scope_of(eqn), line_of(eqn)
         group = CollectiveGroup(name, line, over, self.axes, transposed)
         group = self.groups.setdefault((name, line, tuple(over), transposed), group)
@@ -223,7 +223,9 @@ def _reduced(x: Replicas, *, mean: bool) -> Any:
     over = varying_axes(x)
     first = groups_of(x.axes, [*over])[0]
     total = summed(values_at(x.copies, first))
-    return _multiple(total, Fraction(1, len(first))) if mean else total
+    if mean:
+        return _multiple(total, Fraction(1, len(first)))
+    return total
 
 
 def _scales(group: CollectiveGroup) -> Iterator[Repair]:
@@ -259,7 +261,8 @@ def _other_axes(group: CollectiveGroup) -> Iterator[Repair]:
 
 def _as_written(axes: Mapping[str, int]) -> str:
     """Return axes as Python code for the argument of a collective."""
-    return repr(next(iter(axes))) if len(axes) == 1 else repr(tuple(axes))
+    names = tuple(axes)
+    return repr(names[0]) if len(names) == 1 else repr(names)
 
 
 # -- search ----------------------------------------------------------------------------------------
@@ -280,7 +283,7 @@ def find_faults(
       A description of each fault, and the positions of the wrong outputs that no repair explains.
     """
     ranked = [(x,) for x in args]
-    observed = ObservedWorld()
+    observed = ObservedWorld(None, None, groups={}, copies=[])
     wrong = _differing(observed.run(jaxpr, ranked), wanted)
     unexplained, spent = set(wrong), observed.evaluated
     mended: dict[str, set[int]] = {}
@@ -321,4 +324,6 @@ def _differs(x: Any, y: Any) -> bool:
 def _listed(places: set[int], names: Sequence[str]) -> str:
     """Return the names of at most three outputs, and the number of the others."""
     found = values_at(names, sorted(places))
-    return ", ".join(found[:3]) + (f" and {len(found) - 3} others" if len(found) > 3 else "")
+    if len(found) <= 3:
+        return ", ".join(found)
+    return f"{', '.join(found[:3])} and {len(found) - 3} others"

@@ -20,6 +20,7 @@ import numpy as np
 
 from dtrans._jax import JaxprEqn, is_reversed
 from dtrans.errors import BatchError
+from dtrans.ir.dataflow import avals
 from dtrans.ir.selection import values_at
 from dtrans.verification import field, field_values as values
 from dtrans.verification.field import Array
@@ -29,7 +30,6 @@ from dtrans.verification.field_values import (
     Real,
     UnfollowedError,
     choose,
-    from_integers,
     ordered,
     real,
 )
@@ -53,7 +53,7 @@ def shadows_of(operands: Sequence[Any]) -> list[Any]:
 
 def elements_in(x: Any) -> Array:
     """Return the elements of an array; integers and booleans are converted to floats."""
-    return x.elements if isinstance(x, Real) else elements_of(x, np.int64)
+    return values.as_real(x).elements
 
 
 def _shadow_type(eqn: JaxprEqn) -> Any:
@@ -77,8 +77,8 @@ def by_jax(eqn: JaxprEqn, operands: Sequence[Any], **params: Any) -> list[Any]:
             out = eqn.primitive.bind(*operands, **bound)
         except NotImplementedError as error:
             raise UnfollowedError(str(error)) from error
-        outputs = list(out) if eqn.primitive.multiple_results else [out]
-        return [x if values.is_key(x) else np.asarray(x) for x in outputs]
+        outputs = out if eqn.primitive.multiple_results else [out]
+        return list(map(values.as_numpy, outputs))
 
 
 def _shadows(eqn: JaxprEqn, operands: Sequence[Any]) -> Any:
@@ -149,12 +149,12 @@ def _as_matrices(x: Array, batch: Sequence[int], contract: Sequence[int], *, las
       last: True for the last dimension of the matrices, False for the first.
     """
     free = [d for d in range(x.ndim) if d not in (*batch, *contract)]
-    order = (*batch, *free, *contract) if last else (*batch, *contract, *free)
-    moved = x.transpose(order)
     rows = math.prod(values_at(x.shape, free))
     inner = math.prod(values_at(x.shape, contract))
     stack = values_at(x.shape, batch)
-    return moved.reshape(*stack, rows, inner) if last else moved.reshape(*stack, inner, rows)
+    if last:
+        return x.transpose(*batch, *free, *contract).reshape(*stack, rows, inner)
+    return x.transpose(*batch, *contract, *free).reshape(*stack, inner, rows)
 
 
 def _reduce_sum(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
@@ -304,7 +304,7 @@ def _select(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 def _convert(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     (x,), wanted = operands, np.dtype(eqn.outvars[0].aval.dtype)
     if values.is_float(wanted):
-        return [x if isinstance(x, Real) else from_integers(x)]
+        return [values.as_real(x)]
     if wanted.kind == "b":
         return [x.shadow != 0]
     return [np.trunc(_settled(x).shadow).astype(wanted)]
@@ -332,7 +332,10 @@ def _bitcast(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     if isinstance(x, Real):
         raise UnfollowedError("it reads the bits of a float")
     same_width = x.dtype != bool and x.dtype.itemsize == np.dtype(out.dtype).itemsize
-    found = x.view(np.dtype(out.dtype)) if same_width else by_jax(eqn, [x])[0]
+    if same_width:
+        found = x.view(np.dtype(out.dtype))
+    else:
+        (found,) = by_jax(eqn, [x])
     # the search for simple fractions (`values.lifted`) takes too long for millions of numbers
     return [values.exact(found, out.dtype)]
 
@@ -503,7 +506,7 @@ def _compare(decide: Callable[[Array, Array, Array], Array]) -> Rule:
     """
 
     def rule(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-        x, y = (a if isinstance(a, Real) else from_integers(a) for a in operands)
+        x, y = map(values.as_real, operands)
         equal, less = ordered(x, y)
         return [decide(equal, less, np.isnan(x.shadow) | np.isnan(y.shadow))]
 
@@ -590,7 +593,9 @@ def _cumulative_extreme(sign: int) -> Rule:
         rows: list[Real] = []
         for k in range(len(moved.shadow)):
             row = values.take(moved, k)
-            rows += better(eqn, [rows[-1], row]) if rows else [row]
+            if rows:
+                (row,) = better(eqn, [rows[-1], row])
+            rows.append(row)
         if not rows:
             return [x]
         return [mapped(lambda *parts: np.moveaxis(np.stack(parts)[::step], 0, axis), *rows)]
@@ -651,8 +656,9 @@ def _absolute(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 def _to_integer(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     """Apply a function whose results are integers: floor, ceil, round, sign."""
     (x,) = operands
-    settled = _settled(x) if eqn.primitive.name != "sign" else x
-    shadow = np.asarray(_shadows(eqn, [settled]))
+    if eqn.primitive.name != "sign":
+        x = _settled(x)
+    shadow = np.asarray(_shadows(eqn, [x]))
     return [real(elements_of(shadow, np.float64), shadow)]
 
 
@@ -680,8 +686,9 @@ def _hash(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     The norm of zeros is then zero, and optimizers that test for it take the right branch.
     """
     name, shadow = eqn.primitive.name, np.asarray(_shadows(eqn, operands))
-    kind = {k: v for k, v in eqn.params.items() if k != "accuracy"}
-    found = values.hashed((name, sorted(kind.items())), *operands, shadow=shadow)
+    params = dict(eqn.params)
+    params.pop("accuracy", None)
+    found = values.hashed((name, sorted(params.items())), *operands, shadow=shadow)
     for at, known in ((0, AT_ZERO), (1, AT_ONE)):
         if name in known:
             there = elements_in(operands[0]) == np.uint64(at)
@@ -695,11 +702,12 @@ def _running_hash(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     (x,) = operands
 
     def running(elements: Array, axis: int) -> Array:
-        rows = np.moveaxis(elements, axis, 0)
+        if not elements.shape[axis]:
+            return elements
         found: list[Array] = []
-        for row in rows:
+        for row in np.moveaxis(elements, axis, 0):
             found.append(field.hashed(eqn.primitive.name, *found[-1:], row))
-        return np.moveaxis(np.stack(found), 0, axis) if found else elements
+        return np.moveaxis(np.stack(found), 0, axis)
 
     return [real(_in_direction(running, x.elements, eqn), by_jax(eqn, [x.shadow])[0])]
 
@@ -812,7 +820,7 @@ def plain(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         outputs = OTHERS[name](eqn.params, operands, out)
     else:
         outputs = by_jax(eqn, operands)
-    return [_as_type(x, v.aval) for x, v in zip(outputs, eqn.outvars, strict=True)]
+    return list(map(_as_type, outputs, avals(eqn.outvars)))
 
 
 def with_keys(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:

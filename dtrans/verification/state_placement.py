@@ -112,7 +112,7 @@ def find_placement(
             if inverted:
                 digits = base - 1 - digits
             coded[name] = _leaf((digits + offset).reshape(t.shape), t)
-        return [x if values.is_key(x) else np.asarray(x) for x in state_of(coded)]
+        return list(map(values.as_numpy, state_of(coded)))
 
     fixed = digits = state(1, False)
     places = [np.zeros(np.shape(x), np.int64) for x in fixed]

@@ -157,7 +157,8 @@ class StepValues:
         for value in self._candidates(x):
             if (value.rows is not None) == partial:
                 match = _match(x, value)
-                found += [] if match is None else [match]
+                if match is not None:
+                    found.append(match)
         return found
 
     def value_with_rows(self, x: Array) -> StepValue | None:
