@@ -172,7 +172,7 @@ def test_an_option_that_nobody_has_is_named_with_the_closest() -> None:
     for name, says in [
         ("degre", "degre is an unknown option of it; did you mean degree?"),
         ("zzz", "zzz is an unknown option of it; its options are degree, reduce, op, bucket_MB, "),
-        ("chains", "chains is comm_stream_num in it"),
+        ("chains", "chains is an unknown option of it; use comm_stream_num"),
     ]:
         with pytest.raises(ConfigError, match=f"^{re.escape(says)}"):
             check_known("it", {name: 2}, ["degree"], records, renamed)

@@ -132,7 +132,10 @@ def test_a_plan_is_that_of_the_packages_own_options(name: str, programs: Any) ->
             "mp_degree=2 is not supported: dtrans.pipeline has tensor parallelism: .*; leave mp_degree",
         ),
         ({"optimize_offload": True}, "optimize_offload=True is not supported: dtrans.pipeline"),
-        ({"degree": 2}, "degree is sharding_degree in dtrans.paddle.sharding"),
+        (
+            {"degree": 2},
+            "degree is an unknown option of dtrans.paddle.sharding; use sharding_degree",
+        ),
         (
             {"shading_degree": 2},
             "shading_degree is an unknown option of dtrans.paddle.sharding; did you mean sharding_degree",

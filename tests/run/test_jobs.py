@@ -257,7 +257,7 @@ def test_a_role_runs_its_own_part_and_says_what_it_cannot(monkeypatch: pytest.Mo
         ):
             with pytest.raises(ConfigError, match=says):
                 call()
-    with pytest.raises(StateError, match="^this job is closed"):
+    with pytest.raises(StateError, match="^the job of .* is closed"):
         job.serve(state)
     with pytest.raises(ConfigError, match="^donate=False: a server updates its blocks in place"):
         plan.on_cluster(donate=False)

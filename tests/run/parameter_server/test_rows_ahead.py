@@ -293,7 +293,7 @@ def test_batches_that_are_never_trained(
         ):
             job.prefetch(*batches(1)[0])
         job.close()
-        with pytest.raises(StateError, match="this job is closed"):
+        with pytest.raises(StateError, match="is closed; create a new job"):
             job.prefetch(*batches(1)[0])
 
     trained(role_threads, planned(optax.sgd(0.1), DENSE, 1, 2), train)
