@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dtrans._jax import Atom, JaxprEqn, Primitive
-from dtrans.ir.selection import values_at
 from dtrans.ops.primitive import Lowering, communication
 
 
@@ -80,7 +79,7 @@ def new_collective(
         if check is not None:
             check(*operands, **values)
         size = values.get("size", 0)
-        chosen = values_at(values, params)
+        chosen = [values[n] for n in params]
         return [type_of(x, size, *chosen) for x in operands]
 
     primitive = communication(name, types, over_axis=over_axis, under_vmap=under_vmap)
