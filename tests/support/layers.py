@@ -218,7 +218,7 @@ def mark_cases(metafunc: pytest.Metafunc) -> None:
     others = [call for call in metafunc._calls if id(call) not in excluded]
     count = marker.args[0] if marker else sum(id(call) not in rotated for call in others)
     # a test is of the sample of its file every few days only: meanwhile its cases stay
-    days = DAYS[LAYERS[_layer(metafunc.function)]] if is_of_today(metafunc.config) else 1
+    days = DAYS[layer_of(metafunc.definition)] if is_of_today(metafunc.config) else 1
     turn = today().toordinal() // days
     chosen = sample(others, count, test, turn)
     late = {id(call) for call in others} - {id(call) for call in chosen}
