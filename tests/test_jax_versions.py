@@ -201,7 +201,7 @@ def test_a_key_that_is_gone_is_named():
         (counts, scan_counts, "num_consts"),
     ):  # fmt: skip
         with pytest.raises(
-            TraceError, match=rf"^jax {jax.__version__} has no parameter '{gone}' of scan, only "
+            TraceError, match=rf"^scan of jax {jax.__version__} has no parameter '{gone}', only "
         ):
             ask(without(keys))
 

@@ -1,17 +1,17 @@
-"""Use of JAX beyond its documented API: changes of JAX internals are handled here only.
+"""Use of JAX beyond its documented API, so that changes of JAX internals concern this folder only.
 
     imports      imports from modules without a stability promise
     versions     tested versions of JAX
-    jaxprs       jaxprs, open and closed
-    own          construction of this package's primitives
-    origins      name stack, line and author of an equation
-    primitives   one record of facts for each primitive
+    jaxprs       open and closed jaxprs
+    own          construction of dtrans's primitives
+    origins      name stack, source line and author of an equation
+    primitives   a record of properties for each primitive
     equation_params  parameters of loops, branches, calls and collectives
-    user_meshes  meshes and shardings of a user's arrays, which programs do not carry
+    user_meshes  removal of a user's meshes and shardings from programs
     runtime      devices and processes
 
-Tests look that nothing else of the package imports such a module, names such a parameter, or says
-`.jaxpr.jaxpr`. Each file imports only those above it.
+Tests check that no other file imports an unstable module, names a parameter of an equation, or uses
+`.jaxpr.jaxpr`. Each module imports only modules above it in this list.
 """
 
 from dtrans._jax.equation_params import (

@@ -1,7 +1,7 @@
 """Parameters of equations with loops, branches, calls, callbacks and collectives.
 
-No other file of the package names such a parameter. If JAX renames one, its accessor here learns
-both names. An accessor that finds neither raises `TraceError` with the name.
+No other file of dtrans names such a parameter. If JAX renames one, its accessor here accepts both
+names. If the equation has neither, the accessor raises TraceError.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ def param(eqn: JaxprEqn, key: str) -> Any:
     """Return a parameter of an equation.
 
     Raises:
-      TraceError: this JAX has no such parameter.
+      TraceError: the equation has no such parameter in this version of JAX.
     """
     if key not in eqn.params:
         raise TraceError(
-            f"jax {jax.__version__} has no parameter {key!r} of {eqn.primitive.name}, only "
-            f"{', '.join(eqn.params)}; this dtrans does not support it, take an older JAX"
+            f"{eqn.primitive.name} of jax {jax.__version__} has no parameter {key!r}, only "
+            f"{', '.join(eqn.params)}; dtrans does not support this version, install an older jax"
         )
     return eqn.params[key]
 
 
 def has_bodies(eqn: JaxprEqn) -> bool:
-    """Return True if an equation is a loop, a branch or a call: `bodies` are its jaxprs."""
+    """Return True for a loop, a branch or a call, which `bodies` accepts."""
     return eqn.primitive.name == COND or eqn.primitive.name in _BODIES
 
 
 def bodies(eqn: JaxprEqn) -> tuple[Any, ...]:
     """Return the jaxprs of a loop, a branch or a call.
 
-    A `while` has its condition and its body, a `cond` all branches.
+    For a `while`, these are the condition and the body; for a `cond`, all branches.
     """
     if eqn.primitive.name == COND:
         return tuple(param(eqn, "branches"))
@@ -60,7 +60,7 @@ def bodies(eqn: JaxprEqn) -> tuple[Any, ...]:
 
 
 def with_bodies(eqn: JaxprEqn, new: Iterable[Any]) -> dict[str, Any]:
-    """Return the parameters with different bodies."""
+    """Return the parameters of an equation with its bodies replaced by `new`."""
     if eqn.primitive.name == COND:
         return {"branches": tuple(new)}
     return dict(zip(_BODIES[eqn.primitive.name], new, strict=True))
@@ -69,12 +69,12 @@ def with_bodies(eqn: JaxprEqn, new: Iterable[Any]) -> dict[str, Any]:
 def call_body(eqn: JaxprEqn, *, rules: bool) -> Any | None:
     """Return the body of a call that can be inlined; None for other equations.
 
-    Derivative rules are dead code once gradients have been taken. `jax.checkpoint` is not inlined:
-    it keeps XLA from merging recomputed values.
+    After differentiation, custom derivative rules are not needed, so their calls are inlined too.
+    `jax.checkpoint` is not, because it keeps XLA from merging recomputed values.
 
     Args:
       eqn: the equation.
-      rules: True to keep calls with derivative rules, for a later differentiation.
+      rules: True to keep calls with custom derivative rules.
     """
     name = eqn.primitive.name
     if is_plain_jit(eqn) or name in CALLS or (name in CUSTOM_RULES and not rules):
@@ -83,9 +83,9 @@ def call_body(eqn: JaxprEqn, *, rules: bool) -> Any | None:
 
 
 def is_plain_jit(eqn: JaxprEqn) -> bool:
-    """Return True for a `jit` that only groups equations, without shardings or layouts.
+    """Return True for a `jit` without shardings and layouts, which can be inlined.
 
-    Donation is the caller's.
+    Donation is ignored, because only the outermost `jit` can donate.
     """
     if eqn.primitive.name not in JIT:
         return False
@@ -108,28 +108,30 @@ def is_reversed(eqn: JaxprEqn) -> bool:
 
 
 def scan_iterations(length: int) -> dict[str, Any]:
-    """Return the parameters for a number of iterations of a `scan`."""
+    """Return the parameters of a `scan` that set its number of iterations."""
     return {"length": length}
 
 
 def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
-    """Return the numbers of constant and carried operands of a `scan`; others are scanned over."""
-    if "ft_in" in eqn.params:  # from 0.11: a tree for each kind of operand
+    """Return the numbers of constant and of carried operands of a `scan`; the rest is scanned."""
+    if "ft_in" in eqn.params:  # from jax 0.11: a pytree for each kind of operand
         consts, carried, _ = map(len, eqn.params["ft_in"].unpack())
         return consts, carried
     return int(param(eqn, "num_consts")), int(param(eqn, "num_carry"))
 
 
 def closed_over(eqn: JaxprEqn) -> int:
-    """Return the number of leading `custom_vjp` operands for which JAX refuses derivatives."""
-    return int(eqn.params.get("num_consts", 0)) if eqn.primitive.name == CUSTOM_VJP else 0
+    """Return the number of leading `custom_vjp` operands that JAX does not differentiate."""
+    if eqn.primitive.name == CUSTOM_VJP:
+        return int(eqn.params.get("num_consts", 0))
+    return 0
 
 
 def params_besides_bodies(eqn: JaxprEqn) -> dict[str, Any]:
     """Return the parameters of an equation without its bodies.
 
-    For a `scan`, the numbers of its operands replace their trees: from JAX 0.11 equal loops may
-    have different trees, which describe how JAX made the operands.
+    For a `scan` of JAX 0.11 and later, the pytrees of its operands are replaced by their numbers,
+    because equal loops may have different pytrees.
     """
     found = {
         key: value for key, value in eqn.params.items() if "jaxpr" not in key and key != "branches"
@@ -143,19 +145,20 @@ def params_besides_bodies(eqn: JaxprEqn) -> dict[str, Any]:
 
 
 def while_counts(eqn: JaxprEqn) -> tuple[int, int]:
-    """Return the numbers of constants of a `while`'s condition and body; others are carried."""
+    """Return the numbers of constants of a `while`'s condition and body; the rest is carried."""
     return int(param(eqn, "cond_nconsts")), int(param(eqn, "body_nconsts"))
 
 
 class Wiring(NamedTuple):
-    """Connections of an equation's operands and outputs with those of its bodies, by position.
+    """Connections between an equation and its bodies; all values are indices.
 
     Attributes:
-      ins: for each body, its operands.
-      outs: for each body, its outputs; None for the condition of a `while`.
-      carried: operand to output, for carried values.
-      slices: operands that iterations read slice by slice.
-      stacks: outputs that are stacks over iterations.
+      ins: for each body, the operands of the equation that its inputs read.
+      outs: for each body, the outputs of the equation that its outputs define; None for the
+        condition of a `while`.
+      carried: operand -> output, for each carried value.
+      slices: operands that a scan reads slice by slice.
+      stacks: outputs that a scan stacks.
     """
 
     ins: Sequence[Sequence[int]]
@@ -166,7 +169,7 @@ class Wiring(NamedTuple):
 
 
 def wiring(eqn: JaxprEqn) -> Wiring:
-    """Return the connections of an equation with its bodies."""
+    """Return the connections between an equation and its bodies."""
     name, ins, outs = eqn.primitive.name, range(len(eqn.invars)), range(len(eqn.outvars))
     if name == SCAN:
         consts, carried = scan_counts(eqn)
@@ -193,7 +196,7 @@ def wiring(eqn: JaxprEqn) -> Wiring:
 def scan_with(
     eqn: JaxprEqn, body: ClosedJaxpr, invars: Sequence[Atom], outvars: Sequence[Var]
 ) -> JaxprEqn:
-    """Return a `scan` with another body and other stacks; constants and carried values stay."""
+    """Return a `scan` with a new body and new stacks; its constants and carried values stay."""
     return rebuilt(eqn, [body], invars, outvars)
 
 
@@ -204,15 +207,15 @@ def rebuilt(
     outvars: Sequence[Var],
     first: Sequence[Atom] = (),
 ) -> JaxprEqn:
-    """Return a loop, a branch or a call with different bodies, operands and outputs.
+    """Return a loop, a branch or a call with new bodies, operands and outputs.
 
-    Carried operands and constants of a loop stay. A `scan` may have different stacks.
+    A loop must have as many constants and carried values as before. A `scan` may have other stacks.
 
     Args:
       eqn: the equation.
       new: its new bodies.
       invars, outvars: its new operands and outputs.
-      first: operands that all bodies take before theirs; they are constants of a loop.
+      first: additional leading operands, which every body takes; for a loop, constants.
     """
     name, count, params = eqn.primitive.name, len(first), {**eqn.params, **with_bodies(eqn, new)}
     operands = [*first, *invars]
@@ -235,12 +238,11 @@ def rebuilt(
 
 @functools.cache
 def _scan_trees(consts: int, carried: int, scanned: int, stacked: int) -> dict[str, Any]:
-    """Return the parameters of a JAX 0.11 `scan` for its kinds of operands, from a traced
-    example."""
+    """Return the operand pytrees that a JAX 0.11 `scan` needs, by tracing an example."""
 
     def loop(fixed: list[Any], carry: list[Any], parts: list[Any]) -> Any:
         def turn(carry: list[Any], parts: list[Any]) -> tuple[list[Any], list[Any]]:
-            one = sum([*fixed, *carry, *parts], 0.0)  # reads every constant
+            one = sum([*fixed, *carry, *parts], 0.0)  # JAX would drop an unread constant
             return [one] * carried, [one] * stacked
 
         return jax.lax.scan(turn, carry, parts, length=1)
@@ -251,25 +253,25 @@ def _scan_trees(consts: int, carried: int, scanned: int, stacked: int) -> dict[s
 
 
 def linear_solve(eqn: JaxprEqn, operands: Sequence[Any]) -> tuple[Any, list[Any]]:
-    """Return the jaxpr that solves the system of a `custom_linear_solve`, and its operands."""
+    """Return the `solve` jaxpr of a `custom_linear_solve`, and its operands."""
     lengths, jaxprs = param(eqn, "const_lengths"), param(eqn, "jaxprs")
-    counts = [int(n) for n in lengths]  # of matvec, vecmat, solve, transpose_solve
+    counts = [int(n) for n in lengths]  # constants of matvec, vecmat, solve and transpose_solve
     first = sum(counts[:2])
     return jaxprs.solve, [*operands[first : first + counts[2]], *operands[sum(counts) :]]
 
 
 def combiner_of(eqn: JaxprEqn) -> Any:
-    """Return the jaxpr of a `reduce` that combines two numbers."""
+    """Return the jaxpr with which a `reduce` combines two numbers."""
     return param(eqn, "jaxpr")
 
 
 # -- callbacks -------------------------------------------------------------------------------------
 
-CALLBACKS = ("debug_callback", "debug_print", "io_callback")  # callbacks with an effect
+CALLBACKS = ("debug_callback", "debug_print", "io_callback")  # with side effects
 
 
 def host_function(eqn: JaxprEqn) -> Callable[..., Any]:
-    """Return the function that a callback calls on the host, with its operands."""
+    """Return the host function of a callback."""
     if eqn.primitive.name == "debug_print":
         impl: Any = eqn.primitive.impl
         return functools.partial(impl, **eqn.params)
@@ -278,7 +280,7 @@ def host_function(eqn: JaxprEqn) -> Callable[..., Any]:
 
 
 def is_ordered(eqn: JaxprEqn) -> bool:
-    """Return True if a callback, or one inside, is ordered (`ordered=True`)."""
+    """Return True if an equation is an ordered callback (`ordered=True`), or contains one."""
     return any(type(e).__name__.startswith("Ordered") for e in eqn.effects)
 
 
@@ -291,11 +293,13 @@ def checkpoint_name_of(eqn: JaxprEqn) -> str | None:
         return str(param(eqn, "name"))
     # JAX_REMAT3, from 0.12
     hijax: Any = eqn.params.get("_prim") if eqn.primitive.name == "call_hi_primitive" else None
-    return str(hijax.name) if type(hijax).__name__ == "CheckpointName" else None
+    if type(hijax).__name__ == "CheckpointName":
+        return str(hijax.name)
+    return None
 
 
 def axes_of(eqn: JaxprEqn) -> list[Any]:
-    """Return the axes of a JAX collective; dimensions for a reduction within an array."""
+    """Return the axes of a JAX collective: mesh axes, or array dimensions under `vmap`."""
     each = [eqn.params.get(key, ()) for key in ("axes", "axis_name")]
     return [n for axes in each for n in (axes if isinstance(axes, (tuple, list)) else (axes,))]
 
@@ -305,10 +309,10 @@ class ShardMap:
     """Parameters of a `shard_map` equation.
 
     Attributes:
-      axes: mesh axes with their sizes.
-      manual: axes over which the body communicates itself.
-      in_specs, out_specs: shardings of operands and results.
-      body: program of one device.
+      axes: size of each mesh axis.
+      manual: axes over which the body communicates explicitly.
+      in_specs, out_specs: partition specs of operands and results.
+      body: jaxpr of one device.
     """
 
     axes: dict[str, int]

@@ -1,7 +1,7 @@
-"""Imports from outside JAX's documented API, and nothing else.
+"""Imports from outside JAX's documented API.
 
-`jax.extend` and `jax.interpreters` promise no stability between releases. docs/longevity.md lists
-for each name its use, and a replacement.
+`jax.extend` and `jax.interpreters` may change in any release. docs/longevity.md lists the use of
+each name, and a replacement.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Jaxprs, open and closed: access, construction, tracing and evaluation.
 
-Up to jax 0.10 a `ClosedJaxpr` pairs a `Jaxpr` with its constants. From 0.11 both names are one
-class, and constants are in the jaxpr. So this package uses neither `isinstance(x, Jaxpr)` nor
-`x.jaxpr.jaxpr`: it calls `opened`, `constants` and `closed`.
+Up to jax 0.10, a `ClosedJaxpr` is a pair of a `Jaxpr` and its constants. From 0.11, both names are
+one class, which contains the constants. So dtrans calls `opened`, `constants` and `closed` instead
+of `isinstance(x, Jaxpr)` and `x.jaxpr.jaxpr`.
 """
 
 from __future__ import annotations
@@ -25,43 +25,46 @@ from dtrans._jax.imports import (
 
 
 _classes: tuple[Any, Any] = (Jaxpr, ClosedJaxpr)
-ONE_CLASS = _classes[0] is _classes[1]  # from 0.11
+ONE_CLASS = _classes[0] is _classes[1]  # True from jax 0.11
 
 
 def is_jaxpr(value: Any) -> bool:
-    """Return True for an open or a closed jaxpr (one class from 0.11)."""
+    """Return True for an open or a closed jaxpr."""
     return isinstance(value, (Jaxpr, ClosedJaxpr))
 
 
 def is_traced(value: Any) -> bool:
-    """Return True for a value of a function that is being traced."""
+    """Return True for a tracer."""
     return isinstance(value, jax.core.Tracer)
 
 
 def map_bodies(params: Mapping[str, Any], fn: Callable[[Any], Any]) -> dict[str, Any]:
-    """Return the parameters of an equation with each jaxpr replaced; named tuples keep their
-    type."""
+    """Apply `fn` to each jaxpr in the parameters of an equation, also inside tuples."""
 
     def mapped(value: Any) -> Any:
         if is_jaxpr(value):
             return fn(value)
         if isinstance(value, tuple) and any(map(is_jaxpr, value)):
             items = [fn(x) if is_jaxpr(x) else x for x in value]
-            return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+            if hasattr(value, "_fields"):
+                return type(value)(*items)
+            return tuple(items)
         return value
 
     return {key: mapped(value) for key, value in params.items()}
 
 
 def opened(jaxpr: Any) -> Jaxpr:
-    """Return the open jaxpr; the identity from 0.11."""
+    """Return the open jaxpr of a jaxpr; from jax 0.11, the same object."""
     inner: Jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     return inner
 
 
 def constants(jaxpr: Any) -> list[Any]:
-    """Return the values of the constant variables of a closed jaxpr; none for an open one."""
-    return list(jaxpr.consts) if isinstance(jaxpr, ClosedJaxpr) else []
+    """Return the constants of a closed jaxpr; [] for an open jaxpr."""
+    if isinstance(jaxpr, ClosedJaxpr):
+        return list(jaxpr.consts)
+    return []
 
 
 def closed(
@@ -72,11 +75,11 @@ def closed(
     eqns: Sequence[JaxprEqn],
     like: Any,
 ) -> ClosedJaxpr:
-    """Return a new closed jaxpr; `like` provides debug information, equations the effects."""
+    """Return a new closed jaxpr, with the debug information of `like`."""
     effects: set[Any] = set()
     for eqn in eqns:
         effects |= set(eqn.effects)
-    # empty names of the right number; Program has the real ones
+    # JAX checks the number of names in the debug information; `Program` has the real names
     info = opened(like).debug_info._replace(
         arg_names=("",) * len(invars), result_paths=("",) * len(outvars)
     )
@@ -95,26 +98,25 @@ def closed_with(
     outvars: Sequence[Atom] | None = None,
     eqns: Sequence[JaxprEqn] | None = None,
 ) -> ClosedJaxpr:
-    """Return a closed jaxpr with different inputs, outputs or equations than a jaxpr."""
+    """Return a closed jaxpr with new inputs, outputs or equations."""
     inner = opened(jaxpr)
-    ins, outs = (
-        inner.invars if invars is None else invars,
-        inner.outvars if outvars is None else outvars,
-    )
-    return closed(
-        inner.constvars, constants(jaxpr), ins, outs, inner.eqns if eqns is None else eqns, jaxpr
-    )
+    ins = inner.invars if invars is None else invars
+    outs = inner.outvars if outvars is None else outvars
+    new_eqns = inner.eqns if eqns is None else eqns
+    return closed(inner.constvars, constants(jaxpr), ins, outs, new_eqns, jaxpr)
 
 
 def with_equations(jaxpr: Any, eqns: Sequence[JaxprEqn]) -> Any:
-    """Return a jaxpr, open or closed as before, with new equations of the same effects."""
+    """Return a jaxpr, open or closed as `jaxpr`, with new equations that have the same effects."""
     old: Any = jaxpr
     inner: Any = opened(old).replace(eqns=list(eqns))
-    return inner if not isinstance(jaxpr, ClosedJaxpr) or ONE_CLASS else old.replace(jaxpr=inner)
+    if ONE_CLASS or not isinstance(jaxpr, ClosedJaxpr):
+        return inner
+    return old.replace(jaxpr=inner)
 
 
 class HoldsJaxpr:
-    """Base of objects with a closed jaxpr, as `jaxpr`."""
+    """Base class of objects with an attribute `jaxpr`, a closed jaxpr."""
 
     jaxpr: ClosedJaxpr
 
@@ -125,15 +127,15 @@ class HoldsJaxpr:
 
     @property
     def eqns(self) -> list[JaxprEqn]:
-        """Its equations."""
+        """Equations of the jaxpr."""
         return self.inner.eqns
 
 
 class NamedJaxpr(HoldsJaxpr):
-    """Closed jaxpr with names: a program, half of a step, a block.
+    """Closed jaxpr whose inputs and outputs have names: a program, a half of a step, or a block.
 
     Attributes:
-      in_names, out_names: a name for each of its inputs and outputs.
+      in_names, out_names: name of each input and of each output.
     """
 
     if TYPE_CHECKING:
@@ -146,35 +148,34 @@ class NamedJaxpr(HoldsJaxpr):
 
     @property
     def invars(self) -> dict[Any, Var]:
-        """Name to variable of each input; a new dict."""
+        """Variable of each input, by name; a new dict."""
         return dict(zip(self.in_names, self.inner.invars, strict=True))
 
     @property
     def outvars(self) -> dict[Any, Atom]:
-        """Name to value of each output; a new dict."""
+        """Value of each output, by name; a new dict."""
         return dict(zip(self.out_names, self.inner.outvars, strict=True))
 
 
 def lowered_jaxpr(fn: Callable[..., Any], *args: Any) -> ClosedJaxpr:
-    """Trace `fn` to a plain jaxpr.
+    """Trace `fn` to a jaxpr without opaque `call_hi_primitive` equations.
 
-    `Traced.lojax` is undocumented but has no underscore (0.10.2, 0.11.0, head). It lowers opaque
-    `call_hi_primitive` equations of `jax_remat3` and `jax_custom_vjp3`, which would hide gradients
-    and marks.
+    JAX creates these with `jax_remat3` and `jax_custom_vjp3`, and they would hide gradients and
+    marks. `Traced.lojax`, which lowers them, is undocumented but has no underscore (0.10.2, 0.11.0,
+    head).
     """
     return jax.jit(fn).trace(*args).lojax.jaxpr
 
 
 def small_jaxpr(fn: Callable[..., Any], types: Sequence[Any]) -> ClosedJaxpr:
-    """Return the jaxpr of a function for arrays of these types, weak types included."""
+    """Return the jaxpr of a function for arrays of these types; weak types are kept."""
     specs = [jax.ShapeDtypeStruct(t.shape, t.dtype, weak_type=t.weak_type) for t in types]
     jaxpr: Any = jax.make_jaxpr(fn)(*specs)
     return jaxpr
 
 
 def evaluate(jaxpr: ClosedJaxpr, *args: Any) -> list[Any]:
-    """Return the outputs of a closed jaxpr; a trace binds its equations with their source
-    information."""
+    """Evaluate a closed jaxpr; inside a trace, its equations keep their source information."""
     inner: Any = opened(jaxpr)
     return jax.core.eval_jaxpr(inner, constants(jaxpr), *args)
 
@@ -182,12 +183,15 @@ def evaluate(jaxpr: ClosedJaxpr, *args: Any) -> list[Any]:
 def live_part(
     jaxpr: Jaxpr, keep: Sequence[bool], always: Sequence[bool]
 ) -> tuple[Jaxpr, list[bool]]:
-    """Eliminate dead code, also inside loops and branches; return the jaxpr and the used inputs.
+    """Eliminate dead code, also in bodies.
 
     Args:
       jaxpr: the jaxpr.
-      keep: for each output, True if it is wanted.
-      always: for each input, True if it stays even if unused.
+      keep: for each output, True to keep it.
+      always: for each input, True to keep it even if it is unused.
+
+    Returns:
+      The new jaxpr; and for each input, True if it was kept.
     """
     inner: Any = jaxpr
     pruned: Any
@@ -200,11 +204,13 @@ def abstract_eval(
 ) -> list[Any]:
     """Return the output types of one equation, by the primitive's own rule."""
     out, _ = primitive.abstract_eval(*avals, **params)
-    return list(out) if primitive.multiple_results else [out]
+    if primitive.multiple_results:
+        return list(out)
+    return [out]
 
 
 def equations(jaxpr: Any) -> Iterator[JaxprEqn]:
-    """Yield all equations of a jaxpr, and those in bodies."""
+    """Yield the equations of a jaxpr and of all bodies in it."""
     for eqn in opened(jaxpr).eqns:
         yield eqn
         yield from equations_inside(eqn)
@@ -217,5 +223,5 @@ def equations_inside(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
 
 
 def resized(aval: Any, axis: int, size: int) -> Any:
-    """Return a type with another size along one axis."""
+    """Return a type with a new size along one axis."""
     return aval.update(shape=(*aval.shape[:axis], size, *aval.shape[axis + 1 :]))

@@ -1,4 +1,4 @@
-"""Origin of an equation: its name stack, user line, and author."""
+"""Origin of an equation: its name stack, source line, and author."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def scope_of(eqn: JaxprEqn) -> str:
 
 
 def within_scope(eqn: JaxprEqn, outer: JaxprEqn) -> JaxprEqn:
-    """Return `eqn`, inlined out of the call `outer`, under its name stack inside that call.
+    """Return `eqn` with the name stack and traceback that it gets when call `outer` is inlined.
 
-    It takes the call's traceback: a jitted function is traced once, and its equations have the
-    traceback of its first caller, which may be another program.
+    The name stack of the call is prepended. The traceback is that of the call. A jitted function is
+    traced once, so its own equations have the traceback of its first caller.
     """
     info, call = eqn.source_info, outer.source_info
     stack = call.name_stack + info.name_stack if len(call.name_stack) else info.name_stack
@@ -26,16 +26,16 @@ def within_scope(eqn: JaxprEqn, outer: JaxprEqn) -> JaxprEqn:
 
 
 def from_line_of(eqn: JaxprEqn, source: JaxprEqn) -> JaxprEqn:
-    """Return `eqn` with the name stack and line of `source`, for which it was written."""
+    """Return `eqn` with the name stack and source line of `source`."""
     return eqn.replace(source_info=source.source_info)
 
 
 @functools.cache
 def _library_of(path: str) -> str:
-    """Return the library of a source file: `jax`, `jaxlib`, `optax` or `dtrans`; "" for a user's.
+    """Return the library of a source file: `jax`, `jaxlib`, `optax` or `dtrans`; else "".
 
-    Files are compared with the folders from which the libraries are imported, since a user's folder
-    may have the same name.
+    The file must be in the folder from which the library is imported. Names of folders alone do not
+    suffice, because a user's folder may be called `jax`.
     """
     for library in ("jax", "jaxlib", "optax", "dtrans"):
         spec = importlib.util.find_spec(library)
@@ -46,7 +46,7 @@ def _library_of(path: str) -> str:
 
 
 def line_of(eqn: JaxprEqn) -> str:
-    """Return the user line of an equation, `model.py:12`; "" if its traceback has no user frame."""
+    """Return the source line of an equation in the user's code, `model.py:12`; "" if unknown."""
     traceback = eqn.source_info.traceback
     for frame in [] if traceback is None else traceback.frames:
         if not _library_of(frame.file_name):
@@ -55,10 +55,10 @@ def line_of(eqn: JaxprEqn) -> str:
 
 
 def origin_of(eqn: JaxprEqn) -> str:
-    """Return the author of an equation by its traceback: `optax.clip_by_global_norm`, or a
-    function.
+    """Return the function in the user's code or in optax that created an equation.
 
-    In optax the transformation is named: a function that contains an `update`.
+    For optax, it is the transformation, such as `optax.clip_by_global_norm`: the function that
+    defines `update`.
     """
     traceback = eqn.source_info.traceback
     for frame in [] if traceback is None else traceback.frames:

@@ -1,5 +1,4 @@
-"""Construction of this package's primitives, with their rules; `DTRANS_PRIMITIVES` has all of
-them."""
+"""Construction of dtrans's primitives; `DTRANS_PRIMITIVES` lists all of them."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from dtrans._jax.imports import Primitive, ad, batching, mlir
 
 
 DTRANS_PRIMITIVES: set[Primitive] = set()
-IDENTITIES: set[Primitive] = set()  # primitives whose output is their first operand
+IDENTITIES: set[Primitive] = set()  # primitives that return their first operand
 
 
 def new_primitive(
@@ -26,15 +25,15 @@ def new_primitive(
     transpose: Callable[..., Any] | None = None,
     multiple_results: bool = False,
 ) -> Primitive:
-    """Return a primitive with its rules.
+    """Return a new primitive.
 
     Args:
-      name: its name.
-      types: types of its outputs, from those of its operands and its parameters.
-      impl: computation on arrays; None if nothing runs it.
-      lower: StableHLO; None to lower the trace of `impl`.
-      jvp, batch, transpose: rules of JAX; None for no rule.
-      multiple_results: True if it returns a list.
+      name: name of the primitive.
+      types: (types of the operands, **params) -> types of the outputs.
+      impl: evaluates the primitive on arrays; None if it is never evaluated.
+      lower: lowering rule to StableHLO; None to trace and lower `impl`.
+      jvp, batch, transpose: JAX rules; None for no rule.
+      multiple_results: True if the primitive returns a list.
     """
     primitive = _new(name, multiple_results)
     primitive.def_abstract_eval(types)
@@ -54,9 +53,9 @@ def new_identity(
     batch: Callable[..., Any] | None = None,
     transpose: Callable[..., Any] | None = None,
 ) -> Primitive:
-    """Return a primitive whose output is its first operand.
+    """Return a new primitive that returns its first operand.
 
-    Without a batch rule it batches like that operand.
+    The default batching rule keeps the batch dimension of that operand.
     """
 
     def first(x: Any, *others: Any, **params: Any) -> Any:
@@ -79,11 +78,11 @@ def new_identity(
 
 
 class _NoOpEffect(jax.debug.DebugEffect):
-    """Effect of an equation that does nothing, but must not be removed.
+    """Effect that keeps JAX from removing an equation as dead code.
 
-    `jax.debug.print` has `jax.debug.DebugEffect`: loops, branches, rematerialised functions and
-    custom derivatives allow it, and recomputation in `jax.checkpoint` drops it. JAX exports it
-    without a promise (0.10.2, 0.11.0). `jax.checkpoint` refuses the effect of
+    Its base is the effect of `jax.debug.print`, which JAX exports without a promise (0.10.2,
+    0.11.0). That effect is allowed in loops, branches, `jax.checkpoint` and custom derivatives, and
+    recomputation in `jax.checkpoint` drops it. `jax.checkpoint` rejects the effect of
     `def_effectful_abstract_eval2`.
     """
 
@@ -94,7 +93,7 @@ _NO_OP = frozenset({_NoOpEffect()})
 
 
 def new_effectful(name: str, *, jvp: Callable[..., Any], batch: Callable[..., Any]) -> Primitive:
-    """Return a primitive without results, whose equations are never removed as dead."""
+    """Return a new primitive without results, whose equations JAX never removes as dead code."""
     primitive = _new(name, multiple_results=True)
     primitive.def_impl(lambda *args, **params: [])
     primitive.def_effectful_abstract_eval(lambda *avals, **params: ([], _NO_OP))

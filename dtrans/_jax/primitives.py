@@ -1,15 +1,12 @@
-"""One record of facts for each primitive of JAX, and the primitives that have bodies.
+"""Properties of JAX's primitives: one record for each, which all analyses and writers read.
 
-Every analysis and every writer of dtrans reads these records. Tables of functions by name, such as
-meanings in NumPy, are in the modules that use them.
+A property (*fact*) holds for all equations of the primitive, unless its field has a condition.
+`tests/test_jax_primitives.py` checks each fact on numbers, and finds primitives without a record.
+About these nothing is assumed: dtrans treats their outputs as depending on all entries of the
+operands, and warns (`dtrans.errors.UnknownPrimitiveWarning`).
 
-A fact holds for all equations of a primitive, with any parameters, unless its field has a
-condition. `tests/test_jax_primitives.py` checks each fact on numbers, and finds primitives without
-a record. Those have no facts: they are treated as the worst kind, with a warning
-(`dtrans.errors.UnknownPrimitiveWarning`).
-
-Rules that need more than a fact are functions elsewhere: `dtrans.rows.rules` has those of rows.
-Parameters of loops, branches and calls are in `dtrans._jax.equation_params`.
+Rules that need code are in the modules that use them, such as `dtrans.rows.rules`. Accessors of the
+parameters of loops, branches and calls are in `dtrans._jax.equation_params`.
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ from dtrans.errors import UnknownPrimitiveWarning
 
 SCAN, WHILE, COND = "scan", "while", "cond"
 LOOPS = (SCAN, WHILE)
-REMAT = ("remat2", "remat", "checkpoint")  # names of `jax.checkpoint` over JAX's versions
+REMAT = ("remat2", "remat", "checkpoint")  # names of `jax.checkpoint` in different versions of JAX
 # the last from 0.11, in the place of the two before
 CALLS = (
     "closed_call",
@@ -44,7 +41,7 @@ JIT = ("jit", "pjit")
 
 # -- facts -----------------------------------------------------------------------------------------
 
-Operands = tuple[Any, ...]  # positions of operands; a final ellipsis means all that follow
+Operands = tuple[Any, ...]  # indices of operands; a final ellipsis includes all following operands
 Condition = Callable[[JaxprEqn], bool]
 
 
@@ -66,40 +63,37 @@ def _two_axes(eqn: JaxprEqn) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class PrimitiveFacts:
-    """Facts about one primitive; a default field promises nothing.
+    """Facts about one primitive; the default of a field asserts nothing.
 
-    "Fixed" operands are those that a field does not name: they may have any values, equal in all
-    compared runs.
+    *Fixed* operands are the operands that a field does not name. They have any constant value.
 
     Attributes:
-      elementwise: an output at an index reads its operands at that index alone. Operands have the
-        shape of the outputs, or are scalars; `dtrans.rows.rules` also accepts dimensions of size 1.
-      moves: every entry of an output is an entry of one of these operands; only fixed operands and
-        parameters choose which. So the primitive commutes with every function of single entries.
-        With as many outputs as such operands, each output has entries of its own operand.
-      moves_if: equations for which `moves` holds.
-      keeps_order: equations whose outputs have all entries of their operand, in row-major order.
-        Dimensions may split and merge, and entries may be repeated along new dimensions, or along
-        those of size 1. An output with the shape of its operand equals that operand.
-      linear_in: groups of operands. Outputs are jointly linear in one group with the others fixed:
-        f(a*x + b*y) = a*f(x) + b*f(y) for real a and b, up to rounding. With several groups,
-        outputs are linear in each, but not in their union.
-      linear_if: equations for which `linear_in` holds.
-      scales_in: f(c*x) = c*f(x) for every real c > 0 that multiplies all these operands, the others
-        being fixed. Groups of `linear_in` have this too, and are not repeated.
-      scales_if: equations for which `scales_in` holds.
-      scale_free_in: f(c*x) = f(x) for every real c > 0 that multiplies all these operands.
-      keeps_zero: equations that return zeros if every operand is zero. Linear equations also return
-        zeros for a group of zeros, if fixed operands are finite.
-      axes: parameter that names axes of operand 0. Along every other axis, an index of the outputs
-        reads that index of the operands alone. Outputs have the axes of the operands; `reduces`
-        removes the named ones.
-      last_axes: number of trailing axes of every operand and output with the role of `axes`.
-      reduces: operation that reduces entries along `axes`. It also combines partial results, except
-        "position" (the first best entry).
-      flops: count of floating-point operations for `dtrans.ir.cost`: "none". "outputs", "inputs" or
-        "updates" (the last operand): one for each entry. "window": one for each output and entry of
-        its window. "product": a multiplication and an addition for each term.
+      elementwise: an entry of an output depends only on the operands' entries at the same index.
+        Operands have the shape of the outputs, or are scalars.
+      moves: operands whose entries are moved: every entry of an output is an entry of one of them,
+        selected by fixed operands and parameters. If there are as many outputs as such operands,
+        output i has entries of the i-th of them.
+      moves_if: returns True for equations for which `moves` holds.
+      keeps_order: returns True for equations whose output has all entries of the operand in
+        row-major order: a reshape, or a broadcast along new dimensions or dimensions of size 1. An
+        output with the shape of the operand equals the operand.
+      linear_in: groups of operands. Outputs are jointly linear in the operands of a group, if the
+        other operands are fixed: f(a*x + b*y) = a*f(x) + b*f(y) for real a and b, up to rounding.
+      linear_if: returns True for equations for which `linear_in` holds.
+      scales_in: operands with f(c*x) = c*f(x), if every real c > 0 multiplies all of them. This
+        holds for groups of `linear_in` too, so these are not repeated.
+      scales_if: returns True for equations for which `scales_in` holds.
+      scale_free_in: operands with f(c*x) = f(x), if a real c > 0 multiplies all of them.
+      keeps_zero: returns True for equations that return zeros if every operand is zero. Linear
+        equations also return zeros if a group is zero and fixed operands are finite.
+      axes: name of the parameter with the axes of operand 0 along which entries are combined. Along
+        every other axis, an index of the outputs depends only on the same index of the operands.
+      last_axes: number of trailing axes along which entries are combined.
+      reduces: reduction over `axes`, which are removed, such as "sum". The same operation combines
+        partial results, except for "position" (argmax and argmin).
+      flops: operations that `dtrans.ir.cost` counts. "outputs", "inputs" or "updates" (the last
+        operand): 1 for each entry; "window": 1 for each output and entry of its window; "product":
+        2 for each term; "none": 0.
     """
 
     elementwise: bool = False
@@ -123,7 +117,7 @@ def _is_inexact(eqn: JaxprEqn) -> bool:
 
 
 def _converts_linearly(eqn: JaxprEqn) -> bool:
-    """Return True for casts between floating types, or if only a weak type changes."""
+    """Return True for a cast between floating types, or one that only changes a weak type."""
     ends = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
     return ends[0] == ends[1] or all(jnp.issubdtype(t, jnp.floating) for t in ends)
 
@@ -141,7 +135,7 @@ def _fills_linearly(eqn: JaxprEqn) -> bool:
 
 
 def _writes_updates(eqn: JaxprEqn) -> bool:
-    """Return True for `x.at[i].set`; `x.at[i].apply` has the same primitive with a function."""
+    """Return True for `x.at[i].set`; `x.at[i].apply` uses the same primitive."""
     return eqn.params["update_jaxpr"] is None
 
 
@@ -154,7 +148,7 @@ _ADDS = _F(elementwise=True, linear_in=((0, 1),))
 _NO_FLOPS = _F(flops="none")
 _NOTHING = _F()
 
-# Names, and the facts that they share. No name is in two rows.
+# (names of primitives, their facts); no name is in two rows
 RECORDS: tuple[tuple[str, PrimitiveFacts], ...] = (
     # entry by entry
     (
@@ -297,15 +291,17 @@ FACTS: Mapping[str, PrimitiveFacts] = {
 
 
 def facts_of(eqn: JaxprEqn) -> PrimitiveFacts:
-    """Return the facts of an equation's primitive; no facts if it is unknown.
+    """Return the facts about an equation's primitive; defaults if it is unknown.
 
-    Marks of this package are identities on their first operand.
+    The identities of dtrans (`new_identity`) get the facts of an identity on operand 0.
     """
-    return _IDENTITY if eqn.primitive in IDENTITIES else FACTS.get(eqn.primitive.name, _NOTHING)
+    if eqn.primitive in IDENTITIES:
+        return _IDENTITY
+    return FACTS.get(eqn.primitive.name, _NOTHING)
 
 
 def linear_operands(eqn: JaxprEqn) -> list[tuple[int, ...]]:
-    """Return the groups of operands that an equation is linear in: `PrimitiveFacts.linear_in`."""
+    """Return the groups of operands in which an equation is jointly linear (`linear_in`)."""
     facts = facts_of(eqn)
     if not facts.linear_in or not facts.linear_if(eqn):
         return []
@@ -313,44 +309,45 @@ def linear_operands(eqn: JaxprEqn) -> list[tuple[int, ...]]:
 
 
 def linear_group(eqn: JaxprEqn, operands: Collection[int]) -> tuple[int, ...]:
-    """Return a jointly linear group that contains these operands; empty if there is none."""
+    """Return a group of `linear_operands` that contains these operands; () if there is none."""
     return next((group for group in linear_operands(eqn) if set(operands) <= set(group)), ())
 
 
 def scaling_operands(eqn: JaxprEqn) -> list[tuple[int, ...]]:
-    """Return the groups of operands whose common positive factor is a factor of the outputs.
-
-    The factors of several groups are multiplied.
-    """
+    """Return groups of operands: if c > 0 multiplies a whole group, it multiplies the outputs."""
     facts = facts_of(eqn)
     if linear := linear_operands(eqn):
         return linear
-    return [_positions(facts.scales_in, eqn)] if facts.scales_in and facts.scales_if(eqn) else []
+    if facts.scales_in and facts.scales_if(eqn):
+        return [_positions(facts.scales_in, eqn)]
+    return []
 
 
 def moved_operands(eqn: JaxprEqn, out: int = 0) -> tuple[int, ...]:
-    """Return the operands whose entries form an output; empty if the equation computes."""
+    """Return the operands whose entries are moved to an output; () for other equations."""
     facts = facts_of(eqn)
     if not facts.moves or not facts.moves_if(eqn):
         return ()
     moved = _positions(facts.moves, eqn)
-    return moved[out : out + 1] if len(moved) == len(eqn.outvars) else moved
+    if len(moved) == len(eqn.outvars):
+        return moved[out : out + 1]
+    return moved
 
 
 def same_operand(eqn: JaxprEqn, out: int = 0) -> int | None:
-    """Return the operand that an output equals; None if there is none."""
+    """Return the index of the operand that an output equals; None if there is none."""
     moved = moved_operands(eqn, out) if facts_of(eqn).keeps_order(eqn) else ()
     return next((i for i in moved if eqn.invars[i].aval.shape == eqn.outvars[out].aval.shape), None)
 
 
 def zeros_by(eqn: JaxprEqn, zeros: Collection[int]) -> tuple[int, ...] | None:
-    """Return the operands that must be finite for outputs to be zeros; None if outputs may differ.
+    """Return the operands that must be finite (and not zero, if divisors) for outputs to be zero.
 
-    A divisor among them must not be zero either.
+    Return None if the outputs may differ from zero.
 
     Args:
       eqn: the equation.
-      zeros: operands that are zeros everywhere.
+      zeros: indices of operands that are zero in all entries.
     """
     if len(zeros) == len(eqn.invars) and facts_of(eqn).keeps_zero(eqn):
         return ()
@@ -364,12 +361,12 @@ def zeros_by(eqn: JaxprEqn, zeros: Collection[int]) -> tuple[int, ...] | None:
 
 
 def is_rearrangement(eqn: JaxprEqn) -> bool:
-    """Return True if an equation only moves the entries of its one operand; marks are not."""
+    """Return True if an equation only moves entries of one operand, and is no mark of dtrans."""
     return len(eqn.invars) == 1 and moved_operands(eqn) == (0,) and not is_identity(eqn)
 
 
 def mixed_axes(eqn: JaxprEqn) -> tuple[int, ...] | None:
-    """Return the axes of operand 0 along which entries are combined; None if unknown."""
+    """Return the axes of operand 0 along which an equation combines entries; None if unknown."""
     facts, ndim = facts_of(eqn), eqn.invars[0].aval.ndim if eqn.invars else 0
     if last := facts.last_axes(eqn):
         return tuple(range(max(0, ndim - last), ndim))
@@ -386,17 +383,17 @@ def _positions(group: Operands, eqn: JaxprEqn) -> tuple[int, ...]:
 
 
 def is_known(eqn: JaxprEqn) -> bool:
-    """Return True if the primitive is in one of the tables above or is dtrans's own."""
+    """Return True if the primitive is in the tables above or is one of dtrans's own."""
     return eqn.primitive.name in FACTS or eqn.primitive in DTRANS_PRIMITIVES
 
 
 def is_identity(eqn: JaxprEqn) -> bool:
-    """Return True if an equation is a mark of this package: its output is its first operand."""
+    """Return True if an equation is one of dtrans's identities (`new_identity`)."""
     return eqn.primitive in IDENTITIES
 
 
 def warn_if_unknown(eqn: JaxprEqn, effect: str) -> None:
-    """Warn of a primitive without a record, and of the effect: `is assumed to mix rows, so ...`."""
+    """Warn if a primitive has no record; `effect` continues the text: "is assumed to ..."."""
     if not is_known(eqn):
         line = line_of(eqn)
         name = eqn.primitive.name + (f" ({line})" if line else "")

@@ -1,4 +1,4 @@
-"""State of JAX: its devices, and the processes that it connected."""
+"""Runtime of JAX: its devices, and the processes that `jax.distributed` connected."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from dtrans.errors import TraceError
 
 
 def backends_started() -> bool:
-    """Return True if JAX has created its devices; processes cannot be connected any more.
+    """Return True if JAX has created its devices, so that processes can no longer be connected.
 
-    JAX has no public function for it. An option that must be set earlier shows it: a new value is
-    then refused.
+    JAX has no public function for this, but it refuses to change some options afterwards.
     """
     config: Any = jax.config
     had = config.jax_num_cpu_devices
@@ -29,18 +28,18 @@ def backends_started() -> bool:
 
 
 def is_varying(x: Any) -> bool:
-    """Return True if a value's type varies over axes of a `shard_map` (`check_vma=True`)."""
+    """Return True if the type of a value says that it differs along axes of a `shard_map`."""
     of: Any = jax.typeof(x)
-    kind = getattr(of, "manual_axis_type", None)  # since 0.10
+    kind = getattr(of, "manual_axis_type", None)  # from jax 0.10
     return bool(kind.varying if kind is not None else getattr(of, "vma", ()))
 
 
 def gloo_scatters_wrongly() -> bool:
-    """Return True if reduce-scatters on CPUs may be silently wrong: over Gloo, before 0.12.
+    """Return True if reduce-scatters on CPUs may silently return wrong numbers.
 
-    Of 48 of 16 MB between two processes, 2 were wrong (jax#40830); all-reduces and all-gathers are
-    right. Gloo carries out collectives on CPUs, within one process too, once `jax.distributed` is
-    initialised.
+    This is a bug of Gloo before jax 0.12 (jax#40830): 2 of 48 reduce-scatters of 16 MB between two
+    processes were wrong. All-reduces and all-gathers are right. Once `jax.distributed` is
+    initialised, JAX uses Gloo for all collectives on CPUs, even within one process.
     """
     config: Any = jax.config
     is_gloo = (
@@ -50,17 +49,17 @@ def gloo_scatters_wrongly() -> bool:
 
 
 def let_gloo_bind(host: str) -> bool:
-    """Make Gloo bind an address of this host and publish it, instead of the host name's address.
+    """Make Gloo bind and publish an address of this host.
 
-    Call it between `jax.distributed.initialize` and the first use of a device. JAX's own factory of
-    CPU devices passes no address, and Gloo then takes that of `gethostname()`, which is 127.0.1.1
-    on Debian.
+    Call it between `jax.distributed.initialize` and the first use of a device. By default, Gloo
+    uses the address of `gethostname()`, which is 127.0.1.1 on Debian, so other hosts cannot
+    connect.
 
     Args:
       host: the address.
 
     Returns:
-      False if this JAX does not support it.
+      False if this version of JAX does not support it.
     """
     utils: Any = multihost_utils
     try:
@@ -77,24 +76,21 @@ def let_gloo_bind(host: str) -> bool:
 
 
 def job_size() -> tuple[int, int]:
-    """Return the index of this process and the number of processes, without creating devices."""
+    """Return (index of this process, number of processes) without creating devices."""
     return int(_of_job("process_id")), int(_of_job("num_processes"))
 
 
 def bulletin_board() -> Any:
-    """Return the key-value store of the job that `jax.distributed` connected.
-
-    JAX has no documented access to it; `multihost_utils` itself uses the same one.
-    """
+    """Return the key-value store of `jax.distributed`, which `multihost_utils` uses too."""
     client = _of_job("client")
     assert client is not None, "jax.distributed is not initialized"
     return client
 
 
 def detected_coordinator(timeout: int) -> str:
-    """Return the coordinator that JAX detects from schedulers, `host:port`; empty if none.
+    """Return the coordinator address that JAX detects in a cluster, `host:port`; "" if none.
 
-    JAX has no public function for it before it connects.
+    JAX has no public function that detects it without connecting.
     """
     utils: Any = multihost_utils
     try:
@@ -106,12 +102,12 @@ def detected_coordinator(timeout: int) -> str:
 
 
 def has_coordinator_mtls() -> bool:
-    """Return True if JAX supports mutual TLS of its coordinator (JAX_MTLS_CERT_FILE and others)."""
+    """Return True if JAX supports mutual TLS with its coordinator (JAX_MTLS_CERT_FILE)."""
     return hasattr(jax.config, "jax_mtls_cert_file")
 
 
 def coordinator() -> str:
-    """Return the coordinator address at which `jax.distributed` connected, `host:port`."""
+    """Return the address of the coordinator of `jax.distributed`, `host:port`."""
     return str(_of_job("coordinator_address"))
 
 
@@ -122,7 +118,6 @@ def _of_job(what: str) -> Any:
     except AttributeError as e:
         tested = ".".join(map(str, NEWEST_TESTED))
         raise TraceError(
-            f"jax {jax.__version__} keeps the store of its processes elsewhere ({e}): dtrans knows "
-            "where jax 0.10.2 to "
-            f"{tested} have it; take one of these"
+            f"dtrans cannot read the state of jax.distributed in jax {jax.__version__} ({e}); "
+            f"install jax 0.10.2 to {tested}"
         ) from e

@@ -1,10 +1,11 @@
 """Removal of a user's meshes and shardings from arrays, constants and contexts.
 
-From JAX 0.8 the type of a value has the mesh that it is traced on, and with Explicit axes its
-sharding too. A program traced with arrays on a user's mesh could run on no other. So both are
-removed from types, and equations that only place a value are dropped: the plan decides placement.
+From JAX 0.8, the type of a value contains the mesh of its trace, and with Explicit axes also its
+sharding. So a program that is traced with arrays on a user's mesh could not run on another mesh.
+These functions remove meshes and shardings from types, and drop equations that only place a value.
+The plan decides placement.
 
-    without_mesh        leave the mesh that `jax.set_mesh` has set
+    without_mesh        removes the mesh that `jax.set_mesh` has set while a function runs
     plain_type          the type of an argument
     plain_jaxpr         a jaxpr, with its constants
     plain_array         an array that is passed to a program
@@ -28,9 +29,9 @@ from dtrans._jax.jaxprs import closed, constants, equations, is_traced, map_bodi
 from dtrans.errors import TraceError
 
 
-# these return their operand with another placement
+# primitives that return their operand with another placement
 _MOVES = frozenset({"sharding_constraint", "reshard", "mesh_cast"})
-_SAYS_WHERE = ("sharding", "out_sharding")  # placement parameters of different equations
+_SAYS_WHERE = ("sharding", "out_sharding")  # names of parameters that are placements
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -49,7 +50,7 @@ def current_mesh() -> Mesh | None:
 
 @contextlib.contextmanager
 def within_mesh(mesh: Mesh | None) -> Iterator[None]:
-    """Set a mesh as `jax.set_mesh` does; None leaves the current one."""
+    """Set a mesh, as `jax.set_mesh` does; None does not change the current mesh."""
     if mesh is None and jax.sharding.get_abstract_mesh().empty:
         yield
         return
@@ -59,7 +60,7 @@ def within_mesh(mesh: Mesh | None) -> Iterator[None]:
 
 
 def without_mesh(fn: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function so that it runs without the mesh that its caller has set."""
+    """Decorate a function so that it runs without the mesh that `jax.set_mesh` has set."""
 
     @functools.wraps(fn)
     def run(*args: P.args, **options: P.kwargs) -> R:
@@ -82,7 +83,7 @@ def plain_type(x: Any) -> Any:
 
 
 def plain_array(x: Any) -> Any:
-    """Return an array without Explicit axes in its type, so that it can be moved; data stay."""
+    """Return an array without Explicit axes in its type; its data are not copied."""
     if not isinstance(x, jax.Array) or is_traced(x):
         return x
     at = x.sharding
@@ -93,7 +94,7 @@ def plain_array(x: Any) -> Any:
 
 
 def _plain_constant(x: Any) -> Any:
-    """Return a constant as an uncommitted array."""
+    """Return a constant as an uncommitted array, which JAX may move to any device."""
     if (
         not isinstance(x, jax.Array)
         or is_traced(x)
@@ -117,15 +118,15 @@ def _plain_constant(x: Any) -> Any:
 
 @without_mesh
 def plain_jaxpr(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
-    """Return a jaxpr without meshes and shardings in its types and equations."""
+    """Remove meshes and shardings from the types and equations of a jaxpr."""
     return _Plain().closed(jaxpr)
 
 
 class _Plain:
-    """Rewriter of jaxprs; a jaxpr that several equations share is rewritten once."""
+    """Rewriter that removes placement; a jaxpr that occurs several times is rewritten once."""
 
     def __init__(self) -> None:
-        # id to the jaxpr, stored so that its id stays valid, and the new one
+        # id of a jaxpr -> (jaxpr, new jaxpr); the reference keeps the id from being reused
         self._met: dict[int, tuple[Any, Any]] = {}
 
     def closed(self, jaxpr: Any) -> Any:
@@ -146,7 +147,9 @@ class _Plain:
             return env[v]  # type: ignore[return-value]
 
         def read(a: Atom) -> Atom:
-            return Literal(a.val, _plain_aval(a.aval)) if isinstance(a, Literal) else env[a]
+            if isinstance(a, Literal):
+                return Literal(a.val, _plain_aval(a.aval))
+            return env[a]
 
         constvars = [renamed(v) for v in inner.constvars]
         invars = [renamed(v) for v in inner.invars]
@@ -160,10 +163,12 @@ class _Plain:
             changes = {"invars": operands, "outvars": outs, "params": self._params(eqn)}
             eqns.append(eqn.replace(**changes, ctx=_plain_context(eqn.ctx)))
         new = closed(constvars, values, invars, [read(a) for a in inner.outvars], eqns, jaxpr)
-        return new if isinstance(jaxpr, ClosedJaxpr) else opened(new)
+        if isinstance(jaxpr, ClosedJaxpr):
+            return new
+        return opened(new)
 
     def _params(self, eqn: JaxprEqn) -> dict[str, Any]:
-        # a step that communicates itself, which planners refuse
+        # a step with its own communication: transforms raise an error for it
         if eqn.primitive.name == "shard_map":
             return dict(eqn.params)
         params = map_bodies(eqn.params, self.closed)
@@ -177,7 +182,7 @@ class _Plain:
 
 @functools.cache
 def _plain_context(context: Any) -> Any:
-    """Return the context of an equation (kind of random bits, ...) without its mesh."""
+    """Return the context of an equation (random number mode and the like) without its mesh."""
     with context.manager, jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
         (eqn,) = opened(jax.make_jaxpr(lambda x: x + 1)(0.0)).eqns
     return eqn.ctx
@@ -185,14 +190,14 @@ def _plain_context(context: Any) -> Any:
 
 @functools.cache
 def _plain_call() -> dict[str, Any]:
-    """Return the parameters of a `jit` equation without placement."""
+    """Return the parameters of a `jit` equation that has no placement."""
     with within_mesh(None):
         (eqn,) = opened(jax.make_jaxpr(jax.jit(lambda x: x + 1))(0.0)).eqns
     return eqn.params
 
 
 def _is_placed(jaxpr: Any) -> bool:
-    """Return True if a type or an equation has a placement."""
+    """Return True if a type or an equation in a jaxpr contains a placement."""
     inner = opened(jaxpr)
     if any(_has_mesh(v.aval) for v in (*inner.constvars, *inner.invars)):
         return True
@@ -200,7 +205,7 @@ def _is_placed(jaxpr: Any) -> bool:
 
 
 def _has_placement(eqn: JaxprEqn) -> bool:
-    """Return True if an equation, one of its parameters or an output has a placement."""
+    """Return True if an equation, or the type of an output, contains a placement."""
     if _only_moves(eqn) or not eqn.ctx.cur_abstract_mesh.empty:
         return True
     if "ctx_mesh" in eqn.params and not is_plain_jit(eqn):
@@ -216,7 +221,7 @@ def _places(eqn: JaxprEqn, key: str) -> bool:
 
 
 def _only_moves(eqn: JaxprEqn) -> bool:
-    """Return True if an equation only places its operands in device memory."""
+    """Return True if an equation only moves its operands between memories of a device."""
     if eqn.primitive.name == "device_put":
         targets = eqn.params["devices"]
         return all(
@@ -236,4 +241,6 @@ def _has_mesh(aval: Any) -> bool:
 
 
 def _plain_aval(aval: Any) -> Any:
-    return aval.update(sharding=None) if _has_mesh(aval) else aval
+    if _has_mesh(aval):
+        return aval.update(sharding=None)
+    return aval

@@ -1,7 +1,7 @@
-"""Versions of JAX that this package was tested with.
+"""Versions of JAX with which dtrans was tested.
 
-pyproject.toml has the oldest. There is no upper bound: a newer JAX than the newest tested one may
-work, and gives one warning.
+pyproject.toml requires the oldest one. A version newer than the newest tested one may work, so
+dtrans only warns.
 """
 
 from __future__ import annotations

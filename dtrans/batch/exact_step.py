@@ -1,12 +1,12 @@
-"""Exact sharding of a step's batch: the step of one trainer, and how outputs are merged.
+"""Exact sharding of a step's batch: the step of one trainer, and how its outputs are merged.
 
-    exact   the batch is sharded, and the step communicates where a value depends on the full batch:
-            one device's numbers for every step
-    local   each trainer takes the step on its part alone, as in Paddle and torch DDP;
-            gradients are averaged
+    exact   the step communicates where a value depends on the full batch, so that every step
+            computes one device's numbers
+    local   each trainer runs the step on its part, and gradients are averaged, as in Paddle and
+            torch DDP
 
-An exact step whose parts add up without communication is the user's step itself
-(`dtrans.batch.scaled`): the mean, or the sum, of the trainers' steps.
+For many steps no such communication is needed: one device's step is the mean, or the sum, of the
+user's step on the parts (`dtrans.batch.scaled`). Then the trainers run the user's step itself.
 """
 
 from __future__ import annotations
@@ -29,21 +29,22 @@ from dtrans.step.cut import Cut, cut
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ExactStep:
-    """Step that is sharded over trainers.
+    """Step whose batch is sharded over trainers.
 
     Attributes:
       step: step of one trainer, on its part of the batch.
       reduce: reduction of gradients over trainers: "mean" or "sum".
-      merges: merge of each result, and of each parameter that trainers compute: "mean", "sum",
-        "same" or "concat".
-      joined: dimension along which a "concat" result is concatenated.
-      axes: sharded dimension of each batch array; others are replicated.
-      rows: number of rows in the batch of all trainers.
-      part: step that the engine wrote for a trainer, with its communication.
-      proven: True if `step` is the user's step itself: parts add up without communication.
-      for_types: returns the sharded step for another batch, from the types of its inputs. Trainers
-        need not divide the batch: parts have `ceil(rows / trainers)` rows.
-      unpaired: user's line of an equation that differs in the step of a part; empty if none does.
+      merges: merge over trainers of each result, and of each parameter that trainers compute:
+        "mean", "sum", "same" (all are equal) or "concat".
+      joined: dimension along which each "concat" result is concatenated.
+      axes: sharded dimension of each batch array; other arrays are replicated.
+      rows: number of rows in the full batch.
+      part: the trainer's step that the engine wrote, with its communication.
+      proven: True if `step` is the user's step itself, which needs no communication.
+      for_types: returns the sharded step for other types of the inputs. Parts have
+        `ceil(rows / trainers)` rows.
+      unpaired: source line of an equation that differs between the full step and the step on a
+        part; empty if there is none.
     """
 
     step: Cut
@@ -59,7 +60,7 @@ class ExactStep:
 
     @property
     def local_note(self) -> str:
-        """Note of a plan whose trainers average the steps on their parts."""
+        """Note of a plan with `batch="local"`."""
         if self.proven and self.reduce == "mean":
             return f"exact: mean over {self.rows} rows"
         why = "the step adds up"
@@ -72,36 +73,36 @@ class ExactStep:
 
     @property
     def reason(self) -> str:
-        """Operation that depends on the full batch, if parts do not add up."""
+        """Operation that depends on the full batch, with its source line; for notes and errors."""
         if self.part.exchanged:
             what, line = self.part.exchanged[0].op, self.part.exchanged[0].line
         elif self.part.gathers:
             what, line = self.part.gathers[0].reason, self.part.gathers[0].line
         else:
-            what, line = (
-                "numbers of the size of the batch, or random numbers with its rows",
-                self.unpaired,
-            )
-        return what + (f" for {line}" if line else "")
+            what = "numbers that depend on the batch size, or random numbers for each row"
+            line = self.unpaired
+        if line:
+            return f"{what} for {line}"
+        return what
 
     @property
     def notes(self) -> list[str]:
         """Notes of a plan."""
-        scope = (
-            ", with dtrans.local() reductions over each trainer's rows" if self.part.local else ""
-        )
+        scope = ""
+        if self.part.local:
+            scope = ", with dtrans.local() reductions over each trainer's rows"
         if self.proven:
             return [f"exact: {self.reduce} over {self.rows} rows{scope}"]
         found: dict[tuple[str, str], list[int]] = {}
         for x in self.part.exchanged:
             found.setdefault((x.op, x.line), []).append(x.nbytes)
-        moved = [
-            f"  {op} for {line or 'an unknown line'}: {sum(n):,} bytes in {len(n)}"
-            for (op, line), n in found.items()
-        ]
-        how = f"sum over {self.rows} rows" + (
-            ", with an exchange across the batch" if moved else ""
-        )
+        moved = []
+        for (op, line), sizes in found.items():
+            where = line or "an unknown line"
+            moved.append(f"  {op} for {where}: {sum(sizes):,} bytes in {len(sizes)}")
+        how = f"sum over {self.rows} rows"
+        if moved:
+            how += ", with an exchange across the batch"
         return [f"exact: {how}{scope}", *moved]
 
 
@@ -119,14 +120,14 @@ def shard_step(
 
     Args:
       step: the user's step, traced on a trainer's part, with all gradients that are used.
-      batch: sharded arrays and dimensions.
+      batch: which arrays are sharded, and along which dimension.
       trainers: number of trainers.
-      over: named axes of the trainers.
-      adapt: changes a trainer's step that is not the user's step itself.
-      alone: returns True if trainers can take the user's step itself and merge outputs in these
-        ways.
-      open_state: True if parameters that trainers compute are merged as results are.
-      noun: name of a trainer in errors.
+      over: mesh axes of the trainers.
+      adapt: changes the trainer's step that the engine wrote.
+      alone: returns True if the strategy can run the user's step itself and merge its outputs in
+        these ways.
+      open_state: True if parameters that trainers compute may be partial sums, as results may.
+      noun: noun for a trainer in errors.
     """
     source = step.program
     axes = batch_axes(step, batch)
@@ -145,8 +146,7 @@ def shard_step(
         return {n: full_type(t, axes.get(n), trainers) for n, t in types.items()}
 
     def shared(part: TrainerStep, step: Cut, scale: PartScale | None) -> ExactStep:
-        known = {n: "concat" if isinstance(way, int) else way for n, way in part.merges.items()}
-        joined = {n: way for n, way in part.merges.items() if isinstance(way, int)}
+        known, joined = split_merges(part.merges)
         if scale is not None:
             known |= {n: "mean" for n, way in known.items() if way == "sum" and scale.results[n]}
         reduce = "mean" if scale is not None and scale.gradients else "sum"
@@ -162,12 +162,14 @@ def shard_step(
     unpaired = ""
     together = cut_of([*all_grown(source.inputs).values()])
     part = written(together)
-    # the update, a report about gradients, or a callback reads the number of rows of the full batch
+    # True if the update, reported values, or a callback depend on the full batch size
     sized = step.differing_outputs(together) or step.observed.differing_outputs(together.observed)
-    scale, unpaired = (None, "") if sized else scale_of_parts(step, part, trainers)
+    scale: PartScale | None = None
+    if not sized:
+        scale, unpaired = scale_of_parts(step, part, trainers)
     if scale is not None and alone((proven := shared(part, step, scale)).merges):
         return proven
-    if open_state:  # parts cannot communicate: the step is for the error alone
+    if open_state:  # parts of a pipeline cannot communicate, so the caller raises an error
         return shared(part, step, None)
     part = adapt(part)
     again = lambda other: adapt(written(cut(other).with_reported())).program
@@ -176,39 +178,39 @@ def shard_step(
 
 
 def shard_alone(step: Cut, batch: Batch, parts: int, name: str) -> ExactStep:
-    """Shard a step into parts that exchange gradients and results only.
+    """Shard a step into parts whose only communication is that of gradients and results.
 
     Args:
       step: the user's step, traced on a part.
-      batch: sharded arrays and dimensions.
+      batch: which arrays are sharded, and along which dimension.
       parts: number of parts.
       name: name of the strategy in errors.
 
     Raises:
-      ConfigError: the step needs more communication for one device's numbers.
+      ConfigError: one device's numbers need more communication.
     """
     shared = shard_step(step, batch, parts, ("parts",), noun="part")
     if shared.proven:
         return shared
     captured_step = None if shared.part.exchanged else captured_if_marked(step.program)
     if captured_step is not None:
-        by_loss = shard_step(
-            cut(captured_step).with_reported(), batch, parts, ("parts",), noun="part"
-        )
+        with_loss = cut(captured_step).with_reported()
+        by_loss = shard_step(with_loss, batch, parts, ("parts",), noun="part")
         if by_loss.proven:
             return dataclasses.replace(by_loss, step=step)
     raise parts_error(step, shared, name)
 
 
 def parts_error(step: Cut, shared: ExactStep, name: str, kind: str = "local") -> ConfigError:
-    """Return the error for a step whose parts (`name`) would have to communicate.
+    """Return the error for a step whose parts, such as "micro-batches", would have to communicate.
 
-    `kind` is the `Batch` that the error proposes.
+    `kind` is the value of `batch` that the error proposes.
     """
     return ConfigError(
-        f"batch='exact': {step.program.name} has values of the whole batch ({shared.reason}), and "
-        f"{name} exchange gradients and results only; use dtrans.nccl2 or dtrans.sharding, or "
-        f"pass batch={kind!r}: then each part has its own statistics, random numbers and counts"
+        f"batch='exact': {step.program.name} computes values of the whole batch ({shared.reason}), "
+        f"but {name} exchange gradients and results only; use dtrans.nccl2 or dtrans.sharding, or "
+        f"pass batch={kind!r}, with which each part has its own statistics, random numbers and "
+        "counts"
     )
 
 
@@ -216,14 +218,14 @@ def batch_axes(step: Cut, batch: Batch) -> dict[str, int]:
     """Return the sharded dimension of each sharded batch array.
 
     Raises:
-      ConfigError: an array lacks the dimension, or the number of axes differs from the step's
-        batch arguments.
+      ConfigError: an array does not have the dimension; or `batch.axes` is a tuple whose length
+        is not the number of batch arguments.
     """
     specs = step.program.args[2:]
     axes = batch.axes if isinstance(batch.axes, tuple) else (batch.axes,) * len(specs)
     if len(axes) != len(specs):
         raise ConfigError(
-            f"axes={batch.axes!r} has {len(axes)} entries, the step has {len(specs)} batch "
+            f"axes={batch.axes!r} has {len(axes)} entries, but the step has {len(specs)} batch "
             "arguments"
         )
     found: dict[str, int] = {}
@@ -234,28 +236,28 @@ def batch_axes(step: Cut, batch: Batch) -> dict[str, int]:
                 continue
             if _is_key_data(step.program, n):
                 raise ConfigError(
-                    f"{n} is {t.str_short()}, a key of jax.random.PRNGKey, and would be cut "
-                    "like rows; make it with jax.random.key, or name it in "
-                    f"dtrans.Batch(unsplit_inputs=({n!r},))"
+                    f"{n} is {t.str_short()}, a raw key of jax.random.PRNGKey, and would be "
+                    "sharded like rows; create it with jax.random.key, or pass "
+                    f"batch=dtrans.Batch(unsplit_inputs=({n!r},))"
                 )
             if axis >= t.ndim:
                 raise ConfigError(
-                    f"axes={batch.axes!r}: {n} is {t.str_short()}, which has no dimension {axis}"
+                    f"{n} is {t.str_short()}, which has no dimension {axis} (axes={batch.axes!r})"
                 )
             found[n] = axis
     return found
 
 
 def _is_key_data(program: Program, name: str) -> bool:
-    """Return True if a batch array is the raw data of a random key, and is used as a key."""
+    """Return True if a batch array has the raw data of a random key, and is used as a key."""
     v = program.invars[name]
-    return v.aval.shape == (2,) and any(
-        e.primitive.name == "random_wrap" and e.invars[0] is v for e in program.eqns
-    )
+    if v.aval.shape != (2,):
+        return False
+    return any(e.primitive.name == "random_wrap" and e.invars[0] is v for e in program.eqns)
 
 
 def rows_of(program: Program, axes: Mapping[str, int], noun: str) -> int:
-    """Return the number of rows in the batch of a program.
+    """Return the number of rows in the batch of a program; 0 if no array is sharded.
 
     Raises:
       BatchError: the batch arrays have different numbers of rows.
@@ -266,15 +268,27 @@ def rows_of(program: Program, axes: Mapping[str, int], noun: str) -> int:
     if len(rows) > 1:
         listed = " and ".join(f"{n} has {count}" for count, n in rows.items())
         raise BatchError(
-            f"the arrays of a batch are cut over the {noun}s, but {listed} rows; name arrays that "
-            f"every {noun} needs whole in dtrans.Batch(unsplit_inputs=(...)), or the dimension "
-            "of the batch in dtrans.Batch(axes=(...))"
+            f"the arrays of a batch are sharded over the {noun}s, but {listed} rows; pass "
+            f"batch=dtrans.Batch(unsplit_inputs=(...)) with the arrays that every {noun} needs in "
+            "full, or dtrans.Batch(axes=(...)) with the dimension of the rows"
         )
     return next(iter(rows), 0)
 
 
+def split_merges(ways: Mapping[str, str | int]) -> tuple[dict[str, str], dict[str, int]]:
+    """Split the merges of a `TrainerStep` into the `merges` and `joined` of an `ExactStep`."""
+    merges: dict[str, str] = {}
+    joined: dict[str, int] = {}
+    for name, way in ways.items():
+        if isinstance(way, int):
+            merges[name], joined[name] = "concat", way
+        else:
+            merges[name] = way
+    return merges, joined
+
+
 def full_type(t: Any, axis: int | None, trainers: int) -> jax.ShapeDtypeStruct:
-    """Return the type of the full value whose parts have type `t`."""
+    """Return the type of the full value, if its parts along `axis` have type `t`."""
     shape = list(t.shape)
     if axis is not None:
         shape[axis] *= trainers

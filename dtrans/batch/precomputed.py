@@ -1,15 +1,15 @@
-"""Values of the full batch that depend on no trained parameter, computed before its parts.
+"""Precomputed values: they depend on the full batch, but on no trained parameter.
 
-Examples are the number of entries in a mask, a dropout mask, or a permutation of rows. One program
-computes them first, from the batch alone, with the equations of one device. Each part gets its rows
-of a value, or the full value. The rest of the step may then add up over parts although the original
-step does not: a masked mean is a sum over rows, once its divisor is known.
+Examples are the number of entries in a mask, a dropout mask, or a permutation of rows. A program
+computes them from the full batch, before the steps of its parts. Each part gets its rows of such a
+value, or the full value. Then the rest of the step may need no communication: a masked mean, for
+example, is a sum over parts once its divisor is known.
 
     step      params, opt_state, *batch                       ->  its results
     becomes   *batch                                          ->  @given/0, @given/1, ...
               params, opt_state, *batch, @given/0, ...        ->  its results
 
-`dtrans.batch.written_parts` finds those values, and proves that the parts add up.
+`dtrans.batch.written_parts` finds these values, and proves that the parts need no communication.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Var, closed, constants, opened
 from dtrans.errors import BatchError
-from dtrans.ir.builder import Builder
+from dtrans.ir.builder import Builder, read_from
 from dtrans.ir.dataflow import avals, backward_slice
 from dtrans.ir.inline import eliminate_dead, inline_calls
 from dtrans.ir.program import FORWARD, Program
@@ -34,17 +34,17 @@ from dtrans.step.capture import value_and_grad_p
 from dtrans.step.collect import COLLECT
 
 
-ROOT = "@given"  # prefix of the names of these values
+ROOT = "@given"  # prefix of the names of precomputed values
 
 
 @dataclasses.dataclass(frozen=True)
 class Spot:
-    """Position of a value in a step.
+    """Position of a value in a step: output `out` of equation `eqn`.
 
     Attributes:
-      in_loss: True if an equation of the loss function computes it.
-      eqn: position of the equation.
-      out: position of the value among its outputs.
+      in_loss: True if `eqn` counts the equations of the loss function, False for the step's.
+      eqn: index of the equation.
+      out: index of the output.
     """
 
     in_loss: bool
@@ -54,14 +54,13 @@ class Spot:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Precomputed:
-    """Values that are computed before the parts of a step.
+    """Precomputed values of a step.
 
     Attributes:
-      spots: position of each in the step.
-      full: names of those that every part gets in full; parts get their rows of others.
-      fixed: parameters without a gradient that they may depend on, such as a key.
-      equations: primitives of the step in which they were found; positions in `spots` refer to
-        them.
+      spots: position of each value in the step.
+      full: names of the values that every part gets in full; of others, a part gets its rows.
+      fixed: parameters without a gradient that the values may depend on, such as a key.
+      equations: primitives of the step that `spots` refers to; compared before `spots` is used.
     """
 
     spots: tuple[Spot, ...]
@@ -70,25 +69,25 @@ class Precomputed:
     equations: tuple[str, ...]
 
     def _flat(self, program: Program) -> FlatStep:
-        """Return a step without calls, after a check that its equations are the same."""
+        """Return a step with calls inlined; check that it has the primitives in `equations`."""
         step = FlatStep(program)
         if step.primitives != self.equations:
             raise BatchError(
-                f"{program.name} has different equations for a batch of these shapes than for the "
-                "batch that it was planned for; make a plan for this batch"
+                f"{program.name} has other equations for a batch of these shapes than for the "
+                "batch with which it was planned; make a new plan for this batch"
             )
         return step
 
     def with_precomputed(self, program: Program) -> Program:
-        """Return a step with these values as its last arguments.
+        """Return the step with the precomputed values as its last arguments.
 
         Raises:
-          BatchError: the step has different equations than when the values were found.
+          BatchError: the equations differ from those of the step that was planned.
         """
         step = self._flat(program)
         arguments = {s: Var(step.value(s).aval) for s in self.spots}
         sub = {step.value(s): v for s, v in arguments.items() if not s.in_loss}
-        eqns = [e.replace(invars=_read(e.invars, sub)) for e in step.inner.eqns]
+        eqns = [e.replace(invars=read_from(sub, e.invars)) for e in step.inner.eqns]
         if step.loss is not None:
             eqns[step.at] = self._loss(step, eqns[step.at], arguments)
         inner = step.inner
@@ -96,7 +95,7 @@ class Precomputed:
             inner.constvars,
             step.constants,
             [*inner.invars, *arguments.values()],
-            _read(inner.outvars, sub),
+            read_from(sub, inner.outvars),
             eqns,
             inner,
         )
@@ -105,15 +104,15 @@ class Precomputed:
         return program.with_jaxpr(jaxpr, args=args, labels={})
 
     def _loss(self, step: FlatStep, eqn: JaxprEqn, arguments: Mapping[Spot, Var]) -> JaxprEqn:
-        """Return the equation of the loss with its precomputed values as operands."""
+        """Return the equation of the loss, with its precomputed values as additional operands."""
         inside = {step.value(s): Var(v.aval) for s, v in arguments.items() if s.in_loss}
         body = opened(step.body)
-        eqns = [e.replace(invars=_read(e.invars, inside)) for e in body.eqns]
+        eqns = [e.replace(invars=read_from(inside, e.invars)) for e in body.eqns]
         new = closed(
             body.constvars,
             constants(step.body),
             [*body.invars, *inside.values()],
-            _read(body.outvars, inside),
+            read_from(inside, body.outvars),
             eqns,
             step.body,
         )
@@ -121,10 +120,10 @@ class Precomputed:
         return eqn.replace(invars=operands, params={**eqn.params, "loss": eliminate_dead(new)})
 
     def precompute_program(self, program: Program) -> Program:
-        """Return the program that computes these values, from the step on the full batch.
+        """Return the program that computes the values; `program` is the step on the full batch.
 
         Raises:
-          BatchError: as `with_precomputed`.
+          BatchError: the equations differ from those of the step that was planned.
         """
         step = self._flat(program)
         unordered, used = step.without_loss([step.value(spot) for spot in self.spots])
@@ -147,7 +146,7 @@ class Precomputed:
 
 
 def with_rows_first(main: Program, axes: Mapping[str, int]) -> Program:
-    """Return a step whose batch arrays have their rows on dimension 0; it transposes them.
+    """Return the step with batch arrays whose rows are dimension 0; the new step transposes them.
 
     Args:
       main: the step.
@@ -159,22 +158,20 @@ def with_rows_first(main: Program, axes: Mapping[str, int]) -> Program:
 
     def rows_first(step: Program) -> Program:
         b = Builder(step.jaxpr)
-        ins = [
-            b.input(t.update(shape=_moved(t, moved.get(n, 0), 0).shape))
-            for n, t in step.inputs.items()
-        ]
-        transposed = [
-            b.call(_move_rows(moved[n]), v)[0] if n in moved else v
-            for n, v in zip(step.in_names, ins, strict=True)
-        ]
+        ins = []
+        for n, t in step.inputs.items():
+            ins.append(b.input(t.update(shape=_moved(t, moved.get(n, 0), 0).shape)))
+        transposed: list[Atom] = []
+        for n, v in zip(step.in_names, ins, strict=True):
+            transposed += b.call(_move_rows(moved[n]), v) if n in moved else [v]
         jaxpr = b.build(b.inline(step.jaxpr, *transposed))
-        return dataclasses.replace(
-            step, jaxpr=jaxpr, roles=(FORWARD,) * len(jaxpr.jaxpr.eqns), labels={}
-        )
+        roles = (FORWARD,) * len(jaxpr.jaxpr.eqns)
+        return dataclasses.replace(step, jaxpr=jaxpr, roles=roles, labels={})
 
-    return main.rewritten(
-        rows_first, lambda types: {n: _moved(t, 0, moved.get(n, 0)) for n, t in types.items()}
-    )
+    def types_before(types: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
+        return {n: _moved(t, 0, moved.get(n, 0)) for n, t in types.items()}
+
+    return main.rewritten(rows_first, types_before)
 
 
 def _moved(t: Any, source: int, to: int) -> jax.ShapeDtypeStruct:
@@ -190,7 +187,7 @@ def _move_rows(axis: int) -> Callable[[Any], Any]:
 
 
 class FlatStep:
-    """Step without calls; its loss is separate if one equation computes it."""
+    """Step with calls inlined; a captured loss is a separate jaxpr, `body`."""
 
     def __init__(self, program: Program) -> None:
         keep = ("loss", "loss_seed", COLLECT)
@@ -206,12 +203,12 @@ class FlatStep:
 
     @property
     def primitives(self) -> tuple[str, ...]:
-        """Names of all its primitives, in order."""
+        """Names of the primitives of the step, then of its loss, in order."""
         return tuple(e.primitive.name for e in (*self.inner.eqns, *opened(self.body).eqns))
 
     @property
     def operands(self) -> dict[Var, Atom]:
-        """Value of the step for each input of the loss."""
+        """Value of the step that is passed to each input of the loss."""
         atoms = () if self.loss is None else self.loss.invars
         return dict(zip(opened(self.body).invars, atoms, strict=True))
 
@@ -221,9 +218,9 @@ class FlatStep:
         return of.eqns[spot.eqn].outvars[spot.out]
 
     def without_loss(self, outs: Sequence[Var]) -> tuple[ClosedJaxpr, Collection[Var]]:
-        """Return a jaxpr of values in the step and its loss, and the inputs that it reads."""
+        """Return a jaxpr that computes values of the step and its loss, and its free variables."""
         body, operands = opened(self.body), self.operands
-        inlined = [e.replace(invars=_read(e.invars, operands)) for e in body.eqns]
+        inlined = [e.replace(invars=read_from(operands, e.invars)) for e in body.eqns]
         eqns = [*self.inner.eqns[: self.at], *inlined, *self.inner.eqns[self.at + 1 :]]
         positions, used = backward_slice(eqns, outs)
         jaxpr = closed(
@@ -235,7 +232,3 @@ class FlatStep:
             self.inner,
         )
         return jaxpr, used
-
-
-def _read(atoms: Collection[Atom], sub: Mapping[Any, Any]) -> list[Atom]:
-    return [sub.get(a, a) if isinstance(a, Var) else a for a in atoms]

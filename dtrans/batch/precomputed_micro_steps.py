@@ -1,9 +1,9 @@
-"""Parts of a batch without communication: micro-batches of a pipeline, micro-steps of trainers.
+"""Micro-batches of a pipeline and micro-steps of trainers, which cannot communicate.
 
-The engine writes the step of a part (`dtrans.batch.written_parts`). That it contains no
-communication is the proof that parts add up. Values of the full batch are precomputed. A pipeline
-has a program for them. Trainers compute them before the micro-steps, from their rows of the batch,
-and communicate where values depend on the full batch.
+The engine writes the step of a part (`dtrans.batch.written_parts`). If it contains no
+communication, the sum of the parts' steps is the step on the full batch. Values that need
+communication are precomputed: a pipeline has a program for them, and trainers compute them before
+the micro-steps, each from its part of the batch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import jax
 
 from dtrans._jax import ClosedJaxpr
-from dtrans.batch.exact_step import ExactStep, full_type, rows_of
+from dtrans.batch.exact_step import ExactStep, full_type, rows_of, split_merges
 from dtrans.batch.trainer_step import TrainerStep
 from dtrans.batch.written_parts import WrittenParts, adds_up, written_parts
 from dtrans.engine.layout import Shards, cut_along
@@ -28,15 +28,15 @@ from dtrans.step.cut import cut
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PrecomputedMicroSteps:
-    """Micro-steps that the engine writes, and their precomputed values.
+    """Micro-steps of trainers, and their precomputed values.
 
     Attributes:
-      full_step: step on the full batch, with its loss as one equation if it has one.
-      values: precomputed values, and the parts that read them.
-      part: step of one part, as the engine wrote it for `full_step`.
+      full_step: step on the full batch; a captured loss is one equation (`dtrans.step.capture`).
+      values: the precomputed values, and the writer of the parts that read them.
+      part: step of one part of `full_step`.
       axes: sharded dimension of each batch array.
       trainers: number of trainers.
-      over: named axes of the trainers.
+      over: mesh axes of the trainers.
     """
 
     full_step: Program
@@ -47,21 +47,20 @@ class PrecomputedMicroSteps:
     over: tuple[str, ...]
 
     def micro_step(self, types: Sequence[jax.ShapeDtypeStruct]) -> Program:
-        """Return the step of one micro-step; precomputed values are its last arguments.
+        """Return the program of one micro-step; precomputed values are its last arguments.
 
         Args:
-          types: types of the step's inputs, with a micro-step's part of the batch.
+          types: types of the step's inputs, with the batch of one micro-step.
         """
         full_step = self._of(types, self.values.parts)
         part = self.part if full_step is self.full_step else None
         return differentiated(self.values.part_of(full_step, part))
 
     def of_trainer(self, types: Sequence[jax.ShapeDtypeStruct]) -> Program:
-        """Return the program that computes a trainer's precomputed values from its part of the
-        batch.
+        """Return the program that computes a trainer's precomputed values from its part.
 
         Args:
-          types: types of the step's inputs, with a trainer's part of the batch.
+          types: types of the step's inputs, with the batch of one trainer.
         """
         program = self.values.precompute_program(self._of(types, self.trainers))
         if self.trainers == 1:
@@ -79,12 +78,11 @@ class PrecomputedMicroSteps:
         return program.with_jaxpr(jaxpr, labels={})
 
     def _of(self, types: Sequence[jax.ShapeDtypeStruct], parts: int) -> Program:
-        """Return the step on the full batch, from the number of parts and one part's input
-        types."""
-        names = self.full_step.in_names
-        return self.full_step.specialize_flat(
-            [full_type(t, self.axes.get(n), parts) for n, t in zip(names, types, strict=True)]
-        )
+        """Return the step on the full batch, if each of `parts` parts has inputs of these types."""
+        full_types = []
+        for name, t in zip(self.full_step.in_names, types, strict=True):
+            full_types.append(full_type(t, self.axes.get(name), parts))
+        return self.full_step.specialize_flat(full_types)
 
 
 def shard_by_parts(
@@ -96,20 +94,20 @@ def shard_by_parts(
     noun: str,
     part: Program | None = None,
 ) -> tuple[ExactStep, WrittenParts]:
-    """Shard a step into parts without communication.
+    """Shard a step into parts that need no communication.
 
     Args:
-      full_step: step on the full batch, with its loss as one equation if it has one.
+      full_step: step on the full batch; a captured loss is one equation (`dtrans.step.capture`).
       axes: sharded dimension of each batch array.
       fixed: untrained state that precomputed values may depend on.
       parts: number of parts.
-      over: named axes of the parts.
-      noun: name of a part in errors.
-      part: step traced on a part, if its update must be the same for all batch sizes.
+      over: mesh axes of the parts.
+      noun: noun for a part in errors.
+      part: step traced on a part, if the update must be the same for all batch sizes.
 
     Returns:
-      The sharded step, and the parts with their precomputed values. If parts do not add up, the
-      step of a part lists the communication that it would need.
+      The sharded step, and its parts with precomputed values. If the result is not `proven`, its
+      `part` lists the communication that the parts would need.
     """
     return full_step.once(
         _Sharing(tuple(axes.items()), tuple(fixed), parts, tuple(over), noun, part)
@@ -118,7 +116,7 @@ def shard_by_parts(
 
 @dataclasses.dataclass(frozen=True)
 class _Sharing:
-    """Arguments of `shard_by_parts`, hashable: `Program.once` caches the result for other plans."""
+    """Arguments of `shard_by_parts`, as a hashable function: `Program.once` caches its result."""
 
     axes: tuple[tuple[str, int], ...]
     fixed: tuple[str, ...]
@@ -135,8 +133,7 @@ class _Sharing:
         )
         proven = adds_up(part)
         program = found.part_of(full_step, part) if proven else part.program
-        merges = {n: "concat" if isinstance(way, int) else way for n, way in part.merges.items()}
-        joined = {n: way for n, way in part.merges.items() if isinstance(way, int)}
+        merges, joined = split_merges(part.merges)
         step = cut(program).with_reported()
         again = lambda types: self(full_step.specialize_flat(types))[0]
         return ExactStep(

@@ -1,15 +1,17 @@
-"""Proof that one device's step is the mean, or the sum, of the same step on the trainers' parts.
+"""Proof that one device's step is the mean, or the sum, of the user's step on the parts.
 
-The engine derives a trainer's step from the step on the full batch (`dtrans.batch.trainer_step`).
-Without communication, it has the same equations as the user's step traced on the part. Only numbers
-that depend on the batch size differ, such as 1 / B. Equations are paired from the outputs back, so
-that each value of one step is trainers**exponent times that of the other. Exponents start from the
-numbers that differ. Products add exponents; sums need terms of one exponent and keep it. A
-replicated value, such as a weight penalty, is a term of the first trainer alone: it is the mean of
-the trainers' values, and has the exponent one. Gradients with exponent one are averaged, those with
-zero are added up.
+Two programs are compared: the user's step traced on a part, and the trainer's step that the engine
+derives from the step on the full batch (`dtrans.batch.trainer_step`). If the latter does not
+communicate, both have the same equations, except numbers that depend on the batch size, such as
+1 / B. The outputs of the two programs are paired, then the equations that compute them, and so on
+back to the inputs. Each value of the user's step is trainers**exponent times the paired value.
 
-If equations do not pair, or exponents do not fit, nothing is proven.
+Exponents come from the numbers that differ. Products add exponents, and the terms of a sum must
+have the same exponent. A replicated value, such as a weight penalty, is a term of the first trainer
+only in the derived step, so its exponent is 1. Gradients with exponent 1 are averaged over
+trainers, gradients with exponent 0 are summed.
+
+If equations cannot be paired, or exponents do not fit, nothing is proven.
 """
 
 from __future__ import annotations
@@ -56,34 +58,38 @@ from dtrans.step.marks import mark_p
 
 @dataclasses.dataclass(frozen=True)
 class PartScale:
-    """Scaling exponents: a part's output equals its share of the full one times trainers**exponent.
+    """Scaling exponents: an output on a part is trainers**exponent times its term of the full one.
 
     Attributes:
-      gradients: exponent of all gradients, 0 or 1.
-      results: exponent of each result that is a sum over parts.
+      gradients: exponent of all gradients: 0 (they are summed) or 1 (they are averaged).
+      results: exponent of each result that the engine merges as a sum.
     """
 
     gradients: int
     results: Mapping[str, int]
 
 
-_ZERO = None  # exponent of a value of zeros: any exponent fits
+_ZERO = None  # exponent of a value whose entries are all 0, which fits any exponent
 Power = int | None
 
 
 class _NoScaleError(Exception):
-    """Equations do not pair, or exponents do not fit; the text is the user's line."""
+    """Raised if equations cannot be paired or exponents do not fit; the text is a source line."""
 
 
 def scale_of_parts(step: Cut, part: TrainerStep, trainers: int) -> tuple[PartScale | None, str]:
-    """Return the exponents of a step; None and the user's line if its parts do not add up.
+    """Return the exponents of a step.
 
     Args:
-      step: step traced on a trainer's part. If it is captured, its loss is paired before it is
-        differentiated: gradients have the exponent of the loss. A gradient that reads no row pairs
-        in no other way.
+      step: the user's step, traced on a trainer's part. If its loss is captured, the loss is paired
+        instead of its gradients, which have the same exponent. This also works for a gradient that
+        does not depend on the batch.
       part: step of a trainer, derived from the step on the full batch.
       trainers: number of trainers.
+
+    Returns:
+      The exponents, and "". If nothing is proven, None and the source line of the equation that
+      differs ("" if unknown).
     """
     if part.exchanged or trainers < 2:
         return None, ""
@@ -91,7 +97,7 @@ def scale_of_parts(step: Cut, part: TrainerStep, trainers: int) -> tuple[PartSca
     results = [n for n in step.results if n not in step.from_gradients]
     asked = [n for n in (*results, *step.frozen) if n in part.merges]
 
-    # gradients first, then the results
+    # outputs of both halves: the gradients, then the results
     part_marks = subset(marks, step.gradients)
     halves = _half(step.program, step.gradients, asked), _half(part.program, part_marks, asked)
     try:
@@ -102,41 +108,46 @@ def scale_of_parts(step: Cut, part: TrainerStep, trainers: int) -> tuple[PartSca
     of_gradients = {p for p in powers[:count] if p is not _ZERO}
     of_results = dict(zip(asked, powers[count:], strict=True))
 
-    # the trainers' gradients are either all summed or all averaged
+    # a plan either sums or averages all gradients
     if not of_gradients <= {0} and not of_gradients <= {1}:
         return None, ""
     scales = {}
     for n, merge in part.merges.items():
         scales[n] = of_results.get(n) or 0
-        if scales[n] not in ((0, 1) if merge == "sum" else (0,)):
+        fits = scales[n] == 0 or (merge == "sum" and scales[n] == 1)
+        if not fits:
             return None, ""
     return PartScale(max(of_gradients, default=0), scales), ""
 
 
 def _half(program: Program, gradients: Mapping[str, Atom], results: Sequence[str]) -> ClosedJaxpr:
-    """Return the equations of the forward and backward pass that gradients and results need."""
+    """Return a jaxpr that computes some gradients and results of a step."""
     inner = program.inner
     outs = [*gradients.values(), *values_at(program.outvars, results)]
     positions, _ = backward_slice(inner.eqns, outs)
     eqns = values_at(inner.eqns, positions)
-    return eliminate_dead(
-        closed(inner.constvars, program.jaxpr.consts, inner.invars, outs, eqns, inner)
-    )
+    half = closed(inner.constvars, program.jaxpr.consts, inner.invars, outs, eqns, inner)
+    return eliminate_dead(half)
 
 
 class _Pairing:
-    """Exponents of the values of two jaxprs whose equations pair, from the outputs back."""
+    """Computation of exponents, by pairing the equations of two jaxprs from their outputs back.
+
+    Args:
+      trainers: number of trainers.
+      scaled: see `TrainerStep.scaled`.
+    """
 
     def __init__(self, trainers: int, scaled: Mapping[Var, tuple[Atom, int]]) -> None:
         self.trainers = trainers
         self.scaled = scaled
 
     def powers(self, pair: Sequence[ClosedJaxpr], ins: Sequence[Power]) -> list[Power]:
-        """Return the exponents of the outputs of a part and its term, from those of the inputs."""
+        """Return the exponents of a pair of jaxprs' outputs, from those of their inputs."""
         here, there = map(opened, pair)
         if len(here.invars) != len(there.invars):
             raise _NoScaleError
-        of = lambda a, b: (id(a), id(b))  # literals are not hashable
+        of = lambda a, b: (id(a), id(b))  # id, because JAX literals are not hashable
         known: dict[tuple[int, int], Power] = dict(
             zip(map(of, here.invars, there.invars), ins, strict=True)
         )
@@ -146,7 +157,7 @@ class _Pairing:
         is_computed = lambda a, side: isinstance(a, Var) and a in producers[side]
 
         def power(a: Atom, b: Atom) -> Power:
-            """Return the exponent of a known pair, or of two numbers."""
+            """Return the exponent of a pair that is known, or of two constants."""
             if of(a, b) in known:
                 return known[of(a, b)]
             number = lambda x, side: np.asarray(x.val if isinstance(x, Literal) else side.get(x))
@@ -187,7 +198,7 @@ class _Pairing:
         return [power(*p) for p in outs]
 
     def ratio(self, here: Any, there: Any) -> Power:
-        """Return the exponent between two numbers."""
+        """Return the exponent of a pair of constants."""
         if here.dtype == object or here.shape != there.shape:
             raise _NoScaleError
         if np.array_equal(here, there, equal_nan=here.dtype.kind in "fc"):
@@ -198,7 +209,7 @@ class _Pairing:
         raise _NoScaleError
 
     def of_equation(self, x: JaxprEqn, y: JaxprEqn, ins: Sequence[Power]) -> list[Power]:
-        """Return the exponents of an equation's outputs."""
+        """Return the exponents of the outputs of a pair of equations."""
         name, count = x.primitive.name, len(x.outvars)
         if name in (SCAN, WHILE, COND, *REMAT):
             return self.of_bodies(x, y, ins)
@@ -212,20 +223,24 @@ class _Pairing:
             return [self.of_product(x, groups, ins)] * count
         known = {p for p in ins if p is not _ZERO}
         if name in ("integer_pow", "square"):
-            return [ins[0] if ins[0] is _ZERO else ins[0] * x.params.get("y", 2)]
+            if ins[0] is _ZERO:
+                return [_ZERO]
+            return [ins[0] * x.params.get("y", 2)]
         if len(known) <= 1 and len(facts_of(x).scale_free_in) == len(ins):
             return [0] * count
         if any(known):
             raise _NoScaleError
-        return [0 if known or not facts_of(x).keeps_zero(x) else _ZERO] * count
+        if not known and facts_of(x).keeps_zero(x):
+            return [_ZERO] * count
+        return [0] * count
 
     def of_product(
         self, eqn: JaxprEqn, groups: Sequence[Sequence[int]], ins: Sequence[Power]
     ) -> Power:
-        """Return the exponent of outputs that are products of several groups of operands.
+        """Return the exponent of an output that is linear in each of several groups of operands.
 
-        Operands of one group have the same exponent. Other operands have exponent 0, except a
-        divisor.
+        All operands of a group must have the same exponent, and the exponents of groups are added.
+        Other operands must have exponent 0. The exponent of a divisor is subtracted.
         """
         grouped = set(itertools.chain(*groups))
         others = [p or 0 for i, p in enumerate(ins) if i not in grouped]
@@ -240,15 +255,15 @@ class _Pairing:
         return total
 
     def of_loss(self, x: JaxprEqn, y: JaxprEqn, ins: Sequence[Power]) -> list[Power]:
-        """Return the exponents of a loss and its gradients."""
+        """Return the exponents of a captured loss and its gradients."""
         if any(ins):
             raise _NoScaleError
         losses = [inline_calls(e.params["loss"], rules=True) for e in (x, y)]
         exponents = self.powers(losses, ins)
-        return [*exponents, *(exponents[0] for _ in range(x.params["count"]))]
+        return [*exponents, *[exponents[0]] * x.params["count"]]
 
     def of_rule(self, x: JaxprEqn, y: JaxprEqn, ins: Sequence[Power]) -> list[Power]:
-        """Return the exponents of a call whose rule is linear in tangents; others do not pair."""
+        """Return the exponents of a `custom_jvp` call, whose rule is linear in the tangents."""
         if any(ins):
             raise _NoScaleError
         calls = [inline_calls(_closed(bodies(eqn)[0])) for eqn in (x, y)]
@@ -269,11 +284,8 @@ class _Pairing:
             return _together([self.powers(pair, ins[1:]) for pair in pairs])
         if name == SCAN:
             consts, carried = scan_counts(x)
-            fixed, carry, parts = (
-                ins[:consts],
-                list(ins[consts : consts + carried]),
-                ins[consts + carried :],
-            )
+            fixed, carry = ins[:consts], list(ins[consts : consts + carried])
+            parts = ins[consts + carried :]
             for _ in range(len(carry) + 1):
                 after = self.powers(pairs[0], [*fixed, *carry, *parts])
                 joined = _together([carry, after[:carried]])
@@ -295,7 +307,7 @@ class _Pairing:
 
 
 def _together(several: Sequence[Sequence[Power]]) -> list[Power]:
-    """Return the exponents of values that come from one of several bodies."""
+    """Return the exponents of values that come from one of several bodies; they must agree."""
     found: list[Power] = []
     for powers in zip(*several, strict=True):
         known = {p for p in powers if p is not _ZERO}
@@ -306,7 +318,7 @@ def _together(several: Sequence[Sequence[Power]]) -> list[Power]:
 
 
 def _producers(inner: Any) -> dict[Atom, tuple[JaxprEqn, int]]:
-    """Return the equation of each value of a jaxpr, and the value's position in its outputs."""
+    """Return, for each variable, the equation that computes it and its index in the outputs."""
     producers: dict[Atom, tuple[JaxprEqn, int]] = {}
     for eqn in inner.eqns:
         producers |= {v: (eqn, i) for i, v in enumerate(eqn.outvars)}
@@ -314,7 +326,7 @@ def _producers(inner: Any) -> dict[Atom, tuple[JaxprEqn, int]]:
 
 
 def _inlined_bodies(eqn: JaxprEqn) -> list[ClosedJaxpr]:
-    """Return the bodies of an equation, with calls and calls with derivative rules inlined."""
+    """Return the bodies of an equation, with calls inlined; calls with custom rules stay."""
     return [inline_calls(_closed(body), rules=True) for body in bodies(eqn)]
 
 

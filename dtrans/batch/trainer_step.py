@@ -1,13 +1,13 @@
-"""Step of one trainer on its part of the batch; its gradients are partial sums.
+"""Step of one trainer on its part of the batch, derived from the step on the full batch.
 
-The step is traced on the full batch, and its trainer half is rewritten for one shard
-(`dtrans.engine`). Parameters are replicated and batch arrays are sharded. Numbers that depend on
-the batch size are those of the full batch. The program communicates where a value depends on the
-full batch: a masked mean reduces two numbers, batch normalisation its two statistics. Random
-numbers with rows of the batch equal those of one device.
+The forward and backward pass of the full step are rewritten for one shard (`dtrans.engine`), with
+replicated parameters and sharded batch arrays. The program communicates where a value depends on
+the full batch: for the two sums of a masked mean, say, or the statistics of a batch normalisation.
+Numbers that depend on the batch size, and random numbers for each row, equal those of one device.
 
-Gradients stay partial sums: their sum over trainers is the gradient. They are marked, and the
-user's update follows unchanged. Every strategy can cut this program, and reduces its gradients.
+Gradients are partial sums: the sum over trainers is one device's gradient. They are marked
+(`dtrans.step.marks`), and the user's update follows unchanged. A strategy cuts this program at the
+marks, and reduces the gradients there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from dtrans._jax import (
     Atom,
     ClosedJaxpr,
     JaxprEqn,
-    Literal,
     Var,
     closed,
     constants,
@@ -35,8 +34,9 @@ from dtrans.engine.layout import PARTIAL, Gathered, Partial, ShardLayout, Shards
 from dtrans.engine.open_sums import linear_terms
 from dtrans.engine.writer import SplitWriter, written
 from dtrans.errors import BatchError
+from dtrans.ir.builder import read_from
 from dtrans.ir.cost import total_bytes
-from dtrans.ir.dataflow import avals, backward_slice, bits_of, propagate, variables
+from dtrans.ir.dataflow import avals, backward_slice, bits_of, propagate, variables, variables_read
 from dtrans.ir.inline import eliminate_dead
 from dtrans.ir.program import FORWARD, Program
 from dtrans.ir.pytree import TreeSpec
@@ -48,17 +48,17 @@ from dtrans.step.marks import mark_p
 from dtrans.step.scopes import has_local_scope
 
 
-INDEX = "@number"  # name of the argument with the trainer's index
+INDEX = "@number"  # name of the argument that is the trainer's index
 
 
 @dataclasses.dataclass(frozen=True)
 class Exchanged:
-    """Communication in the forward or backward pass, other than gradients and results.
+    """Collective in the forward or backward pass, apart from those for gradients and results.
 
     Attributes:
       op: `all_reduce`, `all_gather`, `all_to_all` or `reduce_scatter`.
-      line: user's line that needs it, `model.py:12`; empty if unknown.
-      nbytes: bytes that each trainer puts in; of a gather, bytes of its output.
+      line: source line that needs it, `model.py:12`; empty if unknown.
+      nbytes: bytes that each trainer sends; for an all-gather, the bytes of its output.
     """
 
     op: str
@@ -68,20 +68,19 @@ class Exchanged:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TrainerStep:
-    """Step as each of several trainers runs it.
+    """Step of one trainer, the same program for all trainers.
 
     Attributes:
-      program: (params, opt_state, *its part of the batch) to the step's results. Its marked
-        gradients are partial sums.
+      program: (params, opt_state, *part of the batch) -> results; marked gradients are partial
+        sums.
       merges: merge of each result, and of each parameter that trainers compute: "sum", "same", or
-        the dimension of its rows.
+        the dimension along which the parts are concatenated.
       exchanged: its communication.
-      gathers: gathered batch arrays, and why.
-      scaled: values that stand for others, and the power of the number of trainers by which they
-        are smaller (`dtrans.engine.values`).
-      local: True if some reductions are in `dtrans.local`.
+      gathers: sharded values that are gathered, each with the reason.
+      scaled: see `dtrans.engine.values.ShardValues.scaled`.
+      local: True if some equations are inside `dtrans.local`.
       takes_index: True if the last argument of the program is the trainer's index.
-      sliced: dimension of a replicated input along which trainers only read their rows.
+      sliced: row dimension of each replicated input from which trainers only read their rows.
     """
 
     program: Program
@@ -104,17 +103,17 @@ def trainer_step(
     noun: str = "trainer",
     takes_index: bool = False,
 ) -> TrainerStep:
-    """Return the step of one trainer.
+    """Derive the step of one trainer from the step on the full batch.
 
     Args:
       step: step traced on the full batch, with all gradients that are used.
-      axes: sharded dimension of each sharded batch array; others are replicated.
-      trainers: number of trainers. They have `ceil(size / trainers)` entries each; padding enters
-        no result.
-      over: named axes of the trainers.
+      axes: sharded dimension of each sharded batch array; other arrays are replicated.
+      trainers: number of trainers. Each part has `ceil(size / trainers)` entries; padding does not
+        change any result.
+      over: mesh axes of the trainers.
       open_state: True if parameters that trainers compute may be partial sums, as results may.
-      noun: name of a trainer in errors.
-      takes_index: True to make the trainer's index an argument, if the program reads it.
+      noun: noun for a trainer in errors.
+      takes_index: True to pass the trainer's index as the last argument, if the program reads it.
     """
     source = step.program
     eqns = source.eqns
@@ -123,19 +122,16 @@ def trainer_step(
     is_behind = lambda e: bits_of(behind, *e.invars) != 0
     late = [a for i in step.late for a in eqns[i].invars]
     positions, _ = backward_slice(eqns, [*outs.values(), *late], step.boundary.values())
-    after = [
-        eqns[i] for i in sorted({*positions, *step.late}) if i in step.late or is_behind(eqns[i])
-    ]
+    after = []
+    for i in sorted({*positions, *step.late}):
+        if i in step.late or is_behind(eqns[i]):
+            after.append(eqns[i])
     update_values = {v for e in after for v in e.outvars} | set(step.boundary.values())
 
     graded = [n for n in step.params if n in step.gradients]
     terms = values_at(step.gradients, graded)
     before = [n for n, a in outs.items() if not (isinstance(a, Var) and a in update_values)]
-    crossing = list(
-        dict.fromkeys(
-            a for e in after for a in e.invars if isinstance(a, Var) and a not in update_values
-        )
-    )
+    crossing = [v for v in variables_read(after) if v not in update_values]
     watched = values_at(eqns, step.early)
     wanted: list[Atom] = [*terms, *values_at(outs, before), *crossing]
     read = list(wanted)
@@ -150,7 +146,7 @@ def trainer_step(
     )
     ours = [*step.results, *(n for n in step.frozen if outs[n] is not ins[n])]
     opened = [n for n in before if n in step.results or (open_state and n in ours)]
-    # a sum over iterations of a loop is reduced once, after the loop
+    # the update may read a sum that a loop computes: reduce it once, after the loop
     of_loops = {v for e in half if e.primitive.name in LOOPS for v in e.outvars}
     ends = [*terms, *values_at(outs, opened)]
     ends += [v for v in crossing if v in of_loops]
@@ -160,12 +156,12 @@ def trainer_step(
     rows = {source.inputs[n].shape[axis] for n, axis in axes.items()}
 
     def joins(row: RowAxis, aval: Any) -> bool:
-        """Return True if the concatenated pieces, without padding of the batch, are the value."""
+        """Return True if the value is the concatenation of the pieces on real rows of the batch."""
         size = aval.shape[row.axis]
         is_even = not shards.pads(size, row) and not any(n % trainers for n in rows)
         return row.order is None and (is_even or any(row.width * n == size for n in rows))
 
-    def lies(i: int, layout: ShardLayout) -> ShardLayout:
+    def wanted_layout(i: int, layout: ShardLayout) -> ShardLayout:
         if i < len(terms):
             return PARTIAL
         i -= len(terms)
@@ -180,21 +176,19 @@ def trainer_step(
         w.pieces.takes_index = takes_index
         for n, v in ins.items():
             w.take(v, cut_along(axes[n]) if n in axes else SHARED, is_input=True)
-        values, layouts = w.write(inner.jaxpr, lies)
+        values, layouts = w.write(inner.jaxpr, wanted_layout)
         env: dict[Var, Atom] = dict(zip(crossing, values[len(terms) + len(before) :], strict=True))
         b.source = None
         for n, term in zip(graded, values, strict=False):
             (env[step.boundary[n]],) = b.bind(mark_p, term, w.read(ins[n], None), leaf=n)
         for eqn in after:
-            atoms = [
-                a if isinstance(a, Literal) or b.is_constant(a) else env[a] for a in eqn.invars
-            ]
+            atoms = read_from(env, eqn.invars)
             env.update(zip(eqn.outvars, b.copy(eqn, atoms, avals(eqn.outvars)), strict=True))
         found: dict[str, Atom] = dict(zip(before, values[len(terms) :], strict=False))
         found |= {n: env[a] for n, a in outs.items() if n not in found and isinstance(a, Var)}
         how = dict(zip(before, layouts[len(terms) :], strict=False))
         jaxpr = eliminate_dead(b.build(values_at(found, source.out_names)))
-        roles = (FORWARD,) * len(jaxpr.jaxpr.eqns)  # the cut of this program assigns them
+        roles = (FORWARD,) * len(jaxpr.jaxpr.eqns)  # replaced when the program is cut
         numbered = takes_index and w.pieces.reads_index
         args = source.args
         if numbered:
@@ -202,14 +196,15 @@ def trainer_step(
         program = Program(f"part of {source.name}", jaxpr, args, source.out, roles)
         merges = {n: _merge(how.get(n, SHARED)) for n in ours}
         exchanged = tuple(_exchanged(jaxpr))
-        sliced = {
-            n: int(row.axis) for n, v in ins.items() if isinstance(row := w.sliced.get(v), RowAxis)
-        }
+        sliced = {}
+        for n, v in ins.items():
+            row = w.sliced.get(v)
+            if isinstance(row, RowAxis):
+                sliced[n] = int(row.axis)
         return TrainerStep(
             program, merges, exchanged, tuple(w.gathers), w.scaled, local, numbered, sliced
         )
 
-    # a program that takes the index is a loss that is differentiated later
     return written(inner, shards, write)
 
 
@@ -224,10 +219,10 @@ def _index_last(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
 def _is_local(
     eqns: Sequence[JaxprEqn], source: Program, axes: Mapping[str, int], trainers: int, noun: str
 ) -> bool:
-    """Return True if equations are in `dtrans.local`.
+    """Return True if some equations are inside `dtrans.local`.
 
     Raises:
-      BatchError: trainers have unequal parts.
+      BatchError: they are, and the trainers do not have equally many rows.
     """
     if not any(map(has_local_scope, eqns)):
         return False
@@ -235,8 +230,8 @@ def _is_local(
         rows = source.inputs[n].shape[axis]
         if rows % trainers:
             raise BatchError(
-                f"{n} has {rows} rows, which {trainers} {noun}s do not divide; dtrans.local() "
-                f"reduces over each {noun}'s rows: take a multiple of {trainers} rows"
+                f"{n} has {rows} rows for {trainers} {noun}s; dtrans.local() needs equally many "
+                f"rows on each {noun}, so pass a multiple of {trainers} rows"
             )
     return True
 
@@ -250,10 +245,11 @@ def _merge(layout: ShardLayout) -> str | int:
 def _exchanged(jaxpr: Any) -> Iterator[Exchanged]:
     eqns = list(equations(jaxpr))
     if all(collective_of(eqn) is None for eqn in eqns):
-        return  # reading the lines of all equations takes longer than writing some
-    lines: dict[Any, str] = {}  # by value; a value without a line takes that of an operand
+        return  # looking up source lines is slow
+    # variable -> source line of its equation, or else that of an operand
+    lines: dict[Any, str] = {}
     for eqn in eqns:
-        around = (lines.get(a, "") for a in eqn.invars if isinstance(a, Var))
+        around = (lines.get(v, "") for v in variables(eqn.invars))
         line = line_of(eqn) or next(filter(None, around), "")
         lines |= dict.fromkeys(eqn.outvars, line)
         if collective_of(eqn) is not None:

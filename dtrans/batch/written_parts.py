@@ -1,17 +1,18 @@
-"""Steps of parts of the batch whose partial sums add up without communication.
+"""Steps of parts of the batch that need no communication.
 
 Micro-batches of a pipeline, and micro-steps of trainers, cannot communicate. The engine derives
-their step from the step on the full batch. A loss that is one equation is rewritten before it is
+their step from the step on the full batch. A captured loss is rewritten before it is
 differentiated:
 
-    loss(params, batch)                     the user's
-    term(params, part, given, number)       a part's term of it; the sum of all terms is the loss
+    loss(params, batch)                     the loss of the user's step
+    term(params, part, given, number)       term of a part; the loss is the sum of all terms
 
-The gradient of the loss is then the sum of the terms' gradients. Gradients that the step computes
-itself are written as partial sums. A value that needs communication, but depends on no trained
-parameter, is precomputed from the full batch (`dtrans.batch.precomputed`). So is a value with the
-rows of the batch that depends on their indices, such as a dropout mask. If the rest depends on the
-index of the part, as a slice of a parameter does, parts get that index with their rows.
+So the gradient of the loss is the sum of the terms' gradients. If the loss is not captured, the
+step's own gradients are rewritten as partial sums.
+
+`given` are precomputed values (`dtrans.batch.precomputed`). They need communication but depend on
+no trained parameter, or they depend on the indices of the rows, as a dropout mask does. `number` is
+the index of the part. It is passed if the step reads it, for a slice of a parameter, say.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from dtrans.batch.trainer_step import TrainerStep, trainer_step
 from dtrans.engine.layout import Partial, ShardLayout, Shards, cut_along
 from dtrans.engine.writer import SplitWriter, written
 from dtrans.errors import BatchError
-from dtrans.ir.builder import Builder
+from dtrans.ir.builder import Builder, read_from
 from dtrans.ir.dataflow import avals, backward_slice, bits_of, propagate
 from dtrans.ir.fingerprint import value_digests
 from dtrans.ir.inline import eliminate_dead
@@ -46,15 +47,16 @@ from dtrans.step.cut import cut
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class WrittenParts:
-    """Parts of a step, as the engine writes them.
+    """Writer of the step of a part, with precomputed values.
 
     Attributes:
-      values: precomputed values, except the parts' indices.
+      values: the precomputed values, except the indices of parts.
       axes: sharded dimension of each batch array.
       parts: number of parts.
-      over: named axes of the parts.
-      noun: name of a part in errors.
-      numbered: True if parts get their index, once for each row.
+      over: mesh axes of the parts.
+      noun: noun for a part in errors.
+      numbered: True to pass each part its index, as a precomputed value with one entry for each
+        row.
     """
 
     values: Precomputed
@@ -66,47 +68,50 @@ class WrittenParts:
 
     @property
     def full(self) -> tuple[str, ...]:
-        """Names of the values that every part gets in full."""
+        """Names of the precomputed values that every part gets in full."""
         return self.values.full
 
     @property
     def rows(self) -> dict[str, int]:
-        """Row dimension of each value whose rows parts get."""
+        """Row dimension, 0, of each other precomputed value: a part gets its rows."""
         count = len(self.values.spots) + self.numbered
-        return {n: 0 for i in range(count) if (n := f"{ROOT}/{i}") not in self.full}
+        names = (f"{ROOT}/{i}" for i in range(count))
+        return {n: 0 for n in names if n not in self.full}
 
     @property
     def _number(self) -> str:
         return f"{ROOT}/{len(self.values.spots)}"
 
     def step_of(self, full_step: Program) -> TrainerStep:
-        """Return the step of a part, from that on the full batch; its index is last, if it reads
-        it."""
-        program = self.values.with_precomputed(full_step) if self.values.spots else full_step
+        """Derive the step of a part from the step on the full batch (`trainer_step`)."""
+        program = full_step
+        if self.values.spots:
+            program = self.values.with_precomputed(full_step)
         step = cut(without_effects(program)).with_reported()
-        axes = {
-            **self.axes,
-            **{n: axis for n, axis in self.rows.items() if n in step.program.inputs},
-        }
+        axes = dict(self.axes)
+        for name, axis in self.rows.items():
+            if name in step.program.inputs:
+                axes[name] = axis
         return trainer_step(
             step, axes, self.parts, self.over, open_state=True, noun=self.noun, takes_index=True
         )
 
     def part_of(self, full_step: Program, found: TrainerStep | None = None) -> Program:
-        """Return the step of a part, with precomputed values as its last arguments.
+        """Return the program of a part's step, with precomputed values as its last arguments.
 
         Args:
           full_step: step on the full batch.
-          found: result of `step_of`, if known.
+          found: `step_of(full_step)`, if it is computed already.
 
         Raises:
-          BatchError: parts of a batch of this size would communicate.
+          BatchError: parts of a batch with these shapes would have to communicate.
         """
-        found = self.step_of(full_step) if found is None else found
+        if found is None:
+            found = self.step_of(full_step)
         if not adds_up(found) or found.takes_index > self.numbered:
             raise BatchError(
-                f"{full_step.name} needs an exchange across a batch of these shapes, but none for "
-                "the batch that it was planned for; make a plan for this batch"
+                f"{full_step.name} needs communication for a batch of these shapes, but not for "
+                "the batch with which it was planned; make a new plan for this batch"
             )
         part = found.program
         b = Builder(part.jaxpr)
@@ -116,7 +121,8 @@ class WrittenParts:
         if self.numbered:
             rows = b.input(_numbers_type(_rows(part, self.axes)))
             args = (*args, TreeSpec(jax.tree.structure((0,)), (self._number,)))
-            operands = [*operands, *b.call(_first, rows)] if found.takes_index else operands
+            if found.takes_index:
+                operands += b.call(_first, rows)
         jaxpr = b.build(b.inline(part.jaxpr, *operands))
         roles = (FORWARD,) * len(b.eqns)
         part = dataclasses.replace(
@@ -125,16 +131,15 @@ class WrittenParts:
         return full_step.rewritten(self.part_of, self._full_types, result=part)
 
     def _full_types(self, types: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return the types of the step's inputs, from those of a part."""
-        return {
-            n: full_type(t, self.axes.get(n), self.parts)
-            for n, t in types.items()
-            if not is_under(n, [ROOT])
-        }
+        """Convert the types of a part's inputs to those of the step on the full batch."""
+        found = {}
+        for name, t in types.items():
+            if not is_under(name, [ROOT]):
+                found[name] = full_type(t, self.axes.get(name), self.parts)
+        return found
 
     def precompute_program(self, full_step: Program) -> Program:
-        """Return the program that precomputes the values of parts, from the step on the full
-        batch."""
+        """Return the program that computes the precomputed values of a full batch."""
         program = self.values.precompute_program(full_step)
         if not self.numbered:
             return program
@@ -149,7 +154,7 @@ class WrittenParts:
 
 
 def adds_up(part: TrainerStep) -> bool:
-    """Return True if the steps of parts add up without communication."""
+    """Return True if the step of a part needs no communication."""
     return not (part.exchanged or part.gathers)
 
 
@@ -162,18 +167,19 @@ def written_parts(
     noun: str,
     part: Program | None = None,
 ) -> tuple[WrittenParts, TrainerStep]:
-    """Return the parts of a step and their precomputed values, with the step of one part.
-
-    The communication in the step of one part, if any, shows that parts do not add up.
+    """Find the values to precompute, and write the step of a part.
 
     Args:
-      full_step: step on the full batch, captured if its loss can be.
+      full_step: step on the full batch, with a captured loss if possible.
       axes: sharded dimension of each batch array.
       parts: number of parts.
-      fixed: untrained state that all parts have.
-      over: named axes of the parts.
-      noun: name of a part in errors.
-      part: step traced on a part, if its update must be the same for all batch sizes.
+      fixed: untrained state that precomputed values may depend on.
+      over: mesh axes of the parts.
+      noun: noun for a part in errors.
+      part: step traced on a part, if the update must be the same for all batch sizes.
+
+    Returns:
+      The writer, and the step of a part. It may still contain communication (see `adds_up`).
     """
     flat = FlatStep(full_step)
     ways = _ways(flat, axes, Shards(parts, tuple(over), noun), fixed, part)
@@ -185,15 +191,15 @@ def written_parts(
         return found, found.step_of(full_step)
 
     precomputed = {spot: bool(is_rows) for spot, is_rows in ways.items() if is_rows is not None}
-    if len(precomputed) < len(ways):  # so are values whose rows a part reads
+    # precompute other values too, if a part only reads its rows of them
+    if len(precomputed) < len(ways):
         _, step = of({spot: bool(is_rows) for spot, is_rows in ways.items()})
         read = dict(zip(ways, (f"{ROOT}/{i}" for i in range(len(ways))), strict=True))
         reads_rows = {spot for spot, name in read.items() if step.sliced.get(name) == 0}
-        precomputed = {
-            spot: bool(is_rows) or spot in reads_rows
-            for spot, is_rows in ways.items()
-            if is_rows is not None or spot in reads_rows
-        }
+        precomputed = {}
+        for spot, is_rows in ways.items():
+            if is_rows is not None or spot in reads_rows:
+                precomputed[spot] = bool(is_rows) or spot in reads_rows
     found, step = of(precomputed)
     return dataclasses.replace(found, numbered=step.takes_index), step
 
@@ -205,12 +211,13 @@ def _ways(
     fixed: Collection[str],
     part: Program | None,
 ) -> dict[Spot, bool | None]:
-    """Return the positions of precomputed values: True if parts get rows, False for full values.
+    """Return the positions of the values to precompute, and how parts get each.
 
-    Values are precomputed if a part would need communication, or its index, to compute them. None
-    stands for a value that a part computes in full, with as many rows as the batch: the part may
-    only read its rows. An update that gets the number of rows as a value is the same for all batch
-    sizes.
+    A value is precomputed if a part would need communication, or its index, to compute it. The
+    value True means that a part gets its rows, False that it gets the full value. None marks a
+    value that a part can compute in full, but that has as many rows as the batch: it is
+    precomputed only if parts read no other rows than their own. If `part` is passed, numbers in the
+    update that depend on the batch size are precomputed too.
     """
     spots = _free(flat, fixed)
     jaxpr, _ = flat.without_loss([flat.value(s) for s in spots])
@@ -218,7 +225,7 @@ def _ways(
     has_rows = [flat.value(s).aval.shape[:1] == (rows,) for s in spots]
     computed_in_full = set()
 
-    def lies(i: int, layout: ShardLayout) -> ShardLayout:
+    def wanted_layout(i: int, layout: ShardLayout) -> ShardLayout:
         if layout is SHARED and has_rows[i]:
             computed_in_full.add(i)
             return cut_along(0)
@@ -228,7 +235,7 @@ def _ways(
         w.pieces.takes_index = True
         for n, v in zip(flat.program.in_names, flat.inner.invars, strict=True):
             w.take(v, cut_along(axes[n]) if n in axes else SHARED, is_input=True)
-        outs, layouts = w.write(opened(jaxpr), lies)
+        outs, layouts = w.write(opened(jaxpr), wanted_layout)
         return eliminate_dead(w.b.build(outs)), layouts, w.pieces.reads_index
 
     jaxpr_of_part, layouts, is_numbered = written(jaxpr, shards, write)
@@ -241,7 +248,7 @@ def _ways(
         needed, read = backward_slice(program.eqns, [a])
         inside = itertools.chain.from_iterable(equations_inside(program.eqns[k]) for k in needed)
         is_exchanged = any(map(is_communication, (*values_at(program.eqns, needed), *inside)))
-        # rows in another order are not those of the part
+        # a piece whose rows are reordered does not have the rows of the part
         is_reordered = isinstance(layout, RowAxis) and layout.order is not None
         if (
             isinstance(layout, Partial)
@@ -261,33 +268,31 @@ def _ways(
 
 
 def _sized(flat: FlatStep, part: Program, spots: Sequence[Spot]) -> set[Spot]:
-    """Return the positions outside of the loss at which a step depends on the batch size.
+    """Return the positions whose values depend on the batch size.
 
     Args:
       flat: step on the full batch.
       part: step traced on a part of the batch.
-      spots: positions to compare.
+      spots: positions outside of the loss.
     """
-    mine, theirs = (
-        value_digests(x.jaxpr, x.program.in_names) for x in (flat, FlatStep(captured(part)))
-    )
-    known = {*theirs.values()}
+    on_part = FlatStep(captured(part))
+    mine = value_digests(flat.jaxpr, flat.program.in_names)
+    known = set(value_digests(on_part.jaxpr, on_part.program.in_names).values())
     return {s for s in spots if mine[flat.value(s)] not in known}
 
 
 def _free(flat: FlatStep, fixed: Collection[str]) -> list[Spot]:
-    """Return the positions of untrained values that trained equations read."""
+    """Return the positions of values without trained parameters that other equations read."""
     p = flat.program
     batch = {n for spec in p.args[2:] for n in spec.names}
-    trained = {
-        v: 1
-        for n, v in zip(p.in_names, flat.inner.invars, strict=True)
-        if n not in batch and n not in fixed
-    }
+    trained: dict[Var, int] = {}
+    for n, v in zip(p.in_names, flat.inner.invars, strict=True):
+        if n not in batch and n not in fixed:
+            trained[v] = 1
     around = propagate(flat.inner.eqns, trained, {})
     body = opened(flat.body)
     operand = flat.operands
-    seeds = {v: 1 for v, a in operand.items() if isinstance(a, Var) and around.get(a)}
+    seeds = {v: 1 for v, a in operand.items() if bits_of(around, a)}
     inside = propagate(body.eqns, seeds, {})
     where: dict[Var, Spot] = {}
     producers = {v: e for e in (*flat.inner.eqns, *body.eqns) for v in e.outvars}
@@ -297,21 +302,12 @@ def _free(flat: FlatStep, fixed: Collection[str]) -> list[Spot]:
     found: dict[Spot, None] = {}
 
     def note(atoms: Sequence[Atom]) -> None:
-        for a in atoms:
-            a = operand.get(a, a) if isinstance(a, Var) else a
-            is_bound = isinstance(a, Literal) or around.get(a) or inside.get(a)
-            while (
-                not is_bound
-                and isinstance(a, Var)
-                and (maker := producers.get(a))
-                and _moves_rows(maker)
-            ):
-                a = maker.invars[0]
-            if (
-                not is_bound
-                and a in where
-                and not jnp.issubdtype(a.aval.dtype, jax.dtypes.extended)
-            ):
+        for a in read_from(operand, atoms):
+            if isinstance(a, Literal) or around.get(a) or inside.get(a):
+                continue
+            while isinstance(a, Var) and a in producers and _moves_rows(producers[a]):
+                a = producers[a].invars[0]
+            if a in where and not jnp.issubdtype(a.aval.dtype, jax.dtypes.extended):
                 found[where[a]] = None
 
     def is_bound(eqn: JaxprEqn, bits: Mapping[Var, int]) -> bool:
@@ -329,7 +325,7 @@ def _free(flat: FlatStep, fixed: Collection[str]) -> list[Spot]:
 
 
 def _moves_rows(eqn: JaxprEqn) -> bool:
-    """Return True for a transpose that replaces dimension 0: parts transpose their rows."""
+    """Return True for a transpose that moves dimension 0, which each part runs on its rows."""
     return eqn.primitive.name == "transpose" and eqn.params["permutation"][0] != 0
 
 
@@ -342,7 +338,7 @@ def _numbers_type(rows: int) -> Any:
 
 
 def without_effects(program: Program) -> Program:
-    """Return a step without prints and callbacks: values of a part are not those of the step."""
+    """Return a step without prints and callbacks, because values of a part would be confusing."""
     return program.rewritten(_drop_effects)
 
 

@@ -70,7 +70,9 @@ def on_first(x: Array, start: Array) -> Array:
 
 def _wide(x: Array) -> Array:
     """Convert indices to integers of at least 32 bits, so that sums with positions fit."""
-    return x if x.dtype.itemsize == 8 else x.astype(jnp.int32)
+    if x.dtype.itemsize == 8:
+        return x
+    return x.astype(jnp.int32)
 
 
 def _with(indices: Array, component: int, value: Array) -> Array:

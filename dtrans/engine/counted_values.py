@@ -49,7 +49,9 @@ class CountedValues:
                 atoms.append(self.values.read(a, along))
             return recipe.write(self.values.b, atoms)
         way = strategy_of(eqn, [row, *(SHARED,) * (len(eqn.invars) - 1)], self.values.shards)
-        return None if way is None or way.outs != (row,) else self.values.carry_out(eqn, way)[0]
+        if way is None or way.outs != (row,):
+            return None
+        return self.values.carry_out(eqn, way)[0]
 
     def _is_counted(self, var: Atom, axis: int) -> bool:
         """Return True if pieces along `axis` can be computed from counters and small values."""

@@ -101,7 +101,9 @@ class Shards:
         slots = np.where(first < 0, -1, first // width)
         row = RowAxis("", axis, width, RowOrder(tuple(map(tuple, slots.tolist()))))
         runs = dataclasses.replace(row, order=None)
-        return self.plain(runs, size) if np.array_equal(entries, self.entries(size, runs)) else row
+        if np.array_equal(entries, self.entries(size, runs)):
+            return self.plain(runs, size)
+        return row
 
     def plain(self, row: RowAxis, size: int) -> RowAxis:
         """Return the simplest layout with the same pieces; without padding, runs have width 1."""

@@ -219,7 +219,9 @@ def _inside(x: ShardLayout) -> ShardLayout:
 
 
 def _stack(x: ShardLayout) -> ShardLayout:
-    return _moved(x, 1) if isinstance(x, RowAxis) else x
+    if isinstance(x, RowAxis):
+        return _moved(x, 1)
+    return x
 
 
 def _moved(row: RowAxis, by: int) -> RowAxis:

@@ -44,7 +44,9 @@ def sharded_iterations(
     (row,) = rows
     (body,) = bodies(eqn)
     added = _added(opened(inline_calls(body, rules=True)), consts, carried)
-    return None if row.axis or added is None else (row, added)
+    if row.axis or added is None:
+        return None
+    return (row, added)
 
 
 def _added(inner: Jaxpr, consts: int, carried: int) -> list[bool] | None:

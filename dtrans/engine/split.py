@@ -125,7 +125,9 @@ def _output(computed: ShardLayout, axis: int | None, a: Atom, shards: Shards) ->
     """Return the layout of an output that is sharded along `axis`; -1 keeps its computed axis."""
     if axis == -1:
         axis = computed.axis if isinstance(computed, RowAxis) else None
-    return SHARED if axis is None else shards.plain(RowAxis("", axis), a.aval.shape[axis])
+    if axis is None:
+        return SHARED
+    return shards.plain(RowAxis("", axis), a.aval.shape[axis])
 
 
 def _check(option: str, what: str, cuts: Mapping[int, int | None], values: Any) -> None:

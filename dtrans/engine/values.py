@@ -93,7 +93,9 @@ class ShardValues(abc.ABC):
 
     def layout(self, atom: Atom) -> ShardLayout:
         """Return the layout in which a value was computed."""
-        return SHARED if isinstance(atom, Literal) else self.layouts.get(atom, SHARED)
+        if isinstance(atom, Literal):
+            return SHARED
+        return self.layouts.get(atom, SHARED)
 
     def operand(self, atom: Atom) -> Operand:
         """Describe a value to `dtrans.engine.rules.choose`."""
@@ -215,7 +217,9 @@ class ShardValues(abc.ABC):
 
     def producer(self, atom: Atom) -> JaxprEqn | None:
         """Return the equation that computes a value; None for inputs, constants and literals."""
-        return self._producers.get(atom) if isinstance(atom, Var) else None
+        if isinstance(atom, Var):
+            return self._producers.get(atom)
+        return None
 
     def reads_of(self, var: Var) -> int:
         """Return the number of times that equations and outputs read a value."""
@@ -223,7 +227,9 @@ class ShardValues(abc.ABC):
 
     def reduced_here(self, op: str, terms: Sequence[Atom]) -> Sequence[Atom]:
         """All-reduce terms over shards; inside `dtrans.local`, return them unchanged."""
-        return terms if self.in_local else self.reduced(op, terms)
+        if self.in_local:
+            return terms
+        return self.reduced(op, terms)
 
     def reduced(self, op: str, terms: Sequence[Atom]) -> list[Var]:
         """All-reduce terms over shards."""

@@ -408,7 +408,9 @@ class BodyWriter:
             full: Any, layouts_in: Sequence[ShardLayout], wanted: Sequence[ShardLayout]
         ) -> ClosedJaxpr | None:
             found = on_pieces(full, layouts_in, wanted)
-            return None if found is None else found[0]
+            if found is None:
+                return None
+            return found[0]
 
         (body,) = bodies(eqn)
         if (found := on_pieces(body, ins, None)) is None:

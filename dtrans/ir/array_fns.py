@@ -82,7 +82,9 @@ def in_one(parts: jax.Array, axis: int) -> jax.Array:
 def sum_type(dtype: Any) -> Any:
     """Return the dtype in which arrays of `dtype` are summed: float32 for shorter floats."""
     small = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
-    return np.dtype(np.float32) if small else dtype
+    if small:
+        return np.dtype(np.float32)
+    return dtype
 
 
 @functools.cache  # issubdtype takes microseconds, and servers ask in each step
@@ -93,7 +95,9 @@ def is_key(dtype: Any) -> bool:
 
 def words(x: Any) -> Any:
     """Return the uint32 words of random keys; return other arrays unchanged."""
-    return jax.random.key_data(x) if is_key(x.dtype) else x
+    if is_key(x.dtype):
+        return jax.random.key_data(x)
+    return x
 
 
 def words_type(aval: Any) -> Any:

@@ -106,7 +106,9 @@ def _rewritten(jaxpr: Any, numbers: Facts[Fact]) -> Any:
     if not changed:
         return jaxpr
     new_jaxpr = _without_unread(b.build(read_from(env, inner.outvars)), inner)
-    return new_jaxpr if isinstance(jaxpr, ClosedJaxpr) else opened(new_jaxpr)
+    if isinstance(jaxpr, ClosedJaxpr):
+        return new_jaxpr
+    return opened(new_jaxpr)
 
 
 def _without_unread(jaxpr: ClosedJaxpr, old: Any) -> ClosedJaxpr:
@@ -139,7 +141,9 @@ def _components(indices: Atom, before: Sequence[JaxprEqn]) -> list[Atom]:
         return []
     if eqn.params["dimension"] != indices.aval.ndim - 1:
         return []
-    return list(eqn.invars) if all(a.aval.shape[-1] == 1 for a in eqn.invars) else []
+    if all(a.aval.shape[-1] == 1 for a in eqn.invars):
+        return list(eqn.invars)
+    return []
 
 
 def _batched(
@@ -211,7 +215,9 @@ def _batched(
     at = rest[0] if len(rest) == 1 else b.call(_joined, *rest)[0]
     if gathers:
         (gathered,) = b.copy(eqn, [atoms[0], at], indices_are_sorted=False, **params)
-        return b.call(_expanded(tuple(dropped)), gathered)[0] if dropped else gathered
+        if dropped:
+            return b.call(_expanded(tuple(dropped)), gathered)[0]
+        return gathered
     updates = b.call(_squeezed(tuple(dropped)), atoms[2])[0] if dropped else atoms[2]
     return b.copy(
         eqn, [atoms[0], at, updates], [eqn.outvars[0].aval], indices_are_sorted=False, **params

@@ -37,7 +37,9 @@ def nbytes(aval: Any) -> int:
       24
     """
     dtype = getattr(aval, "dtype", None)
-    return 0 if dtype is None else _product(aval.shape) * int(dtype.itemsize)
+    if dtype is None:
+        return 0
+    return _product(aval.shape) * int(dtype.itemsize)
 
 
 def total_bytes(atoms: Iterable[Atom]) -> int:

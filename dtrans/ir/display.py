@@ -85,7 +85,9 @@ def attribute(value: Any) -> str:
     # functions, e.g. derivative rules: their text has an address, which differs in each run
     if "\n" in text or text.startswith("<"):
         return f"<{type(value).__name__}>"
-    return text if len(text) <= 120 else text[:117] + "..."
+    if len(text) <= 120:
+        return text
+    return text[:117] + "..."
 
 
 def op_line(op: ShownOp) -> str:

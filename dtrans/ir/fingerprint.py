@@ -153,7 +153,9 @@ def _param_text(write: _Writer, x: Any) -> str:
 
 
 def _digest_of(digests: Mapping[Any, str], atom: Atom) -> str:
-    return number(atom) if isinstance(atom, Literal) else digests[atom]
+    if isinstance(atom, Literal):
+        return number(atom)
+    return digests[atom]
 
 
 def output_digest(half: Any) -> str:
@@ -181,7 +183,9 @@ def digest(text: str) -> str:
 def table(rows: Mapping[str, Any]) -> str:
     """Return a part with a line `name value` for each row; its digest if it is too long."""
     text = "\n".join(f"{name} {value}" for name, value in rows.items())
-    return text if len(text) <= LONGEST else digest(text)
+    if len(text) <= LONGEST:
+        return text
+    return digest(text)
 
 
 def differences(
@@ -232,7 +236,9 @@ def brief(value: Any) -> str:
     if value is None:
         return "missing"
     text = value if isinstance(value, str) and value.isprintable() else repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    if len(text) <= 80:
+        return text
+    return f"{text[:77]}..."
 
 
 class _Writer:
@@ -272,7 +278,9 @@ class _Writer:
         return f"{type(x).__qualname__} {without_addresses(str(x))}"
 
     def atom(self, a: Any, numbers: Mapping[Var, str]) -> str:
-        return f"{self.value(a.val)}:{self.type(a.aval)}" if isinstance(a, Literal) else numbers[a]
+        if isinstance(a, Literal):
+            return f"{self.value(a.val)}:{self.type(a.aval)}"
+        return numbers[a]
 
     def type(self, aval: Any) -> str:
         known = self._types.get(aval)

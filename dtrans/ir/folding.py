@@ -70,7 +70,9 @@ def fold(
         if is_number(ins[moved[0]]) and all(are_equal(ins[i], ins[moved[0]]) for i in moved):
             return ins[moved[0]].astype(aval.dtype)
         same = same_operand(eqn, out)
-        return None if same is None else _known(ins[same])
+        if same is None:
+            return None
+        return _known(ins[same])
 
     zeros = [i for i, x in enumerate(ins) if is_number(x, 0)]
     factors = zeros_by(eqn, zeros)
@@ -80,7 +82,9 @@ def fold(
         return None
     if all(map(is_number, ins)):
         number = number_of(eqn, ins)
-        return None if number is None else np.asarray(number, aval.dtype)
+        if number is None:
+            return None
+        return np.asarray(number, aval.dtype)
 
     absorbing = {"and": False, "or": True}.get(name) if aval.dtype == bool else None
     if absorbing is not None and any(is_number(x, absorbing) for x in ins):
@@ -125,11 +129,15 @@ def number_by_numpy(eqn: JaxprEqn, numbers: Sequence[Number]) -> Any:
     """
     compute = _IN_NUMPY.get(eqn.primitive.name)
     with np.errstate(all="ignore"):
-        return None if compute is None else compute(*numbers)
+        if compute is None:
+            return None
+        return compute(*numbers)
 
 
 def number_by_jax(eqn: JaxprEqn, numbers: Sequence[Number]) -> Any:
     """Compute an equation with JAX, on the default device."""
     with jax.ensure_compile_time_eval():
         outputs = eqn.primitive.bind(*map(jnp.asarray, numbers), **eqn.params)
-    return outputs[0] if eqn.primitive.multiple_results else outputs
+    if eqn.primitive.multiple_results:
+        return outputs[0]
+    return outputs

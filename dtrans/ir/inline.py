@@ -96,7 +96,9 @@ def inline_calls(
 
 
 def _replaced(env: Mapping[Var, Atom], atom: Atom) -> Atom:
-    return atom if isinstance(atom, Literal) else env.get(atom, atom)
+    if isinstance(atom, Literal):
+        return atom
+    return env.get(atom, atom)
 
 
 def _within(eqn: JaxprEqn, call: JaxprEqn, wrap: Callable[[JaxprEqn], JaxprEqn]) -> JaxprEqn:

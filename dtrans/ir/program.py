@@ -261,7 +261,9 @@ class Program(NamedJaxpr):
         """
         result = pass_(self) if result is None else result
         again = None if self.specializer is None else Rewrite(self, pass_, result.in_names, types)
-        return result if result is self else dataclasses.replace(result, specializer=again)
+        if result is self:
+            return result
+        return dataclasses.replace(result, specializer=again)
 
     def returning(self, out: TreeSpec, names: Sequence[str], **changed: Any) -> Program:
         """Return this program with some of its outputs, in a new structure; shapes are fixed.
@@ -330,7 +332,9 @@ class Program(NamedJaxpr):
         # A call never has weak types (`jnp.asarray(0.5)` at the trace), and strong types lead to
         # other equations. So a program with weak types is not the program for its own signature.
         weak = any(getattr(v.aval, "weak_type", False) for v in self.inner.invars)
-        return {} if weak else {self._signature: self}
+        if weak:
+            return {}
+        return {self._signature: self}
 
     # -- showing it ------------------------------------------------------------------------------
 
@@ -370,7 +374,9 @@ def signature(arrays: Sequence[Any]) -> Signature:
 
     def dtype(x: Any) -> Any:
         d = x.dtype
-        return d if jnp.issubdtype(d, jax.dtypes.extended) else jax.dtypes.canonicalize_dtype(d)
+        if jnp.issubdtype(d, jax.dtypes.extended):
+            return d
+        return jax.dtypes.canonicalize_dtype(d)
 
     return tuple((tuple(x.shape), dtype(x)) for x in map(as_array, arrays))
 
@@ -398,7 +404,9 @@ def _retrace(program: Program, wanted: Signature) -> Program:
         try:
             types = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in wanted]
             found = program.specializer(types)
-            return found if program.plan is None else dataclasses.replace(found, plan=program.plan)
+            if program.plan is None:
+                return found
+            return dataclasses.replace(found, plan=program.plan)
         except DtransError:
             raise  # dtrans errors already name the cause
         except (TypeError, ValueError) as e:

@@ -96,7 +96,9 @@ class TreeSpec:
     @property
     def root(self) -> str:
         """First path component of all names; empty without arrays."""
-        return self.names[0].split("/")[0] if self.names else ""
+        if self.names:
+            return self.names[0].split("/")[0]
+        return ""
 
     def flatten(self, tree: Any, what: str = "argument") -> list[Any]:
         """Return the arrays of `tree` in leaf order; explicitly sharded ones without the mesh axes.
@@ -163,7 +165,9 @@ def as_array(leaf: Any) -> Any:
     """Convert a Python or NumPy scalar to an array, as JAX does; return others unchanged."""
     if isinstance(leaf, np.generic):
         return np.asarray(leaf)
-    return jnp.asarray(leaf) if isinstance(leaf, NUMBERS) else leaf
+    if isinstance(leaf, NUMBERS):
+        return jnp.asarray(leaf)
+    return leaf
 
 
 def check_integers(name: str, leaf: Any) -> None:

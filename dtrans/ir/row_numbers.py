@@ -56,7 +56,9 @@ def numbers_of(jaxpr: Any) -> Facts[Fact]:
 def known_of(fact: Fact, component: Entry = None) -> Known:
     """Return the fact about a whole value, or about one entry of its last dimension."""
     place = 0 if component is None else 1 + component
-    return fact[place] if place < len(fact) else None
+    if place < len(fact):
+        return fact[place]
+    return None
 
 
 def _of_equation(eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact] | None:
@@ -117,7 +119,9 @@ def _broadcast(eqn: JaxprEqn, fact: Fact, component: Entry) -> Known:
     if not isinstance(known, Count):
         return known
     to = dims[known.axis]
-    return Count(to, known.size) if shape[to] == known.size else Same(0)
+    if shape[to] == known.size:
+        return Count(to, known.size)
+    return Same(0)
 
 
 def _concatenated(eqn: JaxprEqn, ins: Sequence[Fact], component: int) -> Known:
@@ -140,7 +144,9 @@ def _of_value(value: np.ndarray[Any, Any]) -> Known:
     first, last = value.flat[0], value.flat[-1]
     if first == last and np.all(value == first):
         of_one_row = value.shape == (1,) and value.dtype.kind != "b" and value[0] == 0
-        return Count(0, 1) if of_one_row else Same(int(first))
+        if of_one_row:
+            return Count(0, 1)
+        return Same(int(first))
     for d, size in enumerate(value.shape):
         if first != 0 or last != size - 1:
             continue
@@ -166,7 +172,9 @@ def _moved(eqn: JaxprEqn, known: Known) -> Known:
         return Count(list(eqn.params["permutation"]).index(axis), known.size)
     if name == "squeeze":
         gone = eqn.params["dimensions"]
-        return Same(0) if axis in gone else Count(axis - sum(d < axis for d in gone), known.size)
+        if axis in gone:
+            return Same(0)
+        return Count(axis - sum(d < axis for d in gone), known.size)
     if eqn.params["dimensions"] is not None:
         return None
     old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
@@ -178,7 +186,9 @@ def _moved(eqn: JaxprEqn, known: Known) -> Known:
 
 def _ends(known: Count | Same) -> tuple[int, int]:
     """Return the smallest and the largest entry."""
-    return (0, known.size - 1) if isinstance(known, Count) else (known.value, known.value)
+    if isinstance(known, Count):
+        return (0, known.size - 1)
+    return (known.value, known.value)
 
 
 def _cast(eqn: JaxprEqn, of: Sequence[Known]) -> Known:
@@ -209,7 +219,9 @@ def _compared(eqn: JaxprEqn, of: Sequence[Known]) -> Known:
         return None
     compare = _COMPARE[eqn.primitive.name]
     answers = {compare(x, y) for x in _ends(a) for y in _ends(b)}
-    return Same(int(answers.pop())) if len(answers) == 1 else None
+    if len(answers) == 1:
+        return Same(int(answers.pop()))
+    return None
 
 
 def _selected(eqn: JaxprEqn, of: Sequence[Known]) -> Known:

@@ -62,7 +62,9 @@ class Flow:
 
     def layout(self, atom: Atom) -> Layout:
         """Return the layout of a value."""
-        return SHARED if isinstance(atom, Literal) else self.layouts.get(atom, SHARED)
+        if isinstance(atom, Literal):
+            return SHARED
+        return self.layouts.get(atom, SHARED)
 
 
 class FlowPass:
@@ -241,7 +243,9 @@ class FlowPass:
         if not where and self.within is not None:
             where = origin_of(self.within)
         where = where or scope_of(eqn)
-        return f"{text} ({where})" if where else text
+        if where:
+            return f"{text} ({where})"
+        return text
 
 
 # claims of an input that an equation reads in full: two, so that neither is adopted

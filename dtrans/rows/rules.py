@@ -80,7 +80,9 @@ def rows_of_operands(eqn: JaxprEqn, row: RowAxis, out: int = 0) -> Step | None:
 def _one(ins: Sequence[Layout]) -> RowAxis | None:
     """Return the layout of the operands with rows, if all of these have the same; else None."""
     rows = set(row_axes(ins))
-    return rows.pop() if len(rows) == 1 else None
+    if len(rows) == 1:
+        return rows.pop()
+    return None
 
 
 def _all_as(row: RowAxis, eqn: JaxprEqn) -> tuple[RowAxis | None, ...]:

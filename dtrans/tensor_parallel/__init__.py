@@ -1,4 +1,4 @@
-"""Tensor parallelism: default cuts of a layer's parameters. `dtrans.engine` writes the cut layer.
+"""Tensor parallelism: default cuts of a layer's parameters; `dtrans.engine` writes the program.
 
-defaults    default cuts of parameters
+defaults    choice of the default cuts
 """

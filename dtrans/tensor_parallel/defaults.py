@@ -1,17 +1,18 @@
-"""Default cuts of the parameters in a split scope.
+"""Default cuts: the dimensions along which the parameters of a layer are sharded.
 
-One pass over the equations. Each equation decides from the cuts so far:
+One pass over the equations chooses the cuts. The first of these equations that reads a parameter
+decides:
 
     dot_general    A kernel is cut along its output dimension (columns). If the other operand is
-                   cut along the contracted dimension, so is the kernel (rows): a second layer
-                   then reads the shards of the first. A stack of kernels, one for
-                   each expert (a batch dimension), is cut along the experts.
+                   already cut along the contracted dimension, the kernel is too (rows). So a
+                   second layer reads the shards of the first. A stack of kernels with a batch
+                   dimension (experts) is cut along that dimension.
     convolution    A kernel is cut along its output features.
     gather         An embedding table is cut along the dimension of the ids.
-    elementwise    An operand with the cut dimension of another operand (a bias) is cut along it.
+    elementwise    A parameter (a bias) is cut along the dimension in which another operand is cut.
 
-The first equation that reads a parameter in one of these ways decides. It may read it through
-transposes, type conversions and added dimensions.
+The equation may read the parameter itself, its transpose, its conversion to another dtype, or the
+parameter with added dimensions.
 
 Source: EPL's `split` scopes (epl/ops/distributed_dense.py: columns of every dense layer); rows
 after columns are Megatron's (Shoeybi et al., 2019).
@@ -26,10 +27,10 @@ from dtrans.engine.layout import ShardLayout, Shards, cut_along
 from dtrans.engine.rules import Operand, choose
 from dtrans.ir.inline import eliminate_dead, inline_calls
 from dtrans.ir.selection import values_at
-from dtrans.rows.layout import SHARED, RowAxis
+from dtrans.rows.layout import SHARED, RowAxis, row_axes, rows_or_none
 
 
-# a parameter, and the parameter's dimension for each dimension of a value
+# (index of a parameter, for each dimension of a value the parameter's dimension or None)
 Origin = tuple[int, tuple[int | None, ...]]
 
 
@@ -40,18 +41,18 @@ def default_cuts(
     scope: Callable[[JaxprEqn], bool] | None = None,
     cuts: Mapping[int, int] | None = None,
 ) -> dict[int, int]:
-    """Return the cuts of a split scope without explicit cuts, as `dtrans.split(shards)`.
+    """Return the cuts of parameters in a `dtrans.split(shards)` scope.
 
     Args:
-      jaxpr: a forward pass, or one with its gradients.
-      params: positions of the inputs that may be cut.
-      shards: the number of shards.
-      scope: a predicate: True if an equation lies in the split scope; by default always. Only
-        parameters read there are cut.
-      cuts: dimensions of other inputs, or of parameters that the user has cut.
+      jaxpr: a forward pass, with or without gradients.
+      params: indices of the inputs that are parameters.
+      shards: number of shards.
+      scope: returns True if an equation is in the scope; only parameters that such equations read
+        are cut. By default all equations are in the scope.
+      cuts: given cuts: index of an input -> dimension.
 
     Returns:
-      `cuts` and the default cuts: position of an input to dimension.
+      The given and the default cuts: index of an input -> dimension.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -76,7 +77,7 @@ def default_cuts(
 
 
 class _CutChooser:
-    """Pass over equations that chooses cuts and follows the layouts that result."""
+    """Pass over equations that chooses cuts, and propagates the resulting layouts."""
 
     def __init__(
         self,
@@ -93,12 +94,16 @@ class _CutChooser:
         self.origins: dict[Var, Origin] = {}
 
     def layout(self, a: Atom) -> ShardLayout:
-        return SHARED if isinstance(a, Literal) else self.layouts.get(a, SHARED)
+        if isinstance(a, Literal):
+            return SHARED
+        return self.layouts.get(a, SHARED)
 
     def origin(self, a: Atom) -> Origin | None:
-        """Return the parameter that a value is a view of, unless that is cut already."""
+        """Return the origin of a value that is a view of a parameter which is not cut yet."""
         found = None if isinstance(a, Literal) else self.origins.get(a)
-        return None if found is None or found[0] in self.cuts else found
+        if found is None or found[0] in self.cuts:
+            return None
+        return found
 
     def follow(self, eqns: Iterable[JaxprEqn]) -> None:
         for eqn in eqns:
@@ -108,7 +113,7 @@ class _CutChooser:
             if self.scope(eqn):
                 self._decide(eqn)
             ins = [Operand(self.layout(a)) for a in eqn.invars]
-            if any(isinstance(x.layout, RowAxis) for x in ins):
+            if row_axes(x.layout for x in ins):
                 outs = choose(eqn, ins, self.shards).outs
                 self.layouts.update(zip(eqn.outvars, outs, strict=True))
             if _keeps_dimensions(eqn) and (origin := self.origin(eqn.invars[0])):
@@ -125,25 +130,25 @@ class _CutChooser:
             self.layouts[v] = self.layout(a)
 
     def _decide(self, eqn: JaxprEqn) -> None:
-        """Cut the parameters that an equation reads in one of the known ways."""
+        """Cut the parameters that an equation reads, if it has one of the rules above."""
         for i, a in enumerate(eqn.invars):
             origin = self.origin(a)
             if origin is None:
                 continue
             layouts = map(self.layout, eqn.invars)
-            axis = _axis(eqn, i, [x if isinstance(x, RowAxis) else None for x in layouts])
+            axis = _axis(eqn, i, list(map(rows_or_none, layouts)))
             dim = None if axis is None else origin[1][axis]
             if dim is None:
                 continue
             self.cuts[origin[0]] = dim
-            # earlier views of the parameter are cut too
+            # views of the parameter that were computed before are now cut too
             for v, (pos, dims) in self.origins.items():
                 if pos == origin[0] and dim in dims:
                     self.layouts[v] = cut_along(dims.index(dim))
 
 
 def _axis(eqn: JaxprEqn, i: int, cuts: list[RowAxis | None]) -> int | None:
-    """Return the dimension to cut of operand `i`, a parameter; None if the equation has no rule."""
+    """Return the dimension along which operand `i`, a parameter, is cut; None without a rule."""
     name, shape = eqn.primitive.name, eqn.invars[i].aval.shape
     if name == "dot_general":
         contract, batch = eqn.params["dimension_numbers"]
@@ -152,35 +157,43 @@ def _axis(eqn: JaxprEqn, i: int, cuts: list[RowAxis | None]) -> int | None:
             return int(batch[i][0])
         if other is not None:
             others = contract[1 - i]
-            return int(contract[i][others.index(other.axis)]) if other.axis in others else None
+            if other.axis not in others:
+                return None
+            return int(contract[i][others.index(other.axis)])
         free = [d for d in range(len(shape)) if d not in contract[i]]
-        return free[0] if free else None
+        if free:
+            return free[0]
+        return None
     if name == "conv_general_dilated" and i == 1 and eqn.params["feature_group_count"] == 1:
-        features = cuts[0] is None or cuts[0].axis != eqn.params["dimension_numbers"].lhs_spec[0]
-        return int(eqn.params["dimension_numbers"].rhs_spec[0]) if features else None
+        numbers = eqn.params["dimension_numbers"]
+        if cuts[0] is not None and cuts[0].axis == numbers.lhs_spec[0]:
+            return None  # the examples are sharded
+        return int(numbers.rhs_spec[0])
     if name == "gather" and i == 0:
         numbers = eqn.params["dimension_numbers"]
         id_dims = [d for d in numbers.start_index_map if d in numbers.collapsed_slice_dims]
-        return int(id_dims[0]) if id_dims else None
+        if id_dims:
+            return int(id_dims[0])
+        return None
     if facts_of(eqn).elementwise:
         axes = [x.axis for x in cuts if x is not None]
         if not axes or axes[0] >= len(shape):
             return None
         axis = axes[0]
-        return axis if shape[axis] == eqn.outvars[0].aval.shape[axis] else None
+        if shape[axis] != eqn.outvars[0].aval.shape[axis]:
+            return None
+        return axis
     return None
 
 
 def _keeps_dimensions(eqn: JaxprEqn) -> bool:
-    """Return True if an output has the dimensions of operand 0, apart from some of size 1."""
-    return facts_of(eqn).keeps_order(eqn) or eqn.primitive.name in (
-        "transpose",
-        "convert_element_type",
-    )
+    """Return True if the output is a view of operand 0: transposed, cast, or reshaped."""
+    is_view = eqn.primitive.name in ("transpose", "convert_element_type")
+    return is_view or facts_of(eqn).keeps_order(eqn)
 
 
 def _map_dimensions(eqn: JaxprEqn, dims: tuple[int | None, ...]) -> tuple[int | None, ...]:
-    """Return the parameter's dimension for each dimension of a value after a change of shape."""
+    """Return the parameter's dimensions of a view's output, from those of its operand."""
     out, name = eqn.outvars[0].aval, eqn.primitive.name
     if name == "transpose":
         return tuple(values_at(dims, eqn.params["permutation"]))

@@ -216,7 +216,7 @@ def test_trainers_must_divide_the_rows() -> None:
     state = job.init()
     with pytest.raises(
         BatchError,
-        match=r"x has 13 rows, which 3 trainers do not divide; dtrans.local",
+        match=r"x has 13 rows for 3 trainers; dtrans.local",
     ):
         job.step(state, *data(13))
 

@@ -120,7 +120,7 @@ def test_asynchronous_trainers_push_gradients_of_their_part(name: str) -> None:
 @pytest.mark.parametrize("name", NOT_ALONE)
 def test_what_is_no_multiple_of_its_term_is_refused_by_its_line(name: str) -> None:
     with pytest.raises(
-        ConfigError, match=r"numbers of the size of the batch, .* for test_scaled.py:\d+\)"
+        ConfigError, match=r"numbers that depend on the batch size, .* for test_scaled.py:\d+\)"
     ):
         asynchronous(NOT_ALONE[name])
 

@@ -36,7 +36,7 @@ NOT_ON_SERVERS = {  # what they are refused for
 }
 MEET = (
     "values of the whole batch .* and micro-batches exchange gradients and results only; .* or pass "
-    "batch='micro': then each part has"
+    "batch='micro', with which each part has"
 )
 NOT_IN_PIPELINES = {
     **dict.fromkeys(
@@ -414,11 +414,11 @@ def test_what_belongs_to_trainers_with_numbers_of_their_own_is_refused() -> None
         ):
             dtrans.nccl2(*given, trainers=2, **options)
     with pytest.raises(
-        ConfigError, match=r"axes=\(0, 1, 0\) has 3 entries, the step has 2 batch arguments"
+        ConfigError, match=r"axes=\(0, 1, 0\) has 3 entries, but the step has 2 batch arguments"
     ):
         dtrans.nccl2(*given, trainers=2, batch=Batch(axes=(0, 1, 0)))
     with pytest.raises(
-        ConfigError, match=r"axes=\(0, 1\): y is int32\[6\], which has no dimension 1"
+        ConfigError, match=r"y is int32\[6\], which has no dimension 1 \(axes=\(0, 1\)\)"
     ):
         dtrans.nccl2(*given, trainers=2, batch=Batch(axes=(0, 1)))
     for options in ({"batch": Batch("local", axes=1)}, {"batch": Batch("local", axes=(0, None))}):

@@ -1372,7 +1372,7 @@ def test_a_batch_whose_rows_differ_is_refused_where_results_may_grow_with_it() -
         plan_of(loss, optax.sgd(0.1), params, *batch, jnp.ones(3), has_aux=True, kind="local")
     with pytest.raises(
         BatchError,
-        match=r"x has 8 and scales has 3 rows; name arrays that every trainer needs whole in",
+        match=r"x has 8 and scales has 3 rows; pass batch=dtrans.Batch",
     ):
         plan_of(loss, optax.sgd(0.1), params, *batch, jnp.ones(3), has_aux=True)
     plan_of(

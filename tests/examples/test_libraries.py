@@ -21,7 +21,7 @@ STRATEGIES = (
     ("pipeline", 3),
 )
 REFUSED = {
-    "nnx_mlp": "has values of the whole batch",
+    "nnx_mlp": "needs values of the whole batch",
     "gan": "calls dtrans.value_and_grad 2 times; a pipeline needs one loss",
 }
 CHEAP = {"nnx_mlp": ("pserver", 3), "lora": ("pipeline", 3)}

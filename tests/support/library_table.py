@@ -30,7 +30,7 @@ REFUSED = {  # what they are refused for
     "pserver": dict.fromkeys(("gan_in_order", "actor_critic"), ORDER),
     "pipeline": {
         **dict.fromkeys(
-            ("flax_batch_norm_dropout", "meta_gradient"), "has values of the whole batch"
+            ("flax_batch_norm_dropout", "meta_gradient"), "needs values of the whole batch"
         ),
         "sharpness_aware": "dtrans.value_and_grad differentiates with respect to .*, which is not "
         "a leaf of `state`",
@@ -40,7 +40,7 @@ REFUSED = {  # what they are refused for
 }
 WHY = {  # in a few words
     ORDER: "a gradient is taken at a parameter that the step has just updated",
-    "has values of the whole batch": "needs values of the full batch",
+    "needs values of the whole batch": "needs values of the full batch",
     "which is not a leaf of": "a gradient at perturbed parameters",
     "a pipeline needs one loss": "two losses",
 }

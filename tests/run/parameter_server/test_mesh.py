@@ -769,7 +769,7 @@ def test_arrays_of_a_batch_that_differ_in_rows_are_refused_unless_every_trainer_
         exact.on_mesh(unsplit_inputs=("weights",))
     plan = dtrans.pserver(*given, trainers=2, batch="local")
     assert (
-        "not compared with one device's: the arrays of a batch are cut over the trainers, but x "
+        "not compared with one device's: the arrays of a batch are sharded over the trainers, but x "
         "has 8" in str(plan)
     )
     job = plan.on_mesh()
