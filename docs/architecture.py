@@ -274,15 +274,16 @@ PAGE = """\
 
 <!-- Written by `make architecture`: change the code or docs/architecture.py, not this page. -->
 
-A step becomes a program, a transform makes a plan of it, and a realiser runs the plan:
+`dtrans.trace` turns a training step into a program. A transform turns the program into a plan, and
+a realiser runs the plan as a job:
 
     step  --trace-->  Program  --pserver | nccl2 | sharding | pipeline-->  plan  --run/-->  job
 
-Everything but `run` is pure: it reads programs and returns programs, starts nothing and asks for no
-device. There is a folder for each layer, and one for each strategy. A layer imports only from the
-layers below it. An arrow of the picture is an import; arrows that follow from others are left out.
-There is one exception: `dtrans.plan` imports `run.realisers` when a plan looks for its realiser
-(`plan.on_mesh()`).
+Only `run` and the folders above it start processes and use devices. All other code consists of
+functions from programs to programs. There is a folder for each layer, and one for each strategy. A
+layer imports only from the layers below it. The one exception is `dtrans.plan`, which imports
+`run.realisers` when `plan.on_mesh()` is called. An arrow in the picture is an import; an import is
+left out if a path of other arrows leads to the same folder.
 
 ![The folders and their imports](architecture.svg)
 
@@ -292,11 +293,11 @@ There is one exception: `dtrans.plan` imports `run.realisers` when a plan looks 
 
 ## Five ways through the files
 
-A profiler hook records how a value moves while a job is planned and takes a step. The value passes
-a file if another file calls one of its functions with it, and this function calls a third file with
-it. Each row of the drawing shows eight functions on the recorded way, in their order. Yellow
-stations are in the server. {language} are left out: all files use them. `rows` and `engine` count
-as one file each.
+A profiler hook records the functions that are called with one value, while a job is planned and
+runs a step. A file is on the way of the value if a function of it is called with the value from
+another file, and passes the value on to a third file. Each row of the drawing shows eight functions
+on the way, in their order. Yellow boxes are functions of the server. {language} are left out,
+because all files use them. `rows` and `engine` count as one file each.
 
 ![The walks](walks.svg)
 
@@ -338,8 +339,8 @@ def walk_list(routes: Sequence[tuple[Any, Any]]) -> str:
     lines = []
     for walk, route in routes:
         lines.append(
-            f"- **{walk.value}**: {walk.how}. It passes {len(route.files)} files; {route.asked} "
-            "others look at it."
+            f"- **{walk.value}**: {walk.how}. {len(route.files)} files pass it on, and "
+            f"{route.asked} other files read it."
         )
     return "\n".join(lines)
 

@@ -207,10 +207,10 @@ def parts_error(step: Cut, shared: ExactStep, name: str, kind: str = "local") ->
     `kind` is the value of `batch` that the error proposes.
     """
     return ConfigError(
-        f"batch='exact': {step.program.name} computes values of the whole batch ({shared.reason}), "
-        f"but {name} exchange gradients and results only; use dtrans.nccl2 or dtrans.sharding, or "
-        f"pass batch={kind!r}, with which each part has its own statistics, random numbers and "
-        "counts"
+        f"batch is 'exact', but {step.program.name} needs values of the whole batch "
+        f"({shared.reason}), and {name} exchange gradients and results only; use dtrans.nccl2 or "
+        f"dtrans.sharding, or pass batch={kind!r}, with which each part has its own statistics, "
+        "random numbers and counts"
     )
 
 

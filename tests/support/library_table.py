@@ -60,28 +60,28 @@ structure: a flax `TrainState`, a state of nnx, an Equinox model with its optimi
 
 Dataflow gives each leaf of the state its role:
 
-- the loss reads a *parameter*, and its gradient enters its new value;
-- the loss also reads a *follower* (a teacher, a target network), whose new value comes from that of a parameter;
-- *statistics* come from the batch without a gradient;
+- a *parameter* is read by the loss, and its gradient changes it;
+- a *follower* (a teacher, a target network) is read by the loss, and changes with a parameter;
+- *statistics* (running means) are computed from the batch, without a gradient;
 - all other leaves that change belong to the *optimizer*.
 
 ## Examples to run and to read
 
-`dtrans example`, in a checkout, lists steps in the form of those libraries' pages, on data that needs no download:
-`flax_cnn`, `nnx_mlp`, `equinox_mlp`, `equinox_transformer`, `nanogpt`, `gan` and `lora`. Each is one file of
-`examples/libraries/`, a model and its step, without dtrans; `run.py` beside them distributes any of them.
+In a checkout of dtrans, `dtrans example` lists examples that need no download: `flax_cnn`, `nnx_mlp`, `equinox_mlp`,
+`equinox_transformer`, `nanogpt`, `gan` and `lora`. Each is a file of `examples/libraries/` with a model and its step,
+in the style of the library's own documentation and without dtrans. `examples/libraries/run.py` distributes any of them.
 
     pip install -e '.[libraries]'
     dtrans example flax_cnn --mode sharding --stage 3
     dtrans example gan --mode pipeline
 
-The first trains on two devices of this process (virtual ones, on a CPU), and prints the loss. It compares the state
-with that of one device after the same batches. It computes in 64 bits, where the two differ by about 1e-15;
-`--no-x64` uses 32 bits, as the libraries' pages do. The second is refused: a GAN has two losses, and a pipeline takes
-one. `--mode single` runs without dtrans.
+The first command trains on two devices of this process (virtual devices on a CPU) and prints the loss. Then it compares
+the state with the state of one device after the same batches. With 64-bit numbers, the default, they differ by about
+1e-15; `--no-x64` uses 32-bit numbers. The second command prints an error, because a GAN has two losses and a pipeline
+supports one. `--mode single` trains without dtrans.
 
-nnx's steps change objects in place. Write them in nnx's functional form, `nnx.merge` before the step and `nnx.state`
-after it (`nnx_mlp.py`). `build(key)` returns the pair of a model and its `nnx.Optimizer(model, tx, wrt=nnx.Param)`:
+A step of nnx changes objects in place, but dtrans needs a function. Call `nnx.merge` before the step and `nnx.state`
+after it (`nnx_mlp.py`). Here `build(key)` returns a model and its `nnx.Optimizer(model, tx, wrt=nnx.Param)`:
 
     graph = nnx.graphdef(nnx.eval_shape(build, key))
     init = lambda key: nnx.state(build(key))
@@ -97,12 +97,12 @@ after it (`nnx_mlp.py`). `build(key)` returns the pair of a model and its `nnx.O
 
 ## Steps that are tested
 
-The tests run these steps as the libraries' pages write them. Parameters, optimizer state and results equal those of
-one device within 1e-12 in 64 bits, on {TRAINERS} trainers, servers or stages. The steps use `value_and_grad` of their
-library. For a pipeline they use `dtrans.value_and_grad`, because the loss is cut before it is differentiated. The
-tests write the table (`make docs`).
+The tests run these steps, written as in the libraries' documentation, on {TRAINERS} trainers, servers or stages.
+Parameters, optimizer state and results equal those of one device within 1e-12 (64-bit numbers). The steps use
+`value_and_grad` of their library. In a pipeline they use `dtrans.value_and_grad`, because the loss is cut into stages
+before it is differentiated. `make docs` writes this table.
 
-| step | what is special about it | nccl2 | sharding 1, 2, 3 | servers | pipeline |
+| step | special property | nccl2 | sharding 1, 2, 3 | servers | pipeline |
 | --- | --- | --- | --- | --- | --- |
 """
 
