@@ -294,10 +294,10 @@ left out if a path of other arrows leads to the same folder.
 ## Five ways through the files
 
 A profiler hook records the functions that are called with one value, while a job is planned and
-runs a step. A file is on the way of the value if another file calls one of its functions with it,
-and this function calls a third file with it. Each row of the drawing shows eight functions on the
-way, in their order. Yellow boxes are functions of the server. {language} are left out, because all
-files use them. `rows` and `engine` count as one file each.
+runs a step. A file passes the value on if another file calls one of its functions with it, and this
+function calls a third file with it. Each row of the drawing shows eight of these functions, in
+their order. Yellow boxes are functions of the server. {language} are left out, because all files
+use them. `rows` and `engine` count as one file each.
 
 ![The walks](walks.svg)
 
