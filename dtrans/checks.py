@@ -133,7 +133,7 @@ def check_known(
     for name, value in options.items():
         if name in renamed:
             raise ConfigError(f"{name} is an unknown option of {who}; use {renamed[name]}")
-        # a string stands for the first field of a record, which is never renamed
+        # a string is the first field of a record, which no interface renames
         passed = () if isinstance(value, str) else fields.get(name, ())
         separate = [renamed[field] for field in passed if field in renamed]
         if separate:

@@ -292,8 +292,7 @@ def _emit(context: typer.Context, name: str, arguments: list[str]) -> None:
 
 
 def _refuse_options(context: typer.Context, panel: str, way: str) -> None:
-    """Raise ConfigError for an option of `panel` on the command line, which needs the option
-    `way`."""
+    """Raise ConfigError if an option of `panel` is on the command line; it needs option `way`."""
     for parameter in context.command.params:
         is_of_panel = getattr(parameter, "rich_help_panel", None) == panel
         if is_of_panel and _is_set(context, parameter.name):
@@ -465,7 +464,7 @@ def check_command(
     except DtransError as e:
         _fail(e)
         raise typer.Exit(INCOMPLETE) from e
-    except Exception as e:  # from the user's module, whose exit code must not be 1
+    except Exception as e:  # the user's module failed; exit code 1 would mean different outputs
         traceback.print_exc()
         raise typer.Exit(INCOMPLETE) from e
     show(report, as_json=as_json)

@@ -25,7 +25,7 @@ class UntestedJaxWarning(UserWarning):
 
 
 class CheckpointWarning(UserWarning):
-    """Warning: a checkpoint cannot be read, so the one before is used; or its copies differ."""
+    """Warning: a checkpoint cannot be read and is skipped, or the copies of an array differ."""
 
 
 class NonfiniteWarning(UserWarning):

@@ -14,8 +14,8 @@ from dtrans.errors import ConfigError
 def named_object(name: str, option: str, kind: str) -> Any:
     """Import a module, and return the object with the given name in it.
 
-    The current folder is put first on `sys.path`, as by `python -m`; for a file, its folder is, as
-    by `python file.py`.
+    It first inserts a folder into `sys.path`: the current folder, like `python -m`; for a file, the
+    file's folder, like `python file.py`.
 
     Args:
       name: `module:name` or `file.py:name`.

@@ -72,7 +72,7 @@ def with_recipe(transform: Callable[P, PlanT]) -> Callable[P, PlanT]:
     def run(*args: P.args, **options: P.kwargs) -> PlanT:
         plan = transform(*args, **options)
         recipe = PlanRecipe(run, inspect.signature(transform).bind(*args, **options).arguments)
-        # not a field: `dataclasses.replace` would copy the recipe to a plan that it cannot return
+        # The recipe is not a field, since `dataclasses.replace` would copy it to another plan.
         object.__setattr__(plan, "recipe", recipe)
         return plan
 
@@ -318,7 +318,7 @@ class Plan(abc.ABC):
                     values[name] = x
         traced: Any = self._realise("verify", types)
 
-        # for asynchronous modes and GEO-SGD, one device replays the updates in sequence
+        # in asynchronous modes and GEO-SGD, the job is compared with `replay` instead of `main`
         if traced.replay is None:
             params, opt_state = main.args[:2]
             state_types = values_at(main.inputs, (*params.names, *opt_state.names))

@@ -39,7 +39,7 @@ COMBINE: Mapping[str, str] = {
     "or": "bitwise_or",
     "xor": "bitwise_xor",
 }
-EXACT = "exact_sum"  # sum of parts of `dtrans.ops.exact_sum`
+EXACT = "exact_sum"  # name of the reduction that adds parts of `dtrans.ops.exact_sum`
 
 
 def combine(op: str, parts: Sequence[Any], xp: Any = jnp) -> Any:
@@ -57,7 +57,7 @@ def identity_of(op: str, shape: tuple[int, ...], dtype: Any) -> Callable[[], jax
         low, high = _bounds(kind)
         value: Any = low if op == "max" else high
     elif op == "and":
-        value = np.invert(np.zeros((), kind))  # all bits
+        value = np.invert(np.zeros((), kind))  # all bits set
     else:
         value = 1 if op == "prod" else 0
 

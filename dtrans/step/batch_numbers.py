@@ -130,7 +130,7 @@ def _operands(half: OptimizeHalf) -> dict[int, list[Atom]]:
 def _literal_at(
     rows: Mapping[int, Sequence[Atom]], places: Sequence[NumberPlace]
 ) -> np.ndarray | None:
-    """Return the number that all these operands are; None if they are no literals, or differ.
+    """Return the number if all these operands are the same literal, else None.
 
     Args:
       rows: operands of each equation, and the outputs (`_operands`).

@@ -473,7 +473,7 @@ def candidates_for(
       step: the step.
       name: the leaf.
       among: values to choose from.
-      stop: values at which the search ends; what they depend on is not read by the leaf itself.
+      stop: values at which the search ends: the leaf depends on earlier values only through them.
 
     Returns:
       Values of the leaf's shape that its new value depends on.

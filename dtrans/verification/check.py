@@ -61,8 +61,8 @@ class Comparison:
       main: the step, for the full batch.
       traced: the step of the job.
       batch_types: type of each batch array, by name.
-      frozen: the number in all entries of a leaf that never changes, by name; a plan may contain
-        it.
+      frozen: leaf that never changes to the number in all its entries; a plan may contain this
+        number.
       startup: the program that returns the one-device state; None if the first state is not
         compared.
       batch_values: the user's batch arrays, by name: integers and keys are used unchanged, and
@@ -125,7 +125,7 @@ class Comparison:
           seed: seed of the points.
 
         Returns:
-          A report, in which every difference is one of the programs, not of rounding.
+          A report. Its differences come from the programs, not from rounding.
         """
         report = self._check(title, start, points, seed)
         for traced in self.traced.other_steps:
@@ -367,14 +367,14 @@ class Findings:
     def try_ranges(
         self, compare: Callable[[BatchRange], None], *, drawn: bool, rows: int = 0
     ) -> None:
-        """Compare with batches of one range after the other, until all values are finite.
+        """Compare with batches of each range in turn, until all values are finite.
 
         Infinities and NaN hide differences, so each range is narrower than the one before.
 
         Args:
           compare: compares with random batches of a range, and records the result here.
           drawn: True if some arrays are random. Otherwise all ranges have the same arrays.
-          rows: smallest number of rows of a table, which integers may index; 0 without tables.
+          rows: number of rows of the smallest table, an upper bound of row ids; 0 without tables.
         """
         ranges = [*RANGES]
         if rows:

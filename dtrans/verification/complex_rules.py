@@ -81,7 +81,7 @@ def _squared_length(x: Complex) -> Real:
 
 
 def _hashed(name: str, *xs: Real, shadow: Array) -> Real:
-    """Return the result of the real primitive `name`, with the hash that its rule uses."""
+    """Return the hash by which the rule of the real primitive `name` evaluates it."""
     return values.hashed((name, []), *xs, shadow=shadow)
 
 

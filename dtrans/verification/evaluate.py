@@ -49,7 +49,8 @@ from dtrans.verification.rules import REAL, move_rows, plain
 from dtrans.verification.value_log import ValueLog
 
 
-MOST_EQUATIONS = 200_000  # counted in every iteration; more would take minutes
+# evaluated equations, which are counted in every iteration of a loop; more would take minutes
+MOST_EQUATIONS = 200_000
 # primitives that `World` evaluates itself, in addition to the tables of rules
 HANDLED = (
     SCAN,
@@ -169,7 +170,8 @@ class World:
                 return run_reduce(self, eqn, operands)
             if name == "custom_linear_solve":
                 return self.run(*linear_solve(eqn, operands))
-            if name == "init_on_use":  # servers compute rows on demand; the comparison reads all
+            if name == "init_on_use":
+                # servers compute a row at its first use, but the comparison needs all rows
                 rows = np.arange(eqn.outvars[0].aval.shape[0], dtype=np.int32)
                 return self.run(eqn.params["write"](len(rows)), [self.replicate(rows), *operands])
             if name in CALLS:
@@ -182,7 +184,7 @@ class World:
     def log_outputs(
         self, eqn: JaxprEqn, operands: Sequence[Ranked], outputs: list[Ranked]
     ) -> list[Ranked]:
-        """Record an equation, or a movement of values by it, in the log; return the outputs."""
+        """Add an equation, its operands and its outputs to the log, if any; return the outputs."""
         if self.log is not None:
             self.log.note(eqn, operands, outputs, self.axes)
         return outputs
@@ -305,7 +307,7 @@ class World:
         return self._enter(World({"alone": count}, self.unknown, self.log))
 
     def _enter(self, world: World) -> World:
-        """Return the world, with the count of equations of this one."""
+        """Set the count of evaluated equations of an inner world; return the inner world."""
         world.evaluated = self.evaluated
         return world
 

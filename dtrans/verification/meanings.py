@@ -32,17 +32,17 @@ from dtrans.verification.value_log import elements_of_value
 
 MOST_RATIONAL = 1 << 34  # largest numerator times denominator of a constant, such as 1e-8
 MOST_PARTS = 64  # rows of a stack that are compared one by one
-# factors between sums and means, and of scaled losses
+# quotients of sums and means, and usual scales of losses
 _INTEGERS = (*range(1, 65), *(1 << k for k in range(7, 17)))
 _FRACTIONS = {Fraction(n, d) for n in range(1, 17) for d in range(1, 17)}
 _FRACTIONS |= {Fraction(n) for n in _INTEGERS}
 _FRACTIONS |= {Fraction(1, n) for n in _INTEGERS}
-# small numerators and denominators are tried first
+# factors with small numerators and denominators are tried first
 FACTORS = sorted(_FRACTIONS - {1}, key=lambda f: (f.numerator * f.denominator, f))
 INVERSES = np.array([f.denominator * pow(f.numerator, -1, P) % P for f in FACTORS], np.uint64)
 
 
-# function of the starts of parts and their size: True if each part follows the one before
+# function (starts of parts, size of a part): True if the parts are in order
 InOrder = Callable[[Sequence[float], int], bool]
 
 
@@ -113,10 +113,7 @@ class Meanings:
         return self._found[key]
 
     def factors_of(self, value: Sequence[Any]) -> list[tuple[StepValue, Fraction]]:
-        """Return the step values that have a value as a multiple, each with its factor.
-
-        Simple factors come first.
-        """
+        """Return pairs (step value, factor) whose product is the value; simple factors first."""
         first = next((e for e in _elements_of_ranks(value) if is_random(e).any()), None)
         if first is None:
             return []
@@ -213,10 +210,10 @@ class Meanings:
 
         Args:
           parts: the arrays.
-          in_order: as `InOrder`.
+          in_order: function that decides if parts are in order (`InOrder`).
           over: noun phrase for what separates the parts: "ranks", or a dimension.
           axes: axes of the mesh by name, with their sizes, if each part belongs to a rank.
-          ways: False to search for pieces, True to search for partial sums over rows.
+          ways: for each search, in order: False for pieces, True for partial sums over rows.
         """
         first = next((x for x in parts if is_random(x).any()), parts[0])
         for factor in self._factors(first):
@@ -254,9 +251,9 @@ class Meanings:
         return None
 
     def _factors(self, x: Array) -> list[Fraction]:
-        """Return 1, and each factor for which an entry divided by it is an element of the step.
+        """Return 1, and the factors by which an array may be divided to get a step value.
 
-        The first and the last random entry are tried.
+        The first or the last random entry, divided by the factor, is an element of the step.
         """
         flat = x.ravel()
         places = np.flatnonzero(is_random(flat))

@@ -38,8 +38,8 @@ from dtrans.verification.step_values import StepValues
 from dtrans.verification.value_log import Computation, ValueLog
 
 
-# Primitives that map a multiple of an operand to a multiple of the output. `shard_map` and `scan`
-# stand for the pieces and rows that they move.
+# Primitives that map a multiple of an operand to a multiple of the output. In the log, `shard_map`
+# and `scan` are movements of pieces and rows.
 HOMOGENEOUS = (
     "abs", "conv_general_dilated", "cumsum", "div", "dot_general", "integer_pow", "mul", "neg",
     "reduce_sum", "rsqrt", "scan", "shard_map", "sqrt", "square",
@@ -109,7 +109,7 @@ class _Walk:
     # -- the region of values without a meaning --------------------------------------------------
 
     def _region(self, last: int) -> set[int]:
-        """Return a computation, and all earlier ones on which it depends only through values
+        """Return a computation, and the earlier computations that lead to it through values
         without a meaning."""
         found = {last}
         waiting = self._sources(last)
@@ -138,9 +138,10 @@ class _Walk:
     # -- multiples -------------------------------------------------------------------------------
 
     def _before_use(self, number: int) -> int:
-        """Return the cause of a multiple that an equation reads.
+        """Return the computation at fault, for an equation whose operands all have a meaning.
 
-        If the equation may read a multiple, or reads none, it is the equation itself.
+        If an operand is a multiple, which this equation must not read, the fault is the computation
+        that made it a multiple. Otherwise it is the equation itself.
         """
         name = self._log.computations[number].name
         if name in HOMOGENEOUS or name in MOVES or name in GROUPS:
@@ -152,7 +153,7 @@ class _Walk:
                 factors.append(meaning.factor)
                 if meaning.kind is Kind.EXACT and meaning.factor != 1:
                     multiples.append(source)
-        # the sum of several values with one factor is a multiple with this factor
+        # the sum of several values with the same factor is a multiple with this factor
         if name in ADDS and len(set(factors)) == 1 and len(factors) > 1:
             return number
         cause = self._cause_of_multiple(multiples[0]) if multiples else None
@@ -163,12 +164,12 @@ class _Walk:
         return any(m.kind in kinds and m.factor != 1 for m in self._meanings_of(number))
 
     def _cause_of_multiple(self, number: int) -> int | None:
-        """Return the computation that made a value a multiple; None if there is no such one.
+        """Return the computation that made a value a multiple; None if no computation did.
 
-        The chain of multiples before the value is followed to its start. Factors that cancel each
-        other, such as a sum of means and its division, do not count. The first other factor is the
-        cause. If it is an integer, parts may be means that are summed instead of averaged: then the
-        cause is the reduction of the parts.
+        The search follows the chain of multiples before the value to its start. Factors that cancel
+        each other, such as a sum of means and its division, do not count. The computation with the
+        first other factor is the cause. If this factor is an integer, means may have been summed
+        instead of averaged: then the cause is the reduction.
         """
         chain = [number]
         both = (Kind.EXACT, Kind.PARTIAL)
@@ -207,7 +208,7 @@ class _Walk:
         return any(m.is_copy for m in self._meanings_of(number))
 
     def _factor(self, number: int, of: int, last: Fraction) -> tuple[int, Fraction]:
-        """Return the number of the step value that has an output as a multiple, and the factor.
+        """Return (k, factor): an output is step value k times the factor.
 
         Several step values may be multiples of each other. The first choice is a value with the
         factor of the operand: the equation is then one of the step. Next are a value of the same
@@ -215,8 +216,7 @@ class _Walk:
 
         Args:
           number: the computation.
-          of, last: number of the step value, and factor, of its operand; -1 and 1 for the first
-            computation of a chain.
+          of, last: k and factor of its operand; -1 and 1 for the first computation of a chain.
         """
         computation = self._log.computations[number]
         same_factor, same_primitive, same_value = [], [], []
@@ -255,10 +255,10 @@ class _Walk:
     def _term_of(self, number: int) -> Meaning | None:
         """Return the meaning of an output that is one term from a stack of partial sums.
 
-        `Meanings` knows partial sums over rows. Other partial sums, such as one per trainer, are
-        no values of the step. A single one is recognized by the stack that it comes from. None if
-        the output is not such a term. A term on all ranks of a mesh has no meaning, since the other
-        terms are lost.
+        `Meanings` finds partial sums over rows. Other partial sums, such as the sum of one trainer,
+        are not values of the step, but the stack of all trainers' sums has a meaning. None if the
+        output is not a row of such a stack. A term on all ranks of a mesh has no meaning, since the
+        other terms are lost.
         """
         computation = self._log.computations[number]
         if computation.name not in (*MOVES, "scan", "shard_map") or computation.axes:
@@ -270,7 +270,7 @@ class _Walk:
             return None
         (stack,) = found
         if stack.of is None or stack.of.rows is not None:
-            return None  # a partial sum over rows
+            return None  # `Meanings` finds partial sums over rows
         if stack.text.startswith("a term"):
             return stack
         return dataclasses.replace(stack, text=f"a term of {stack.text}")

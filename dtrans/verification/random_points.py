@@ -29,7 +29,7 @@ def random_point(
     Args:
       types: type of each input, by name.
       real_values: arrays of a real run, by name.
-      fixed: names of inputs that keep their real values, because a plan may contain them.
+      fixed: names of inputs that keep their real values, since a plan may contain these values.
       rng: the random generator.
     """
     point: dict[str, Any] = {}

@@ -575,7 +575,7 @@ def _extreme(sign: int, *, place: bool) -> Rule:
             winner = (np.argmax if sign > 0 else np.argmin)(key, -1)[..., None]
             top = _at_places(rows, np.where(beats.any(-1, keepdims=True), winner, best))
             equal = rows.elements == top.elements
-        # equal elements may have different shadows, by rounding; the first one counts
+        # shadows of equal elements may differ by rounding, so the first equal element is chosen
         first = np.argmax(equal | np.isnan(rows.shadow), -1)
         if place:
             return [first.astype(eqn.outvars[0].aval.dtype)]

@@ -41,10 +41,10 @@ class TracedStep:
       state_of: function from the leaves of a one-device state, by name, to the arrays of a state.
       init: function from the arguments of `init` to the arrays of the first state; None if the
         first state is not compared.
-      replay: one-device program that the job must compute, if it is not one step. Its batch may be
-        larger: several steps, say.
+      replay: one-device program that the job must compute, if it is not one step. Its batch may
+        contain the batches of several steps.
       steps_per_replay: number of steps in a replay; 1 if there is no replay.
-      rows: smallest number of rows of a table, which a batch may look up; 0 without tables.
+      rows: number of rows of the smallest table, an upper bound of row ids; 0 without tables.
       other_steps: steps of the same plan in other processes, which must be equal as well.
       equal_parts: for some batch arrays, the dimension of the rows and a number of parts. The
         comparison then uses batches with equal parts, for which reductions over one part equal
@@ -94,7 +94,7 @@ def find_placement(
     Args:
       leaves: type of each leaf, by name.
       state_of: as in `TracedStep`.
-      frozen: the number in all entries of a leaf that never changes, by name; the job checks it.
+      frozen: leaf that never changes to the number in all its entries, which the job checks.
     """
     sizes = [math.prod(t.shape) for t in leaves.values()]
     base = 2 if any(t.dtype == bool for t in leaves.values()) else DIGITS
@@ -138,7 +138,7 @@ def find_placement(
 
 
 def _leaf(digits: Array, t: Any) -> Any:
-    """Return a leaf with the given digits as entries; a leaf of random keys has any keys."""
+    """Return a leaf with the given digits as entries, or arbitrary keys for a leaf of keys."""
     if not jnp.issubdtype(t.dtype, jax.dtypes.prng_key):
         return jnp.asarray(digits.astype(np.dtype(t.dtype)))
     key = jax.random.key(0)

@@ -29,7 +29,7 @@ from dtrans.verification.value_log import Computation, ValueLog, elements_of_val
 SMALL = 1 << 20  # smaller elements, and their negatives, count as integers, not as random
 MOST_CUTS = 40  # terms of a sum over rows; in a longer sum each term is the sum of several rows
 MOST_TERMS = 1 << 22  # total of the numbers in all partial sums
-CANDIDATES = 24  # values with the same element that are compared
+CANDIDATES = 24  # largest number of values with the same element that are compared
 
 # primitives that are linear in each operand if the other is fixed
 _BILINEAR = ("mul", "dot_general")
@@ -91,7 +91,7 @@ class Terms:
 class Match:
     """Slice of a step value that equals an array.
 
-    Both are flattened in row-major order, after their dimensions were permuted (`_orders`).
+    The dimensions of both are permuted (`_orders`); then both are flattened in row-major order.
 
     Attributes:
       value: the step's value.
@@ -165,8 +165,8 @@ class StepValues:
         """Return the step value that contains all rows of an array, in any order; None if none
         does.
 
-        Rows of constants are unused slots, which are not compared. Rows that equal the last one,
-        and have a single number, may be unused slots as well: they are ignored in a second search.
+        Rows of constants are unused slots, which are not compared. Rows that equal the last row and
+        repeat one number may also be unused slots: a second search ignores them.
         """
         rows = x.reshape(len(x), -1)
         is_slot = (rows == rows[-1]).all(1) & (rows == rows[:, :1]).all(1)
@@ -192,8 +192,8 @@ class StepValues:
     def _candidates(self, x: Array) -> Iterator[StepValue]:
         """Yield the values that contain the first random element of an array.
 
-        Values of the same size come first. If no value contains the element, the next is tried,
-        because the first may be padding.
+        Values of the same size come first. If no value contains the element, the next random
+        element is tried, because the first may be padding.
         """
         flat = x.ravel()
         for k in np.flatnonzero(is_random(flat))[:MOST_CUTS]:
@@ -275,7 +275,7 @@ class StepValues:
 
 
 def _is_linear(computation: Computation, carriers: Sequence[int]) -> bool:
-    """Return True if an output is linear in the operands `carriers`, if the rest is fixed."""
+    """Return True if an output is linear in the operands `carriers`, with all others fixed."""
     if not carriers:
         return False
     if computation.name in _BILINEAR:
@@ -304,7 +304,7 @@ def _terms(computation: Computation) -> Terms | None:
 
 
 def _summed_along(eqn: JaxprEqn) -> dict[int, int]:
-    """Return the first dimension of each operand, longer than 1, that an equation sums over."""
+    """Return, by operand, the first summed dimension that is longer than 1; empty if none is."""
     name = eqn.primitive.name
     shape = eqn.invars[0].aval.shape
     if name == "reduce_sum":
