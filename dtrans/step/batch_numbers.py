@@ -86,8 +86,8 @@ class BatchNumbers:
 def numbers_of_size(step: Cut, other: Cut) -> BatchNumbers:
     """Return the numbers in which the updates of one step for two batch sizes differ.
 
-    If the updates also differ in another way (the body of a branch, say), there are no numbers, and
-    `fixed` has the outputs that differ.
+    If the updates also differ in another way, such as the body of a branch, the result has no
+    numbers. `fixed` then contains the outputs that differ.
     """
     fixed = tuple(step.optimize.differing_outputs(other.optimize))
     if not fixed:

@@ -128,7 +128,7 @@ class Batch:
 def shard_batch(batch: Any, number: int, count: int, axis: int = 0) -> Any:
     """Return one of `count` equal parts of a batch: rows number*B/count to (number+1)*B/count.
 
-    A data loader calls it where it has no job; a job has the same method, `job.shard_batch`.
+    It is for data loaders that have no job. A job has the method `job.shard_batch`.
 
     Args:
       batch: a pytree of arrays, NumPy's or JAX's; every part gets 0-d arrays unchanged.

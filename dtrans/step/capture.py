@@ -273,7 +273,7 @@ def loss_of(program: Program) -> JaxprEqn:
     found = [e for e in equations(program.jaxpr) if e.primitive is value_and_grad_p]
     if not found:
         raise GradientError(
-            f"{program.name} takes its gradients with jax.grad or a function that calls it; a "
+            f"{program.name} computes gradients with jax.grad or a function that calls it; a "
             "pipeline needs the undifferentiated loss function, which only dtrans.value_and_grad "
             "keeps. Call dtrans.value_and_grad in place of jax.value_and_grad, nnx.value_and_grad "
             "or eqx.filter_value_and_grad, or use dtrans.make_train_step"

@@ -172,7 +172,7 @@ class Cut:
         return dataclasses.replace(self, observers=tuple(changed))
 
     def differing_outputs(self, other: Cut) -> list[str]:
-        """Return the new state and the results that depend on the batch size, given the gradients.
+        """Return outputs that depend on the batch size even if the gradients are equal.
 
         Args:
           other: the same step, traced with another batch size.
@@ -247,7 +247,7 @@ class OptimizeHalf(NamedJaxpr):
 
 
 def _rename_outputs(eqn: JaxprEqn, inputs: Collection[Var]) -> JaxprEqn:
-    """Return an equation with new variables for the outputs that are inputs of its part.
+    """Return an equation with new variables for the outputs that are inputs of its half.
 
     A loop may compute a gradient and another value that the update reads. The update repeats the
     loop, but its gradient is an input.
@@ -456,8 +456,8 @@ class _Cutter:
         positions, leaves = backward_slice(self.s.eqns, outs, gradients.values())
         hidden = [n for n in (*self.s.batch, *computed_frozen) if self.s.vars[n] in leaves]
         loss = self.loss_need(positions)
-        # A line search differentiates the loss again. These derivatives read gradients; any other
-        # derivative in an update is one that the boundary does not include.
+        # A line search differentiates the loss again, and its derivatives depend on gradients. If
+        # a derivative in an update does not, the boundary lacks this gradient.
         behind = propagate(self.s.eqns, {}, dict.fromkeys(gradients.values(), 1))
         derived = [self.s.eqns[i] for i in self.s.derivatives_behind(outs, gradients.values())]
         around = [e for e in derived if not bits_of(behind, *e.invars)]

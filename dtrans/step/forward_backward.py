@@ -37,7 +37,7 @@ def refuse_across(step: Cut, why: str, *, may_send: bool = False, remedy: str = 
       step: the step.
       why: clause with the strategy's reason why the update cannot read values of forward.
       may_send: True if trainers can send arguments of the step and optimizer state to the update.
-      remedy: sentence that names a mode in which they can, for errors.
+      remedy: sentence for errors; it names a mode in which the update can read values of forward.
     """
     if step.across is not None:
         raise step.across.refused(why)

@@ -75,8 +75,8 @@ def _kinds(types: Iterable[Any]) -> list[Any]:
 def check_frozen(main: Program, name: str, x: Any) -> None:
     """Raise StateError if a state array that the step treats as a constant has another value.
 
-    The state may come from a job that trained the leaf: its moments would move the leaf on one
-    device, but a job without the update would not.
+    The state may come from a job that trained the leaf. On one device its moments would change the
+    leaf, but a job without the update would not change it.
     """
     constant = main.frozen_constants.get(name)
     if constant is not None and not bool(np.all(np.asarray(x) == constant)):

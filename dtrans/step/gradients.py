@@ -263,7 +263,8 @@ ADD_UP = (
 def _read_marks(step: OpenStep, leaf: str, leaf_marks: Sequence[Var]) -> list[Var]:
     """Return the marked gradients of a leaf that its new value reads.
 
-    If it reads none, return the ones that any output reads; if there are none either, the first.
+    If the new value reads none, return the marked gradients that any output reads. If no output
+    reads one, return the first.
     """
     if len(leaf_marks) == 1:
         return list(leaf_marks)

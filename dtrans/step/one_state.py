@@ -61,8 +61,9 @@ def is_train_state_step(program: Program, startup: Program | None) -> bool:
     If the step returns new values of its first argument only, the answer is True. If it also
     returns a value like its second argument, that argument may be optimizer state. It may also be a
     batch array: an autoencoder returns a value like its input. Then the answer is True if `startup`
-    returns the first argument alone. There is one exception: if the step changes a leaf of the
-    second argument that the loss does not read, it is optimizer state, which `startup` forgets.
+    returns the first argument alone. There is one exception. If the step changes a leaf of the
+    second argument that the loss does not read, this argument is optimizer state. `startup` should
+    then return it.
     """
     outs, first = set(program.out_names), program.args[0].names if program.args else ()
     if not first or not outs.issuperset(first):
@@ -328,7 +329,7 @@ def leaf_types(tree: Any) -> dict[str, str]:
 
 
 def merge_state(main: Program, params: Any, opt_state: Any) -> Any:
-    """Return the state as the user's step takes it: one pytree, or (params, opt_state)."""
+    """Return the state argument of the user's step: one pytree, or (params, opt_state)."""
     return combine(params, opt_state) if main.takes_one_state else (params, opt_state)
 
 

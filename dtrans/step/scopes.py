@@ -149,8 +149,8 @@ def local() -> Iterator[None]:
     """Let reductions over the batch use only the trainer's own rows, in a step with batch="exact".
 
     Use it in the traced function, for batch normalisation without communication, as in Paddle and
-    torch's DistributedDataParallel. Within the scope, each trainer takes the sum, mean or maximum
-    over its rows for that of the full batch. Results and state that depend on it are averaged over
+    torch's DistributedDataParallel. Within the scope, a sum, mean or maximum over the batch becomes
+    a reduction over the trainer's rows. Results and state that depend on it are averaged over
     trainers. The scope includes derivatives, except gradients of parameters: they cover the full
     batch. On one device the scope has no effect.
 

@@ -256,7 +256,7 @@ class _Walk:
         """Return the meaning of an output that is one term from a stack of partial sums.
 
         `Meanings` finds partial sums over rows. Other partial sums, such as the sum of one trainer,
-        are not values of the step, but the stack of all trainers' sums has a meaning. None if the
+        are not values of the step. But the stack of all trainers' sums has a meaning. None if the
         output is not a row of such a stack. A term on all ranks of a mesh has no meaning, since the
         other terms are lost.
         """
