@@ -3,8 +3,8 @@ start from.
 
 More than half of the time of tests is compilation. So LLVM is asked for little, here and in the
 processes that tests start, and XLA does without the emitters of fusions, which take a third of what
-is left (`make nightly` and `make compat` ask for all of it); what was compiled is kept in a folder of
-this run.
+is left (`make nightly` and `make compat` ask for all of it); what was compiled is kept in a folder
+of this run.
 
 Without these emitters XLA's optimizations vectorize loops by the shapes of arrays: rows of an
 array, and the same rows made alone, then differ in their last bit. So the two options belong
@@ -42,7 +42,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     atexit.register(shutil.rmtree, COMPILED, ignore_errors=True)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = COMPILED
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
-    # each worker would rewrite every assert anew, and each process that a test starts compile dtrans
+    # otherwise each worker rewrites every assert, and each process of a test compiles dtrans
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     layers.today()  # for the workers
 

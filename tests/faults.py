@@ -1,9 +1,10 @@
 """Faults that the tests must notice: one or two in each of 30 files that matter, and five ways to
 cut a batch wrongly.
 
-    python tests/faults.py                 plants each in a copy of the project, and runs its tests with `pytest -x`
+    python tests/faults.py                 plants each in a copy of the project
     python tests/faults.py rules writer    some of them
 
+It runs the tests of each copy with `pytest -x`.
 It prints the test that notices a fault: the one that the fault names, which runs each day, else one
 of today's sample, else one of the night (`-m soak`). It fails where none does within five minutes
 each. A layout of the package, or of its tests, that hides a fault is found in this way.

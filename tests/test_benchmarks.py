@@ -24,7 +24,8 @@ WINDOWS = 7
 @pytest.mark.parametrize("rows", [1, 10, 100])
 def test_sample(benchmark, ratio, rows, other):
     calls = []
-    benchmark.pedantic(lambda: ratio(f"{rows} / {other}", lambda: calls.append(1), lambda: None, pairs=5), rounds=1)
+    run = lambda: ratio(f"{rows} / {other}", lambda: calls.append(1), lambda: None, pairs=5)
+    benchmark.pedantic(run, rounds=1)
     print(f"{rows} {other}: {len(calls)} calls, {WINDOWS} windows")
 """
 

@@ -28,8 +28,10 @@ from dtrans.errors import ConfigError
 
 STRATEGIES = (dtrans.nccl2, dtrans.sharding, dtrans.pipeline, dtrans.pserver)
 RECORDS = (
-    dtrans.Async, dtrans.Batch, dtrans.BlockPlacement, dtrans.DelayCompensation, dtrans.Geo, dtrans.HalfAsync,
-    dtrans.LossScaling, dtrans.Precision, dtrans.Reduce, dtrans.Slicing, dtrans.StageMemory, dtrans.Stages, dtrans.Sync,
+    dtrans.Async, dtrans.Batch, dtrans.BlockPlacement, dtrans.DelayCompensation, dtrans.Geo,
+    dtrans.HalfAsync,
+    dtrans.LossScaling, dtrans.Precision, dtrans.Reduce, dtrans.Slicing, dtrans.StageMemory,
+    dtrans.Stages, dtrans.Sync,
 )  # fmt: skip
 
 

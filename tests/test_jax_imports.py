@@ -93,8 +93,10 @@ def test_the_boundary_is_used():
 
 # what loops, branches, calls, names and collectives say in their parameters
 KEYS = (
-    "branches", "body_jaxpr", "cond_jaxpr", "call_jaxpr", "jaxpr", "num_consts", "num_carry", "length", "reverse",
-    "ft_in", "ft_out", "cond_nconsts", "body_nconsts", "in_shardings", "out_shardings", "_prim", "axis_name",
+    "branches", "body_jaxpr", "cond_jaxpr", "call_jaxpr", "jaxpr", "num_consts", "num_carry",
+    "length", "reverse",
+    "ft_in", "ft_out", "cond_nconsts", "body_nconsts", "in_shardings", "out_shardings", "_prim",
+    "axis_name",
 )  # fmt: skip
 REGISTERED = (
     "primitive_jvps",

@@ -197,7 +197,8 @@ def test_a_key_that_is_gone_is_named():
         params={k: v for k, v in scan.params.items() if k not in keys}
     )
     for keys, ask, gone in (
-        ({"jaxpr"}, bodies, "jaxpr"), ({"length"}, scan_length, "length"), ({"reverse"}, is_reversed, "reverse"),
+        ({"jaxpr"}, bodies, "jaxpr"), ({"length"}, scan_length, "length"),
+        ({"reverse"}, is_reversed, "reverse"),
         (counts, scan_counts, "num_consts"),
     ):  # fmt: skip
         with pytest.raises(

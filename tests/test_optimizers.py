@@ -68,7 +68,8 @@ def test_rows_of_one_number_are_optaxs(ours: object, optaxs: object) -> None:
     )
     schedule = optax.cosine_decay_schedule(0.1, 5)
     for given in (GRADIENTS[:, :, :1], GRADIENTS[:, 0, 0]):
-        found, known = (descended(tx(schedule, **options), given) for tx in (ours, optaxs))  # type: ignore[operator]
+        pair = (tx(schedule, **options) for tx in (ours, optaxs))  # type: ignore[operator]
+        found, known = (descended(tx, given) for tx in pair)
         np.testing.assert_allclose(found, known, rtol=1e-8)
 
 

@@ -42,7 +42,8 @@ import pathlib
 def main():
     role = dtrans.Role.from_env()
     here = pathlib.Path(__file__).parent
-    plan = dtrans.pserver(*programs(optax.adam(0.1)), pservers=role.pservers, trainers=role.trainers)
+    pair = programs(optax.adam(0.1))
+    plan = dtrans.pserver(*pair, pservers=role.pservers, trainers=role.trainers)
     with dtrans.Executor() as exe:
         if role.is_pserver:
             mine = plan.servers[role.current_endpoint]

@@ -40,13 +40,17 @@ LOSSES = {
     "numpy": lambda p, x, y: -logits(p, x[:, 0])[np.arange(len(y)), y[:, 0]].mean(),
     "sum": lambda p, x, y: -logits(p, x[:, 0])[jnp.arange(len(y)), y[:, 0]].sum() / 8,
     "columns": lambda p, x, y: -logits(p, x[:, 0])[jnp.arange(len(y))[:, None], y].mean(),
-    "tokens": lambda p, x, y: -logits(p, x)[jnp.arange(len(y))[:, None], jnp.arange(LENGTH)[None], y].mean(),
+    "tokens": lambda p, x, y:
+    -logits(p, x)[jnp.arange(len(y))[:, None], jnp.arange(LENGTH)[None], y].mean(),
     "slices": lambda p, x, y: -logits(p, x)[jnp.arange(len(y)), :, y[:, 1]].mean(),
-    "vmapped": lambda p, x, y: -jax.vmap(lambda i, k: logits(p, x[:, 0])[i, k])(jnp.arange(len(y)), y[:, 0]).mean(),
-    "checkpoint": lambda p, x, y: -jax.checkpoint(lambda z: jnp.sin(z)[jnp.arange(len(y)), y[:, 0]])(
+    "vmapped": lambda p, x, y:
+    -jax.vmap(lambda i, k: logits(p, x[:, 0])[i, k])(jnp.arange(len(y)), y[:, 0]).mean(),
+    "checkpoint": lambda p, x, y:
+    -jax.checkpoint(lambda z: jnp.sin(z)[jnp.arange(len(y)), y[:, 0]])(
         logits(p, x[:, 0])
     ).mean(),
-    "written": lambda p, x, y: (jnp.zeros((len(y), CLASSES)).at[jnp.arange(len(y)), y[:, 0]].set(1.0)
+    "written": lambda p, x, y: (jnp.zeros((len(y), CLASSES)).at[jnp.arange(len(y)),
+                                                                y[:, 0]].set(1.0)
                                 * logits(p, x[:, 0])).mean(),
 }  # fmt: skip
 

@@ -1059,7 +1059,8 @@ PROCESS = """
     init = lambda p: (p, tx.init(p))
     pservers = [f"127.0.0.1:{6170 + i}" for i in range(count)]
     main, startup = dtrans.trace(step, *init(params), jnp.ones(2)), dtrans.trace(init, params)
-    plan = dtrans.pserver(main, startup, pservers=pservers, placement=dtrans.BlockPlacement(min_block_size=1))
+    placement = dtrans.BlockPlacement(min_block_size=1)
+    plan = dtrans.pserver(main, startup, pservers=pservers, placement=placement)
     whole = dtrans.checkpoint.scatter(plan, pservers[k], *init(params))
     if what == "save":
         dtrans.checkpoint.save(path, plan, pservers[k], whole, tag="7")

@@ -104,7 +104,8 @@ def batch(seed, rows=16, dtype=jnp.float32):
 # -- a model that has results of every kind --------------------------------------------------------
 
 MERGE = {
-    "aux/any": "max", "aux/average": "mean", "aux/count": "sum", "aux/first": "each", "aux/hits": "sum",
+    "aux/any": "max", "aux/average": "mean", "aux/count": "sum", "aux/first": "each",
+    "aux/hits": "sum",
     "aux/worst": "max", "params/top": "max",
 }  # fmt: skip
 PLAIN = optax.sgd(1.0)
@@ -458,7 +459,8 @@ def test_statistics_go_from_micro_step_to_micro_step_and_keys_differ(trainers, o
     args = [(x, scales, jax.random.key(seed)) for seed in range(2)]
     main = dtrans.trace(noisy_step, params, (), *args[0])
     steps = options.get("num_micro_batch", 1)
-    plan = flat_options.nccl2(main, dtrans.trace(lambda p: (p, ()), params), trainers=trainers, merge={"aux": "concat"},
+    plan = flat_options.nccl2(main, dtrans.trace(lambda p: (p, ()), params), trainers=trainers,
+                              merge={"aux": "concat"},
                         unsplit_inputs=("scales",), **options)  # fmt: skip
     for got, (_, _, key) in zip(trained(plan, way, params, args), args, strict=True):
         made, drawn = [], []
@@ -718,7 +720,8 @@ def of_counted(params, x, mask):
     return jnp.sum((x @ params["w"]) ** 2 * mask) / jnp.sum(mask), {"count": jnp.sum(mask)}
 
 
-PARTS = [{"trainers": 4}, {"trainers": 2, "num_micro_batch": 2}, {"trainers": 1, "num_micro_batch": 4},
+PARTS = [{"trainers": 4}, {"trainers": 2, "num_micro_batch": 2},
+         {"trainers": 1, "num_micro_batch": 4},
          {"trainers": 2, "num_micro_batch": 2, "clip_local_norm": 1e9}]  # fmt: skip
 
 

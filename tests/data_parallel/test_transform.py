@@ -351,7 +351,8 @@ def test_a_loss_that_is_a_sum_over_the_batch_is_summed(trainers: int, way: str) 
 
     params, batches = square_case()
     plan, _ = same_as_one_device(
-        loss, optax.sgd(0.01), params, batches, way=way, trainers=trainers, has_aux=True, reduce="sum",
+        loss, optax.sgd(0.01), params, batches, way=way, trainers=trainers, has_aux=True,
+        reduce="sum",
         merge={"aux/worst": "max"},
     )  # fmt: skip
     assert plan.merges == {"loss": "sum", "aux/rows": "concat", "aux/worst": "max"}
@@ -1097,7 +1098,8 @@ def test_each_refusal_of_the_function_of_a_plan_is_an_error_of_its_own() -> None
 def test_the_function_of_a_plan_is_traced_again_for_another_batch_size() -> None:
     params, _ = square_case()
     same_as_one_device(
-        square, optax.sgd(0.1), params, [b for n in (8, 4, 16) for b in batches_of(n, 1, sizes=(5, 3))], way="vmap",
+        square, optax.sgd(0.1), params,
+        [b for n in (8, 4, 16) for b in batches_of(n, 1, sizes=(5, 3))], way="vmap",
         trainers=4,
     )  # fmt: skip
 
@@ -1272,22 +1274,28 @@ def test_each_trainer_is_on_its_device_and_all_have_the_state() -> None:
 "None"),
         (dict(unsplit_inputs="x"), "unsplit_inputs='x' must be a list of names of batch "
 "arrays"),
-        (dict(unsplit_inputs=("z",)), "unsplit_inputs names 'z', expected an array of the batch: x, y"),
+        (dict(unsplit_inputs=("z",)),
+         "unsplit_inputs names 'z', expected an array of the batch: x, y"),
         (dict(merge={"loss": "median"}), r"merge\['loss'\] must be 'mean', 'sum', .*, it is "
 r"'median'"),
-        (dict(merge={"accuracy": "mean"}), "merge names 'accuracy', expected an output of trainers: loss, "
+        (dict(merge={"accuracy": "mean"}),
+         "merge names 'accuracy', expected an output of trainers: loss, "
 "aux/n, aux/rows, "),
         (dict(merge={"params/mean": "each"}), r"merge\['params/mean'\]='each': every trainer must "
 r"have the same state"),
         (dict(merge={"params/mean": "concat"}), r"merge\['params/mean'\]='concat': every trainer "
 r"must have the same"),
-        (dict(merge={"aux/n": "mean"}), r"merge\['aux/n'\]='mean': its type is int32\[\]; write 'sum' or "
+        (dict(merge={"aux/n": "mean"}),
+         r"merge\['aux/n'\]='mean': its type is int32\[\]; write 'sum' or "
 r"'max' or 'each'"),
-        (dict(merge={"loss": "concat"}), r"merge\['loss'\]='concat': the result is float64\[\], without "
+        (dict(merge={"loss": "concat"}),
+         r"merge\['loss'\]='concat': the result is float64\[\], without "
 r"a dim 0"),
-        (dict(merge={"aux/some": "sum"}), r"merge\['aux/some'\]='sum': its type is bool\[\]; write 'max' "
+        (dict(merge={"aux/some": "sum"}),
+         r"merge\['aux/some'\]='sum': its type is bool\[\]; write 'max' "
 r"or 'each'"),
-        (dict(example_count="count"), "example_count='count' is not a result of the step; name one of loss, "
+        (dict(example_count="count"),
+         "example_count='count' is not a result of the step; name one of loss, "
 "aux/n, aux/rows"),
         (dict(example_count="aux/rows"), r"example_count='aux/rows' must be a scalar, it is "
 r"float64\[8\]"),
@@ -1475,7 +1483,8 @@ def test_any_two_mlps_of_random_width_equal_one_device(data: st.DataObject) -> N
         pairs = {n: mlp_batch(2 * trainers, s, F64) for n, s in zip(params, sizes, strict=True)}
         batch = tuple({n: p[i] for n, p in pairs.items()} for i in range(2))
         plan, _ = same_as_one_device(
-            loss, tx, params, [batch] * 2, way="simulate", has_aux=True, trainers=trainers, reduce=reduce, merge=merge,
+            loss, tx, params, [batch] * 2, way="simulate", has_aux=True, trainers=trainers,
+            reduce=reduce, merge=merge,
             bucket_MB=size,
         )  # fmt: skip
         assert sorted(n for b in plan.buckets for n in b.leaves) == sorted(plan.main.args[0].names)

@@ -306,7 +306,9 @@ spec:
               properties: {name: {type: string, default: a}, count: {type: integer, minimum: 1}}
           limits:
             type: object
-            additionalProperties: {anyOf: [{type: integer}, {type: string}], x-kubernetes-int-or-string: true}
+            additionalProperties:
+              anyOf: [{type: integer}, {type: string}]
+              x-kubernetes-int-or-string: true
           status: {type: object}
 """
 PRUNED = """
@@ -317,7 +319,10 @@ properties:
   limits: {type: object, additionalProperties: {anyOf: [{type: integer}, {type: string}]}}
   steps:
     type: array
-    items: {type: object, additionalProperties: false, properties: {count: {type: integer, minimum: 1}}}
+    items:
+      type: object
+      additionalProperties: false
+      properties: {count: {type: integer, minimum: 1}}
 """
 
 

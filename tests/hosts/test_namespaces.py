@@ -165,7 +165,8 @@ from dtrans.run.distributed.multihost import all_reduce_sum
 all_reduce_sum(jnp.ones(3))
 if cluster.trainer_id == 1:
     status = [sys.executable, "-m", "dtrans", "status", os.environ["DTRANS_STATUS_ENDPOINT"]]
-    print(subprocess.run(status, check=True, capture_output=True, text=True).stdout, end="", flush=True)
+    shown = subprocess.run(status, check=True, capture_output=True, text=True)
+    print(shown.stdout, end="", flush=True)
 (found,) = all_reduce_sum(jnp.ones(3))
 # both roles have one standard output: a line in one write, which the other's cannot divide
 print(f"{socket.gethostname()} {found.tolist()}\\n", end="", flush=True)

@@ -84,7 +84,8 @@ def test_roles_and_logs(
     monkeypatch.setenv("JAX_OF_THE_TEST", "goes along")
     command = script("""
         found = {k: v for k, v in os.environ.items() if k.startswith(("DTRANS_", "JAX_", "WANTED"))}
-        print(json.dumps([found, sys.argv[1:], os.getcwd(), os.path.isdir(found["DTRANS_ENDED_ROLES"])]))
+        is_folder = os.path.isdir(found["DTRANS_ENDED_ROLES"])
+        print(json.dumps([found, sys.argv[1:], os.getcwd(), is_folder]))
         print(name, file=sys.stderr)
     """)
     monkeypatch.setattr(host_check, "is_loopback", lambda address: False)
@@ -360,8 +361,10 @@ from dtrans.hosts import on_hosts, remote_agent
 from dtrans.hosts.host_check import FoundHost
 from dtrans.hosts.host_list import HostEntry
 on_hosts.check_hosts = lambda hosts, *_, **options: [
-    FoundHost(h, sys.executable, remote_agent.__file__, "127.0.0.1", (5000 + i,), 2) for i, h in enumerate(hosts)]
-on_hosts.launch_on_hosts(sys.argv[3:], (HostEntry("one"), HostEntry("two")), rsh=sys.argv[2], grace=60)
+    FoundHost(h, sys.executable, remote_agent.__file__, "127.0.0.1", (5000 + i,), 2)
+    for i, h in enumerate(hosts)]
+entries = HostEntry("one"), HostEntry("two")
+on_hosts.launch_on_hosts(sys.argv[3:], entries, rsh=sys.argv[2], grace=60)
 """
 
 

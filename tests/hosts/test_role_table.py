@@ -200,7 +200,8 @@ def test_the_rule_is_that_of_bandwidth(n: int, k: int) -> None:
 
 @pytest.mark.parametrize(
     "n, k, slots",
-    [(2, 2, [1, 1, 1, 1]), (2, 2, [2, 2]), (3, 3, [2, 2, 2]), (3, 3, [1] * 6), (2, 2, [4, 4, 4]), (4, 2, [3, 1, 2]),
+    [(2, 2, [1, 1, 1, 1]), (2, 2, [2, 2]), (3, 3, [2, 2, 2]), (3, 3, [1] * 6), (2, 2, [4, 4, 4]),
+     (4, 2, [3, 1, 2]),
      (1, 2, [1, 3]), (2, 3, [1, 2, 3]), (3, 1, [2, 2, 2])],
 )  # fmt: skip
 def test_no_placement_is_better(n: int, k: int, slots: list[int]) -> None:
@@ -246,7 +247,8 @@ def test_a_server_with_more_bytes_gets_the_quieter_link() -> None:
 @pytest.mark.parametrize(
     "hosts, message",
     [
-        ([("a", 2), ("b", 1)], "the hosts a:2,b:1 have slots for 3 processes, but there are 4 roles "
+        ([("a", 2), ("b", 1)],
+         "the hosts a:2,b:1 have slots for 3 processes, but there are 4 roles "
 "of a pserver job: 2 "
          "pservers, 2 trainers; add hosts or slots for 1"),
         ([], "the hosts none have slots for 0 processes"),

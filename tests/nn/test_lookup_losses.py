@@ -80,7 +80,8 @@ def test_bags_that_do_not_fit_are_refused() -> None:
     ):
         nn.embedding_bag(jnp.ones((V, D)), jnp.zeros(3, int), jnp.zeros(2, int), 1)
     with pytest.raises(ConfigError, match="mode"):
-        nn.embedding_bag(jnp.ones((V, D)), jnp.zeros(3, int), jnp.zeros(3, int), 1, mode="max")  # type: ignore[arg-type]
+        table, ids = jnp.ones((V, D)), jnp.zeros(3, int)
+        nn.embedding_bag(table, ids, ids, 1, mode="max")  # type: ignore[arg-type]
 
 
 # -- noise -----------------------------------------------------------------------------------------

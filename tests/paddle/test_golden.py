@@ -76,7 +76,8 @@ NO_BLOCKS = (["lookup_sparse_table"], ["save"])
 ROUNDS = {"fc_lars_momentum": 1, "fc_sgd_clip_global_opt": 1}
 
 # Optimizer state in the shape of the parameter, as many for each.
-ACCUMULATORS = {"fc_momentum": 1, "fc_adam": 2, "mlp_adam_lr_exponential": 2, "fc_adagrad": 1, "fc_lars_momentum": 1,
+ACCUMULATORS = {"fc_momentum": 1, "fc_adam": 2, "mlp_adam_lr_exponential": 2, "fc_adagrad": 1,
+                "fc_lars_momentum": 1,
                 "emb1_sparse_adam_async": 2, "mlp_adam_dcasgd": 2}  # fmt: skip
 
 # Adam's powers of beta: two numbers for each block in Paddle. Here they follow from one count of

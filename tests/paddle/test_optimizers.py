@@ -358,7 +358,8 @@ FIXED = {
     ),
 }
 # one of each kind that keeps its own state, where the options do not matter
-SOME = ["ftrl-l1-l2", "ftrl-power", "decayed_adagrad", "adagrad-all", "adadelta-all", "adam-all", "adamax-all",
+SOME = ["ftrl-l1-l2", "ftrl-power", "decayed_adagrad", "adagrad-all", "adadelta-all", "adam-all",
+        "adamax-all",
         "lamb-all", "lars-all", "lars-no-decay"]  # fmt: skip
 # norms that a rule takes of each leaf
 NORMS = {lamb: 2, lars_momentum: 2, dpsgd: 1}

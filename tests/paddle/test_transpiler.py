@@ -655,7 +655,8 @@ def refusal(programs: Any, config: dict[str, Any], options: dict[str, Any]) -> C
      "communicator needs runtime_split_send_recv=True and completely_not_async=False"),
     ({"communicator": 20, "sync_mode": False, "runtime_split_send_recv": True}, {}, ValueError,
      "communicator must be a CommunicatorConfig, it is 20"),
-    ({"enable_dc_asgd": True, "sync_mode": False, "runtime_split_send_recv": True, "completely_not_async": True}, {},
+    ({"enable_dc_asgd": True, "sync_mode": False, "runtime_split_send_recv": True,
+      "completely_not_async": True}, {},
      AssertionError, "enable_dc_asgd=True needs completely_not_async=False: synchronous gradients "
      "have no delay"),
     ({"merge": {"params/nothing": "mean"}}, {}, ValueError,

@@ -143,7 +143,8 @@ def test_statistics_are_sent_when_they_are_made_and_are_nobodys_by_default() -> 
 
 
 @pytest.mark.parametrize("merge, message", [
-    ({"params/stats": "mean"}, "merge['params/stats'] is 'mean', but servers average floating-point "
+    ({"params/stats": "mean"},
+     "merge['params/stats'] is 'mean', but servers average floating-point "
      "and complex numbers only, and params/stats/seen is i32[]; pass 'own'"),
     ({"params/stats/mean": "sum"}, "merge['params/stats/mean'] must be 'mean' or 'own', it is "
 "'sum'"),

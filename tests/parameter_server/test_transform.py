@@ -612,7 +612,8 @@ def test_nested_pytrees_keep_their_paths_and_structure():
         loss, optax.adam(0.1), params, {"x": jnp.ones((3, 4)), "y": jnp.ones((3, 2))}, servers=2
     )
     assert [b.leaf for b in plan.placement.table if b.index == 0] == [
-        "params/body/0/kernel", "params/body/0/bias", "params/body/1/kernel", "params/body/1/bias", "params/head/w"
+        "params/body/0/kernel", "params/body/0/bias", "params/body/1/kernel", "params/body/1/bias",
+        "params/head/w"
     ]  # fmt: skip
     assert plan.trainer.in_names[-2:] == ("batch/x", "batch/y")
     assert plan.trainer.out_names == (

@@ -99,12 +99,13 @@ def test_rows_on_another_axis_are_replayed_for_other_batches() -> None:
     for either batch."""
     turned = lambda params, x: mean_loss(params, x.T)
     options = {"num_stages": 2, "num_micro_batch": 2}
-    plan = dtrans.pipeline(*traced(turned, X.T), batch=dtrans.Batch(axes=(1,)), **options)  # type: ignore[arg-type]
+    batch = dtrans.Batch(axes=(1,))
+    plan = dtrans.pipeline(*traced(turned, X.T), batch=batch, **options)  # type: ignore[arg-type]
     first = dtrans.pipeline(*traced(mean_loss, X), **options)  # type: ignore[arg-type]
     types = {n: jax.ShapeDtypeStruct(t.shape, t.dtype) for n, t in first.main.inputs.items()}
     for rows in (8, 16):
-        found, wanted = (of.specialize([*(types | {"x": jax.ShapeDtypeStruct((rows, 4), "float32")}).values()]).stages
-                         for of in (plan, first))  # fmt: skip
+        resized = types | {"x": jax.ShapeDtypeStruct((rows, 4), "float32")}
+        found, wanted = (of.specialize([*resized.values()]).stages for of in (plan, first))
         # the transposes of the user's step and of the rewrite are in the first stage
         assert [s.forward.inputs.keys() for s in found] == [s.forward.inputs.keys() for s in wanted]
         assert found[1].backward.fingerprint == wanted[1].backward.fingerprint

@@ -312,7 +312,8 @@ def test_logits_are_never_whole(schedule):
         for e in equations(p.jaxpr):
             for v in (*e.invars, *e.outvars):
                 assert not {classes, padded} & set(v.aval.shape), e
-    kinds = lambda p: collections.Counter((e.primitive.name, e.params["op"], tuple(v.aval.shape for v in e.outvars))
+    kinds = lambda p: collections.Counter((e.primitive.name, e.params["op"],
+                                           tuple(v.aval.shape for v in e.outvars))
                                           for e, _ in collectives(p.jaxpr))  # fmt: skip
     of_rows = (per,)
     assert kinds(s.forward) in (

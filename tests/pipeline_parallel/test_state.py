@@ -201,7 +201,8 @@ sys.path.insert(0, {tests!r})
 from pipeline_models import MODELS
 import dtrans
 of = MODELS["convnet"].job(8)
-plan = dtrans.pipeline(*of.traced(), num_stages=3, num_micro_batch=2, stages=dtrans.Stages(policy="BALANCE_OP_NUM"))
+stages = dtrans.Stages(policy="BALANCE_OP_NUM")
+plan = dtrans.pipeline(*of.traced(), num_stages=3, num_micro_batch=2, stages=stages)
 job = plan.simulate()
 program, _ = job.prepare(job.init(jax.random.key(0)), *of.batch)
 print("\\n".join(program.lines))

@@ -283,7 +283,8 @@ def test_roles_save_their_own_parts_and_go_on_from_them(tmp_path: Any) -> None:
         return {"scale": jnp.float32(2), **params}, opt_state
 
     plan = dtrans.pserver(
-        dtrans.trace(step, *begin(KEY), X, Y), dtrans.trace(begin, KEY), pservers=free_endpoints(2), trainers=2,
+        dtrans.trace(step, *begin(KEY), X, Y), dtrans.trace(begin, KEY), pservers=free_endpoints(2),
+        trainers=2,
         placement=dtrans.BlockPlacement(min_block_size=1),
     )  # fmt: skip
     assert plan.frozen == ("params/scale",)

@@ -19,8 +19,10 @@ from dtrans.errors import ConfigError, TraceError
 
 ROWS = 8
 NAMES = [
-    "w@GRAD", "w.block0", "w.block1", "w@GRAD.block0", "w.trainer_1", "w@GRAD.trainer_1", "w.rows0", "w.stage1",
-    "w@GRAD.stage1", "w/b", "w/kept/0", "a/b", "a.b.c", "float32", "@value/0", "trainer_0", ".block0", "@GRAD", "",
+    "w@GRAD", "w.block0", "w.block1", "w@GRAD.block0", "w.trainer_1", "w@GRAD.trainer_1", "w.rows0",
+    "w.stage1",
+    "w@GRAD.stage1", "w/b", "w/kept/0", "a/b", "a.b.c", "float32", "@value/0", "trainer_0",
+    ".block0", "@GRAD", "",
 ]  # fmt: skip
 
 Params = dict[str, Any]

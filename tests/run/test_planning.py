@@ -33,9 +33,13 @@ main = dtrans.trace(dtrans.make_train_step(loss, tx), *jax.eval_shape(init, key)
 startup = dtrans.trace(init, key)
 plans = {
     "nccl2": lambda: dtrans.nccl2(main, startup, trainers=3),
-    "sharding": lambda: dtrans.sharding(main, startup, degree=3, stage=3, slices=dtrans.Slicing(min_slice_size=1)),
+    "sharding": lambda: dtrans.sharding(
+        main, startup, degree=3, stage=3, slices=dtrans.Slicing(min_slice_size=1)
+    ),
     "pipeline": lambda: dtrans.pipeline(main, startup, num_stages=2, num_micro_batch=3),
-    "pserver": lambda: dtrans.pserver(main, startup, pservers="127.0.0.1:1,127.0.0.1:2", trainers=3),
+    "pserver": lambda: dtrans.pserver(
+        main, startup, pservers="127.0.0.1:1,127.0.0.1:2", trainers=3
+    ),
 }
 assert not backends_started(), "tracing starts devices"
 for strategy, plan in plans.items():

@@ -585,7 +585,9 @@ def branch_of_all(w: Writer, v: Value, j: int) -> None:
     test = w.scalar(j // 3) > 0.25 if j % 2 else w.count % 2 == 0
     if j // 5 % 3 == 0:
         inner = first
-        first = lambda t: lax.cond(w.scalar(j // 2) > 0, inner, second, t)  # type: ignore[assignment]
+        first = lambda t: lax.cond(  # type: ignore[assignment]
+            w.scalar(j // 2) > 0, inner, second, t
+        )
     made, s = lax.cond(test, first, second, tree)
     w.scalars.append(s)
     for n, x in made.items():

@@ -302,7 +302,8 @@ def test_a_loop_has_one_scope():
 @pytest.mark.parametrize(
     "options",
     [
-        dict(device_count=0), dict(device_count=True), dict(device_count=1.0), dict(device_count="2"), dict(name=""),
+        dict(device_count=0), dict(device_count=True), dict(device_count=1.0),
+        dict(device_count="2"), dict(name=""),
         dict(name=3),
     ],
 )  # fmt: skip

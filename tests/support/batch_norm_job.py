@@ -68,7 +68,8 @@ def plan_for(
 ) -> Any:
     params, init = params_of(), init_with(tx)
     main = dtrans.trace(step_with(tx), *jax.eval_shape(init, params), *batches_of(1, rows)[0])
-    return flat_options.pserver(main, dtrans.trace(init, params), pservers=free_endpoints(servers), trainers=trainers,
+    return flat_options.pserver(main, dtrans.trace(init, params), pservers=free_endpoints(servers),
+                                trainers=trainers,
                           min_block_size=1, merge=merge or {}, **options)  # fmt: skip
 
 

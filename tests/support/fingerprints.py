@@ -143,7 +143,8 @@ def _blocks(eqn: Any) -> Iterator[str]:
         means = [
             op for of in sent.values() if len(of) > 1 for op in [*["add"] * (len(of) - 1), "mul"]
         ]
-        yield f"ops   {' '.join([*means, *(e.primitive.name for e in inner.eqns if not is_communication(e))])}"
+        names = (e.primitive.name for e in inner.eqns if not is_communication(e))
+        yield f"ops   {' '.join([*means, *names])}"
 
 
 # -- plans -----------------------------------------------------------------------------------------
@@ -219,8 +220,10 @@ def of_stages(plan: Any) -> list[str]:
 
 
 OPTIMIZERS = (
-    "sgd", "adam", "adamw", "adagrad", "adafactor", "lamb", "lars", "lion", "nadam", "radam", "rmsprop", "novograd",
-    "sm3", "yogi", "optimistic_gradient_descent", "noisy_sgd", "muon", "prodigy", "schedule_free_adamw", "adabelief",
+    "sgd", "adam", "adamw", "adagrad", "adafactor", "lamb", "lars", "lion", "nadam", "radam",
+    "rmsprop", "novograd",
+    "sm3", "yogi", "optimistic_gradient_descent", "noisy_sgd", "muon", "prodigy",
+    "schedule_free_adamw", "adabelief",
 )  # fmt: skip
 SHARDED = ("uneven", "transformer", "scan")
 SAME_PROGRAMS = ("PreferForward", "PreferBackwardOptimizer")  # as PreferBackward

@@ -8,8 +8,8 @@ A layer follows from what a test uses, its fixtures and helpers included:
 - `plan`: it traces a step and plans it.
 - `unit`: it does none of these.
 
-By day all units and plans run and a part of the others, which changes with the date. A test that notices a
-planted fault (`tests/faults.py`) runs each day. The remainder is `soak`: it runs by night.
+By day all units and plans run, and a part of the others, which changes with the date. A test that
+notices a planted fault (`tests/faults.py`) runs each day. The remainder is `soak`: it runs by night.
 A run that names files or tests is no sample: it has all of their tests.
 """
 

@@ -49,7 +49,8 @@ class Model:
 
 def _drawn(dtype: Any, **shapes: tuple[int, ...]) -> dict[str, jax.Array]:
     rng = np.random.default_rng(0)
-    return {n: jnp.asarray(rng.normal(size=s) / max(1.0, np.sqrt(s[-2] if len(s) > 1 else 4)), dtype)
+    return {n: jnp.asarray(rng.normal(size=s) / max(1.0, np.sqrt(s[-2] if len(s) > 1 else 4)),
+                           dtype)
             for n, s in shapes.items()}  # fmt: skip
 
 
@@ -206,19 +207,24 @@ def half_loss(p: Tree, x: jax.Array, y: jax.Array) -> jax.Array:
 MODELS: Mapping[str, Model] = {
     "uneven": Model(uneven_params, uneven_loss, numbers, freezing),
     "masked": Model(uneven_params, uneven_loss, numbers, lambda tx: optax.chain(
-        optax.masked(tx, not_frozen), optax.masked(optax.set_to_zero(), lambda p: {n: n == "frozen" for n in p}))),
+        optax.masked(tx, not_frozen),
+        optax.masked(optax.set_to_zero(), lambda p: {n: n == "frozen" for n in p}))),
     "transformer": Model(transformer_params, transformer_loss, tokens),
     "scan": Model(stacked_params, stacked_loss, numbers),
-    "scan of checkpoint": Model(stacked_params, functools.partial(stacked_loss, layer=jax.checkpoint(_layer)), numbers),
+    "scan of checkpoint": Model(stacked_params,
+                                functools.partial(stacked_loss, layer=jax.checkpoint(_layer)),
+                                numbers),
     "nested scan": Model(nested_params, nested_loss, numbers),
     "long scan": Model(functools.partial(stacked_params, depth=16, width=5), stacked_loss, numbers),
     # gradients of each rank are rounded to 16 bits: the mean of those
     "scan, cast inside": Model(
         stacked_params, functools.partial(stacked_loss, layer=_half_layer), numbers, exact=False),
     "scan, cast inside, checkpoint": Model(
-        stacked_params, functools.partial(stacked_loss, layer=jax.checkpoint(_half_layer)), numbers, exact=False),
+        stacked_params, functools.partial(stacked_loss, layer=jax.checkpoint(_half_layer)), numbers,
+        exact=False),
     "scan, cast before": Model(
-        stacked_params, functools.partial(stacked_loss, layer=_cast_layer, before=_in_half), numbers, exact=False,
+        stacked_params, functools.partial(stacked_loss, layer=_cast_layer, before=_in_half),
+        numbers, exact=False,
         rounded=("kernel", "bias")),
 }  # fmt: skip
 

@@ -262,7 +262,7 @@ def class_balanced(params: Tree, x: Any, y: Any) -> jax.Array:
     return (_entropy(_logits(params, x), y) * weights).sum() / weights.sum()
 
 
-# -- norms -------------------------------------------------------------------------------------------
+# -- norms -----------------------------------------------------------------------------------------
 
 
 class _BatchNormed(nn.Module):
@@ -541,7 +541,8 @@ def mixup(params: Tree, x: Any, y: Any, key: Any) -> jax.Array:
 
 
 def _vae_params(key: jax.Array) -> Tree:
-    return _drawn(key, enc=(FEATURES, HIDDEN), mean=(HIDDEN, 2), log_var=(HIDDEN, 2), dec=(2, HIDDEN),
+    return _drawn(key, enc=(FEATURES, HIDDEN), mean=(HIDDEN, 2), log_var=(HIDDEN, 2),
+                  dec=(2, HIDDEN),
                   out=(HIDDEN, FEATURES))  # fmt: skip
 
 
@@ -699,7 +700,8 @@ def _attended(p: Tree, h: jax.Array, allowed: Any, heads: int = 2) -> jax.Array:
 
 
 def _layers(key: jax.Array, depth: int = 2) -> Tree:
-    return _drawn(key, qkv=(depth, HIDDEN, 3 * HIDDEN), out=(depth, HIDDEN, HIDDEN), up=(depth, HIDDEN, 2 * HIDDEN),
+    return _drawn(key, qkv=(depth, HIDDEN, 3 * HIDDEN), out=(depth, HIDDEN, HIDDEN),
+                  up=(depth, HIDDEN, 2 * HIDDEN),
                   down=(depth, 2 * HIDDEN, HIDDEN))  # fmt: skip
 
 

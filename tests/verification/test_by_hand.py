@@ -162,7 +162,8 @@ r"and 3 others\)",
     ),
     "missing reduction": (
         sgd_step, SGD_ARGS,
-        jax.shard_map(sgd_step, mesh=DATA, in_specs=(P(), P("data"), P("data")), out_specs=P(), check_vma=False),
+        jax.shard_map(sgd_step, mesh=DATA, in_specs=(P(), P("data"), P("data")), out_specs=P(),
+                      check_vma=False),
         of_global_loss(scale=1),
         r"params/up: 24 of 24 entries differ; its copies on the ranks differ along axis 'data' "
 r"\(size 4\), but "
@@ -175,7 +176,8 @@ r"'data' \(corrects",
 r"axis 'data'",
     ),
     "loss is added again": (
-        adam_step, ADAM_ARGS, data_parallel(mean, lambda x: total(mean(x))), data_parallel(mean, mean),
+        adam_step, ADAM_ARGS, data_parallel(mean, lambda x: total(mean(x))),
+        data_parallel(mean, mean),
         r"loss: 1 of 1 entries differ; it is the step's value times 4, the size of axis 'data': "
 r".*\n"
         r"  fault: psum over .* adds 4 equal values, which multiplies the value by the "
@@ -273,12 +275,15 @@ COLLECTIVES: dict[str, Callable[[Any], Any]] = {
     "all to all": lambda x: lax.all_to_all(x, "model", 0, 1, tiled=True),
     "all to all rows": lambda x: lax.all_to_all(x.reshape(3, -1), "model", 0, 1, tiled=False),
     "index": lambda x: x * lax.axis_index(BOTH) * lax.axis_size("model"),
-    "integers": lambda x: x * lax.pcast(jnp.arange(2), BOTH, to="varying") * lax.psum(x.argmax(), BOTH),
+    "integers": lambda x: x * lax.pcast(jnp.arange(2), BOTH, to="varying")
+    * lax.psum(x.argmax(), BOTH),
     "grad": lambda x: x * jax.grad(lambda w: (x * w).sum())(jnp.ones(2)),
     "jit": lambda x: jax.jit(lambda x: lax.psum(x, "data"))(x),
     "loop": lambda x: lax.scan(lambda c, r: (c + lax.psum(r, BOTH).sum(), c * r), x[0].sum(), x)[1],
-    "branch": lambda x: lax.cond(lax.psum(x, BOTH).sum() > 3, lambda: lax.psum(x, "model") * x, lambda: x),
-    "remat": lambda x: jax.vmap(jax.grad(jax.checkpoint(lambda r: lax.psum(r * r, "data").sum())))(x),
+    "branch": lambda x: lax.cond(lax.psum(x, BOTH).sum() > 3, lambda: lax.psum(x, "model") * x,
+                                 lambda: x),
+    "remat": lambda x: jax.vmap(jax.grad(jax.checkpoint(lambda r: lax.psum(r * r,
+                                                                           "data").sum())))(x),
     "custom rule": lambda x: jax.grad(lambda x: _doubled(x).sum())(x),
 }  # fmt: skip
 GRADIENTS = ("grad", "remat")  # check_vma decides about their sums over ranks

@@ -140,7 +140,8 @@ def test_systems_are_solved_exactly() -> None:
 
 # what no rule follows, and is listed in a report by its name
 UNFOLLOWED = {
-    "cholesky_update", "create_token", "dce_sink", "empty", "ffi_call", "linear_call", "ormqr", "pgather",
+    "cholesky_update", "create_token", "dce_sink", "empty", "ffi_call", "linear_call", "ormqr",
+    "pgather",
     "polynomial", "precv", "psend", "pure_callback", "reduce_window", "rng_uniform", "scaled_dot",
     "select_and_gather_add", *CALLBACKS,
 }  # fmt: skip
@@ -148,8 +149,10 @@ UNFOLLOWED = {
 EXACT = {
     "and", "clz", "empty2", "iota", "lu_pivots_to_permutation", "mulhi",
     "not", "or", "platform_index", "population_count",
-    "random_bits", "random_clone", "random_fold_in", "random_seed", "random_split", "random_unwrap", "random_wrap",
-    "reduce_and", "reduce_or", "reduce_xor", "rng_bit_generator", "shift_left", "shift_right_arithmetic",
+    "random_bits", "random_clone", "random_fold_in", "random_seed", "random_split", "random_unwrap",
+    "random_wrap",
+    "reduce_and", "reduce_or", "reduce_xor", "rng_bit_generator", "shift_left",
+    "shift_right_arithmetic",
     "shift_right_logical", "threefry2x32", "xor",
 }  # fmt: skip
 

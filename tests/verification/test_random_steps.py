@@ -1,7 +1,7 @@
 """Plans of random steps compute the step, or are refused by an error of dtrans.
 
-`make test` draws the same steps of a strategy each time. `make fuzz` draws others, as many as DTRANS_EXAMPLES
-says.
+`make test` draws the same steps of a strategy each time. `make fuzz` draws others, as many as
+DTRANS_EXAMPLES says.
 """
 
 from __future__ import annotations
@@ -267,7 +267,8 @@ BUSY_IN_PARTS = dataclasses.replace(
 # a strategy, a file, its text and what a fault puts in its place
 PLANTED = {
     "each trainer normalises by its own statistics": (
-        "nccl2", "engine/writer.py", "self.define_outputs(eqn, [PARTIAL] * len(eqn.outvars), values)",
+        "nccl2", "engine/writer.py",
+        "self.define_outputs(eqn, [PARTIAL] * len(eqn.outvars), values)",
         "self.define_outputs(eqn, way.outs, values)",
     ),
     "trainers draw the same mask": (
@@ -283,7 +284,8 @@ PLANTED = {
     ),
     "groups add up nothing": (
         "groups", "zero/reduce_scatter.py",
-        "return self._sum(bucket.name, slices, (options.slices.replica_axis_name,))", "return slices",
+        "return self._sum(bucket.name, slices, (options.slices.replica_axis_name,))",
+        "return slices",
     ),
     "a trainer's gradients are left out": (
         "pserver", "slicing/mean.py", "functools.reduce(jax.lax.add, grads)",

@@ -111,7 +111,8 @@ def test_leaves_are_given_away_in_the_order_of_their_use(rule: str) -> None:
 
 def test_leaves_that_are_bound_together_have_one_owner() -> None:
     tx, params = optax.flatten(optax.contrib.muon(0.1)), mlp_params()
-    tied = optax.multi_transform({"one": optax.flatten(optax.adafactor(0.1)), "each": optax.adam(0.1)}, {
+    tied = optax.multi_transform({"one": optax.flatten(optax.adafactor(0.1)),
+                                  "each": optax.adam(0.1)}, {
         "w1": "each", "b1": "one", "w2": "each", "b2": "one"})  # fmt: skip
     for of, groups in ((tx, None), (tied, ({"params/b1", "params/b2"},))):
         plan = plan_of(mlp_loss, of, params, *mlp_batch(), degree=3, partition="greedy_even")
@@ -164,7 +165,8 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 def check(
-    model: str, tx: Any, degree: int, rule: str, replicas: int = 1, way: str = "simulate", dtype: Any = jnp.float64,
+    model: str, tx: Any, degree: int, rule: str, replicas: int = 1, way: str = "simulate",
+    dtype: Any = jnp.float64,
     rtol: float = 1e-12, steps: int = 3, **options: Any,
 ) -> None:  # fmt: skip
     m = MODELS[model]
@@ -426,7 +428,8 @@ def test_weights_and_results_that_are_made_of_gradients(way: str) -> None:
     both = [
         trained(
             plan_of_step(
-                step, init_of(tx), params, *batches[0], degree=2, partition=of, example_count="aux/count",
+                step, init_of(tx), params, *batches[0], degree=2, partition=of,
+                example_count="aux/count",
                 merge={"aux/count": "sum"},
             ), way, params, batches)
         for of in ("rows", "use_order")

@@ -137,7 +137,8 @@ def test_a_step_that_donates_its_state_needs_a_quarter_of_its_parameters_beside_
     shape, layers, width, rows = SHAPES[name], 16, 512, 64
     types = jax.eval_shape(lambda: shape.params(layers, width))
     init = lambda: (params := shape.params(layers, width), ADAM.init(params))
-    main = dtrans.trace(dtrans.make_train_step(shape.loss, ADAM), types, jax.eval_shape(ADAM.init, types),
+    main = dtrans.trace(dtrans.make_train_step(shape.loss, ADAM), types,
+                        jax.eval_shape(ADAM.init, types),
                         jnp.ones((rows, width)))  # fmt: skip
     job = dtrans.sharding(main, dtrans.trace(init), stage=3, degree=8).on_mesh()
     stats = job.lower(job.init(), jnp.ones((rows, width))).compile().memory_analysis()

@@ -127,7 +127,8 @@ def test_stages_2_and_3_scatter_right_after_the_last_gradient_of_a_bucket(
 ) -> None:
     m = MODELS[model]
     plan = plan_of(
-        m.loss, m.around(ADAM), m.params(jnp.float32), *m.batch(0, jnp.float32), stage=stage, degree=4,
+        m.loss, m.around(ADAM), m.params(jnp.float32), *m.batch(0, jnp.float32), stage=stage,
+        degree=4,
         bucket_MB=fuse,
     )  # fmt: skip
     inner, roles = plan.program.jaxpr.jaxpr, plan.program.roles
@@ -564,7 +565,8 @@ def test_no_leaf_has_rows_for_so_many_ranks() -> None:
 
 
 def test_muon_gathers_each_matrix_once_for_all_of_its_iterations() -> None:
-    plan = plan_of(mlp_loss, optax.contrib.muon(0.1), mlp_params((8, 8, 8)), *numbers(0, jnp.float32, 8, 8),
+    plan = plan_of(mlp_loss, optax.contrib.muon(0.1), mlp_params((8, 8, 8)),
+                   *numbers(0, jnp.float32, 8, 8),
                    stage=3, degree=2)  # fmt: skip
     assert not plan.slices.unsliced
     gathers = [e for _, e in of_type(plan, "all_gather") if e.params["name"] == "optimizer"]

@@ -114,7 +114,8 @@ def check(
     tx, params = m.around(OPTIMIZERS[optimizer]()), m.params(dtype)
     batches = [m.batch(s, dtype) for s in range(3)]
     plan = plan_of(
-        m.loss, tx, params, *batches[0], stage=stage, degree=degree, replicas=replicas, overlap=overlap,
+        m.loss, tx, params, *batches[0], stage=stage, degree=degree, replicas=replicas,
+        overlap=overlap,
         bucket_MB=fuse, **options,
     )  # fmt: skip
     got = trained(plan, way, params, batches)
@@ -304,7 +305,8 @@ def test_models_that_are_hard_to_gather_elsewhere(
     m, tx = SMALL[name], OPTIMIZERS["clip, adam"]()
     params, batches = m.params(jnp.float64), [m.batch(s, jnp.float64, rows=12) for s in range(2)]
     plan = plan_of(
-        m.loss, tx, params, *batches[0], stage=stage, degree=degree, reduce="sum", prefetch=prefetch,
+        m.loss, tx, params, *batches[0], stage=stage, degree=degree, reduce="sum",
+        prefetch=prefetch,
         bucket_MB=0,
     )  # fmt: skip
 
@@ -367,7 +369,8 @@ def mask_padding(plan: Any, state: Any, value: Any) -> Any:
 
 TX = optax.chain(optax.clip_by_global_norm(2.0), optax.sgd(0.1, momentum=0.9))
 MERGE = {
-    "aux/any": "max", "aux/average": "mean", "aux/count": "sum", "aux/first": "each", "aux/hits": "sum",
+    "aux/any": "max", "aux/average": "mean", "aux/count": "sum", "aux/first": "each",
+    "aux/hits": "sum",
     "aux/worst": "max", "params/top": "max",
 }  # fmt: skip
 
@@ -379,7 +382,8 @@ def weighted_loss(net: Any, x: jax.Array, y: jax.Array, mask: jax.Array, total: 
     each = jnp.sum((predicted - y) ** 2, -1) * mask
     count = jnp.sum(mask)
     return jnp.sum(each) / (1 if total else count), {
-        "any": jnp.any(x > 2.5), "average": x[:, 0] @ mask / count, "bias": net["b1"], "count": count,
+        "any": jnp.any(x > 2.5), "average": x[:, 0] @ mask / count, "bias": net["b1"],
+        "count": count,
         "first": jnp.max(x[:, 0]), "hits": jnp.sum(x > 0, dtype=jnp.int32), "predicted": predicted,
         "rows": x.shape[0], "worst": jnp.max(each),
     }  # fmt: skip
@@ -489,7 +493,8 @@ def test_every_option_does_what_it_does_in_nccl2_mode(
     options = OPTIONS[name]
     batches = full_batches("example_count" in options)
     plan = plan_of_step(
-        full_step("reduce" in options), full_init, full_start(), *batches[0], stage=stage, degree=degree,
+        full_step("reduce" in options), full_init, full_start(), *batches[0], stage=stage,
+        degree=degree,
         replicas=replicas, merge=merge_of(options), **options,
     )  # fmt: skip
     tree_close(
@@ -505,7 +510,8 @@ def test_micro_steps_are_compressed_each(stage: int, replicas: int) -> None:
     tx, params, degree, steps = optax.sgd(1.0), uneven_params(jnp.float64), 2, 2
     batch = numbers(0, jnp.float64)
     plan = plan_of(
-        uneven_loss, tx, params, *batch, stage=stage, degree=degree, replicas=replicas, compress="bf16",
+        uneven_loss, tx, params, *batch, stage=stage, degree=degree, replicas=replicas,
+        compress="bf16",
         num_micro_batch=steps,
     )  # fmt: skip
     got, _, _ = trained(plan, "simulate", params, [batch])
@@ -620,7 +626,8 @@ def test_each_rank_has_a_key_of_its_own(stage: int) -> None:
 
     tree_close(got, alone(plain_step(mean, tx), init_of(tx), params, [(x, key)]), 1e-12)
     plan = plan_of(lambda p, x, key: loss(p, x, jax.random.fold_in(key, 0)) * 0 + jnp.mean(
-        (x @ p["w"] + jax.random.normal(key)) ** 2), tx, params, x, key, stage=stage, degree=4, unsplit_inputs=("key",)
+        (x @ p["w"] + jax.random.normal(key)) ** 2), tx, params, x, key, stage=stage, degree=4,
+        unsplit_inputs=("key",)
     )  # fmt: skip
     same = alone(
         plain_step(lambda p, x, key: jnp.mean((x @ p["w"] + jax.random.normal(key)) ** 2), tx),
@@ -687,7 +694,8 @@ def test_every_optimizer_in_other_stages(name: str, stage: int, degree: int) -> 
 
 shapes = st.lists(st.lists(st.integers(1, 9), max_size=3).map(tuple), min_size=1, max_size=5)
 SIMPLE = (
-    "adafactor", "adam", "lamb", "lars", "clip_by_global_norm", "clip_by_block_rms", "adaptive_grad_clip", "centralize",
+    "adafactor", "adam", "lamb", "lars", "clip_by_global_norm", "clip_by_block_rms",
+    "adaptive_grad_clip", "centralize",
     "sgd, momentum", "novograd", "MultiSteps, global norm inside", "apply_if_finite",
 )  # fmt: skip
 

@@ -215,7 +215,8 @@ MOVES = {
     "decay": (optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1)), ("params/emb",)),
     "rmsprop": (optax.rmsprop(0.1), ("opt_state/0/nu/emb",)),
     "rowwise_adam": (
-        dtrans.optimizers.rowwise_adam(0.1), ("params/emb", "opt_state/0/mu/emb", "opt_state/0/nu/emb")),
+        dtrans.optimizers.rowwise_adam(0.1),
+        ("params/emb", "opt_state/0/mu/emb", "opt_state/0/nu/emb")),
     "every second": (optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation(),
                      ("params/emb", "opt_state/acc_grads/emb")),
 }  # fmt: skip
@@ -306,12 +307,15 @@ def when_due(g: Any, x: Any, due: Any) -> Any:
 
 WAITS = {
     "MultiSteps": optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation(),
-    "MultiSteps, sums": optax.MultiSteps(optax.sgd(0.1), 2, use_grad_mean=False).gradient_transformation(),
+    "MultiSteps, sums": optax.MultiSteps(optax.sgd(0.1), 2,
+                                         use_grad_mean=False).gradient_transformation(),
     "MultiSteps of adam": optax.MultiSteps(optax.adam(0.1), 3).gradient_transformation(),
     "MultiSteps in a chain": optax.chain(
-        optax.clip(1.0), optax.MultiSteps(optax.identity(), 2).gradient_transformation(), optax.adagrad(0.1)),
+        optax.clip(1.0), optax.MultiSteps(optax.identity(), 2).gradient_transformation(),
+        optax.adagrad(0.1)),
     "apply_every": optax.chain(optax.apply_every(4), optax.sgd(0.1)),
-    "apply_every, behind adam": optax.chain(optax.scale_by_adam(), optax.apply_every(2), optax.scale(-0.1)),
+    "apply_every, behind adam": optax.chain(optax.scale_by_adam(), optax.apply_every(2),
+                                            optax.scale(-0.1)),
     "where": keeping(when_due),
     "a count of each row": keeping(when_due, by_row=True),
     "cond": keeping(lambda g, x, due: jax.lax.cond(
@@ -322,7 +326,8 @@ WAITS = {
     "used at once, and once more": keeping(
         lambda g, x, due: (jnp.where(due, -(g + x), -g), jnp.where(due, 0.0, x + g))),
     "apply_every, behind momentum": optax.chain(optax.trace(0.9), optax.apply_every(3)),
-    "momentum, a rate that pauses": optax.sgd(lambda count: jnp.where(count % 4 > 1, 0.0, 0.1), 0.9),
+    "momentum, a rate that pauses": optax.sgd(lambda count: jnp.where(count % 4 > 1, 0.0, 0.1),
+                                              0.9),
 }  # fmt: skip
 AT_ONCE = {
     **{name: tx for name, (tx, _) in MOVES.items() if name != "every second"},
@@ -401,5 +406,6 @@ def test_programs_have_the_ops_of_tables() -> None:
         < ops.index("send_barrier")
     )
     assert ops.count("recv") == 1 and "concat" not in ops  # of `w`
-    assert not any(V in getattr(v.aval, "shape", ()) for e in equations(plan.trainer.jaxpr) for v in e.outvars
+    assert not any(V in getattr(v.aval, "shape", ()) for e in equations(plan.trainer.jaxpr)
+                   for v in e.outvars
                    if e.primitive.name in ("gather", "scatter-add"))  # fmt: skip

@@ -280,7 +280,8 @@ def test_environment_in_nccl2_mode(
     monkeypatch.delenv("JAX_LOCAL_DEVICE_IDS", raising=False)
     command = script("""
         of_jax = [os.environ[n] for n in ("JAX_ENABLE_PREEMPTION_SERVICE", "JAX_LOCAL_DEVICE_IDS")]
-        print(json.dumps([{k: v for k, v in os.environ.items() if k.startswith("DTRANS_")}, of_jax]))
+        of_dtrans = {k: v for k, v in os.environ.items() if k.startswith("DTRANS_")}
+        print(json.dumps([of_dtrans, of_jax]))
     """)
     launch(command, trainers=3, mode="nccl2")
     lines = dict(line.split("] ", 1) for line in capsys.readouterr().out.splitlines())

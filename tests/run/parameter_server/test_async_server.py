@@ -145,7 +145,8 @@ def run_alone(
 ) -> None:
     """One trainer and its servers; they must end with what the step gives by itself."""
     main = dtrans.trace(step, params, jax.eval_shape(init, params)[1], *batches[0])
-    plan = dtrans.pserver(main, dtrans.trace(init, params), pservers=free_endpoints(servers), mode=dtrans.Async(),
+    plan = dtrans.pserver(main, dtrans.trace(init, params), pservers=free_endpoints(servers),
+                          mode=dtrans.Async(),
                           placement=dtrans.BlockPlacement(min_block_size=1))  # fmt: skip
     states, ((got, _),) = run(role_threads, plan, params, [batches], None)
     want, state = init(params)

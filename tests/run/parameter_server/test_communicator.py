@@ -50,7 +50,8 @@ def batches_of(count: int, seed: int = 0) -> list[Any]:
 BESIDE = dtrans.Async(communicator=dtrans.CommunicatorConfig())
 
 
-def plan_for(servers: int, trainers: int, tx: Any, *, params: Any = None, loss: Any = mlp_loss, rows: int = 6,
+def plan_for(servers: int, trainers: int, tx: Any, *, params: Any = None, loss: Any = mlp_loss,
+             rows: int = 6,
              **options: Any) -> PServerPlan:  # fmt: skip
     params = mlp_params(dtype=jnp.float64) if params is None else params
     batch = mlp_batch(rows, dtype=jnp.float64)
@@ -569,7 +570,8 @@ def test_of_averaged_state_the_newest_is_sent(
 
     init = lambda p: (p, jnp.zeros(()))
     batches = batches_of(6)
-    plan = dtrans.pserver(dtrans.trace(step, *init(params), *batches[0]), dtrans.trace(init, params),
+    plan = dtrans.pserver(dtrans.trace(step, *init(params), *batches[0]),
+                          dtrans.trace(init, params),
                           pservers=free_endpoints(1), mode=BESIDE,
                           batch=dtrans.Batch("local", merge={"params/seen": "mean"}))  # fmt: skip
     sends = {op.inputs[0]: op.attrs["merge"] for op in plan.trainer.ops if op.type == "send"}

@@ -674,7 +674,8 @@ with dtrans.Executor(deadline=60) as exe:
         result = exe.run(plan.trainer_startup_program(k), params)
         for i in range(int(steps)):
             x, y = mlp_batch(8, dtype=np.float64, seed=i)
-            result, _ = exe.run(plan.trainer_program(k), result, x[4 * k : 4 * k + 4], y[4 * k : 4 * k + 4])
+            rows = slice(4 * k, 4 * k + 4)
+            result, _ = exe.run(plan.trainer_program(k), result, x[rows], y[rows])
 np.savez(out, **result)
 """
 

@@ -40,8 +40,10 @@ def batches_of(count: int, seed: int = 0, dtype: Any = jnp.float64) -> list[Any]
     return [mlp_batch(4, dtype=dtype, seed=100 * seed + s) for s in range(count)]
 
 
-def plan_for(servers: int, trainers: int, every: int, *, tx: Any = TX, params: Any = None, loss: Any = mlp_loss,
-             batch: Any = None, block_on_pull: bool = False, **options: Any) -> PServerPlan:  # fmt: skip
+def plan_for(servers: int, trainers: int, every: int, *, tx: Any = TX, params: Any = None,
+             loss: Any = mlp_loss,
+             batch: Any = None, block_on_pull: bool = False,
+             **options: Any) -> PServerPlan:  # fmt: skip
     params = params_of() if params is None else params
     main = dtrans.trace(
         dtrans.make_train_step(loss, tx),
@@ -144,7 +146,8 @@ def test_one_trainer_in_other_types(role_threads: RoleThreads, dtype: Any, close
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("order", [[0, 1, 2] * 6, [0, 0, 1, 2, 1, 2] * 3, [2] * 6 + [1] * 6 + [0] * 6],
+@pytest.mark.parametrize("order",
+                         [[0, 1, 2] * 6, [0, 0, 1, 2, 1, 2] * 3, [2] * 6 + [1] * 6 + [0] * 6],
                          ids=["in turns", "unevenly", "one after the other"])  # fmt: skip
 @pytest.mark.parametrize("every", [1, 2, 4])
 def test_three_trainers_do_what_paddles_formulas_say(
@@ -300,8 +303,10 @@ def test_frozen_leaves_and_statistics_stay_with_their_trainer(role_threads: Role
 
     init = lambda p: (p, tx.init({"w": p["w"]}))
     batches = batches_of(4)
-    plan = dtrans.pserver(dtrans.trace(step, *init(params), *batches[0]), dtrans.trace(init, params),
-                          pservers=free_endpoints(2), trainers=2, mode=dtrans.Geo(2, block_on_pull=True),
+    plan = dtrans.pserver(dtrans.trace(step, *init(params), *batches[0]),
+                          dtrans.trace(init, params),
+                          pservers=free_endpoints(2), trainers=2,
+                          mode=dtrans.Geo(2, block_on_pull=True),
                           placement=dtrans.BlockPlacement(min_block_size=1))  # fmt: skip
     assert plan.frozen == ("params/frozen", "params/seen")
     assert {b.leaf for b in plan.placement.table} == {"params/w"}
@@ -471,12 +476,14 @@ def test_only_what_gradients_enter_is_shared(role_threads: RoleThreads) -> None:
         loss = lambda w: jnp.mean((x @ w + 0.1 * jax.random.normal(noise, y.shape) - y) ** 2)
         value, g = dtrans.value_and_grad(loss)(params["w"])
         new = {"w": params["w"] - 0.1 * g, "count": params["count"] + 1, "key": key,
-               "raw": jax.random.split(params["raw"])[0], "decays": 0.5 * params["decays"]}  # fmt: skip
+               "raw": jax.random.split(params["raw"])[0],
+               "decays": 0.5 * params["decays"]}  # fmt: skip
         return new, opt_state, value
 
     init = lambda p: (p, jnp.zeros(()))
     batches = batches_of(4)
-    plan = dtrans.pserver(dtrans.trace(step, *init(params), *batches[0]), dtrans.trace(init, params),
+    plan = dtrans.pserver(dtrans.trace(step, *init(params), *batches[0]),
+                          dtrans.trace(init, params),
                           pservers=free_endpoints(2), mode=dtrans.Geo(push_every=2),
                           placement=dtrans.BlockPlacement(min_block_size=1))  # fmt: skip
     assert plan.frozen == ("params/count", "params/decays", "params/key", "params/raw")

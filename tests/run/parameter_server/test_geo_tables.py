@@ -106,7 +106,8 @@ def train(
         return Ended(state, losses, ids, kept.take(ids, len(ids))[0], kept.old[order])
 
 
-def run(role_threads: RoleThreads, plan: PServerPlan, given: Sequence[Sequence[Any]], turns: StepOrder | None = None,
+def run(role_threads: RoleThreads, plan: PServerPlan, given: Sequence[Sequence[Any]],
+        turns: StepOrder | None = None,
         *key: Any) -> tuple[dict[str, np.ndarray], list[Ended]]:  # fmt: skip
     """The parameters that servers end with, and what each trainer does."""
     for ep in plan.servers:
@@ -198,7 +199,8 @@ def test_two_tables_beside_what_is_a_trainers_own(role_threads: RoleThreads) -> 
 
     key, given = jax.random.key(0), batches(4)
     main = dtrans.trace(step, *jax.eval_shape(start, key), *given[0])
-    plan = dtrans.pserver(main, dtrans.trace(start, key), pservers=free_endpoints(2), mode=geo(3), sparse={
+    plan = dtrans.pserver(main, dtrans.trace(start, key), pservers=free_endpoints(2), mode=geo(3),
+                          sparse={
         "params/emb": dtrans.Rows(), "params/words": dtrans.Rows(place="bucket")})  # fmt: skip
     assert plan.tables.names == ("params/emb", "params/words")
     assert plan.frozen == ("params/count", "params/decays", "params/frozen", "params/seen")
@@ -339,12 +341,15 @@ def test_two_trainers_do_what_the_formulas_say(
     close(on_servers, want.server)
 
 
-def planned_for(tx: Any, sparse: Any, trainers: int, batch: Any, mode: Any, fn: Callable[..., Any] = loss,
+def planned_for(tx: Any, sparse: Any, trainers: int, batch: Any, mode: Any,
+                fn: Callable[..., Any] = loss,
                 start: Any = None, servers: int = 2) -> Any:  # fmt: skip
     start, key = start or (lambda key: init(tx, key)), jax.random.key(0)
     main = dtrans.trace(dtrans.make_train_step(fn, tx), *jax.eval_shape(start, key), *batch)
-    return dtrans.pserver(main, dtrans.trace(start, key), pservers=free_endpoints(servers), trainers=trainers,
-                          mode=mode, placement=dtrans.BlockPlacement(min_block_size=1), sparse=sparse)  # fmt: skip
+    return dtrans.pserver(main, dtrans.trace(start, key), pservers=free_endpoints(servers),
+                          trainers=trainers,
+                          mode=mode, placement=dtrans.BlockPlacement(min_block_size=1),
+                          sparse=sparse)  # fmt: skip
 
 
 def scaled(params: Any, ids: jax.Array, by: jax.Array) -> jax.Array:
@@ -784,8 +789,10 @@ def test_a_server_tells_each_trainer_of_its_own_rows_once() -> None:
     server = server_of(only_a_table(2, geo(), 4, 1), said)
     ask = lambda k, ids, train=True: [
         server.prefetch(k, wire.parse(frames))
-        for frames in wire.framed("prefetch", [("ids", np.array(ids, np.int32))], step=server._steps[k].number
-                                  if k in server._steps else 0, table="params/emb", count=len(ids), train=train)
+        for frames in wire.framed("prefetch", [("ids", np.array(ids, np.int32))],
+                                  step=server._steps[k].number
+                                  if k in server._steps else 0, table="params/emb", count=len(ids),
+                                  train=train)
     ]  # fmt: skip
 
     def push(k: int, ids: list[int]) -> None:
@@ -868,7 +875,8 @@ def test_rows_that_have_changed_come_from_several_servers_in_several_messages() 
     rows = rng.normal(size=(300_000, 2))
     for i in range(2):
         ids = np.sort(rng.permutation(400_000)[: len(rows)]).astype(np.int32)
-        messages = list(wire.framed("changed", [("ids", ids), ("rows", rows)], step=0, table=f"emb.block{i}",
+        messages = list(wire.framed("changed", [("ids", ids), ("rows", rows)], step=0,
+                                    table=f"emb.block{i}",
                                     count=len(ids)))  # fmt: skip
         assert len(messages) > 1
         for frames in messages:

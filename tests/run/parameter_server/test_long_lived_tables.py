@@ -51,13 +51,16 @@ def drawn(key: jax.Array) -> jax.Array:
     return jax.random.normal(key, (V, D))
 
 
-def planned(tx: Any, servers: int = 1, trainers: int = 1, mode: Any = SYNC, emb: Callable[..., Any] = drawn,
+def planned(tx: Any, servers: int = 1, trainers: int = 1, mode: Any = SYNC,
+            emb: Callable[..., Any] = drawn,
             **rows: Any) -> Any:  # fmt: skip
     init = lambda key: (params := {"emb": emb(key)}, tx.init(params))
     step = dtrans.make_train_step(lambda p, ids: jnp.mean(p["emb"][ids] ** 2), tx)
     return dtrans.pserver(
-        dtrans.trace(step, *jax.eval_shape(init, KEY), jnp.zeros(3, int)), dtrans.trace(init, KEY), mode=mode,
-        pservers=free_endpoints(servers), trainers=trainers, sparse={EMB: dtrans.Rows(**rows)}, batch="local",
+        dtrans.trace(step, *jax.eval_shape(init, KEY), jnp.zeros(3, int)), dtrans.trace(init, KEY),
+        mode=mode,
+        pservers=free_endpoints(servers), trainers=trainers, sparse={EMB: dtrans.Rows(**rows)},
+        batch="local",
         placement=dtrans.BlockPlacement(min_block_size=1),
     )  # fmt: skip
 
@@ -179,8 +182,10 @@ def test_changes_are_of_the_steps_after_one() -> None:
             alone.changed(since)
 
 
-@pytest.mark.parametrize("tx, wanted", [(optax.adam(0.1), [3, 8]), (optax.adamw(0.1), list(range(V))),
-                                        (optax.rmsprop(0.1), [3]), (optax.lamb(0.1), list(range(V)))],
+@pytest.mark.parametrize("tx, wanted",
+                         [(optax.adam(0.1), [3, 8]), (optax.adamw(0.1), list(range(V))),
+                                        (optax.rmsprop(0.1), [3]),
+                                        (optax.lamb(0.1), list(range(V)))],
                          ids=["adam", "adamw", "rmsprop", "lamb"])  # fmt: skip
 def test_rows_that_move_by_themselves_have_changed(tx: Any, wanted: list[int]) -> None:
     """With Adam those that some step has looked up; of RMSProp the state moves, and no row."""
@@ -538,7 +543,8 @@ def test_what_servers_have_is_told(role_threads: RoleThreads) -> None:
 
     (report,) = run(role_threads, plan, train)
     assert [dict(vars(x), endpoint="") for x in report] == [
-        {"name": f"params/emb.block{i}", "endpoint": "", "rows": 30, "created": made, "bytes": made * 24, "limit": 10,
+        {"name": f"params/emb.block{i}", "endpoint": "", "rows": 30, "created": made,
+         "bytes": made * 24, "limit": 10,
          "evicted": 0, "step": 1} for i, made in ((0, 2), (1, 1))]  # fmt: skip
     title, header, first, _ = str(report).splitlines()
     assert (title, header.split()) == ("tables", ["block", "endpoint", *job_tables.NUMBERS])
@@ -765,7 +771,8 @@ def test_a_checkpoint_has_the_rows_that_are_made(tmp_path: Path) -> None:
         optax.adagrad(0.1).init(p),
     )
     step = dtrans.make_train_step(lambda p, ids: jnp.mean(p["emb"][ids] ** 2), optax.adagrad(0.1))
-    plan = dtrans.pserver(dtrans.trace(step, *jax.eval_shape(init, KEY), jnp.zeros(3, int)), dtrans.trace(init, KEY),
+    plan = dtrans.pserver(dtrans.trace(step, *jax.eval_shape(init, KEY), jnp.zeros(3, int)),
+                          dtrans.trace(init, KEY),
                           sparse={EMB: dtrans.Rows()})  # fmt: skip
     ((endpoint, programs),) = plan.servers.items()
     with dtrans.Executor() as exe:
@@ -898,8 +905,9 @@ tx, key = optax.adagrad(0.1), jax.random.key(7)
 init = lambda key: (params := {"emb": jax.random.normal(key, (60, 3))}, tx.init(params))
 step = dtrans.make_train_step(lambda p, ids: jnp.mean(p["emb"][ids] ** 2), tx)
 role = dtrans.Role.from_env()
-plan = dtrans.pserver(dtrans.trace(step, *jax.eval_shape(init, key), jnp.zeros(4, int)), dtrans.trace(init, key),
-                      pservers=role.pservers, trainers=role.trainers, sparse={"params/emb": dtrans.Rows()},
+main = dtrans.trace(step, *jax.eval_shape(init, key), jnp.zeros(4, int))
+plan = dtrans.pserver(main, dtrans.trace(init, key), pservers=role.pservers,
+                      trainers=role.trainers, sparse={"params/emb": dtrans.Rows()},
                       batch="local", placement=dtrans.BlockPlacement(min_block_size=1))
 with plan.on_cluster(deadline=60) as job:
     if not role.is_trainer:
@@ -911,7 +919,8 @@ with plan.on_cluster(deadline=60) as job:
         if at % 2:
             said.append(job.tables.evict("params/emb", 2))
     changes = job.tables.changed("params/emb", 2)
-    said += [changes.step, changes.ids.tolist(), changes.gone.tolist(), sum(x.created for x in job.tables.report())]
+    created = sum(x.created for x in job.tables.report())
+    said += [changes.step, changes.ids.tolist(), changes.gone.tolist(), created]
     first = jax.jit(init)(key)[0]["emb"]
     assert np.array_equal(job.tables.lookup("params/emb", np.arange(10)), first[:10])
     assert np.array_equal(job.tables.lookup("params/emb", changes.ids), changes.rows)
@@ -925,7 +934,8 @@ def test_roles_as_processes(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     launch = [sys.executable, "-m", "dtrans.cli", "launch", "--trainers", "2", "--pservers", "2"]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    ended = subprocess.run([*launch, str(tmp_path / "script.py"), str(tmp_path)], capture_output=True, text=True,
+    ended = subprocess.run([*launch, str(tmp_path / "script.py"), str(tmp_path)],
+                           capture_output=True, text=True,
                            env={**os.environ, "PYTHONPATH": path}, timeout=120)  # fmt: skip
     assert ended.returncode == 0, ended.stdout + ended.stderr
     rows = [*range(20, 28), *range(30, 38)]

@@ -745,9 +745,7 @@ def test_any_step_of_two_mlps_of_random_width_equals_one_device(data: st.DataObj
         )
 
 
-def test_arrays_of_a_batch_that_differ_in_rows_are_refused_unless_every_trainer_gets_them_whole() -> (
-    None
-):
+def test_arrays_that_differ_in_rows_are_refused_unless_every_trainer_gets_them_whole() -> None:
     def loss(params: Any, x: Any, y: Any, weights: Any) -> Any:
         return jnp.mean((x @ params["w"] * weights - y) ** 2)
 

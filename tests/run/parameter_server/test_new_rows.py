@@ -44,7 +44,8 @@ def planned(
     step = dtrans.make_train_step(lambda p, ids: jnp.mean(p["emb"][ids] ** 2), tx)
     return dtrans.pserver(
         dtrans.trace(step, *jax.eval_shape(init, KEY), jnp.zeros(3, int)), dtrans.trace(init, KEY),
-        pservers=[f"127.0.0.1:{6174 + k}" for k in range(servers)], sparse={EMB: dtrans.Rows(**rows)},
+        pservers=[f"127.0.0.1:{6174 + k}" for k in range(servers)],
+        sparse={EMB: dtrans.Rows(**rows)},
         placement=dtrans.BlockPlacement(min_block_size=1),
     )  # fmt: skip
 

@@ -120,7 +120,8 @@ def test_what_is_saved_of_a_row_is_of_one_update(
     plan = dtrans.pserver(
         dtrans.trace(dtrans.make_train_step(only, tx), *start(), np.arange(4)), dtrans.trace(start),
         pservers=roles.free_endpoints(3), trainers=2, mode=dtrans.Async(), batch="local",
-        sparse={"params/emb": dtrans.Rows(update)}, placement=dtrans.BlockPlacement(min_block_size=1),
+        sparse={"params/emb": dtrans.Rows(update)},
+        placement=dtrans.BlockPlacement(min_block_size=1),
     )  # fmt: skip
 
     def train(k: int) -> None:
@@ -503,8 +504,10 @@ def test_an_answer_that_comes_too_late_is_no_answer_to_another_request() -> None
     late = {
         "saved": (saved, {"name": "1", "error": ""}),
         "report": (lambda: steps.tables(["here"]), {"tables": []}),
-        "evicted": (lambda: steps.evict([("here", "t")], 1), {"table": "t", "count": 0, "error": ""}),
-        "rows": (lambda: steps.prefetch([("here", "t", np.arange(1), np.ones((1, 1)))], train=False),
+        "evicted": (lambda: steps.evict([("here", "t")], 1),
+                    {"table": "t", "count": 0, "error": ""}),
+        "rows": (lambda: steps.prefetch([("here", "t", np.arange(1), np.ones((1, 1)))],
+                                        train=False),
                  {"table": "t", "step": 0, "pieces": []}),
         "changes": (lambda: steps.changed([("here", "t")], 0),
                     {"table": "t", "now": 0, "count": 0, "gone": 0, "error": "", "pieces": []}),

@@ -116,7 +116,8 @@ def test_rows_that_loops_look_up(role_threads: RoleThreads, name: str) -> None:
 # -- lazy ------------------------------------------------------------------------------------------
 
 
-def steps_of(role_threads: RoleThreads, tx: Any, sparse: Any, ids: Sequence[Any], trainers: int = 1, servers: int = 1,
+def steps_of(role_threads: RoleThreads, tx: Any, sparse: Any, ids: Sequence[Any], trainers: int = 1,
+             servers: int = 1,
              rows: int = 2, fn: Callable[..., Any] = only) -> Any:  # fmt: skip
     """The table after steps on these ids; and what servers hold."""
     start = start_at_zero(tx, rows)
@@ -715,7 +716,8 @@ def test_no_row_of_an_asynchronous_trainer_is_lost(role_threads: RoleThreads, se
     start = start_at_zero(optax.sgd(1.0), V)
     given = [np.random.default_rng(k).integers(0, V, (20, 6)) for k in range(2)]
     step = dtrans.trace(dtrans.make_train_step(only, optax.sgd(1.0)), *start(), given[0][0])
-    plan = dtrans.pserver(step, dtrans.trace(start), pservers=free_endpoints(servers), trainers=2, mode=ASYNC,
+    plan = dtrans.pserver(step, dtrans.trace(start), pservers=free_endpoints(servers), trainers=2,
+                          mode=ASYNC,
                           sparse={"params/emb": dtrans.Rows()},
                           placement=dtrans.BlockPlacement(min_block_size=1))  # fmt: skip
 

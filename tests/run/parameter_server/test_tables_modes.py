@@ -83,12 +83,14 @@ def tables_only(trainers: int, servers: int, mode: Any, ids: Any) -> Any:
     """A plan of a step that has nothing but a table, each gradient of which is a whole number."""
     start = start_at_zero(optax.sgd(1.0), V)
     step = dtrans.trace(dtrans.make_train_step(only, optax.sgd(1.0)), *start(), ids)
-    return dtrans.pserver(step, dtrans.trace(start), pservers=free_endpoints(servers), trainers=trainers, mode=mode,
+    return dtrans.pserver(step, dtrans.trace(start), pservers=free_endpoints(servers),
+                          trainers=trainers, mode=mode,
                           sparse={"params/emb": dtrans.Rows()}, batch="local",
                           placement=dtrans.BlockPlacement(min_block_size=1))  # fmt: skip
 
 
-@pytest.mark.parametrize("mode", [HALF, beside(max_merge_var_num=3), beside(independent_recv_thread=False),
+@pytest.mark.parametrize("mode",
+                         [HALF, beside(max_merge_var_num=3), beside(independent_recv_thread=False),
                                   dtrans.Sync(runtime_split=True)],
                          ids=["half", "merged", "one at a time", "sync"])  # fmt: skip
 @pytest.mark.parametrize("servers", [1, 3])
@@ -148,7 +150,8 @@ class Held:
 
 
 @pytest.mark.parametrize("name, sparse, merge", [("sgd", DENSE, "sum"), ("adagrad", DENSE, "mean"),
-                                                 ("adam", DENSE, "mean"), ("sgd", LAZY, "sum")])  # fmt: skip
+                                                 ("adam", DENSE, "mean"),
+                                                 ("sgd", LAZY, "sum")])  # fmt: skip
 def test_what_waits_is_merged(
     role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch, name: str, sparse: Any, merge: str
 ) -> None:

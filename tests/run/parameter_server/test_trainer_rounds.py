@@ -82,7 +82,8 @@ def check_one_device(role_threads: RoleThreads, name: str, rows: Sequence[int]) 
 
 @pytest.mark.sampled(1)
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("name", ["masked_mean", "flax_batch_norm", "dropout_key_argument", "metrics_per_row",
+@pytest.mark.parametrize("name", ["masked_mean", "flax_batch_norm", "dropout_key_argument",
+                                  "metrics_per_row",
                                   "metrics_confusion", "sum_loss"])  # fmt: skip
 def test_trainers_in_processes_have_the_numbers_of_one_device(
     role_threads: RoleThreads, name: str
@@ -271,7 +272,8 @@ def test_parts_are_added_up_in_the_order_of_trainers() -> None:
 
 
 @pytest.mark.parametrize("table", [
-    [], [7], [["float32", [2]]], [["float32", [2], []]], [["float32", [2], ["all_reduce", "median"]]],
+    [], [7], [["float32", [2]]], [["float32", [2], []]],
+    [["float32", [2], ["all_reduce", "median"]]],
     [["float32", [2], ["all_reduce", 1]]], [["float32", [2], ["all_gather", 1]]],
     [["float32", [2], ["all_gather", True]]],
     [["float32", [-1], ["all_reduce", "sum"]]], [["float32", [True], ["all_reduce", "sum"]]],

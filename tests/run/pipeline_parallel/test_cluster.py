@@ -26,7 +26,8 @@ from trainer_processes import outcome, slurm_environment
     "options",
     [
         {"model": "transformer", "num_stages": 2, "num_micro_batch": 4, "devices": 1},
-        {"model": "mlp", "num_stages": 4, "num_micro_batch": 2, "replicas": 2, "sharding_stage": 1, "devices": 4,
+        {"model": "mlp", "num_stages": 4, "num_micro_batch": 2, "replicas": 2, "sharding_stage": 1,
+         "devices": 4,
          "min_slice_size": 0, "schedule": "PreferForward"},
     ],
     ids=["a stage each, tied embedding", "two stages each, replicas and slices"],
