@@ -56,7 +56,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, text: str, message: str) -> 
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("a:x", "--hosts a:x has 'x' as the number of slots"),
+        ("a:x", "--hosts a:x has the number of slots 'x'; expected a number"),
         ("a:2,,b", "'' is not the name of a host"),
         ("no/such/file", "the file of hosts no/such/file does not exist"),
         ("gpu1:2,-x", "'-x' is not the name of a host"),
