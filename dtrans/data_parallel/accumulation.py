@@ -46,7 +46,8 @@ class MicroSteps:
     Attributes:
       count: the number of micro-steps.
       reduce: the merge of their gradients: "mean" or "sum".
-      ways: the merge of each result: "mean", "sum", "max", "concat", or "same" (the last one).
+      ways: the merge of each result: "mean", "sum", "max", "concat", or "same" (the value of the
+        last micro-step).
       example_count: the result that weights means over micro-steps; the count itself is summed.
       axes: the dimension along which each array of the batch is cut. Other arrays are not cut.
       keys: random keys of the batch, which are folded with the index of the micro-step.
@@ -134,7 +135,7 @@ def write_micro_steps(
     plain_names = [n for n in (*micro.params, *micro.state_read, *micro.batch) if n not in inputs]
     names = [*plain_names, *inputs]
 
-    # one micro-step, from its inputs to results and gradients
+    # write the body of the scan: one micro-step, from its inputs to results and gradients
     inner = Builder(source.jaxpr)
     inner.invars += values_at(vars_of, plain_names)
     grads: Mapping[str, Atom] = micro.gradients

@@ -292,7 +292,8 @@ def _find_batch_values(step: Cut, options: Options) -> dict[Var, int]:
         return propagate(inner.eqns, {ins[n]: 1 for n in step.batch}, stops)
     names = set(step.batch)
     state = {n: a for n in (*step.params, *step.opt_state) if isinstance(a := outs[n], Var)}
-    while True:  # until nothing changes: a local step reads the state of the previous one
+    # A local step reads the state of the previous local step, so repeat until nothing changes.
+    while True:
         found = propagate(inner.eqns, {ins[n]: 1 for n in names}, {})
         more = {n for n, a in state.items() if found.get(a)}
         if more <= names:

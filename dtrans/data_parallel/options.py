@@ -46,9 +46,9 @@ class Reduce:
       clip_local_norm: clip the gradients of each trainer to this global norm *before* the
         reduction, as EPL does by default. (A clip in the optimizer reads reduced gradients.) All
         reductions then wait for the last gradient.
-      clip_local_per: the scope of that norm. "step" clips the sum over a trainer's micro-batches.
-        "micro_batch" clips the gradients of each micro-batch, as EPL does. A pipeline must then
-        store the gradients of all micro-batches until the update.
+      clip_local_per: the scope of `clip_local_norm`. "step" clips the sum over a trainer's
+        micro-batches. "micro_batch" clips the gradients of each micro-batch, as EPL does. A
+        pipeline must then store the gradients of all micro-batches until the update.
 
     Raises:
       ConfigError: a value is out of range, or an option lacks the option that it needs.
@@ -128,7 +128,8 @@ class Options:
     reduce: Reduce = Reduce()
     batch: Batch = Batch()
     shared: ExactStep | None = None  # the split of an exact batch, once it is known
-    precomputed: PrecomputedMicroSteps | None = None  # inputs of micro-steps from the full batch
+    # inputs of micro-steps that are computed from the full batch
+    precomputed: PrecomputedMicroSteps | None = None
     noun: str = "trainer"  # the word for a trainer in errors
 
     def __post_init__(self) -> None:
@@ -206,7 +207,7 @@ class Options:
 
     @property
     def splits_evenly(self) -> bool:
-        """True if the number of trainers must divide the batch: trainers clip or cut parts."""
+        """True if the number of trainers must divide the batch, for local clips or micro-steps."""
         return self.micro_steps > 1 or self.reduce.clip_local_norm is not None
 
     @property

@@ -55,7 +55,7 @@ class CollectivePlan(Plan):
     """Plan of data-parallel training, from `dtrans.nccl2`.
 
     Attributes:
-      main: the step, with calls inlined and exact roles.
+      main: the step, with calls inlined and a role for each equation.
       startup: the single-device init.
       program: the program of every trainer, (params, opt_state, *batch) -> the step's outputs. Its
         batch is the trainer's part.
@@ -63,7 +63,7 @@ class CollectivePlan(Plan):
       buckets: the gradients that are reduced together, in order; with local steps, the state.
       merges: the merge rule of each result, and of each parameter that trainers update locally.
       callers: sentences that name the callers of each host callback of the step.
-      replan: plans the same step with different options.
+      replan: function that plans the same step with different options.
       shared: the split of an exact batch; None if each trainer takes the step on its part alone.
       for_uneven_batch: function that returns the program for a batch that the number of trainers
         does not divide. Its argument is the types of the step's inputs. None if every batch must

@@ -115,8 +115,9 @@ def _group_leaves(
 def bucket_sizes(types: Sequence[Any], options: Options) -> dict[Any, float]:
     """Return the largest size of a bucket in bytes, by dtype.
 
-    With `max_buckets`, each dtype has a share of the buckets that is proportional to its number of
-    gradients. The first dtype has the remainder too. Each of n buckets has bytes/(n - 1).
+    With `max_buckets`, buckets are divided among dtypes in proportion to their numbers of
+    gradients; the first dtype also gets the remainder. A dtype with n buckets has the size
+    (bytes of its gradients)/(n - 1).
 
     Source of `max_buckets`: epl/communicators/coalescing.py.
     """
@@ -320,7 +321,10 @@ class Reducer:
         return self.b.call(_divide(self.options.trainers), total)[0]
 
     def _by_count(self, x: Atom) -> Atom:
-        """Return a trainer's term of a weighted mean; it is weighted before a sum can overflow."""
+        """Return a trainer's term of a weighted mean, or `x` if means are not weighted.
+
+        The weight is applied before the sum, which could overflow otherwise.
+        """
         if self.example_count is None:
             return x
         return self.b.call(_weighted_share, x, self.example_count, self._total_count())[0]
@@ -429,7 +433,7 @@ def clip_to_norm(norm: float) -> Callable[..., Sequence[jax.Array]]:
 def _clip_scaled_to_norm(norm: float) -> Callable[..., Sequence[jax.Array]]:
     """Return a function that clips the gradients of a scaled loss.
 
-    It takes the scale first. The norm is that of the gradients divided by the scale.
+    Its first argument is the scale. The norm is computed from the gradients divided by the scale.
     """
 
     def fn(scale: jax.Array, *grads: jax.Array) -> Sequence[jax.Array]:

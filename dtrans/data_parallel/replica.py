@@ -1,6 +1,6 @@
 """Inputs of each trainer on an axis, and results computed from reduced gradients.
 
-A random key of the batch is folded with the id of the trainer, so that each trainer draws other
+A random key of the batch is folded with the id of the trainer, so each trainer draws different
 numbers. A result that depends on gradients (their norm) is computed from the reduced gradients.
 """
 

@@ -296,7 +296,7 @@ def _by_micro_steps(
 def _refuse_sized(step: Cut, full: Cut, options: Options) -> None:
     """Raise ConfigError if the update, or a result of gradients, depends on the batch or its size.
 
-    Each trainer computes these once, after its micro-steps, and has only its own rows.
+    Each trainer computes such values once, after its micro-steps, and has only its own rows.
 
     Args:
       step: the step with a trainer's part of the batch.

@@ -207,8 +207,9 @@ class Gatherer(SliceWriter):
     def _segment(self, start: int, i: int) -> list[LiveRange]:
         """Return windows to gather together before equation `i`, from window `start` on.
 
-        They have one role (forward or backward), and together at most `how.segment` bytes if there
-        are several. The list is empty if the first slice cannot be computed yet.
+        All windows are in forward, or all in backward. If there are several, their leaves have at
+        most `how.segment` bytes together. The list is empty if the first slice cannot be computed
+        yet.
         """
         total = 0
         found: list[LiveRange] = []
@@ -293,7 +294,7 @@ class Gatherer(SliceWriter):
 
         Args:
           sliced: indices of the outputs that are returned as slices.
-          wires: the positions of the body's inputs and outputs among those of its equation.
+          wires: maps inputs and outputs of the body to operands and outputs of its equation.
 
         Returns:
           The body, and the gather of its first layer if the loop prefetches that layer.

@@ -12,9 +12,9 @@ ranks would add nothing to its gather. These leaves are not cut:
   - leaves without dimensions, and leaves that the update combines with each rank's own rows of the
     batch;
   - leaves whose optimizer state is read outside the update;
-  - small leaves: a slice saves few bytes, and adds one more part to a collective of every rank;
-  - leaves that no gradient updates, and leaves without state whose gradient every rank computes
-    without communication.
+  - small leaves: slices would save few bytes, and each slice adds an operand to a collective;
+  - leaves that no gradient updates;
+  - leaves without optimizer state whose gradient is equal on all ranks without communication.
 
 The optimizer's state is cut along the rows of its leaf. If an update mixes rows (Muon, Shampoo),
 leaf and state are cut nevertheless, and the update gathers its operands (`dtrans.zero.update`).
@@ -307,7 +307,7 @@ def _find_replicated_gradients(step: Cut) -> set[str]:
 
 
 def _choose_layer_axes(step: Cut, axes: Mapping[str, int], degree: int) -> dict[str, int]:
-    """Return for each leaf the dimension whose cut makes the largest gather of the leaf small.
+    """Choose the dimensions to cut so that the largest gather of each leaf is small.
 
     Each attempt tries one dimension of all leaves, so that it needs one analysis of the step.
 
@@ -337,7 +337,7 @@ def _choose_layer_axes(step: Cut, axes: Mapping[str, int], degree: int) -> dict[
         for n, axis in tried.items():
             if largest.get(n, 0) < smallest.get(n, math.inf):
                 best[n], smallest[n] = axis, largest.get(n, 0)
-        # keep the first dimension if, with it, loops gather less than the whole leaf
+        # If loops already gather only parts of a leaf with the default dimension, keep it.
         following: dict[str, int] = {}
         for n in tried:
             if first > 1 or smallest[n] == vars_of[n].aval.size:

@@ -4,7 +4,7 @@ A rank's update has slices of parameters, and the rank's own rows of the batch. 
 ranks of `x @ w` would combine rows of different ranks. So the forward pass computes such values
 from full parameters, and passes them to the update (`dtrans.step.handed_values`).
 
-An equation of the update may read the batch and reduce over the rows of a leaf. That leaf is not
+If an equation of the update reads the batch and reduces over the rows of a leaf, the leaf is not
 cut (`leaves_that_meet_the_batch`).
 """
 

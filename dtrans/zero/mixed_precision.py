@@ -2,9 +2,9 @@
 
     dot_general f32 x f32      becomes    convert, dot_general in 16 bits, convert back
 
-If only products read a weight, sharding converts its slices before it gathers them, so that half
-the bytes move. For this, a cast is written as early as possible: before a transpose, before a loop
-over layers. Sums, norms, softmax, the loss and the updated parameters stay in 32 bits.
+If only products read a weight, sharding converts its slices before it gathers them, so the gather
+sends half as many bytes. For this, a cast is written as early as possible: before a transpose, and
+before a loop over layers. Sums, norms, softmax, the loss and the updated parameters have 32 bits.
 
 bfloat16 has the range of float32. float16 has a smaller range, in which small gradients become
 zero. So the loss is scaled: the first cotangent of the backward pass is multiplied by the scale
@@ -162,7 +162,7 @@ def low_precision(main: Program, step: Cut, amp: str, scaling: LossScaling | Non
 
     params = dict(zip(main.in_names, inner.invars, strict=True))
     writer = _LowWriter(b, COMPRESSED[amp], values_at(params, main.args[0].names))
-    # roles of all equations but the seeds, which the cut program lacks
+    # `step` lacks the seeds of the backward pass, so its roles are those of all other equations
     roles = iter(step.program.roles)
     found: list[str] = []
     for eqn in inner.eqns:

@@ -55,7 +55,7 @@ class ShardingPlan(CollectivePlan):
         """Return the plan for another number of ranks: more or fewer groups of the same degree.
 
         Raises:
-          ConfigError: the degree does not divide the number.
+          ConfigError: the number is not a multiple of the degree.
         """
         if trainers == self.trainers:
             return self
@@ -94,9 +94,9 @@ class ShardingPlan(CollectivePlan):
     def traffic(self) -> dict[tuple[str, str], int]:
         """Return the bytes of collectives in a step, by primitive and axis.
 
-        A gather counts the size of its output, a reduction the size of its input. So a gather of
-        all parameters counts the size of the model. The bytes on a link depend on the algorithm. In
-        a ring they are (N - 1)/N of this number, and twice as many for an all-reduce.
+        For a gather, the bytes are the size of its output; for a reduction, the size of its input.
+        So a gather of all parameters has the size of the model. The bytes on a link depend on the
+        algorithm. In a ring they are (N - 1)/N of this number, and twice as many for an all-reduce.
         """
         found: dict[tuple[str, str], int] = {}
         for eqn, times in collectives(self.program.jaxpr):

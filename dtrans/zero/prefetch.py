@@ -5,8 +5,8 @@
                                             compute the last layer
 
 The scan carries the gathered layer. The last layer is computed after the scan, because it has no
-next layer to gather. So as many bytes move as before. Each iteration indexes the stacked operands,
-because shifting them by one layer would copy them.
+next layer to gather. So the same number of bytes is gathered as without prefetch. Each iteration
+indexes the stacked operands, because shifting them by one layer would copy them.
 """
 
 from __future__ import annotations

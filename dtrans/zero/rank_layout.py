@@ -169,7 +169,7 @@ class RankLayout:
         return scatter_specs(self.slices.leaves, layers, compress, self.replicated, self.groups)
 
     def buckets(self, step: Cut) -> tuple[Bucket, ...]:
-        """Return the gradients that each collective moves, in the order of the collectives."""
+        """Return the buckets of gradients, in the order in which they are reduced."""
         if self.owned is not None:
             return self.owned.buckets(step, self.options)
         gradients = subset(step.gradients, ready_order(step))
@@ -179,9 +179,8 @@ class RankLayout:
     def replicated(self) -> Collection[str]:
         """Leaves whose gradients are equal on all ranks, and therefore not reduced.
 
-        There are none if ranks weight or clip their gradients. There are none with summed
-        micro-steps either: a gradient term that does not depend on the batch is then added by one
-        rank only.
+        Empty if ranks weight or clip their gradients. Also empty if micro-steps are summed, since
+        only one rank then adds a gradient term that does not depend on the batch.
         """
         adds_terms = self.options.num_micro_batch > 1 and self.options.reduce.op == "sum"
         return () if self._weights_or_clips or adds_terms else self.slices.replicated

@@ -105,7 +105,7 @@ class RankWriter:
         means = self._write_means(found)
         self.local |= {n: found.pop(n) for n in step.handed}
 
-        # the update, and results
+        # write the update, and the results that depend on gradients
         update = RankUpdate(b, step, self.layout, self.local, self.scale)
         gradients, finite = update.unscale_gradients(means.means)
         found |= update.update(gradients)

@@ -113,7 +113,7 @@ class Scatterer(Reducer):
             (index,) = b.bind(trainer_index_p, over=(options.axis_name,))
             grad = b.call(_take_slice(cut.axis, cut.part, cut.padded), grad, index)[0]
         if self.adds_up and options.reduce.op == "sum" and options.trainers > 1:
-            # a sum over ranks contains the gradient once for each rank
+            # A sum over ranks would contain the replicated gradient once for each rank.
             grad = b.call(times(options.trainers), grad)[0]
         b.role = role
         self.means[leaf] = grad

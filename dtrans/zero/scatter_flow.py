@@ -76,7 +76,7 @@ class ScatterFlow:
         ahead, largest, in_loops = [v], 0, False
         while ahead:
             v = ahead.pop()
-            if v not in makers:  # an input
+            if v not in makers:
                 continue
             i, eqn = makers[v]
             if i in self.steps:
@@ -94,7 +94,7 @@ def makers_of(eqns: Sequence[JaxprEqn]) -> dict[Var, tuple[int, JaxprEqn]]:
 
 
 def rows_of_outputs(outvars: Sequence[Atom], rows: Mapping[int, RowAxis]) -> dict[Var, RowAxis]:
-    """Return rows by variable from rows by the index of an output, without literals."""
+    """Convert a mapping from output indices to one from output variables; omit literals."""
     found: dict[Var, RowAxis] = {}
     for k, row in rows.items():
         out = outvars[k]
@@ -181,7 +181,8 @@ class _Search:
                 inside[k] = dataclasses.replace(row, axis=row.axis - 1)
         (local,) = local_inside(eqn, self.local)
 
-        # slices of one output may depend on slices of another, so repeat until all outputs pay
+        # Slices of one output may need slices of another, so repeat until each output that is
+        # computed as slices saves memory.
         while inside:
             targets = rows_of_outputs(body.outvars, inside)
             inputs = {carried[k] for k in inside if k in carried}
@@ -242,7 +243,7 @@ def _prune(
 
 
 def _step_on_rows(eqn: JaxprEqn, row: RowAxis, local: Collection[Var]) -> Step | None:
-    """Return the step on slices of an equation that is linear in its partial sums, or None."""
+    """Return how an equation runs on slices of partial sums; None unless it is linear in them."""
     summed = operands_among(eqn, local)
     if not linear_group(eqn, summed):
         return None
@@ -259,7 +260,7 @@ def _pays(inner: ScatterFlow, body: Jaxpr, k: int, wires: Wiring, carried: Var |
       inner: the flow of the body.
       body: the body.
       k: the index of the output.
-      wires: the positions of the body's inputs and outputs among those of its equation.
+      wires: maps inputs and outputs of the body to operands and outputs of its equation.
       carried: for a carried output, the input of the body with its previous value.
     """
     out = body.outvars[k]

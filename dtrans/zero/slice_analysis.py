@@ -186,7 +186,10 @@ class SliceAnalysis(SplitWriter):
         self.full |= self.roots_of(atoms)
 
     def position_of(self, atom: Atom) -> int:
-        """Return the index of the equation that computes a value, or for an input their number."""
+        """Return the index of the equation that computes a value.
+
+        For inputs and literals, return the number of equations.
+        """
         last = len(self.eqns)
         return self._position.get(atom, last) if isinstance(atom, Var) else last
 
@@ -352,7 +355,7 @@ class SliceAnalysis(SplitWriter):
 
         Args:
           i: the index of the equation.
-          wires: the positions of its operands and outputs in its bodies.
+          wires: maps operands and outputs of the equation to inputs and outputs of its bodies.
           passed: operands that the body takes as slices, with their layouts inside.
           wanted: outputs that are slices of gradients, with their layouts inside.
           number: the index of the body.
@@ -386,16 +389,16 @@ class SliceAnalysis(SplitWriter):
 def is_cheap(eqn: JaxprEqn) -> bool:
     """Return True for elementwise equations and rearrangements.
 
-    These are recomputed rather than stored, and a gather moves their operand rather than their
+    These are recomputed rather than stored, and their operand is gathered rather than their
     result.
     """
     return facts_of(eqn).elementwise or is_rearrangement(eqn)
 
 
 def _gathers(eqn: JaxprEqn, wires: Wiring, k: int, body: SliceAnalysis) -> bool:
-    """Return True if a body reads all of operand `k` in each iteration.
+    """Return True if a body would gather operand `k` in full, in each iteration of a loop.
 
-    The operand is not gathered in a branch that returns it.
+    False for a branch that returns the operand, since its result is not gathered.
     """
     v = body.inner.invars[wires.ins[0].index(k)]
     returns = eqn.primitive.name == COND and v in body.roots_of(body.inner.outvars)

@@ -88,7 +88,7 @@ class SliceWriter(SliceAnalysis):
 
     @contextlib.contextmanager
     def communicating(self) -> Iterator[None]:
-        """Give equations that are written in this context the role of communication."""
+        """Context in which written equations have the role of communication."""
         role, self.b.role = self.b.role, DIST
         yield
         self.b.role = role

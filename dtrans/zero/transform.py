@@ -147,7 +147,7 @@ def plan_sharding(main: Program, startup: Program, options: ShardingOptions) -> 
             refuse_observers(plain.observers, (STATE,), "each micro-step reads", RETURN_IT)
     matched = match_startup(plain, startup)
 
-    # the step of one rank, and the merge of the ranks' results
+    # derive the step of one rank, and the rules that merge the ranks' results
     traced = main if options.precision.dtype is None else None
     step, trainer_options, shared = share_step(
         in_precision(plain, main, options.precision), options, traced

@@ -33,7 +33,7 @@ class TrainerBatches:
     Attributes:
       specs: the structure of each batch argument.
       names: names of the arrays of a batch.
-      shares: the share of each array (`dtrans.run.base.batch.Share`).
+      shares: for each array, the part that each trainer gets (`dtrans.run.base.batch.Share`).
     """
 
     def __init__(self, plan: CollectivePlan, trainers: Trainers) -> None:

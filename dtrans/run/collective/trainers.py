@@ -27,7 +27,8 @@ class StepLayout:
     Attributes:
       axes: the axes of the trainers, with their sizes.
       sliced: for each array of the state, the dimension of its slices; None for a replicated array.
-      shares: the share of each array of the batch (`dtrans.run.base.batch.Share`).
+      shares: for each array of the batch, the part that each trainer gets
+        (`dtrans.run.base.batch.Share`).
       ways: for each output, the rule that merges it, and a dimension. `same`: all trainers have one
         value. `first`: the value of the first trainer. `concat`: rows, which are concatenated.
         `each`: one value per trainer, stacked. `slice`: slices of the state.

@@ -3,10 +3,10 @@
     greedy_even    each leaf goes to the rank with the fewest elements so far (ties: lowest rank)
     use_order      leaves fill rank after rank; the next rank begins after 1/ranks of all elements
 
-Both rules process leaves in the order in which the program first uses them. `greedy_even` is as
-even as whole leaves in this order allow. `use_order` assigns neighbouring leaves to one rank. It
-may leave ranks without leaves: after a leaf it advances by one rank at most, even if the leaf is
-larger than two shares. In stage 2, `use_order` delays gradients: a bucket contains gradients of all
+Both rules process leaves in the order in which the program first uses them. `greedy_even` balances
+the loads of ranks. `use_order` assigns neighbouring leaves to one rank, but loads can be uneven: it
+advances by at most one rank after a leaf, even if the leaf is larger than two shares. So the last
+ranks may own no leaf. In stage 2, `use_order` delays gradients: a bucket contains gradients of all
 ranks, and the backward pass computes the gradients of rank 0 last.
 
 If the optimizer binds leaves together (`RowAnalysis.groups`), the rank of the first leaf owns all

@@ -11,8 +11,8 @@ matrices that it owns. The price is padding if loads are uneven; `dtrans.zero.by
 chooses the owners. The state contains bins (`opt_state/bins/float32`) instead of the arrays that
 are packed in them.
 
-In stage 1 gradients are scattered after the backward pass. In stage 2 they are scattered in parts,
-each as soon as all its gradients are computed.
+In stage 1 gradients are scattered after the backward pass. In stage 2 they are scattered in parts:
+a part is scattered as soon as all its gradients are computed.
 
 Source: the sharding pass of Paddle (auto_parallel_sharding.py), which moves whole variables to and
 from owners, one by one.
@@ -145,7 +145,7 @@ class LeafOwners:
         return _BinScatterer(b, values, options, example_count, self.grads)
 
     def buckets(self, step: Cut, options: ShardingOptions) -> tuple[Bucket, ...]:
-        """Return the leaves that are reduced together."""
+        """Return the buckets: which leaves' gradients are reduced together."""
         values: dict[str, Atom] = subset(step.gradients, ready_order(step))
         parts = _scattered_parts(self.grads, options)
         found = []
@@ -294,7 +294,7 @@ def _spec_of(parts: Mapping[str, BinPart]) -> Callable[[str], ScatterSpec]:
 
 
 def _half_of_owners(step: Cut) -> tuple[list[str], OptimizeHalf]:
-    """Return the leaves that need an owner, and an optimize half that has all of them.
+    """Return the leaves that need an owner, and an optimize half whose inputs include all of them.
 
     A result may read the gradient of a leaf that is not updated (a norm of all gradients). Some
     rank must own that gradient.
