@@ -98,7 +98,10 @@ def assemble_slice(
 def _choose_copy(
     rows: Sequence[VarDistributed], values: Sequence[np.ndarray], *, may_differ: bool
 ) -> np.ndarray:
-    """Return the first of several copies of a slice; raise StateError if they must not differ."""
+    """Return the first of several copies of a slice.
+
+    If copies differ, warn if `may_differ`; otherwise raise StateError.
+    """
     first = values[0]
     for row, other in zip(rows[1:], values[1:], strict=True):
         if not same_values(first, other):

@@ -228,8 +228,8 @@ def build_state(
     initial = {n: as_numpy(x) for n, x in plan.extra_state.items() if n not in saved}
     parts = {n: _device_parts(job, n, t) for n, t in types.items()}
 
-    # `read` is called once, with the slices of all arrays: it reads each piece once for each call.
-    # Equal parts of an array, on several devices, are read once.
+    # Each call of `read` opens all pieces, so it is called once, with the slices of all arrays. If
+    # several devices have the same part of an array, the part is read once.
     wanted: dict[tuple[str, Part], list[tuple[VarDistributed, int]]] = {}
     slices: list[VarDistributed] = []
     for n in types:

@@ -75,7 +75,7 @@ FORMAT, FORMAT_TABLES, FORMAT_FILES = 1, 2, 3
 ORBAX_FILES = ("_CHECKPOINT_METADATA", "commit_success.txt")  # files that orbax adds to a piece
 
 Folder = str | os.PathLike[str]
-InitSlice = Callable[[VarDistributed], np.ndarray]  # returns a slice of the init's outputs
+InitSlice = Callable[[VarDistributed], np.ndarray]  # maps a slice to its initial values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -929,8 +929,8 @@ def _piece_types() -> tuple[Any, Any]:
 def _as_replicated(x: Any) -> jax.Array:
     """Return an array of this process as a global array that another process replicates.
 
-    Orbax lets the process with the first copy write a replicated array, which is this process. The
-    other copy is never read.
+    Orbax lets the process with the first copy write a replicated array, and this process has the
+    first copy. The other copy does not exist, and is never read.
     """
     x = words(x)
     local = jax.local_devices()[0]

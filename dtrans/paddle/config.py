@@ -59,7 +59,7 @@ EXTENSIONS: dict[str, Any] = {
     "sparse": None,
 }
 
-# dtrans's names of options to Paddle's names, so that errors contain the name that the user wrote
+# maps names of options in dtrans to Paddle's names, so that errors contain the user's name
 OPTIONS = {
     "strength": "dc_asgd_lambda",
     "decay": "dc_asgd_decay",

@@ -25,7 +25,7 @@ from dtrans.zero.plan import ShardingPlan
 from dtrans.zero.transform import sharding as sharding_of
 
 
-# dtrans's names of options to Paddle's names, so that errors contain the name that the user wrote
+# maps names of options in dtrans to Paddle's names, so that errors contain the user's name
 NAMES = {
     "degree": "sharding_degree",
     "replicas": "dp_degree",

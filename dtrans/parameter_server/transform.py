@@ -402,7 +402,7 @@ def check_arguments(
         )
     remaining = step
     if parts is not None:
-        # values that trainers compute from the batch and send are inputs of this step's update
+        # the step whose update takes the values that trainers compute from the batch as inputs
         remaining = hand_over(step, parts)
     axes = batch_axes(step, batch)
     if any(n in axes for n in remaining.arguments):

@@ -58,7 +58,7 @@ class Tables:
 
     Attributes:
       of: leaf name to table.
-      others: maps each other leaf whose rows a step looks up to the reason why it is no table.
+      others: other leaves whose rows a step looks up: leaf name to the reason why it is no table.
     """
 
     of: Mapping[str, Table] = dataclasses.field(default_factory=dict)

@@ -342,8 +342,8 @@ def _in_branches(
 ) -> tuple[list[_Lookup], list[JaxprEqn]]:
     """Return the picks of a `cond` or remat, and copies of the equations that compute their ids.
 
-    The copies are at the level of `eqn`. They compute the ids of every branch, since ids are
-    needed before it is known which branch runs.
+    The copies run before `eqn`. They compute the ids of every branch, since ids are needed before it
+    is known which branch runs.
     """
     found: list[_Lookup] = []
     extra: list[JaxprEqn] = []
@@ -421,9 +421,15 @@ def _outer(atom: Atom, env: Mapping[Var, Atom]) -> Atom:
 def _copy_outside(
     eqn: JaxprEqn, env: dict[Var, Atom], known: dict[Any, Sequence[Var]]
 ) -> list[JaxprEqn]:
-    """Return a copy of a body's equation for the outside, or no equation if `known` has one.
+    """Copy an equation of a body to the outside, unless `known` has an equal equation.
 
-    The outputs of the copy, or of the known equation, are added to `env`.
+    Args:
+      eqn: the equation.
+      env: maps variables of the body to values outside; this function adds the outputs of `eqn`.
+      known: outputs of the equations outside, by `_key`.
+
+    Returns:
+      The copy; an empty list if there is an equal equation.
     """
     atoms = [_outer(a, env) for a in eqn.invars]
     key = _key(eqn, atoms)

@@ -443,7 +443,10 @@ class _FollowedRow:
 
 
 def _conditions_are_in_operands(eqn: JaxprEqn) -> bool:
-    """Return True unless an equation computes a condition itself, as a comparison does."""
+    """Return True if the conditions that an equation depends on are found in its operands.
+
+    False for an equation that computes a condition itself, such as a comparison.
+    """
     is_logic = eqn.primitive.name in ("and", "or", "xor", "not")
     compares = any(v.aval.dtype == bool for v in eqn.outvars) and not is_logic
     return bool(moved_operands(eqn)) or (facts_of(eqn).elementwise and not compares)
