@@ -342,8 +342,8 @@ def _in_branches(
 ) -> tuple[list[_Lookup], list[JaxprEqn]]:
     """Return the picks of a `cond` or remat, and copies of the equations that compute their ids.
 
-    The copies run before `eqn`. They compute the ids of every branch, since ids are needed before it
-    is known which branch runs.
+    The copies run before `eqn`. They compute the ids of every branch, since ids are needed before
+    it is known which branch runs.
     """
     found: list[_Lookup] = []
     extra: list[JaxprEqn] = []
