@@ -322,7 +322,7 @@ def test_simulated_and_out_of_bounds(
             ["--engine", "simulate", "--plot", "x.png"],
             "--engine simulate has one device: use --engine mesh",
         ),
-        (["--plot", "/nowhere/at-all.png"], "the directory /nowhere does not exist"),
+        (["--plot", "/nowhere/at-all.png"], "there is no directory /nowhere"),
         (["--schedule", "PreferNothing"], "expected one of PreferForward"),
         (
             ["--chunks", "2"],
