@@ -445,6 +445,7 @@ def test_scopes_within_others_are_refused(outer, inner):
 
 def test_devices_that_are_not_enough():
     with pytest.raises(
-        ConfigError, match="one replica of 2 stages uses 5 devices, so 2 replicas need 10, but there are 8"
+        ConfigError,
+        match="one replica of 2 stages uses 5 devices, so 2 replicas need 10, but there are 8",
     ):
         planned(classifier(4, 50), replicas=2).on_mesh()
