@@ -166,8 +166,10 @@ def local_indices(
 def best_local(
     axis: int, size: int, largest: bool
 ) -> Callable[[Array, Array, Array], tuple[Array, Array]]:
-    """Return a function (x, start, fill) -> a piece's best entries along an axis, and their global
-    positions."""
+    """Return a function (x, start, fill) that finds the best entries of a piece along an axis.
+
+    It returns the entries, and their indices in the full dimension.
+    """
 
     def fn(x: Array, start: Array, fill: Array) -> tuple[Array, Array]:
         x = select_before(axis, size)(x, start, fill)

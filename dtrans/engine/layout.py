@@ -124,8 +124,10 @@ class Shards:
 
 
 def _longest_runs(size: int, entries: np.ndarray) -> int:
-    """Return the largest w such that runs of consecutive entries, or padding, begin at multiples
-    of w."""
+    """Return the largest run length w for which `entries` consists of complete runs.
+
+    A run has w consecutive entries, or w entries of padding, and begins at a multiple of w.
+    """
     begins = np.ones(entries.shape, bool)
     before, here = entries[:, :-1], entries[:, 1:]
     begins[:, 1:] = np.where(here < 0, before >= 0, (before < 0) | (here != before + 1))

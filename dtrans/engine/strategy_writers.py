@@ -66,8 +66,10 @@ def _write_move(w: ShardValues, eqn: JaxprEqn, way: Strategy, atoms: list[Atom])
 
 
 def _in_slots(w: ShardValues, piece: Atom, move: Move, atoms: Sequence[Atom]) -> Atom:
-    """Move a piece's entries into new slots; the padding value of a `pad`, `atoms[-1]`, fills the
-    rest."""
+    """Move a piece's entries into new slots.
+
+    The other slots get the padding value of the `pad` equation, which is `atoms[-1]`.
+    """
     if not move.keeps(piece.aval.shape[move.axis]):
         piece = _take_slots(w, piece, move)
     if move.filled is None:

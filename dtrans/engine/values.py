@@ -76,8 +76,10 @@ class ShardValues(abc.ABC):
         self.shards = shards
         self.gathers: list[Gathered] = []
         self.within = within
-        self.layouts: dict[Var, ShardLayout] = {}  # absent: replicated
-        self.inputs: set[Var] = set()  # sharded inputs, also transposed, cast or the like
+        # layouts of values; a value without an entry is replicated
+        self.layouts: dict[Var, ShardLayout] = {}
+        # sharded inputs of the program, and their transposes and casts
+        self.inputs: set[Var] = set()
         self._values: dict[Any, Atom] = {}  # (value, layout) -> value on this shard
         self._producers = {v: e for e in inner.eqns for v in e.outvars}
         self._uses = Counter(variables([*inner.outvars, *all_operands(inner.eqns)]))
@@ -180,9 +182,8 @@ class ShardValues(abc.ABC):
             (scaled,) = self.b.call(times(1 / self.shards.count), value)
         else:
             (scaled,) = self.b.call(on_first, value, self.pieces.index())
-        if (
-            isinstance(scaled, Var) and scaled is not value
-        ):  # they are the same if the array is empty
+        # for an empty array, no equation is written, and `scaled` is `value`
+        if isinstance(scaled, Var) and scaled is not value:
             self.scaled[scaled] = value, 1
         return scaled
 

@@ -99,7 +99,7 @@ def propagate(
     Args:
       eqns: equations in order.
       seeds: bits of some variables.
-      fixed: bits that an equation does not change, also if it computes the variable.
+      fixed: bits of other variables; they stay, even if an equation computes the variable.
 
     Returns:
       The bits of each variable; variables without bits may be absent.

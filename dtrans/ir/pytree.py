@@ -101,7 +101,7 @@ class TreeSpec:
         return ""
 
     def flatten(self, tree: Any, what: str = "argument") -> list[Any]:
-        """Return the arrays of `tree` in leaf order; explicitly sharded ones without the mesh axes.
+        """Return the arrays of `tree` in leaf order; mesh axes are removed from their types.
 
         Raises:
           TraceError: the structure or a static leaf differs from this spec.

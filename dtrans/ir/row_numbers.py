@@ -101,8 +101,7 @@ def _counts(aval: Any) -> bool:
 
 
 def _entries(aval: Any) -> tuple[Entry, ...]:
-    """Return the entries that get a fact: None (the whole value), and those of a short last
-    dimension."""
+    """Return the entries that get a fact: None (the whole value), and each of a short last axis."""
     if aval.ndim and aval.shape[-1] <= _MOST_COMPONENTS:
         return (None, *range(aval.shape[-1]))
     return (None,)

@@ -229,8 +229,10 @@ class FlowPass:
         return Step((None,) * len(ins), (out,) * len(eqn.outvars))
 
     def _reason(self, eqn: JaxprEqn, ins: Sequence[Layout], what: str) -> str:
-        """Describe an equation: `dot_general mixes rows of f32[5,5]
-        (optax.contrib.scale_by_muon)`."""
+        """Return a description of an equation that mixes rows.
+
+        An example is `dot_general mixes rows of f32[5,5] (optax.contrib.scale_by_muon)`.
+        """
         text = eqn.primitive.name
         if not is_known(eqn):
             text += ", which dtrans does not know,"

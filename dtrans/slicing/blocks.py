@@ -31,7 +31,7 @@ class Block:
       span: range of rows or of buckets (`dtrans.rows.row_buckets`); None for a 0-d leaf.
       shape, dtype: type of the block.
       endpoint: server of the block.
-      word: word before the index in the block's name; another one if a leaf has that name.
+      word: word before the index in the block's name; it differs if a leaf has that name.
       is_table: True for a block of a table: its update is written for some rows, even if the block
         has all rows of the leaf.
     """
@@ -83,7 +83,7 @@ class Block:
         return _from_trainer(self.named(self.leaf + GRAD), trainer_id, trainers)
 
     def gradients(self, trainers: int, op: str) -> BlockGradient:
-        """Return the block's gradient: the "mean" or "sum" of those of the trainers."""
+        """Return the block's gradient: the "mean" or "sum" of the trainers' gradients."""
         sent = {k: self.gradient(k, trainers) for k in range(trainers)}
         return BlockGradient(self.gradient(0, 1), self.leaf, self.index, sent, op)
 

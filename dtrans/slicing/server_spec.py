@@ -95,8 +95,8 @@ class UpdateSpec:
     def stays(self, crossing: CrossServerValue) -> bool:
         """Return True if only one server uses a cross-server value, without an exchange.
 
-        With exact sums it is exchanged in any case. Otherwise XLA would compile other programs for
-        one server than for several, and round differently.
+        With exact sums it is exchanged in any case. Otherwise XLA would compile different programs
+        for one server and for several, which round differently.
         """
         return len(self.over[crossing.var]) == 1 and not self.exact
 
