@@ -48,7 +48,8 @@ def padded_to(x: jax.Array, axis: int, size: int) -> jax.Array:
     if is_key(x.dtype):
         first = jax.lax.slice_in_dim(x, 0, 1, axis=axis)
         return jnp.concatenate([x, *[first] * missing], axis)
-    behind = [(0, missing if d == axis else 0, 0) for d in range(x.ndim)]
+    behind = [(0, 0, 0)] * x.ndim
+    behind[axis] = (0, missing, 0)
     return jax.lax.pad(x, np.zeros((), x.dtype), behind)
 
 

@@ -208,17 +208,23 @@ def _batched(
 
     atoms = read_from(env, eqn.invars)
     components = read_from(env, _components(eqn.invars[1], before))
-    rest = values_at(components, remaining) if components else []
-    if not components:
+    rest: list[Atom] = []
+    if components:
+        rest = values_at(components, remaining)
+    else:
         for c in remaining:
             rest += b.call(_component(c), atoms[1])
-    at = rest[0] if len(rest) == 1 else b.call(_joined, *rest)[0]
+    if len(rest) > 1:
+        rest = b.call(_joined, *rest)
+    (at,) = rest
     if gathers:
         (gathered,) = b.copy(eqn, [atoms[0], at], indices_are_sorted=False, **params)
-        if dropped:
-            return b.call(_expanded(tuple(dropped)), gathered)[0]
-        return gathered
-    updates = b.call(_squeezed(tuple(dropped)), atoms[2])[0] if dropped else atoms[2]
+        if not dropped:
+            return gathered
+        return b.call(_expanded(tuple(dropped)), gathered)[0]
+    updates = atoms[2]
+    if dropped:
+        (updates,) = b.call(_squeezed(tuple(dropped)), updates)
     return b.copy(
         eqn, [atoms[0], at, updates], [eqn.outvars[0].aval], indices_are_sorted=False, **params
     )[0]

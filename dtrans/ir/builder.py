@@ -251,8 +251,11 @@ class Builder:
           eqn: the equation.
           invars: new operands; by default its own.
         """
-        atoms = list(eqn.invars if invars is None else invars)
-        self._append(eqn if invars is None else eqn.replace(invars=atoms), atoms)
+        if invars is None:
+            self._append(eqn, eqn.invars)
+        else:
+            atoms = list(invars)
+            self._append(eqn.replace(invars=atoms), atoms)
 
     def _append(self, eqn: JaxprEqn, atoms: Sequence[Atom]) -> None:
         self._note(atoms)

@@ -93,8 +93,12 @@ def attribute(value: Any) -> str:
 def op_line(op: ShownOp) -> str:
     """Return an op as one line of text: `outputs = type inputs [attributes]`."""
     attrs = ", ".join(f"{k}={attribute(v)}" for k, v in op.attrs.items() if not _is_empty(v))
-    left = f"{', '.join(op.outputs)} = " if op.outputs else ""
-    return f"{left}{op.type} {' '.join(op.inputs)}".rstrip() + (f"  [{attrs}]" if attrs else "")
+    line = f"{op.type} {' '.join(op.inputs)}".rstrip()
+    if op.outputs:
+        line = f"{', '.join(op.outputs)} = {line}"
+    if attrs:
+        line += f"  [{attrs}]"
+    return line
 
 
 def without_addresses(text: str) -> str:

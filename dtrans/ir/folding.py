@@ -86,7 +86,9 @@ def fold(
             return None
         return np.asarray(number, aval.dtype)
 
-    absorbing = {"and": False, "or": True}.get(name) if aval.dtype == bool else None
+    absorbing = None
+    if aval.dtype == bool:
+        absorbing = {"and": False, "or": True}.get(name)
     if absorbing is not None and any(is_number(x, absorbing) for x in ins):
         return np.asarray(absorbing)
     neutral = {"add": 0, "add_any": 0, "sub": 0, "mul": 1}.get(name)
@@ -128,9 +130,9 @@ def number_by_numpy(eqn: JaxprEqn, numbers: Sequence[Number]) -> Any:
     JAX would start its devices to compute a number. A role plans before it may start devices.
     """
     compute = _IN_NUMPY.get(eqn.primitive.name)
+    if compute is None:
+        return None
     with np.errstate(all="ignore"):
-        if compute is None:
-            return None
         return compute(*numbers)
 
 

@@ -150,9 +150,14 @@ def enter(
     """
     wires, inner = wiring(eqn), bodies(eqn)
     found: dict[int, Result] = {}
-    decision = [ins[0]] if eqn.primitive.name == COND else []
-    chosen = analysis.branch(ins[0]) if decision else None
-    numbers = range(len(inner)) if chosen is None else [min(max(chosen, 0), len(inner) - 1)]
+    decision: list[Fact] = []
+    chosen = None
+    if eqn.primitive.name == COND:
+        decision = [ins[0]]
+        chosen = analysis.branch(ins[0])
+    numbers: Sequence[int] = range(len(inner))
+    if chosen is not None:
+        numbers = [min(max(chosen, 0), len(inner) - 1)]
 
     def turn(operands: Sequence[Fact]) -> list[Fact]:
         each: list[Sequence[Fact]] = []
@@ -204,10 +209,14 @@ def enter_backward(
             out_facts = decision if body_outs is None else values_at(ends, body_outs)
             found[k], facts = run(k, inner[k], out_facts)
             for i, x in zip(read, facts, strict=True):
-                operands[i] = analysis.join(operands[i], x) if i in operands else x
+                if i in operands:
+                    x = analysis.join(operands[i], x)
+                operands[i] = x
         return values_at(operands, range(len(eqn.invars)))
 
-    ends = [analysis.turn(x) if j in wires.stacks else x for j, x in enumerate(outs)]
+    ends = list(outs)
+    for j in wires.stacks:
+        ends[j] = analysis.turn(outs[j])
     ends, operands = _settle(analysis.join, ends, invert(wires.carried), turn)
     for i, j in wires.carried.items():
         operands[i] = ends[j]

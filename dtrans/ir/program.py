@@ -259,10 +259,13 @@ class Program(NamedJaxpr):
           >>> other.name, other.inputs["x"].shape, other.specialize(jnp.ones(3)) is p
           ('twice', (5,), True)
         """
-        result = pass_(self) if result is None else result
-        again = None if self.specializer is None else Rewrite(self, pass_, result.in_names, types)
+        if result is None:
+            result = pass_(self)
         if result is self:
-            return result
+            return self
+        again = None
+        if self.specializer is not None:
+            again = Rewrite(self, pass_, result.in_names, types)
         return dataclasses.replace(result, specializer=again)
 
     def returning(self, out: TreeSpec, names: Sequence[str], **changed: Any) -> Program:
@@ -439,11 +442,15 @@ class Rewrite:
     def __call__(self, types: Sequence[jax.ShapeDtypeStruct]) -> Program:
         """Return the rewritten program for these types of its inputs."""
         new_types: Types = dict(zip(self.names, types, strict=True))
-        new_types = new_types if self.types is None else self.types(new_types)
+        if self.types is not None:
+            new_types = self.types(new_types)
         state_names = set(self.source.state)
-        wanted = [
-            t if n in state_names else new_types.get(n, t) for n, t in self.source.inputs.items()
-        ]
+        wanted = []
+        for name, old_type in self.source.inputs.items():
+            if name in state_names:
+                wanted.append(old_type)
+            else:
+                wanted.append(new_types.get(name, old_type))
         return self.source.specialize_flat(wanted).rewritten(self.pass_, self.types)
 
 

@@ -84,9 +84,10 @@ class TreeSpec:
         paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
         if not root and jax.tree_util.treedef_is_leaf(treedef):
             root = "value"
-        return cls(
-            treedef, tuple(join_path(root, p) if is_array(x) else Static(x) for p, x in paths)
-        )
+        leaves: list[str | Static] = []
+        for path, leaf in paths:
+            leaves.append(join_path(root, path) if is_array(leaf) else Static(leaf))
+        return cls(treedef, tuple(leaves))
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:

@@ -149,7 +149,9 @@ def _of_value(value: np.ndarray[Any, Any]) -> Known:
     for d, size in enumerate(value.shape):
         if first != 0 or last != size - 1:
             continue
-        along = np.arange(size).reshape([-1 if k == d else 1 for k in range(value.ndim)])
+        sizes = [1] * value.ndim
+        sizes[d] = size
+        along = np.arange(size).reshape(sizes)
         if np.array_equal(value, np.broadcast_to(along, value.shape)):
             return Count(d, size)
     return None
@@ -195,14 +197,18 @@ def _cast(eqn: JaxprEqn, of: Sequence[Known]) -> Known:
     if known is None:
         return None
     dtype = eqn.outvars[0].aval.dtype
-    return known if all(_fits(n, dtype) for n in _ends(known)) else None
+    if all(_fits(n, dtype) for n in _ends(known)):
+        return known
+    return None
 
 
 def _added(eqn: JaxprEqn, of: Sequence[Known]) -> Known:
     a, b = of
     if b == Same(0):
         return a
-    return b if a == Same(0) and eqn.primitive.name == "add" else None
+    if a == Same(0) and eqn.primitive.name == "add":
+        return b
+    return None
 
 
 def _multiplied(eqn: JaxprEqn, of: Sequence[Known]) -> Known:
@@ -235,7 +241,9 @@ def _clamped(eqn: JaxprEqn, of: Sequence[Known]) -> Known:
     if not (isinstance(low, Same) and isinstance(high, Same)) or known is None:
         return None
     least, largest = _ends(known)
-    return known if low.value <= least and largest <= high.value else None
+    if low.value <= least and largest <= high.value:
+        return known
+    return None
 
 
 def _bounded(eqn: JaxprEqn, of: Sequence[Known]) -> Known:
@@ -243,8 +251,11 @@ def _bounded(eqn: JaxprEqn, of: Sequence[Known]) -> Known:
     if known is None or not isinstance(bound, Same):
         return None
     least, largest = _ends(known)
-    idle = bound.value <= least if eqn.primitive.name == "max" else bound.value >= largest
-    return known if idle else None
+    if eqn.primitive.name == "max":
+        has_no_effect = bound.value <= least
+    else:
+        has_no_effect = bound.value >= largest
+    return known if has_no_effect else None
 
 
 _BY_ENTRY: Mapping[str, Callable[[JaxprEqn, Sequence[Known]], Known]] = {
