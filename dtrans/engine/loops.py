@@ -136,8 +136,11 @@ def _cut_before(eqn: JaxprEqn, plan: LoopPlan) -> dict[int, RowAxis]:
     The loop can then read pieces, instead of cutting the operand in each iteration.
     """
     wires = wiring(eqn)
-    rows = {i: row for i, row in plan.bodies[0].sliced.items() if i not in wires.carried}
-    return {i: _moved(row, 1) if i in wires.slices else row for i, row in rows.items()}
+    found: dict[int, RowAxis] = {}
+    for i, row in plan.bodies[0].sliced.items():
+        if i not in wires.carried:
+            found[i] = _moved(row, 1) if i in wires.slices else row
+    return found
 
 
 def _plan(eqn: JaxprEqn, ins: Sequence[ShardLayout], write: Write) -> LoopPlan:
@@ -163,9 +166,9 @@ def _plan(eqn: JaxprEqn, ins: Sequence[ShardLayout], write: Write) -> LoopPlan:
         # the condition is replicated: if shards ran different iterations, collectives would hang
         ends = [SHARED] if wires.outs[k] is None else _drop_closed(entered.ends[k])
         added = len(wires.carried) if wires.outs[k] else 0
-        written.append(
-            found if list(found.outs) == ends else write(bodies(eqn)[k], body_ins[k], ends, added)
-        )
+        if list(found.outs) != ends:
+            found = write(bodies(eqn)[k], body_ins[k], ends, added)
+        written.append(found)
     return LoopPlan(
         tuple(_drop_closed(entered.operands)), tuple(_drop_closed(entered.outs)), tuple(written)
     )

@@ -184,8 +184,9 @@ def _reshape(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
         return None
     size = eqn.invars[0].aval.shape[row.axis]
     is_fixed = row.order is not None or shards.pads(size, row)
-    wide = row if is_fixed else cut_along(row.axis, size // shards.count)
-    return _as_rows(eqn, [wide], shards)
+    if not is_fixed:
+        row = cut_along(row.axis, size // shards.count)
+    return _as_rows(eqn, [row], shards)
 
 
 def _moved(eqn: JaxprEqn, ins: Ins, shards: Shards, known: Sequence[RowAxis]) -> Strategy | None:
@@ -193,7 +194,9 @@ def _moved(eqn: JaxprEqn, ins: Ins, shards: Shards, known: Sequence[RowAxis]) ->
     if eqn.primitive.name == "reshape":
         (row,) = ins
         assert isinstance(row, RowAxis)
-        to = regroup(eqn, row, shards) if eqn.params["dimensions"] is None else None
+        if eqn.params["dimensions"] is not None:
+            return None
+        to = regroup(eqn, row, shards)
         if to is None:
             return None
         return Strategy((row,), (to,), params=lambda outs: {"new_sizes": outs[0].shape})

@@ -46,7 +46,7 @@ def sharded_iterations(
     added = _added(opened(inline_calls(body, rules=True)), consts, carried)
     if row.axis or added is None:
         return None
-    return (row, added)
+    return row, added
 
 
 def _added(inner: Jaxpr, consts: int, carried: int) -> list[bool] | None:

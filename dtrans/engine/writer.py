@@ -117,7 +117,9 @@ class SplitWriter(ShardValues):
         ins = list(map(self.layout, eqn.invars))
         if eqn.primitive.name in _WITH_BODIES and not all_shared(ins):
             in_sequence = self.covers_local(eqn) or self.orders is None
-            iterations = None if in_sequence else sharded_iterations(eqn, ins)
+            iterations = None
+            if not in_sequence:
+                iterations = sharded_iterations(eqn, ins)
             if iterations is not None and not self.bodies.may_not_end(eqn, iterations[0]):
                 self.bodies.write_sharded_scan(eqn, *iterations)
                 return
@@ -172,8 +174,9 @@ class SplitWriter(ShardValues):
             if self.in_local:
                 self.local_terms.update(eqn.outvars)
         else:
-            reduced = self.reduced_here(way.reduce, values) if way.reduce else values
-            self.define_outputs(eqn, way.outs, reduced)
+            if way.reduce:
+                values = self.reduced_here(way.reduce, values)
+            self.define_outputs(eqn, way.outs, values)
         if _is_moved_or_cast(eqn) and self.operand(eqn.invars[0]).is_input:
             self.inputs.update(eqn.outvars)
 
@@ -330,12 +333,16 @@ class BodyWriter:
     def write_bodies(self, eqn: JaxprEqn, plan: LoopPlan) -> None:
         """Write a loop, branch or remat with the bodies of its plan."""
         atoms = self.outer.in_layouts(eqn.invars, plan.operands)
-        first = [self.outer.pieces.index()] if any(b.takes_index for b in plan.bodies) else []
+        first: list[Atom] = []
+        if any(b.takes_index for b in plan.bodies):
+            first.append(self.outer.pieces.index())
         new = []
         for body in plan.bodies:
+            jaxpr = body.jaxpr
             # all branches must take the index if one reads it
-            unread = first and not body.takes_index
-            new.append(_with_an_operand(body.jaxpr, first[0]) if unread else body.jaxpr)
+            if first and not body.takes_index:
+                jaxpr = _with_an_operand(jaxpr, first[0])
+            new.append(jaxpr)
             self.outer.gathers += body.gathers
             self.outer.scaled |= body.scaled
         types = self.outer.shards.cut_all(eqn.outvars, plan.outs)
