@@ -267,7 +267,7 @@ def combiner_of(eqn: JaxprEqn) -> Any:
 
 # -- callbacks -------------------------------------------------------------------------------------
 
-CALLBACKS = ("debug_callback", "debug_print", "io_callback")  # with side effects
+CALLBACKS = ("debug_callback", "debug_print", "io_callback")  # callbacks with side effects
 
 
 def host_function(eqn: JaxprEqn) -> Callable[..., Any]:
@@ -291,7 +291,7 @@ def checkpoint_name_of(eqn: JaxprEqn) -> str | None:
     """Return the name from `jax.ad_checkpoint.checkpoint_name`; None for any other equation."""
     if eqn.primitive.name == "name":
         return str(param(eqn, "name"))
-    # JAX_REMAT3, from 0.12
+    # from jax 0.12, JAX_REMAT3 wraps the primitive in a `call_hi_primitive`
     hijax: Any = eqn.params.get("_prim") if eqn.primitive.name == "call_hi_primitive" else None
     if type(hijax).__name__ == "CheckpointName":
         return str(hijax.name)

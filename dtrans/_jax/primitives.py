@@ -29,7 +29,7 @@ from dtrans.errors import UnknownPrimitiveWarning
 SCAN, WHILE, COND = "scan", "while", "cond"
 LOOPS = (SCAN, WHILE)
 REMAT = ("remat2", "remat", "checkpoint")  # names of `jax.checkpoint` in different versions of JAX
-# the last from 0.11, in the place of the two before
+# from jax 0.11, the last name replaces the two names before it
 CALLS = (
     "closed_call",
     "core_call",
@@ -372,7 +372,8 @@ def mixed_axes(eqn: JaxprEqn) -> tuple[int, ...] | None:
         return tuple(range(max(0, ndim - last), ndim))
     if not facts.axes:
         return None
-    axes = eqn.params.get(facts.axes, -1)  # `top_k` of older JAX has no axis: it takes the last
+    # in older versions of JAX, `top_k` has no axis parameter and works on the last axis
+    axes = eqn.params.get(facts.axes, -1)
     return tuple(int(d) % ndim for d in (axes if isinstance(axes, (tuple, list)) else (axes,)))
 
 

@@ -42,7 +42,7 @@ class Spot:
     """Position of a value in a step: output `out` of equation `eqn`.
 
     Attributes:
-      in_loss: True if `eqn` counts the equations of the loss function, False for the step's.
+      in_loss: True if `eqn` is an index in the loss function, False for an index in the step.
       eqn: index of the equation.
       out: index of the output.
     """
@@ -58,7 +58,8 @@ class Precomputed:
 
     Attributes:
       spots: position of each value in the step.
-      full: names of the values that every part gets in full; of others, a part gets its rows.
+      full: names of the values that every part gets in full; of the other values, a part gets its
+        rows.
       fixed: parameters without a gradient that the values may depend on, such as a key.
       equations: primitives of the step that `spots` refers to; compared before `spots` is used.
     """

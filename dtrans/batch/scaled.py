@@ -58,7 +58,7 @@ from dtrans.step.marks import mark_p
 
 @dataclasses.dataclass(frozen=True)
 class PartScale:
-    """Scaling exponents: an output on a part is trainers**exponent times its term of the full one.
+    """Scaling exponents: an output on a part is trainers**exponent times its term.
 
     Attributes:
       gradients: exponent of all gradients: 0 (they are summed) or 1 (they are averaged).

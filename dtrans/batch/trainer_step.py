@@ -188,7 +188,8 @@ def trainer_step(
         found |= {n: env[a] for n, a in outs.items() if n not in found and isinstance(a, Var)}
         how = dict(zip(before, layouts[len(terms) :], strict=False))
         jaxpr = eliminate_dead(b.build(values_at(found, source.out_names)))
-        roles = (FORWARD,) * len(jaxpr.jaxpr.eqns)  # replaced when the program is cut
+        # placeholders: the cut of the program assigns the roles
+        roles = (FORWARD,) * len(jaxpr.jaxpr.eqns)
         numbered = takes_index and w.pieces.reads_index
         args = source.args
         if numbered:
