@@ -219,7 +219,7 @@ class RayJob(Job):
             )
         if state is not self._state:
             raise StateError(
-                "this state was already stepped from, or another job returned it; pass the state "
+                "a step has already used this state, or another job returned it; pass the state "
                 "that the last step returned"
             )
 

@@ -207,7 +207,7 @@ def test_batches_of_a_function_and_its_failure(cluster, tmp_path):
     assert apart(job.params(newest), params) == 0
     with pytest.raises(BatchError, match="read their batches"):
         job.step(newest, *BATCHES[0])
-    with pytest.raises(StateError, match="already stepped from"):
+    with pytest.raises(StateError, match="a step has already used this state"):
         job.step(RayState(7))
     with pytest.raises(PeerError, match=r"trainer 1 on node .* failed.*KeyError: 'no more rows'"):
         job.step(newest)
