@@ -76,7 +76,7 @@ class MeshJob(Job):
       on_nonfinite: the reaction to an infinity or a NaN in a trainer's gradients: "ignore", "warn",
         or "error", which raises before servers get the gradients.
       donate: let updates reuse the memory of old optimizer state, and of tables. Then each state
-        can be stepped from only once. Parameters of trainers are never donated.
+        can be passed to a step only once. Parameters of trainers are never donated.
 
     Attributes:
       placement: the devices of trainers and servers.
