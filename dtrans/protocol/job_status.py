@@ -1,11 +1,12 @@
-"""Status of a running job for observers: of a server, or of trainer 0 in a collective job.
+"""Status of a running job for observers, reported by a server or by trainer 0 of a collective job.
 
-An observer has the job's token and connects as `OBSERVER`. It may only ask for the status, is no
-part of the job, and nobody waits for it. `StatusReporter` answers at most `RATE` requests a second,
-from numbers that the process counts anyway. A request costs a message each way.
+An observer has the job's token and connects under the user name `OBSERVER`. It may only request the
+status, and the job does not wait for it. `StatusReporter` answers at most `RATE` requests a second,
+from counts that the process keeps anyway.
 
-Rates are means over a window. The process records its counts once a second. The window is `WINDOW`
-seconds long, or as long as the last `STEPS` steps took, up to `LONGEST`.
+Rates are means over a window, and the process records its counts once a second. The window is
+`WINDOW` seconds long. If fewer than `STEPS` steps were made in this time, it is longer, up to
+`LONGEST` seconds.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from dtrans.protocol.tables.stored_tables import StoredTables
 
 
 OBSERVER = "an observer of the job"  # user name of observers
-RATE = 50  # answers a second, to all observers together
+RATE = 50  # maximum number of answers a second, to all observers together
 WINDOW = 10.0  # seconds
-STEPS = 5
+STEPS = 5  # minimum number of steps in a window, for each trainer
 LONGEST = 600.0  # seconds
-EACH = 0.9  # least seconds between two samples
+EACH = 0.9  # minimum seconds between two samples
 
-# states of a trainer, the worst first
+# states of a trainer, worst first
 STATES = (
     "failed",
     "not here yet",
@@ -47,18 +48,19 @@ Record = TypeVar("Record")
 
 @dataclasses.dataclass(frozen=True)
 class TrainerStatus:
-    """One trainer, as the process that answers sees it.
+    """Status of one trainer, as known to the process that answers.
 
     Attributes:
       trainer: id of the trainer.
       state: one of `STATES`.
       doing: progress in its step; empty if it is not present.
-      step: number of steps that it has made; None if the server counts none.
-      steps_per_second: over the window.
-      staleness: number of steps of other trainers that its last gradients lacked; None in
+      step: number of steps that it has made; None if the process does not count steps.
+      steps_per_second: mean number of steps per second over the window.
+      staleness: number of steps of other trainers that its last gradients did not include; None in
         synchronous mode.
-      silent: seconds since its last message; None before there is one.
-      received, sent: bytes from it to the server, and from the server to it; None if nobody counts.
+      silent: seconds since its last message; None before its first message.
+      received: number of bytes received from it; None if the process does not count bytes.
+      sent: number of bytes sent to it; None if the process does not count bytes.
     """
 
     trainer: int
@@ -74,28 +76,30 @@ class TrainerStatus:
 
 @dataclasses.dataclass(frozen=True)
 class ServerStatus:
-    """One server, or trainer 0 of collectives.
+    """Status of one server, or of trainer 0 of a collective job.
 
     Attributes:
-      endpoint: of the server, or of trainer 0.
-      plan: digest of its plan's fingerprint, the same on all servers of a job; empty if it has
-        none.
+      endpoint: endpoint of the process.
+      plan: digest of the plan's fingerprint, which is the same on all servers of a job; empty if
+        the plan has no fingerprint.
       mode: "synchronous", "asynchronous" or "collective".
       count: number of trainers of the job.
-      uptime: seconds since it began to wait for trainers.
-      doing: "serving", "training", or a description of its wait.
-      step: number of steps that it has made, or its furthest trainer if it is asynchronous; None if
-        it counts none.
-      steps_per_second: over the window.
-      received, sent: bytes since it began, from and to trainers and other servers; None if nobody
-        counts.
-      received_per_second, sent_per_second: over the window.
+      uptime: seconds since the process began to wait for trainers.
+      doing: "serving", "training", or "waiting for ...".
+      step: number of steps, in asynchronous mode of the trainer with the most steps; None if the
+        process does not count steps.
+      steps_per_second: mean number of steps per second over the window.
+      received: number of bytes received from trainers and other servers; None if the process does
+        not count bytes.
+      sent: number of bytes sent to trainers and other servers; None if the process does not count
+        bytes.
+      received_per_second: mean of received bytes per second over the window.
+      sent_per_second: mean of sent bytes per second over the window.
       refused: number of refused messages.
       barred: number of refused connections.
-      saving: checkpoints that are being written; name to seconds so far.
-      checkpoint: the last one that has ended, a `CheckpointStatus` as a map; empty if there is
-        none.
-      tables: each block of a table, a `TableStatus` as a map.
+      saving: name of each checkpoint that is being written, to the seconds since its start.
+      checkpoint: fields of the last checkpoint's `CheckpointStatus`; empty before the first one.
+      tables: fields of the `TableStatus` of each block of a table.
     """
 
     endpoint: str
@@ -119,15 +123,15 @@ class ServerStatus:
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointStatus:
-    """A checkpoint that a server has written, or could not write.
+    """Status of a checkpoint that a server has written or failed to write.
 
     Attributes:
-      name: of the checkpoint.
-      step: of the trainer that asked for it.
-      ago: seconds since it ended.
+      name: name of the checkpoint.
+      step: number of steps that the requesting trainer had made.
+      ago: seconds since the end of the write.
       seconds: duration of the write.
-      blocks: number of blocks of this server.
-      error: the reason if it could not be written, else empty.
+      blocks: number of this server's blocks in the checkpoint.
+      error: error of the write; empty if it succeeded.
     """
 
     name: str
@@ -140,7 +144,13 @@ class CheckpointStatus:
 
 @dataclasses.dataclass(frozen=True)
 class TableStatus:
-    """A block of a table, and its number of materialized rows."""
+    """Status of a block of a table.
+
+    Attributes:
+      name: name of the block.
+      created: number of materialized rows.
+      rows: number of rows.
+    """
 
     name: str
     created: int
@@ -148,7 +158,11 @@ class TableStatus:
 
 
 def read_report(message: wire.Message) -> tuple[ServerStatus, list[TrainerStatus]]:
-    """Return the records of a `status_report`. Raises WireError if it is malformed."""
+    """Return the records in a `status_report` message.
+
+    Raises:
+      WireError: the message is malformed.
+    """
     server = _record(ServerStatus, message["server"])
     for table in server.tables:
         _record(TableStatus, table)
@@ -157,17 +171,21 @@ def read_report(message: wire.Message) -> tuple[ServerStatus, list[TrainerStatus
     trainers = [_record(TrainerStatus, x) for x in message["trainers"]]
     for t in trainers:
         if t.state not in STATES:
-            raise WireError(f"a status with a trainer whose state is {wire.brief(t.state)}")
+            raise WireError(
+                f"a status with a trainer whose state is {wire.brief(t.state)}, expected one of "
+                f"{', '.join(STATES)}"
+            )
     return server, trainers
 
 
 def _types(kind: type) -> dict[str, Any]:
-    """Return the types of a record's fields, without what is in lists and maps."""
-    hints = typing.get_type_hints(kind)
-    return {
-        n: x if isinstance(x, types.UnionType) else typing.get_origin(x) or x
-        for n, x in hints.items()
-    }
+    """Return the type of each field of a record, without type parameters."""
+    found = {}
+    for name, hint in typing.get_type_hints(kind).items():
+        found[name] = hint
+        if not isinstance(hint, types.UnionType):
+            found[name] = typing.get_origin(hint) or hint
+    return found
 
 
 _TYPES: dict[Any, dict[str, Any]] = {
@@ -176,23 +194,24 @@ _TYPES: dict[Any, dict[str, Any]] = {
 
 
 def _record(kind: type[Record], fields: Any) -> Record:
-    """Return a record of fields that came as a message."""
+    """Return a record with the fields from a message, after a check of their types."""
     wanted = _TYPES[kind]
     if not isinstance(fields, dict) or fields.keys() != wanted.keys():
-        raise WireError("a status of another version of dtrans")
-    odd = [n for n, x in fields.items() if not isinstance(x, wanted[n])]
-    if odd:
-        raise WireError(f"a status whose {odd[0]} is {wire.brief(fields[odd[0]])}")
+        raise WireError("a status with the fields of another version of dtrans")
+    for name, value in fields.items():
+        if not isinstance(value, wanted[name]):
+            raise WireError(f"a status whose field {name} has the wrong value {wire.brief(value)}")
     return kind(**fields)
 
 
 class Observed(Protocol):
-    """Interface of a server, or of another process, to its status.
+    """Interface to the process whose status is reported: a server, or trainer 0.
 
     Attributes:
-      word: name of its mode.
-      idle: its activity while nothing is waited for.
-      tables: its blocks of tables, if any.
+      endpoint: endpoint of the process.
+      word: mode of the job: "synchronous", "asynchronous" or "collective".
+      idle: text for `ServerStatus.doing` while the process does not wait.
+      tables: blocks of tables of the process; None if it has none.
     """
 
     endpoint: str
@@ -201,39 +220,51 @@ class Observed(Protocol):
     tables: StoredTables | None
 
     def progress(self) -> dict[int, int]:
-        """Return the number of steps of each trainer."""
+        """Return the number of steps of each trainer, by its id."""
 
     def staleness(self, k: int) -> int | None:
-        """Return the number of steps of other trainers that the last gradients of one lacked."""
+        """Return `TrainerStatus.staleness` of trainer k."""
 
     def doing(self, k: int) -> str:
-        """Return the progress of a trainer in its step."""
+        """Return the progress of trainer k in its step."""
 
     def awaited(self) -> str:
-        """Return a description of the server's wait; empty if it waits for nothing."""
+        """Return a description of what the process waits for; empty if it does not wait."""
 
 
 class ObservedTrainers(Protocol):
-    """Interface of a `TrainerRegistry` to the status."""
+    """Interface to the trainers of the process whose status is reported.
+
+    Attributes:
+      count: number of trainers of the job.
+      started: time at which the process began to wait for trainers.
+    """
 
     count: int
     started: float
 
     @property
     def plan(self) -> Mapping[str, str]:
-        """The parts of the plan's fingerprint."""
+        """Parts of the plan's fingerprint."""
 
     @property
     def known(self) -> Mapping[int, Trainer]:
-        """The trainers that have come."""
+        """Id to state of each trainer that has connected."""
 
     @property
     def bytes_sent(self) -> int | None:
-        """The bytes of all sent messages; None if nobody counts them."""
+        """Number of bytes of all sent messages; None if the process does not count them."""
 
 
 class Sample(typing.NamedTuple):
-    """Counts of a process at a time."""
+    """Counts of a process at one time.
+
+    Attributes:
+      time: the time.
+      steps: trainer's id to its number of steps.
+      received: number of received bytes.
+      sent: number of sent bytes; None if the process does not count them.
+    """
 
     time: float
     steps: Mapping[int, int]
@@ -246,13 +277,13 @@ class StatusReporter:
 
     Args:
       kind: the process.
-      trainers: of the job.
-      refusals: of messages.
+      trainers: trainers of the job.
+      refusals: count of refused messages.
 
     Attributes:
-      barred: refusals of connections.
-      received: bytes of received messages.
-      saving: checkpoints that are being written, and the time at which each began.
+      barred: count of refused connections.
+      received: number of bytes of received messages.
+      saving: name of each checkpoint that is being written, to the time at which the write started.
     """
 
     def __init__(self, kind: Observed, trainers: ObservedTrainers, refusals: Refusals) -> None:
@@ -260,15 +291,15 @@ class StatusReporter:
         self.barred = refusals
         self.received = 0
         self.saving: dict[str, float] = {}
-        self._checkpoint: CheckpointStatus | None = None  # the last one that has ended, and when
-        self._saved_at = 0.0
+        self._checkpoint: CheckpointStatus | None = None  # last checkpoint
+        self._saved_at = 0.0  # time at which its write ended
         self._samples: collections.deque[Sample] = collections.deque()
         self._budget, self._asked = float(RATE), 0.0
 
     # -- counting --------------------------------------------------------------------------------
 
     def look(self, now: float) -> None:
-        """Record the counts, unless that was done a moment ago."""
+        """Record the counts, unless they were recorded less than `EACH` seconds ago."""
         samples = self._samples
         if samples and now - samples[-1].time < EACH:
             return
@@ -284,44 +315,48 @@ class StatusReporter:
         return Sample(now, self._kind.progress(), self.received, self._trainers.bytes_sent)
 
     def saved(self, name: str, step: int, blocks: int, error: str, now: float) -> None:
-        """Note the end of a checkpoint's write."""
+        """Record the end of a checkpoint's write. The arguments are those of `CheckpointStatus`."""
         seconds = now - self.saving.pop(name, now)
-        self._checkpoint, self._saved_at = (
-            CheckpointStatus(name, step, 0.0, seconds, blocks, error),
-            now,
-        )
+        self._checkpoint = CheckpointStatus(name, step, 0.0, seconds, blocks, error)
+        self._saved_at = now
 
     # -- answering -------------------------------------------------------------------------------
 
     def admit(self, now: float) -> None:
-        """Take one request from the budget. Raises WireError if observers ask too often."""
+        """Count one request of an observer. Raises WireError if observers send too many requests.
+
+        The limit is a token bucket, which contains up to `RATE` requests.
+        """
         self._budget = min(float(RATE), self._budget + (now - self._asked) * RATE)
         self._asked = now
         if self._budget < 1:
-            raise WireError(
-                f"observers ask for the status more than {RATE} times a second: ask less often"
-            )
+            raise WireError(f"observers request the status more than {RATE} times a second")
         self._budget -= 1
 
     def answer(self, frames: Sequence[Any], now: float) -> dict[str, Any]:
         """Return the fields of the `status_report` that answers an observer.
 
+        Args:
+          frames: message of the observer.
+          now: the time.
+
         Raises:
-          WireError: it may not ask now, its message is not a `status`, or there is no status now.
+          WireError: observers send too many requests, the message is not a `status`, or the process
+            cannot report its status in its current state.
         """
         self.admit(now)
         message = wire.parse(frames)
         if message.op != "status" or message.frames:
             raise WireError(
-                f"a `{message.op}` message of an observer, which may only ask for the status"
+                f"a `{message.op}` message of an observer, which may only send `status`"
             )
         try:
             return self.report(now) | message.request
         except StateError as e:
-            raise WireError(f"there is no status now: {e}") from e
+            raise WireError(f"the status is not available now: {e}") from e
 
     def report(self, now: float) -> dict[str, Any]:
-        """Return the records of the process and of each trainer."""
+        """Return the fields of a `status_report`: the records of the process and its trainers."""
         sample = self._sample(now)
         first = self._samples[0] if self._samples else sample
         trainers = [self._trainer(k, sample, first) for k in range(self._trainers.count)]
@@ -330,6 +365,26 @@ class StatusReporter:
             "server": dataclasses.asdict(server),
             "trainers": [dataclasses.asdict(t) for t in trainers],
         }
+
+    def _sizes(self, sample: Sample, first: Sample) -> dict[str, Any]:
+        """Return the four fields of `ServerStatus` that count bytes."""
+        if sample.sent is None or first.sent is None:
+            names = ("received", "sent", "received_per_second", "sent_per_second")
+            return dict.fromkeys(names)
+        return {
+            "received": sample.received,
+            "sent": sample.sent,
+            "received_per_second": _rate(sample.received - first.received, sample, first),
+            "sent_per_second": _rate(sample.sent - first.sent, sample, first),
+        }
+
+    def _awaited(self, trainers: list[TrainerStatus]) -> str:
+        """Return what the process waits for, including missing trainers; empty if nothing."""
+        absent = [str(t.trainer) for t in trainers if t.state == "not here yet"]
+        awaited = self._kind.awaited()
+        if awaited or not absent:
+            return awaited
+        return f"trainer{'s' * (len(absent) > 1)} {', '.join(absent)} to connect"
 
     def _trainer(self, k: int, sample: Sample, first: Sample) -> TrainerStatus:
         kind, known, counts = self._kind, self._trainers.known.get(k), sample.sent is not None
@@ -353,23 +408,12 @@ class StatusReporter:
 
     def _server(self, sample: Sample, first: Sample, trainers: list[TrainerStatus]) -> ServerStatus:
         kind = self._kind
-        absent = [str(t.trainer) for t in trainers if t.state == "not here yet"]
-        come = f"trainer{'s' * (len(absent) > 1)} {', '.join(absent)} to connect" if absent else ""
-        waits = kind.awaited() or come
-        last = max(
-            (t for t in trainers if t.step is not None), key=lambda t: t.step or 0, default=None
-        )
-        tables = kind.tables.report() if kind.tables else ()
-        sizes: dict[str, Any] = dict.fromkeys(
-            ("received", "sent", "received_per_second", "sent_per_second")
-        )
-        if sample.sent is not None and first.sent is not None:
-            sizes = {
-                "received": sample.received,
-                "sent": sample.sent,
-                "received_per_second": _rate(sample.received - first.received, sample, first),
-                "sent_per_second": _rate(sample.sent - first.sent, sample, first),
-            }
+        waits = self._awaited(trainers)
+        counting = [t for t in trainers if t.step is not None]
+        last = max(counting, key=lambda t: t.step or 0, default=None)
+        tables = []
+        for x in kind.tables.report() if kind.tables else ():
+            tables.append(dataclasses.asdict(TableStatus(x.name, x.created, x.rows)))
         saving = {n: sample.time - since for n, since in self.saving.items()}
         return ServerStatus(
             endpoint=kind.endpoint,
@@ -384,25 +428,26 @@ class StatusReporter:
             barred=self.barred.count,
             saving=saving,
             checkpoint=self._last_saved(sample.time),
-            tables=[dataclasses.asdict(TableStatus(x.name, x.created, x.rows)) for x in tables],
-            **sizes,
+            tables=tables,
+            **self._sizes(sample, first),
         )
 
     def _last_saved(self, now: float) -> dict[str, Any]:
-        saved = self._checkpoint
-        return {} if saved is None else dataclasses.asdict(saved) | {"ago": now - self._saved_at}
+        if self._checkpoint is None:
+            return {}
+        return dataclasses.asdict(self._checkpoint) | {"ago": now - self._saved_at}
 
 
 def _digest(plan: Mapping[str, str]) -> str:
-    """Return a short digest of a fingerprint, without the parts in which roles of one job may
-    differ.
+    """Return a short digest of a fingerprint; empty for an empty fingerprint.
 
-    It is empty for an empty fingerprint.
+    It does not depend on the parts that may differ between the roles of a job.
     """
-    parts = sorted(
-        (n, x) for n, x in plan.items() if n not in (fingerprint.BATCH, fingerprint.LOSS)
-    )
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:12] if parts else ""
+    varying = (fingerprint.BATCH, fingerprint.LOSS)
+    parts = [(name, plan[name]) for name in sorted(plan) if name not in varying]
+    if not parts:
+        return ""
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
 
 
 def _state(t: Trainer) -> str:

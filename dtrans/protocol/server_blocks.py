@@ -1,4 +1,4 @@
-"""Specification of one server for the protocol: its blocks, their senders and their readers."""
+"""Specification of one server for the protocol: its blocks, and the messages about them."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ import numpy as np
 from dtrans.protocol.server.exchange import Exchange
 
 
-Vectors = Mapping[str, Sequence[Any]]  # by the endpoint that they go to, or come from
+Vectors = Mapping[str, Sequence[Any]]  # endpoint of another server: vectors sent to or from it
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TableSpec:
-    """A block of a table: trainers ask for its rows, and send gradients of rows.
+    """Block of a table: trainers request some of its rows, and send gradients of these rows.
 
     Attributes:
       rows: number of rows.
       row: shape of a row.
-      dtype: of the entries.
+      dtype: dtype of the rows.
       gradients: trainer to the name of the gradient that it sends.
-      backed: the update also reads the rows as the trainer has received them.
-      on_trainers: trainers store the rows that they have asked for, and receive their changes
-        (GEO-SGD).
-      moves: an update also moves rows without a gradient.
+      backed: True if the update also reads the values that the trainer has received (delay
+        compensation).
+      on_trainers: True if trainers store the rows that they have requested, and receive their
+        changes (GEO-SGD).
+      moves: True if an update also changes rows without a gradient.
       staleness: number of updates that announced rows may lack
         (`dtrans.protocol.tables.rows_ahead`).
     """
@@ -43,11 +44,11 @@ class TableSpec:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowGradient:
-    """Rows of a block of a table that a trainer sends or receives.
+    """Row ids with an array for each row: a gradient of rows, or values of rows.
 
     Attributes:
-      ids: increasing row ids in the block.
-      rows: the gradient of each row; or each row as it was received.
+      ids: increasing row ids.
+      rows: gradient or value of each row.
     """
 
     ids: np.ndarray
@@ -56,22 +57,23 @@ class RowGradient:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ServerBlocks:
-    """The blocks of one server, and the messages about them.
+    """Blocks of one server, and the messages about them.
 
     Attributes:
-      endpoint: of the server.
+      endpoint: endpoint of the server.
       trainers: number of trainers.
-      sync_mode: an update uses the gradients of all trainers.
-      on_trainer_exit: rule for later updates when a trainer has left.
-      params: name to type, as bytes travel, of the blocks that trainers ask for.
-      gradients: name to type of the gradients that trainers send.
-      sent: for each gradient that updates read, trainer to the name that it sends it under.
-      arguments: for each step argument that the update reads, trainer to the name that it sends it
-        under.
+      sync_mode: True if an update uses the gradients of all trainers.
+      on_trainer_exit: rule for updates after a trainer has left.
+      params: block name to the type that is sent, of each block that trainers request.
+      gradients: name to type of each gradient that trainers send, except those of tables.
+      sent: for each gradient that updates read, a dict: trainer to the name under which it sends
+        the gradient.
+      arguments: name of each step argument that the update reads, to a dict: trainer to the name
+        under which it sends the argument.
       exchanges: exchanges with other servers in a step, in order.
-      tables: blocks whose rows trainers ask for. Their gradients are in `sent`, and not in
-        `gradients`.
-      backed: blocks that the server stores as each trainer has received them last.
+      backed: names of the blocks for which the server stores the values that each trainer has
+        received last (delay compensation).
+      tables: block name to specification of each block of a table.
     """
 
     endpoint: str
@@ -88,50 +90,64 @@ class ServerBlocks:
 
 
 class StepUpdate(Protocol):
-    """Update of a synchronous server, one step at a time."""
+    """Update of a synchronous server, which computes one step at a time."""
 
     @property
     def state(self) -> dict[str, Any]:
-        """Name to array."""
+        """The state: name to array."""
 
     @property
     def values(self) -> Mapping[str, Any]:
-        """The parameters as memory to send from."""
+        """Block name to parameters, as arrays whose memory can be sent."""
 
     @property
     def exchange(self) -> Exchange | None:
-        """The exchange that the update waits for."""
+        """The exchange that the update waits for; None if it does not wait."""
 
     def begin(self, grads: Mapping[str, Any], present: frozenset[int], step: int) -> Vectors | None:
-        """Begin an update with the gradients of some trainers; return as `go_on`.
+        """Start an update, and compute it up to the first exchange.
 
-        Gradients of tables are `RowGradient`s.
+        Args:
+          grads: name to gradient; gradients of tables are `RowGradient`s.
+          present: ids of the trainers whose gradients are used.
+          step: number of complete updates.
+
+        Returns:
+          The vectors for other servers; None if the update is complete.
         """
 
     def go_on(self, arrived: Vectors | None) -> Vectors | None:
-        """Continue as far as the next exchange.
+        """Continue the update up to the next exchange.
+
+        Args:
+          arrived: vectors from other servers.
 
         Returns:
           The vectors for other servers; None if the update is complete.
         """
 
     def rows(self, name: str, ids: np.ndarray, *, train: bool) -> np.ndarray:
-        """Return rows of a block of a table, as memory to send from.
+        """Return rows of a table's block, as an array whose memory can be sent.
 
         Args:
-          train: the rows are to be updated.
+          name: name of the block.
+          ids: row ids in the block.
+          train: True if gradients of these rows follow.
         """
 
 
 class BlockUpdate(Protocol):
-    """Update of an asynchronous server, one block at a time."""
+    """Update of an asynchronous server, which computes one block at a time."""
 
     def begin(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Begin a step of a trainer; return the new state, and the values that blocks of this step
-        read."""
+        """Run the lr_sched block once for a step of a trainer.
+
+        Returns:
+          The changed state, and the outputs that the updates of this step's blocks read.
+        """
 
     def ready(self, arrived: Collection[str], used: Collection[str]) -> list[str]:
-        """Return the blocks whose gradients are all here, and that no update has used yet."""
+        """Return the blocks whose gradients have all arrived, except the blocks in `used`."""
 
     def apply(
         self,
@@ -140,9 +156,16 @@ class BlockUpdate(Protocol):
         state: Mapping[str, Any],
         values: Mapping[str, Any],
     ) -> dict[str, Any]:
-        """Return the new state after a block's update; it is computed when this returns."""
+        """Update one block, wait for the computation, and return the changed state.
+
+        Args:
+          block: name of the block.
+          grads: name to gradient.
+          state: the state before the update.
+          values: outputs of `begin` that the update reads.
+        """
 
     def rows(
         self, name: str, ids: np.ndarray, state: Mapping[str, Any], *, train: bool
     ) -> np.ndarray:
-        """Return rows, as `StepUpdate.rows`."""
+        """Return rows of a table's block. See `StepUpdate.rows`."""

@@ -223,6 +223,6 @@ def test_processes_with_other_arguments_are_told_which(role_threads: RoleThreads
     endpoints = free_endpoints(1)
     plan = planned(by_arguments, X[:6], 0.1, SCALES, pservers=endpoints)
     found = run(plan, endpoints, role_threads, {0: 0.5, 1: 0.25})
-    message = "rate of step 1 is 0.5 on trainer 0, and 0.25 on trainer 1: the update reads it"
+    message = "rate of step 1 is 0.5 on trainer 0, and 0.25 on trainer 1; the update reads it"
     for role, ended in found.items():
         assert isinstance(ended, PeerError) and message in str(ended), (role, ended)

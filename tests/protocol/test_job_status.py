@@ -271,7 +271,10 @@ def test_a_report_that_is_none_is_named() -> None:
     _, fields = job.observe()
     good = {n: fields[n] for n in ("server", "trainers")}
     for wrong, message in [
-        ({"server": good["server"] | {"step": "x"}}, "a status whose step is 'x'"),
+        (
+            {"server": good["server"] | {"step": "x"}},
+            "a status whose field step has the wrong value 'x'",
+        ),
         ({"server": {}}, "another version of dtrans"),
         ({"trainers": [None]}, "another version of dtrans"),
         (
@@ -295,7 +298,7 @@ def test_a_server_that_has_no_status_now_goes_on() -> None:
     op, fields = job.observe()
     assert (op, fields["reason"]) == (
         "refuse",
-        "there is no status now: it is in the middle of something",
+        "the status is not available now: it is in the middle of something",
     )
     job.hello(0), job.hello(1)
     job.step(0, 0), job.step(1, 0)

@@ -36,11 +36,10 @@ def test_who_has_come_to_its_end_is_missed_only_by_those_that_do_more() -> None:
     known.begun = 5
     assert known.note(1, ExitStatus(5)) and known.note(2, ExitStatus(7))
     assert (known.failure(), known.failed()) == ("", [])
-    assert known.why(1) == "trainer 1 (h:1) has come to its end"
+    assert known.why(1) == "trainer 1 (h:1) has finished"
     known.begun = 6
     assert known.failure() == (
-        "trainer 1 (h:1) has come to its end after 5 operations of the job, and this one has begun "
-        "6"
+        "trainer 1 (h:1) has finished after 5 operations of the job, but this trainer has begun 6"
     )
 
 

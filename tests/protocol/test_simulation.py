@@ -225,7 +225,7 @@ def test_rows_are_evicted_when_all_trainers_have_asked(asked: tuple[int, ...]) -
     found = simulated(case)
     assert not found.faults
     assert ({*found.ends.values()} == {"well"}) == (len(asked) == 2), found
-    assert len(asked) == 2 or all("gives up rows" in how for how in found.ends.values())
+    assert len(asked) == 2 or all("evicts rows" in how for how in found.ends.values())
 
 
 def test_rows_of_steps_that_a_communicator_has_not_sent_stay() -> None:
@@ -276,7 +276,7 @@ def test_a_trainer_that_was_killed_and_comes_back_is_refused_by_name(mode: str) 
     )
     found = simulated(case)
     assert not found.faults
-    assert "trainer 1 is here already" in found.ends["second trainer 1"]
+    assert "another process is already connected as trainer 1" in found.ends["second trainer 1"]
     assert mode != "sync" or "trainer 1" in found.ends["trainer 0"]
 
 

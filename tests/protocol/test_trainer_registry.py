@@ -161,7 +161,7 @@ def test_a_trainer_moves_to_another_socket_and_is_replaced_by_nobody() -> None:
     job.hello(0)
     job.hello(0, address=b"local")
     assert job.trainers.by_address == {b"local": 0}
-    with pytest.raises(WireError, match="trainer 0 is here already"):
+    with pytest.raises(WireError, match="another process is already connected as trainer 0"):
         job.hello(0, session="another")
     job.trainers.known[0].done = True
     assert (

@@ -11,8 +11,12 @@ from tools.simulate.trainer_role import SimulatedTrainer
 
 
 REFUSALS = {
-    "second": ("is here already", "has left, and cannot come back"),
-    "stale": ("plans something else than", "is here already", "has left, and cannot come back"),
+    "second": ("another process is already connected as trainer", "has left, and cannot come back"),
+    "stale": (
+        "plans something else than",
+        "another process is already connected as trainer",
+        "has left, and cannot come back",
+    ),
     "stranger": ("does not admit trainer",),
 }
 

@@ -1,6 +1,7 @@
-"""Trainers of collective jobs: rendezvous, membership, and the values of pipelines.
+"""Trainers of collective jobs: rendezvous, membership, and pipeline values.
 
-join               rendezvous of all trainers; `join_loop` drives it over a transport
-membership_table   the trainers that have ended, and if the others can continue
-arrivals           the values that a process of a pipeline expects and receives
+join               rendezvous of all trainers
+join_loop          loops of the rendezvous over a transport
+membership_table   the trainers that have ended, and whether the others can continue
+arrivals           the values that a process of a pipeline receives from other processes
 """

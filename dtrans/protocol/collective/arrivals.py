@@ -1,16 +1,16 @@
-"""Values that a process of a pipeline receives, named by sender, step and a number in the step.
+"""Values that a process of a pipeline receives from other processes.
 
-Values come in the order in which they are sent, which is not the order in which they are used. A
-message that comes early is stored as it is: the process believes none of its claims, and allocates
-no memory for it. When the process expects the value, it checks these messages, and drops and counts
-those of another type.
+The name of a value consists of its sender, the step, and a number within the step. Values may
+arrive before the process expects them. A message that arrives early is stored without a check, and
+no array is allocated for it. As soon as the process expects the value, it checks the stored
+messages, and drops those of another type.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -18,8 +18,10 @@ from dtrans.errors import WireError
 from dtrans.protocol import wire
 
 
-KEYS = 1 << 20  # values of a step are numbered below this
-Name = tuple[int, int, int]
+T = TypeVar("T")
+
+KEYS = 1 << 20  # limit of the number of a value within a step
+Name = tuple[int, int, int]  # (id of the sending process, step, number within the step)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,8 +29,9 @@ class ValueType:
     """Expected type of a value.
 
     Attributes:
-      shape: None for a dimension that the sender decides.
-      impl: kind of the keys of `jax.random`, which travel as their data; empty for other values.
+      shape: size of each dimension; None for a size that the sender determines.
+      dtype: dtype of the value; for keys of `jax.random`, dtype of the key data.
+      impl: implementation of keys of `jax.random`, such as "threefry2x32"; empty for other values.
     """
 
     shape: tuple[int | None, ...]
@@ -36,15 +39,16 @@ class ValueType:
     impl: str = ""
 
     def check(self, message: wire.Message) -> tuple[int, ...]:
-        """Return the shape of a value. Raises WireError if its type is another one."""
+        """Return the shape of the value in a message.
+
+        Raises:
+          WireError: the value has another type.
+        """
         shape, dtype, impl = message["shape"], message["dtype"], message["impl"]
-        same = dtype == self.dtype.name and impl == self.impl and len(shape) == len(self.shape)
-        is_length = lambda n: type(n) is int and n >= 0
-        if not same or not all(
-            is_length(n) and m in (None, n) for n, m in zip(shape, self.shape, strict=True)
-        ):
+        is_same = dtype == self.dtype.name and impl == self.impl and len(shape) == len(self.shape)
+        if not is_same or not all(map(_fits, shape, self.shape)):
             claimed = f"{wire.brief(dtype)}{wire.brief(shape)}{wire.brief(impl) * bool(impl)}"
-            raise WireError(f"a value that is {claimed}, where {self} is expected")
+            raise WireError(f"a value of type {claimed}, expected {self}")
         return tuple(shape)
 
     def __str__(self) -> str:
@@ -52,11 +56,16 @@ class ValueType:
         return f"{self.dtype.name}[{shape}]{self.impl}"
 
 
+def _fits(size: Any, expected: int | None) -> bool:
+    """Return True if a dimension has the expected size, or any size if none is expected."""
+    return type(size) is int and size >= 0 and expected in (None, size)
+
+
 class Arrivals:
-    """Values that have come, in full or in part.
+    """Values of a pipeline that have arrived completely or partly.
 
     Args:
-      refuse: called with the sender and the reason for each message that is dropped.
+      refuse: function that is called with the sender and the error of each dropped message.
 
     Example:
       >>> import numpy as np
@@ -74,15 +83,17 @@ class Arrivals:
 
     def __init__(self, refuse: Callable[[int, WireError], None]) -> None:
         self._refuse = refuse
-        self._step = 0  # of the value that was taken last; no value of an earlier step is due
-        self._taken: set[Name] = set()  # in this step
+        self._step = 0  # step of the value that was taken last; earlier steps are complete
+        self._taken: set[Name] = set()  # values that were taken in this step
         self._early: dict[Name, list[wire.Message]] = {}
         self._types: dict[Name, ValueType] = {}
         self._partial: dict[Name, _Partial] = {}
 
     def hear(self, origin: int, message: wire.Message) -> None:
-        """Take a message of a process, or store it. A malformed one is dropped, and changes
-        nothing."""
+        """Handle a message of a process, or store it until its value is expected.
+
+        A malformed message is dropped.
+        """
         try:
             name = self._name(origin, message)
             if name in self._types:
@@ -94,16 +105,14 @@ class Arrivals:
 
     def _name(self, origin: int, message: wire.Message) -> Name:
         if message.op != "value":
-            raise WireError(
-                f"a `{message.op}` message of process {origin}, where values of a pipeline come"
-            )
+            raise WireError(f"a `{message.op}` message from process {origin}, expected `value`")
         name = (message["process"], message["step"], message["key"])
         if name[0] != origin:
-            raise WireError(f"a value of process {name[0]} from process {origin}")
+            raise WireError(f"a value from process {origin} that names process {name[0]} as sender")
         if name[1] < self._step or not 0 <= name[2] < KEYS or name in self._taken:
             raise WireError(
-                f"value {name[2]} of step {name[1]} of process {name[0]}, which is not due in step "
-                f"{self._step}"
+                f"value {name[2]} of step {name[1]} from process {name[0]}, which is not expected "
+                f"in step {self._step}"
             )
         return name
 
@@ -112,7 +121,7 @@ class Arrivals:
         begun = self._partial.get(name)
         if begun is not None and begun.array.shape != shape:
             raise WireError(
-                f"a value of shape {list(shape)}, and an earlier piece of it has shape "
+                f"a value of shape {list(shape)}; the shape in an earlier message of this value is "
                 f"{list(begun.array.shape)}"
             )
         if begun is None:
@@ -120,13 +129,13 @@ class Arrivals:
                 begun = _Partial(np.empty(shape, self._types[name].dtype))
             except (MemoryError, ValueError) as e:
                 raise WireError(
-                    f"a value of shape {wire.brief(list(shape))}, which cannot be one"
+                    f"a value of shape {wire.brief(list(shape))}, which is too large"
                 ) from e
         begun.take(message)
         self._partial[name] = begun
 
     def expect(self, name: Name, kind: ValueType) -> None:
-        """Expect a value, and take the messages of it that have come."""
+        """Expect a value, and handle its messages that have already arrived."""
         self._types[name] = kind
         for message in self._early.pop(name, ()):
             try:
@@ -135,30 +144,35 @@ class Arrivals:
                 self._refuse(name[0], e)
 
     def is_complete(self, name: Name) -> bool:
-        """Return True if all of a value is here."""
+        """Return True if a value has arrived completely."""
         begun = self._partial.get(name)
         return begun is not None and begun.is_complete
 
     def take(self, name: Name) -> np.ndarray:
-        """Return a complete value, and drop the values of earlier steps."""
+        """Remove and return a complete value. Values of earlier steps are dropped."""
         step = name[1]
         if step != self._step:
             self._step, self._taken = step, set()
-            for of in (self._early, self._types, self._partial):
-                for old in [n for n in of if n[1] < step]:
-                    del of[old]
+            self._early = _from_step(self._early, step)
+            self._types = _from_step(self._types, step)
+            self._partial = _from_step(self._partial, step)
         self._taken.add(name)
         del self._types[name]
         return self._partial.pop(name).array
 
     @property
     def waiting(self) -> int:
-        """The number of values that are here in full or in part."""
+        """Number of values that have arrived completely or partly, and were not taken."""
         return len(self._early) + len(self._partial)
 
 
+def _from_step(values: dict[Name, T], step: int) -> dict[Name, T]:
+    """Return the entries of a step and of later steps."""
+    return {name: value for name, value in values.items() if name[1] >= step}
+
+
 class _Partial:
-    """A value, and the bytes of it that are here."""
+    """Value that has arrived partly."""
 
     def __init__(self, array: np.ndarray) -> None:
         self.array = array
@@ -172,7 +186,7 @@ class _Partial:
     def take(self, message: wire.Message) -> None:
         def target(name: str) -> np.ndarray:
             if name != "value":
-                raise WireError(f"a piece of {wire.brief(name)} in a value")
+                raise WireError(f"a `value` message with the block {wire.brief(name)}")
             return self._bytes
 
         wire.unpack(message, target, self._arrived)

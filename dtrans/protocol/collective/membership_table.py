@@ -1,7 +1,7 @@
-"""Table of a collective job's trainers: which ones have ended, and if this one can continue.
+"""Table of a collective job's trainers: those that have ended, and whether this one can continue.
 
-All trainers carry out the same operations in the same order. So a trainer waits in vain for one
-that has ended after fewer operations than it has begun.
+All trainers perform the same collective operations in the same order. So a trainer cannot continue
+if another one has ended after fewer operations than this one has begun.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 
 
-GRACE = 0.3  # seconds that a trainer's last message may come after the end of its connection
+GRACE = 0.3  # seconds to wait for a trainer's last message after the end of its connection
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,8 +18,8 @@ class ExitStatus:
     """End of a trainer.
 
     Attributes:
-      operations: number that it has carried out; unknown if it ended without a word.
-      reason: its error; empty if it ended well.
+      operations: number of operations that the trainer performed; 0 if this is unknown.
+      reason: its error; empty if it ended successfully.
     """
 
     operations: int
@@ -31,9 +31,9 @@ class Progress:
     """Progress of a trainer.
 
     Attributes:
-      operations: number that it has begun.
-      where: place in its own code.
-      steps: number that it has made; None if it counts none.
+      operations: number of operations that the trainer has begun.
+      where: line of the user's code, "file:line", that it executes.
+      steps: number of steps that it has made; None if it does not count steps.
     """
 
     operations: int
@@ -42,16 +42,16 @@ class Progress:
 
 
 class MembershipTable:
-    """State of all trainers, as one of them knows it.
+    """State of all trainers, as known to one of them.
 
     Args:
       me: id of this trainer.
-      names: names of the trainers in messages.
+      names: name of each trainer in messages.
 
     Attributes:
       begun: number of operations that this trainer has begun.
-      doing: last progress of the other trainers.
-      ended: the trainers that have ended.
+      doing: id of each other trainer to its last known progress.
+      ended: id of each trainer that has ended to its exit status.
 
     Example:
       >>> from dtrans.protocol.collective.membership_table import ExitStatus, MembershipTable
@@ -60,7 +60,7 @@ class MembershipTable:
       True
       >>> members.begun = 6
       >>> members.failure()
-      'trainer 1 has come to its end after 5 operations of the job, and this one has begun 6'
+      'trainer 1 has finished after 5 operations of the job, but this trainer has begun 6'
     """
 
     def __init__(self, me: int, names: Sequence[str]) -> None:
@@ -71,73 +71,76 @@ class MembershipTable:
         self._broken: dict[int, float] = {}
 
     def note(self, trainer: int, how: ExitStatus) -> bool:
-        """Note that a trainer has ended; return True if that is new."""
+        """Record the end of a trainer. Return True if it was not known yet."""
         if trainer in self.ended or trainer == self._me or not 0 <= trainer < len(self._names):
             return False
         self.ended[trainer] = how
         return True
 
     def behind(self) -> str:
-        """Return the trainers that have begun fewer operations than this one, and their progress;
-        empty if there are none."""
-        late = [
-            (k, d)
-            for k, d in sorted(self.doing.items())
-            if d.operations < self.begun and k not in self.ended
-        ]
-        return "; ".join(
-            f"{self._names[k]} has begun {d.operations}, and is at {d.where}" for k, d in late
-        )
+        """Return a text that lists the live trainers with fewer operations than this one.
+
+        It contains their progress. It is empty if there are no such trainers.
+        """
+        late = []
+        for k, progress in sorted(self.doing.items()):
+            if progress.operations < self.begun and k not in self.ended:
+                late.append(
+                    f"{self._names[k]} has begun {progress.operations}, and is at {progress.where}"
+                )
+        return "; ".join(late)
 
     def broken(self, trainer: int, now: float, grace: float = GRACE) -> None:
-        """Note that the connection of a trainer has ended. Its last message may still be unread.
+        """Handle the end of a trainer's connection. Its last message may still be unread.
 
         Args:
-          grace: seconds in which the connection may be made again.
+          trainer: id of the trainer.
+          now: the time.
+          grace: seconds after which the trainer counts as ended, unless it reconnects.
         """
         self._broken.setdefault(trainer, now + grace)
 
     def back(self, trainer: int) -> None:
-        """Note that the connection of a trainer is made again."""
+        """Handle the reconnection of a trainer."""
         self._broken.pop(trainer, None)
 
     def is_broken(self, trainer: int) -> bool:
-        """Return True if the connection of a trainer has ended."""
+        """Return True if the connection of a trainer has ended, and it has not reconnected."""
         return trainer in self._broken
 
     def due(self) -> float | None:
-        """Return the time at which to call `silent`; None if no connection has ended."""
+        """Return the time at which `silent` must be called; None if no connection is broken."""
         waiting = [t for k, t in self._broken.items() if k not in self.ended]
         return min(waiting, default=None)
 
     def silent(self, now: float) -> list[int]:
-        """Note the trainers that have ended without a word, and return them."""
+        """Record and return the trainers that ended without a message: they did not reconnect."""
         why = ExitStatus(0, "its connection ended without a goodbye")
         return [k for k, t in self._broken.items() if now >= t and self.note(k, why)]
 
     def failed(self) -> list[int]:
-        """Return the trainers that have failed."""
+        """Return the ids of the trainers that have failed."""
         return sorted(k for k, how in list(self.ended.items()) if how.reason)
 
     def why(self, trainer: int) -> str:
-        """Return how a trainer has ended, for messages; empty if it has not."""
+        """Return a text that describes the end of a trainer; empty if it has not ended."""
         how = self.ended.get(trainer)
         if how is None:
             return ""
-        return f"{self._names[trainer]} has " + (
-            f"ended: {how.reason}" if how.reason else "come to its end"
-        )
+        if how.reason:
+            return f"{self._names[trainer]} has ended: {how.reason}"
+        return f"{self._names[trainer]} has finished"
 
     def failure(self) -> str:
-        """Return the reason for which this trainer cannot continue; empty if it can."""
-        known = list(self.ended.items())  # a copy: another thread may note one meanwhile
+        """Return the reason why this trainer cannot continue; empty if it can."""
+        known = list(self.ended.items())  # a copy, because another thread may add an entry
         for k, how in known:
             if how.reason:
                 return self.why(k)
         for k, how in known:
             if how.operations < self.begun:
                 return (
-                    f"{self.why(k)} after {how.operations} operations of the job, and this one "
+                    f"{self.why(k)} after {how.operations} operations of the job, but this trainer "
                     f"has begun {self.begun}"
                 )
         return ""

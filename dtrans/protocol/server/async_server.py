@@ -1,4 +1,4 @@
-"""An asynchronous parameter server: it updates each block when a trainer's gradient of it arrives.
+"""Asynchronous parameter server: it updates a block whenever a gradient of the block arrives.
 
     every trainer:  hello                             once
                     recv                              the initial values
@@ -6,24 +6,25 @@
                     complete                          once
 
 Trainers do not wait for each other. The first complete gradient of a trainer's step runs the
-lr_sched block. So a count in the optimizer's state counts the steps of all trainers, and a schedule
-has the value of this trainer's step. `recv` returns the newest values. With one trainer the result
-is that of sequential training.
+lr_sched block, and all gradients of the step use its outputs. So counts in the optimizer's state
+count the steps of all trainers. `recv` returns the newest values. With one trainer, the result
+equals sequential training.
 
-One loop takes the messages and updates one block at a time. That acts as a lock for each block: no
-update is lost, as it is if threads add to a block without a lock (Hogwild). Gradients of several
-steps that a trainer's communicator has merged are one update, and count as their steps.
+One loop handles the messages and updates one block at a time. So no update is lost, in contrast to
+threads that add to a block without a lock (Hogwild). If a trainer's communicator has merged the
+gradients of n steps, they cause one update, and the lr_sched block runs n times.
 
-A trainer asks for rows of tables before it uses them (`prefetch`), and receives the newest values.
-Their gradients arrive as others do. Trainers of GEO-SGD store the rows that they have asked for. A
-trainer that asks for parameters first receives the stored rows that others have changed
-(`changed_rows`).
+A trainer requests rows of tables before it uses them (`prefetch`), and receives the newest values.
+It sends their gradients as it sends other gradients. Trainers of GEO-SGD store the rows that they
+have requested. Before the answer to `recv`, such a trainer receives the stored rows that other
+trainers have changed (`changed_rows`).
 
-With delay compensation (`dtrans.parameter_server.dc_asgd`), the server stores what each trainer has
-received; rows of tables until their gradients are used.
+With delay compensation (`dtrans.parameter_server.dc_asgd`), the server stores the values that each
+trainer has received. It stores rows of tables until it has used their gradients.
 
-A trainer that fails or is lost ends alone. Its complete gradients stay, and incomplete ones are
-dropped. The server ends when every trainer has closed, and with an error when all have failed.
+If a trainer fails or is lost, the other trainers continue. Its complete gradients have been used,
+and its incomplete gradients are dropped. The server ends when every trainer has left. If all of
+them have failed, it ends with an error.
 
 Source of the behaviour: `RunAsyncLoop` in
 paddle/fluid/operators/distributed_ops/listen_and_serv_op.cc.
@@ -52,11 +53,11 @@ from dtrans.protocol.tables.stored_tables import StoredTables, check_eviction, e
 
 @dataclasses.dataclass
 class StepUpdates:
-    """Updates by the gradients of one step of a trainer, each block once.
+    """Updates with the gradients of one step of a trainer. Each block is updated once.
 
     Attributes:
-      values: outputs of the lr_sched block for this step; None before its first complete gradient.
-      used: the updated blocks.
+      values: outputs of the lr_sched block for this step; None before the first complete gradient.
+      used: names of the updated blocks.
     """
 
     values: Mapping[str, Any] | None = None
@@ -70,19 +71,19 @@ class StepUpdates:
         inputs: Mapping[str, Any],
         steps: int = 1,
     ) -> list[str]:
-        """Update the blocks whose gradients are all here, and return their names.
+        """Update the blocks whose gradients are complete, and return their names.
 
         Args:
-          blocks: computes new state.
+          blocks: computes the new state of a block.
           state: name to array; updated in place.
           arrived: names of the complete gradients.
-          inputs: these gradients by name, and the parameters that the trainer received, if updates
-            read them.
+          inputs: name to gradient. With delay compensation, it also contains the parameters that
+            the trainer has received.
           steps: number of steps whose gradients are merged.
         """
         ready = blocks.ready(arrived, self.used)
         if ready and self.values is None:
-            for _ in range(steps):  # a schedule counts every step of merged gradients
+            for _ in range(steps):  # a learning rate schedule counts every merged step
                 changed, self.values = blocks.begin(state)
                 state |= changed
         for block in ready:
@@ -94,31 +95,43 @@ class StepUpdates:
 
 @dataclasses.dataclass
 class _Step:
-    """Progress of one trainer in its step."""
+    """Progress of one trainer.
+
+    Attributes:
+      grads: gradients of the current step, as they arrive.
+      number: number of the current step in the trainer's messages.
+      count: number of steps whose gradients were used; merged gradients count several steps.
+      read: number of steps of other trainers included in the parameters that it received last.
+      staleness: number of steps of other trainers that were missing in the parameters with which
+        its last gradients were computed; None before the first gradients.
+      updates: updates with the gradients of the current step.
+    """
 
     grads: Inbox
     number: int = 0
-    count: int = 0  # steps so far; a message may have the gradients of several
-    read: int = 0  # steps of other trainers in the parameters that it received last
-    staleness: int | None = None  # steps of other trainers that its last gradients lacked
+    count: int = 0
+    read: int = 0
+    staleness: int | None = None
     updates: StepUpdates = dataclasses.field(default_factory=StepUpdates)
 
 
 class AsyncServer:
-    """Handler of messages of a server whose trainers do not wait for each other.
+    """Handler of the messages of an asynchronous server.
 
     Args:
       served: the server's blocks.
-      update: computes new state from gradients, block by block.
-      state: name to array; the initial values.
-      trainers: of the server.
-      say: sends a message.
+      update: computes the new state of one block at a time.
+      state: name to initial array; updated in place.
+      trainers: the server's trainers.
+      say: function that sends a message.
 
     Attributes:
-      tables: the server's blocks of tables, if any.
+      endpoint: endpoint of the server.
+      peers: the other servers; always empty.
+      tables: the server's blocks of tables; None if it has none.
     """
 
-    step = 0  # that trainers are welcomed at; each counts its own
+    step = 0  # each trainer counts its own steps, and starts with step 0
     word, idle = "asynchronous", "serving"
 
     def __init__(
@@ -141,35 +154,41 @@ class AsyncServer:
         self._requests = RowRequests(served.endpoint, served.tables)
         self._changed = UnseenChanges(served.tables, trainers.count)
         self._failed: set[int] = set()
-        self._count = 0  # steps of all trainers
+        self._count = 0  # total number of steps of all trainers
         self.tables: StoredTables | None = None
 
     def step_count(self) -> int:
-        """Return the number of steps that the furthest trainer has made."""
+        """Return the largest number of steps that a trainer has made."""
         return max((step.count for step in self._steps.values()), default=0)
 
     def progress(self) -> dict[int, int]:
-        """Return the number of steps that each trainer has made; empty if this server gets no
-        gradient."""
-        counts = bool(self._served.gradients or self._served.tables)
-        return {k: step.count for k, step in self._steps.items()} if counts else {}
+        """Return the number of steps that each trainer has made, by its id.
+
+        The result is empty if this server receives no gradients, because it cannot count steps.
+        """
+        if not self._served.gradients and not self._served.tables:
+            return {}
+        return {k: step.count for k, step in self._steps.items()}
 
     def staleness(self, k: int) -> int | None:
-        """Return the number of steps of other trainers that the last gradients of one lacked; None
-        before there are any."""
+        """Return the staleness of trainer k's last gradients; None before the first gradients.
+
+        It is the number of steps of other trainers that were missing in the parameters with which
+        the gradients were computed.
+        """
         return self._steps[k].staleness if k in self._steps else None
 
     def doing(self, k: int) -> str:
-        """Return the progress of a trainer in its step."""
+        """Return the progress of trainer k in its step, for the job's status."""
         if k not in self._trainers.known:
             return "not here yet"
         return self._steps[k].grads.phase() if k in self._steps else "computing"
 
     def awaited(self) -> str:
-        """Return an empty text: no trainer waits for another."""
+        """Return an empty text, because trainers do not wait for each other."""
         return ""
 
-    # -- what trainers say -----------------------------------------------------------------------
+    # -- messages of trainers --------------------------------------------------------------------
 
     def _step_of(self, k: int) -> _Step:
         if k not in self._steps:
@@ -182,21 +201,17 @@ class AsyncServer:
         return self._steps[k]
 
     def send(self, k: int, message: wire.Message) -> None:
-        """Take gradients, and update the blocks that have all of theirs."""
+        """Receive gradients of trainer k, and update the blocks whose gradients are complete."""
         step = self._step_of(k)
         self._check_step(k, message)
         steps: Any = message.fields.get("steps", 1)
         if not 1 <= steps <= MAX_MERGED:
-            raise WireError(
-                f"gradients of {steps} steps, which must be a number from 1 to {MAX_MERGED}"
-            )
+            raise WireError(f"merged gradients of {steps} steps, expected 1 to {MAX_MERGED} steps")
         step.grads.take(message)
         full = step.grads.memory.keys() - step.grads.missing()
-        inputs = {
-            **self._requests.gradients(k, step.grads),
-            **self._requests.backups(k),
-            **{n + BACKUP: self.state[backup_of(n, k)] for n in self._served.backed},
-        }
+        inputs = self._requests.gradients(k, step.grads) | self._requests.backups(k)
+        for name in self._served.backed:
+            inputs[name + BACKUP] = self.state[backup_of(name, k)]
         for block in step.updates.take(self._blocks, self.state, full, inputs, steps):
             if block in self._changed.tables:
                 gradient = self._served.tables[block].gradients[k]
@@ -211,10 +226,10 @@ class AsyncServer:
             step.updates = StepUpdates()
 
     def send_barrier(self, k: int, message: wire.Message) -> None:
-        """Refuse a message that only synchronous trainers send."""
+        """Refuse `send_barrier`, which only synchronous trainers send."""
         raise WireError(
-            f"send_barrier, and pserver {self.endpoint} is asynchronous: every role must plan the "
-            "same mode"
+            f"a `send_barrier` message, but pserver {self.endpoint} is asynchronous: every role "
+            "must plan the same mode"
         )
 
     def prefetch(self, k: int, message: wire.Message) -> None:
@@ -223,8 +238,8 @@ class AsyncServer:
         self._check_number(k, message)
         if "ahead" in message.fields:
             raise WireError(
-                "rows are announced to synchronous servers alone: every role must plan the same "
-                "mode"
+                "a `prefetch` message with the field `ahead`, which only synchronous servers "
+                "accept: every role must plan the same mode"
             )
         asked = self._requests.take(k, message, step.grads)
         if asked is not None:
@@ -237,30 +252,28 @@ class AsyncServer:
             self._say(self._trainers.known[k].address, "rows", [(name, rows)], **at)
 
     def row_ids(self, k: int, message: wire.Message) -> None:
-        """Take the row ids of the gradient that follows."""
+        """Receive the row ids of the table gradient that trainer k sends next."""
         step = self._step_of(k)
         self._check_number(k, message)
         self._requests.follows(k, message, step.grads)
 
     def evict(self, k: int, message: wire.Message) -> None:
-        """Evict rows of a table that no update has used for many steps, and that have no pending
-        gradient."""
+        """Evict rows of a table without recent updates and without pending gradients."""
         name, unused_for = check_eviction(self.endpoint, self._served.tables, k, message)
         self._check_number(k, message)
         fields = evict(self.tables, name, unused_for, self._requests.under_way(name))
         self._say(self._trainers.known[k].address, "evicted", **fields, **message.request)
 
     def check_between(self, k: int, message: wire.Message) -> None:
-        """Raise WireError unless a trainer is between two steps."""
+        """Raise WireError unless trainer k is between two steps."""
         self._check_step(k, message)
 
     def saving(self, k: int, message: wire.Message) -> None:
-        """Take the message that a trainer waits for a checkpoint; here nobody waits for the
-        trainer."""
+        """Check the step of a `saving` message. It has no effect, as trainers have no deadlines."""
         self._check_number(k, message)
 
     def recv(self, k: int, message: wire.Message) -> None:
-        """Answer a request for parameters."""
+        """Answer a request for parameters with the newest values."""
         t = self._trainers.known[k]
         self._check_step(k, message)
         step = self._step_of(k)
@@ -269,18 +282,22 @@ class AsyncServer:
             t.wants = wanted(self._served, k, message["blocks"])
         if "changed" in message.fields:
             self._tell_changed(k, message)
-        values = {n: np.asarray(self.state[n]) for n in t.wants}
-        self.state |= {
-            backup_of(n, k): self.state[n] for n in self._served.backed.intersection(t.wants)
-        }
+        values = {}
+        for name in t.wants:
+            values[name] = np.asarray(self.state[name])
+            if name in self._served.backed:
+                self.state[backup_of(name, k)] = self.state[name]
         answer(self._say, t, message["step"], values)
 
     def _tell_changed(self, k: int, message: wire.Message) -> None:
-        """Send a trainer its stored rows that others have changed, or note that it stores none."""
+        """Send trainer k the rows that it stores and that other trainers have changed.
+
+        If the trainer stores no rows, only reset the record of its rows.
+        """
         if not self._changed.tables:
             raise WireError(
                 f"trainer {k} sent `changed`, which is for tables of GEO-SGD; pserver "
-                f"{self.endpoint} serves none"
+                f"{self.endpoint} has no such table"
             )
         if not message["changed"]:
             self._changed.forget(k)
@@ -295,8 +312,8 @@ class AsyncServer:
         number = self._step_of(k).number
         if message["step"] != number:
             raise WireError(
-                f"`{message.op}` of step {message['step']}, trainer {k} is at {number} on pserver "
-                f"{self.endpoint}"
+                f"`{message.op}` of step {message['step']}; trainer {k} is at step {number} on "
+                f"pserver {self.endpoint}"
             )
 
     def _check_step(self, k: int, message: wire.Message) -> None:
@@ -305,17 +322,17 @@ class AsyncServer:
         if message.op != "send" and step.grads.begun:
             short = min(step.grads.missing())
             raise WireError(
-                f"`{message.op}` of step {step.number}, but not all of {short} was sent"
+                f"`{message.op}` of step {step.number} before gradient {short} is complete"
             )
 
     def complete(self, k: int, message: wire.Message) -> None:
-        """Let a trainer leave that has taken its last step."""
+        """Handle the end of trainer k after its last step."""
         t = self._trainers.known[k]
         t.done = True
         self._say(t.address, "goodbye")
         if self._step_of(k).grads.begun:
             log.warning(
-                "pserver %s used only what was whole of the last step of trainer %d",
+                "pserver %s used only the complete gradients of the last step of trainer %d",
                 self.endpoint,
                 k,
             )
@@ -323,12 +340,12 @@ class AsyncServer:
         self._changed.forget(k)
 
     def abort(self, k: int, message: wire.Message) -> None:
-        """Let a trainer leave that has failed."""
+        """Handle the failure of trainer k. The other trainers continue."""
         self._say(self._trainers.known[k].address, "goodbye")
         self._leave(k, f"trainer {k} failed: {message['reason']}")
 
     def _leave(self, k: int, reason: str) -> None:
-        """Mark a trainer as failed; the others continue, if there are any."""
+        """Mark trainer k as failed. Raises PeerError if all trainers have failed."""
         self._trainers.known[k].done = self._trainers.known[k].failed = True
         self._failed.add(k)
         self._requests.used(k, self._step_of(k).grads)
@@ -337,14 +354,19 @@ class AsyncServer:
             raise PeerError(reason)
         log.warning("pserver %s continues without a trainer: %s", self.endpoint, reason)
 
-    # -- others ----------------------------------------------------------------------------------
+    # -- other servers, and the clock ------------------------------------------------------------
 
     def take_peer(self, address: bytes, message: wire.Message) -> bool:
-        """Return False: an asynchronous server takes no messages of other servers."""
+        """Return False, because asynchronous servers do not communicate with each other."""
         return False
 
     def look(self, now: float) -> None:
-        """Continue without lost trainers; raise for trainers that never came."""
+        """Mark lost trainers as failed, and check the deadline of trainers that never connected.
+
+        Raises:
+          PeerError: all trainers have failed.
+          DeadlineError: a trainer did not connect in time.
+        """
         for k, why in self._trainers.lost(now).items():
             self._leave(k, why)
         self._trainers.absent(now)

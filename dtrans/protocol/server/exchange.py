@@ -1,13 +1,13 @@
 """Partial results that servers exchange between two phases of an update, and their packing.
 
-An `all_reduce` has three parts. Its owners send their partial results to every server that takes
-part. Every owner also stores its own. Every server then combines all of them in the order of the
-owners, so that all servers get the same bits.
+In an `all_reduce`, some servers, its owners, have partial results. Each owner sends its partial
+result to every server that takes part. Every server then combines the partial results in the order
+of the owners, so that all servers compute the same bits.
 
-One flat vector for each dtype goes from one server to another, for any number of reductions. It
-has the partial results that the one owns and the other needs. Both know its layout. Reductions are
-sorted by dtype, operation, owners, participants and name. Those of one kind lie side by side, and
-are combined as one.
+A server sends one flat vector of each dtype to another server, which contains the partial results
+of all reductions. Both servers know the layout of the vector: the reductions are sorted by dtype,
+operation, owners, participants and name. Reductions that differ only in name and shape lie next to
+each other, and are combined in one operation.
 """
 
 from __future__ import annotations
@@ -25,20 +25,24 @@ import jax
 import jax.numpy as jnp
 
 from dtrans._jax import ClosedJaxpr, Var, closed
+from dtrans.ir.selection import values_at
 from dtrans.ops import OptimizeBlock, all_reduce_p, combine
 
 
-Parcel = tuple["Alike", ...]  # reductions of the vectors for one server, in this order
+Parcel = tuple["Alike", ...]  # reductions whose partial results are sent to one server, in order
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Alike:
-    """Reductions that differ only in name and shape.
+    """Group of reductions that differ only in name and shape.
 
     Attributes:
       dtype: name of the dtype.
-      op, owners, over: parameters of `all_reduce`.
-      names, shapes: of each reduction.
+      op: operation of the `all_reduce`, such as "sum".
+      owners: endpoints of the servers that have partial results.
+      over: endpoints of the servers that receive the result.
+      names: name of each reduction.
+      shapes: shape of each reduction.
     """
 
     dtype: str
@@ -50,7 +54,7 @@ class Alike:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """The number of elements of each reduction."""
+        """Number of elements of each reduction."""
         return tuple(math.prod(shape) for shape in self.shapes)
 
 
@@ -60,13 +64,13 @@ class Exchange:
 
     Attributes:
       me: endpoint of this server.
-      level: index of the exchange. Exchanges of a server have ascending levels.
+      level: number of the exchange; a server's exchanges in a step have increasing levels.
       kinds: the reductions, grouped by dtype, op, owners and `over`.
-      local: the computation before the exchange, from the inputs of the block. It first returns the
-        partial results of this server, in the order of `owned`. The outputs that need no other
-        server follow, in the order of `plain`.
-      owned, plain: names of these outputs.
-      results: names of each reduced output and of its `all_reduce`.
+      local: computation of the block before the exchange, as a function of the block's inputs. It
+        returns the partial results named `owned`, followed by the outputs named `plain`.
+      owned: names of the reductions to which this server contributes a partial result.
+      plain: names of the block's outputs that need no other server.
+      results: name of each reduced output, with the name of its reduction.
     """
 
     me: str
@@ -79,7 +83,7 @@ class Exchange:
 
     @classmethod
     def of(cls, block: OptimizeBlock, me: str) -> Exchange | None:
-        """Return the exchange that a block ends with; None if the block needs no other server."""
+        """Return the exchange at the end of a block; None if the block needs no other server."""
         inner = block.inner
         reductions = [eqn for eqn in inner.eqns if eqn.primitive is all_reduce_p]
         if not reductions:
@@ -88,7 +92,7 @@ class Exchange:
         called = {eqn.outvars[0]: eqn.params["name"] for eqn in reductions}
         reads = {a for eqn in inner.eqns for a in eqn.invars if isinstance(a, Var)}
         assert reads.isdisjoint(called), (
-            f"{block}: an equation reads what is reduced in the same block"
+            f"{block}: an equation reads the result of a reduction in the same block"
         )
         mine = [eqn for eqn in reductions if me in eqn.params["owners"]]
         plain: dict[str, Any] = {}
@@ -107,12 +111,14 @@ class Exchange:
         owned = tuple(eqn.params["name"] for eqn in mine)
         return cls(me, block.level, kinds, local, owned, tuple(plain), tuple(results))
 
-    # -- who gets what ---------------------------------------------------------------------------
+    # -- senders and receivers -------------------------------------------------------------------
 
     @cached_property
     def parcels(self) -> dict[str, Parcel]:
-        """The reductions for each server, this one included. Servers with the same ones share an
-        object."""
+        """Receiving server to the reductions whose partial results this server sends to it.
+
+        This server itself is included. Servers that receive the same reductions share one tuple.
+        """
         same: dict[Parcel, Parcel] = {}
         found = {}
         for ep in (self.me, *self.peers):
@@ -123,7 +129,7 @@ class Exchange:
 
     @cached_property
     def sources(self) -> dict[str, Parcel]:
-        """The reductions that come from each other server."""
+        """Sending server to the reductions whose partial results this server receives from it."""
         found = {}
         for ep in self.peers:
             parcel = tuple(k for k in self.kinds if ep in k.owners)
@@ -133,13 +139,13 @@ class Exchange:
 
     @cached_property
     def peers(self) -> tuple[str, ...]:
-        """The other servers that have a reduction of this level."""
+        """Endpoints of the other servers that take part in a reduction of this level."""
         return tuple(dict.fromkeys(ep for k in self.kinds for ep in k.over if ep != self.me))
 
     def fingerprint(self, peer: str) -> str:
-        """Return a fingerprint of all that two servers exchange; the same on both.
+        """Return a fingerprint of everything that this server and a peer exchange.
 
-        It is empty if they exchange nothing.
+        It is the same on both servers, and empty if they exchange nothing.
         """
         ends = (self.me, peer)
         shared = [k for k in self.kinds if set(ends) <= set(k.over)]
@@ -150,33 +156,44 @@ class Exchange:
     # -- packing, inside a compiled function -----------------------------------------------------
 
     def pack(self, parts: Mapping[str, Any]) -> list[list[jax.Array]]:
-        """Return the vectors of each distinct parcel, in the order of `parcels`."""
+        """Pack this server's partial results into vectors.
+
+        Args:
+          parts: reduction's name to this server's partial result.
+
+        Returns:
+          For each distinct parcel, in the order of `parcels`, one vector of each dtype.
+        """
         flat = {}
         for k in self.parcels[self.me]:
             flat[k] = _joined([jnp.ravel(jnp.asarray(parts[n], k.dtype)) for n in k.names])
         packed = []
         for parcel in dict.fromkeys(self.parcels.values()):
-            groups = itertools.groupby(parcel, lambda k: k.dtype)
-            packed.append([_joined([*map(flat.__getitem__, group)]) for _, group in groups])
+            packed.append([_joined(values_at(flat, ks)) for ks in _by_dtype(parcel).values()])
         return packed
 
     def addressed(self, packed: Sequence[list[jax.Array]]) -> dict[str, list[jax.Array]]:
-        """Return the vectors for each server, this one included."""
+        """Return the vectors for each receiving server, this server included.
+
+        Args:
+          packed: result of `pack`.
+        """
         vectors = dict(zip(dict.fromkeys(self.parcels.values()), packed, strict=True))
         return {ep: vectors[parcel] for ep, parcel in self.parcels.items()}
 
     def combined(self, arrived: Mapping[str, Sequence[jax.Array]]) -> dict[str, jax.Array]:
-        """Return the results by output name, from the vectors of every owner.
+        """Reduce the partial results of all owners; return the results by output name.
 
         Args:
-          arrived: by endpoint; this server is included if it is an owner.
+          arrived: endpoint of each owner to its vectors. This server is included if it is an owner.
         """
         parcels = {**self.sources, self.me: self.parcels[self.me]}
         parts = {ep: _unpacked(parcels[ep], vectors) for ep, vectors in arrived.items()}
         found: dict[str, jax.Array] = {}
         for k in self.kinds:
             total = combine(k.op, [parts[ep][k] for ep in k.owners])
-            # XLA may fuse a second copy of the sum into a reader's kernel, with another rounding
+            # Without the barrier, XLA may compute the sum again inside a kernel that reads it, and
+            # round it differently there.
             pieces = jax.lax.split(jax.lax.optimization_barrier(total), k.sizes)
             for name, piece, shape in zip(k.names, pieces, k.shapes, strict=True):
                 found[name] = piece.reshape(shape)
@@ -185,8 +202,18 @@ class Exchange:
 
 def vector_types(parcel: Parcel) -> list[tuple[str, int]]:
     """Return the dtype and length of each vector of a parcel."""
-    groups = itertools.groupby(parcel, lambda k: k.dtype)
-    return [(dtype, sum(map(_size, group))) for dtype, group in groups]
+    found = []
+    for dtype, kinds in _by_dtype(parcel).items():
+        found.append((dtype, sum(_size(kind) for kind in kinds)))
+    return found
+
+
+def _by_dtype(parcel: Parcel) -> dict[str, list[Alike]]:
+    """Return the reductions of each dtype, in order. They share one vector."""
+    found: dict[str, list[Alike]] = {}
+    for kind in parcel:
+        found.setdefault(kind.dtype, []).append(kind)
+    return found
 
 
 def _size(kind: Alike) -> int:
@@ -194,26 +221,28 @@ def _size(kind: Alike) -> int:
 
 
 def _alike(reductions: Sequence[tuple[Mapping[str, Any], Any]]) -> tuple[Alike, ...]:
-    """Group reductions of one kind, in an order that is the same on all servers."""
-    rows = sorted(
-        (t.dtype.name, p["op"], tuple(p["owners"]), tuple(p["over"]), p["name"], tuple(t.shape))
-        for p, t in reductions
-    )
+    """Group reductions that differ only in name and shape, in the same order on all servers.
+
+    Args:
+      reductions: parameters of each `all_reduce`, with the type of its output.
+    """
+    rows = []
+    for params, aval in reductions:
+        key = (aval.dtype.name, params["op"], tuple(params["owners"]), tuple(params["over"]))
+        rows.append((*key, params["name"], tuple(aval.shape)))
     kinds = []
-    for (dtype, op, owners, over), group in itertools.groupby(rows, lambda row: row[:4]):
+    for (dtype, op, owners, over), group in itertools.groupby(sorted(rows), lambda row: row[:4]):
         names, shapes = zip(*(row[4:] for row in group), strict=True)
         kinds.append(Alike(dtype, op, owners, over, names, shapes))
     return tuple(kinds)
 
 
 def _unpacked(parcel: Parcel, vectors: Sequence[jax.Array]) -> dict[Alike, jax.Array]:
-    """Return the reductions of each kind as one vector."""
+    """Split the vectors of a parcel into one vector for each group of reductions."""
     found: dict[Alike, jax.Array] = {}
-    for (_, group), vector in zip(
-        itertools.groupby(parcel, lambda k: k.dtype), vectors, strict=True
-    ):
-        kinds = list(group)
-        found |= zip(kinds, jax.lax.split(vector, [*map(_size, kinds)]), strict=True)
+    for kinds, vector in zip(_by_dtype(parcel).values(), vectors, strict=True):
+        pieces = jax.lax.split(vector, [_size(kind) for kind in kinds])
+        found |= zip(kinds, pieces, strict=True)
     return found
 
 

@@ -1,13 +1,14 @@
-"""Dispatch of one server's messages: each goes to its handler, or is refused.
+"""Dispatch of one server's messages to their handlers.
 
     trainer_registry             the trainers of the server
     sync_server, async_server    handlers of the two kinds of servers
     server_peers                 the other servers
-    job_status                   the answers to observers, which are no part of the job
+    job_status                   answers to observers, which do not take part in the job
 
-Messages and the time come in. Answers leave by `say`, and a message that completes an update's
-inputs computes it. A malformed message is refused and counted, and changes nothing. A trainer whose
-namesake has left belongs to the next job on this endpoint, and waits for it.
+The inputs are messages and the time. The answers are sent by `say`. A message that completes the
+inputs of an update starts the update. A malformed message is refused and counted, and changes
+nothing. A new process that greets as a trainer that has left belongs to the next job on this
+endpoint. It has to wait for the end of this job.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from dtrans.protocol.server.trainer_registry import Say, TrainerRegistry
 from dtrans.protocol.tables.stored_tables import tell_changes, tell_report
 
 
-# methods of each kind of servers that takes them
+# ops of trainers' messages; a server that accepts one has a method of this name
 TRAINER_OPS = (
     *("send", "send_barrier", "recv", "exchange", "prefetch", "row_ids", "complete", "abort"),
     *("save", "saving", "tables", "changed_since", "evict"),  # between two steps
@@ -36,18 +37,20 @@ class Serving:
     """Dispatch of one server's messages.
 
     Args:
-      kind: handler of messages, synchronous or not.
-      trainers: of the server.
-      say: sends a message.
+      kind: synchronous or asynchronous handler of messages.
+      trainers: the server's trainers.
+      say: function that sends a message.
       refusals: count of refused messages.
 
     Attributes:
-      local: address for trainers on the same host; empty if there is none.
-      keep: begins to save the server's state. Takes the checkpoint's name and the number of steps
-        that the asking trainer has made, and returns the number of blocks. Its writer reports the
-        end by `written`. None if the server has no place for checkpoints.
-      saved: written checkpoints, and the steps that the asking trainer had made.
-      status: of the server, for observers.
+      local: local address for trainers on the same host; empty if there is none.
+      keep: function that starts to write a checkpoint. Its arguments are the name of the checkpoint
+        and the number of steps that the requesting trainer has made. It returns the number of
+        blocks. `written` must be called at the end of the write. None if the server was started
+        without a folder for checkpoints.
+      saved: name of each written checkpoint to the number of steps that its requesting trainer
+        had made.
+      status: status of the server for observers.
     """
 
     def __init__(
@@ -64,22 +67,21 @@ class Serving:
         self.status = StatusReporter(kind, trainers, refusals)
         self.keep: Callable[[str, int], int] | None = None
         self.saved: dict[str, int] = {}
-        # checkpoints that are being written: steps made, and each trainer's request
+        # name of each checkpoint that is being written: steps made, and each trainer's request
         self._saves: dict[str, tuple[int, list[tuple[int, wire.Message]]]] = {}
-        self._blocks: dict[str, int] = {}  # numbers of their blocks
+        self._blocks: dict[str, int] = {}  # name of each such checkpoint: its number of blocks
         self._say, self._now = say, 0.0
 
     @property
     def ended(self) -> bool:
-        """Return True if all trainers have come and left for good, and no other server may still
-        greet this one."""
+        """True if the server may end: all trainers have left, and no greeting is expected."""
         return self.trainers.parted and not self.kind.peers.unsettled
 
     def take(self, address: bytes, frames: Sequence[Any], now: float) -> None:
-        """Take a message from an address. A message that is malformed or out of turn is refused.
+        """Handle a message. A message that is malformed or not expected now is refused.
 
         Raises:
-          PeerError: the message ends the job: a trainer has failed, or left before the others.
+          PeerError: the message ends the job, because a trainer has failed or left too early.
         """
         size, self._now = sum(map(len, frames)), now
         self.status.received += size
@@ -93,7 +95,7 @@ class Serving:
             self.trainers.known[k].received += size
 
     def observe(self, address: bytes, frames: Sequence[Any], now: float) -> None:
-        """Answer an observer, which may ask only for the status."""
+        """Answer an observer, which may only request the status."""
         try:
             fields = self.status.answer(frames, now)
         except WireError as e:
@@ -106,15 +108,26 @@ class Serving:
         self._say(address, "refuse", reason=str(e))
 
     def lose(self, address: bytes, now: float) -> None:
-        """Note that the connection of an address has ended."""
+        """Handle the end of the connection at an address."""
         self.trainers.lose(address, now)
 
     def died(self, trainer: int, how: str, now: float) -> None:
-        """Note that the process of a trainer has ended, as the launcher reports."""
+        """Handle the launcher's report that the process of a trainer has ended.
+
+        Args:
+          trainer: id of the trainer.
+          how: exit status of the process.
+          now: the time.
+        """
         self.trainers.died(trainer, how, now)
 
     def look(self, now: float) -> None:
-        """Check who is late. Raises DeadlineError for a trainer that is too late."""
+        """Check the deadlines, and send `waiting` to the trainers that wait.
+
+        Raises:
+          DeadlineError: a trainer or server is late.
+          PeerError: a trainer or server is lost.
+        """
         self.status.look(now)
         self.trainers.look(now)
         self.kind.look(now)
@@ -127,10 +140,12 @@ class Serving:
                 )
 
     def written(self, name: str, error: str, now: float) -> None:
-        """Answer the trainers that asked for a checkpoint: it is written, or cannot be.
+        """Handle the end of a checkpoint's write, and answer the trainers that requested it.
 
         Args:
-          error: the reason if it cannot be written, else empty.
+          name: name of the checkpoint.
+          error: reason why it could not be written; empty if it was written.
+          now: the time.
         """
         steps, asked = self._saves.pop(name)
         self.status.saved(name, steps, self._blocks.pop(name), error, now)
@@ -140,43 +155,43 @@ class Serving:
             self._say_saved(k, message, error)
 
     def asked(self) -> dict[str, int]:
-        """Return the checkpoints that are written or under way, and the steps made before each."""
+        """Return each checkpoint that is written or being written, with the steps before it."""
         return self.saved | {name: steps for name, (steps, _) in self._saves.items()}
 
     def say_why(self, e: BaseException) -> None:
-        """Tell all remaining trainers and servers that this server ends."""
+        """Send the error that ends this server to all connected trainers and servers."""
         reason = str(e) if isinstance(e, DtransError) else f"{type(e).__name__}: {e}"
         trainers = [self.trainers.known[k].address for k in self.trainers.present]
         for address in (*trainers, *self.kind.peers.addresses):
             self._say(address, "refuse", reason=f"it ended: {reason}", last=True)
 
     def _dispatch(self, address: bytes, message: wire.Message) -> None:
-        """Hand a message to its handler. Raises WireError for one that is refused."""
+        """Call the handler of a message. Raises WireError if the message is refused."""
         sender = self.trainers.by_address.get(address)
         if sender is not None and not self.trainers.known[sender].messages.take(message):
-            return  # it is repeated, or will be
+            return  # a duplicate, or an earlier message is missing; the trainer repeats both
         if message.op == "hello":
             self._hello(address, message)
-        elif not self.kind.take_peer(address, message):
-            if self._parts(address, message):
-                return
-            k = self.trainers.speaker(address, message)
-            if message.op not in TRAINER_OPS:
-                raise WireError(f"a `{message.op}` message, which servers do not take")
-            if message.op in ("save", "tables", "changed_since"):
-                self.kind.check_between(k, message)
-                self._tell(address, message)
-                return
-            for part in (message, *_following(message)):
-                take = getattr(self.kind, part.op, None)
-                if take is None:
-                    raise WireError(
-                        f"a `{part.op}` message, which {self.kind.word} servers do not take"
-                    )
-                take(k, part)
+            return
+        if self.kind.take_peer(address, message) or self._parts(address, message):
+            return
+        k = self.trainers.speaker(address, message)
+        if message.op not in TRAINER_OPS:
+            raise WireError(f"a `{message.op}` message, which servers do not accept")
+        if message.op in ("save", "tables", "changed_since"):
+            self.kind.check_between(k, message)
+            self._tell(address, message)
+            return
+        for part in (message, *_following(message)):
+            handle = getattr(self.kind, part.op, None)
+            if handle is None:
+                raise WireError(
+                    f"a `{part.op}` message, which {self.kind.word} servers do not accept"
+                )
+            handle(k, part)
 
     def _parts(self, address: bytes, message: wire.Message) -> bool:
-        """Take the answer to a goodbye; return False for anything else."""
+        """Handle a trainer's answer to `goodbye`. Return False for any other message."""
         k = self.trainers.by_address.get(address)
         if k is None or message.op != "goodbye":
             return False
@@ -184,7 +199,7 @@ class Serving:
         return True
 
     def _tell(self, address: bytes, message: wire.Message) -> None:
-        """Answer a request between two steps: for a checkpoint, or for the state of tables."""
+        """Answer a request that is made between two steps."""
         if message.op == "save":
             self._save(self.trainers.by_address[address], message)
         elif message.op == "tables":
@@ -193,9 +208,9 @@ class Serving:
             tell_changes(self.kind.tables, self._say, address, message)
 
     def _save(self, k: int, message: wire.Message) -> None:
-        """Begin to save the server's state.
+        """Start to write a checkpoint, or answer later when a pending write of it ends.
 
-        Several trainers may ask for one checkpoint, after the same number of steps.
+        Several trainers may request the same checkpoint after the same number of steps.
         """
         name, steps = message["name"], message["made"]
         before = self._saves[name][0] if name in self._saves else self.saved.get(name)
@@ -208,15 +223,18 @@ class Serving:
         try:
             if self.keep is None:
                 raise StateError(
-                    "it has no place for checkpoints: say job.serve(state, checkpoints=folder)"
+                    "it was started without a folder for checkpoints; call "
+                    "job.serve(state, checkpoints=folder)"
                 )
             if not name or name.startswith(".") or not name.isprintable() or set(name) & set("/\\"):
-                raise StateError(f"{wire.brief(name)} is no name of a folder for a checkpoint")
+                raise StateError(
+                    f"{wire.brief(name)} is not a valid name of a checkpoint; use printable "
+                    "characters without slashes, and no dot at the start"
+                )
             if before is not None:
                 raise StateError(
-                    f"it has saved {name} after {before} steps, and trainer {k} has made {steps}: "
-                    "give each checkpoint "
-                    "a name of its own"
+                    f"checkpoint {name} was already requested after {before} steps, and trainer "
+                    f"{k} has made {steps} steps; use another name for each checkpoint"
                 )
             self._blocks[name] = self.keep(name, steps)
         except DtransError as e:
@@ -244,15 +262,24 @@ class Serving:
         k, peer = self.trainers.by_address.get(address), self.kind.peers.name(address)
         if k is not None:
             return f"trainer {k}"
-        return "a stranger" if peer is None else f"pserver {peer}"
+        if peer is not None:
+            return f"pserver {peer}"
+        return "an unknown process"
 
 
 def _following(message: wire.Message) -> list[wire.Message]:
-    """Return the messages that follow a message in its field `then`."""
+    """Return the messages that the field `then` of a message contains."""
     then: Any = message.fields.get("then", [])
     if then == []:
         return []
     if then not in (["recv"], ["send_barrier", "recv"]) or message.op not in wire.FOLLOWED:
-        raise WireError(f"a `{message.op}` message that {wire.brief(then)} cannot follow")
-    shared = {n: x for n, x in message.fields.items() if n == "blocks"}
-    return [wire.Message(op, {"step": message["step"] + (op == "recv"), **shared}) for op in then]
+        raise WireError(
+            f"a `{message.op}` message with an invalid field `then`: {wire.brief(then)}"
+        )
+    found = []
+    for op in then:
+        fields: dict[str, Any] = {"step": message["step"] + (op == "recv")}
+        if "blocks" in message.fields:
+            fields["blocks"] = message["blocks"]
+        found.append(wire.Message(op, fields))
+    return found

@@ -1,4 +1,4 @@
-"""Waits in a step of a synchronous server: which trainers wait, for whom, and for how long."""
+"""Waits of a synchronous server's trainers within a step, their descriptions and deadlines."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class TrainerTurn:
     """Progress of one trainer in the current step.
 
     Attributes:
-      grads: its gradients, as they arrive.
-      at_barrier: True if it has sent all of them.
-      waits: True if it has asked for the parameters after this step.
-      looks_up: True if it has asked for rows that it trains.
+      grads: gradients of the step, as they arrive.
+      at_barrier: True if the trainer has sent `send_barrier`.
+      waits: True if it has requested the parameters after this step.
+      looks_up: True if it has requested rows in order to train them.
     """
 
     grads: Inbox
@@ -32,7 +32,7 @@ class TrainerTurn:
 
     @property
     def begun(self) -> bool:
-        """Return True if the trainer is in the middle of the step."""
+        """True if the trainer is in the middle of the step."""
         return self.at_barrier or self.looks_up or self.grads.begun
 
 
@@ -42,10 +42,10 @@ class StepWaits:
     Args:
       trainers: the server's trainers.
       joint: the update, which may wait for other servers.
-      turns: progress of each trainer.
-      rounds: exchanges of the trainers.
-      evictions: evictions that wait for some trainers.
-      say: sends a message.
+      turns: trainer's id to its progress.
+      rounds: exchanges between the trainers.
+      evictions: evictions that not all trainers have requested yet.
+      say: function that sends a message.
     """
 
     def __init__(
@@ -61,23 +61,23 @@ class StepWaits:
         self._rounds, self._evictions, self._say = rounds, evictions, say
         self._since: float | None = None
         self._reminder = WaitReminder()
-        self._saving: set[int] = set()  # trainers that have sent `saving` since the last look
+        self._saving: set[int] = set()  # trainers that sent `saving` since the last call of `look`
 
     def restart(self) -> None:
-        """Measure the next wait from its own beginning: this one is over."""
+        """End the current wait, so that the time of the next wait starts at zero."""
         self._since = None
 
     def note_saving(self, k: int) -> None:
-        """Note that trainer k waits for a checkpoint, and is not late."""
+        """Record that trainer k waits for a checkpoint, so that it is not late."""
         self._saving.add(k)
 
     def waiting(self) -> list[int]:
-        """Return the trainers that wait: at the barrier, in an exchange, or for an eviction."""
+        """Return the ids of the trainers that wait for the update, a round or an eviction."""
         at_barrier = [k for k in self._trainers.known if self._turns[k].at_barrier]
         return at_barrier + self._rounds.waiting() + list(self._evictions.asked)
 
     def doing(self, k: int) -> str:
-        """Return the progress of a trainer in this step."""
+        """Return the progress of trainer k in this step, for the job's status."""
         if k not in self._trainers.known:
             return "not here yet"
         if k in self._saving:
@@ -87,7 +87,10 @@ class StepWaits:
         return self._turns[k].grads.phase()
 
     def awaited(self) -> str:
-        """Return what the trainers wait for, and from whom; empty if no trainer waits."""
+        """Return a description of what the trainers wait for; empty if no trainer waits.
+
+        For example: "gradients of step 3 from trainer 1 (computing)".
+        """
         waiting, step = self.waiting(), self._joint.step + 1
         if not waiting:
             return ""
@@ -105,11 +108,11 @@ class StepWaits:
         return "gradients" if number is None else f"the exchange of round {number}"
 
     def look(self, now: float) -> None:
-        """Tell each waiting trainer what it waits for.
+        """Check the deadlines, and tell each waiting trainer what it waits for.
 
         Raises:
           PeerError: a trainer or a server is lost.
-          DeadlineError: a wait takes longer than the deadline.
+          DeadlineError: a wait is longer than the deadline, or a trainer did not connect in time.
         """
         for why in self._trainers.lost(now).values():
             raise PeerError(f"{why}, in step {self._joint.step + 1}")
@@ -121,11 +124,12 @@ class StepWaits:
         self._saving.clear()
 
     def _look_at_step(self, now: float, waiting: list[int], *, says: bool) -> None:
-        """Measure the wait of some trainers.
+        """Check the deadline of a wait, and send `waiting` messages.
 
         Args:
-          waiting: the trainers.
-          says: log it. While trainers are absent, `TrainerRegistry` does.
+          now: the time.
+          waiting: ids of the trainers that wait.
+          says: True to log the wait. `TrainerRegistry` logs it while trainers are not connected.
         """
         what = self.awaited()
         if self._since is None or self._saving.difference(waiting):
@@ -145,9 +149,10 @@ class StepWaits:
             self._say(self._trainers.known[k].address, "waiting", reason=reason)
 
     def _look_at_end(self, now: float) -> None:
-        """Measure the wait for other servers when all trainers have closed.
+        """Check the deadline of the wait for other servers after all trainers have left.
 
-        Only a server that has not heard yet that this one is there keeps it from its end.
+        The server waits until all other servers have greeted it. Otherwise they would greet the
+        next job's server.
         """
         peers = self._joint.peers
         if not (self._trainers.served and peers.unsettled):
@@ -158,6 +163,6 @@ class StepWaits:
         waited = now - self._since
         if waited > self._trainers.deadline:
             raise DeadlineError(
-                f"pserver {self._trainers.endpoint}, whose trainers have closed, waited "
-                f"{waited:.1f} s for {peers.named(peers.unsettled)} to greet it"
+                f"pserver {self._trainers.endpoint}, whose trainers have all left, waited "
+                f"{waited:.1f} s for a greeting of {peers.named(peers.unsettled)}"
             )

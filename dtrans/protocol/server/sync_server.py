@@ -1,31 +1,35 @@
-"""A synchronous parameter server.
+"""Synchronous parameter server: each update uses the gradients of all trainers.
 
     every trainer:  hello                             once
                     recv                              the initial values
                     send..., send_barrier, recv       every step
                     complete                          once
 
-Gradients are received into memory that is reused. When all trainers have sent `send_barrier`, one
-compiled call computes the new state, and the requested blocks go out. Serving ends when every
-trainer has sent `complete`. One that does so before the others has left: `on_trainer_exit` of
-`dtrans.pserver` says how later updates count it.
+When all trainers have sent `send_barrier`, one compiled call computes the new state, and the server
+sends the requested blocks. The server ends when every trainer has sent `complete`. If a trainer
+sends `complete` before the others, the option `on_trainer_exit` of `dtrans.pserver` determines
+how later updates treat it.
 
-    before:              prefetch...      lookups of table rows, also for a later step
-    in the middle:       exchange...      values that trainers exchange
+Optional messages of a trainer:
+
+    before a step:       prefetch...      lookups of table rows, for this or a later step
+    within a step:       exchange...      values that trainers exchange
     between two steps:   evict            table rows to evict, from all trainers
 
-    every other server:  peer             once
-                         partials...      every step and level
+Messages of every other server:
 
-An update that reduces over rows has several phases, with an exchange between servers after each but
-the last. Serving continues meanwhile.
+    peer                 once
+    partials...          in every step, at every level
 
-A trainer that waits hears every few seconds for whom. The job ends with an error that names a
-trainer or server which never comes, falls silent, or keeps others waiting beyond the deadline. A
-message that violates the protocol is refused and logged, and changes nothing.
+An update that reduces over rows has several phases, with an exchange between servers after each
+phase except the last. The server handles messages during the exchanges.
 
-The parts: `step_waits` (who is late), `server_peers` (other servers), `trainer_rounds` (exchanges),
-and in `tables` `row_answers` (lookups) and `stored_tables` (evictions).
+Every second, the server tells waiting trainers what they wait for. The job ends with an error if a
+trainer or server does not connect, falls silent, or lets others wait beyond the deadline. A message
+that violates the protocol is refused and logged, and changes nothing.
+
+Read next: `step_waits` (deadlines), `server_peers` (other servers), `trainer_rounds` (exchanges),
+`tables.row_answers` (lookups) and `tables.stored_tables` (evictions).
 """
 
 from __future__ import annotations
@@ -56,16 +60,18 @@ from dtrans.protocol.tables.stored_tables import PendingEvictions, StoredTables,
 
 
 class SyncServer:
-    """Handler of messages of a synchronous server, whose updates use all trainers.
+    """Handler of the messages of a synchronous server.
 
     Args:
       served: the server's blocks.
-      update: computes new state from gradients.
+      update: computes the new state from the gradients.
       trainers: the server's trainers.
-      say: sends a message.
+      say: function that sends a message.
 
     Attributes:
-      tables: the server's blocks of tables, if any.
+      endpoint: endpoint of the server.
+      on_trainer_exit: rule for trainers that leave before the others.
+      tables: the server's blocks of tables; None if it has none.
       peers: the other servers.
     """
 
@@ -98,7 +104,7 @@ class SyncServer:
         )
 
     def _inbox(self, k: int) -> Inbox:
-        """Return memory for the gradients of trainer k, which may send no other ones."""
+        """Return an inbox for the gradients that trainer k sends."""
         of_rows = {n for t in self._served.tables.values() for n in t.gradients.values()}
         names = {sent[k] for sent in self._served.sent} - of_rows
         memory = subset(self._grads, names) | self._rows.requests.memory_of(k)
@@ -109,44 +115,45 @@ class SyncServer:
 
     @property
     def step(self) -> int:
-        """Return the number of updates that are complete."""
+        """Number of complete updates."""
         return self._joint.step
 
     @property
     def state(self) -> dict[str, Any]:
-        """Return the state: name to array."""
+        """The state: name to array."""
         return self._update.state
 
     def step_count(self) -> int:
-        """Return the number of updates that the state has. Raises StateError in the middle of
-        one."""
+        """Return the number of updates of the state. Raises StateError during an update."""
         if self._joint.exchange is not None:
-            raise StateError(f"step {self.step + 1} is made in part: it waits for other servers")
+            raise StateError(
+                f"the update of step {self.step + 1} is incomplete: it waits for other servers"
+            )
         return self.step
 
     def progress(self) -> dict[int, int]:
-        """Return the number of steps of each trainer."""
+        """Return the number of steps that each connected trainer has made, by its id."""
         return dict.fromkeys(self._trainers.known, self.step)
 
     def staleness(self, k: int) -> None:
-        """Return nothing: no gradient of a synchronous trainer is stale."""
+        """Return None, because the gradients of synchronous trainers are never stale."""
 
     def doing(self, k: int) -> str:
-        """Return the progress of a trainer in this step."""
+        """Return the progress of trainer k in the current step, for the job's status."""
         return self._waits.doing(k)
 
     def awaited(self) -> str:
-        """Return what trainers wait for, and from whom; empty if no trainer waits."""
+        """Return what the waiting trainers wait for; empty if no trainer waits."""
         return self._waits.awaited()
 
     def look(self, now: float) -> None:
-        """Raise for whoever is too late, and tell the trainers that wait for whom they wait."""
+        """Check deadlines, and tell waiting trainers what they wait for. See `StepWaits.look`."""
         self._waits.look(now)
 
     # -- messages of trainers --------------------------------------------------------------------
 
     def send(self, k: int, message: wire.Message) -> None:
-        """Take gradients."""
+        """Receive gradients of trainer k."""
         turn = self._open_turn(k, message, "gradients of")
         self._evictions.check_none(k, self.step)
         if not turn.grads.begun:
@@ -154,27 +161,30 @@ class SyncServer:
         turn.grads.take(message)
 
     def send_barrier(self, k: int, message: wire.Message) -> None:
-        """Note that a trainer has sent all its gradients."""
+        """Handle the end of trainer k's gradients; start the update if all trainers are ready."""
         turn = self._in_turn(k, message)
         if turn.at_barrier:
-            raise WireError(f"a second send_barrier of step {self.step}")
+            raise WireError(f"a second `send_barrier` of step {self.step}")
         short = sorted(turn.grads.missing())
         if short:
             progress = turn.grads.progress(short[0])
-            raise WireError(f"send_barrier of step {self.step}, but {short[0]} has {progress}")
+            raise WireError(
+                f"`send_barrier` of step {self.step} before gradient {short[0]} is complete "
+                f"({progress})"
+            )
         turn.at_barrier = True
         self._exits.check(self._trainers.left, [k], self.step)
         self._step_if_all_sent()
 
     def exchange(self, k: int, message: wire.Message) -> None:
-        """Take a trainer's part of what all of them exchange."""
+        """Receive trainer k's values of a round, and answer if all trainers have sent theirs."""
         self._open_turn(k, message, "an exchange of")
         self._rounds.take(k, message)
         self._exits.check(self._trainers.left, [k], self.step)
         self._exchange_if_all_sent()
 
     def prefetch(self, k: int, message: wire.Message) -> None:
-        """Take a request for rows of a table, and answer it."""
+        """Answer a request for rows of a table."""
         turn = self._open_turn(k, message, "a `prefetch` of")
         trains_now = message["train"] and "ahead" not in message.fields
         if trains_now:
@@ -183,7 +193,7 @@ class SyncServer:
         turn.looks_up |= trains_now
 
     def evict(self, k: int, message: wire.Message) -> None:
-        """Take a request to evict rows; they are evicted when all trainers have asked."""
+        """Handle a request to evict rows, and evict them if all trainers have requested it."""
         rows = check_eviction(self.endpoint, self._served.tables, k, message)
         if self._in_turn(k, message).begun:
             raise WireError(f"an `evict` in the middle of step {self.step}")
@@ -195,32 +205,34 @@ class SyncServer:
         self._evict_if_all_said()
 
     def check_between(self, k: int, message: wire.Message) -> None:
-        """Raise WireError unless a trainer, and so the server, is between two steps."""
+        """Raise WireError unless the server is between two steps for trainer k."""
         self._open_turn(k, message, f"a `{message.op}` in")
 
     def saving(self, k: int, message: wire.Message) -> None:
-        """Note that a trainer waits for a checkpoint, and is not late."""
+        """Handle the message that trainer k waits for a checkpoint, so that it is not late."""
         self._in_turn(k, message)
         self._waits.note_saving(k)
 
     def recv(self, k: int, message: wire.Message) -> None:
-        """Take a request for parameters."""
+        """Answer a request for parameters, now or after the update."""
         t, turn, step = self._trainers.known[k], self._turns[k], message["step"]
         wants = t.wants
         if "blocks" in message.fields:
             wants = wanted(self._served, k, message["blocks"])
         if "changed" in message.fields:
             raise WireError(
-                f"trainer {k} keeps rows, which no trainer of a synchronous pserver does"
+                "a `recv` message with the field `changed`, which only asynchronous servers accept"
             )
         if step not in (self.step, self.step + 1) or (step > self.step and not turn.at_barrier):
-            raise WireError(f"`recv` of step {step}, pserver {self.endpoint} is at {self.step}")
+            raise WireError(
+                f"`recv` of step {step}; pserver {self.endpoint} is at step {self.step}"
+            )
         t.wants, turn.waits = wants, True
         if step == self.step:
             self._answer(k)
 
     def complete(self, k: int, message: wire.Message) -> None:
-        """Let a trainer leave that has taken its last step."""
+        """Handle the end of trainer k after its last step."""
         t, turn = self._trainers.known[k], self._turns[k]
         t.done = True
         self._rows.forget_trainer(k)
@@ -230,13 +242,14 @@ class SyncServer:
             raise PeerError(f"trainer {k} closed in the middle of step {self.step + 1}{after}")
         self._exits.check([k], set(self._waits.waiting()) - {k}, self.step)
         if not self.step:
-            self._forget([k])  # it never sent a gradient: its memory was never written
+            # Before the first update, its gradients were never written and may be any numbers.
+            self._forget([k])
         self._evict_if_all_said()
         self._step_if_all_sent()
         self._exchange_if_all_sent()
 
     def abort(self, k: int, message: wire.Message) -> None:
-        """End with a trainer that has failed."""
+        """Handle the failure of trainer k, which ends the job."""
         self._trainers.known[k].done = self._trainers.known[k].failed = True
         raise PeerError(f"trainer {k} failed: {message['reason']}")
 
@@ -244,28 +257,32 @@ class SyncServer:
         """Return the progress of trainer k. Raises WireError for a message of another step."""
         if message["step"] != self.step:
             raise WireError(
-                f"`{message.op}` of step {message['step']}, pserver {self.endpoint} is at "
+                f"`{message.op}` of step {message['step']}; pserver {self.endpoint} is at step "
                 f"{self.step}"
             )
         return self._turns[k]
 
     def _open_turn(self, k: int, message: wire.Message, what: str) -> TrainerTurn:
-        """Return the progress of trainer k. Raises WireError after its send_barrier, too."""
+        """Return the progress of trainer k. Raises WireError for another step or after its barrier.
+
+        Args:
+          what: start of the error after the barrier, such as "gradients of".
+        """
         turn = self._in_turn(k, message)
         if turn.at_barrier:
             raise WireError(f"{what} step {self.step} after its send_barrier")
         return turn
 
-    # -- when all trainers have spoken -----------------------------------------------------------
+    # -- actions that need all trainers ----------------------------------------------------------
 
     def _step_if_all_sent(self) -> None:
-        """Begin the update if all trainers are at the barrier."""
+        """Start the update if all trainers have sent `send_barrier`."""
         at_barrier = [k for k, turn in self._turns.items() if turn.at_barrier]
         if self._trainers.all_said(at_barrier):
             self._make_step()
 
     def _exchange_if_all_sent(self) -> None:
-        """Answer the open round if the parts of all trainers are here."""
+        """Answer the open round if all trainers have sent their values."""
         if not self._trainers.all_said(self._rounds.waiting()):
             return
         self._waits.restart()
@@ -277,7 +294,7 @@ class SyncServer:
             self._say(address, "exchanged", blocks, **at, values=table)
 
     def _evict_if_all_said(self) -> None:
-        """Evict rows if all trainers have asked for it."""
+        """Evict rows if all trainers have requested it."""
         if not self._trainers.all_said(self._evictions.asked):
             return
         self._waits.restart()
@@ -289,7 +306,7 @@ class SyncServer:
     # -- updates ---------------------------------------------------------------------------------
 
     def _make_step(self) -> None:
-        """Begin the update: all gradients are here."""
+        """Start the update with the gradients of all trainers."""
         counted = self._exits.counted()
         _check_arguments(self._served.arguments, self._grads, sorted(counted), self.step)
         inboxes = {k: turn.grads for k, turn in self._turns.items()}
@@ -297,7 +314,7 @@ class SyncServer:
         self._continue(self._joint.begin(grads, counted))
 
     def take_peer(self, address: bytes, message: wire.Message) -> bool:
-        """Take a message of another server; return False for anyone else's."""
+        """Handle a message if it comes from another server. Return False if it does not."""
         if not self._joint.take(address, message):
             return False
         if self._joint.can_go_on:
@@ -305,13 +322,13 @@ class SyncServer:
         return True
 
     def _continue(self, complete: bool) -> None:
-        """Finish the step if its update is complete; otherwise the wait for servers begins."""
+        """End the step if its update is complete; otherwise wait for other servers."""
         self._waits.restart()
         if complete:
             self._finish()
 
     def _finish(self) -> None:
-        """Begin the next step, and answer the trainers that wait."""
+        """Start the next step, and answer the trainers that wait for parameters."""
         for turn in self._turns.values():
             turn.at_barrier = turn.looks_up = False
             turn.grads.clear()
@@ -322,7 +339,7 @@ class SyncServer:
                 self._answer(k)
 
     def _forget(self, trainers: Collection[int]) -> None:
-        """Zero the gradients of trainers that left, where they have counted once more."""
+        """Set the gradients of some trainers that have left to zero (`TrainerExits.spend`)."""
         for k in self._exits.spend(trainers):
             grads = self._turns[k].grads
             for x in grads.memory.values():
@@ -340,7 +357,14 @@ def _check_arguments(
     trainers: Sequence[int],
     step: int,
 ) -> None:
-    """Raise PeerError if trainers differ in a step argument that the update reads."""
+    """Raise PeerError if trainers sent different values of a step argument that the update reads.
+
+    Args:
+      arguments: step argument: trainer to the name under which it sends the argument.
+      grads: name to received array.
+      trainers: ids of the trainers, sorted.
+      step: number of complete updates.
+    """
     for argument, sent in arguments.items():
         first, *others = trainers
         value = grads[sent[first]]
@@ -349,6 +373,6 @@ def _check_arguments(
             if other.tobytes() != value.tobytes():
                 raise PeerError(
                     f"{argument} of step {step + 1} is {wire.brief(value.tolist())} on trainer "
-                    f"{first}, and {wire.brief(other.tolist())} on trainer {k}: the update reads "
-                    "it, and there is one update; give all trainers the same"
+                    f"{first}, and {wire.brief(other.tolist())} on trainer {k}; the update reads "
+                    "it, so all trainers must pass the same value"
                 )

@@ -1,6 +1,7 @@
-"""Registry of one server's trainers: admission, and who is late.
+"""Registry of one server's trainers: admission, and lost or late trainers.
 
-The registry decides, and does nothing: times are arguments, and messages are return values.
+The registry has no side effects outside itself: it receives the time as an argument, and returns
+the text or fields of the messages that its caller sends.
 """
 
 from __future__ import annotations
@@ -20,33 +21,50 @@ from dtrans.protocol.transport import RETRY
 from dtrans.protocol.wait_reminder import WaitReminder
 
 
-# seconds in which a trainer may move to another connection, and its last messages are read
+# seconds after the end of a connection or process in which the last messages are read, or the
+# trainer reconnects by a Unix socket
 GRACE = 0.5
 
 log = logging.getLogger("dtrans.pserver")
 
-# (to, op, blocks=(), **fields): sends a message at once, to a known address or to the endpoint of a
-# server
+# say(to, op, blocks=(), **fields) sends a message to the address of a trainer, or to the endpoint
+# of another server.
 Say = Callable[..., None]
 
 
 @dataclasses.dataclass
 class Trainer:
-    """State of one trainer at a server."""
+    """State of one trainer at a server.
+
+    Attributes:
+      session: random word that identifies the trainer's process.
+      address: address from which it sends.
+      wants: names of the blocks that it receives with each answer to `recv`.
+      lost: time at which its connection ended; None while it is connected.
+      local: True if it is connected by a Unix socket.
+      connection: number of its connection, from its last `hello`.
+      messages: numbers of the messages to and from it, and stored messages to it.
+      heard_at: time of its last message.
+      received: number of bytes from it.
+      sent: number of bytes to it.
+      done: True if it has left the job, by `complete` or by a failure.
+      failed: True if it has left without `complete`.
+      parted: True if it has left, and does not need `goodbye` any more.
+    """
 
     session: str
     address: bytes
     wants: tuple[str, ...] = ()
-    lost: float | None = None  # the time at which its connection ended
-    local: bool = False  # on a Unix socket, which no network breaks
-    connection: int = 0  # number of its connection, from its last `hello`
+    lost: float | None = None
+    local: bool = False
+    connection: int = 0
     messages: NumberedMessages = dataclasses.field(default_factory=NumberedMessages)
-    heard_at: float = 0.0  # the time of the last message from it
-    received: int = 0  # bytes from it
-    sent: int = 0  # bytes to it
+    heard_at: float = 0.0
+    received: int = 0
+    sent: int = 0
     done: bool = False
-    failed: bool = False  # done, without `complete`
-    parted: bool = False  # done, and it has received the goodbye, or can no longer receive it
+    failed: bool = False
+    parted: bool = False
 
 
 class TrainerRegistry:
@@ -54,16 +72,20 @@ class TrainerRegistry:
 
     Args:
       served: the server's blocks.
-      deadline: seconds in which all trainers have to come.
-      plan: the parts of the plan's fingerprint; those of every trainer are equal.
+      deadline: seconds within which all trainers must connect.
+      plan: parts of the plan's fingerprint; each trainer must have the same ones.
       secret: the job's token.
-      retry: seconds in which a broken connection may be made again.
+      retry: seconds for which the server waits for a reconnection.
 
     Attributes:
+      endpoint: endpoint of the server.
+      plan: the argument `plan`.
       count: number of trainers of the job.
-      started: the time at which the server began to wait for them.
-      known: the trainers that have come, by their ids. `by_address` has the ids.
-      to_servers: bytes of all messages to other servers.
+      deadline: the argument `deadline`.
+      started: time at which the server began to wait for trainers.
+      known: id to state of each trainer that has greeted this server.
+      by_address: address to id of each such trainer.
+      to_servers: number of bytes of all messages to other servers.
     """
 
     def __init__(
@@ -78,12 +100,13 @@ class TrainerRegistry:
         self.endpoint = served.endpoint
         self.plan = plan
         self._secret, self._retry = secret, retry
-        self._refused: dict[int, str] = {}  # reasons, of trainers that have not come
+        self._refused: dict[int, str] = {}  # id of a refused trainer: the reason
         self.count = served.trainers
         self.deadline = deadline
         self.started = 0.0
         self._reminder = WaitReminder()
-        self._dead: dict[int, tuple[float, str]] = {}  # ended processes: the time, and the exit
+        # id of each trainer whose process has ended: the time, and the exit status
+        self._dead: dict[int, tuple[float, str]] = {}
         self.to_servers = 0
         self._sync_mode = served.sync_mode
         self.known: dict[int, Trainer] = {}
@@ -91,57 +114,65 @@ class TrainerRegistry:
 
     @property
     def present(self) -> list[int]:
-        """The trainers that have come, and have not left."""
+        """Ids of the trainers that have connected and not left."""
         return [k for k, t in self.known.items() if not t.done]
 
     @property
     def left(self) -> list[int]:
-        """The trainers that have left."""
+        """Ids of the trainers that have left."""
         return [k for k, t in self.known.items() if t.done]
 
     @property
+    def unseen(self) -> list[int]:
+        """Ids of the trainers that have not connected yet."""
+        return [k for k in range(self.count) if k not in self.known]
+
+    @property
     def served(self) -> bool:
-        """True if all trainers have come, and left."""
+        """True if all trainers have connected and left."""
         return len(self.known) == self.count and all(t.done for t in self.known.values())
 
     def due(self, said: Collection[int]) -> list[int]:
-        """Return the trainers that have not come, then those present that are not in `said`."""
-        absent = [k for k in range(self.count) if k not in self.known]
-        return absent + [k for k in self.present if k not in said]
+        """Return the ids of the trainers that have not left and are not in `said`.
+
+        The trainers that have not connected yet come first.
+        """
+        return self.unseen + [k for k in self.present if k not in said]
 
     def all_said(self, said: Collection[int]) -> bool:
-        """Return True if all have come, and those present are in `said`, which is not empty."""
+        """Return True if `said` is not empty, and contains all trainers that have not left."""
         return bool(said) and not self.due(said)
 
     @property
     def parted(self) -> bool:
-        """Return True if all have left, and nobody may come back for a goodbye that was lost."""
+        """True if all trainers have left, and none of them still needs `goodbye`."""
         return self.served and all(t.parted or t.failed or t.local for t in self.known.values())
 
     @property
     def bytes_sent(self) -> int:
-        """Return the bytes of all that was said to trainers and other servers."""
+        """Number of bytes of all messages to trainers and other servers."""
         return self.to_servers + sum(t.sent for t in self.known.values())
 
     @property
     def sessions(self) -> tuple[str, ...]:
-        """The session words of the trainers that have come; no other run of the job has one of
-        them."""
+        """Session words of the trainers that have connected. They identify this run of the job."""
         return tuple(self.known[k].session for k in sorted(self.known))
 
-    # -- what they say ---------------------------------------------------------------------------
+    # -- messages --------------------------------------------------------------------------------
 
     def hello(self, address: bytes, message: wire.Message, peer: str | None) -> str:
-        """Let a trainer join, or move to another connection.
+        """Register a trainer, or register the new connection of a known trainer.
 
         Args:
-          address: of the sender.
-          peer: endpoint of the server that has greeted this one from there, if any.
+          address: address of the sender.
+          message: the `hello` message.
+          peer: endpoint of the server that has greeted from the same address; None if none has.
 
         Returns:
-          The reason for which the trainer has to wait; empty if it has joined.
+          The reason why the trainer has to wait; empty if it is registered.
 
-        Raises WireError if it may not join.
+        Raises:
+          WireError: the trainer is refused.
         """
         k = message["trainer"]
         self._check_job(k, message)
@@ -150,8 +181,8 @@ class TrainerRegistry:
         if known is not None and known.done and (known.failed or not is_same):
             if known.failed or is_same:
                 raise WireError(f"trainer {k} has left, and cannot come back to this job")
-            # It belongs to the next job on this endpoint. When this server ends, the connection
-            # breaks, and it greets the next server.
+            # The sender belongs to the next job on this endpoint. When this server ends, the
+            # connection breaks, and the sender greets the next server.
             return f"the end of a job of {self.count} trainers, which trainer {k} has left"
         self._check_identity(k, address, message, peer)
 
@@ -162,7 +193,7 @@ class TrainerRegistry:
                     f"trainer {k} was in a job of pserver {self.endpoint} that has ended"
                 )
             self.known[k] = Trainer(message["session"], address, local=local)
-        else:  # it moves to the Unix socket, or its connection is made again
+        else:  # the trainer moves to the Unix socket, or has reconnected
             heard = message.fields.get("heard", 0)
             known.messages.check_resumable(heard)
             known.messages.acknowledge(heard)
@@ -177,7 +208,8 @@ class TrainerRegistry:
         trainers, sync_mode = message["trainers"], message.fields.get("sync_mode", self._sync_mode)
         if message["order"] != sys.byteorder:
             raise WireError(
-                f"trainer {k} is {message['order']}-endian, this server is {sys.byteorder}-endian"
+                f"trainer {k} is {message['order']}-endian, pserver {self.endpoint} is "
+                f"{sys.byteorder}-endian"
             )
         if trainers != self.count:
             raise WireError(
@@ -185,7 +217,7 @@ class TrainerRegistry:
                 f"{self.count}"
             )
         if not 0 <= k < self.count:
-            raise WireError(f"trainer {k} of {self.count}: ids are 0 to {self.count - 1}")
+            raise WireError(f"the trainer's id is {k}, expected 0 to {self.count - 1}")
         if sync_mode != self._sync_mode:
             modes = {True: "synchronous", False: "asynchronous"}
             raise WireError(
@@ -196,14 +228,14 @@ class TrainerRegistry:
     def _check_identity(
         self, k: int, address: bytes, message: wire.Message, peer: str | None
     ) -> None:
-        """Raise WireError if another process is trainer k, or this one has another role or plan."""
+        """Raise WireError if trainer k is another process, or this one has another role or plan."""
         if k in self.known and self.known[k].session != message["session"]:
             raise WireError(
-                f"trainer {k} is here already; is DTRANS_TRAINER_ID, or trainer_id, the same in "
-                "two processes?"
+                f"another process is already connected as trainer {k}; set a different "
+                "DTRANS_TRAINER_ID, or trainer_id, in each process"
             )
         if peer is not None:
-            raise WireError(f"pserver {peer} cannot be trainer {k} too")
+            raise WireError(f"a `hello` message of trainer {k} from pserver {peer}")
         try:
             check_plan(f"pserver {self.endpoint}", self.plan, f"trainer {k}", message)
         except WireError as e:
@@ -253,7 +285,7 @@ class TrainerRegistry:
             yield from t.messages.stored
 
     def back(self, address: bytes) -> None:
-        """Note that a connection is made again. Its trainer sends `hello` on it."""
+        """Handle a reconnection. The trainer also sends `hello`."""
         k = self.by_address.get(address)
         if k is not None:
             self.known[k].lost = None
@@ -261,9 +293,10 @@ class TrainerRegistry:
     def welcome(
         self, message: wire.Message, step: int, heard: int, local: str = ""
     ) -> dict[str, Any]:
-        """Return the fields of the welcome that answers a `hello` or a `peer`.
+        """Return the fields of the welcome that answers a `hello` or `peer` message.
 
         Args:
+          message: the `hello` or `peer` message.
           step: the server's step.
           heard: number of messages received from the sender.
           local: path of the server's Unix socket, for trainers on the same host.
@@ -272,23 +305,23 @@ class TrainerRegistry:
         return {"step": step, "local": local, "proof": proof, "heard": heard}
 
     def lose(self, address: bytes, now: float) -> None:
-        """Note that a connection has ended. Its last messages may still be unread."""
+        """Handle the end of a connection. Its last messages may still be unread."""
         k = self.by_address.get(address)
         if k is not None:
             self.known[k].lost = now
 
     def died(self, k: int, how: str, now: float) -> None:
-        """Note that the process of a trainer has ended. Its last messages may still be unread."""
+        """Handle the end of a trainer's process. Its last messages may still be unread."""
         self._dead.setdefault(k, (now, how))
 
     def part(self, k: int) -> None:
-        """Note that a trainer has received the goodbye. Raises WireError if none was sent."""
+        """Handle the answer to `goodbye`. Raises WireError if `goodbye` was not sent."""
         if not self.known[k].done:
             raise WireError(f"a `goodbye` message of trainer {k}, which has not said `complete`")
         self.known[k].parted = True
 
     def speaker(self, address: bytes, message: wire.Message) -> int:
-        """Return the trainer that has sent a message. Raises WireError if the sender is none."""
+        """Return the id of the sender. Raises WireError unless it is a trainer of the job."""
         if address not in self.by_address:
             raise WireError(f"a `{message.op}` message from a peer that has not said hello")
         k = self.by_address[address]
@@ -296,19 +329,23 @@ class TrainerRegistry:
             raise WireError(f"a `{message.op}` message of trainer {k}, which has left")
         return k
 
-    # -- who is late -----------------------------------------------------------------------------
+    # -- lost and late trainers ------------------------------------------------------------------
 
     def lost(self, now: float) -> dict[int, str]:
-        """Return the present trainers whose connection or process has ended, and the reason for
-        each."""
-        why = "the connection of trainer {} to pserver {} ended without a goodbye"
-        gone = [k for k in self.present if self._is_lost(self.known[k], now)]
-        return {k: why.format(k, self.endpoint) for k in gone} | self._ended(now)
+        """Return the id of each trainer whose connection or process ended too early: the reason."""
+        found: dict[int, str] = {}
+        for k in self.present:
+            if self._is_lost(self.known[k], now):
+                found[k] = (
+                    f"the connection of trainer {k} to pserver {self.endpoint} ended without a "
+                    "goodbye"
+                )
+        return found | self._ended(now)
 
     def look(self, now: float) -> None:
-        """Mark trainers that can no longer receive a goodbye.
+        """Set `parted` for the trainers that have left and can no longer receive `goodbye`.
 
-        Their connection was not made again in time, or their process has ended.
+        Their connection or process has ended, and the time for a reconnection has passed.
         """
         for k, t in self.known.items():
             ended = k in self._dead and now - self._dead[k][0] > GRACE
@@ -320,15 +357,15 @@ class TrainerRegistry:
         return t.lost is not None and now - t.lost > (GRACE if t.local else self._retry)
 
     def _ended(self, now: float) -> dict[int, str]:
-        """Return the trainers that have not left although their process has ended; register absent
-        ones as failed."""
+        """Return the id of each trainer whose process ended before the trainer left: the reason.
+
+        A trainer whose process ended before it connected is registered as failed.
+        """
         found: dict[int, str] = {}
         for k, (since, how) in self._dead.items():
-            if (
-                now - since <= GRACE
-                or not 0 <= k < self.count
-                or (k in self.known and self.known[k].done)
-            ):
+            if now - since <= GRACE or not 0 <= k < self.count:
+                continue
+            if k in self.known and self.known[k].done:
                 continue
             if k in self.known:
                 found[k] = (
@@ -339,17 +376,22 @@ class TrainerRegistry:
                 found[k] = (
                     f"trainer {k} ended with {how} before it said hello to pserver {self.endpoint}"
                 )
-                found[k] += f"; {self._refused[k]}" if k in self._refused else ""
+                if k in self._refused:
+                    found[k] += f"; {self._refused[k]}"
         return found
 
     def begin(self, now: float) -> None:
-        """Begin to wait for the trainers."""
+        """Start to wait for the trainers."""
         self.started = now
         self._reminder.begin(now)
 
     def absent(self, now: float) -> list[int]:
-        """Return the trainers that have not come. Raises DeadlineError after the deadline."""
-        absent = [k for k in range(self.count) if k not in self.known]
+        """Return `unseen`, and log it if a log line is due.
+
+        Raises:
+          DeadlineError: the deadline has passed, and some trainers have not connected.
+        """
+        absent = self.unseen
         waited = self._reminder.due(now) if absent else 0.0
         if waited:
             log.warning(
@@ -368,30 +410,45 @@ class TrainerRegistry:
 
 
 class TrainerExits:
-    """Trainers of a synchronous server that leave early, by `on_trainer_exit`.
+    """Treatment of trainers that leave a synchronous server before the others.
 
     Args:
-      on_trainer_exit: "error" ends the job. With "drop" later updates do not count their gradients.
-        With "paddle" updates count their last gradients once more, and then zeros.
+      on_trainer_exit: "error": the job ends with an error. "drop": later updates use only the
+        gradients of the remaining trainers. "paddle": the next update uses the last gradients of a
+        trainer that has left once more, and later updates use zeros.
       trainers: the server's trainers.
     """
 
     def __init__(self, on_trainer_exit: str, trainers: TrainerRegistry) -> None:
         self._policy, self._trainers = on_trainer_exit, trainers
-        self._spent: set[int] = set()  # trainers whose last gradients have counted
+        self._spent: set[int] = set()  # trainers whose gradients are zeros from now on
 
     def counted(self) -> list[int]:
-        """Return the trainers whose gradients an update counts."""
-        return list(self._trainers.known) if self._policy == "paddle" else self._trainers.present
+        """Return the ids of the trainers whose gradients an update uses."""
+        if self._policy == "paddle":
+            return list(self._trainers.known)
+        return self._trainers.present
 
     def spend(self, trainers: Collection[int]) -> set[int]:
-        """Return those among `trainers` whose gradients are zeros from now on."""
-        spent = set(trainers) - self._spent if self._policy == "paddle" else set[int]()
+        """Return the trainers whose gradients must be set to zero now.
+
+        Args:
+          trainers: trainers that have left, and whose last gradients were used once more.
+        """
+        if self._policy != "paddle":
+            return set()
+        spent = set(trainers) - self._spent
         self._spent |= spent
         return spent
 
     def check(self, gone: Collection[int], going_on: Collection[int], step: int) -> None:
-        """Raise PeerError if some trainers continue after others have left, and may not."""
+        """Raise PeerError if trainers continue after others have left, and the rule forbids it.
+
+        Args:
+          gone: trainers that have left.
+          going_on: trainers that continue.
+          step: number of complete updates.
+        """
         if gone and going_on and self._policy == "error":
             raise PeerError(
                 f"trainer {min(gone)} closed after step {step} while trainer {min(going_on)} sends "
@@ -401,19 +458,24 @@ class TrainerExits:
 
 
 def check_plan(me: str, plan: Mapping[str, str], other: str, message: wire.Message) -> None:
-    """Raise WireError if the sender of a greeting has another plan; the message names the
-    differences."""
+    """Raise WireError if the sender of a greeting has another plan; the error names differences.
+
+    Args:
+      me: name of this server.
+      plan: parts of the fingerprint of this server's plan.
+      other: name of the sender.
+      message: the greeting.
+    """
     theirs = message.fields.get("plan", {})
     if not all(isinstance(x, str) for row in theirs.items() for x in row):
-        raise WireError(f"a `{message.op}` message without a proper plan")
+        raise WireError(f"a `{message.op}` message whose field `plan` has the wrong type")
     found = fingerprint.differences(me, plan, other, theirs) if plan else []
     if found and not theirs:
-        raise WireError(f"{other} does not say what it plans")
+        raise WireError(f"{other} sent no fingerprint of its plan")
     if found:
         raise WireError(
             f"{other} plans something else than {me}: {'; '.join(found[:4])}; every role must plan "
-            "the same step with "
-            "the same options"
+            "the same step with the same options"
         )
 
 
@@ -423,28 +485,40 @@ def named(trainers: Sequence[int]) -> str:
 
 
 def wanted(served: ServerBlocks, k: int, table: Any) -> tuple[str, ...]:
-    """Return the blocks that trainer k asks for. Raises WireError if there is no such block."""
+    """Return the names of the blocks that trainer k requests.
+
+    Args:
+      served: the server's blocks.
+      k: id of the trainer.
+      table: field `blocks` of the trainer's `recv`.
+
+    Raises:
+      WireError: the server has no such block.
+    """
     rows = table if isinstance(table, list) else [None]
     if not all(isinstance(row, list) and len(row) == 3 and isinstance(row[0], str) for row in rows):
-        raise WireError("`recv` of something that is not a list of [name, shape, dtype]")
+        raise WireError(
+            "a `recv` message whose field `blocks` is not a list of [name, shape, dtype]"
+        )
     for name, shape, dtype in table:
         block = served.params.get(name)
         if block is None:
             raise WireError(
-                f"trainer {k} asks for {name}, which pserver {served.endpoint} does not hold; "
-                "every role must "
-                "plan the same step"
+                f"trainer {k} requests block {name}, which pserver {served.endpoint} does not "
+                "store; every role must plan the same step"
             )
         if shape != list(block.shape) or dtype != block.dtype.name:
             raise WireError(
-                f"trainer {k} has {name} as {dtype}{shape}, pserver {served.endpoint} holds "
-                f"{block.dtype.name}{list(block.shape)}; "
-                "every role must plan the same step with the same options"
+                f"trainer {k} plans block {name} as {dtype}{shape}, pserver {served.endpoint} as "
+                f"{block.dtype.name}{list(block.shape)}; every role must plan the same step with "
+                "the same options"
             )
     return tuple(row[0] for row in table)
 
 
 def answer(say: Say, t: Trainer, step: int, values: Mapping[str, Any]) -> None:
-    """Send a trainer its blocks; there is an answer also if it wants none."""
-    nothing = {} if t.wants else {"pieces": list[Any]()}
-    say(t.address, "blocks", [(n, values[n]) for n in t.wants], step=step, **nothing)
+    """Send a trainer the blocks that it has requested, or an empty answer if it requested none."""
+    fields: dict[str, Any] = {"step": step}
+    if not t.wants:
+        fields["pieces"] = []
+    say(t.address, "blocks", [(n, values[n]) for n in t.wants], **fields)

@@ -1,9 +1,10 @@
-"""Rounds of a step, in which all trainers exchange values: their parts are merged, and answered.
+"""Rounds of a step, in which all trainers exchange values through the server.
 
-One round is open at a time: no trainer begins the next one before all have the answer of this one.
-The rounds of a step have ascending numbers, and the server refuses parts of an answered round. The
-first part of a round decides which values it has, and the parts of other trainers have to agree.
-Memory is allocated for announced values, whose size is bounded. Its pages exist when bytes arrive.
+In a round, each trainer sends its part of each value. The server merges the parts of all trainers
+by a collective, and sends the results. Only one round is open at a time, because a trainer starts
+the next round after the answer. The rounds of a step have increasing numbers, and the server
+refuses parts of an answered round. The first part of a round determines the types of its values,
+and the other trainers must send the same types. The size of a part is limited.
 """
 
 from __future__ import annotations
@@ -21,16 +22,18 @@ from dtrans.protocol import wire
 from dtrans.protocol.inbox import Inbox
 
 
-LARGEST = 1 << 30  # bytes of one trainer's part of a round
+LARGEST = 1 << 30  # maximum number of bytes that one trainer may send in a round
 
 
 @dataclasses.dataclass(frozen=True)
 class RoundValue:
-    """A value of a round: each trainer sends a part of it.
+    """Type of one value of a round.
 
     Attributes:
-      dtype, shape: of a part.
-      way: the collective and its arguments: an entry of `how` of `exchange` (`dtrans.ops.rpc`).
+      dtype: dtype of a trainer's part.
+      shape: shape of a trainer's part.
+      way: collective that merges the parts, and its arguments: an item of the parameter `how` of
+        `exchange` (`dtrans.ops.rpc`).
     """
 
     dtype: str
@@ -39,11 +42,11 @@ class RoundValue:
 
     @property
     def row(self) -> list[Any]:
-        """The value as a message lists it."""
+        """The value in the form of the field `values` of `exchange`: [dtype, shape, way]."""
         return [self.dtype, list(self.shape), list(self.way)]
 
     def room(self) -> np.ndarray:
-        """Return memory for a part."""
+        """Allocate memory for a part."""
         return np.empty(self.shape, np.dtype(self.dtype))
 
 
@@ -54,39 +57,48 @@ class TrainerRounds:
       count: number of trainers.
 
     Attributes:
-      number: of the open round; None if no round is open.
+      number: number of the open round; None if no round is open.
     """
 
     def __init__(self, count: int) -> None:
         self.count = count
         self.number: int | None = None
         self._step = 0
-        self._answered: tuple[int, float] = (0, -math.inf)  # step and number of the last round
+        self._answered: tuple[int, float] = (0, -math.inf)  # step and number of the answered round
         self._values: tuple[RoundValue, ...] = ()
         self._parts: dict[int, Inbox] = {}
 
     def take(self, k: int, message: wire.Message) -> None:
-        """Take a part of trainer k. Raises WireError, and takes nothing, if it is not a part of the
-        open round."""
+        """Receive values of trainer k.
+
+        Raises:
+          WireError: the values do not belong to the open round; then nothing is stored.
+        """
         step, number = message["step"], message["round"]
         values = values_of(message["values"], self.count)
         if self._is_over(step, number):
-            raise WireError(f"an exchange of round {number} of step {step}, which was answered")
+            raise WireError(
+                f"an `exchange` message of round {number} of step {step}, which is already answered"
+            )
         if self.number is not None and (number, values) != (self.number, self._values):
             first = next(iter(self._parts))
             raise WireError(
-                f"an exchange of round {number} with {len(values)} values of trainer {k}, where "
-                f"trainer {first} is in round {self.number} with {len(self._values)} values, or "
-                "with different values; every role must plan the same step with the same options"
+                f"an `exchange` message of trainer {k} with {len(values)} values in round {number},"
+                f" but trainer {first} sent {len(self._values)} values in round {self.number}, or "
+                "values of other types; every role must plan the same step with the same options"
             )
         part = self._parts.get(k)
         if part is None:
             memory = {str(i): v.room() for i, v in enumerate(values)}
             part = Inbox(
-                memory, lambda name: f"value {wire.brief(name)} of an exchange of {len(values)}"
+                memory,
+                lambda name: (
+                    f"an `exchange` message with a block {wire.brief(name)}, expected "
+                    f"{len(values)} blocks, which are named by their index"
+                ),
             )
         elif not part.missing():
-            raise WireError(f"a second part of round {number} of trainer {k}")
+            raise WireError(f"a second `exchange` message of trainer {k} in round {number}")
         part.take(message)
         self._step, self.number, self._values, self._parts[k] = step, number, values, part
 
@@ -94,16 +106,19 @@ class TrainerRounds:
         return (step, number) <= self._answered
 
     def begun(self, k: int) -> bool:
-        """Return True if bytes of trainer k's part of the open round are here."""
+        """Return True if trainer k has sent values in the open round."""
         return k in self._parts
 
     def waiting(self) -> list[int]:
-        """Return the trainers whose parts are complete."""
+        """Return the ids of the trainers that have sent all their values."""
         return [k for k, part in self._parts.items() if not part.missing()]
 
     def answers(self, trainers: Collection[int]) -> dict[int, list[np.ndarray]]:
-        """Close the open round, whose parts are all here; return the answer to each of these
-        trainers."""
+        """Close the open round, and return the merged values for each trainer.
+
+        Args:
+          trainers: ids of the trainers, which have all sent their values.
+        """
         order = sorted(trainers)
         parts = [list(self._parts[k].memory.values()) for k in order]
         values, each = self._values, list(zip(*parts, strict=True))
@@ -113,8 +128,11 @@ class TrainerRounds:
 
         def answer(i: int) -> list[np.ndarray]:
             mine = lambda x, axis: np.split(x, len(order), axis)[i]
-            merged = [exchanged(v.way, xs, mine, np) for v, xs in zip(values, each, strict=True)]
-            return [np.asarray(x, v.dtype) for x, v in zip(merged, values, strict=True)]
+            merged = []
+            for value, arrays in zip(values, each, strict=True):
+                result = exchanged(value.way, arrays, mine, np)
+                merged.append(np.asarray(result, value.dtype))
+            return merged
 
         if all(COLLECTIVES[v.way[0]].same_for_all for v in values):
             return dict.fromkeys(order, answer(0))
@@ -122,35 +140,46 @@ class TrainerRounds:
 
 
 def values_of(table: Any, trainers: int) -> tuple[RoundValue, ...]:
-    """Return the values that a message lists. Raises WireError if these trainers cannot exchange
-    them."""
-    rows = table if isinstance(table, list) and table else [None]
+    """Return the types in the field `values` of an `exchange` message.
+
+    Args:
+      table: the field.
+      trainers: number of trainers.
+
+    Raises:
+      WireError: the field is malformed, or `trainers` does not divide the shape of a value.
+    """
+    rows: list[Any] = table if isinstance(table, list) and table else [None]
     found = []
     for row in rows:
-        if not (
-            isinstance(row, list)
-            and len(row) == 3
-            and _is_type(*row[:2])
-            and is_way(row[2], row[1], trainers)
-        ):
-            raise WireError(f"an exchange of {wire.brief(row)}, which is not [dtype, shape, way]")
+        if not _is_value(row, trainers):
+            raise WireError(
+                f"an `exchange` message with the value {wire.brief(row)}, expected "
+                "[dtype, shape, way]"
+            )
         found.append(RoundValue(row[0], tuple(row[1]), tuple(row[2])))
     if sum(math.prod(v.shape) * np.dtype(v.dtype).itemsize for v in found) > LARGEST:
-        raise WireError(f"an exchange of more than {LARGEST:,} bytes")
+        raise WireError(f"an `exchange` message with more than {LARGEST:,} bytes of values")
     return tuple(found)
 
 
-def _is_type(dtype: Any, shape: Any) -> bool:
+def _is_value(row: Any, trainers: int) -> bool:
+    """Return True if `row` is a valid [dtype, shape, way] for this number of trainers."""
+    if not isinstance(row, list) or len(row) != 3:
+        return False
+    dtype, shape, way = row
+    return _is_dtype(dtype) and _is_shape(shape) and is_way(way, shape, trainers)
+
+
+def _is_dtype(name: Any) -> bool:
+    if not isinstance(name, str):
+        return False
     try:
-        known = (
-            isinstance(dtype, str)
-            and np.dtype(dtype).name == dtype
-            and not np.dtype(dtype).hasobject
-        )
+        dtype = np.dtype(name)
     except TypeError:
         return False
-    return (
-        known
-        and isinstance(shape, list)
-        and all(type(n) is int and 0 <= n <= LARGEST for n in shape)
-    )
+    return dtype.name == name and not dtype.hasobject
+
+
+def _is_shape(shape: Any) -> bool:
+    return isinstance(shape, list) and all(type(n) is int and 0 <= n <= LARGEST for n in shape)

@@ -1,10 +1,11 @@
-"""Rows of tables in the messages of trainers and servers.
+"""Exchange of table rows between trainers and servers.
 
-table_rows     row ids of lookups, and their blocks
-row_requests   a server's requests for rows, and memory for the gradients of these rows
-rows_ahead     announced rows of later steps
-row_answers    a synchronous server's answers to lookups, for this step and announced ones
+table_rows     row ids of a lookup, and their distribution over blocks
+row_requests   a server's handling of requests for rows, and memory for gradients of these rows
+rows_ahead     announced rows, which a trainer requests before the step that uses them
+row_answers    a synchronous server's answers to lookups
 stored_tables  requests between two steps: reports, changed rows, evictions
-cached_rows    GEO-SGD: rows that a trainer stores; `id_slots` maps row ids to memory
-changed_rows   GEO-SGD: changes by others that a trainer has not received
+cached_rows    GEO-SGD: rows that a trainer stores
+id_slots       a hash map from row ids to the positions of stored rows
+changed_rows   GEO-SGD: changes of other trainers that a trainer has not received yet
 """

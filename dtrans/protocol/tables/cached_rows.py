@@ -1,14 +1,13 @@
-"""Rows of a table that a GEO-SGD trainer stores: those that it has looked up.
+"""Rows of a table that a GEO-SGD trainer stores: all rows that it has looked up.
 
-    local    rows after the trainer's steps and pulls
-    old      the values on which local rows and the servers' last agreed
-    state    the optimizer's state of each row
+    local    the trainer's value of a row
+    old      the value on which the trainer and the servers last agreed
+    state    the optimizer's state of a row
 
-A push has the rows that steps have looked up since the last one: d = (local - old) / trainers, and
-old + d is the new old. A pull has the rows that others have changed: local + (server - old) is the
-new local, and the server's value is the new old. That is the arithmetic of
-`dtrans.protocol.trainer.geo_steps`, row by row. A difference between local and old stays until the
-row is looked up again.
+The arithmetic is that of `dtrans.protocol.trainer.geo_steps`, applied to single rows. A push
+contains the rows that steps have looked up since the last push. A pull contains the rows that other
+trainers have changed. If a row is not looked up again, its remaining difference between local and
+old is not pushed.
 
 Source: `GeoSgdCommunicator::SendUpdateSparseVars` and `RecvUpdateSparseVars` in
 paddle/fluid/operators/distributed/communicator.cc.
@@ -29,11 +28,12 @@ LEAST = 64  # initial capacity in rows
 
 
 class CachedRows:
-    """Stored rows of one table.
+    """Rows of one table that a trainer stores.
 
     Args:
-      types: of the table and of each array of its state, with any number of rows.
-      state: returns the initial state of rows by their ids; None if there is no state.
+      types: shape and dtype of the table and of each array of its optimizer state. The first
+        dimension is ignored.
+      state: returns the initial state of rows from their ids; None if there is no state.
     """
 
     def __init__(
@@ -43,41 +43,44 @@ class CachedRows:
     ) -> None:
         self._slots = IdSlots()
         self._state = state
-        # local rows, and their state
+        # local rows, followed by the arrays of their state
         self._stored = [np.empty((LEAST, *t.shape[1:]), t.dtype) for t in types]
         self._old = np.empty_like(self._stored[0])
+        # slots of the rows looked up since the last push, as a mask and as a list
         self._is_touched = np.zeros(LEAST, bool)
-        self._touched: list[np.ndarray] = []  # slots of rows looked up since the last push
+        self._touched: list[np.ndarray] = []
 
     def __len__(self) -> int:
         return len(self._slots)
 
     @property
     def ids(self) -> np.ndarray:
-        """Ids of the stored rows, in the order in which they came."""
+        """Ids of the stored rows, in the order in which they were added."""
         return self._slots.ids
 
     @property
     def old(self) -> np.ndarray:
-        """Values of these rows on which the trainer and the servers last agreed."""
+        """For each row in `ids`, the value on which the trainer and the servers last agreed."""
         return self._old[: len(self)]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the stored rows."""
+        """Number of bytes of the stored rows, their state and their old values."""
         return len(self) * sum(x[:1].nbytes for x in (*self._stored, self._old))
 
     def missing(self, ids: np.ndarray) -> np.ndarray:
-        """Return the numbers whose rows are not stored."""
+        """Return the ids whose rows are not stored."""
         return ids[self._slots.find(ids) < 0]
 
     def add(
         self, ids: np.ndarray, rows: np.ndarray, state: Sequence[np.ndarray] | None = None
     ) -> None:
-        """Store rows that were not stored before, as servers have them.
+        """Store new rows.
 
         Args:
-          state: of these rows; the initial one by default.
+          ids: ids of rows that are not stored yet.
+          rows: values of these rows from the servers.
+          state: optimizer's state of these rows; by default the initial state.
         """
         if not len(ids):
             return
@@ -88,14 +91,19 @@ class CachedRows:
             *self._stored, self._old = (_longer(x, size) for x in (*self._stored, self._old))
             self._is_touched = _longer(self._is_touched, size)
         self._is_touched[at] = False
-        if state is None:
-            state = [] if self._state is None else self._state(ids)
-        for array, x in zip(self._stored, (rows, *state), strict=True):
+        if state is None and self._state is not None:
+            state = self._state(ids)
+        for array, x in zip(self._stored, (rows, *(state or ())), strict=True):
             array[at] = x
         self._old[at] = rows
 
     def take(self, ids: np.ndarray, size: int) -> list[np.ndarray]:
-        """Return rows with their state, padded with zeros to `size`."""
+        """Return a copy of local rows and of each array of their state.
+
+        Args:
+          ids: ids of the rows.
+          size: number of rows of the results, which are padded with zeros.
+        """
         slots = self._slots.find(ids)
         found = [np.zeros((size, *x.shape[1:]), x.dtype) for x in self._stored]
         for rows, x in zip(found, self._stored, strict=True):
@@ -103,7 +111,12 @@ class CachedRows:
         return found
 
     def put(self, ids: np.ndarray, new: Sequence[Any]) -> None:
-        """Store the new values of rows that a step has looked up, and of their state."""
+        """Store the new local rows and state of rows that a step has looked up.
+
+        Args:
+          ids: ids of the rows.
+          new: new local rows, and new arrays of the state. They may be padded.
+        """
         slots = self._slots.find(ids)
         for array, x in zip(self._stored, new, strict=True):
             array[slots] = np.asarray(x)[: len(ids)]
@@ -112,35 +125,40 @@ class CachedRows:
         self._touched.append(fresh)
 
     def pushed(self, trainers: int) -> RowGradient:
-        """Return the rows of a push."""
+        """Return the deltas of a push, and update the old values."""
         ids, local, old = self._unpushed()
         deltas = (local - old) / np.asarray(trainers, old.dtype)
         self._agree(ids, None, old + deltas)
         return RowGradient(ids, deltas)
 
     def pulled(self, server: RowGradient) -> None:
-        """Add the changes of other trainers."""
+        """Add the changes of other trainers to the local rows.
+
+        Args:
+          server: servers' values of the rows that other trainers have changed.
+        """
         ids, rows, local, old = self._known(server)
         self._agree(ids, local + (rows - old), rows)
 
-    # Rows move here, and the functions above compute: a traced step replaces only the former.
+    # The functions above compute, and the functions below only copy rows. A verification that
+    # traces `pushed` and `pulled` replaces the functions below.
 
     def _unpushed(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the rows looked up since the last push: their ids, local and old values."""
+        """Return the ids, local and old values of the rows looked up since the last push."""
         slots = np.concatenate([np.empty(0, np.int32), *self._touched])
         self._is_touched[slots], self._touched = False, []
         slots = slots[np.argsort(self._slots.ids[slots])]
         return self._slots.ids[slots], self._stored[0][slots], self._old[slots]
 
     def _known(self, server: RowGradient) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Return the stored ones among some rows: ids, and received, local and old values."""
+        """Return the ids, received, local and old values of the received rows that are stored."""
         slots = self._slots.find(server.ids)
         is_here = slots >= 0
         slots = slots[is_here]
         return server.ids[is_here], server.rows[is_here], self._stored[0][slots], self._old[slots]
 
     def _agree(self, ids: np.ndarray, local: np.ndarray | None, old: np.ndarray) -> None:
-        """Write the values that both sides agree on, and local rows if they change."""
+        """Store new old values, and new local values unless `local` is None."""
         slots = self._slots.find(ids)
         self._old[slots] = old
         if local is not None:
@@ -149,12 +167,14 @@ class CachedRows:
     # -- as arrays -------------------------------------------------------------------------------
 
     def arrays(self, size: int) -> list[np.ndarray]:
-        """Return row ids, a mask of the rows that the next push must send, and the rows.
+        """Return all data as arrays, for a checkpoint.
 
-        Local rows are followed by their state and by old rows.
+        The arrays are: the row ids, a mask of the rows that the next push sends, the local rows,
+        the arrays of their state, and the old rows.
 
         Args:
-          size: length of each array; row ids are padded with it.
+          size: length of each array. Row ids are padded with this number, and the other arrays with
+            zeros.
         """
         count = len(self)
         parts = [x[:count] for x in (self._is_touched.astype(np.int32), *self._stored, self._old)]
@@ -164,10 +184,12 @@ class CachedRows:
 
     @classmethod
     def from_arrays(cls, ids: np.ndarray, is_touched: np.ndarray, *rows: np.ndarray) -> CachedRows:
-        """Restore the rows from the output of `arrays`.
+        """Return the rows whose `arrays` are the arguments.
 
         Args:
-          rows: local rows, their state, and old rows.
+          ids: row ids.
+          is_touched: mask of the rows that the next push sends.
+          rows: local rows, the arrays of their state, and old rows.
         """
         size = len(ids)
         found = cls(rows[:-1])
@@ -179,5 +201,5 @@ class CachedRows:
 
 
 def _longer(x: np.ndarray, size: int) -> np.ndarray:
-    """Return a longer copy of an array."""
+    """Return a copy of an array with `size` rows; the new rows are undefined."""
     return np.concatenate([x, np.empty((size - len(x), *x.shape[1:]), x.dtype)])

@@ -1,11 +1,11 @@
-"""Rows of tables that others have changed since a GEO-SGD trainer last received them.
+"""Rows of tables that other trainers have changed since a GEO-SGD trainer last received them.
 
-A trainer stores the rows that it has asked for, and knows the changes that it has made itself. A
-server records the others' (`UnseenChanges`), and a trainer receives them (`ChangedInbox`).
+A trainer stores the rows that it has requested, and knows its own changes. A server records the
+changes of other trainers (`UnseenChanges`), and the trainer receives them (`ChangedInbox`).
 
 Source: `AsyncSparseParamUpdateRecorder` in
-paddle/fluid/operators/distributed/async_sparse_param_update_recorder.h, which also sends a trainer
-its own changes, and rows that it does not have.
+paddle/fluid/operators/distributed/async_sparse_param_update_recorder.h. In contrast to dtrans, it
+also sends a trainer its own changes, and rows that the trainer does not store.
 """
 
 from __future__ import annotations
@@ -23,15 +23,20 @@ from dtrans.protocol.server_blocks import RowGradient, TableSpec
 from dtrans.protocol.tables.table_rows import BlockRowSet
 
 
-STORED, CHANGED = 1, 2  # states of a row at a trainer; 0 for a row that it does not store
+# States of a row at a trainer: stored and unchanged since it was received, or stored and changed by
+# another trainer. The state of a row that the trainer does not store is 0.
+STORED, CHANGED = 1, 2
 
 
 class UnseenChanges:
-    """Rows that one server's trainers store, and changes that they have not received.
+    """Record of the rows that a server's trainers store, and of changes not yet sent to them.
 
     Args:
-      tables: blocks that rows are asked from; those with `cached` rows are recorded.
+      tables: name to specification of each block; only blocks with `on_trainers` are recorded.
       trainers: number of trainers.
+
+    Attributes:
+      tables: names of the recorded blocks.
 
     Example:
       >>> import numpy as np
@@ -56,13 +61,13 @@ class UnseenChanges:
             self.forget(k)
 
     def asked(self, k: int, name: str, ids: np.ndarray) -> None:
-        """Note that trainer k stores these rows of a block from now on."""
+        """Record that trainer k stores these rows of a block from now on."""
         if name in self._rows:
             has = self._has[k, name]
             has[ids] = np.maximum(has[ids], STORED)
 
     def changed(self, k: int, name: str, ids: np.ndarray) -> None:
-        """Note that trainer k has changed these rows of a block."""
+        """Record that trainer k has changed these rows of a block."""
         if name not in self._rows:
             return
         for other in range(self._trainers):
@@ -73,38 +78,42 @@ class UnseenChanges:
                 self._news[other, name].append(news)
 
     def take(self, k: int, name: str) -> np.ndarray:
-        """Return the changed rows of trainer k, increasing; they count as received from now on."""
+        """Return the increasing ids of changed rows that trainer k must receive.
+
+        The trainer counts as having received them from now on.
+        """
         news, self._news[k, name] = self._news[k, name], []
         ids = np.sort(np.concatenate([np.empty(0, np.int32), *news]))
         self._has[k, name][ids] = STORED
         return ids
 
     def has(self, name: str) -> np.ndarray:
-        """Return the state of each row of a block at each trainer: `STORED`, `CHANGED`, or 0."""
+        """Return an array [trainer, row] with the state `STORED`, `CHANGED` or 0."""
         return np.stack([self._has[k, name] for k in range(self._trainers)])
 
     def restore(self, name: str, has: np.ndarray) -> None:
-        """Restore the states that `has` returned."""
+        """Restore the states of a block from the result of `has`."""
         for k, rows in enumerate(has):
             self._has[k, name] = rows.astype(np.uint8)
             self._news[k, name] = [np.flatnonzero(rows == CHANGED)]
 
     def forget(self, k: int) -> None:
-        """Note that trainer k stores no rows."""
+        """Record that trainer k stores no rows."""
         for n, rows in self._rows.items():
-            # the system allocates a page when it is written to
+            # `zeros` reserves address space only: a page is allocated at the first write.
             self._has[k, n] = np.zeros(rows, np.uint8)
             self._news[k, n] = []
 
 
 @dataclasses.dataclass(frozen=True)
 class CachedBlock:
-    """A block of a table whose rows a trainer stores.
+    """Block of a table whose rows a trainer stores.
 
     Attributes:
-      table: the trainer's name of the table.
-      span: rows of the table that the block has.
-      row, dtype: of one row.
+      table: the trainer's key of the table.
+      span: rows of the table that the block contains.
+      row: shape of one row.
+      dtype: dtype of the rows.
     """
 
     table: str
@@ -114,10 +123,11 @@ class CachedBlock:
 
 
 class ChangedInbox:
-    """Changed rows that servers send a trainer with one answer.
+    """Changed rows that servers send to a trainer before one answer to `recv`.
 
     Args:
-      blocks: by server and name; each server sends the changes of all its blocks.
+      blocks: server's endpoint and name of each block. A server sends the changes of all its
+        blocks.
     """
 
     def __init__(self, blocks: Mapping[tuple[str, str], CachedBlock]) -> None:
@@ -125,28 +135,34 @@ class ChangedInbox:
         self._inboxes: dict[tuple[str, str], Inbox] = {}
 
     def take(self, endpoint: str, message: wire.Message) -> None:
-        """Take a `changed`. Raises PeerError for one that was not asked for, WireError for a
-        malformed one."""
+        """Receive a `changed` message.
+
+        Raises:
+          PeerError: the trainer did not request it, or its row ids are invalid.
+          WireError: the message is malformed.
+        """
         name, count, key = message["table"], message["count"], (endpoint, message["table"])
         block = self._blocks.get(key)
         if block is None or not 0 <= count <= block.span.rows:
             raise PeerError(
-                f"pserver {endpoint} tells of {wire.brief(count)} rows of {wire.brief(name)}, not "
-                "asked for"
+                f"pserver {endpoint} sent {wire.brief(count)} changed rows of {wire.brief(name)}, "
+                "which were not requested"
             )
         if key not in self._inboxes:
             memory = {
                 "ids": np.empty(count, np.int32),
                 "rows": np.empty((count, *block.row), block.dtype),
             }
-            self._inboxes[key] = Inbox(memory, lambda n: f"a `changed` with {wire.brief(n)}")
+            self._inboxes[key] = Inbox(
+                memory, lambda n: f"a `changed` message with the block {wire.brief(n)}"
+            )
         self._inboxes[key].take(message)
         if not self._inboxes[key].missing():
             ids = self._inboxes[key].memory["ids"]
             if count and (ids[0] < 0 or ids[-1] >= block.span.rows or np.any(ids[1:] <= ids[:-1])):
                 raise PeerError(
-                    f"rows of {name} that pserver {endpoint} tells of do not go up to "
-                    f"{block.span.rows - 1}"
+                    f"pserver {endpoint} sent changed rows of {name} whose ids do not increase "
+                    f"within 0 to {block.span.rows - 1}"
                 )
 
     def check_complete(self, endpoint: str) -> None:
@@ -154,12 +170,10 @@ class ChangedInbox:
         for ep, name in self._blocks:
             inbox = self._inboxes.get((ep, name))
             if ep == endpoint and (inbox is None or inbox.missing()):
-                raise PeerError(
-                    f"pserver {endpoint} has not told of all rows of {name} that have changed"
-                )
+                raise PeerError(f"pserver {endpoint} did not send all changed rows of {name}")
 
     def rows(self) -> dict[str, RowGradient]:
-        """Return the row ids and values of all changes, by table."""
+        """Return the ids and values of all changed rows of each table."""
         found: dict[str, list[RowGradient]] = {block.table: [] for block in self._blocks.values()}
         for key, inbox in self._inboxes.items():
             block, memory = self._blocks[key], inbox.memory

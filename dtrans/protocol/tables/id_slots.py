@@ -1,6 +1,6 @@
-"""A growing map from row ids to slots: open addressing in NumPy's memory.
+"""Hash map from row ids to consecutive slots, with open addressing in NumPy arrays.
 
-Its memory grows with the added numbers, and not with their range.
+Its memory depends on the number of ids, and not on their range.
 """
 
 from __future__ import annotations
@@ -8,13 +8,14 @@ from __future__ import annotations
 import numpy as np
 
 
-FREE = -1
+FREE = -1  # value of an unused hash table entry, and slot of an unknown id
 LEAST = 64  # initial capacity, a power of two
-FACTOR = np.uint32(2654435769)  # 2**32 over the golden ratio (Knuth): it spreads neighbours
+# 2**32 divided by the golden ratio (Knuth): multiplication by it spreads neighbouring ids
+FACTOR = np.uint32(2654435769)
 
 
 class IdSlots:
-    """Map from each number to its slot: 0, 1, ... in the order in which they were added.
+    """Map from each id to its slot: 0, 1, ... in the order in which the ids were added.
 
     Example:
       >>> import numpy as np
@@ -27,18 +28,18 @@ class IdSlots:
 
     def __init__(self) -> None:
         self._ids, self._count = np.zeros(LEAST, np.int32), 0
-        self._places = np.full(2 * LEAST, FREE, np.int32)  # slots
+        self._places = np.full(2 * LEAST, FREE, np.int32)  # hash table: position to slot
 
     def __len__(self) -> int:
         return self._count
 
     @property
     def ids(self) -> np.ndarray:
-        """The numbers, in the order of their slots."""
+        """The ids, in the order of their slots."""
         return self._ids[: self._count]
 
     def find(self, ids: np.ndarray) -> np.ndarray:
-        """Return the slots of numbers; -1 for a missing one."""
+        """Return the slot of each id; -1 for an id that was not added."""
         found = np.full(len(ids), FREE, np.int32)
         ahead, at = np.arange(len(ids)), self._first(ids)
         while len(ahead):
@@ -51,7 +52,7 @@ class IdSlots:
         return found
 
     def add(self, ids: np.ndarray) -> None:
-        """Add numbers that are not there, each once."""
+        """Add unique ids that were not added before."""
         before, self._count = self._count, self._count + len(ids)
         size = len(self._ids)
         while size < self._count:
@@ -67,7 +68,9 @@ class IdSlots:
         at = self._first(self._ids[slots])
         while len(slots):
             free = self._places[at] == FREE
-            self._places[at[free]] = slots[free]  # one of several with the same place gets it
+            # If several slots have the same position, NumPy stores the last one. The others
+            # continue with the next position.
+            self._places[at[free]] = slots[free]
             on = self._places[at] != slots
             slots, at = slots[on], self._next(at[on])
 

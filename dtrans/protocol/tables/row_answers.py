@@ -1,4 +1,4 @@
-"""Rows of tables that a synchronous server sends: for this step, and announced for later ones."""
+"""Answers of a synchronous server to lookups of table rows, for this step and for later steps."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class RowAnswers:
 
     Args:
       served: the server's blocks.
-      update: reads rows.
+      update: the server's update, which returns current rows.
       trainers: the server's trainers.
-      say: sends a message.
+      say: function that sends a message.
 
     Attributes:
-      requests: the ids that trainers have asked for, and room for gradients of these rows.
+      requests: the row ids that trainers have requested, and memory for gradients of these rows.
     """
 
     def __init__(
@@ -35,13 +35,14 @@ class RowAnswers:
         self._tables, self._update = served.tables, update
         self._trainers, self._say = trainers, say
         self._ahead = RowsAhead(served.tables)
-        self._touched: dict[str, list[np.ndarray]] = {}  # ids that the update has gradients of
+        # block name: row ids of each trainer's gradient in the current update
+        self._touched: dict[str, list[np.ndarray]] = {}
 
     def take(self, k: int, message: wire.Message, grads: Inbox) -> None:
-        """Take a `prefetch` of trainer k, and answer it when it is complete.
+        """Handle a `prefetch` of trainer k, and answer it when the request is complete.
 
         Args:
-          grads: the trainer's gradients; they get room for those of the rows.
+          grads: the trainer's gradients; memory for the gradient of these rows is added.
         """
         asked = self.requests.take(k, message, grads)
         if asked is None:
@@ -63,16 +64,16 @@ class RowAnswers:
         self._say(self._trainers.known[k].address, "rows", [(name, rows)], **at)
 
     def begin(self, k: int, message: wire.Message, grads: Inbox) -> None:
-        """Make room for gradients of announced rows, before the first gradient of a step."""
+        """Allocate the gradients of announced rows, before the first gradient of their step."""
         for name, ids in self._ahead.begin(k, message["step"]):
             self.requests.begin(k, message, name, ids, grads)
 
     def gradients(self, grads: Mapping[int, Inbox], counted: Collection[int]) -> dict[str, Any]:
-        """Return all gradients by name, those of tables as `RowGradient`.
+        """Return all gradients by name; gradients of tables are `RowGradient`s.
 
         Args:
-          grads: of each trainer.
-          counted: the trainers whose gradients the update uses.
+          grads: trainer's id to the inbox with its gradients.
+          counted: ids of the trainers whose gradients the update uses.
         """
         found: dict[str, Any] = {}
         for k, inbox in grads.items():
@@ -82,7 +83,11 @@ class RowAnswers:
         return found
 
     def send_changed(self, step: int) -> None:
-        """Send the announced rows that are due after an update; `step` counts updates."""
+        """Send the announced rows that are due after an update.
+
+        Args:
+          step: number of complete updates.
+        """
         for due in self._ahead.end_update(step, self._touched):
             self._send_due(due, self._update.rows(due.name, due.ids, train=True), step)
 
@@ -91,9 +96,9 @@ class RowAnswers:
         self._say(self._trainers.known[due.trainer].address, "rows", blocks, step=step, **fields)
 
     def forget_trainer(self, k: int) -> None:
-        """Forget what trainer k has announced: it leaves."""
+        """Drop the announcements of trainer k, which has left."""
         self._ahead.forget(k)
 
     def forget_table(self, name: str) -> None:
-        """Forget what was announced of a table, as trainers do after an eviction."""
+        """Drop all announcements for a block after an eviction. Trainers drop them as well."""
         self._ahead.forget_rows(name)

@@ -1,14 +1,14 @@
 """Requests of trainers for rows of tables, and memory for the gradients of these rows.
 
-    prefetch  train        the rows; the gradient of the step has the same ones
-              ahead        the same, for a later step (`dtrans.protocol.tables.rows_ahead`)
-              otherwise    the rows, which no step trains
-    row_ids                no rows: announces those of the step's gradient
+    prefetch with train    requests rows; the trainer later sends a gradient of the same rows
+    prefetch with ahead    the same for a later step (`dtrans.protocol.tables.rows_ahead`)
+    other prefetch         requests rows without a gradient
+    row_ids                requests nothing: the row ids of the gradient that is sent next
 
-With delay compensation, the server stores the rows that a trainer trains as it receives them, until
-their gradient is used.
+With delay compensation, the server stores the values that a trainer receives by `prefetch` with
+`train` until it has used their gradient.
 
-A request may come in several messages. A malformed one is refused, and changes nothing.
+A request may consist of several messages. A malformed message is refused, and changes nothing.
 """
 
 from __future__ import annotations
@@ -26,45 +26,52 @@ from dtrans.protocol.server_blocks import RowGradient, TableSpec
 
 
 class RowRequests:
-    """Requests of one server's trainers.
+    """Requests of one server's trainers for rows of tables.
 
     Args:
-      endpoint: of the server.
-      tables: blocks that rows are asked from.
+      endpoint: endpoint of the server.
+      tables: name to specification of each block of a table.
     """
 
     def __init__(self, endpoint: str, tables: Mapping[str, TableSpec]) -> None:
         self._endpoint = endpoint
         self._tables = tables
-        self._ids: dict[tuple[int, str], np.ndarray] = {}  # rows that a trainer trains
+        # trainer and name of its gradient: row ids of the gradient
+        self._ids: dict[tuple[int, str], np.ndarray] = {}
+        # trainer, op, block and `ahead` of an incomplete request: its `train`, and its row ids
         self._begun: dict[tuple[int, str, str, int], tuple[bool, Inbox]] = {}
-        # rows of a block as a trainer has received them
+        # trainer and block: values that the trainer has received (delay compensation)
         self._backups: dict[tuple[int, str], RowGradient] = {}
-        # rows of each step with pending gradients: a communicator sends gradients of earlier steps
-        # after later steps have looked up their rows
+        # trainer and block: row ids of each step whose gradient is pending. There are several,
+        # because a communicator may send a gradient after lookups of later steps.
         self._under_way: dict[tuple[int, str], list[np.ndarray]] = {}
 
     def memory_of(self, k: int) -> dict[str, np.ndarray]:
-        """Return memory for the gradients of trainer k before its first request: name to an array
-        without rows."""
+        """Return the name of each table gradient of trainer k, with an array of zero rows.
+
+        A request replaces the array by memory for the requested rows.
+        """
         return {t.gradients[k]: np.empty((0, *t.row), t.dtype) for t in self._tables.values()}
 
     def take(
         self, k: int, message: wire.Message, grads: Inbox
     ) -> tuple[str, np.ndarray, bool] | None:
-        """Take a message of a `prefetch`.
-
-        Returns:
-          The block, its row ids and `train`, when the request is complete.
+        """Receive a `prefetch` message of trainer k.
 
         Args:
-          grads: gradients of the trainer; they get memory for those of these rows, unless a later
-            step looks them up.
+          grads: the trainer's gradients; memory for the gradient of these rows is added, unless
+            they are announced for a later step.
+
+        Returns:
+          The name of the block, the row ids and `train`; None until the request is complete.
+
+        Raises:
+          WireError: the request is malformed.
         """
         name, table = message["table"], self._tables.get(message["table"])
         if table is None:
             raise WireError(
-                f"trainer {k} asks for rows of {wire.brief(name)}, which is no table of "
+                f"trainer {k} requests rows of {wire.brief(name)}, which is not a table of pserver "
                 f"{self._endpoint}"
             )
         numbers = self._numbers(k, message, name, table, message["train"])
@@ -78,13 +85,20 @@ class RowRequests:
     def begin(
         self, k: int, message: wire.Message, name: str, ids: np.ndarray, grads: Inbox
     ) -> None:
-        """Allocate the gradient of announced rows: the first gradient of their step has come."""
+        """Allocate the gradient of announced rows, before the first gradient of their step.
+
+        Args:
+          message: the message with the first gradient.
+          name: name of the block.
+          ids: row ids in the block.
+          grads: the trainer's gradients, to which the memory is added.
+        """
         self._expect(k, message, self._tables[name], ids, grads)
 
     def answered(self, k: int, name: str, ids: np.ndarray, rows: np.ndarray) -> None:
-        """Note the rows that a step of a trainer looks up and trains, as it receives them.
+        """Record the rows that were sent to trainer k, and whose gradient is pending.
 
-        Each step looks up every block once, also for no rows.
+        Each step requests rows of every block once, even if it needs no rows.
         """
         if not self._tables[name].on_trainers:
             self._under_way.setdefault((k, name), []).append(ids)
@@ -92,34 +106,40 @@ class RowRequests:
             self._backups[k, name] = RowGradient(ids, rows)
 
     def follows(self, k: int, message: wire.Message, grads: Inbox) -> None:
-        """Take a `row_ids`, which has the row ids of a gradient that follows in this step."""
+        """Receive the row ids of the gradient that trainer k sends next."""
         gradient = message["gradient"]
-        found = next(((n, t) for n, t in self._tables.items() if t.gradients[k] == gradient), None)
-        if found is None:
+        blocks = {table.gradients[k]: name for name, table in self._tables.items()}
+        if gradient not in blocks:
             raise WireError(
-                f"trainer {k} has rows of {wire.brief(gradient)}, and {self._endpoint} has no such "
-                "table"
+                f"trainer {k} sends row ids of {wire.brief(gradient)}, which is not a gradient of "
+                f"a table of pserver {self._endpoint}"
             )
-        name, table = found
+        name = blocks[gradient]
+        table = self._tables[name]
         numbers = self._numbers(k, message, name, table, True)
         if numbers is None:
             return
         _, ids = numbers
         if table.backed and not np.all(np.isin(ids, self._received(k, name).ids)):
-            raise WireError(f"a gradient of rows of {name} that trainer {k} has not asked for")
+            raise WireError(
+                f"trainer {k} sends a gradient of rows of {name} that it did not request"
+            )
         self._expect(k, message, table, ids, grads)
 
     def _numbers(
         self, k: int, message: wire.Message, name: str, table: TableSpec, train: bool
     ) -> tuple[bool, np.ndarray] | None:
-        """Return `train` of a request's first message and its row ids, when all messages are
-        here."""
+        """Receive the row ids of a request.
+
+        Returns:
+          `train` of the request's first message, and the row ids; None until they are complete.
+        """
         count, key = message["count"], (k, message.op, name, message.fields.get("ahead", 0))
         if not 0 <= count <= table.rows:
             raise WireError(
-                f"trainer {k} asks for {wire.brief(count)} rows of {name}, which has {table.rows}"
+                f"trainer {k} requests {wire.brief(count)} rows of {name}, which has {table.rows}"
             )
-        refusal = lambda n: f"a `{message.op}` with {wire.brief(n)}"
+        refusal = lambda n: f"a `{message.op}` message with the block {wire.brief(n)}"
         fresh = train, Inbox({"ids": np.empty(count, np.int32)}, refusal)
         train, inbox = self._begun.pop(key, fresh)
         inbox.take(message)
@@ -129,7 +149,7 @@ class RowRequests:
         ids = inbox.memory["ids"]
         if count and (ids[0] < 0 or ids[-1] >= table.rows or np.any(ids[1:] <= ids[:-1])):
             raise WireError(
-                f"the rows of {name} that trainer {k} asks for do not go up from 0 to "
+                f"trainer {k} sends row ids of {name} that do not increase within 0 to "
                 f"{table.rows - 1}"
             )
         return train, ids
@@ -137,48 +157,57 @@ class RowRequests:
     def _expect(
         self, k: int, message: wire.Message, table: TableSpec, ids: np.ndarray, grads: Inbox
     ) -> None:
-        """Allocate a gradient of these rows as zeros, which updates use if it never comes."""
+        """Allocate the gradient of these rows as zeros, which an update uses if it is not sent."""
         gradient = table.gradients[k]
         if grads.has_begun(gradient):
             raise WireError(
-                f"a `{message.op}` of step {message['step']} after its gradient, {gradient}"
+                f"a `{message.op}` message of step {message['step']} after gradient {gradient} of "
+                "the same rows"
             )
         self._ids[k, gradient] = ids
         grads.renew(gradient, np.zeros((len(ids), *table.row), table.dtype))
 
     def under_way(self, name: str) -> np.ndarray:
-        """Return the rows of a block whose gradients are pending, or here in part."""
-        ids = [
-            self._ids.get((k, gradient), ()) for k, gradient in self._tables[name].gradients.items()
-        ]
+        """Return the ids of a block's rows whose gradients are pending or incomplete."""
+        ids = [np.empty(0, np.int32)]
+        for k, gradient in self._tables[name].gradients.items():
+            ids.append(self._gradient_ids(k, gradient))
         for (_, block), steps in self._under_way.items():
-            ids += steps if block == name else ()
-        return np.unique(np.concatenate([np.asarray(x, np.int32) for x in ids]))
+            if block == name:
+                ids += steps
+        return np.unique(np.concatenate(ids))
+
+    def _gradient_ids(self, k: int, gradient: str) -> np.ndarray:
+        """Return the row ids of a gradient of trainer k; no ids before its first request."""
+        return self._ids.get((k, gradient), np.empty(0, np.int32))
 
     def gradients(self, k: int, grads: Inbox) -> dict[str, Any]:
-        """Return the gradients of trainer k by name, those of tables with their row ids."""
-        none = np.empty(0, np.int32)
-        rows = {
-            n: RowGradient(self._ids.get((k, n), none), grads.memory[n]) for n in self.memory_of(k)
-        }
-        return {**grads.memory, **rows}
+        """Return the gradients of trainer k by name; gradients of tables are `RowGradient`s."""
+        found: dict[str, Any] = {**grads.memory}
+        for name in self.memory_of(k):
+            found[name] = RowGradient(self._gradient_ids(k, name), grads.memory[name])
+        return found
 
     def backups(self, k: int) -> dict[str, RowGradient]:
-        """Return, for updates that read them, the rows of trainer k's gradients as it received
-        them."""
+        """Return the values that trainer k has received of the rows of its gradients.
+
+        The result contains only tables with delay compensation. Its keys are the names under which
+        updates read the values.
+        """
         found = {}
         for n, t in self._tables.items():
             if t.backed:
                 backup = self._received(k, n)
-                ids = self._ids.get((k, t.gradients[k]), np.empty(0, np.int32))
+                ids = self._gradient_ids(k, t.gradients[k])
                 found[n + BACKUP] = RowGradient(ids, backup.rows[np.searchsorted(backup.ids, ids)])
         return found
 
     def used(self, k: int, grads: Inbox, steps: int | None = None) -> None:
-        """Forget the rows of trainer k whose gradients are used.
+        """Drop the row ids and values of trainer k's gradients after their use.
 
         Args:
-          steps: number of steps that the gradients belong to; None if no more come.
+          grads: the trainer's gradients; the memory of table gradients is released.
+          steps: number of steps whose gradients were used; None if the trainer has left.
         """
         for n, t in self._tables.items():
             del self._under_way.get((k, n), [])[:steps]
@@ -188,6 +217,7 @@ class RowRequests:
             grads.renew(n, none)
 
     def _received(self, k: int, name: str) -> RowGradient:
+        """Return the rows of a block that trainer k has received; no rows before the first ones."""
         t = self._tables[name]
         return self._backups.get((k, name)) or RowGradient(
             np.empty(0, np.int32), np.empty((0, *t.row), t.dtype)

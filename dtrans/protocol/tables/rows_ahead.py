@@ -1,21 +1,21 @@
-"""Rows of tables that a synchronous trainer asks for before the step that looks them up.
+"""Announced rows: table rows that a synchronous trainer requests before the step that uses them.
 
-A trainer announces the rows of a later step, and computes this one while they travel. It says how
-many steps ahead that is. The server derives the last update that has to be in these rows: it comes
-`staleness` steps before they are looked up, or now if that has passed. After it the rows are *due*.
+A trainer announces the rows of a later step, and computes the current step while they are sent. The
+rows must include all updates up to `staleness` steps before the step that uses them. After the last
+of these updates, the rows are *due*. The server sends the rows twice:
 
-    at once   the rows as they are, unless each update moves all rows
-    when due  the rows that updates have changed since; all of them if none were sent before
+    at once     the current rows, unless each update changes all rows
+    when due    the rows that updates have changed since, or all rows if none were sent at once
 
-There is no race. A connection keeps its order, so an announcement of step t reaches the server
-before the end of that step. Update t needs that end, so rows are read after t updates. The server
-knows the rows that later updates change: they have gradients. Rows that are due after an update
-leave before the answer to `recv` of the same step. So a step that begins has its rows, and waits
-for none.
+The result does not depend on timing. The server receives an announcement of step t before the end
+of step t, because a connection keeps messages in order. Update t needs the end of step t of all
+trainers, so the server always reads the rows after t updates. It knows which rows later updates
+change, because they have gradients. It sends due rows before the answer to `recv`, so a trainer has
+all rows when it begins the next step.
 
-A step may look up different rows than were announced. Then it asks for them as usual, and both
-sides forget the announcement. They also forget announcements of a table whose rows are evicted
-(`job.tables.evict`): all trainers wait for that, and no rows are on their way.
+If a step looks up other rows than were announced, it requests them as usual, and trainer and server
+drop the announcement. They also drop the announcements for a table after an eviction
+(`job.tables.evict`). This is safe because all trainers wait for the eviction.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from dtrans.protocol.server_blocks import TableSpec
 from dtrans.protocol.tables.table_rows import are_among
 
 
-MOST = 64  # steps that rows may be announced ahead
+MOST = 64  # maximum of `ahead`: number of steps between an announcement and the use of the rows
 
-AT = "at"  # name of the places, in an announcement, of rows that are sent again
+AT = "at"  # block in a `rows` message: positions of the rows that are sent again
 
 
-# -- a server's side -------------------------------------------------------------------------------
+# -- server ----------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(eq=False)
 class _Announced:
-    """The rows of a block that a trainer has announced for a step.
+    """Rows of a block that a trainer has announced for a step.
 
     Attributes:
       ids: row ids in the block.
-      due: number of updates that have to be in the rows.
-      changed: True for rows that updates have changed since they were sent.
+      due: number of updates that the rows must include.
+      changed: mask of the rows that updates have changed since they were sent.
     """
 
     ids: np.ndarray
@@ -58,15 +58,15 @@ class _Announced:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DueRows:
-    """Rows to send to a trainer.
+    """Announced rows to send to a trainer.
 
     Attributes:
-      trainer: that has announced them.
-      name: of the block.
-      target: step that looks the rows up.
-      ids: row ids to send.
-      at: their places among the announced rows; None for all of them.
-      is_last: no more rows follow.
+      trainer: id of the trainer.
+      name: name of the block.
+      target: number of the step that uses the rows.
+      ids: ids of the rows to send.
+      at: positions of these rows among the announced rows; None if all announced rows are sent.
+      is_last: True if this completes the announced rows.
     """
 
     trainer: int
@@ -92,31 +92,40 @@ class RowsAhead:
     """Announcements of one server's trainers.
 
     Args:
-      tables: blocks that rows are asked from.
+      tables: name to specification of each block of a table.
     """
 
     def __init__(self, tables: Mapping[str, TableSpec]) -> None:
         self._tables = tables
-        # by trainer, block and the step that looks them up
+        # trainer, block, and step that uses the rows
         self._of: dict[tuple[int, str, int], _Announced] = {}
 
     def __bool__(self) -> bool:
         return bool(self._of)
 
     def announce(self, k: int, name: str, step: int, ahead: int, ids: np.ndarray) -> DueRows | None:
-        """Note an announcement of trainer k (`check` it first); return the rows to send at once."""
+        """Record an announcement of trainer k, after `check`. Return the rows to send at once.
+
+        Args:
+          name: name of the block.
+          step: current step.
+          ahead: number of steps until the step that uses the rows.
+          ids: row ids in the block.
+        """
         target, table = step + ahead, self._tables[name]
         due = max(step, target - table.staleness)
         goes_now = due == step or not table.moves
         self._of[k, name, target] = _Announced(ids, due, np.full(len(ids), not goes_now))
-        return DueRows(k, name, target, ids, None, due == step) if goes_now else None
+        if not goes_now:
+            return None
+        return DueRows(k, name, target, ids, None, due == step)
 
     def check(self, k: int, name: str, step: int, ahead: int) -> None:
-        """Raise WireError if trainer k repeats an announcement, or makes it too far ahead."""
+        """Raise WireError if trainer k repeats an announcement, or `ahead` is out of range."""
         if not 1 <= ahead <= MOST:
             raise WireError(
-                f"trainer {k} announces rows of {name} {ahead} steps ahead, which may be 1 to "
-                f"{MOST}"
+                f"trainer {k} announces rows of {name} {ahead} steps ahead, expected 1 to {MOST} "
+                "steps"
             )
         if (k, name, step + ahead) in self._of:
             raise WireError(
@@ -126,14 +135,16 @@ class RowsAhead:
     def end_update(
         self, step: int, touched: Mapping[str, Sequence[np.ndarray]]
     ) -> Iterator[DueRows]:
-        """Note the end of an update; yield the rows that are due.
+        """Record the rows that an update has changed; yield the rows that are due after it.
 
         Args:
-          touched: for each block, row ids of the gradients.
+          step: number of complete updates.
+          touched: block name to the row ids of each trainer's gradient.
         """
         for (k, name, target), x in list(self._of.items()):
             if target < step:
-                del self._of[k, name, target]  # its step looked up different rows, or was not made
+                # The trainer made this step without gradients of the announced rows.
+                del self._of[k, name, target]
             elif x.due >= step and self._tables[name].moves:
                 if x.due == step:
                     yield DueRows(k, name, target, x.ids, None, True)
@@ -145,51 +156,60 @@ class RowsAhead:
                     yield DueRows(k, name, target, x.ids[at], at, True)
 
     def begin(self, k: int, step: int) -> list[tuple[str, np.ndarray]]:
-        """Return the blocks and row ids of trainer k's gradients in this step, if it has
-        announced them."""
-        names = [n for i, n, target in self._of if (i, target) == (k, step)]
-        return [(n, self._of.pop((k, n, step)).ids) for n in names]
+        """Remove trainer k's announcements for a step; return their blocks and row ids."""
+        found = []
+        for trainer, name, target in list(self._of):
+            if (trainer, target) == (k, step):
+                found.append((name, self._of.pop((k, name, step)).ids))
+        return found
 
     def drop(self, k: int, name: str, step: int) -> None:
-        """Forget trainer k's announcement of a block for this step: it looks up different rows."""
+        """Drop trainer k's announcement for a step that looks up other rows of the block."""
         self._of.pop((k, name, step), None)
 
     def forget_rows(self, name: str) -> None:
-        """Forget all announcements of a block: rows of it are evicted."""
-        for key in [x for x in self._of if x[1] == name]:
-            del self._of[key]
+        """Drop all announcements for a block."""
+        self._of = {key: x for key, x in self._of.items() if key[1] != name}
 
     def forget(self, k: int) -> None:
-        """Forget all announcements of trainer k: it has left."""
-        for key in [x for x in self._of if x[0] == k]:
-            del self._of[key]
+        """Drop all announcements of trainer k."""
+        self._of = {key: x for key, x in self._of.items() if key[0] != k}
 
 
-# -- a trainer's side ------------------------------------------------------------------------------
+# -- trainer ---------------------------------------------------------------------------------------
 
 
 class ComingRows:
-    """Announced rows of one server, which a trainer receives.
+    """Announced rows that a trainer receives from one server.
 
     Args:
-      endpoint: of the server.
+      endpoint: endpoint of the server.
     """
 
     def __init__(self, endpoint: str) -> None:
         self._endpoint = endpoint
-        self._expected: dict[
-            tuple[str, int], Inbox
-        ] = {}  # by block and the step that looks them up
-        self._again: dict[tuple[str, int], Inbox] = {}
-        self._here: set[tuple[str, int]] = set()  # announcements that are complete
+        # The keys are the block and the step that uses the rows.
+        self._expected: dict[tuple[str, int], Inbox] = {}  # all announced rows
+        self._again: dict[tuple[str, int], Inbox] = {}  # rows that are sent again
+        self._here: set[tuple[str, int]] = set()  # announcements whose rows are complete
 
     def expect(self, name: str, target: int, rows: np.ndarray) -> None:
-        """Receive announced rows into this memory."""
+        """Record an announcement.
+
+        Args:
+          name: name of the block.
+          target: number of the step that uses the rows.
+          rows: memory that receives the rows.
+        """
         self._expected[name, target] = Inbox({name: rows}, self._not_asked)
 
     def take(self, message: wire.Message) -> None:
-        """Take rows. Raises PeerError for rows that were not announced, WireError for malformed
-        ones."""
+        """Receive announced rows.
+
+        Raises:
+          PeerError: the rows were not announced, or are already complete.
+          WireError: the message is malformed.
+        """
         name, key = message["table"], (message["table"], message["ahead"])
         inbox = self._expected.get(key)
         if inbox is None or key in self._here:
@@ -207,7 +227,8 @@ class ComingRows:
     def _places(self, key: tuple[str, int], rows: np.ndarray, count: int) -> Inbox:
         if not 0 <= count <= len(rows):
             raise WireError(
-                f"{wire.brief(count)} rows of {key[0]} again, of {len(rows)} that were announced"
+                f"a `rows` message with {wire.brief(count)} changed rows of {key[0]}, but only "
+                f"{len(rows)} rows were announced"
             )
         if key not in self._again:
             room = np.empty((count, *rows.shape[1:]), rows.dtype)
@@ -215,16 +236,19 @@ class ComingRows:
         return self._again[key]
 
     def _put(self, key: tuple[str, int], inbox: Inbox) -> None:
-        """Copy rows that were sent again to their places."""
+        """Copy the rows that were sent again to their positions among the announced rows."""
         if self._again.pop(key, None) is None:
             return
         rows, at = self._expected[key].memory[key[0]], inbox.memory[AT]
         if len(at) and (at.min() < 0 or at.max() >= len(rows)):
-            raise WireError(f"rows of {key[0]} again that were not announced")
+            raise WireError(
+                f"a `rows` message with changed rows of {key[0]} outside its {len(rows)} "
+                "announced rows"
+            )
         rows[at] = inbox.memory[key[0]]
 
     def collect(self, name: str, target: int) -> None:
-        """End an announcement. Raises PeerError if its rows are not here."""
+        """Remove an announcement. Raises PeerError if its rows are incomplete."""
         here = (name, target) in self._here and not self._expected[name, target].missing()
         self._expected.pop((name, target))
         self._here.discard((name, target))
@@ -235,9 +259,9 @@ class ComingRows:
             )
 
     def forget(self, name: str, target: int) -> None:
-        """Forget an announcement, as the server does."""
+        """Drop an announcement. The server drops it as well."""
         self._expected.pop((name, target))
         self._here.discard((name, target))
 
     def _not_asked(self, name: str) -> str:
-        return f"pserver {self._endpoint} sent {wire.brief(name)} among rows that were announced"
+        return f"pserver {self._endpoint} sent announced rows with the block {wire.brief(name)}"

@@ -1,12 +1,12 @@
 """Requests about tables between two steps: reports, changed rows and evictions.
 
-    tables          a report of each block
-    changed_since   row ids that steps after one have changed, and those evicted since
-    evict           evicts rows that none of the last steps has updated
+    tables          requests a report of each block
+    changed_since   requests the ids of rows that were changed, or evicted, after a step
+    evict           requests the eviction of rows without recent updates
 
-A synchronous server evicts rows when all trainers have asked for it between the same two steps, and
-so does every server. Then no trainer is in the middle of a step, with rows that are gone. An
-asynchronous server evicts rows at once, except those with a pending gradient.
+A synchronous server evicts rows when all trainers have requested it between the same two steps. So
+no trainer uses the evicted rows in the middle of a step. An asynchronous server evicts rows at
+once, except rows with a pending gradient.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from dtrans.protocol.server_blocks import TableSpec
 
 @dataclasses.dataclass(frozen=True)
 class TableReport:
-    """Report of a server's block of a table.
+    """Report of a block of a table on one server.
 
     Attributes:
-      name: of the block.
-      endpoint: of the server.
-      rows: number of rows, materialized or not.
-      created: number of rows that are materialized.
-      bytes: size of these rows, with the optimizer's state of each.
-      limit: largest number of materialized rows; None if there is no limit.
+      name: name of the block.
+      endpoint: endpoint of the server.
+      rows: number of rows of the block.
+      created: number of materialized rows, which are stored in memory.
+      bytes: size of the materialized rows and of their optimizer state.
+      limit: maximum number of materialized rows; None if there is no limit.
       evicted: number of rows evicted so far (`job.tables.evict`).
-      step: number of updates since the server began.
+      step: number of updates since the server started.
 
     Example:
       >>> from dtrans.protocol.tables.stored_tables import TableReport
       >>> print(TableReport("params/emb", "127.0.0.1:6174", 1000, 2, 48, None, 3, 9))
-      params/emb: 2 of 1,000 rows are made, 48 bytes; 3 were given up
+      params/emb: 2 of 1,000 rows materialized, 48 bytes; 3 evicted
     """
 
     name: str
@@ -53,89 +53,111 @@ class TableReport:
     step: int
 
     def __str__(self) -> str:
-        text = f"{self.name}: {self.created:,} of {self.rows:,} rows are made, {self.bytes:,} bytes"
-        if not self.evicted:
-            return text
-        verb = "was" if self.evicted == 1 else "were"
-        return f"{text}; {self.evicted:,} {verb} given up"
+        text = f"{self.name}: {self.created:,} of {self.rows:,} rows materialized, "
+        text += f"{self.bytes:,} bytes"
+        if self.evicted:
+            text += f"; {self.evicted:,} evicted"
+        return text
 
 
 class StoredTables(Protocol):
-    """Blocks of tables of one server. Every method may raise StateError if it cannot answer."""
+    """Interface to the blocks of tables of one server.
+
+    Each method may raise StateError if the server cannot answer in its current state.
+    """
 
     def report(self) -> Sequence[TableReport]:
         """Return a report of each block."""
 
     def evict(self, name: str, unused_for: int, under_way: np.ndarray) -> int:
-        """Evict rows that no recent step has updated; return their number.
+        """Evict rows of a block without recent updates; return their number.
 
-        Rows in `under_way` stay.
+        Args:
+          name: name of the block.
+          unused_for: number of steps; rows that were updated within them are not evicted.
+          under_way: ids of rows with pending gradients, which are not evicted.
         """
 
     def changed(self, name: str, since: int) -> tuple[int, np.ndarray, np.ndarray]:
-        """Return the step of a block, rows changed by steps after `since`, and evicted ones."""
+        """Return the changed rows of a block.
+
+        Returns:
+          The current step of the block; the ids of the rows changed after step `since`; the ids of
+          the rows evicted after it.
+        """
 
 
 def check_eviction(
     endpoint: str, tables: Mapping[str, TableSpec], k: int, message: wire.Message
 ) -> tuple[str, int]:
-    """Return the block of an `evict` and its number of steps. Raises WireError if it is invalid."""
+    """Return the fields `table` and `unused_for` of an `evict` message of trainer k.
+
+    Raises:
+      WireError: a field is invalid.
+    """
     name, unused_for = message["table"], message["unused_for"]
     if name not in tables:
         raise WireError(
-            f"trainer {k} gives up rows of {wire.brief(name)}, which is no table of {endpoint}"
+            f"trainer {k} evicts rows of {wire.brief(name)}, which is not a table of pserver "
+            f"{endpoint}"
         )
     if tables[name].on_trainers:
-        raise WireError(f"trainer {k} gives up rows of {name}, which trainers of GEO-SGD keep")
+        raise WireError(f"trainer {k} evicts rows of {name}, which trainers store (GEO-SGD)")
     if unused_for < 1:
         raise WireError(
-            f"trainer {k} gives up rows that were not used for {wire.brief(unused_for)} steps"
+            f"trainer {k} evicts rows of {name} with unused_for={wire.brief(unused_for)}, expected "
+            "at least 1"
         )
     return name, unused_for
 
 
 class PendingEvictions:
-    """Evictions that wait until all trainers of a synchronous server have asked for them.
+    """Eviction that waits until all trainers of a synchronous server have requested it.
 
     Attributes:
-      asked: trainer to (table, unused_for) of its `evict`.
+      asked: trainer's id to the table and `unused_for` of its request.
     """
 
     def __init__(self) -> None:
         self.asked: dict[int, tuple[str, int]] = {}
-        self._requests: dict[int, dict[str, int]] = {}  # by which trainers know their answers
+        self._requests: dict[int, dict[str, int]] = {}  # trainer's id: `wire.Message.request`
 
     def ask(self, k: int, rows: tuple[str, int], request: dict[str, int], step: int) -> None:
-        """Note an `evict` of trainer k, which has made `step` steps.
+        """Record a request of trainer k.
+
+        Args:
+          rows: table and `unused_for`.
+          request: request number, as `wire.Message.request`.
+          step: number of complete updates.
 
         Raises:
-          WireError: its last `evict` was not answered.
-          PeerError: another trainer evicts different rows.
+          WireError: the trainer's last request was not answered yet.
+          PeerError: another trainer has requested a different eviction.
         """
         if k in self.asked:
-            raise WireError("a second `evict`, and the first was not answered")
+            raise WireError("a second `evict` message before the answer to the first one")
         for other, before in self.asked.items():
             if before != rows:
                 raise PeerError(
-                    f"after step {step} trainer {k} gives up rows of {rows[0]} that were not used "
-                    f"for {rows[1]} steps, and trainer {other} gives up rows of {before[0]} that "
-                    f"were not used for {before[1]} steps; all trainers must call "
-                    "job.tables.evict with the same arguments, between the same two steps"
+                    f"after step {step}, trainer {k} evicts rows of {rows[0]} with "
+                    f"unused_for={rows[1]}, but trainer {other} evicts rows of {before[0]} with "
+                    f"unused_for={before[1]}; all trainers must call job.tables.evict with the "
+                    "same arguments, between the same two steps"
                 )
         self.asked[k], self._requests[k] = rows, request
 
     def check_none(self, k: int, step: int) -> None:
-        """Raise PeerError if other trainers wait for an eviction, and trainer k continues."""
+        """Raise PeerError if trainer k starts a step while another waits for an eviction."""
         if self.asked:
             other = min(self.asked)
             raise PeerError(
-                f"trainer {other} gives up rows of {self.asked[other][0]} after step {step}, and "
-                f"trainer {k} continues without it: all trainers must call job.tables.evict "
-                "between the same two steps"
+                f"trainer {other} evicts rows of {self.asked[other][0]} after step {step}, but "
+                f"trainer {k} continues without an eviction: all trainers must call "
+                "job.tables.evict between the same two steps"
             )
 
     def carry_out(self, stored: StoredTables | None) -> tuple[str, dict[int, dict[str, Any]]]:
-        """Evict rows; return the table, and the fields of each trainer's answer."""
+        """Evict rows. Return the table, and the fields of each trainer's answer."""
         (name, unused_for), *_ = self.asked.values()
         fields = evict(stored, name, unused_for, np.empty(0, np.int32))
         answers = {k: {**fields, **self._requests.pop(k)} for k in sorted(self.asked)}
@@ -146,10 +168,10 @@ class PendingEvictions:
 def evict(
     stored: StoredTables | None, name: str, unused_for: int, under_way: np.ndarray
 ) -> dict[str, Any]:
-    """Evict rows, and return the fields of the answer."""
+    """Evict rows, and return the fields of the `evicted` message."""
     try:
         if stored is None:
-            raise WireError(f"nothing here can give up rows of {name}")
+            raise WireError(f"this server cannot evict rows of {name}")
         return {"table": name, "count": stored.evict(name, unused_for, under_way), "error": ""}
     except DtransError as e:
         return {"table": name, "count": 0, "error": str(e)}
@@ -158,20 +180,22 @@ def evict(
 def tell_report(
     stored: StoredTables | None, say: Say, address: bytes, message: wire.Message
 ) -> None:
-    """Send reports of all blocks."""
-    rows = [] if stored is None else stored.report()
-    say(address, "report", tables=[list(dataclasses.astuple(x)) for x in rows], **message.request)
+    """Answer a `tables` message with the reports of all blocks."""
+    tables = []
+    if stored is not None:
+        tables = [list(dataclasses.astuple(report)) for report in stored.report()]
+    say(address, "report", tables=tables, **message.request)
 
 
 def tell_changes(
     stored: StoredTables | None, say: Say, address: bytes, message: wire.Message
 ) -> None:
-    """Send the changed rows, or the reason for which they are not known."""
+    """Answer a `changed_since` message with the changed rows, or with an error."""
     now, ids, gone, error = 0, np.empty(0, np.int32), np.empty(0, np.int32), ""
     try:
         if stored is None:
             raise WireError(
-                f"nothing here knows which rows of {wire.brief(message['table'])} have changed"
+                f"this server does not record changes of {wire.brief(message['table'])}"
             )
         now, ids, gone = stored.changed(message["table"], message["since"])
     except DtransError as e:
@@ -191,11 +215,15 @@ def tell_changes(
 
 
 def reports_of(tables: Any) -> list[TableReport]:
-    """Return the reports that a `report` lists. Raises WireError if it is malformed."""
+    """Return the reports in the field `tables` of a `report` message.
+
+    Raises:
+      WireError: the field is malformed.
+    """
     found = []
-    for row in tables if isinstance(tables, list) else [None]:
+    for row in tables:
         if not isinstance(row, list) or [type(x) for x in row] not in _REPORTED:
-            raise WireError(f"a report of a table that is none: {wire.brief(row)}")
+            raise WireError(f"a `report` message with a malformed report: {wire.brief(row)}")
         found.append(TableReport(*row))
     return found
 

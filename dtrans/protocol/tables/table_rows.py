@@ -1,4 +1,4 @@
-"""Row ids of a step's lookups, and the blocks of a table that have them."""
+"""Row ids of a step's lookups, and their distribution over the blocks of a table."""
 
 from __future__ import annotations
 
@@ -12,21 +12,25 @@ from dtrans.errors import BatchError
 from dtrans.protocol.server_blocks import RowGradient
 
 
-# a lookup in a block: server, name, increasing row ids in the block, and memory for the rows
+# Lookup in one block: the server's endpoint, the block's name, increasing row ids in the block, and
+# the memory that receives the rows.
 WantedRows = tuple[str, str, np.ndarray, np.ndarray]
 
 
 def unique_ids(
     ids: Sequence[Any], *, table: str, rows: int, size: int, whose: str = ""
 ) -> np.ndarray:
-    """Return the row ids in several arrays, unique and sorted, and padded with `rows` to
-    `size`.
+    """Return the sorted unique row ids in several arrays.
 
     Args:
-      whose: the owner of the arrays, for an error: " of trainer 1's part".
+      ids: array of row ids of each lookup.
+      table: name of the table for errors.
+      rows: number of rows of the table.
+      size: length of the result, which is padded with `rows`.
+      whose: text for errors that names the owner of the arrays, such as " of trainer 1's part".
 
     Raises:
-      BatchError: a row number is not in the table, or is no integer.
+      BatchError: a row id is outside the table, or is not an integer.
 
     Example:
       >>> import numpy as np
@@ -43,25 +47,29 @@ def unique_ids(
     arrays = [np.asarray(x) for x in ids]
     for i, x in enumerate(arrays):
         if not np.issubdtype(x.dtype, np.integer):
-            first = f"row {x.flat[0]} at [{', '.join('0' * x.ndim)}]{whose}, " if x.size else ""
+            first = ""
+            if x.size:
+                first = f" {x.flat[0]} at [{', '.join('0' * x.ndim)}]{whose}"
             raise BatchError(
-                f"lookup {i} of {table} asks for {first}of {x.dtype.name}: row ids are integers"
+                f"lookup {i} of {table} has the row id{first} of dtype {x.dtype.name}, expected "
+                "integers"
             )
         if x.size and (x.min() < 0 or x.max() >= rows):
             at = np.unravel_index(np.argmax((x < 0) | (x >= rows)), x.shape)
             raise BatchError(
                 f"lookup {i} of {table} asks for row {x[at]} at "
-                f"[{', '.join(map(str, at))}]{whose}; the table has "
-                f"rows 0 to {rows - 1} (a negative number is counted from the end before it comes "
-                "here)"
+                f"[{', '.join(map(str, at))}]{whose}; the table has rows 0 to {rows - 1} (-1 and "
+                "other negative ids in your batch are counted from the end before this check)"
             )
     found = sorted_once(np.concatenate([x.reshape(-1).astype(np.int32) for x in arrays]))
     return np.concatenate([found, np.full(size - len(found), rows, np.int32)])
 
 
 def sorted_once(numbers: np.ndarray) -> np.ndarray:
-    """Return the unique integers of a flat array, sorted: `numpy.unique` hashes them, in ten times
-    the time."""
+    """Return the sorted unique integers of a flat array.
+
+    `numpy.unique` uses a hash table, and takes ten times as long.
+    """
     found = np.sort(numbers)
     if not len(found):
         return found
@@ -72,7 +80,10 @@ def sorted_once(numbers: np.ndarray) -> np.ndarray:
 
 
 def are_among(numbers: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Return True for each number that is among others, both sorted and unique, as `numpy.isin`."""
+    """Return a mask of the numbers that are contained in `others`, as `numpy.isin`.
+
+    Both arrays must be sorted and unique.
+    """
     if not len(others):
         return np.zeros(len(numbers), bool)
     return np.asarray(
@@ -81,45 +92,54 @@ def are_among(numbers: np.ndarray, others: np.ndarray) -> np.ndarray:
 
 
 class BlockRowSet(Protocol):
-    """Rows of a table that a block has."""
+    """Set of a table's rows that one block contains."""
 
     @property
     def rows(self) -> int:
-        """The number of rows."""
+        """Number of rows."""
 
     def among(self, ids: np.ndarray) -> slice | np.ndarray:
-        """Return the positions of these rows in increasing row ids of the table."""
+        """Return the positions of the block's rows in `ids`, which are increasing table row ids."""
 
     def local(self, ids: np.ndarray) -> np.ndarray:
-        """Return the row ids in the block from those in the table."""
+        """Convert row ids in the table to row ids in the block."""
 
     def in_leaf(self, places: np.ndarray) -> np.ndarray:
-        """Return the row ids in the table from those in the block."""
+        """Convert row ids in the block to row ids in the table."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RowRun:
-    """Consecutive rows from `start` on."""
+    """Block of consecutive rows.
+
+    Attributes:
+      start: id of the first row in the table.
+      rows: number of rows.
+    """
 
     start: int
     rows: int
 
     def among(self, ids: np.ndarray) -> slice:
-        """Return the positions of these rows in increasing row ids of the table."""
+        """Return the positions of the block's rows in `ids`, which are increasing table row ids."""
         return slice(*np.searchsorted(ids, (self.start, self.start + self.rows)).tolist())
 
     def local(self, ids: np.ndarray) -> np.ndarray:
-        """Return the row ids in the block from those in the table."""
+        """Convert row ids in the table to row ids in the block."""
         return ids - self.start
 
     def in_leaf(self, places: np.ndarray) -> np.ndarray:
-        """Return the row ids in the table from those in the block."""
+        """Convert row ids in the block to row ids in the table."""
         return places + self.start
 
 
 def runs_of(sections: Sequence[int]) -> list[RowRun]:
-    """Return consecutive runs of rows with these lengths."""
-    return [RowRun(sum(sections[:i]), n) for i, n in enumerate(sections)]
+    """Return adjacent blocks with these numbers of rows; the first one starts at row 0."""
+    runs, start = [], 0
+    for rows in sections:
+        runs.append(RowRun(start, rows))
+        start += rows
+    return runs
 
 
 def wanted_of(
@@ -130,14 +150,17 @@ def wanted_of(
     names: Sequence[str],
     spans: Sequence[BlockRowSet],
 ) -> list[WantedRows]:
-    """Return the lookup in each block of a table, whose rows are received into `rows`; zeros pad
-    them.
+    """Split a lookup of a table into one lookup for each block.
 
-    If the rows of a block are not consecutive in `rows`, they get separate memory (`put_in_place`).
+    The memory of each lookup is a view of `rows`, or a copy if the block's rows are not consecutive
+    in `rows`. `put_in_place` copies the received rows of such blocks to `rows`.
 
     Args:
       uniq: increasing row ids; ids beyond the table are padding.
-      epmap, names, spans: server, name and rows of each block.
+      rows: memory for the rows of `uniq`; rows of padding are set to zero.
+      epmap: endpoint of each block's server.
+      names: name of each block.
+      spans: rows of each block.
 
     Example:
       >>> import numpy as np
@@ -150,15 +173,24 @@ def wanted_of(
       [('here', 'emb.block0', [0], 1), ('there', 'emb.block1', [1], 1)]
     """
     rows[np.searchsorted(uniq, sum(x.rows for x in spans)) :] = 0
-    places = [x.among(uniq) for x in spans]
-    blocks = zip(epmap, names, spans, places, strict=True)
-    return [(ep, n, x.local(uniq[at]), rows[at]) for ep, n, x, at in blocks]
+    wanted = []
+    for endpoint, name, span in zip(epmap, names, spans, strict=True):
+        at = span.among(uniq)
+        wanted.append((endpoint, name, span.local(uniq[at]), rows[at]))
+    return wanted
 
 
 def put_in_place(
     uniq: np.ndarray, rows: np.ndarray, wanted: Sequence[WantedRows], spans: Sequence[BlockRowSet]
 ) -> None:
-    """Copy received rows to their places in `rows`, if `wanted_of` gave them separate memory."""
+    """Copy received rows to `rows` for the blocks whose memory is not a view of `rows`.
+
+    Args:
+      uniq: argument `uniq` of `wanted_of`.
+      rows: argument `rows` of `wanted_of`.
+      wanted: result of `wanted_of`.
+      spans: rows of each block.
+    """
     for (*_, came), x in zip(wanted, spans, strict=True):
         at = x.among(uniq)
         if not isinstance(at, slice):
@@ -166,10 +198,11 @@ def put_in_place(
 
 
 def merged_rows(parts: Sequence[RowGradient], how: str) -> RowGradient:
-    """Merge gradients of rows: their sum or mean, on the union of their rows.
+    """Merge gradients of several steps. The result has all rows of the gradients.
 
     Args:
-      how: "sum" or "mean".
+      parts: gradient of each step.
+      how: "sum" or "mean"; the mean divides by the number of steps.
 
     Example:
       >>> import numpy as np
@@ -184,7 +217,7 @@ def merged_rows(parts: Sequence[RowGradient], how: str) -> RowGradient:
         return parts[0]
     ids = sorted_once(np.concatenate([x.ids for x in parts]))
     rows = np.zeros((len(ids), *parts[0].rows.shape[1:]), parts[0].rows.dtype)
-    for x in parts:  # in the order of the steps: float sums depend on it
+    for x in parts:  # in the order of the steps, because float sums depend on the order
         rows[np.searchsorted(ids, x.ids)] += x.rows
     if how == "mean":
         rows *= np.asarray(1 / len(parts), rows.dtype)

@@ -34,7 +34,7 @@ ENDED = {
     "kill": "has ended: its connection ended without a goodbye",
     "stop": "has ended: its connection ended without a goodbye",
     "raise": "has ended: KeyError: 'this is why'",
-    "fewer": "has come to its end after ",
+    "fewer": "has finished after ",
 }
 
 
@@ -83,8 +83,7 @@ def test_all_are_told_by_the_first(three: list[Watch]) -> None:
         pass
     second.close()
     wanted = (
-        "trainer 1 (.*) has come to its end after 2 operations of the job, and this one has "
-        "begun 3$"
+        "trainer 1 (.*) has finished after 2 operations of the job, but this trainer has begun 3$"
     )
     for w in (first, third):
         until(lambda w=w: w.members.ended, "the news")  # type: ignore[misc]
@@ -93,7 +92,7 @@ def test_all_are_told_by_the_first(three: list[Watch]) -> None:
         with pytest.raises(PeerError, match=wanted), w.operation():
             pytest.fail("it was let in")
         assert w.members.begun == 2
-        with pytest.raises(PeerError, match="has come to its end$"):
+        with pytest.raises(PeerError, match="has finished$"):
             w.check(origin=1)
         w.check(origin=0)
 

@@ -274,7 +274,7 @@ def test_the_line_by_which_ends_are_told_under_attack(count: int) -> None:
     assert not first.members.ended and not second.members.ended
     second.close()
     until(lambda: first.members.ended, "the right end")
-    assert first.members.why(1).endswith("has come to its end")
+    assert first.members.why(1).endswith("has finished")
     first.close()
 
 

@@ -80,7 +80,7 @@ def test_an_end_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, protect
     first = Watch(members[0], members[0].keys, Address("127.0.0.1", "127.0.0.1"))
     Watch(members[1], members[1].keys, first.address).close()
     until(lambda: first.members.ended, "the end")
-    assert first.members.why(1).endswith("has come to its end")
+    assert first.members.why(1).endswith("has finished")
     first.close()
 
 

@@ -373,8 +373,8 @@ def test_a_trainer_that_fails_ends_only_itself(role_threads: RoleThreads) -> Non
 @pytest.mark.parametrize(
     "steps, told",
     [
-        (0, "gradients of 0 steps, which must be a number from 1 to 1000"),
-        (1001, "gradients of 1001 steps, which must be a number from 1 to 1000"),
+        (0, "merged gradients of 0 steps, expected 1 to 1000 steps"),
+        (1001, "merged gradients of 1001 steps, expected 1 to 1000 steps"),
         ("two", "a `send` message whose field `steps` is missing or has the wrong type"),
         (True, "a `send` message whose field `steps` is missing or has the wrong type"),
     ],

@@ -1013,9 +1013,8 @@ def test_the_same_trainer_id_in_two_processes_is_refused(role_threads: RoleThrea
     assert first.wait(HANG)
     role_threads.start("again", train, plan, 0, [mlp_batch(8)], params)
     assert str(role_threads.end("again")) == (
-        f"pserver {ep} refused trainer 0: trainer 0 is here already; is DTRANS_TRAINER_ID, or "
-        "trainer_id, "
-        "the same in two processes?"
+        f"pserver {ep} refused trainer 0: another process is already connected as trainer 0; set a "
+        "different DTRANS_TRAINER_ID, or trainer_id, in each process"
     )
     role_threads.start("trainer 1", train, plan, 1, [mlp_batch(8)], params)
     second.set()
@@ -1116,11 +1115,17 @@ HEADER = {"order": sys.byteorder, "session": "s", "trainer": 0, "trainers": 1}
             [wire.header("hello", **(HEADER | {"trainer": True}))],
             "a `hello` message whose field `trainer` is missing",
         ),
-        ([wire.header("hello", **(HEADER | {"trainer": 3}))], "trainer 3 of 1: ids are 0 to 0"),
-        ([wire.header("hello", **(HEADER | {"trainer": -1}))], "trainer -1 of 1: ids are 0 to 0"),
+        (
+            [wire.header("hello", **(HEADER | {"trainer": 3}))],
+            "the trainer's id is 3, expected 0 to 0",
+        ),
+        (
+            [wire.header("hello", **(HEADER | {"trainer": -1}))],
+            "the trainer's id is -1, expected 0 to 0",
+        ),
         (
             [wire.header("hello", **(HEADER | {"order": "middle"}))],
-            "trainer 0 is middle-endian, this server is",
+            "trainer 0 is middle-endian, pserver {ep} is",
         ),
         (
             [wire.header("send", step=0, pieces=[])],
@@ -1149,7 +1154,7 @@ def test_a_stranger_that_talks_nonsense_is_refused_and_logged(
         assert reason in peer.refused()
     (record,) = caplog.records
     assert record.getMessage().startswith(
-        f"pserver {strange_server} refused a message of a stranger: "
+        f"pserver {strange_server} refused a message of an unknown process: "
     )
     assert reason in record.getMessage()
 
@@ -1188,12 +1193,17 @@ def test_what_a_trainer_says_wrongly_is_refused_and_changes_nothing(
     one = lambda *piece: {"step": 0, "pieces": [[list(piece)]]}
     table = ["params/w", [4, 2], "float32"]
     wrong: list[tuple[str, list[bytes], dict[str, Any], str]] = [
-        ("send", [noise], one(NAME, 0, 32) | {"step": 1}, "`send` of step 1, pserver {ep} is at 0"),
+        (
+            "send",
+            [noise],
+            one(NAME, 0, 32) | {"step": 1},
+            "`send` of step 1; pserver {ep} is at step 0",
+        ),
         (
             "send",
             [noise],
             one(NAME, 0, 32) | {"step": -1},
-            "`send` of step -1, pserver {ep} is at 0",
+            "`send` of step -1; pserver {ep} is at step 0",
         ),
         (
             "send",
@@ -1250,10 +1260,10 @@ def test_what_a_trainer_says_wrongly_is_refused_and_changes_nothing(
             "send_barrier",
             [],
             {"step": 0},
-            "send_barrier of step 0, but params/w@GRAD has 0 of 32 bytes",
+            "`send_barrier` of step 0 before gradient params/w@GRAD is complete (0 of 32 bytes)",
         ),
-        ("send_barrier", [], {"step": 1}, "`send_barrier` of step 1, pserver {ep} is at 0"),
-        ("recv", [], {"step": 1}, "`recv` of step 1, pserver {ep} is at 0"),
+        ("send_barrier", [], {"step": 1}, "`send_barrier` of step 1; pserver {ep} is at step 0"),
+        ("recv", [], {"step": 1}, "`recv` of step 1; pserver {ep} is at step 0"),
         (
             "recv",
             [],
@@ -1264,7 +1274,7 @@ def test_what_a_trainer_says_wrongly_is_refused_and_changes_nothing(
             "recv",
             [],
             {"step": 0, "blocks": [["params/w", [4, 2]]]},
-            "`recv` of something that is not a list of [name, shape, dtype]",
+            "a `recv` message whose field `blocks` is not a list of [name, shape, dtype]",
         ),
         (
             "recv",
@@ -1290,39 +1300,44 @@ def test_what_a_trainer_says_wrongly_is_refused_and_changes_nothing(
             {"step": 0, "blocks": [["params/w", [2, 4], "float32"]]},
             "has params/w as float32[2, 4], pserver",
         ),
-        ("recv", [], {"step": 9, "blocks": [table]}, "`recv` of step 9, pserver {ep} is at 0"),
+        ("recv", [], {"step": 9, "blocks": [table]}, "`recv` of step 9; pserver {ep} is at step 0"),
         ("fetch_barrier", [], {"step": 3}, "a message of unknown kind 'fetch_barrier'"),
         # what follows in the same message: nothing of that may stay either
         (
             "send",
             [noise],
             one(NAME, 0, 32) | {"then": ["complete"]},
-            "a `send` message that ['complete'] cannot follow",
+            "a `send` message with an invalid field `then`: ['complete']",
         ),
         (
             "send",
             [noise],
             one(NAME, 0, 32) | {"then": "recv"},
-            "a `send` message that 'recv' cannot follow",
+            "a `send` message with an invalid field `then`: 'recv'",
         ),
         (
             "recv",
             [],
             {"step": 0, "then": ["recv", "recv"]},
-            "a `recv` message that ['recv', 'recv'] cannot follow",
+            "a `recv` message with an invalid field `then`: ['recv', 'recv']",
         ),
-        ("complete", [], {"then": ["recv"]}, "a `complete` message that ['recv'] cannot follow"),
+        (
+            "complete",
+            [],
+            {"then": ["recv"]},
+            "a `complete` message with an invalid field `then`: ['recv']",
+        ),
         (
             "complete",
             [],
             {"step": "x", "then": ["recv"]},
-            "a `complete` message that ['recv'] cannot follow",
+            "a `complete` message with an invalid field `then`: ['recv']",
         ),
         (
             "complete",
             [],
             {"step": 0, "then": ["recv"]},
-            "a `complete` message that ['recv'] cannot follow",
+            "a `complete` message with an invalid field `then`: ['recv']",
         ),
         (
             "send_barrier",
@@ -1330,9 +1345,19 @@ def test_what_a_trainer_says_wrongly_is_refused_and_changes_nothing(
             {"step": 0, "blocks": 3, "then": ["recv"]},
             "`send_barrier` message whose field `blocks` is missing",
         ),
-        ("welcome", [], {"step": 0, "local": ""}, "a `welcome` message, which servers do not take"),
+        (
+            "welcome",
+            [],
+            {"step": 0, "local": ""},
+            "a `welcome` message, which servers do not accept",
+        ),
         ("abort", [], {"reason": 3}, "a `abort` message whose field `reason` is missing"),
-        ("hello", [], HEADER | {"session": "other"}, "trainer 0 is here already"),
+        (
+            "hello",
+            [],
+            HEADER | {"session": "other"},
+            "another process is already connected as trainer 0",
+        ),
     ]
     with Peer(ep) as peer:
         peer.hello()
@@ -1347,7 +1372,7 @@ def test_what_a_trainer_says_wrongly_is_refused_and_changes_nothing(
         one_right_step(peer)
         # after the barrier of a step comes the next one
         peer.tell("send", noise, step=0, pieces=[[[NAME, 0, 32]]])
-        assert peer.refused() == f"`send` of step 0, pserver {ep} is at 1"
+        assert peer.refused() == f"`send` of step 0; pserver {ep} is at step 1"
         one_right_step(peer, 1)
         peer.leave()
     (final,) = role_threads.all().values()

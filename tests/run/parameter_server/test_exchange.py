@@ -389,7 +389,7 @@ def test_what_a_server_says_wrongly_is_refused_and_changes_nothing(
 "'drop'", "peer",
                 **as_other | {"on_trainer_exit": "error"})  # fmt: skip
         hello = {"trainer": 0, "trainers": 1, "session": "peer"} | MEET
-        refused(line, f"pserver {other} cannot be trainer 0 too", "hello", **hello)
+        refused(line, f"a `hello` message of trainer 0 from pserver {other}", "hello", **hello)
         refused(
             line,
             f"a `send` message from pserver {other}; servers send each other only `peer` and ",
@@ -399,7 +399,7 @@ def test_what_a_server_says_wrongly_is_refused_and_changes_nothing(
         )
         refused(
             half.trainer,
-            "a `partials` message, which servers do not take",
+            "a `partials` message, which servers do not accept",
             "partials",
             noise,
             **right,
@@ -578,9 +578,9 @@ def test_a_server_that_never_greets_is_named_when_the_trainers_have_closed(
         assert half.trainer.hear().op == "goodbye"
         error = role_threads.end("server")
         assert isinstance(error, DeadlineError)
-        assert str(error).startswith(f"pserver {half.ep}, whose trainers have closed, waited ")
+        assert str(error).startswith(f"pserver {half.ep}, whose trainers have all left, waited ")
         assert str(error).endswith(
-            f" s for pserver {half.other} (not connected: {half.other}) to greet it"
+            f" s for a greeting of pserver {half.other} (not connected: {half.other})"
         )
 
 

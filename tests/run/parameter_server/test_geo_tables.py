@@ -685,7 +685,7 @@ def test_servers_save_what_was_pushed_and_the_job_goes_on(
             state = job.init(jax.random.key(0))
             for batch in given[:3]:
                 state, _ = job.step(state, *batch)
-            with pytest.raises(PeerError, match="'.hidden' is no name of a folder"):
+            with pytest.raises(PeerError, match="'.hidden' is not a valid name of a checkpoint"):
                 job.save(".hidden")
             job.save("three")
             job.step(state, *given[3])
@@ -839,19 +839,19 @@ def test_who_keeps_rows_where_nobody_may_is_refused() -> None:
     server = server_of(planned(OPTIMIZERS["sgd"], DENSE, 2, 1, mode=dtrans.Async()), [])
     with pytest.raises(
         WireError,
-        match="trainer 0 sent `changed`, which is for tables of GEO-SGD; pserver .* serves none",
+        match="trainer 0 sent `changed`, which is for tables of GEO-SGD; pserver .* has no such table",
     ):
         server.recv(0, wire.Message("recv", {"step": 0, "changed": True, "blocks": []}))
 
 
 @pytest.mark.parametrize("table, count, ids, said", [
-    ("other", 2, [0, 1], "tells of 2 rows of 'other', not asked for"),
-    ("emb", 5, [0, 1, 2, 3, 4], "tells of 5 rows of 'emb', not asked for"),
-    ("emb", -1, [], "tells of -1 rows of 'emb'"),
-    ("emb", 2, [1, 1], "do not go up to 3"),
-    ("emb", 2, [3, 4], "do not go up to 3"),
-    ("emb", 2, [-1, 0], "do not go up to 3"),
-    ("emb", 2, [1], "has not told of all rows of emb"),
+    ("other", 2, [0, 1], "sent 2 changed rows of 'other', which were not requested"),
+    ("emb", 5, [0, 1, 2, 3, 4], "sent 5 changed rows of 'emb', which were not requested"),
+    ("emb", -1, [], "sent -1 changed rows of 'emb'"),
+    ("emb", 2, [1, 1], "do not increase within 0 to 3"),
+    ("emb", 2, [3, 4], "do not increase within 0 to 3"),
+    ("emb", 2, [-1, 0], "do not increase within 0 to 3"),
+    ("emb", 2, [1], "did not send all changed rows of emb"),
 ])  # fmt: skip
 def test_rows_that_a_trainer_did_not_ask_to_be_told_of_are_refused(
     table: str, count: int, ids: list[int], said: str

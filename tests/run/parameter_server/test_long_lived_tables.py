@@ -137,7 +137,7 @@ def test_rows_are_given_up_by_their_last_step_and_count_towards_no_limit() -> No
         alone.rows(9, train=True)
     assert [alone.server_tables.evict(EMB, steps, NONE) for steps in (4, 3, 3, 2)] == [0, 1, 0, 1]
     (report,) = alone.server_tables.report()
-    assert str(report) == "params/emb: 1 of 60 rows are made, 24 bytes; 2 were given up"
+    assert str(report) == "params/emb: 1 of 60 rows materialized, 24 bytes; 2 evicted"
     assert (report.rows, report.limit, report.step) == (V, 3, 4)
     alone.step(9, 10)
     alone.rows(0)  # what is only looked at is not kept
@@ -322,7 +322,8 @@ def test_rows_are_given_up_when_all_trainers_say_so() -> None:
 def test_a_trainer_that_goes_on_without_is_named(goes_on: Any) -> None:
     """Whichever of the two comes first."""
     why = (
-        "trainer 0 gives up rows of params/emb after step 1, and trainer 1 continues without it: "
+        "trainer 0 evicts rows of params/emb after step 1, but trainer 1 continues without an "
+        "eviction: "
         "all trainers must call"
     )
     for first, then in ((Said.evict, goes_on), (goes_on, Said.evict)):
@@ -393,7 +394,7 @@ def test_trainers_that_have_left_are_not_waited_for() -> None:
 @pytest.mark.parametrize(
     "fields, why",
     [
-        ({"table": "params/w"}, "'params/w', which is no table of"),
+        ({"table": "params/w"}, "'params/w', which is not a table of"),
         ({"unused_for": 0}, "not used for 0 steps"),
         ({"unused_for": -(2**63)}, "not used for -9223372036854775808 steps"),
     ],

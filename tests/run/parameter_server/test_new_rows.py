@@ -114,7 +114,7 @@ def test_a_row_that_is_looked_at_is_not_kept() -> None:
     assert (
         memory.count == 2
         and str(server.server_tables.report()[0])
-        == "params/emb: 2 of 1,000 rows are made, 48 bytes"
+        == "params/emb: 2 of 1,000 rows materialized, 48 bytes"
     )
     assert isinstance(server.tables()[EMB], ArrayLike)
     # who reads it as an array gets the rest too

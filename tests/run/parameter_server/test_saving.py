@@ -201,8 +201,8 @@ def test_what_cannot_be_saved_is_said(role_threads: RoleThreads, tmp_path: Path)
                 job.save("early")
             state = job.init(KEY)
             for name, why in (
-                ("../out", "'../out' is no name of a folder for a checkpoint"),
-                ("", "'' is no name of a folder for a checkpoint"),
+                ("../out", "'../out' is not a valid name of a checkpoint"),
+                ("", "'' is not a valid name of a checkpoint"),
                 (
                     "1",
                     "could not save its part of checkpoint 1: the piece of .* cannot be written to "

@@ -432,7 +432,7 @@ def test_numbers_of_rows_are_integers() -> None:
     state, (ids, y) = job.init(jax.random.key(0)), batches(1)[0]
     with pytest.raises(
         BatchError,
-        match=r"lookup 0 of params/emb asks for row 1.5 at \[0, 0\], of float64: row ids",
+        match=r"lookup 0 of params/emb has the row id 1.5 at \[0, 0\] of dtype float64, expected",
     ):
         job.tables.lookup("params/emb", [[1.5, 2.0]])
     with pytest.raises(BatchError, match=r"ids is float64, but the step was traced with int"):
@@ -746,13 +746,13 @@ def test_no_row_of_an_asynchronous_trainer_is_lost(role_threads: RoleThreads, se
 @pytest.mark.parametrize(
     "fields, said",
     [
-        ({"table": "params/w", "ids": [1]}, "which is no table"),
-        ({"count": V + 1, "ids": [1]}, "asks for 41 rows of params/emb, which has 40"),
-        ({"count": -1, "ids": []}, "asks for -1 rows"),
-        ({"ids": [3, 2]}, "do not go up from 0 to 39"),
-        ({"ids": [2, 2]}, "do not go up"),
-        ({"ids": [-1]}, "do not go up"),
-        ({"ids": [V]}, "do not go up"),
+        ({"table": "params/w", "ids": [1]}, "which is not a table"),
+        ({"count": V + 1, "ids": [1]}, "requests 41 rows of params/emb, which has 40"),
+        ({"count": -1, "ids": []}, "requests -1 rows"),
+        ({"ids": [3, 2]}, "do not increase within 0 to 39"),
+        ({"ids": [2, 2]}, "do not increase"),
+        ({"ids": [-1]}, "do not increase"),
+        ({"ids": [V]}, "do not increase"),
         ({"step": 3, "ids": [1]}, "of step 3, .*pserver"),
         ({"name": "rows", "ids": [1]}, "a `prefetch` with 'rows'"),
     ],

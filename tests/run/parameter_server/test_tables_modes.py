@@ -416,7 +416,7 @@ def test_a_server_keeps_rows_that_are_under_way_alone() -> None:
     alone.server.abort(2, wire.Message("abort", {"reason": "why"}))
     assert kept() == 3
     with pytest.raises(
-        WireError, match="a gradient of rows of params/emb that trainer 1 has not asked for"
+        WireError, match="trainer 1 sends a gradient of rows of params/emb that it did not request"
     ):
         alone.take(
             1, "row_ids", [("ids", np.array([5], np.int32))], gradient="params/emb@GRAD", count=1

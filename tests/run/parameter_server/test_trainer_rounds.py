@@ -285,7 +285,7 @@ def test_parts_are_added_up_in_the_order_of_trainers() -> None:
     [["float32", [LARGEST, LARGEST, LARGEST], ["all_reduce", "sum"]]],
 ])  # fmt: skip
 def test_what_cannot_be_exchanged_is_refused(table: Any) -> None:
-    with pytest.raises(WireError, match="an exchange of"):
+    with pytest.raises(WireError, match="an `exchange` message"):
         values_of(table, 3)
 
 
@@ -295,19 +295,19 @@ def test_a_part_that_is_not_due_changes_nothing() -> None:
     for bad, why in (
         (
             message(1, [x], way),
-            "an exchange of round 1 with 1 values of trainer 1, where trainer 0 is in round 0",
+            "an `exchange` message of trainer 1 with 1 values in round 1, but trainer 0 sent",
         ),
-        (message(0, [x[:2]], way), "or with different values"),
-        (message(0, [x], [["all_reduce", "max"]]), "or with different values"),
+        (message(0, [x[:2]], way), "or values of other types"),
+        (message(0, [x], [["all_reduce", "max"]]), "or values of other types"),
         (message(0, [x, x], way * 2), "with 2 values of trainer 1"),
     ):
         with pytest.raises(WireError, match=why):
             rounds.take(1, bad)
-    with pytest.raises(WireError, match="a second part of round 0 of trainer 0"):
+    with pytest.raises(WireError, match="a second `exchange` message of trainer 0 in round 0"):
         rounds.take(0, message(0, [x], way))
     short = message(0, [x], way)
     short.fields["pieces"][0][0] = ["1", 0, 12]
-    with pytest.raises(WireError, match="value '1' of an exchange of 1"):
+    with pytest.raises(WireError, match="with a block '1', expected 1 blocks"):
         rounds.take(1, short)
     assert rounds.waiting() == [0]
     rounds.take(1, message(0, [x], way))

@@ -283,9 +283,7 @@ def test_an_observer_is_no_role(job: Job) -> None:
     with JobObserver(job.endpoints, HANG) as observer, Peer(ep, OBSERVER) as peer:
         job.held(observer)
         peer.hello(trainer=1, trainers=2)
-        assert (
-            peer.refused() == "a `hello` message of an observer, which may only ask for the status"
-        )
+        assert peer.refused() == "a `hello` message of an observer, which may only send `status`"
         peer.tell("abort", reason="I say so")
         assert peer.refused().startswith("a `abort` message of an observer")
         peer.say(b"\xff" * 100)
