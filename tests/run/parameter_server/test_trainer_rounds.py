@@ -299,7 +299,7 @@ def test_a_part_that_is_not_due_changes_nothing() -> None:
         ),
         (message(0, [x[:2]], way), "or values of other types"),
         (message(0, [x], [["all_reduce", "max"]]), "or values of other types"),
-        (message(0, [x, x], way * 2), "with 2 values of trainer 1"),
+        (message(0, [x, x], way * 2), "of trainer 1 with 2 values"),
     ):
         with pytest.raises(WireError, match=why):
             rounds.take(1, bad)
