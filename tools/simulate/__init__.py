@@ -1,24 +1,23 @@
-"""A seeded simulator of jobs: the machines of `dtrans.protocol` over a virtual network and a
-virtual clock.
+"""Seeded simulator of jobs: the state machines of `dtrans.protocol` over a virtual network.
 
     python -m tools.simulate --seed 16          shows one schedule
     python -m tools.simulate --count 5000       checks many
 
-clock       events in the order of their times
-network     connections: delays, bandwidth, breaks, one-way partitions, messages that come twice
-case        a job and what happens to it, drawn from a seed
-updates     what simulated servers compute
-one_device  the same steps on one device
-job         the processes of a case, and the events that happen to them
-process     a role, which takes one event at a time:
-server_role, trainer_role   a server and a trainer, each around its machine
-between_steps               requests of a trainer: checkpoints, and tables
-storage                     the folder that a server saves to
-noise_maker                 a process that sends malformed messages
-judge, judge_answers        what a job must have done, and what it must have answered
-judge_guests                what processes that are not of the job must have been answered
-judge_events                ends of roles that are lost and come back, or send malformed messages
-verdict     one case from its seed to its verdict, and a smaller case that fails as it does
-
-Clock and network know of no fault: roles and `case` ask them for what happens.
+clock          virtual clock
+network        connections with delays, bandwidth, breaks, partitions and duplicated messages
+case           a random job with its faults and requests, generated from a seed
+updates        the computation of simulated servers
+one_device     the same steps on one device
+job            the processes of a case, and the scheduled events
+process        a simulated process, which handles one event at a time
+server_role    a server
+trainer_role   a trainer
+between_steps  requests of a trainer between steps: checkpoints, and requests about tables
+storage        the folder to which a server writes checkpoints
+noise_maker    a process that sends malformed messages
+judge          checks of a job that has ended; the next three modules contain more checks
+judge_answers  checks of the answers to requests between steps
+judge_guests   checks of processes that are not a part of the job
+judge_events   checks of restarted servers and malformed messages
+verdict        the run of one case, its violations, and the search for a smaller failing case
 """

@@ -18,16 +18,17 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 @app.command()
 def simulate(
     seed: Annotated[
-        int, typer.Option(min=0, help="Of the first schedule; all of it follows from the seed.")
+        int, typer.Option(min=0, help="Seed of the first schedule, which determines all of it.")
     ] = 0,
-    count: Annotated[int, typer.Option(min=1, help="How many schedules; of one all is shown.")] = 1,
+    count: Annotated[
+        int, typer.Option(min=1, help="Number of schedules; a single one is printed in full.")
+    ] = 1,
 ) -> None:
-    """Run jobs of parameter servers over a simulated network, where messages are late and roles
-    die.
+    """Run jobs of parameter servers over a simulated network with faults.
 
-    Servers and trainers are those of real jobs, without their sockets and clocks; their computation
-    is simulated. If a job violates a promise, its schedule is made as small as possible and shown,
-    and the exit code is 1.
+    Servers and trainers run the state machines of real jobs. Sockets, clocks and computation are
+    simulated. If a job violates a promise, the command prints the smallest such schedule that it
+    finds, and exits with code 1.
     """
     if count == 1:
         found = simulated(drawn(seed))
@@ -39,7 +40,7 @@ def simulate(
             wrong += 1
             print(f"{smaller(found)}\n")
     rate = count / (time.monotonic() - begun) * 60
-    print(f"{count - wrong} of {count} schedules are as they must be ({rate:,.0f} a minute)")
+    print(f"{count - wrong} of {count} schedules keep all promises ({rate:,.0f} a minute)")
     raise typer.Exit(bool(wrong))
 
 

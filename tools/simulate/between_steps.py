@@ -16,12 +16,12 @@ from tools.simulate.storage import checkpoint_name
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Answered:
-    """An answer that a trainer has received.
+    """Answer that a trainer has received.
 
     Attributes:
-      request: that it answers.
-      result: for a save, the reason if it failed, else an empty text. For an export, the rows of
-        each block. For others, the result of `TrainerSteps`.
+      request: the answered request.
+      result: for a save, its error, or an empty text if it succeeded; for an export, the rows of
+        each block; for other requests, the result of the method of `TrainerSteps`.
     """
 
     request: Request
@@ -32,11 +32,12 @@ class BetweenSteps:
     """Requests of one trainer to its servers.
 
     Args:
-      k: number of the trainer.
-      messages: sends its messages.
+      case: the simulated case.
+      k: id of the trainer.
+      messages: the trainer's steps, which send the requests.
 
     Attributes:
-      answers: received so far.
+      answers: answers received so far.
     """
 
     def __init__(self, case: Case, k: int, messages: TrainerSteps) -> None:
@@ -46,7 +47,7 @@ class BetweenSteps:
         self._saving: Request | None = None
 
     def ask(self, steps: int) -> Generator[Any, Any, None]:
-        """Send the requests that are due after so many steps, and wait for the answers."""
+        """Send the requests that are due after a number of steps, and wait for the answers."""
         if not self._requests:
             return
         if self._saving is not None and steps >= self._saving.step + self._saving.waits:
@@ -61,27 +62,27 @@ class BetweenSteps:
                 yield from self.end_save()
 
     def ask_when_sent(self, step: int) -> Generator[Any, Any, None]:
-        """Ask for the checkpoints that are due when the gradients of a step are sent."""
+        """Request the checkpoints that are due after the gradients of a step are sent."""
         for request in self._due(step, "sent"):
             yield from self._save(request)
             yield from self.end_save()
 
     def ask_when_ended(self, steps: int) -> None:
-        """Ask for the checkpoints that are due before the answer of a step comes."""
+        """Request the checkpoints that are due between the end of a step and its answer."""
         for request in self._due(steps, "ended"):
             if self._saving is None:
                 self._saving = request
                 self._begin(request)
 
     def end_save(self) -> Generator[Any, Any, None]:
-        """Wait for the checkpoint that servers write, if there is one."""
+        """Wait for the pending checkpoint, if there is one."""
         request, self._saving = self._saving, None
         if request is None:
             return
         error = ""
         try:
             yield self._steps.saved()
-        except CheckpointError as e:  # the job may continue
+        except CheckpointError as e:  # the job continues
             error = str(e)
         self.answers.append(Answered(request, error))
 

@@ -1,5 +1,7 @@
-"""A job and what happens to it, drawn from a seed: a value that says all that a simulation depends
-on."""
+"""Case of a simulation: a job, its faults and its requests, generated from a seed.
+
+The case determines the whole simulation.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,12 @@ COMMUNICATING = (
     "half_async",
     "geo",
 )
-LOOKING_UP = ("sync", "async", *COMMUNICATING)  # those in which servers may have tables
+LOOKING_UP = ("sync", "async", *COMMUNICATING)  # the modes in which servers may have tables
 
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """Something that happens to a role or a connection.
+    """Event that affects a role or a connection.
 
     Attributes:
       kind: one of
@@ -31,15 +33,15 @@ class Event:
         "stop": the whole process of a role stops for some seconds;
         "crash": a role is killed;
         "return": a killed server is started again, as a new process;
-        "cut": a connection breaks, and comes up again after some seconds;
-        "hold": one direction of a connection passes nothing for some seconds;
-        "outage": both directions pass nothing for some seconds;
-        "late": a connection comes up after some seconds at the earliest;
+        "cut": a connection breaks, and is restored after some seconds;
+        "hold": messages in one direction of a connection stop for some seconds;
+        "outage": messages in both directions stop for some seconds;
+        "late": a connection cannot be established for some seconds;
         "twice": a message of a connection arrives twice;
         "garble": a message of a connection arrives malformed.
-      time: when.
-      who: the name of the role, or of the connection: "client server".
-      seconds: duration; for "twice" and "garble", number of the message.
+      time: virtual time of the event.
+      who: name of the role, or of the connection: "client server".
+      seconds: duration of the event; for "twice" and "garble", the number of the message.
       way: direction of a "hold": 0 to the server, 1 to the client.
     """
 
@@ -52,7 +54,7 @@ class Event:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A request that trainers send to all servers, or to those with blocks of the table.
+    """Request that trainers send to all servers, or to the servers with blocks of the table.
 
     Attributes:
       kind: one of
@@ -61,15 +63,15 @@ class Request:
         "changes": changed rows of tables since half as many steps;
         "export": all rows of tables;
         "evict": eviction of rows that were not used in the last steps.
-      step: number of steps that a trainer has made when it asks.
-      trainers: that ask.
+      step: number of steps that a trainer has made before the request.
+      trainers: ids of the trainers that send the request.
       moment: "between" two steps. A "save" may also be "sent": after the gradients of the next
         step, before its end. Or it is "ended": after the end of a step, before its answer.
-      seconds: of "save", until its state is written.
-      fails: of "save": endpoint of the server that cannot write.
-      refuses: of "save" that fails: the server says so at once, and not when it has tried.
-      waits: of "save": number of steps until the trainer waits for the answer.
-      unused_for: of "evict".
+      seconds: for "save", the duration of the write.
+      fails: for "save", the endpoint of the server whose write fails; empty if none fails.
+      refuses: for "save", True if that server fails at once, and not at the end of the write.
+      waits: for "save", the number of steps until the trainer waits for the answer.
+      unused_for: for "evict", the field of this name.
     """
 
     kind: str
@@ -98,13 +100,14 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Guest:
-    """A process that comes to the job and is not of it.
+    """Process that connects to the job without being a part of it.
 
     Attributes:
-      kind: "second" process with the id of a trainer; "stale" trainer with another plan; "stranger"
-        with another token; or "noise", which sends malformed messages.
-      time: when it begins.
-      trainer: the id that it has.
+      kind: "second" for a second process with the id of a trainer, "stale" for a trainer with
+        another plan, "stranger" for a trainer with another token, or "noise" for a sender of
+        malformed messages.
+      time: time at which it starts.
+      trainer: id of a trainer that it uses.
     """
 
     kind: str
@@ -116,47 +119,48 @@ class Guest:
             "second": "is started a second time",
             "stale": "is started with another plan",
             "stranger": "is started with another token",
-            "noise": "is the name of who sends malformed messages",
+            "noise": "is impersonated by a sender of malformed messages",
         }
         return f"{self.time:.3f} s  trainer {self.trainer} {what[self.kind]}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A job and what happens to it.
+    """Simulated job, and the events that affect it.
 
     Attributes:
-      seed: of delays and of the time that computation takes.
+      seed: seed of message delays and of computation times.
       mode: one of
-        "sync";
-        "exchange": synchronous, and servers exchange parts of a norm;
-        "async";
+        "sync": synchronous;
+        "exchange": synchronous, and servers exchange partial sums of a norm;
+        "async": asynchronous;
         "communicator": asynchronous, with a communicator;
-        "half_async": the same, and each step waits for it at its end;
+        "half_async": with a communicator, for which each step waits at its end;
         "geo": GEO-SGD.
-      steps: of each trainer.
-      servers: of each, the number of entries of each of its blocks.
-      on_trainer_exit: as of `dtrans.pserver`.
-      rounds: exchanges of trainers in each step.
-      moves: trainers move to a second connection, as to a Unix socket.
-      deadline: seconds, of all roles.
-      patience: seconds without a sign of the other end after which ZeroMQ gives a connection up.
-      delay: typical seconds that a message is under way.
-      message_bytes: of gradients, in one message; larger blocks travel as several.
-      communicator: of "communicator", "half_async" and "geo".
-      pace: typical seconds that a step computes.
-      table: number of rows of each server's block of the table, except for the last of several
-        servers; 0 without a table.
-      ahead: number of steps by which synchronous trainers announce rows; 0 for none.
-      staleness: number of updates that such rows may lack.
-      moves_rows: an update may move all rows of a table.
-      every, waits: for "geo", the number of steps between pushes; and if a trainer waits for the
-        answer.
-      events: faults, and delays of connections.
-      requests: of trainers, in the order in which each sends its own; one eviction at most, before
+      steps: number of steps of each trainer.
+      servers: for each server, the number of entries of each of its blocks.
+      on_trainer_exit: option of `dtrans.pserver`.
+      rounds: number of exchanges between trainers in each step.
+      moves: True if trainers move to a second connection, as they do for a Unix socket.
+      deadline: deadline of all roles in seconds.
+      delay: typical delay of a message in seconds.
+      message_bytes: maximum number of bytes of arrays in one message.
+      communicator: options of the communicator.
+      every: for "geo", the number of steps between two pushes.
+      waits: for "geo", True if a step waits for the answer to its push.
+      events: events that affect roles and connections.
+      pace: typical duration of a step's computation in seconds.
+      table: number of rows of each server's block of the table; 0 without a table. If there are
+        several servers, the last one has no block.
+      ahead: number of steps by which synchronous trainers announce rows; 0 if they do not.
+      staleness: number of updates that announced rows may lack.
+      moves_rows: True if an update may change all rows of a table.
+      patience: seconds after which a stopped connection breaks.
+      requests: requests of trainers, in order. At most one of them is an eviction, which precedes
         other requests of its step.
-      guests: that come.
-      is_followed: the processes of roles that end well start a second job on the same endpoints.
+      guests: processes that connect to the job without being a part of it.
+      is_followed: True if the processes of roles that end without an error start a second job on
+        the same endpoints.
     """
 
     seed: int
@@ -185,37 +189,35 @@ class Case:
 
     @property
     def sync_mode(self) -> bool:
-        """Return True if an update combines the gradients of all trainers."""
+        """True if an update uses the gradients of all trainers."""
         return self.mode in ("sync", "exchange")
 
     @property
     def sends(self) -> tuple[int, ...]:
-        """Return the number of messages that each trainer sends."""
+        """Number of times that each trainer sends gradients or pushes."""
         return tuple(-(-n // self.every) for n in self.steps)
 
     @property
     def blocks(self) -> dict[str, int]:
-        """Block to the number of its entries."""
+        """Block name to its number of entries."""
         rows = zip(self.endpoints, self.servers, strict=True)
         return {f"{ep}/w{i}": n for ep, sizes in rows for i, n in enumerate(sizes)}
 
     @property
     def tables(self) -> dict[str, int]:
-        """Block of the table to the number of its rows."""
-        return (
-            {f"{ep}/t": self.table for ep in self.endpoints[:-1] or self.endpoints}
-            if self.table
-            else {}
-        )
+        """Name of each block of the table to its number of rows."""
+        if not self.table:
+            return {}
+        return {f"{ep}/t": self.table for ep in self.endpoints[:-1] or self.endpoints}
 
     @property
     def trainers(self) -> int:
-        """Return the number of trainers."""
+        """Number of trainers."""
         return len(self.steps)
 
     @property
     def endpoints(self) -> tuple[str, ...]:
-        """Of the servers."""
+        """Endpoints of the servers."""
         return tuple(f"127.0.0.1:{i + 1}" for i in range(len(self.servers)))
 
     @property
@@ -241,12 +243,12 @@ class Case:
 
     @property
     def orderly(self) -> bool:
-        """Return True if all requests come when they may, and from all that must send them."""
+        """True if all requests are valid: sent in time, and by all trainers that must send them."""
         is_early = lambda x: x.moment == "ended" or (x.moment == "sent" and not self.sync_mode)
         return not any(self._is_short(x) or is_early(x) for x in self.requests)
 
     def _is_short(self, request: Request) -> bool:
-        """Return True if trainers are to evict rows, and not all send the request that may."""
+        """Return True for an eviction that not all trainers request which make its step."""
         may = {k for k, n in enumerate(self.steps) if n >= request.step}
         return self.sync_mode and request.kind == "evict" and not may <= {*request.trainers}
 
@@ -309,7 +311,7 @@ def _describe(e: Event) -> str:
 
 
 def drawn(seed: int) -> Case:
-    """Draw the case of a seed.
+    """Return the random case of a seed.
 
     Example:
       >>> from tools.simulate.case import drawn
@@ -355,7 +357,7 @@ def drawn(seed: int) -> Case:
     count = r.choice([0, 0, 1, 1, 1, 2, 3])
     events = tuple(_event(r, case) for _ in range(count))
     table = r.choice([0, 1, 4, 4] if mode == "sync" else [0, 1, 4]) if mode in LOOKING_UP else 0
-    # gradients are merged where steps are fast
+    # Communicators merge gradients only if steps are fast.
     pace = r.choice([0.1, 0.002]) if mode == "communicator" else 0.1
     case = dataclasses.replace(
         case, events=events, pace=pace, table=table, patience=(3.5, 30.0)[seed % 2]
@@ -382,7 +384,7 @@ def _with_short_breaks(r: Random, case: Case) -> Case:
 
 
 def _with_garbled_message(r: Random, case: Case) -> Case:
-    """Draw if a message of a trainer arrives malformed."""
+    """Add, with some probability, a message of a trainer that arrives malformed."""
     if r.random() < 0.93:
         return case
     line = f"trainer {r.randrange(case.trainers)} pserver {r.choice(case.endpoints)}"
@@ -392,7 +394,7 @@ def _with_garbled_message(r: Random, case: Case) -> Case:
 
 
 def _with_later_processes(r: Random, case: Case) -> Case:
-    """Draw if a killed server is started again, and if a second job follows."""
+    """Add, with some probability, the restart of a killed server, or a second job."""
     killed = [e for e in case.events if e.kind == "crash" and e.who.startswith("pserver")]
     if killed and not case.guests and r.random() < 0.5:
         time = killed[0].time + 10 ** r.uniform(-2, 0.5)
@@ -402,7 +404,7 @@ def _with_later_processes(r: Random, case: Case) -> Case:
         return case
     if case.mode != "exchange" or r.random() < 0.5:
         return dataclasses.replace(case, is_followed=True)
-    # a server whose trainers make no step could end before another one has greeted it
+    # If trainers make no steps, a server could end before another server has greeted it.
     line = "pserver {} pserver {}".format(*r.sample(case.endpoints, 2))
     late = Event("late", 0.0, line, 10 ** r.uniform(-1, 0.3))
     steps = (0,) * case.trainers
@@ -414,7 +416,7 @@ def _draw_sizes(r: Random) -> tuple[int, ...]:
 
 
 def _with_guests(r: Random, case: Case) -> Case:
-    """Draw who comes; a trainer whose second process comes may have been killed before."""
+    """Add, with some probability, a guest. A "second" may follow the crash of its trainer."""
     if r.random() < 0.75:
         return case
     kind = r.choice(["second", "second", "stale", "stranger", "noise"])
@@ -425,7 +427,7 @@ def _with_guests(r: Random, case: Case) -> Case:
 
 
 def _requests(r: Random, case: Case) -> tuple[Request, ...]:
-    """Draw what trainers ask for; those with a communicator ask after their last step."""
+    """Return random requests. Trainers with a communicator send them after their last step."""
     if r.random() < 0.6:
         return ()
     kinds = ["save", "save"]
@@ -468,7 +470,7 @@ def _communicator(r: Random) -> CommunicatorConfig:
 
 
 def _lines(case: Case) -> list[str]:
-    """Return the connections of a job, each by the names of its ends."""
+    """Return the names of a job's connections."""
     trainers = [f"trainer {k}" for k in range(case.trainers)]
     servers = [f"pserver {ep}" for ep in case.endpoints]
     ends = [*itertools.product(trainers, servers)]
@@ -478,7 +480,7 @@ def _lines(case: Case) -> list[str]:
 
 
 def _span(case: Case) -> float:
-    """Return the seconds after which most jobs of a case have ended."""
+    """Return the typical duration of a case's job in seconds."""
     return 0.2 + 0.2 * max(case.steps) + 30 * case.delay
 
 

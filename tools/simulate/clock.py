@@ -1,5 +1,4 @@
-"""A virtual clock: events in the order of their times, and of their making where those are
-equal."""
+"""Virtual clock, which runs events in the order of their times."""
 
 from __future__ import annotations
 
@@ -9,10 +8,12 @@ from collections.abc import Callable
 
 
 class Clock:
-    """Runs events.
+    """Virtual clock.
+
+    Events with equal times run in the order in which they were scheduled.
 
     Attributes:
-      now: seconds since the beginning.
+      now: virtual seconds since the start of the simulation.
 
     Example:
       >>> from tools.simulate.clock import Clock
@@ -30,11 +31,11 @@ class Clock:
         self._numbers = itertools.count()
 
     def at(self, time: float, do: Callable[[], None]) -> None:
-        """Let something happen at a time, which may not be before now."""
+        """Schedule a function. A time before `now` counts as `now`."""
         heapq.heappush(self._events, (max(time, self.now), next(self._numbers), do))
 
     def run(self, until: float, over: Callable[[], bool] = lambda: False) -> None:
-        """Run events until a time, until there are none, or until it is `over`."""
+        """Run events until a time, until none are left, or until `over` returns True."""
         while self._events and self._events[0][0] <= until and not over():
             self.now, _, do = heapq.heappop(self._events)
             do()

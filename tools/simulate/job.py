@@ -1,4 +1,4 @@
-"""Processes of a simulated case, and the events that happen to them."""
+"""Processes of a simulated case, and the schedule of its events."""
 
 from __future__ import annotations
 
@@ -21,17 +21,19 @@ from tools.simulate.trainer_role import (
 )
 
 
-BREAK = 0.01  # seconds between the end of a role and its process's next one
+BREAK = 0.01  # seconds between the end of a role and the start of its role in the second job
 
 
 class SimulatedJob:
     """Processes of a case.
 
     Attributes:
-      servers, trainers: of the job; servers by endpoint.
-      guests: processes of `case.guests`, in their order.
+      servers: endpoint to each server of the job.
+      trainers: trainers of the job.
+      guests: processes of `case.guests`, in the same order.
       returned: new processes of killed servers, which events start.
-      next_servers, next_trainers: the same roles of the second job; empty if there is none.
+      next_servers: endpoint to each server of the second job; empty if there is none.
+      next_trainers: trainers of the second job; empty if there is none.
     """
 
     def __init__(self, case: Case) -> None:
@@ -81,13 +83,13 @@ class SimulatedJob:
 
     @property
     def processes(self) -> list[Process]:
-        """All processes that may run; those that were not started are not `begun`."""
+        """All processes, including those that were never started."""
         return [*self.roles, *self.guests, *self.returned, *self.next_roles]
 
     # -- the run ---------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Run until all processes have ended, or the virtual time of a job that hangs is over."""
+        """Run until all processes have ended, or until the time limit of a job that hangs."""
         for role in self.roles:
             self.clock.at(self.random.random() * 0.2, functools.partial(_start, role))
         for guest, process in zip(self.case.guests, self.guests, strict=True):
@@ -101,11 +103,11 @@ class SimulatedJob:
         for role, following in zip(self.roles, self.next_roles, strict=False):
             role.when_ended = functools.partial(self._follow, following)
         self._running = [*self.roles, *self.guests]
-        # long enough for several waits, each as long as its deadline
+        # The limit allows several consecutive waits that last until their deadline.
         self.clock.run(10 * max(self.case.deadline, 30.0) + 400.0, self._is_over)
 
     def _follow(self, role: SimulatedServer | SimulatedTrainer) -> None:
-        """Start the next role of a process whose first one has ended well."""
+        """Start a role of the second job, after the same process has ended the first job."""
         self._running.append(role)
         self.clock.at(self.clock.now + BREAK, role.start)
 
@@ -144,7 +146,7 @@ class SimulatedJob:
             clock.at(event.time + network.patience, lambda: network.break_all(event.who, rest))
 
     def _disturb(self, event: Event) -> None:
-        """Break the connections of an event, or let them pass nothing for a while."""
+        """Break the connection of an event, or stop it for some seconds."""
         for connection in self.network.connections:
             if connection.name != event.who:
                 continue

@@ -1,30 +1,30 @@
 """Checks of a job that has ended.
 
 - Every role ends in time: without an error, or with an error of dtrans.
-- If nothing happens that a job may notice, all roles end without an error. Trainers that leave
-  early are treated as `on_trainer_exit` says. A connection that breaks for a moment after its
-  trainer has left is not noticed, either.
+- If no event affects the job, all roles end without an error. Trainers that leave early are treated
+  according to `on_trainer_exit`. A short break of a connection after its trainer has left does not
+  affect the job.
 - A role that ends without an error has done all of its work: a trainer its steps, a server the
   steps of all trainers.
-- Parameters that a trainer received are those of one device, bit for bit, whatever happened later.
-  They are recomputed here, which shows a gradient that counts twice, not at all, or in another
-  order.
-- Rows that a trainer looked up are those of one device before this step, bit for bit. Announced
-  rows may lack as many updates as their table allows. Tables are those of one device in the end.
-- With GEO-SGD and one trainer, servers have the trainer's parameters in the end, up to rounding.
-  After each pull a trainer knows the values of its stored rows on the server at one moment, bit for
-  bit. They have all that it pushed before.
-- A checkpoint that is reported as saved was written. It has the state between two steps, after the
-  trainer's number of steps. Reports, exports and changes of tables are those of one device. On an
-  asynchronous server they are those of a moment between two steps of the trainer that asked.
-- A synchronous server evicts rows when all trainers have asked for it. An asynchronous one keeps
-  rows with a pending gradient.
-- Strangers are refused by name: a second process with the id of a trainer, another plan, another
-  token. They and malformed messages change nothing: a job that may end well does.
-- An asynchronous server applies each gradient once and in its trainer's order. Its answers are
-  values that the block has had, and it has heard all of every trainer that ends without an error.
-  Rows of a table are never older than rows received before. They have the gradients of all earlier
-  steps of a trainer that waits for them, and of no later ones.
+- Parameters that a synchronous trainer received equal those of one device, bit for bit. They are
+  recomputed here, so a gradient that was used twice, not at all, or in another order is found.
+- Rows that a synchronous trainer looked up equal those of one device before this step, bit for bit.
+  Announced rows may lack as many updates as their table allows. At the end, tables equal those of
+  one device.
+- With GEO-SGD and one trainer, the servers have the trainer's parameters at the end, up to
+  rounding. After each pull, the trainer's `old` rows equal the server's rows at one time, bit for
+  bit. They include all earlier pushes of the trainer.
+- A checkpoint that is reported as saved was written. It contains the state between two steps, after
+  the trainer's number of steps. Reports, exports and changed rows of tables equal those of one
+  device. On an asynchronous server, they equal a state between two steps of the trainer.
+- A synchronous server evicts rows when all trainers have requested it. An asynchronous server does
+  not evict rows with a pending gradient.
+- A second process with the id of a trainer, and processes with another plan or token, are refused
+  with an error that names the cause. These processes and malformed messages do not affect the job.
+- An asynchronous server applies each gradient once, and in the order of its trainer. Its answers
+  are values that the block has had. It has applied all gradients of each trainer that ends without
+  an error. Rows are never older than rows that the trainer received before. If a trainer waits for
+  its gradients, rows include exactly its earlier steps.
 """
 
 from __future__ import annotations
@@ -63,8 +63,11 @@ def faults(
     """Yield the promises that a job violated.
 
     Args:
-      of_job: its trainers.
-      guests: processes of `case.guests`. One may be the only process of its trainer.
+      case: the simulated case.
+      servers: endpoint to each server.
+      of_job: trainers of the job.
+      guests: processes of `case.guests`. A guest may be the only process of its trainer that joined
+        the job.
     """
     trainers = [*of_job, *(x for x in guests if isinstance(x, SimulatedTrainer))]
     for role in (*servers.values(), *of_job, *guests):
@@ -79,7 +82,7 @@ def faults(
     if harmless and not uneven:
         for role in (*servers.values(), *of_job):
             if role.error is not None:
-                yield f"{role.name} ended, and nothing had happened: {role.error}"
+                yield f"{role.name} ended with an error, but no event affects it: {role.error}"
     device = on_one_device(case) if case.sync_mode else None
     expected = device.values if device is not None else []
     for t in trainers:
@@ -89,31 +92,28 @@ def faults(
             and (not t.pulled or t.pulled[-1][0] != case.sends[t.k])
         ):
             yield (
-                f"{t.name} ended well, and not all of its {case.sends[t.k]} sends are in what "
-                "it received"
+                f"{t.name} ended without an error, but the parameters that it received last do not "
+                f"include all of its {case.sends[t.k]} sends"
             )
         for step, pulled in t.pulled if expected else ():
             for n, x in pulled.items():
                 if x.tobytes() != expected[step][n].tobytes():
                     yield (
-                        f"{t.name} has another {n} after step {step} than one device: {x}, not "
+                        f"{t.name} received {x} as {n} after step {step}, but one device has "
                         f"{expected[step][n]}"
                     )
         for step, (ids, rows) in enumerate(t.looked_up if expected else ()):
             had = expected[updates_in(case, t.k, step)]
             one = np.concatenate([had[n] for n in case.tables])[ids]
             if len(t.pulled) > step + 1 and rows.tobytes() != one.tobytes():
-                yield (
-                    f"{t.name} has looked up other rows for step {step} than one device: "
-                    f"{rows}, not {one}"
-                )
+                yield f"{t.name} looked up {rows} for step {step}, but one device has {one}"
         for i, found in enumerate(t.reduced):
             step, number = divmod(i, case.rounds)
             total = functools.reduce(
                 np.add, [_part(k, step, number) for k, n in enumerate(case.steps) if n > step]
             )
             if found.tobytes() != total.tobytes():
-                yield f"{t.name} has another sum of round {number} of step {step}"
+                yield f"{t.name} received a wrong sum in round {number} of step {step}"
     for server in servers.values():
         steps = server.machine.kind.step
         if (
@@ -122,12 +122,12 @@ def faults(
             and server.error is None
             and steps != max(case.steps)
         ):
-            yield f"{server.name} ended well after {steps} of {max(case.steps)} steps"
+            yield f"{server.name} ended without an error after {steps} of {max(case.steps)} steps"
         elif case.sync_mode and server.ended is not None and server.error is None:
             for n, x in server.machine.kind.state.items():
                 if x.tobytes() != expected[steps][n].tobytes():
                     yield (
-                        f"{server.name} has another {n} in the end than one device: {x}, not "
+                        f"{server.name} has {x} as {n} at the end, but one device has "
                         f"{expected[steps][n]}"
                     )
     yield from faults_of_saves(case, servers, trainers)
@@ -145,13 +145,13 @@ def faults(
         yield from _faults_of_geo(case, servers)
     if uneven and harmless and all(t.error is None for t in of_job):
         yield (
-            "trainers made different numbers of steps with on_trainer_exit='error', and "
-            "nobody said so"
+            "trainers made different numbers of steps with on_trainer_exit='error', but no trainer "
+            "failed"
         )
 
 
 def _breaks_at_the_end(case: Case, trainers: list[SimulatedTrainer]) -> bool:
-    """Return True if connections break only after their trainers have left, and for a moment."""
+    """Return True if connections break only briefly, and after their trainers have left."""
     left_at = {name: at for t in trainers for name, at in t.left_at.items()}
     for event in case.events:
         if event.kind != "cut" or event.seconds > RETRY / 2 or case.moves:
@@ -162,7 +162,7 @@ def _breaks_at_the_end(case: Case, trainers: list[SimulatedTrainer]) -> bool:
 
 
 def faults_of_role(role: Process) -> Iterator[str]:
-    """Yield a role that has not ended, or not with an error of dtrans."""
+    """Yield a role that did not end, or ended with an exception that is no error of dtrans."""
     if role.killed:
         return
     if role.ended is None:
@@ -174,26 +174,26 @@ def faults_of_role(role: Process) -> Iterator[str]:
 def _faults_of_blocks(
     case: Case, server: SimulatedServer, trainers: list[SimulatedTrainer]
 ) -> Iterator[str]:
-    """Yield gradients and answers that an asynchronous server mishandled."""
+    """Yield wrong updates and answers of an asynchronous server."""
     update = server.update
     assert isinstance(update, SimulatedBlocks)
     done = [t for t in trainers if t.error is None and t.ended is not None]
     if len(done) == case.trainers and not server.killed and update.begun != sum(case.sends):
         yield f"{server.name} has begun {update.begun} of {sum(case.sends)} steps"
     for block in update.history:
-        known = [0] * case.trainers  # how many steps of each trainer are in the block
-        after = [tuple(known)]  # the same after each update
+        known = [0] * case.trainers  # number of steps of each trainer that the block includes
+        after = [tuple(known)]  # `known` for each value of the block
         for name, found in update.log:
             if name == block and not found:
-                after.append(after[-1])  # rows were evicted
+                after.append(after[-1])  # an eviction
             elif name == block:
                 source = next(
                     (t for t in trainers if _steps_in(case, t, block, known[t.k], found)), None
                 )
                 if source is None:
                     yield (
-                        f"{server.name} applied a gradient to {block} that was not sent, or "
-                        "that it had applied"
+                        f"{server.name} applied a gradient to {block} that was not sent, or was "
+                        "already applied"
                     )
                     return
                 known[source.k] += _steps_in(case, source, block, known[source.k], found)
@@ -202,8 +202,8 @@ def _faults_of_blocks(
             count, due = known[t.k], case.sends[t.k]
             if count < due and not server.killed:
                 yield (
-                    f"{server.name} applied {count} gradients of {t.name} to {block}, which "
-                    f"sent {due}"
+                    f"{server.name} applied {count} gradients of {t.name} to {block}, but the "
+                    f"trainer sent {due}"
                 )
         yield from faults_of_block(case, server, block, after, trainers)
         values = dict(zip(update.history[block], after, strict=True))
@@ -217,8 +217,8 @@ def _faults_of_blocks(
                 had = values.get(pulled[block].tobytes())
                 if had is None or had[t.k] < steps:
                     yield (
-                        f"{t.name} received, after {steps} of its steps, a {block} with "
-                        f"{had and had[t.k]} of them"
+                        f"{t.name} received, after {steps} of its steps, a value of {block} that "
+                        f"includes {had and had[t.k]} of them"
                     )
 
 
@@ -229,10 +229,14 @@ def _faults_of_rows(
     after: list[tuple[int, ...]],
     trainers: list[SimulatedTrainer],
 ) -> Iterator[str]:
-    """Yield wrong rows that an asynchronous server sent from a block.
+    """Yield wrong rows that trainers received from an asynchronous server.
 
     Args:
-      after: for each value of the block, the number of steps of each trainer in it.
+      case: the simulated case.
+      server: the server.
+      block: name of the block.
+      after: for each value that the block has had, the number of steps of each trainer in it.
+      trainers: the trainers.
     """
     assert isinstance(server.update, SimulatedBlocks)
     values = [np.frombuffer(x, np.float32) for x in server.update.history[block]]
@@ -241,18 +245,18 @@ def _faults_of_rows(
         at = 0
         for step, (ids, rows) in enumerate(t.looked_up):
             if step >= len(t.pushed.get(block, [])):
-                break  # it may not have come
+                break  # the trainer failed in this step, and may not have received the rows
             run = runs_of(tuple(case.tables.values()))[number]
             mine = run.among(ids)
             here, found = run.local(ids[mine]), rows[mine]
             had = [known[t.k] for known in after]
-            ahead = case.mode == "communicator"  # steps do not wait for their gradients to be used
+            ahead = case.mode == "communicator"  # steps may be ahead of their gradients' use
             due = [i for i, n in enumerate(had) if i >= at and (n == step or (ahead and n < step))]
             moments = [i for i in due if np.array_equal(values[i][here], found)]
             if not moments:
                 yield (
-                    f"{t.name} has looked up rows of {block} before step {step} that were not "
-                    f"there then: {found}"
+                    f"{t.name} received {found} as rows of {block} for step {step}, but the block "
+                    "did not have these values then"
                 )
                 return
             at = moments[0]
@@ -263,7 +267,7 @@ def _faults_of_rows(
             if early and max(early) > max(moments):
                 yield (
                     f"{server.name} evicted rows of {block} that {t.name} had looked up for step "
-                    f"{step}, and whose gradient was to come"
+                    f"{step}, before the step's gradient arrived"
                 )
 
 
@@ -274,7 +278,7 @@ def _faults_of_stored_rows(
     after: list[tuple[int, ...]],
     trainers: list[SimulatedTrainer],
 ) -> Iterator[str]:
-    """Yield wrong rows that GEO-SGD trainers store from a block; arguments of `_faults_of_rows`."""
+    """Yield wrong `old` rows of GEO-SGD trainers. The arguments are those of `_faults_of_rows`."""
     assert isinstance(server.update, SimulatedBlocks)
     values = [np.frombuffer(x, np.float32) for x in server.update.history[block]]
     run = runs_of(tuple(case.tables.values()))[list(case.tables).index(block)]
@@ -288,15 +292,15 @@ def _faults_of_stored_rows(
             now = next((i for i in due if np.array_equal(values[i][here], found)), None)
             if now is None:
                 yield (
-                    f"{t.name} knows of rows of {block}, after {pushes} pushes, what they "
-                    f"never were: {found}"
+                    f"{t.name} has {found} as old rows of {block} after {pushes} pushes, but the "
+                    "server never had these values"
                 )
                 return
             at = now
 
 
 def _faults_of_geo(case: Case, servers: Mapping[str, SimulatedServer]) -> Iterator[str]:
-    """Yield parameters that differ from those of the only trainer of GEO-SGD."""
+    """Yield parameters on servers that differ from those of the only GEO-SGD trainer."""
     for server in servers.values():
         assert isinstance(server.update, SimulatedBlocks)
         for block, values in server.update.history.items():
@@ -310,14 +314,20 @@ def _faults_of_geo(case: Case, servers: Mapping[str, SimulatedServer]) -> Iterat
             )
             if not np.allclose(found, expected, rtol=1e-4, atol=1e-5):
                 yield (
-                    f"{server.name} has {found} as {block} in the end, and its only trainer "
-                    f"made {expected} of it"
+                    f"{server.name} has {found} as {block} at the end, but its only trainer has "
+                    f"{expected}"
                 )
 
 
 def _steps_in(case: Case, t: SimulatedTrainer, block: str, since: int, found: bytes) -> int:
-    """Return the number of steps, from one on, whose gradients a trainer's gradient sums; 0 for
-    another trainer's."""
+    """Return the number of a trainer's steps that a gradient sums; 0 if it is another trainer's.
+
+    Args:
+      t: the trainer.
+      block: name of the block.
+      since: number of the trainer's steps that were already applied.
+      found: bytes of the gradient.
+    """
     sent = t.pushed.get(block, [])[since:]
     most = case.communicator.max_merge_var_num if case.mode in COMMUNICATING else 1
     total = None

@@ -1,4 +1,4 @@
-"""Checks of what trainers asked for between steps: checkpoints, and tables."""
+"""Checks of the answers to requests between steps: checkpoints, and requests about tables."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Trainers = Sequence[SimulatedTrainer]
 
 
 def faults_of_saves(case: Case, servers: Servers, trainers: Trainers) -> Iterator[str]:
-    """Yield checkpoints that are not as they were reported."""
+    """Yield checkpoints whose contents or errors differ from the answers to trainers."""
     for t, answer in _answers(trainers, "save"):
         request, name = answer.request, checkpoint_name(case, answer.request)
         for ep, server in servers.items() if not answer.result else ():
@@ -29,17 +29,17 @@ def faults_of_saves(case: Case, servers: Servers, trainers: Trainers) -> Iterato
             if steps != request.step:
                 what = "not written" if steps is None else f"of step {steps}"
                 yield (
-                    f"{t.name} was told that {name} is saved after {request.step} steps, and on "
-                    f"pserver {ep} it is {what}"
+                    f"{t.name} received the answer that {name} is saved after {request.step} steps, "
+                    f"but on pserver {ep} it is {what}"
                 )
-        if answer.result and f"pserver {request.fails} has" not in answer.result:
-            yield f"{t.name} was told that {name} is not saved: {answer.result}"
+        if answer.result and f"pserver {request.fails} could not" not in answer.result:
+            yield f"{t.name} received an unexpected error about {name}: {answer.result}"
 
 
 def faults_of_answers(
     case: Case, device: OneDevice, servers: Servers, trainers: Trainers
 ) -> Iterator[str]:
-    """Yield answers of synchronous servers that are not those of one device."""
+    """Yield answers of synchronous servers that differ from the results of one device."""
     for t, answer in _answers(trainers, "save"):
         name, step = checkpoint_name(case, answer.request), answer.request.step
         for server in servers.values():
@@ -48,18 +48,24 @@ def faults_of_answers(
             if not any(x.kind == "evict" and t.k in x.trainers for x in case.requests):
                 states.append(device.before[step][0])
             if not any(_is_state(saved, one) for one in states):
-                yield f"{server.name} wrote another state to {name} than that after step {step}"
+                yield f"{server.name} wrote to {name} a state that is not the state after step {step}"
     for t, answer in _answers(trainers, "report", "changes", "export", "evict"):
         request, step = answer.request, answer.request.step
         if request.kind == "evict" and case.eviction_after(step) is None:
-            yield f"rows were evicted after step {step}, and only {request.trainers} asked for it"
+            yield (
+                f"rows were evicted after step {step}, but only trainers {request.trainers} "
+                "requested it"
+            )
             continue
         one = _on_one_device(request, device.values[step], device.changed_at[step])
         before = _on_one_device(request, *device.before[step])
         asked_evict = any(x.kind == "evict" and t.k in x.trainers for x in case.requests)
         found = _comparable(request, answer.result)
         if found != one and (asked_evict or found != before):
-            yield f"{t.name} asked for {request.kind} after step {step}: {found}, not {one}"
+            yield (
+                f"{t.name} requested {request.kind} after step {step} and received {found}, "
+                f"expected {one}"
+            )
 
 
 def _is_state(saved: Mapping[str, bytes], state: Mapping[str, np.ndarray]) -> bool:
@@ -73,10 +79,11 @@ def faults_of_block(
     after: Sequence[tuple[int, ...]],
     trainers: Trainers,
 ) -> Iterator[str]:
-    """Yield answers about a block of an asynchronous server that fit no moment between two steps.
+    """Yield answers of an asynchronous server that match no state between two steps of the trainer.
 
     Args:
-      after: number of steps of each trainer in each value of the block.
+      block: name of the block.
+      after: for each value that the block has had, the number of steps of each trainer in it.
     """
     update = server.update
     assert isinstance(update, SimulatedBlocks)
@@ -90,8 +97,8 @@ def faults_of_block(
         who = answer.request.trainers
         if saved and not any(x[k] == _sends(case, answer.request, k) for x in moments for k in who):
             yield (
-                f"{server.name} wrote a {block} to {name} that is not after {answer.request.step} "
-                f"steps of {t.name}, but after {moments}"
+                f"{server.name} wrote to {name} a value of {block} after {moments} steps, expected "
+                f"the value after {answer.request.step} steps of {t.name}"
             )
     for t, answer in (
         _answers(trainers, "report", "changes", "export") if block in case.tables else ()
@@ -107,8 +114,8 @@ def faults_of_block(
             moments = updates[now : now + 1]
         if not any(known[t.k] == due for known in moments):
             yield (
-                f"{t.name} asked for {answer.request.kind} after {due} sends, and {server.name} "
-                f"answered of {block} as it was after {moments}"
+                f"{t.name} requested {answer.request.kind} after {due} sends, but {server.name} "
+                f"answered with {block} after {moments} sends"
             )
 
 
@@ -120,7 +127,7 @@ def _answers(trainers: Trainers, *kinds: str) -> Iterator[tuple[SimulatedTrainer
 
 
 def _sends(case: Case, request: Request, k: int) -> int:
-    """Return the number of sends of a trainer that precede its request."""
+    """Return the number of gradients that a trainer sent before its request."""
     return case.sends[k] if case.mode in COMMUNICATING else request.step
 
 
@@ -139,7 +146,7 @@ def _on_one_device(
 
 
 def _comparable(request: Request, result: Any) -> Any:
-    """Return an answer as `_on_one_device` does."""
+    """Return an answer in the form of the result of `_on_one_device`."""
     if request.kind == "report":
         return [(x.name, x.rows, x.created, x.step) for x in result]
     if request.kind == "changes":

@@ -1,4 +1,4 @@
-"""Checks of roles that are lost and come back, and of messages that arrive malformed."""
+"""Checks of servers that are killed and started again, and of messages that arrive malformed."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Trainers = Sequence[SimulatedTrainer]
 
 
 def faults_of_returns(case: Case, servers: Servers, trainers: Trainers) -> Iterator[str]:
-    """Yield trainers that continue with a new process of a killed server.
+    """Yield trainers that continue with the new process of a killed server.
 
-    It has lost the updates of the first process. Each trainer of that process therefore fails, with
-    an error that names the server.
+    The new process does not have the updates of the killed one. So each trainer that was connected
+    to the killed process must fail with an error that names the server.
     """
     for event in case.events:
         server = servers[event.who.partition(" ")[2]] if event.kind == "return" else None
@@ -28,24 +28,24 @@ def faults_of_returns(case: Case, servers: Servers, trainers: Trainers) -> Itera
             welcomed = t.welcomed_at.get(server.endpoint, math.inf)
             left = t.left_at.get(f"{t.name} {event.who}", math.inf)
             if welcomed < server.killed_at < left and t.ended is not None and t.error is None:
-                yield f"{t.name} ended well, and {event.who} was killed and came back"
+                yield f"{t.name} ended without an error, but {event.who} was killed and restarted"
 
 
 def faults_of_garbled(case: Case, servers: Servers, trainers: Trainers) -> Iterator[str]:
-    """Yield roles that do not end as they must if one message of a trainer arrives malformed.
+    """Yield roles that end in another way than expected after a malformed message of a trainer.
 
-    The server refuses the message, and the trainer ends with that. Of an asynchronous job the
-    others continue.
+    The server must refuse the message, and the trainer must end with this error. In an asynchronous
+    job, the other trainers must continue.
     """
     if [e.kind for e in case.events] != ["garble"] or case.guests or not case.orderly:
         return
     line = case.events[0].who
     sender = next(t for t in trainers if line.startswith(f"{t.name} "))
     if sender.error is None or sender.greeted_at == math.inf:
-        # it was not sent, or it was the last one; or the server does not know its trainer
+        # The message was not sent, or was the last one, or the server did not know the trainer yet.
         return
     if f"refused {sender.name}" not in str(sender.error):
-        yield f"{sender.name} sent a malformed message, and ends with {sender.error}"
+        yield f"{sender.name} sent a malformed message, but ended with {sender.error}"
     if case.sync_mode or case.trainers == 1:
         return
     for role in (*servers.values(), *trainers):

@@ -1,11 +1,12 @@
-"""Connections of a virtual network, and each process's `dtrans.protocol.transport` over them.
+"""Virtual network, and its implementation of `dtrans.protocol.transport`.
 
-A connection keeps the order of its messages, as TCP does; messages of different connections
-overtake each other. A message takes the connection's delay and its bytes over the bandwidth. It is
-read when it arrives: its sender may not write to its memory before.
+A connection keeps its messages in order, as TCP does, but messages of different connections may
+overtake each other. The duration of a message is the connection's delay plus its size divided by
+the bandwidth. The frames of a message are not copied, so its sender must not change them before the
+message arrives.
 
-A connection that breaks loses the messages on their way. It is made again after a while if somebody
-listens, and both ends hear of it.
+When a connection breaks, its messages in transit are lost, and both processes receive an event. The
+connection is restored after some time if the listener is open.
 """
 
 from __future__ import annotations
@@ -22,22 +23,25 @@ from tools.simulate.clock import Clock
 from tools.simulate.process import Process
 
 
-RETRY = 0.1  # seconds after which a connection is tried again where nobody listens
+RETRY = 0.1  # seconds between two attempts to connect to an endpoint without a listener
 
 
 class Network:
-    """The connections of one job.
+    """Virtual network of one job.
 
     Args:
-      delay: draws the seconds of a message.
-      patience: seconds without a sign of the other end after which a connection breaks.
-      bandwidth: bytes a second.
+      clock: virtual clock.
+      delay: returns a random delay of a message in seconds.
+      patience: seconds after which a stopped connection breaks.
+      bandwidth: bytes per second.
 
     Attributes:
-      listeners: that are open, by their endpoints.
+      connections: all connections.
+      listeners: endpoint to each open listener.
       doubled: name of a connection to the number of its client's message that arrives twice.
-      garbled: the same, of a message that arrives malformed; it is taken out when it arrives.
-      late: name of a connection to the time before which it does not come up.
+      garbled: name of a connection to the number of its client's message that arrives malformed.
+        The entry is removed when the message is sent.
+      late: name of a connection to the time before which it cannot be established.
     """
 
     def __init__(
@@ -54,21 +58,23 @@ class Network:
         self._addresses = itertools.count()
 
     def break_all(self, name: str, seconds: float) -> None:
-        """Break all connections of a process, which come up again after some seconds."""
+        """Break all connections of a process for some seconds."""
         for c in self.connections:
             if name in (c.client.name, c.server_name):
                 c.break_off(seconds)
 
     def address(self) -> bytes:
-        """Return a new address of a client at a listener."""
+        """Return a new address for a client."""
         return b"%d" % next(self._addresses)
 
 
 class SimulatedTransport:
-    """Links and listeners of a process, as `dtrans.protocol.transport.Transport`.
+    """Implementation of `dtrans.protocol.transport.Transport` over the virtual network.
 
     Args:
-      token: of the job that the process belongs to; listeners bar links with another one.
+      network: the virtual network.
+      process: the process that uses this transport.
+      token: token of the process's job; a listener refuses links with another token.
     """
 
     def __init__(self, network: Network, process: Process, token: str = "") -> None:
@@ -76,11 +82,11 @@ class SimulatedTransport:
         self._opened: list[SimulatedLink | SimulatedListener] = []
 
     def now(self) -> float:
-        """Return the time of the process: of the event that it handles, and what it has spent."""
+        """Return the time of the process. See `Process.now`."""
         return self._process.now
 
     def connect(self, endpoint: str, /, *, user: str, role: str, name: str = "") -> SimulatedLink:
-        """Open a link, which comes up a little later."""
+        """Open a link, which is established after a delay."""
         address = endpoint.removeprefix("/")
         link = SimulatedLink(self._network, self._process, address, self._token)
         self._opened.append(link)
@@ -96,7 +102,7 @@ class SimulatedTransport:
         messages: int = 0,
         has_local: bool = False,
     ) -> SimulatedListener:
-        """Open a listener, to which anybody may connect."""
+        """Open a listener, which admits all users and roles."""
         listener = SimulatedListener(
             self._network, self._process, endpoint, self._token, has_local=has_local
         )
@@ -104,28 +110,28 @@ class SimulatedTransport:
         return listener
 
     def reaches(self, local: str, /) -> bool:
-        """Return True: all processes are on one host."""
+        """Return True, because all simulated processes are on one host."""
         return True
 
     def poll(self, until: float) -> Iterator[Event]:
-        """Take the first event that has come, if any; the process decides when to look again."""
+        """Yield the first queued event, if there is one, without waiting."""
         event = self._process.next_event()
         if event is not None:
             yield event
 
     def wake(self) -> None:
-        """Let the process take a step."""
+        """Schedule a step of the process now."""
         self._process.wake_at(self._network.clock.now)
 
     def close(self, linger: float = 0.0) -> None:
-        """Close all links and listeners; what was sent still arrives."""
+        """Close all links and listeners. Messages that were sent still arrive."""
         for opened in self._opened:
             opened.close()
         self._opened.clear()
 
 
 class SimulatedListener:
-    """An endpoint of a process."""
+    """Listener of a simulated process."""
 
     def __init__(
         self,
@@ -143,12 +149,12 @@ class SimulatedListener:
         network.listeners[endpoint] = self
 
     def send(self, address: bytes, frames: Sequence[Any], /) -> None:
-        """Send a message; it is lost if the connection is gone."""
+        """Send a message, or drop it if the connection has ended."""
         if address in self.connections:
             self.connections[address].to_client(frames)
 
     def close(self, linger: float = 0.0) -> None:
-        """Close it, and all connections to it."""
+        """Close the listener, and all connections to it."""
         if self._network.listeners.get(self.endpoint) is self:
             del self._network.listeners[self.endpoint]
         for connection in list(self.connections.values()):
@@ -156,14 +162,14 @@ class SimulatedListener:
 
 
 class SimulatedLink:
-    """A connection of a process to a listener. Made by `SimulatedTransport.connect`.
+    """Connection of a process to a listener. `SimulatedTransport.connect` creates it.
 
     Attributes:
-      client, server_name: its two ends.
-      up: it is established.
-      address: the name by which the listener knows it.
-      paused_until: for each direction, the time until which nothing passes: to the server, and to
-        the client.
+      client: process that connects.
+      server_name: name of the process that listens.
+      up: True while the connection is established.
+      address: address of the client at the listener.
+      paused_until: time until which no message arrives at the server, and the same for the client.
     """
 
     def __init__(self, network: Network, client: Process, endpoint: str, token: str) -> None:
@@ -175,8 +181,8 @@ class SimulatedLink:
         self._listener: SimulatedListener
         self._doubled = network.doubled.get(self.name, -1)
         self._closed = False
-        self._epoch = 0  # changes with each establishment and break
-        self._last = [0.0, 0.0]  # when the last message of each direction arrives
+        self._epoch = 0  # incremented when the connection is established and when it breaks
+        self._last = [0.0, 0.0]  # arrival of the last message to the server, and to the client
         self._pending: list[Sequence[Any]] = []
         self._sent = 0
         network.connections.append(self)
@@ -184,11 +190,11 @@ class SimulatedLink:
 
     @property
     def name(self) -> str:
-        """The names of its ends."""
+        """Names of the client and of the server."""
         return f"{self.client.name} {self.server_name}"
 
     def establish(self) -> None:
-        """Come up if the server is there; else try again."""
+        """Establish the connection if the listener is open; otherwise try again later."""
         clock, listener = self.network.clock, self.network.listeners.get(self._endpoint)
         late = self.network.late.get(self.name, 0.0)
         if self.up or self._closed or not self.client.there:
@@ -214,7 +220,7 @@ class SimulatedLink:
             self._to_server(frames, clock.now)
 
     def send(self, frames: Sequence[Any], /) -> None:
-        """Send a message of the client."""
+        """Send a message to the server."""
         self._to_server(frames, self.client.now)
 
     def _to_server(self, frames: Sequence[Any], now: float) -> None:
@@ -229,24 +235,29 @@ class SimulatedLink:
         self._sent += 1
 
     def to_client(self, frames: Sequence[Any]) -> None:
-        """Send a message of the server."""
+        """Send a message to the client."""
         if self.up:
             self._arrive(1, Event("message", self, frames), self._listener.process.now)
 
     def changes(self) -> Iterator[Event]:
-        """Take the events of the connection, ahead of messages before them."""
+        """Yield connection events, even if earlier messages are unread."""
         while (event := self.client.next_event(self, changes_only=True)) is not None:
             yield event
 
     def hold(self, way: int, seconds: float) -> None:
-        """Let nothing pass in one direction for a while; after `patience` the connection breaks."""
+        """Stop messages in one direction for some seconds; after `patience` the connection breaks.
+
+        Args:
+          way: 0 for messages to the server, 1 for messages to the client.
+          seconds: duration of the stop.
+        """
         now, patience = self.network.clock.now, self.network.patience
         self.paused_until[way] = now + seconds
         if seconds > patience:
             self.network.clock.at(now + patience, lambda: self.break_off(seconds - patience))
 
     def break_off(self, seconds: float = 0.0) -> None:
-        """Lose the messages on their way, and come up again after some seconds."""
+        """Break the connection; its messages in transit are lost. Restore it after some seconds."""
         if not self.up:
             return
         self.up = False
@@ -257,7 +268,7 @@ class SimulatedLink:
         if self.client.there:
             heard = clock.now + self.network.delay()
             clock.at(heard, self._broken)
-            # a client hears of the break before it hears of the next connection
+            # The client must receive the event of the break before the next `connected`.
             again = clock.now + seconds + 2 * self.network.delay()
             clock.at(max(heard, again), self.establish)
 
@@ -266,13 +277,13 @@ class SimulatedLink:
             self.client.deliver(Event("broken", self))
 
     def close(self, linger: float = 0.0) -> None:
-        """Close it from the client's end: sent messages still arrive, and then the end."""
+        """Close the connection by the client, after the arrival of the messages that were sent."""
         self._closed = True
         self.client.forget(self)
         self._end(0)
 
     def close_by_server(self) -> None:
-        """Close it from the server's end: sent messages still arrive, and then the end."""
+        """Close the connection by the server, after the arrival of the messages that were sent."""
         self._end(1)
 
     def _end(self, way: int) -> None:
@@ -287,7 +298,7 @@ class SimulatedLink:
         self.network.clock.at(max(self._last[way], self.network.clock.now), end)
 
     def _arrive(self, way: int, event: Event, now: float) -> None:
-        """Deliver an event to the other end: the server (0), or the client (1)."""
+        """Schedule the arrival of an event at the server (`way` 0) or at the client (`way` 1)."""
         network = self.network
         start = max(now, self.paused_until[way])
         time = self._last[way] = max(
@@ -304,7 +315,12 @@ class SimulatedLink:
 
 
 def garble(frames: Sequence[Any], number: int) -> list[Any]:
-    """Return the frames of a malformed message: the last bytes, or a field, are missing."""
+    """Return a malformed message: its last bytes are missing, or its op is unknown.
+
+    Args:
+      frames: frames of the original message.
+      number: number of the message; it selects one of three changes.
+    """
     header = bytes(frames[0])
     if number % 3 == 0:
         return [header[: len(header) // 2], *frames[1:]]
@@ -318,5 +334,5 @@ def _size(frame: Any) -> int:
 
 
 def drawn_delay(random: Random, typical: float) -> Callable[[], float]:
-    """Return a function that draws delays: mostly near a typical one, and seldom much longer."""
+    """Return a function that draws random delays, of which 2 % are much longer."""
     return lambda: random.expovariate(1.0) * typical * (20.0 if random.random() < 0.02 else 1.0)

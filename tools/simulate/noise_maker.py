@@ -38,7 +38,7 @@ class NoiseMaker(Process):
         self.wake_at(self._until)
 
     def step(self) -> None:
-        """Note the answers."""
+        """Record the answers, and end at the deadline."""
         for event in self._events():
             if event.kind == "message":
                 self.answers.append(wire.parse(event.frames).op)
@@ -54,7 +54,7 @@ class NoiseMaker(Process):
 
 
 def malformed(random: Random, k: int) -> list[bytes]:
-    """Return the frames of a message that is none of the protocol."""
+    """Return the frames of a message that violates the protocol."""
     headers = [
         wire.header("hello", trainer=k, trainers=1, session="", order="none"),
         wire.header("send", step=0, pieces=[["w", 0, 4]]),

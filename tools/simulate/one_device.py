@@ -31,9 +31,9 @@ class OneDevice:
     """Results of one device that makes the steps of all trainers.
 
     Attributes:
-      values: parameters after each step, by block.
-      changed_at: after each step, of each block of the table, as `SimulatedTables` has it.
-      before: both, before rows were evicted after the step.
+      values: after each step, the parameters of each block.
+      changed_at: after each step, `SimulatedTables.changed_at`.
+      before: after each step, the same two values before rows were evicted.
     """
 
     values: list[dict[str, np.ndarray]]
@@ -47,7 +47,7 @@ def values_of(case: Case) -> list[dict[str, np.ndarray]]:
 
 
 def on_one_device(case: Case) -> OneDevice:
-    """Make the steps of a synchronous job on one device."""
+    """Compute the steps of a synchronous job on one device."""
     sizes = {
         block_name(ep, i): n
         for ep, row in zip(case.endpoints, case.servers, strict=True)
@@ -87,7 +87,7 @@ def on_one_device(case: Case) -> OneDevice:
 def _rows_counted(
     case: Case, values: list[dict[str, np.ndarray]], block: int, k: int, step: int
 ) -> Iterator[RowGradient]:
-    """Yield the gradients of rows that a trainer contributes to a block of the table in a step."""
+    """Yield the gradient that a trainer contributes to a block of the table in a step, if any."""
     count = case.steps[k]
     if step >= count and case.on_trainer_exit != "paddle":
         return
@@ -103,13 +103,15 @@ def _rows_counted(
 
 
 def _counted(case: Case, block: str, size: int, k: int, step: int) -> list[np.ndarray]:
-    """Return the gradients that a trainer contributes to a step: none, one, or zeros that count in
-    the mean."""
+    """Return a list with the gradient that a trainer contributes to a step.
+
+    After the trainer has left, the list is empty, or contains zeros, which count in the mean.
+    """
     count = case.steps[k]
     if step < count:
         return [gradient(block, size, k, step)]
     if case.on_trainer_exit != "paddle":
         return []
     if step == count and count:
-        return [gradient(block, size, k, count - 1)]  # the last one counts once more
+        return [gradient(block, size, k, count - 1)]  # the last gradient counts once more
     return [np.zeros(size, np.float32)]

@@ -1,7 +1,7 @@
-"""A role of a simulation, as a process: it takes a step when an event has come, or at a time.
+"""Process of a simulated role, which takes a step after an event or at a scheduled time.
 
-While it computes or pauses, events wait in its queue, as messages wait in sockets. A pause stops
-all of a process, its signs of life too; one that is killed says nothing more.
+While a process computes or pauses, events wait in its queue, as messages wait in sockets. A paused
+process sends no heartbeats either. A killed process sends nothing more.
 """
 
 from __future__ import annotations
@@ -16,12 +16,18 @@ from tools.simulate.clock import Clock
 
 
 class Process:
-    """A role. Its work is `step`; `spend` says that it takes time.
+    """Process of a role. Subclasses implement `step`, which calls `spend` for its duration.
 
     Attributes:
-      error: the exception that ended it; None without one.
-      ended: when it ended, well or with an error; None while it runs, and of one that was killed.
-      killed, killed_at: if it was, and when.
+      name: name of the process.
+      clock: virtual clock.
+      error: exception that ended the process; None if there was none.
+      ended: time at which it ended, with or without an error; None if it runs or was killed.
+      killed: True if it was killed.
+      killed_at: time at which it was killed.
+      begun: True if it was started.
+      spent: virtual seconds spent by the current step.
+      when_ended: function that is called after the process has ended without an error.
     """
 
     def __init__(self, name: str, clock: Clock) -> None:
@@ -30,46 +36,50 @@ class Process:
         self.ended: float | None = None
         self.killed, self.killed_at = False, math.inf
         self.begun = False
-        self.spent = 0.0  # by the step that is being taken
+        self.spent = 0.0
         self._queue: collections.deque[Any] = collections.deque()
         self._free = 0.0
         self._scheduled = False
-        self._took = False  # an event, in this step
+        self._took = False  # True if the current step has handled an event
         self._wakes: float | None = None
-        self._is_due = False  # to take a step though no event has come
-        self.when_ended: Callable[[], None] = lambda: None  # called after it has ended well
+        self._is_due = False  # True if a step must be taken even without an event
+        self.when_ended: Callable[[], None] = lambda: None
 
     @property
     def there(self) -> bool:
-        """Return True while it runs."""
+        """True while the process runs."""
         return self.begun and not self.killed and self.ended is None
 
     @property
     def over(self) -> bool:
-        """Return True if it ran and has ended."""
+        """True if the process has ended or was killed."""
         return self.killed or self.ended is not None
 
     @property
     def paused(self) -> bool:
-        """Return True while it computes or pauses."""
+        """True while the process computes or pauses."""
         return self.clock.now < self._free
 
     @property
     def now(self) -> float:
-        """The time of this process: of its step, and what that has spent."""
+        """Time of this process: the start of its step plus the seconds that the step has spent."""
         return self.clock.now + self.spent
 
     def deliver(self, event: Any) -> None:
-        """Let it take an event when it comes to it."""
+        """Add an event to the queue."""
         self._queue.append(event)
         self._schedule()
 
     def next_event(self, source: object = None, *, changes_only: bool = False) -> Event | None:
-        """Take the first event that has come: of one source, or of all; of connections only, or
-        any."""
+        """Remove and return the first event in the queue; None if there is none.
+
+        Args:
+          source: only return events of this source; by default, of all sources.
+          changes_only: only return connection events.
+        """
         for i, event in enumerate(self._queue):
             if not isinstance(event, Event):
-                continue  # of the process's script
+                continue  # an event of the process's script
             is_of_source = source is None or event.source is source
             if is_of_source and not (changes_only and event.kind == "message"):
                 del self._queue[i]
@@ -78,12 +88,12 @@ class Process:
         return None
 
     def forget(self, source: object) -> None:
-        """Drop the events of a source that have come."""
+        """Drop all queued events of a source."""
         while self.next_event(source) is not None:
             pass
 
     def wake_at(self, time: float) -> None:
-        """Take a step at a time, if nothing happens before."""
+        """Schedule a step at a time."""
         if time == self._wakes:
             return
 
@@ -95,29 +105,29 @@ class Process:
         self.clock.at(time, wake)
 
     def pause(self, seconds: float) -> None:
-        """Do nothing for a while."""
+        """Stop the process for some seconds."""
         self._free = max(self._free, self.clock.now) + seconds
 
     def spend(self, seconds: float) -> None:
-        """Let the step that is being taken last so long."""
+        """Add seconds to the duration of the current step."""
         self.spent += seconds
 
     def kill(self) -> None:
-        """End without a word."""
+        """End the process without a last message."""
         if self.over:
             return
         self.killed, self.killed_at = True, self.clock.now
         self.close()
 
     def close(self) -> None:
-        """Close the connections; what was sent still arrives."""
+        """Close the connections. Messages that were sent still arrive."""
 
     def step(self) -> None:
-        """Do what is to be done now."""
+        """Handle the queued events, and continue the work of the role."""
         raise NotImplementedError
 
     def end(self, error: BaseException | None) -> None:
-        """Be over."""
+        """End the process."""
         self.error, self.ended = error, self.clock.now
         self.close()
         if error is None:
@@ -135,5 +145,5 @@ class Process:
             self.step()
             self._free, self.spent = self.now, 0.0
             if not (self._took or self._is_due):
-                return  # nothing in the queue is for this step: it waits for something else
+                return  # the role waits for another event than those in the queue
         self._schedule()

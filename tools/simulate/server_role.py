@@ -1,4 +1,4 @@
-"""A server of a simulation: the loop of real servers over a virtual network."""
+"""Simulated server: the loop of real servers over a virtual network."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ quiet.propagate = False
 
 
 class SimulatedServer(Process):
-    """A server."""
+    """Process of a simulated server."""
 
     def __init__(
         self,
@@ -47,36 +47,28 @@ class SimulatedServer(Process):
         self._written: list[str] = []  # checkpoints whose writes have ended
         self._loop = ServerLoop(self._transport, trainers, ended_saves=self._ended_writes)
         say = self._loop.say
-        self.update = (
-            SimulatedUpdate(blocks, work)
-            if blocks.sync_mode
-            else SimulatedBlocks(blocks, work, geo=case.mode == "geo")
-        )
-        kind = (
-            SyncServer(blocks, self.update, trainers, say)
-            if isinstance(self.update, SimulatedUpdate)
-            else AsyncServer(
-                blocks,
-                self.update,
-                self.update.state,
-                trainers,
-                say,
-            )
-        )
+        self.update: SimulatedUpdate | SimulatedBlocks
+        kind: SyncServer | AsyncServer
+        if blocks.sync_mode:
+            self.update = SimulatedUpdate(blocks, work)
+            kind = SyncServer(blocks, self.update, trainers, say)
+        else:
+            self.update = SimulatedBlocks(blocks, work, geo=case.mode == "geo")
+            kind = AsyncServer(blocks, self.update, self.update.state, trainers, say)
         self.machine = Serving(kind, trainers, say, Refusals(quiet))
         kind.tables = self.update.tables
         self.storage = SimulatedStorage(case, endpoint, lambda: kind.state, self._write)
         self.machine.keep = self.storage.keep
 
     def start(self) -> None:
-        """Open the door, and begin."""
+        """Open the listener, and start the loop."""
         self.begun = True
-        door = self._transport.bind(self.endpoint, has_local=self._has_local)
-        self._loop.begin(self.machine, door)
+        listener = self._transport.bind(self.endpoint, has_local=self._has_local)
+        self._loop.begin(self.machine, listener)
         self.wake_at(self._loop.wakes)
 
     def _write(self, name: str, seconds: float) -> None:
-        """Let a checkpoint be written after some seconds."""
+        """Schedule the end of a checkpoint's write after some seconds."""
 
         def end() -> None:
             self._written.append(name)
@@ -85,7 +77,7 @@ class SimulatedServer(Process):
         self.clock.at(self.clock.now + seconds, end)
 
     def _ended_writes(self) -> list[tuple[str, str]]:
-        """Return the checkpoints whose writes have ended, and why one could not be written."""
+        """Return the name and the error of each checkpoint whose write has ended."""
         names, self._written = self._written, []
         return [(name, self.storage.end(name)) for name in names]
 
@@ -93,7 +85,7 @@ class SimulatedServer(Process):
         """Take a step of the loop."""
         try:
             self._loop.step()
-        except Exception as e:  # of any kind, as a server does
+        except Exception as e:  # a real server catches all exceptions, too
             self.machine.say_why(e)
             self.end(e)
             return
@@ -102,5 +94,5 @@ class SimulatedServer(Process):
         self.wake_at(self._loop.wakes)
 
     def close(self) -> None:
-        """Close the connections; what was sent still arrives."""
+        """Close the connections. Messages that were sent still arrive."""
         self._transport.close()

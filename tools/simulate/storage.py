@@ -1,4 +1,4 @@
-"""The folder to which a simulated server saves its state."""
+"""Simulated folder to which a server writes its checkpoints."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from tools.simulate.case import Case, Request
 
 
 def checkpoint_name(case: Case, request: Request) -> str:
-    """Return the name of the checkpoint that a request asks for."""
+    """Return the name of a requested checkpoint."""
     return f"checkpoint-{case.requests.index(request)}"
 
 
 class SimulatedStorage:
-    """Checkpoints of one server, and the times at which they are complete.
+    """Checkpoints of one server.
 
     Args:
-      endpoint: of the server.
+      case: the simulated case.
+      endpoint: endpoint of the server.
       state: returns the server's arrays, by name.
-      write: called with a name, and the seconds until `end` is due for it.
+      write: schedules the call of `end` for a checkpoint after some seconds.
 
     Attributes:
-      written: name of a checkpoint to the number of steps before it, as its server says, and its
-        arrays.
+      written: name of each written checkpoint to its number of steps and its arrays.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class SimulatedStorage:
         self._begun: dict[str, tuple[int, dict[str, bytes]]] = {}
 
     def keep(self, name: str, steps: int) -> int:
-        """Begin a save, as `Serving` asks for it; return the number of blocks."""
+        """Start to write a checkpoint; return the number of blocks. See `Serving.keep`."""
         request = self._requests[name]
         if request.fails == self._endpoint and request.refuses:
             raise StateError("its folder is read-only")
@@ -51,7 +51,7 @@ class SimulatedStorage:
         return len(state)
 
     def end(self, name: str) -> str:
-        """Complete a checkpoint; return the reason if it could not be written."""
+        """Complete a checkpoint. Return the error of its write; empty if it succeeded."""
         begun = self._begun.pop(name)
         if self._requests[name].fails == self._endpoint:
             return "its disk is full"

@@ -1,7 +1,7 @@
-"""A trainer of a simulation: a script of operations, which the drivers of real trainers run.
+"""Simulated trainer: a script, which uses the same loops as real trainers.
 
-The script yields its waits: seconds of computation, an operation, the last messages to a server, or
-a condition.
+The script is a generator that yields what it waits for: a number of seconds of computation, an
+operation, the last messages to a server, or a condition.
 """
 
 from __future__ import annotations
@@ -48,11 +48,12 @@ Script = Generator[Any, Any, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """Origin of a trainer: the simulated job, or elsewhere.
+    """Identity of a trainer: a part of the simulated job, or a guest.
 
     Attributes:
-      prefix: of the trainer's name; empty for the job's trainers.
-      plan, token: of the trainer.
+      prefix: prefix of the trainer's name; empty for the job's trainers.
+      plan: fingerprint of the trainer's plan.
+      token: the trainer's token.
     """
 
     prefix: str = ""
@@ -64,17 +65,19 @@ JOB = Origin()
 
 
 class SimulatedTrainer(Process):
-    """A trainer: it does what an executor does with a trainer's program.
+    """Simulated trainer without a communicator.
 
     Attributes:
-      pulled: received parameters, each with the number of the trainer's steps in them; the initial
-        ones first.
-      pushed: for each block, its gradients or pushes in the order of steps, sent or not.
+      pulled: received parameters, each with the number of this trainer's steps before their
+        request. The first ones are the initial parameters.
+      pushed: block name to the gradients, or pushes of GEO-SGD, in the order of the steps. It also
+        contains gradients that were not sent yet.
       reduced: result of each round.
-      looked_up: for each step, row numbers of the table and the received rows.
-      left_at: connection to the time at which it said there that it had done.
-      greeted_at: time at which all servers had welcomed it.
-      welcomed_at: endpoint of a server to the time of its welcome.
+      looked_up: for each step, the row ids of its lookup and the received rows.
+      left_at: name of a connection to the time at which the trainer sent `complete` on it.
+      greeted_at: time at which all servers had welcomed the trainer.
+      welcomed_at: endpoint of each server to the time of its welcome.
+      between: requests between steps.
     """
 
     def __init__(
@@ -104,24 +107,24 @@ class SimulatedTrainer(Process):
         self._script = self._run()
         self._wait: OperationWait | LastWords | Callable[[], bool] = lambda: True
         self._computes = False
-        self._failed: DtransError | None = None  # raised where the script continues
+        self._failed: DtransError | None = None  # error to be raised inside the script
 
     def start(self) -> None:
-        """Begin."""
+        """Start the script."""
         self.begun = True
         self.wake_at(self.clock.now)
 
-    # -- what it does ----------------------------------------------------------------------------
+    # -- the script ------------------------------------------------------------------------------
 
     def _run(self) -> Script:
         try:
             yield from self._train()
-        except Exception as e:  # of any kind, as an executor does
+        except Exception as e:  # a real executor catches all exceptions, too
             self.error = e
         reason = None if self.error is None else str(self.error)
         if reason is None and self._steps.in_step:
             reason = "it closed in the middle of a step"
-        for ep, link in reversed(self._links.items()):  # each is closed, whatever the others say
+        for ep, link in reversed(self._links.items()):  # an error does not stop the loop
             if reason is None:
                 self.left_at[f"{self.name} pserver {ep}"] = self.clock.now
             try:
@@ -151,7 +154,7 @@ class SimulatedTrainer(Process):
         yield from self.between.end_save()
 
     def _announce(self, now: int) -> None:
-        """Announce the rows of later steps; for some steps others than they will look up."""
+        """Announce the rows of later steps, for some steps with wrong row ids."""
         case = self.case
         first = now + case.ahead if now else 1
         for step in range(first, now + case.ahead + 1) if case.tables and case.ahead else ():
@@ -161,7 +164,7 @@ class SimulatedTrainer(Process):
             )
 
     def _prefetch(self, step: int) -> Script:
-        """Receive the rows that a step looks up, unless they were announced."""
+        """Receive the rows that a step looks up, unless they were announced correctly."""
         if not self.case.tables:
             return
         ids = looked_up(self.case, self.k, step)
@@ -177,7 +180,7 @@ class SimulatedTrainer(Process):
         return LookedUp("t", ids, rows, wanted)
 
     def _row_gradients(self, step: int) -> list[tuple[str, np.ndarray]]:
-        """Return the gradient of the looked-up rows of each block of the table."""
+        """Return the gradients of the rows that a step looked up, for each block of the table."""
         if not self.case.tables:
             return []
         ids, rows = self.looked_up[step]
@@ -191,7 +194,7 @@ class SimulatedTrainer(Process):
         return found
 
     def _greet(self) -> Script:
-        """Say hello to all servers, one after the other."""
+        """Connect to all servers, one after the other."""
         for ep in self.case.endpoints:
             link = self._links[ep] = ServerLink(
                 self._transport,
@@ -230,20 +233,20 @@ class SimulatedTrainer(Process):
         yield request
         self.pulled.append((step, new))
 
-    # -- how it waits ----------------------------------------------------------------------------
+    # -- waits -----------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Make turns, and run the script as far as it comes."""
+        """Run the loops and the script until the script waits for something."""
         self._turn_beside()
         while not self.over and self._is_ready():
             self._go_on()
             self._turn_beside()
 
     def _turn_beside(self) -> None:
-        """Make the turns of a communicator, if there is one."""
+        """Run the loop of the communicator. This trainer has none."""
 
     def _is_ready(self) -> bool:
-        """Return True if the script may continue, with an answer or with an error."""
+        """Return True if the script's wait is over, because of an answer or an error."""
         wait = self._wait
         if callable(wait):
             return wait() or (self._failed is not None and not self._computes)
@@ -275,12 +278,12 @@ class SimulatedTrainer(Process):
             self._wait = wanted
 
     def close(self) -> None:
-        """Close the connections; what was sent still arrives."""
+        """Close the connections. Messages that were sent still arrive."""
         self._transport.close()
 
 
 class CommunicatingTrainer(SimulatedTrainer):
-    """A trainer with a communicator, whose turns come before each part of the script."""
+    """Simulated trainer with a communicator, whose loop runs before each part of the script."""
 
     _loop: TrafficLoop | None = None
 
@@ -311,7 +314,7 @@ class CommunicatingTrainer(SimulatedTrainer):
         yield from self.between.end_save()
 
     def _steps_beside(self, loop: TrafficLoop, leaves: Mapping[str, Leaf]) -> Script:
-        """Make the steps, whose gradients wait in the queue."""
+        """Make the steps, and put their gradients into the communicator's queue."""
         for step in range(self.case.steps[self.k]):
             yield from self._look_up(loop, step)
             yield self.random.expovariate(1.0) * self.case.pace
@@ -358,18 +361,18 @@ class CommunicatingTrainer(SimulatedTrainer):
 
 
 class GeoSgdTrainer(CommunicatingTrainer):
-    """A trainer of GEO-SGD.
+    """Simulated trainer of GEO-SGD.
 
     Attributes:
-      agreed: of each pull, how many pushes are in it, and the rows that the trainer had when it
-        asked for it, by their numbers: as it knows from then that servers had them.
+      agreed: for each pull, the number of pushes that it includes, the ids of the rows that the
+        trainer stored at its request, and the servers' values of these rows.
     """
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.agreed: list[tuple[int, np.ndarray, np.ndarray]] = []
         self._stored = CachedRows([np.empty(0, np.float32)])
-        self._had = 0  # rows that were stored at the last push
+        self._had = 0  # number of stored rows at the last push
 
     def _steps_beside(self, loop: TrafficLoop, leaves: Mapping[str, Leaf]) -> Script:
         case, self._all = self.case, leaves
@@ -395,7 +398,7 @@ class GeoSgdTrainer(CommunicatingTrainer):
             steps.go_on()
 
     def _change_rows(self, loop: TrafficLoop, step: int) -> Script:
-        """Change the rows that a step looks up."""
+        """Look up the rows of a step, and change them locally."""
         if not self.case.tables:
             return
         stored, ids = self._stored, looked_up(self.case, self.k, step)
@@ -408,7 +411,7 @@ class GeoSgdTrainer(CommunicatingTrainer):
         (rows,) = stored.take(ids, len(ids))
         stored.put(ids, [added(rows, row_gradient(rows, self.k, step))])
 
-    _put = 0  # pushes so far
+    _put = 0  # number of pushes
 
     def put(self, deltas: Values) -> None:
         """Implement `dtrans.protocol.trainer.geo_steps.GeoQueue`."""
@@ -457,7 +460,7 @@ class GeoSgdTrainer(CommunicatingTrainer):
 
 
 def _leaves(case: Case) -> dict[str, Leaf]:
-    """Return the leaves: the first blocks of all servers are one, and so are the second."""
+    """Return the leaves. The first blocks of all servers form one leaf, the second ones another."""
     found: dict[str, Leaf] = {}
     for i in range(max(map(len, case.servers))):
         rows = [
@@ -471,7 +474,7 @@ def _leaves(case: Case) -> dict[str, Leaf]:
 
 
 def _table(case: Case) -> Leaf:
-    """Return the table, whose blocks several servers have."""
+    """Return the leaf of the table, whose blocks are on several servers."""
     names, sizes = tuple(case.tables), tuple(case.tables.values())
     endpoints, spans = tuple(n.split("/")[0] for n in names), tuple(runs_of(sizes))
     return Leaf(endpoints, names, sizes, (sum(sizes),), np.dtype(np.float32), spans=spans)

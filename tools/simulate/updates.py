@@ -1,8 +1,7 @@
-"""Updates of simulated servers: a decay, a mean of gradients in the order of trainers, and parts of
-a norm.
+"""Updates of simulated servers: a decay, a mean of gradients in the order of trainers, and a norm.
 
-Arrays have 32-bit floats, so that another order of a sum, or one gradient more or less, changes
-their bits.
+Arrays contain 32-bit floats, so that a wrong order of a sum, or a missing or repeated gradient,
+changes their bits.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from tools.simulate.case import Case
 
 
 class ArrayType:
-    """The shape and dtype of a simulated block."""
+    """Shape and dtype of a simulated block."""
 
     def __init__(self, size: int) -> None:
         self.shape = (size,)
@@ -37,12 +36,12 @@ def block_name(endpoint: str, i: int) -> str:
 
 
 def gradient_name(block: str, k: int) -> str:
-    """Return the name that trainer k sends the gradient of a block under."""
+    """Return the name under which trainer k sends the gradient of a block."""
     return f"{block}@GRAD.trainer_{k}"
 
 
 def initial(block: str, size: int) -> np.ndarray:
-    """Return the first value of a block."""
+    """Return the initial value of a block."""
     return _numbers(size, f"initial {block}")
 
 
@@ -52,10 +51,10 @@ def gradient(block: str, size: int, k: int, step: int) -> np.ndarray:
 
 
 def looked_up(case: Case, k: int, step: int) -> np.ndarray:
-    """Return the row numbers that trainer k looks up in a step, in the table of all servers.
+    """Return the ids of the table's rows that trainer k looks up in a step.
 
-    A synchronous trainer may look up none. An asynchronous one looks up some of each block: the
-    judge recognizes the trainer of an update by its gradient.
+    A synchronous trainer may look up no rows. An asynchronous trainer looks up rows of each block,
+    because the judge identifies the trainer of an update by its gradient.
     """
     r, ids = Random(f"rows {k} {step}"), list[int]()
     for i, size in enumerate(case.tables.values()):
@@ -65,10 +64,14 @@ def looked_up(case: Case, k: int, step: int) -> np.ndarray:
 
 
 def announced(case: Case, k: int, step: int) -> int | None:
-    """Return the step at which trainer k announces this step's lookup; None if it does not, or
-    announces other rows."""
+    """Return the step in which trainer k announces the rows of a later step.
+
+    The result is None if it does not announce them, or announces wrong rows.
+    """
     is_right = Random(f"announced {k} {step}").random() < 0.8
-    return max(0, step - case.ahead) if case.ahead and case.tables and step and is_right else None
+    if not case.ahead or not case.tables or not step or not is_right:
+        return None
+    return max(0, step - case.ahead)
 
 
 def updates_in(case: Case, k: int, step: int) -> int:
@@ -77,7 +80,7 @@ def updates_in(case: Case, k: int, step: int) -> int:
     if at is None:
         return step
     if case.requests and any(case.eviction_after(x) for x in range(at + 1, step + 1)):
-        return step  # what was announced before an eviction is forgotten
+        return step  # an eviction drops all announcements
     return max(at, step - case.staleness)
 
 
@@ -89,7 +92,7 @@ def row_gradient(rows: np.ndarray, k: int, step: int) -> np.ndarray:
 
 
 def round_part(k: int, step: int, number: int) -> np.ndarray:
-    """Return the contribution of trainer k to a round."""
+    """Return the value that trainer k sends in a round."""
     return _numbers(2, f"round {k} {step} {number}")
 
 
@@ -107,22 +110,22 @@ def mean(grads: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def norm_part(means: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Return one server's part of the norm."""
+    """Return one server's partial sum of the squared norm."""
     return np.array([sum((np.sum(x * x) for x in means.values()), np.float32(0))], np.float32)
 
 
 def applied(x: np.ndarray, g: np.ndarray, norm: np.float32) -> np.ndarray:
-    """Return a block after a step."""
+    """Return the new value of a block after a synchronous update."""
     return np.asarray(x * np.float32(0.5) + g / np.float32(math.sqrt(1 + norm)), np.float32)
 
 
 def decayed(x: np.ndarray, g: np.ndarray) -> np.ndarray:
-    """Return a block of an asynchronous server after a gradient."""
+    """Return the new value of an asynchronous server's block after a gradient."""
     return applied(x, g, np.float32(0))
 
 
 def with_rows(x: np.ndarray, grads: Sequence[RowGradient]) -> np.ndarray:
-    """Return a block of a table after the mean of gradients, which leaves other rows unchanged."""
+    """Return the new value of a table's block after a mean of gradients of rows."""
     ids = np.unique(np.concatenate([g.ids for g in grads]))
     if not len(ids):
         return x
@@ -132,26 +135,26 @@ def with_rows(x: np.ndarray, grads: Sequence[RowGradient]) -> np.ndarray:
 
 
 def spread(gradient: RowGradient, rows: int) -> np.ndarray:
-    """Return a gradient of rows as an array of all rows."""
+    """Return a gradient of rows as an array with zeros in all other rows."""
     found = np.zeros(rows, np.float32)
     found[gradient.ids] = gradient.rows
     return found
 
 
 def added_rows(x: np.ndarray, delta: RowGradient) -> np.ndarray:
-    """Return a block of a table after a push of GEO-SGD."""
+    """Return the new value of a table's block after a push of GEO-SGD."""
     new = x.copy()
     new[delta.ids] = added(x[delta.ids], delta.rows)
     return new
 
 
 def added(x: np.ndarray, delta: np.ndarray) -> np.ndarray:
-    """Return a block after a push of GEO-SGD."""
+    """Return the new value of a block after a push of GEO-SGD."""
     return np.asarray(x + delta, np.float32)
 
 
 class InNumpy:
-    """`dtrans.protocol.trainer.geo_steps.GeoArithmetic` of simulated parameters."""
+    """Implementation of `dtrans.protocol.trainer.geo_steps.GeoArithmetic` with NumPy."""
 
     def copied(self, values: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
         """Copy the parameters."""
@@ -161,11 +164,12 @@ class InNumpy:
         self, local: Sequence[np.ndarray], old: Sequence[np.ndarray], trainers: int
     ) -> tuple[Sequence[np.ndarray], Sequence[np.ndarray]]:
         """Return the deltas of a push, and the new old values."""
-        deltas = [
-            np.asarray((x - o) / np.float32(trainers), np.float32)
-            for x, o in zip(local, old, strict=True)
-        ]
-        return deltas, [added(o, d) for o, d in zip(old, deltas, strict=True)]
+        deltas, agreed = [], []
+        for x, before in zip(local, old, strict=True):
+            delta = np.asarray((x - before) / np.float32(trainers), np.float32)
+            deltas.append(delta)
+            agreed.append(added(before, delta))
+        return deltas, agreed
 
     def pulled(
         self, local: Sequence[np.ndarray], server: Sequence[np.ndarray], old: Sequence[np.ndarray]
@@ -179,7 +183,7 @@ def served(case: Case, endpoint: str) -> ServerBlocks:
     sizes = case.servers[case.endpoints.index(endpoint)]
     blocks = {block_name(endpoint, i): ArrayType(n) for i, n in enumerate(sizes)}
     sync = case.sync_mode
-    # a synchronous trainer has names of its own; asynchronous ones send one name each
+    # Synchronous trainers use different names for their gradients, asynchronous ones the same name.
     table = {n: rows for n, rows in case.tables.items() if n.startswith(f"{endpoint}/")}
     senders = {k: k if sync else 0 for k in range(case.trainers)}
     sent = []
@@ -207,7 +211,7 @@ def served(case: Case, endpoint: str) -> ServerBlocks:
 def _exchange(case: Case, endpoint: str) -> Exchange:
     everywhere = case.endpoints
     kinds = (Alike("float32", "sum", everywhere, everywhere, ("norm",), ((1,),)),)
-    nothing: Any = None  # the simulated update computes in NumPy
+    nothing: Any = None  # the simulated update needs no jaxpr
     local: ClosedJaxpr = nothing
     return Exchange(endpoint, 1, kinds, local, ("norm",), (), (("norm", "norm"),))
 
@@ -218,7 +222,7 @@ def _rows(blocks: ServerBlocks) -> dict[str, int]:
 
 
 def _sizes(blocks: ServerBlocks) -> dict[str, int]:
-    """Return the number of entries of each block of a server, tables included."""
+    """Return the number of entries of each block of a server, including blocks of tables."""
     return {n: t.shape[0] for n, t in blocks.params.items()} | _rows(blocks)
 
 
@@ -226,14 +230,15 @@ class SimulatedTables:
     """Tables of a simulated server (`dtrans.protocol.tables.stored_tables.StoredTables`).
 
     Args:
-      sizes: block to the number of its rows.
+      endpoint: endpoint of the server.
+      sizes: block name to its number of rows.
       state: returns the server's arrays, by name.
-      note: called with the block and the row numbers of an eviction.
+      note: function that is called with the block and the row ids of each eviction.
 
     Attributes:
-      changed_at: for each row, the number of the last update that changed it. After an eviction,
-        the negative of the number of updates before, less one.
-      steps: number of updates of each block.
+      changed_at: block name to an array with one number for each row. It is the number of the last
+        update that changed the row. If the row was evicted after n updates, it is -n - 1.
+      steps: block name to its number of updates.
     """
 
     def __init__(
@@ -249,23 +254,27 @@ class SimulatedTables:
         self._evicted = dict.fromkeys(sizes, 0)
 
     def touch(self, name: str, parts: Sequence[np.ndarray]) -> None:
-        """Count an update that changes some rows."""
+        """Record an update.
+
+        Args:
+          name: name of the block.
+          parts: row ids of each gradient.
+        """
         self.steps[name] += 1
         for ids in parts:
             self.changed_at[name][ids] = self.steps[name]
 
     def report(self) -> list[TableReport]:
-        """Do as `StoredTables.report`."""
-        return [
-            TableReport(
-                *(n, self._endpoint, len(at), int(np.sum(at > 0)), at.nbytes),
-                *(None, self._evicted[n], self.steps[n]),
-            )
-            for n, at in self.changed_at.items()
-        ]
+        """Implement `StoredTables.report`."""
+        reports = []
+        for n, at in self.changed_at.items():
+            created = int(np.sum(at > 0))
+            counts = (len(at), created, at.nbytes, None, self._evicted[n], self.steps[n])
+            reports.append(TableReport(n, self._endpoint, *counts))
+        return reports
 
     def evict(self, name: str, unused_for: int, under_way: np.ndarray) -> int:
-        """Do as `StoredTables.evict`."""
+        """Implement `StoredTables.evict`."""
         at, state = self.changed_at[name], self._state()
         is_old = (at > 0) & (at <= self.steps[name] - unused_for)
         is_old[under_way] = False
@@ -277,7 +286,7 @@ class SimulatedTables:
         return len(ids)
 
     def changed(self, name: str, since: int) -> tuple[int, np.ndarray, np.ndarray]:
-        """Do as `StoredTables.changed`."""
+        """Implement `StoredTables.changed`."""
         at = self.changed_at[name]
         return self.steps[name], np.flatnonzero(at > since), np.flatnonzero(at < -since)
 
@@ -286,7 +295,8 @@ class SimulatedUpdate:
     """Update of a synchronous server (`dtrans.protocol.server_blocks.StepUpdate`).
 
     Args:
-      work: called for each piece of work.
+      blocks: the server's blocks.
+      work: function that spends the time of one computation.
     """
 
     def __init__(self, blocks: ServerBlocks, work: Callable[[], None]) -> None:
@@ -299,11 +309,11 @@ class SimulatedUpdate:
 
     @property
     def values(self) -> Mapping[str, Any]:
-        """The parameters as memory to send from."""
+        """Implement `StepUpdate.values`."""
         return self.state
 
     def begin(self, grads: Mapping[str, Any], present: frozenset[int], step: int) -> Vectors | None:
-        """Do as `StepUpdate.begin`."""
+        """Implement `StepUpdate.begin`."""
         self._work()
         sent = dict(zip(_sizes(self._blocks), self._blocks.sent, strict=True))
         received = {}
@@ -318,7 +328,7 @@ class SimulatedUpdate:
         return None
 
     def go_on(self, arrived: Vectors | None) -> Vectors | None:
-        """Do as `StepUpdate.go_on`."""
+        """Implement `StepUpdate.go_on`."""
         assert arrived is not None and self.exchange is not None
         self._work()
         parts = {**arrived, self._blocks.endpoint: [norm_part(self._means)]}
@@ -328,7 +338,7 @@ class SimulatedUpdate:
         return None
 
     def rows(self, name: str, ids: np.ndarray, *, train: bool) -> np.ndarray:
-        """Do as `StepUpdate.rows`."""
+        """Implement `StepUpdate.rows`."""
         return self.values[name][ids]
 
     def _finish(self, norm: np.float32) -> None:
@@ -342,12 +352,13 @@ class SimulatedBlocks:
     """Blocks of an asynchronous server (`dtrans.protocol.server_blocks.BlockUpdate`).
 
     Attributes:
-      log: block and bytes of each applied gradient, for a table of all its rows; no bytes for an
-        eviction.
-      history: every value that each block has had.
-      begun: number of trainers' steps that have begun.
-      evicted: block, number of its value then, and row numbers of each eviction.
-      state: name to array, as its server has it.
+      log: block name and bytes of each applied gradient; for a table, the bytes include zeros for
+        all other rows. An entry without bytes is an eviction.
+      history: block name to the bytes of all its values so far.
+      begun: number of calls of `begin`.
+      evicted: block name, index in `history`, and row ids of each eviction.
+      state: name to array.
+      tables: blocks of tables.
     """
 
     def __init__(self, blocks: ServerBlocks, work: Callable[[], None], *, geo: bool) -> None:
@@ -369,12 +380,12 @@ class SimulatedBlocks:
         self.history[name].append(self.state[name].tobytes())
 
     def begin(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Do as `BlockUpdate.begin`."""
+        """Implement `BlockUpdate.begin`."""
         self.begun += 1
         return {}, {}
 
     def ready(self, arrived: Collection[str], used: Collection[str]) -> list[str]:
-        """Do as `BlockUpdate.ready`."""
+        """Implement `BlockUpdate.ready`."""
         return [n for n in self.history if n not in used and gradient_name(n, 0) in arrived]
 
     def apply(
@@ -384,7 +395,7 @@ class SimulatedBlocks:
         state: Mapping[str, Any],
         values: Mapping[str, Any],
     ) -> dict[str, Any]:
-        """Do as `BlockUpdate.apply`."""
+        """Implement `BlockUpdate.apply`."""
         self._work()
         grad, old = grads[gradient_name(block, 0)], state[block]
         if isinstance(grad, RowGradient):
@@ -400,6 +411,6 @@ class SimulatedBlocks:
     def rows(
         self, name: str, ids: np.ndarray, state: Mapping[str, Any], *, train: bool
     ) -> np.ndarray:
-        """Do as `BlockUpdate.rows`."""
+        """Implement `BlockUpdate.rows`."""
         rows: np.ndarray = state[name][ids]
         return rows

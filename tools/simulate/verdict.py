@@ -1,4 +1,4 @@
-"""Verdict on one case and on many; and a smaller case that fails as one does."""
+"""Runs of simulated cases, their verdicts, and the search for a smaller case that fails."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Verdict:
 
     Attributes:
       case: the simulated case.
-      faults: violated promises; empty if all hold.
-      ends: role to its end.
-      seconds: virtual time at which the last role had ended.
-      left_at: connection of a trainer to the time at which it said there that it had done.
+      faults: descriptions of violated promises; empty if all promises hold.
+      ends: name of each process to a description of its end.
+      seconds: virtual time at which the last role ended.
+      left_at: name of a connection to the time at which its trainer sent `complete` on it.
     """
 
     case: Case
@@ -54,7 +54,7 @@ def simulated(case: Case) -> Verdict:
       1': 'well'}
     """
     usual = wire.MESSAGE_BYTES
-    # a verdict says how each role ended, and there are many cases
+    # The log is not needed, because a verdict contains the end of each role.
     trainer_registry.log.disabled = trainer_line.log.disabled = True
     wire.MESSAGE_BYTES = case.message_bytes
     try:
@@ -81,9 +81,10 @@ def _simulated(case: Case) -> Verdict:
 
 
 def _judged_servers(job: SimulatedJob) -> dict[str, SimulatedServer]:
-    """Return the process of each server whose blocks trainers have received.
+    """Return the process of each server that the trainers were connected to.
 
-    A server is left out if some trainers had blocks of a killed process and others of its next one.
+    A server is omitted if some trainers were connected to a killed process, and others to the
+    process that replaced it.
     """
     servers = dict(job.servers)
     for new in job.returned:
@@ -99,7 +100,8 @@ def _judged_servers(job: SimulatedJob) -> dict[str, SimulatedServer]:
 def _faults_of_next(job: SimulatedJob) -> Iterator[str]:
     """Yield the promises that the second job violated.
 
-    A role of it waits for the last one of the first job, which is as if the others paused.
+    A role of the second job starts when its process has ended the first job. For the other roles,
+    this is the same as a pause.
     """
     ends = [role.ended for role in job.roles if role.ended is not None]
     wait = Event("pause", 0.0, "the second job", max(ends, default=0.0) - min(ends, default=0.0))
@@ -122,13 +124,13 @@ def _end(role: Process) -> str:
 
 
 def verdicts(seeds: range) -> Iterator[Verdict]:
-    """Run the cases of many seeds."""
+    """Yield the verdict on the case of each seed."""
     for seed in seeds:
         yield simulated(drawn(seed))
 
 
 def smaller(verdict: Verdict) -> Verdict:
-    """Return a smaller case that still violates a promise."""
+    """Return the verdict on the smallest case found that still violates a promise."""
     best = verdict
     while True:
         for case in reduced(best.case):
@@ -141,8 +143,7 @@ def smaller(verdict: Verdict) -> Verdict:
 
 
 def reduced(case: Case) -> Iterator[Case]:
-    """Yield the case with one thing less: an event, a round, a trainer, a server, a step or a
-    block."""
+    """Yield smaller cases, each with one event, guest, option, trainer, server, step or block less."""
     replace = dataclasses.replace
     for i in range(len(case.events)):
         yield replace(case, events=case.events[:i] + case.events[i + 1 :])

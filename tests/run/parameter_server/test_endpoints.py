@@ -1292,7 +1292,7 @@ def test_what_a_trainer_says_wrongly_is_refused_and_changes_nothing(
             "recv",
             [],
             {"step": 0, "blocks": [["opt_state/0", [], "int32"]]},
-            "asks for opt_state/0, which pserver",
+            "requests block opt_state/0, which pserver",
         ),
         (
             "recv",

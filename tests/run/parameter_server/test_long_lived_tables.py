@@ -395,8 +395,8 @@ def test_trainers_that_have_left_are_not_waited_for() -> None:
     "fields, why",
     [
         ({"table": "params/w"}, "'params/w', which is not a table of"),
-        ({"unused_for": 0}, "not used for 0 steps"),
-        ({"unused_for": -(2**63)}, "not used for -9223372036854775808 steps"),
+        ({"unused_for": 0}, "unused_for=0"),
+        ({"unused_for": -(2**63)}, "unused_for=-9223372036854775808"),
     ],
 )
 @pytest.mark.parametrize("mode", [dtrans.Sync(), dtrans.Async()], ids=["sync", "async"])
