@@ -20,8 +20,8 @@ class Answered:
 
     Attributes:
       request: the answered request.
-      result: for a save, its error, or an empty text if it succeeded; for an export, the rows of
-        each block; for other requests, the result of the method of `TrainerSteps`.
+      result: result of the method of `TrainerSteps`. For a save, it is the error, or an empty text.
+        For an export, it is the rows of each block.
     """
 
     request: Request

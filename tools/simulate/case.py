@@ -103,9 +103,11 @@ class Guest:
     """Process that connects to the job without being a part of it.
 
     Attributes:
-      kind: "second" for a second process with the id of a trainer, "stale" for a trainer with
-        another plan, "stranger" for a trainer with another token, or "noise" for a sender of
-        malformed messages.
+      kind: one of
+        "second": a second process with the id of a trainer;
+        "stale": a trainer with another plan;
+        "stranger": a trainer with another token;
+        "noise": a sender of malformed messages.
       time: time at which it starts.
       trainer: id of a trainer that it uses.
     """

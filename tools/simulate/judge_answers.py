@@ -29,8 +29,8 @@ def faults_of_saves(case: Case, servers: Servers, trainers: Trainers) -> Iterato
             if steps != request.step:
                 what = "not written" if steps is None else f"of step {steps}"
                 yield (
-                    f"{t.name} received the answer that {name} is saved after {request.step} steps, "
-                    f"but on pserver {ep} it is {what}"
+                    f"{t.name} received the answer that {name} is saved after {request.step} "
+                    f"steps, but on pserver {ep} it is {what}"
                 )
         if answer.result and f"pserver {request.fails} could not" not in answer.result:
             yield f"{t.name} received an unexpected error about {name}: {answer.result}"
@@ -48,7 +48,7 @@ def faults_of_answers(
             if not any(x.kind == "evict" and t.k in x.trainers for x in case.requests):
                 states.append(device.before[step][0])
             if not any(_is_state(saved, one) for one in states):
-                yield f"{server.name} wrote to {name} a state that is not the state after step {step}"
+                yield f"{server.name} wrote a state to {name} that is not the one after step {step}"
     for t, answer in _answers(trainers, "report", "changes", "export", "evict"):
         request, step = answer.request, answer.request.step
         if request.kind == "evict" and case.eviction_after(step) is None:

@@ -334,5 +334,5 @@ def _size(frame: Any) -> int:
 
 
 def drawn_delay(random: Random, typical: float) -> Callable[[], float]:
-    """Return a function that draws random delays, of which 2 % are much longer."""
+    """Return a function that returns random delays: 98 % near the typical one, 2 % much longer."""
     return lambda: random.expovariate(1.0) * typical * (20.0 if random.random() < 0.02 else 1.0)

@@ -364,8 +364,8 @@ class GeoSgdTrainer(CommunicatingTrainer):
     """Simulated trainer of GEO-SGD.
 
     Attributes:
-      agreed: for each pull, the number of pushes that it includes, the ids of the rows that the
-        trainer stored at its request, and the servers' values of these rows.
+      agreed: for each pull, the number of pushes that it includes, and the ids and `old` values of
+        the rows that the trainer stored at its request.
     """
 
     def __init__(self, *args: Any) -> None:

@@ -143,7 +143,7 @@ def smaller(verdict: Verdict) -> Verdict:
 
 
 def reduced(case: Case) -> Iterator[Case]:
-    """Yield smaller cases, each with one event, guest, option, trainer, server, step or block less."""
+    """Yield smaller cases, each with one event, guest, option, role, step or block less."""
     replace = dataclasses.replace
     for i in range(len(case.events)):
         yield replace(case, events=case.events[:i] + case.events[i + 1 :])

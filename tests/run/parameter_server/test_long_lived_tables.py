@@ -340,7 +340,7 @@ def test_trainers_give_up_the_same_rows() -> None:
     said.evict(0, 4)
     with pytest.raises(
         PeerError,
-        match="trainer 1 gives up .* 5 steps, and trainer 0 .* for 4 steps; all trainers must",
+        match="trainer 1 evicts .* unused_for=5, but trainer 0 .* unused_for=4; all trainers must",
     ):
         said.evict(1, 5)
 
