@@ -364,8 +364,8 @@ class GeoSgdTrainer(CommunicatingTrainer):
     """Simulated trainer of GEO-SGD.
 
     Attributes:
-      agreed: for each pull, the number of pushes that it includes, and the ids and `old` values of
-        the rows that the trainer stored at its request.
+      agreed: for each pull, its number of included pushes, and the ids and `old` values of the
+        rows that the trainer stored at its request.
     """
 
     def __init__(self, *args: Any) -> None:
