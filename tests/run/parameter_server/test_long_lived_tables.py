@@ -579,7 +579,8 @@ def test_what_moves_all_rows_is_refused_before_it_is_asked() -> None:
         lambda: job.tables.evict(EMB, 3),
     ):
         with pytest.raises(
-            ConfigError, match=r"job.tables.* needs server processes, .*; run the plan by plan.on_cluster\(\)"
+            ConfigError,
+            match=r"job.tables.* needs server processes, .*; run the plan by plan.on_cluster\(\)",
         ):
             ask()
 
