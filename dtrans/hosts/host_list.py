@@ -78,7 +78,7 @@ def read_hosts(source: str | Path) -> tuple[HostEntry, ...]:
     else:
         hosts = tuple(_from_list(source))
     if not hosts:
-        raise ConfigError(f"{source} names no host; {EXAMPLE}")
+        raise ConfigError(f"{source} contains no hosts; {EXAMPLE}")
     counts = collections.Counter(host.name for host in hosts)
     for name in sorted(counts):
         if counts[name] > 1:

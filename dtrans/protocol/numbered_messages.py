@@ -91,5 +91,5 @@ class NumberedMessages:
             )
 
     def clear(self) -> None:
-        """Release all messages: the other end needs none of them."""
+        """Release all messages, because the other end does not need them."""
         self._stored.clear()

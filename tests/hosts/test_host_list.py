@@ -43,7 +43,7 @@ def test_a_list_of_hosts() -> None:
             r"host gpu1 has address=0.0.0.0, to which other hosts cannot connect",
         ),
         ("gpu1\ngpu1", r"host gpu1 is listed 2 times; write it once"),
-        ("# nobody", r"hosts names no host"),
+        ("# nobody", r"hosts contains no hosts"),
     ],
 )
 def test_a_file_that_cannot_be_read(tmp_path: Path, text: str, message: str) -> None:

@@ -97,8 +97,8 @@ class ServerPeers:
     def unsettled(self) -> list[str]:
         """Endpoints of the peers that have not yet greeted and welcomed this server.
 
-        This server may not end before: such a peer would greet the next job's server on the same
-        endpoint.
+        This server may not end while there are any, because such a peer would greet the next job's
+        server on the same endpoint.
         """
         found = []
         for endpoint, peer in self.known.items():
@@ -137,7 +137,7 @@ class ServerPeers:
           False if the peer belongs to the previous or next job on the same endpoint.
 
         Raises:
-          WireError: the sender is not a peer, has another plan, or messages from it were lost.
+          WireError: the sender is not a peer, has another plan, or cannot resume its connection.
         """
         ep = message["endpoint"]
         if ep not in self.known:

@@ -55,7 +55,7 @@ from dtrans.run.net.net_options import allows_remote, choose_encryption
 from dtrans.run.net.sockets import DEADLINE, PATIENCE
 
 
-MTLS = "JAX_MTLS_CERT_FILE"  # one of the variables by which JAX's coordinator uses mutual TLS
+MTLS = "JAX_MTLS_CERT_FILE"  # if it is set, the user wants mutual TLS for JAX's coordinator
 # Seconds by which JAX's heartbeat timeout exceeds the job's patience, so that dtrans's error comes
 # first. JAX would end processes with SIGABRT, without naming the lost process.
 AFTER = 10

@@ -207,7 +207,7 @@ def _check_equal(words: Mapping[int, Sequence[str]], i: int, difference: str) ->
         )
 
 
-_rounds: dict[tuple[int, ...], int] = {}  # calls of `_all_gather_words`, by the trainers in the job
+_rounds: dict[tuple[int, ...], int] = {}  # trainers to number of `_all_gather_words`
 
 
 def _all_gather_words(words: Sequence[str]) -> dict[int, list[str]]:
@@ -241,7 +241,7 @@ def _all_gather_words(words: Sequence[str]) -> dict[int, list[str]]:
             "the same step: either they are at another step, or only this trainer's batch has a "
             "new shape; split each batch by job.shard_batch(*batch)"
         )
-    # All trainers have written round now - 1, so they have read round now - 2: its keys can go.
+    # All trainers have written round now - 1, so they have read round now - 2.
     if now > 1:
         board.key_value_delete(f"{topic}/{now - 2}/{me}")
     _rounds[among] = now + 1

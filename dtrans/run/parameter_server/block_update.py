@@ -224,7 +224,8 @@ class BlockUpdates:
         for n in block.in_names:
             order.append((True, spent.index(n)) if n in spent else (False, read.index(n)))
         kind = (without_addresses(str(block.inner)), tuple(order))
-        key = kind if not block.jaxpr.consts else id(block)  # the text lacks constants
+        # The printed jaxpr in `kind` does not contain constants, so such a block is not shared.
+        key = kind if not block.jaxpr.consts else id(block)
         if key not in self._compiled:
 
             def run(read: Sequence[Any], spent: Sequence[Any]) -> Sequence[Any]:
