@@ -521,7 +521,7 @@ def test_the_command(
             ["--hosts", "a", "--on", "ray"],
             "dtrans: --hosts cannot be combined with --on ray",
         ),
-        (["--hosts", "a:x"], "dtrans: --hosts a:x has 'x' as the number of slots"),
+        (["--hosts", "a:x"], "dtrans: --hosts a:x has the number of slots 'x'; expected a number"),
         (["--hosts", "no/file"], "dtrans: the file of hosts no/file does not exist"),
     ],
 )
