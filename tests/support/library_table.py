@@ -47,16 +47,17 @@ WHY = {  # in a few words
 
 HEAD = f"""# Steps of other libraries
 
-dtrans distributes steps of flax, nnx and Equinox. `dtrans.trace(step, state, *batch)` takes one state of any
-structure: a flax `TrainState`, a state of nnx, an Equinox model with its optimizer, a dict of models.
+dtrans distributes steps of flax, nnx and Equinox. `dtrans.trace(step, state, *batch)` takes one
+state of any structure: a flax `TrainState`, a state of nnx, an Equinox model with its optimizer, a
+dict of models.
 
     main = dtrans.trace(train_step, state, images, labels)
     startup = dtrans.trace(create_train_state, key)
     job = dtrans.nccl2(main, startup, trainers=2).on_mesh()
     state = job.init(key)
     state, metrics = job.step(state, images, labels)
-    job.apply(accuracy, state, images, labels)      # a function of the state; gathers only what it reads
-    job.gather(state)                               # the TrainState of one device; job.scatter takes one
+    job.apply(accuracy, state, images, labels)  # gathers only what the function reads
+    job.gather(state)  # the TrainState of one device; job.scatter takes one
 
 Dataflow gives each leaf of the state its role:
 
@@ -67,21 +68,24 @@ Dataflow gives each leaf of the state its role:
 
 ## Examples to run and to read
 
-In a checkout of dtrans, `dtrans example` lists examples that need no download: `flax_cnn`, `nnx_mlp`, `equinox_mlp`,
-`equinox_transformer`, `nanogpt`, `gan` and `lora`. Each is a file of `examples/libraries/` with a model and its step,
-in the style of the library's own documentation and without dtrans. `examples/libraries/run.py` distributes any of them.
+In a checkout of dtrans, `dtrans example` lists examples that need no download: `flax_cnn`,
+`nnx_mlp`, `equinox_mlp`, `equinox_transformer`, `nanogpt`, `gan` and `lora`. Each is a file of
+`examples/libraries/` with a model and its step, in the style of the library's own documentation and
+without dtrans. `examples/libraries/run.py` distributes any of them.
 
     pip install -e '.[libraries]'
     dtrans example flax_cnn --mode sharding --stage 3
     dtrans example gan --mode pipeline
 
-The first command trains on two devices of this process (virtual devices on a CPU) and prints the loss. Then it compares
-the state with the state of one device after the same batches. With 64-bit numbers, the default, they differ by about
-1e-15; `--no-x64` uses 32-bit numbers. The second command prints an error, because a GAN has two losses and a pipeline
-supports one. `--mode single` trains without dtrans.
+The first command trains on two devices of this process (virtual devices on a CPU) and prints the
+loss. Then it compares the state with the state of one device after the same batches. With 64-bit
+numbers, the default, they differ by about 1e-15; `--no-x64` uses 32-bit numbers. The second command
+prints an error, because a GAN has two losses and a pipeline supports one. `--mode single` trains
+without dtrans.
 
-A step of nnx changes objects in place, but dtrans needs a function. Call `nnx.merge` before the step and `nnx.state`
-after it (`nnx_mlp.py`). Here `build(key)` returns a model and its `nnx.Optimizer(model, tx, wrt=nnx.Param)`:
+A step of nnx changes objects in place, but dtrans needs a function. Call `nnx.merge` before the
+step and `nnx.state` after it (`nnx_mlp.py`). Here `build(key)` returns a model and its
+`nnx.Optimizer(model, tx, wrt=nnx.Param)`:
 
     graph = nnx.graphdef(nnx.eval_shape(build, key))
     init = lambda key: nnx.state(build(key))
@@ -97,10 +101,11 @@ after it (`nnx_mlp.py`). Here `build(key)` returns a model and its `nnx.Optimize
 
 ## Steps that are tested
 
-The tests run these steps, written as in the libraries' documentation, on {TRAINERS} trainers, servers or stages.
-Parameters, optimizer state and results equal those of one device within 1e-12 (64-bit numbers). The steps use
-`value_and_grad` of their library. In a pipeline they use `dtrans.value_and_grad`, because the loss is cut into stages
-before it is differentiated. `make docs` writes this table.
+The tests run these steps, written as in the libraries' documentation, on {TRAINERS} trainers,
+servers or stages. Parameters, optimizer state and results equal those of one device within 1e-12
+(64-bit numbers). The steps use `value_and_grad` of their library. In a pipeline they use
+`dtrans.value_and_grad`, because the loss is cut into stages before it is differentiated. `make
+docs` writes this table.
 
 | step | special property | nccl2 | sharding 1, 2, 3 | servers | pipeline |
 | --- | --- | --- | --- | --- | --- |

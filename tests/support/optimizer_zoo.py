@@ -576,27 +576,31 @@ INTRODUCTION = f"""# Optimizers
 
 <!-- Written by tests/support/optimizer_zoo.py: `make docs`. -->
 
-With parameter servers, each leaf is either *sliced* over servers by rows, or stored whole on one server. This page
-shows which optimizers of optax allow slices. For your own step, see `print(plan)`.
+With parameter servers, each leaf is either *sliced* over servers by rows, or stored whole on one
+server. This page shows which optimizers of optax allow slices. For your own step, see
+`print(plan)`.
 
-If a leaf is sliced, each server updates its rows of the leaf, and stores the optimizer state of these rows. If an
-optimizer mixes the rows of a leaf, the leaf is stored whole on one server. The plan lists such leaves with the reason.
+If a leaf is sliced, each server updates its rows of the leaf, and stores the optimizer state of
+these rows. If an optimizer mixes the rows of a leaf, the leaf is stored whole on one server. The
+plan lists such leaves with the reason.
 
-Some optimizers reduce over rows: they compute a norm of a leaf or of all leaves, a maximum, or a check that all numbers
-are finite. Then each server computes a partial result, and an *all_reduce* combines these results. Independent
-all_reduces share a *round*. For example, the norms of all leaves need one round. A norm of values that were scaled by
-these norms needs a second round. In each round a step waits once for other servers, however many values are reduced. A
-value is a single number, or at most as large as a row.
+Some optimizers reduce over rows: they compute a norm of a leaf or of all leaves, a maximum, or a
+check that all numbers are finite. Then each server computes a partial result, and an *all_reduce*
+combines these results. Independent all_reduces share a *round*. For example, the norms of all
+leaves need one round. A norm of values that were scaled by these norms needs a second round. In
+each round a step waits once for other servers, however many values are reduced. A value is a single
+number, or at most as large as a row.
 
 The numbers are those of a small model on {SERVERS} servers, with the finest cuts:
 
 {{model}}
 
-For each row of the tables, a test runs {STEPS} steps with {TRAINERS} trainers, and compares parameters and optimizer
-state with one device. The maximum difference in a leaf is below 1e-12 of the leaf's maximum in float64, and below
-1e-5 in float32. bfloat16 leaves are equal, bit for bit. The column *sliced leaves* leaves out scalars, which cannot be
-sliced. If optax itself cannot train a leaf with an optimizer on one
-device, the model lacks this leaf, and the last column gives the reason.
+For each row of the tables, a test runs {STEPS} steps with {TRAINERS} trainers, and compares
+parameters and optimizer state with one device. The maximum difference in a leaf is below 1e-12 of
+the leaf's maximum in float64, and below 1e-5 in float32. bfloat16 leaves are equal, bit for bit.
+The column *sliced leaves* leaves out scalars, which cannot be sliced. If optax itself cannot train
+a leaf with an optimizer on one device, the model lacks this leaf, and the last column gives the
+reason.
 """
 
 HEADER = (
@@ -605,9 +609,9 @@ HEADER = (
 )
 
 LOOKAHEAD = """
-`lookahead` needs a pair of parameters, `optax.LookaheadParams`. Your own step can train them, with the gradient with
-respect to `params.fast`. A fast leaf and its slow leaf are updated together, so both are stored whole. To slice them,
-store the slow parameters in the optimizer state:
+`lookahead` needs a pair of parameters, `optax.LookaheadParams`. Your own step can train them, with
+the gradient with respect to `params.fast`. A fast leaf and its slow leaf are updated together, so
+both are stored whole. To slice them, store the slow parameters in the optimizer state:
 
 ```python
 """
@@ -615,10 +619,11 @@ store the slow parameters in the optimizer state:
 REFUSALS = """
 ## Refused
 
-Servers have the gradients, the parameters and the optimizer state. `dtrans.make_train_step` passes these three to an
-optimizer, and raises an error for an optimizer that needs more. `dtrans.pserver` and `dtrans.pipeline` refuse a step
-that passes the loss to an update. `dtrans.nccl2` accepts such a step, and computes the numbers of one device:
-`tx.update(grads, opt_state, params, value=loss, grad=grads, value_fn=...)`.
+Servers have the gradients, the parameters and the optimizer state. `dtrans.make_train_step` passes
+these three to an optimizer, and raises an error for an optimizer that needs more. `dtrans.pserver`
+and `dtrans.pipeline` refuse a step that passes the loss to an update. `dtrans.nccl2` accepts such a
+step, and computes the numbers of one device: `tx.update(grads, opt_state, params, value=loss,
+grad=grads, value_fn=...)`.
 
 | optimizer | needs | use |
 | --- | --- | --- |

@@ -28,20 +28,25 @@ TRAINERS, ROWS = 2, 12
 
 HEAD = f"""# Steps in each strategy
 
-To compute the results of one device, trainers must exchange values in some steps ([exact.md](exact.md)). `print(plan)`
-lists the exchanges of your step; this table lists them for 45 steps.
+To compute the results of one device, trainers must exchange values in some steps
+([exact.md](exact.md)). `print(plan)` lists the exchanges of your step; this table lists them for 45
+steps.
 
-The tests run each step on two trainers, and on three trainers that do not divide the batch. They compare parameters,
-optimizer state and results with one device, within 1e-12 in 64 bits. Strategies are nccl2 mode, sharding stages 1 to 3,
-synchronous parameter servers and pipelines with two stages. `make docs` generates the table, for {TRAINERS} trainers or
-micro-batches and {ROWS} rows.
+The tests run each step on two trainers, and on three trainers that do not divide the batch. They
+compare parameters, optimizer state and results with one device, within 1e-12 in 64 bits. Strategies
+are nccl2 mode, sharding stages 1 to 3, synchronous parameter servers and pipelines with two stages.
+`make docs` generates the table, for {TRAINERS} trainers or micro-batches and {ROWS} rows.
 
 | column | meaning |
 | --- | --- |
-| alone | reduction by which the steps of the parts become the step of one device; "no" if they exchange values |
-| exchanged | collectives in addition to those for gradients and results, with the bytes of each trainer |
-| servers | number of rounds in which servers exchange these values, including results; "exact" if there are none |
-| pipeline | number of values that are computed for the full batch before the micro-batches; "exact" if there are none |
+| alone | reduction by which the steps of the parts become the step of one device; "no" if they \
+exchange values |
+| exchanged | collectives in addition to those for gradients and results, with the bytes of each \
+trainer |
+| servers | number of rounds in which servers exchange these values, including results; "exact" \
+if there are none |
+| pipeline | number of values that are computed for the full batch before the micro-batches; \
+"exact" if there are none |
 
 | step | description | alone | exchanged | servers | pipeline |
 | --- | --- | --- | --- | --- | --- |
@@ -67,7 +72,8 @@ def on_servers(case: step_zoo.StepCase) -> str:
         "batch": Batch(axes=axes_of(case)),
     }
     try:
-        plan = dtrans.pserver(main, dtrans.trace(case.init, key), **options)  # type: ignore[arg-type]
+        startup = dtrans.trace(case.init, key)
+        plan = dtrans.pserver(main, startup, **options)  # type: ignore[arg-type]
     except DtransError as e:
         return f"refused: {why(e)}"
     count = len(plan.traffic.exchanges)
@@ -80,7 +86,8 @@ def in_pipeline(case: step_zoo.StepCase) -> str:
     main = dtrans.trace(case.step, *case.init(key), *case.batch(ROWS))
     options = {"num_stages": 2, "num_micro_batch": TRAINERS, "batch": Batch(axes=axes_of(case))}
     try:
-        plan = dtrans.pipeline(main, dtrans.trace(case.init, key), **options)  # type: ignore[arg-type]
+        startup = dtrans.trace(case.init, key)
+        plan = dtrans.pipeline(main, startup, **options)  # type: ignore[arg-type]
     except DtransError as e:
         return f"refused: {why(e)}"
     count = 0 if plan.values is None else len(plan.values.outputs)

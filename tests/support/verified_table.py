@@ -188,12 +188,14 @@ def train(case: StepCase, optimizer: optimizer_zoo.Case) -> StepCase:
 
 HEAD = f"""# Verified plans of each step
 
-The tests verify plans of these steps by `plan.verify()` ([verify.md](verify.md)); [steps.md](steps.md) describes the
-steps. No plan differs from the step of one device. *Complete* means that every number of the state and of the results
-was compared. *Refused* means that planning raises an error. Plans have {RANKS} trainers, ranks or micro-batches, two
-parameter servers, or two stages; a batch has {ROWS} rows. Pipelines and asynchronous servers refuse batch statistics by
-default. With `batch="micro"`, or `batch="local"`, each micro-batch or trainer has its own statistics. *Async* and *GEO*
-are compared with a sequential replay, at one point. `make docs` generates the page.
+The tests verify plans of these steps by `plan.verify()` ([verify.md](verify.md));
+[steps.md](steps.md) describes the steps. No plan differs from the step of one device. *Complete*
+means that every number of the state and of the results was compared. *Refused* means that planning
+raises an error. Plans have {RANKS} trainers, ranks or micro-batches, two parameter servers, or two
+stages; a batch has {ROWS} rows. Pipelines and asynchronous servers refuse batch statistics by
+default. With `batch="micro"`, or `batch="local"`, each micro-batch or trainer has its own
+statistics. *Async* and *GEO* are compared with a sequential replay, at one point. `make docs`
+generates the page.
 
 | step | {" | ".join(COLUMNS)} |
 |{" --- |" * (1 + len(COLUMNS))}
@@ -203,9 +205,10 @@ are compared with a sequential replay, at one point. `make docs` generates the p
 TABLES_HEAD = f"""
 ## Embedding tables
 
-A step looks up rows of a table by two features of a batch; some rows are looked up twice. Servers update the table in
-the modes below. *Lazy* is `dtrans.Rows("lazy")`, the other columns are `dtrans.Rows("dense")`. *Compensated* is
-`dtrans.Async` with an adaptive `dtrans.DelayCompensation`. Each plan is compared at one point.
+A step looks up rows of a table by two features of a batch; some rows are looked up twice. Servers
+update the table in the modes below. *Lazy* is `dtrans.Rows("lazy")`, the other columns are
+`dtrans.Rows("dense")`. *Compensated* is `dtrans.Async` with an adaptive `dtrans.DelayCompensation`.
+Each plan is compared at one point.
 
 | optimizer | {" | ".join(TABLES)} |
 |{" --- |" * (1 + len(TABLES))}
