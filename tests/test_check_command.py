@@ -122,7 +122,8 @@ def test_reports(
         ("checked_here:sharded", "dtrans: step has no shard_map in its jaxpr"),
         (
             "checked_here:number",
-            "checked_here:number returns a int; expected a plan, or a tuple (distributed_step, step",
+            "checked_here:number returns a int; expected a plan, or a tuple (distributed_step, "
+            "step",
         ),
         ("checked_here:broken", "IndexError: tuple index out of range"),
         (

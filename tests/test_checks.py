@@ -168,7 +168,8 @@ def test_an_option_that_nobody_has_is_named_with_the_closest() -> None:
     )
     with pytest.raises(
         ConfigError,
-        match=r"^reduce=Reduce\(.* is a record, but it has comm_stream_num as separate options; pass the",
+        match=r"^reduce=Reduce\(.* is a record, but it has comm_stream_num as separate options; "
+        r"pass the",
     ):
         check_known("it", {"reduce": dtrans.Reduce()}, ["degree"], records, renamed)
     for name, says in [

@@ -181,7 +181,8 @@ def test_an_installed_package_says_where_the_examples_are(
     (tmp_path / "examples" / "__main__.py").touch()
     assert command("example", "digits") == 1
     assert capsys.readouterr().err == (
-        "dtrans: the folder examples/ does not exist, because the installed package has no examples; "
+        "dtrans: the folder examples/ does not exist, because the installed package has no "
+        "examples; "
         "run `python -m dtrans example` in a checkout of dtrans's repository\n"
     )
 

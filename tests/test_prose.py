@@ -56,7 +56,8 @@ def test_a_fault_is_found(source: str, fault: str) -> None:
         'def fn():\n    """Pass it on."""',
         'class A:\n    @property\n    def size(self):\n        """Bytes of all rows."""',
         'class A:\n    """Layout of a value."""',
-        f'def fn():\n    """Return.\n\n    Args:\n      a: {"word " * 20}\n      b: {"word " * 20}\n    """',
+        f'def fn():\n    """Return.\n\n    Args:\n      a: {"word " * 20}\n      b: '
+        f'{"word " * 20}\n    """',
         "owner = stored_rows = 1",
     ],
 )

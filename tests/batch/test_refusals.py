@@ -95,7 +95,8 @@ def test_a_constant_with_the_rows_of_the_first_batch() -> None:
     weights = np.ones(4, np.float32)
     programs = given(lambda params, x: jnp.mean((x @ params["w"])[:, 0] * weights))
     match = (
-        r"with x of shape \(4, 6\), but tracing it again with shape \(8, 6\) failed: .*\n.*a constant in "
+        r"with x of shape \(4, 6\), but tracing it again with shape \(8, 6\) failed: .*\n.*a "
+        r"constant in "
         r"the step has the size of the first batch"
     )
     with pytest.raises(TraceError, match=match):

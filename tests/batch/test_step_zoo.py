@@ -35,7 +35,8 @@ NOT_ON_SERVERS = {  # what they are refused for
     "metrics_grad_norm": "aux/norm is computed from gradients",
 }
 MEET = (
-    "values of the whole batch .* and micro-batches exchange gradients and results only; .* or pass "
+    "values of the whole batch .* and micro-batches exchange gradients and results only; .* or "
+    "pass "
     "batch='micro', with which each part has"
 )
 NOT_IN_PIPELINES = {

@@ -384,7 +384,8 @@ def test_checkpoints_that_are_not_whole_or_of_another_step(saved: Any, tmp_path:
     sgd = on_mesh(planned(OPTIMIZERS["sgd"], degree=2))
     with pytest.raises(
         StateError,
-        match=r"belongs to another step: there, opt_state/0/count is int32\[\]; in .*, it is missing",
+        match=r"belongs to another step: there, opt_state/0/count is int32\[\]; in .*, it is "
+        r"missing",
     ):
         checkpoint.restore(path, sgd)
     shutil.rmtree(path / "rank-6" / "arrays")

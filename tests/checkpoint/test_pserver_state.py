@@ -957,7 +957,8 @@ def test_a_format_of_a_later_version_is_told(saved: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | {"format": 4}))
     with pytest.raises(
         StateError,
-        match="pserver-0 cannot be read .*: its format is 4, but this version of dtrans reads 1 to 3",
+        match="pserver-0 cannot be read .*: its format is 4, but this version of dtrans reads 1 to "
+        "3",
     ):
         checkpoint.load(path, plan.main)
 
@@ -1024,7 +1025,8 @@ def test_jobs_whose_trainers_have_an_optimizer_each_are_refused(tmp_path: Path) 
     ):
         with pytest.raises(
             ConfigError,
-            match="^opt_state/0/count is different on each trainer, .*; use another mode than dtrans.Geo",
+            match="^opt_state/0/count is different on each trainer, .*; use another mode than "
+            "dtrans.Geo",
         ):
             fails()
     assert os.listdir(tmp_path) == []

@@ -262,7 +262,8 @@ def test_what_the_optimizer_counts_must_be_merged_by_name() -> None:
         ({"local_sgd": True}, "local_sgd must be a positive number, or None; it is True"),
         (
             {"local_sgd": 2, "num_micro_batch": 2},
-            "local_sgd=2 cannot be combined with num_micro_batch=2: with local_sgd, trainers reduce",
+            "local_sgd=2 cannot be combined with num_micro_batch=2: with local_sgd, trainers "
+            "reduce",
         ),
         (
             {"local_sgd": 2, "compress": "bf16"},

@@ -1128,7 +1128,8 @@ def test_a_batch_that_the_trainers_do_not_divide_is_refused_by_its_name() -> Non
         state = job.init(params)
         with pytest.raises(
             BatchError,
-            match="^x has 6 rows, which cannot be split evenly over 4 trainers; pass a multiple of 4",
+            match="^x has 6 rows, which cannot be split evenly over 4 trainers; pass a multiple of "
+            "4",
         ):
             job.step(state, x[:6], y[:6])
         with pytest.raises(

@@ -426,7 +426,8 @@ runpy.run_module(sys.argv[1], run_name="__main__")' "$@"
         lines[2],
     )
     assert re.search(
-        r"host gone cannot run .*gone: env: .*gone.*: No such file.*; name the interpreter by --python",
+        r"host gone cannot run .*gone: env: .*gone.*: No such file.*; name the interpreter by "
+        r"--python",
         lines[3],
     )
     assert (

@@ -334,7 +334,8 @@ def test_a_program_that_is_not_there_is_named(cluster, tmp_path, capfd):
         launched("--on", "rya", "-m", "json")
     with pytest.raises(
         DeadlineError,
-        match="resources for 1 trainer with {'CPU': 99} each; the Ray cluster has {'CPU': 6.0}, and "
+        match="resources for 1 trainer with {'CPU': 99} each; the Ray cluster has {'CPU': 6.0}, "
+        "and "
         "{'CPU': ",
     ):
         dtrans.nccl2(*programs(), trainers=1).on_ray(trainer_resources={"CPU": 99}, deadline=1)

@@ -376,7 +376,8 @@ def test_a_communicating_program_cannot_be_called():
     assert p.communicates and not plain.communicates
     with pytest.raises(
         NotRealisedError,
-        match=r"program talks contains communication \(send_barrier\), so it cannot be called; run it with "
+        match=r"program talks contains communication \(send_barrier\), so it cannot be called; run "
+        r"it with "
         r"dtrans.Executor\(\)",
     ):
         p(jnp.ones(2))

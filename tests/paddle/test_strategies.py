@@ -129,7 +129,8 @@ def test_a_plan_is_that_of_the_packages_own_options(name: str, programs: Any) ->
         ({"amp": True, "init_loss_scaling": 0.5}, "init_loss_scaling must be a number from 1"),
         (
             {"mp_degree": 2},
-            "mp_degree=2 is not supported: dtrans.pipeline has tensor parallelism: .*; leave mp_degree",
+            "mp_degree=2 is not supported: dtrans.pipeline has tensor parallelism: .*; leave "
+            "mp_degree",
         ),
         ({"optimize_offload": True}, "optimize_offload=True is not supported: dtrans.pipeline"),
         (
@@ -138,7 +139,8 @@ def test_a_plan_is_that_of_the_packages_own_options(name: str, programs: Any) ->
         ),
         (
             {"shading_degree": 2},
-            "shading_degree is an unknown option of dtrans.paddle.sharding; did you mean sharding_degree",
+            "shading_degree is an unknown option of dtrans.paddle.sharding; did you mean "
+            "sharding_degree",
         ),
     ],
     ids=str,

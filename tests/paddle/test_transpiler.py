@@ -193,7 +193,8 @@ def test_a_split_method_places_the_blocks(programs: Any, method: Any) -> None:
         ),
         (
             None,
-            f"Wrong.dispatch returned None for 5 blocks; expected one of {FIRST}, {SECOND} for each "
+            f"Wrong.dispatch returned None for 5 blocks; expected one of {FIRST}, {SECOND} for "
+            "each "
             "block",
         ),
         (
@@ -634,7 +635,8 @@ def refusal(programs: Any, config: dict[str, Any], options: dict[str, Any]) -> C
     ({"geo_sgd_mode": True, "sync_mode": False, "geo_sgd_block_on_pull": "no"}, {}, ValueError,
      "geo_sgd_block_on_pull must be True or False, it is 'no'"),
     ({"geo_sgd_mode": True, "sync_mode": False, "enable_dc_asgd": True}, {}, ValueError,
-     "enable_dc_asgd=True needs geo_sgd_mode=False: in GEO-SGD trainers update their own parameters"),
+     "enable_dc_asgd=True needs geo_sgd_mode=False: in GEO-SGD trainers update their own "
+     "parameters"),
     ({"geo_sgd_mode": True, "mode": "nccl2"}, {"trainers": EPS}, ValueError,
      "geo_sgd_mode=True needs mode='pserver', it is 'nccl2'"),
     ({"half_async": True, "mode": "nccl2"}, {"trainers": EPS}, ValueError,
@@ -660,7 +662,8 @@ def refusal(programs: Any, config: dict[str, Any], options: dict[str, Any]) -> C
      AssertionError, "enable_dc_asgd=True needs completely_not_async=False: synchronous gradients "
      "have no delay"),
     ({"merge": {"params/nothing": "mean"}}, {}, ValueError,
-     "merge['params/nothing'] matches no leaf that trainers compute; expected one of, or a prefix of: none"),
+     "merge['params/nothing'] matches no leaf that trainers compute; expected one of, or a prefix "
+     "of: none"),
     ({"merge": "mean"}, {}, ValueError,
      "merge='mean' must be a dict of a name to its merge, such as {'aux': 'sum'}"),
     ({"min_block_size": 4096}, {}, AssertionError,
@@ -746,7 +749,8 @@ def test_a_step_without_an_optimizer_is_refused(programs: Any) -> None:
     main = dtrans.trace(step, params, tx.init(params), *mlp_batch(8, SIZES))
     with pytest.raises(
         GradientError,
-        match="^no gradient was found in step: none of its parameters .* Take gradients with dtrans",
+        match="^no gradient was found in step: none of its parameters .* Take gradients with "
+        "dtrans",
     ):
         transpiled(programs, program=main)
 
@@ -881,7 +885,8 @@ def test_nccl2_trainers_must_be_endpoints(programs: Any, trainers: Any) -> None:
         ),
         (
             {"trainer_id": 1},
-            f"current_endpoint is {FIRST}, the endpoint of trainer 0; expected {SECOND}, the endpoint "
+            f"current_endpoint is {FIRST}, the endpoint of trainer 0; expected {SECOND}, the "
+            "endpoint "
             "of trainer 1",
         ),
         (

@@ -290,7 +290,8 @@ def test_by_size_weighs_elements_where_there_are_no_bytes():
     ]
     with pytest.raises(
         ConfigError,
-        match="^dtrans.SizeBalanced got the block 'w.block0'; expected an object with an integer nbytes",
+        match="^dtrans.SizeBalanced got the block 'w.block0'; expected an object with an integer "
+        "nbytes",
     ):
         SizeBalanced(EPS).dispatch(["w.block0"])
 

@@ -105,8 +105,8 @@ def test_time_is_up() -> None:
         "trainer 0 waited 5 s for trainer 1 (b:2) and trainer 2 (c:3) and trainer 3"
     )
     assert (
-        "; the process at d:4 is not part of this job: it sent a message whose header is not msgpack"
-        in str(one.late(5.0))
+        "; the process at d:4 is not part of this job: it sent a message whose header is not "
+        "msgpack" in str(one.late(5.0))
     )
 
 

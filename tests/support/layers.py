@@ -9,7 +9,8 @@ A layer follows from what a test uses, its fixtures and helpers included:
 - `unit`: it does none of these.
 
 By day all units and plans run, and a part of the others, which changes with the date. A test that
-notices a planted fault (`tests/faults.py`) runs each day. The remainder is `soak`: it runs by night.
+notices a planted fault (`tests/faults.py`) runs each day. The remainder is `soak`, and runs by
+night.
 A run that names files or tests is no sample: it has all of their tests.
 """
 

@@ -65,7 +65,7 @@ class Relay:
         threading.Timer(seconds, self._flows.set).start()
 
     def lose(self) -> threading.Event:
-        """Lose all data until connections are cut; return an event that is set when some is lost."""
+        """Lose all data until connections are cut; return an event for the first loss."""
         self.swallowed = threading.Event()
         return self.swallowed
 

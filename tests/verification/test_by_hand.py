@@ -167,7 +167,8 @@ r"and 3 others\)",
         of_global_loss(scale=1),
         r"params/up: 24 of 24 entries differ; its copies on the ranks differ along axis 'data' "
 r"\(size 4\), but "
-        r"out_specs says they are equal\n(.*\n)*  fault: a reduction is missing: .*; use jax.lax.pmean over "
+        r"out_specs says they are equal\n(.*\n)*  fault: a reduction is missing: .*; use "
+        r"jax.lax.pmean over "
 r"'data' \(corrects",
     ),
     "scaled by the number of devices": (

@@ -147,7 +147,8 @@ def test_no_server_hears_of_them(role_threads: RoleThreads) -> None:
         (
             "local",
             "error",
-            "on_nonfinite='error': with local_sgd, trainers average parameters instead of gradients",
+            "on_nonfinite='error': with local_sgd, trainers average parameters instead of "
+            "gradients",
         ),
         (
             "scaled",

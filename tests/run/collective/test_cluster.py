@@ -216,7 +216,8 @@ def test_every_option_between_four_trainers(tmp_path: Path) -> None:
         ("ragged", "BatchError: the arrays of a batch are split over the trainers, but "),
         (
             "even",
-            "BatchError: the batch is a dtrans.UnevenPart of 24 rows, which can be split evenly over "
+            "BatchError: the batch is a dtrans.UnevenPart of 24 rows, which can be split evenly "
+            "over "
             "2 trainers",
         ),
         (

@@ -113,7 +113,8 @@ def test_an_endpoint_that_no_other_host_reaches_is_named(monkeypatch: pytest.Mon
     resolving(monkeypatch, DEBIAN)
     with pytest.raises(
         ConfigError,
-        match=r"127\.0\.0\.1:6000, which is loopback. The trainer at 10\.0\.0\.2:6001 is on another",
+        match=r"127\.0\.0\.1:6000, which is loopback. The trainer at 10\.0\.0\.2:6001 is on "
+        r"another",
     ):
         reached_here("127.0.0.1:6000", ("127.0.0.1:6000", "10.0.0.2:6001"))
     no_way(monkeypatch)

@@ -313,7 +313,8 @@ GOOD_NCCL2 = {
     [
         (
             {"DTRANS_ROLE": "pserver"},
-            "DTRANS_TRAINER_ENDPOINTS is set, which is for nccl2 mode without pservers, but this is a",
+            "DTRANS_TRAINER_ENDPOINTS is set, which is for nccl2 mode without pservers, but this "
+            "is a",
         ),
         (
             {"DTRANS_PSERVER_ENDPOINTS": "127.0.0.1:1"},
@@ -322,7 +323,8 @@ GOOD_NCCL2 = {
         ({"DTRANS_ROLE": "worker"}, "DTRANS_ROLE is 'worker'; it must be trainer or pserver"),
         (
             {"DTRANS_TRAINERS": "3"},
-            "DTRANS_TRAINERS is 3, but DTRANS_TRAINER_ENDPOINTS has 2 endpoints: 127.0.0.1:6174,127",
+            "DTRANS_TRAINERS is 3, but DTRANS_TRAINER_ENDPOINTS has 2 endpoints: "
+            "127.0.0.1:6174,127",
         ),
         (
             {"DTRANS_TRAINER_ID": "2"},
@@ -330,7 +332,8 @@ GOOD_NCCL2 = {
         ),
         (
             {"DTRANS_TRAINER_ID": "0"},
-            "current_endpoint is 127.0.0.1:6175, the endpoint of trainer 1; expected 127.0.0.1:6174",
+            "current_endpoint is 127.0.0.1:6175, the endpoint of trainer 1; expected "
+            "127.0.0.1:6174",
         ),
         (
             {"DTRANS_CURRENT_ENDPOINT": "127.0.0.1:1"},

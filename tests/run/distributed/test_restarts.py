@@ -1,4 +1,4 @@
-"""Jobs whose processes are killed continue from checkpoints, with the bits of an undisturbed run."""
+"""Killed jobs continue from checkpoints, with the bits of an undisturbed run."""
 
 from __future__ import annotations
 

@@ -117,12 +117,14 @@ def test_what_protects_nothing_is_refused_or_warned_of() -> None:
         Keys("", "required").check("trainer 0 is at x", NEAR)
     with pytest.raises(
         ConfigError,
-        match="and DTRANS_TOKEN has 31 hexadecimal digits; expected at least 32, which contain 128 random",
+        match="and DTRANS_TOKEN has 31 hexadecimal digits; expected at least 32, which contain 128 "
+        "random",
     ):
         Keys("0" * 31, "disabled").check("trainer 0 is at x", FAR)
     with pytest.warns(
         UnencryptedWarning,
-        match="^trainer 0 is at x, and transport_encryption='disabled': anyone on the network can read",
+        match="^trainer 0 is at x, and transport_encryption='disabled': anyone on the network can "
+        "read",
     ):
         Keys(TOKEN, "disabled").check("trainer 0 is at x", FAR)
 
@@ -392,7 +394,8 @@ def test_separate_keys_let_in_their_roles_until_they_are_revoked(tmp_path: Path)
         with client(s.tcp, keys, "two", "trainer 1") as (line, watched):
             line.send(b"hello")
             why = (
-                f"its keys differ from the keys in DTRANS_KEYS={str(tmp_path)!r}, or this role's key "
+                f"its keys differ from the keys in DTRANS_KEYS={str(tmp_path)!r}, or this role's "
+                "key "
                 "was revoked; "
             )
             assert why_not(watched).startswith(why)

@@ -153,7 +153,8 @@ def test_who_has_another_token_is_told_so_at_once(
     ended: list[object] = []
     assert not isinstance(role_threads.end("right"), BaseException)
     assert str(ended[0]).startswith(
-        f"pserver {ep} does not admit trainer 0: the two processes have different values of DTRANS_TOKEN"
+        f"pserver {ep} does not admit trainer 0: the two processes have different values of "
+        "DTRANS_TOKEN"
     )
     assert isinstance(role_threads.end(ep), dict)
 

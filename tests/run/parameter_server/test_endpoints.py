@@ -930,7 +930,8 @@ def test_who_has_not_the_token_is_told_so_at_once_and_takes_nobodys_place(
     error = role_threads.end("stranger")
     assert isinstance(error, PeerError) and time.monotonic() - since < HANG / 2
     assert str(error).startswith(
-        f"pserver {ep} does not admit trainer 0: the two processes have different values of DTRANS_TOKEN"
+        f"pserver {ep} does not admit trainer 0: the two processes have different values of "
+        "DTRANS_TOKEN"
     )
     with Peer(ep) as peer:  # nothing that it says is heard
         peer.hello()
@@ -1107,7 +1108,8 @@ HEADER = {"order": sys.byteorder, "session": "s", "trainer": 0, "trainers": 1}
         ([wire.header("hello", **HEADER)[:-3]], "a message whose header is not msgpack"),
         (
             [wire.header("hello", **HEADER, v=wire.VERSION + 1)],
-            f"a message of protocol version {wire.VERSION + 1}; this process uses version {wire.VERSION}",
+            f"a message of protocol version {wire.VERSION + 1}; this process uses version "
+            f"{wire.VERSION}",
         ),
         ([wire.header("frobnicate")], "a message of unknown kind 'frobnicate'"),
         ([wire.header("hello", trainer=0)], "a `hello` message whose field `trainers` is missing"),
@@ -1221,7 +1223,8 @@ def test_what_a_trainer_says_wrongly_is_refused_and_changes_nothing(
             "send",
             [noise[:20]],
             one(NAME, 0, 32),
-            "a truncated frame: its header lists 32 bytes up to the end of params/w@GRAD, but it has 20",
+            "a truncated frame: its header lists 32 bytes up to the end of params/w@GRAD, but it "
+            "has 20",
         ),
         (
             "send",

@@ -514,7 +514,8 @@ def geo_of(params: Any) -> PServerPlan:
     ({"w": jnp.ones(2), "w@GRAD": jnp.ones(2)},
      "params/w@GRAD would be the name of both a leaf and a gradient of params/w; rename a leaf"),
     ({"w": jnp.ones(2), "w.delta": jnp.ones(2)},
-     "the step has a leaf named params/w.delta, the name that servers give to the change of params/w; "
+     "the step has a leaf named params/w.delta, the name that servers give to the change of "
+     "params/w; "
      "rename the leaf"),
 ])  # fmt: skip
 def test_leaves_that_are_called_as_messages_are_are_named(params: Any, message: str) -> None:

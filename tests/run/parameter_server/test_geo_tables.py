@@ -624,7 +624,8 @@ def test_the_optimizers_state_of_rows_is_no_array(role_threads: RoleThreads) -> 
         state = job.init(jax.random.key(0))
         with pytest.raises(
             ConfigError,
-            match=r"opt_state/0/mu/emb cannot be returned: it has a row for each row of a table, but this",
+            match=r"opt_state/0/mu/emb cannot be returned: it has a row for each row of a table, "
+            r"but this",
         ):
             job.opt_state(state)
     with job_of(sgd, 0) as job:
@@ -839,7 +840,8 @@ def test_who_keeps_rows_where_nobody_may_is_refused() -> None:
     server = server_of(planned(OPTIMIZERS["sgd"], DENSE, 2, 1, mode=dtrans.Async()), [])
     with pytest.raises(
         WireError,
-        match="trainer 0 sent `changed`, which is for tables of GEO-SGD; pserver .* has no such table",
+        match="trainer 0 sent `changed`, which is for tables of GEO-SGD; pserver .* has no such "
+        "table",
     ):
         server.recv(0, wire.Message("recv", {"step": 0, "changed": True, "blocks": []}))
 

@@ -536,7 +536,8 @@ def test_what_servers_have_is_told(role_threads: RoleThreads) -> None:
             job.tables.evict(EMB, 0)
         with pytest.raises(
             PeerError,
-            match="changed rows of params/emb.block0 were requested since step 9, .* taken 1 steps .*job.tables.export",
+            match="changed rows of params/emb.block0 were requested since step 9, .* taken 1 steps "
+            ".*job.tables.export",
         ):
             job.tables.changed(EMB, 9)
         job.step(state, np.array([0, 1, 59]))  # nothing is lost

@@ -456,7 +456,8 @@ def test_aux_keeps_its_structure() -> None:
 def test_a_result_that_grows_with_the_batch_in_two_dimensions_is_refused_by_name() -> None:
     with pytest.raises(
         BatchError,
-        match=r"aux has shape \[4, 4\] on a trainer and \[8, 8\] on one device, so it cannot be merged",
+        match=r"aux has shape \[4, 4\] on a trainer and \[8, 8\] on one device, so it cannot be "
+        r"merged",
     ):
         aux_job(lambda params, x, y: x @ x.T, batch="local")
 
@@ -767,7 +768,8 @@ def test_arrays_that_differ_in_rows_are_refused_unless_every_trainer_gets_them_w
         exact.on_mesh(unsplit_inputs=("weights",))
     plan = dtrans.pserver(*given, trainers=2, batch="local")
     assert (
-        "not compared with one device's: the arrays of a batch are sharded over the trainers, but x "
+        "not compared with one device's: the arrays of a batch are sharded over the trainers, but "
+        "x "
         "has 8" in str(plan)
     )
     job = plan.on_mesh()

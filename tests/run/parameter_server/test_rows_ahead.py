@@ -389,7 +389,8 @@ def test_stale_rows_are_refused_where_there_are_none() -> None:
     for run in (plan.on_mesh, plan.simulate):
         with pytest.raises(
             ConfigError,
-            match=r"\['params/emb'\].staleness=2: a job in one process always reads the newest rows",
+            match=r"\['params/emb'\].staleness=2: a job in one process always reads the newest "
+            r"rows",
         ):
             run()
     with pytest.raises(ConfigError, match="staleness"):

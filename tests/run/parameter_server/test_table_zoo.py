@@ -178,7 +178,8 @@ CLASSES: Mapping[str, tuple[str, ...]] = {
 REFUSED: Mapping[str, str] = {
     "lbfgs, linesearch=None": r"scatter mixes rows of f64\[13,2\] \(optax.scale_by_lbfgs\)",
     "galore": r"svd mixes rows of f32\[13,2\] \(optax.contrib.scale_by_galore\)",
-    "muon": r"scan reduces over rows in each iteration of f64\[1,2,13\] \(optax.contrib.scale_by_muon\)",
+    "muon": r"scan reduces over rows in each iteration of f64\[1,2,13\] "
+    r"\(optax.contrib.scale_by_muon\)",
     "lookahead": r"sub mixes leaves of f64\[13,2\] \(optax.lookahead\)",
     "flatten": r"concatenate mixes leaves of f64\[26\] \(optax.flatten\)",
 }

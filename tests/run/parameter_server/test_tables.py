@@ -346,7 +346,8 @@ def test_a_table_is_written_to_a_file(
             monkeypatch.setattr(role_job, "_memory_bytes", lambda: 100)
             with pytest.raises(
                 StateError,
-                match=r"the tables params/emb have 480 bytes, .* the 100 bytes .* job.tables.export\(name, path\)",
+                match=r"the tables params/emb have 480 bytes, .* the 100 bytes .* "
+                r"job.tables.export\(name, path\)",
             ):
                 job.params(state)
             tables = job.tables

@@ -465,7 +465,8 @@ def test_an_asynchronous_job_has_no_say(on_trainer_exit: Any) -> None:
     plan_for(("127.0.0.1:1",), 2, optax.sgd(0.1), on_trainer_exit="drop", mode=dtrans.Async())
     with pytest.raises(
         ConfigError,
-        match=f"^on_trainer_exit='{on_trainer_exit}' needs mode=dtrans.Sync\\(\\), since asynchronous "
+        match=f"^on_trainer_exit='{on_trainer_exit}' needs mode=dtrans.Sync\\(\\), since "
+        "asynchronous "
         "updates never combine",
     ):
         plan_for(
