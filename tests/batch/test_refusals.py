@@ -64,8 +64,8 @@ def test_a_dispatcher_that_answers_differently_each_time() -> None:
 
     placement = dtrans.BlockPlacement(split_method=Fickle, min_block_size=1)
     match = (
-        "Fickle.dispatch placed params/w.block0 on 127.0.0.1:2, and on 127.0.0.1:1 when it "
-        "was called again"
+        "Fickle.dispatch returned 127.0.0.1:2 for params/w.block0 in a first call and "
+        "127.0.0.1:1 in a second"
     )
     with pytest.raises(ConfigError, match=match):
         dtrans.pserver(
