@@ -317,6 +317,6 @@ def test_a_store_that_has_moved_is_named(monkeypatch):
     monkeypatch.delattr("jax.experimental.multihost_utils.distributed")
     with pytest.raises(
         TraceError,
-        match=rf"^jax {jax.__version__} keeps the store of its processes elsewhere .*'distributed'",
+        match=rf"^dtrans cannot read the state of jax.distributed in jax {jax.__version__} .*'distributed'",
     ):
         bulletin_board()

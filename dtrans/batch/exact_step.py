@@ -63,12 +63,12 @@ class ExactStep:
         """Note of a plan with `batch="local"`."""
         if self.proven and self.reduce == "mean":
             return f"exact: mean over {self.rows} rows"
-        why = "the step adds up"
+        why = "one device's step is the sum of the steps on parts"
         if not self.proven:
-            why = f"one device's would depend on the whole batch ({self.reason})"
+            why = f"one device's step depends on the whole batch ({self.reason})"
         return (
-            f"local: each part has its own numbers, averaged; {why}. batch='exact' says "
-            "what can be done"
+            f"local: each trainer computes on its own part, and the results are averaged; {why}. "
+            "The error for batch='exact' lists the alternatives"
         )
 
     @property

@@ -73,7 +73,7 @@ class WrittenParts:
 
     @property
     def rows(self) -> dict[str, int]:
-        """Row dimension, 0, of each other precomputed value: a part gets its rows."""
+        """Row dimension (0) of the other precomputed values, whose rows are divided among parts."""
         count = len(self.values.spots) + self.numbered
         names = (f"{ROOT}/{i}" for i in range(count))
         return {n: 0 for n in names if n not in self.full}

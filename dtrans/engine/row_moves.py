@@ -32,9 +32,10 @@ class Move:
 
     Attributes:
       axis: the axis.
-      slots: [shards, slots] index in the shard's piece of the entry in each slot.
-      filled: [shards, slots] True for slots that get the padding value of a `pad` equation; None if
-        there are none.
+      slots: array [shards, slots] with the index, in the shard's piece, of the entry that each slot
+        gets.
+      filled: array [shards, slots], True for slots that get the padding value of a `pad` equation;
+        None if there are none.
     """
 
     axis: int
@@ -102,8 +103,8 @@ class _Rows:
 
         Args:
           size: size of the output along the axis.
-          entries: [shards, local] index in the output of each entry of the old pieces; -1 for
-            entries that are not in the output.
+          entries: array [shards, local] with the index, in the output, of each entry of the old
+            pieces; -1 for entries that are not in the output.
           everywhere: mask of the entries of the output that every shard can compute, such as the
             padding of a `pad`; `entries` has the others.
         """

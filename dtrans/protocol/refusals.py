@@ -6,11 +6,11 @@ import logging
 from typing import Any
 
 
-EACH = 100  # the first refusals are all logged, then only the 128th, the 256th, the 512th, ...
+EACH = 100  # number of refusals that are all logged; after them, every 2**n-th one is
 
 
 class Refusals:
-    """Count of refusals. The number of log lines grows only with its logarithm.
+    """Count of refusals. The number of log lines grows with the logarithm of the count.
 
     Example:
       >>> import logging
@@ -31,4 +31,4 @@ class Refusals:
         if self.count <= EACH:
             self._log.warning(message, *args)
         elif self.count & (self.count - 1) == 0:
-            self._log.warning(f"{message} (%d so far; most have no line)", *args, self.count)
+            self._log.warning(f"{message} (%d so far; most are not logged)", *args, self.count)

@@ -429,7 +429,7 @@ def checked_pieces(table: Any) -> list[Piece]:
       WireError: a piece is not [name, offset, nbytes].
     """
     if not isinstance(table, list):
-        raise WireError("pieces that are not a list")
+        raise WireError("a message whose field `pieces` is not a list of lists")
     for piece in table:
         ok = isinstance(piece, list) and len(piece) == 3 and isinstance(piece[0], str)
         if not ok or not all(type(n) is int and 0 <= n <= sys.maxsize for n in piece[1:]):

@@ -173,7 +173,7 @@ def leaves_of_state(half: OptimizeHalf, params: Sequence[str]) -> dict[str, str]
 def _settled(
     half: OptimizeHalf, params: Sequence[str], unsliced: Collection[str], axes: Mapping[str, int]
 ) -> tuple[Flow, list[Colocated]]:
-    """Repeat the forward pass until the layouts of state inputs are stable.
+    """Repeat the forward pass until the layouts of state inputs no longer change.
 
     Return the last pass, and the layouts that bind leaves.
     """

@@ -2,7 +2,7 @@
 
     Slice(0, 3, 5)                   rows 3 to 8, known when the program is written
     Slice(0, Start(write, 12), 5)    5 rows from a start that the running program computes
-    Slice(0, Start(write), 5)        5 rows with ids that the running program computes, a vector
+    Slice(0, Start(write), 5)        5 rows whose ids are a vector of the running program
 
 `dtrans.rows.parts` computes slices of values without the full values.
 """

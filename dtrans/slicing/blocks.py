@@ -161,7 +161,7 @@ class Placement:
 
     @cached_property
     def unsliced(self) -> dict[str, str]:
-        """Reason of each leaf that cannot be sliced."""
+        """Leaf that cannot be sliced -> the reason."""
         return {n: g.reason or TIED for n, g in self.groups.items()}
 
     @cached_property

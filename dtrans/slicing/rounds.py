@@ -123,7 +123,7 @@ class ExchangeRounds:
         return self.at_home(out)
 
     def read(self, atom: Atom, home: str | None) -> int:
-        """Return the level at which a reader at `home` knows a value; None: a reader everywhere."""
+        """Return the level at which the servers of `home` (None: all servers) know a value."""
         layout = self.analysis.layout(atom)
         if home is not None and layout is not SHARED and self.analysis.home(layout) == home:
             assert isinstance(atom, Var)
@@ -180,7 +180,7 @@ class ExchangeRounds:
             self._cross(out, op, home, self._parts[out])
 
     def _note_read(self, atom: Atom, home: str | None) -> None:
-        """Record that a reader at `home` reads a value; None: a reader on every server."""
+        """Record that the servers of `home` (None: all servers) read a value."""
         layout = self.analysis.layout(atom)
         if not isinstance(layout, Colocated) or self.analysis.home(layout) == home:
             return

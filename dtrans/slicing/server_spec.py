@@ -93,7 +93,7 @@ class UpdateSpec:
         return self.analysis.state_of[None]
 
     def stays(self, crossing: CrossServerValue) -> bool:
-        """Return True if only one server uses a cross-server value, without an exchange.
+        """Return True if a cross-server value is not exchanged, because only one server uses it.
 
         With exact sums it is exchanged in any case. Otherwise XLA would compile different programs
         for one server and for several, which round differently.

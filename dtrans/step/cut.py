@@ -630,7 +630,8 @@ class _Cutter:
                 updated_params[atom] = name
         enters = propagate(self.s.eqns, {}, {v: i + 1 for i, v in enumerate(updated_params)})
         for name, gradient in gradients.items():
-            if gradient in updated_params or not bits_of(enters, gradient):
+            # a gradient may be a literal, which is not hashable and has no bits
+            if not bits_of(enters, gradient) or gradient in updated_params:
                 continue
             _, read = backward_slice(self.s.eqns, [gradient], updated_params)
             first = next(n for v, n in updated_params.items() if v in read)

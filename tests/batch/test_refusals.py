@@ -82,7 +82,7 @@ def test_two_numbers_of_a_key_are_no_rows() -> None:
     programs = given(noisy, X[:2], key)
     with pytest.raises(
         ConfigError,
-        match=r"key is uint32\[2\], a key of jax.random.PRNGKey, .* jax.random.key",
+        match=r"key is uint32\[2\], a raw key of jax.random.PRNGKey, .* jax.random.key",
     ):
         dtrans.nccl2(*programs, trainers=2)
     ids = given(

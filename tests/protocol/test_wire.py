@@ -282,7 +282,7 @@ def test_a_header_that_is_not_ours_is_refused(parts: list[bytes], reason: str) -
         ([[["w", 0]]], [b""], "^a piece that is not"),
         ([[["w", False, 8]]], [b"12345678"], "^a piece that is not"),
         ([["w"]], [b"12345678"], "^a piece that is not"),
-        (["w"], [b"12345678"], "^pieces that are not a list$"),
+        (["w"], [b"12345678"], "^a message whose field `pieces` is not a list of lists$"),
         ([[["w" * 500, 0, None]]], [b""], r"^a piece that is not .{0,130}\.\.\.$"),
     ],
 )

@@ -1239,7 +1239,12 @@ def test_what_a_trainer_says_wrongly_is_refused_and_changes_nothing(
             {"step": 0, "pieces": []},
             "a `send` message with 1 frames, but its header lists 0",
         ),
-        ("send", [noise], {"step": 0, "pieces": [7]}, "pieces that are not a list"),
+        (
+            "send",
+            [noise],
+            {"step": 0, "pieces": [7]},
+            "whose field `pieces` is not a list of lists",
+        ),
         (
             "send",
             [noise],
@@ -1499,7 +1504,7 @@ def test_a_flood_of_nonsense_leaves_few_lines_and_is_counted(
         for _ in range(600):
             assert "not msgpack" in peer.refused()
     said = [r.getMessage() for r in caplog.records]
-    assert len(said) == EACH + 3 and said[-1].endswith("(512 so far; most have no line)")
+    assert len(said) == EACH + 3 and said[-1].endswith("(512 so far; most are not logged)")
 
 
 def test_strangers_do_not_disturb_a_job(

@@ -441,7 +441,13 @@ def test_what_a_server_says_wrongly_is_refused_and_changes_nothing(
         refused(
             line, "a frame of 8 bytes, but its header lists 4", "partials", noise + noise, **right
         )
-        refused(line, "pieces that are not a list", "partials", noise, **right | {"pieces": [7]})
+        refused(
+            line,
+            "whose field `pieces` is not a list of lists",
+            "partials",
+            noise,
+            **right | {"pieces": [7]},
+        )
 
         half.give(0.0, step=1)  # early
         twice = "bytes 0 to 4 of float32; expected its bytes from 4 on"
