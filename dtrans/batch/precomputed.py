@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -86,9 +86,14 @@ class Precomputed:
           BatchError: the equations differ from those of the step that was planned.
         """
         step = self._flat(program)
-        arguments = {s: Var(step.value(s).aval) for s in self.spots}
-        sub = {step.value(s): v for s, v in arguments.items() if not s.in_loss}
-        eqns = [e.replace(invars=read_from(sub, e.invars)) for e in step.inner.eqns]
+        arguments: dict[Spot, Var] = {}
+        sub: dict[Var, Atom] = {}
+        for spot in self.spots:
+            value = step.value(spot)
+            arguments[spot] = Var(value.aval)
+            if not spot.in_loss:
+                sub[value] = arguments[spot]
+        eqns = _with_operands(sub, step.inner.eqns)
         if step.loss is not None:
             eqns[step.at] = self._loss(step, eqns[step.at], arguments)
         inner = step.inner
@@ -106,18 +111,24 @@ class Precomputed:
 
     def _loss(self, step: FlatStep, eqn: JaxprEqn, arguments: Mapping[Spot, Var]) -> JaxprEqn:
         """Return the equation of the loss, with its precomputed values as additional operands."""
-        inside = {step.value(s): Var(v.aval) for s, v in arguments.items() if s.in_loss}
+        inside: dict[Var, Atom] = {}
+        operands = list(eqn.invars)
+        new_inputs = []
+        for spot, argument in arguments.items():
+            if spot.in_loss:
+                new_inputs.append(Var(argument.aval))
+                inside[step.value(spot)] = new_inputs[-1]
+                operands.append(argument)
         body = opened(step.body)
-        eqns = [e.replace(invars=read_from(inside, e.invars)) for e in body.eqns]
+        eqns = _with_operands(inside, body.eqns)
         new = closed(
             body.constvars,
             constants(step.body),
-            [*body.invars, *inside.values()],
+            [*body.invars, *new_inputs],
             read_from(inside, body.outvars),
             eqns,
             step.body,
         )
-        operands = [*eqn.invars, *(v for s, v in arguments.items() if s.in_loss)]
         return eqn.replace(invars=operands, params={**eqn.params, "loss": eliminate_dead(new)})
 
     def precompute_program(self, program: Program) -> Program:
@@ -221,7 +232,7 @@ class FlatStep:
     def without_loss(self, outs: Sequence[Var]) -> tuple[ClosedJaxpr, Collection[Var]]:
         """Return a jaxpr that computes values of the step and its loss, and its free variables."""
         body, operands = opened(self.body), self.operands
-        inlined = [e.replace(invars=read_from(operands, e.invars)) for e in body.eqns]
+        inlined = _with_operands(operands, body.eqns)
         eqns = [*self.inner.eqns[: self.at], *inlined, *self.inner.eqns[self.at + 1 :]]
         positions, used = backward_slice(eqns, outs)
         jaxpr = closed(
@@ -233,3 +244,8 @@ class FlatStep:
             self.inner,
         )
         return jaxpr, used
+
+
+def _with_operands(env: Mapping[Var, Atom], eqns: Iterable[JaxprEqn]) -> list[JaxprEqn]:
+    """Return equations with their operands replaced by those in `env`."""
+    return [e.replace(invars=read_from(env, e.invars)) for e in eqns]

@@ -156,6 +156,9 @@ class _Pairing:
         is_scaled = lambda b: isinstance(b, Var) and b in self.scaled
         is_computed = lambda a, side: isinstance(a, Var) and a in producers[side]
 
+        def is_pair(a: Atom, b: Atom) -> bool:
+            return is_scaled(b) or is_computed(a, 0) == is_computed(b, 1)
+
         def power(a: Atom, b: Atom) -> Power:
             """Return the exponent of a pair that is known, or of two constants."""
             if of(a, b) in known:
@@ -164,7 +167,7 @@ class _Pairing:
             return self.ratio(number(a, values[0]), number(b, values[1]))
 
         outs = list(zip(here.outvars, there.outvars, strict=True))
-        if any(is_computed(p, 0) != is_computed(q, 1) and not is_scaled(q) for p, q in outs):
+        if not all(is_pair(*pair) for pair in outs):
             raise _NoScaleError
         waiting = [pair for pair in outs if is_computed(pair[1], 1)]
         while waiting:
@@ -184,7 +187,7 @@ class _Pairing:
             if x.primitive is not y.primitive or i != k or len(x.invars) != len(y.invars):
                 raise _NoScaleError(line_of(x))
             pairs = list(zip(x.invars, y.invars, strict=True))
-            if any(is_computed(p, 0) != is_computed(q, 1) and not is_scaled(q) for p, q in pairs):
+            if not all(is_pair(*pair) for pair in pairs):
                 raise _NoScaleError(line_of(x))
             missing = [p for p in pairs if is_computed(p[1], 1) and of(*p) not in known]
             if missing:

@@ -36,7 +36,15 @@ from dtrans.engine.writer import SplitWriter, written
 from dtrans.errors import BatchError
 from dtrans.ir.builder import read_from
 from dtrans.ir.cost import total_bytes
-from dtrans.ir.dataflow import avals, backward_slice, bits_of, propagate, variables, variables_read
+from dtrans.ir.dataflow import (
+    avals,
+    backward_slice,
+    bits_of,
+    outputs_of,
+    propagate,
+    variables,
+    variables_read,
+)
 from dtrans.ir.inline import eliminate_dead
 from dtrans.ir.program import FORWARD, Program
 from dtrans.ir.pytree import TreeSpec
@@ -126,7 +134,7 @@ def trainer_step(
     for i in sorted({*positions, *step.late}):
         if i in step.late or is_behind(eqns[i]):
             after.append(eqns[i])
-    update_values = {v for e in after for v in e.outvars} | set(step.boundary.values())
+    update_values = set(outputs_of(after)) | set(step.boundary.values())
 
     graded = [n for n in step.params if n in step.gradients]
     terms = values_at(step.gradients, graded)
@@ -147,7 +155,7 @@ def trainer_step(
     ours = [*step.results, *(n for n in step.frozen if outs[n] is not ins[n])]
     opened = [n for n in before if n in step.results or (open_state and n in ours)]
     # the update may read a sum that a loop computes: reduce it once, after the loop
-    of_loops = {v for e in half if e.primitive.name in LOOPS for v in e.outvars}
+    of_loops = set(outputs_of(e for e in half if e.primitive.name in LOOPS))
     ends = [*terms, *values_at(outs, opened)]
     ends += [v for v in crossing if v in of_loops]
     added = linear_terms(inner.jaxpr, variables(ends), variables(terms))

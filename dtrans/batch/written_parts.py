@@ -34,7 +34,7 @@ from dtrans.engine.layout import Partial, ShardLayout, Shards, cut_along
 from dtrans.engine.writer import SplitWriter, written
 from dtrans.errors import BatchError
 from dtrans.ir.builder import Builder, read_from
-from dtrans.ir.dataflow import avals, backward_slice, bits_of, propagate
+from dtrans.ir.dataflow import avals, backward_slice, bits_of, producers_of, propagate
 from dtrans.ir.fingerprint import value_digests
 from dtrans.ir.inline import eliminate_dead
 from dtrans.ir.program import FORWARD, Program, is_communication
@@ -295,7 +295,7 @@ def _free(flat: FlatStep, fixed: Collection[str]) -> list[Spot]:
     seeds = {v: 1 for v, a in operand.items() if bits_of(around, a)}
     inside = propagate(body.eqns, seeds, {})
     where: dict[Var, Spot] = {}
-    producers = {v: e for e in (*flat.inner.eqns, *body.eqns) for v in e.outvars}
+    producers = producers_of([*flat.inner.eqns, *body.eqns])
     for in_loss, eqns in ((False, flat.inner.eqns), (True, body.eqns)):
         for i, eqn in enumerate(eqns):
             where |= {v: Spot(in_loss, i, k) for k, v in enumerate(eqn.outvars)}

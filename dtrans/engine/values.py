@@ -39,7 +39,7 @@ from dtrans.errors import ConfigError
 from dtrans.ir.array_fns import padded, times
 from dtrans.ir.builder import Builder
 from dtrans.ir.cost import nbytes
-from dtrans.ir.dataflow import all_operands, is_zero_array, variables
+from dtrans.ir.dataflow import all_operands, is_zero_array, producers_of, variables
 from dtrans.ir.display import short_type
 from dtrans.ops import all_gather_p, all_reduce_p, reduce_scatter_p
 from dtrans.ops.all_to_all import all_to_all_p
@@ -81,7 +81,7 @@ class ShardValues(abc.ABC):
         # sharded inputs of the program, and their transposes and casts
         self.inputs: set[Var] = set()
         self._values: dict[Any, Atom] = {}  # (value, layout) -> value on this shard
-        self._producers = {v: e for e in inner.eqns for v in e.outvars}
+        self._producers = producers_of(inner.eqns)
         self._uses = Counter(variables([*inner.outvars, *all_operands(inner.eqns)]))
         self.pieces = Pieces(self.b, shards)
         self.built_as_rows: dict[Var, RowAxis] = {}

@@ -32,7 +32,7 @@ from dtrans._jax import (
     with_bodies,
 )
 from dtrans.ir.builder import Builder, extract_part, read_from
-from dtrans.ir.dataflow import variables, variables_read
+from dtrans.ir.dataflow import outputs_of, variables, variables_read
 from dtrans.ir.interpret import Facts
 from dtrans.ir.row_numbers import Count, Fact, known_of, numbers_of
 from dtrans.ir.selection import values_at
@@ -114,7 +114,7 @@ def _rewritten(jaxpr: Any, numbers: Facts[Fact]) -> Any:
 def _without_unread(jaxpr: ClosedJaxpr, old: Any) -> ClosedJaxpr:
     """Drop equations that only the replaced gathers read; other dead equations stay."""
     inner = opened(jaxpr)
-    unread = {v for e in old.eqns for v in e.outvars}
+    unread = set(outputs_of(old.eqns))
     unread.difference_update(variables_read(old.eqns, old.outvars))
     read = set(variables(inner.outvars))
     eqns: list[JaxprEqn] = []

@@ -71,6 +71,16 @@ def all_operands(eqns: Iterable[JaxprEqn]) -> list[Atom]:
     return [a for e in eqns for a in e.invars]
 
 
+def outputs_of(eqns: Iterable[JaxprEqn]) -> list[Var]:
+    """Return the output variables of all equations in one list, in order."""
+    return [v for e in eqns for v in e.outvars]
+
+
+def producers_of(eqns: Iterable[JaxprEqn]) -> dict[Var, JaxprEqn]:
+    """Return the equation that computes each variable."""
+    return {v: e for e in eqns for v in e.outvars}
+
+
 def variables_read(eqns: Iterable[JaxprEqn], outputs: Iterable[Atom] = ()) -> list[Var]:
     """Return the variables among the operands of equations and `outputs`, once each, in order."""
     return list(dict.fromkeys(variables([*all_operands(eqns), *outputs])))
@@ -78,7 +88,7 @@ def variables_read(eqns: Iterable[JaxprEqn], outputs: Iterable[Atom] = ()) -> li
 
 def free_variables(eqns: Sequence[JaxprEqn]) -> list[Var]:
     """Return the variables that equations read but do not compute, in the order of their reads."""
-    computed = {v for e in eqns for v in e.outvars}
+    computed = set(outputs_of(eqns))
     return [v for v in variables_read(eqns) if v not in computed]
 
 

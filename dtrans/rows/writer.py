@@ -28,6 +28,7 @@ from dtrans._jax import (
     opened,
 )
 from dtrans.ir.builder import Builder
+from dtrans.ir.dataflow import producers_of
 from dtrans.rows.flow import Flow
 from dtrans.rows.layout import SHARED, Layout, RowAxis, all_shared, rows_or_none
 from dtrans.rows.parts import recipe_of
@@ -223,7 +224,7 @@ class RowWriter:
         inner = opened(jaxpr)
         b = Builder(jaxpr)
         rows = None if self.rows is None else self.rows.inside(b)
-        producers = {v: e for e in inner.eqns for v in e.outvars}
+        producers = producers_of(inner.eqns)
         w = RowWriter(b, flow, rows, producers, special=self._special)
         for v in inner.invars:
             layout = flow.layout(v)

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 
 from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, opened, warn_if_unknown
 from dtrans.ir.builder import Builder
+from dtrans.ir.dataflow import outputs_of
 from dtrans.ir.program import DIST
 from dtrans.rows.parts import Recipe, Want, recipe_of
 from dtrans.rows.slices import Slice, Start
@@ -135,7 +136,7 @@ class _Plan:
         # value -> its wanted parts, as keys of a dict to keep their order
         self._wanted: dict[Atom, dict[Slice | None, None]] = {}
         self._recipes: dict[int, list[tuple[Want, Recipe]] | None] = {}
-        outputs = {v for e in eqns for v in e.outvars}
+        outputs = set(outputs_of(eqns))
         self.cuts: list[Want] = []
         for want in wanted:
             self._add(want)

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 
 from dtrans._jax import Atom, Var
 from dtrans.ir.builder import Builder
-from dtrans.ir.dataflow import avals, variables
+from dtrans.ir.dataflow import avals, outputs_of, variables
 from dtrans.ir.program import DIST, LR_SCHED, OPTIMIZE
 from dtrans.ir.selection import values_at
 from dtrans.ops import OptimizeBlock, all_reduce_p, combine, identity_of
@@ -240,7 +240,7 @@ def _write_shared(
         program = at(level_of(out))
         program.outs[name] = program.writer.read_full(out)
     names: dict[Var, str] = {}
-    computed = [v for eqn in eqns for v in eqn.outvars]
+    computed = outputs_of(eqns)
     for var in computed:
         if var in read and rounds.depends(var):
             names[var] = f"{'reduced' if level_of(var) else 'lr_sched'}/{len(names)}"

@@ -113,7 +113,7 @@ class _CutChooser:
             if self.scope(eqn):
                 self._decide(eqn)
             ins = [Operand(self.layout(a)) for a in eqn.invars]
-            if row_axes(x.layout for x in ins):
+            if row_axes(map(self.layout, eqn.invars)):
                 outs = choose(eqn, ins, self.shards).outs
                 self.layouts.update(zip(eqn.outvars, outs, strict=True))
             if _keeps_dimensions(eqn) and (origin := self.origin(eqn.invars[0])):
