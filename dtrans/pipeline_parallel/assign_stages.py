@@ -15,9 +15,9 @@ connection). Three kinds of values are not sent:
   - values that depend on no micro-batch: each stage that reads them computes them
   - results of the step: they stay on the stage that computes them
 
-Every stage gets at least one equation with a cost, if the program has that many. An equation
-without a cost goes to the side of the cut where fewer bytes cross the cut. On a tie it goes to the
-stage of its readers.
+Every stage gets at least one equation with a cost, if the program has that many. Between two
+equations with a cost, the cut is made where the fewest bytes cross it. On a tie, the equations
+between them are on the stage of their readers.
 
 Policies:
 
@@ -370,7 +370,7 @@ def _heuristic(row: _Row, parts: int, best: tuple[int, ...]) -> tuple[int, ...]:
     starts = row.cut(parts, balanced, blocks)
     near = lambda mine, other: max(row.work(mine)) <= SLACK * max(row.work(other))
 
-    # If blocks cost about the same, give each stage the same number: a person would do so too.
+    # if all blocks cost about the same, users expect the same number of blocks on each stage
     each = blocks.costs(row.costs)
     if len(blocks) % parts == 0 and max(each) <= SLACK * min(each):
         even = _even(blocks, parts)
@@ -446,7 +446,7 @@ def scoped_stages(forward: ClosedJaxpr) -> tuple[int, ...] | None:
     fixed = [None if s is None else number[s.key] for s in scopes]
     _check_order(eqns, fixed, named)
 
-    # backward over the equations: the first stage that reads an output of each
+    # walk back over the equations, and find the first stage that reads an output of each
     readers: dict[Var, int] = {}
     first = [len(named)] * len(eqns)
     for i in reversed(range(len(eqns))):
@@ -457,7 +457,7 @@ def scoped_stages(forward: ClosedJaxpr) -> tuple[int, ...] | None:
         for a in _reads(eqns[i]):
             readers[a] = min(bound, readers.get(a, bound))
 
-    # forward: EPL's rule of minimum and maximum for equations outside of scopes (module docstring)
+    # walk forward, with EPL's rule of minimum and maximum for equations outside of all scopes
     stage: dict[Var, int] = {}
     of_scope: set[Var] = set()
     stages: list[int] = []

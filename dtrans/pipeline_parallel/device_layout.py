@@ -193,7 +193,7 @@ def _specific(
 ) -> list[np.ndarray[Any, Any]]:
     """Return the grids of `cluster.slices`, after checks of their sizes and devices."""
     assert cluster.slices is not None
-    # rows may be NumPy arrays; as lists, `listed += row` below appends their entries
+    # rows may be NumPy arrays, to which `listed += row` below would add elementwise
     slices = [list(map(list, stage)) for stage in cluster.slices]
     known = set(devices)
     if len(slices) != len(counts):

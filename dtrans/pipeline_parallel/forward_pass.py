@@ -112,7 +112,7 @@ def forward_pass(step: Cut) -> ForwardPass:
     eqn = loss_of(source)
     at = inner.eqns.index(eqn)
 
-    # the equations outside of the loss function that results and host callbacks need
+    # find the equations outside of the loss function that results and host callbacks need
     from_forward = [n for n in step.frozen if outs[n] is not ins[n]]
     names = exclude([*step.results, *from_forward], step.from_gradients)
     wanted: list[Atom] = values_at(outs, names)
@@ -146,7 +146,7 @@ def forward_pass(step: Cut) -> ForwardPass:
     plain = [e for e in eqns if e.primitive is not summary_p]
     eqns = live_equations(plain, [loss, *results.values()])
 
-    # inputs and constants: of the loss function, and values of the step that late equations read
+    # collect the inputs and constants of the loss function, and of the equations that follow it
     step_constants = dict(zip(inner.constvars, constants(source.jaxpr), strict=True))
     constant_of = dict(zip(loss_body.constvars, constants(body), strict=True))
     sources: dict[Var, Atom] = {**differentiated, **others}

@@ -94,7 +94,7 @@ class PipelinePlan(Plan):
         micro-batches read no such values.
       axes: array of the batch -> the dimension of its rows, if not 0.
       shown: the summaries and collections of the step.
-      callers: a sentence for each host callback of the step, which says where it is called.
+      callers: a note for each host callback of the step, which names the stage that calls it.
     """
 
     main: Program

@@ -14,7 +14,7 @@ Two rules find them:
     twenty ops.
 
 If there are several candidates, the best covers the most work. Ties are broken by the number of
-blocks, then in favour of scopes, because a person chose them.
+blocks, then in favour of scopes, because the user wrote them.
 """
 
 from __future__ import annotations
@@ -100,14 +100,14 @@ def _equal(eqns: Sequence[JaxprEqn], crossing: Any, at_least: int) -> Iterator[B
     known: dict[Any, int] = {}
     kinds = np.array([known.setdefault(signature(eqn), len(known)) for eqn in eqns], int)
     for period in range(1, len(eqns) // at_least + 1):
-        # runs of equations that each equal the equation one period later
+        # find runs in which each equation equals the equation one period later
         same = np.concatenate([[0], kinds[:-period] == kinds[period:], [0]]).astype(int)
         edges = np.flatnonzero(np.diff(same))
         for first, past in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
             count, spare = divmod(past - first + period, period)
             if count < at_least:
                 continue
-            # the start with the least crossing between blocks, on ties the last
+            # choose the start with the least crossing between blocks; on ties the last one
             least, start = np.inf, first
             for begin in range(first, first + spare + 1):
                 sent = crossing[begin + period : begin + count * period : period].sum()

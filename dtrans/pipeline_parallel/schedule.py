@@ -164,7 +164,7 @@ class Schedule:
     def play(
         self, forward: Costs = 1, backward: Costs = 2, weight: Costs = 1, transfer: float = 0
     ) -> Play:
-        """Simulate a step: each device begins its next task as soon as its operands are there.
+        """Simulate a step: each device starts its next task when the operands have arrived.
 
         Args:
           forward: the time that all chunks of one device take to run the forward pass of one
@@ -310,8 +310,8 @@ def schedule(
     is (S - 1) / (M + S - 1).
 
     - PreferForward (GPipe): all forwards, then all backwards. Peak M. Hides transfers best.
-    - PreferBackward (1F1B): a backward as soon as its operands are there. Peak min(M, S - s). EPL's
-      default.
+    - PreferBackward (1F1B): a backward as soon as its operands have arrived. Peak min(M, S - s).
+      EPL's default.
     - PreferBackwardOptimizer: PreferBackward with one more forward in the warm-up of each device
       except the last, which hides a part of the transfers. Peak min(M, S - s + 1), on the last
       device 1.

@@ -110,7 +110,8 @@ def cuts_of(
     if not params:
         return Cuts(tuple(shards), {})
 
-    # optimizer state with one row for each row of a cut parameter, along the cut dimension
+    # an array of optimizer state is cut with its parameter if it has an entry for each row that is
+    # cut
     analysis = analyse(step.optimize, step.params, {n: d for n, d in params.items() if d})
     plain = analyse(step.optimize, step.params)
     state = dict(params)
@@ -165,7 +166,7 @@ def _split(
       cuts: the cut parameters.
       values: value -> dimension, for the cut outputs of earlier programs of the stage. The cut
         outputs of this program are added.
-      replicated: the outputs that each shard must have completely.
+      replicated: the outputs that each shard must have in full.
     """
     sums = {n: cuts.state[leaf] for n, leaf in s.sums.items() if leaf in cuts.state}
     params = retain(cuts.state, s.params)
@@ -193,7 +194,7 @@ def split_update(
         leaf = sums[n][0] if n in sums else n
         if leaf in cuts.state:
             dims[v] = cuts.state[leaf]
-    # output -> its dimension, or None if each shard needs it completely
+    # output -> its dimension, or None if each shard needs it in full
     new: dict[Var, int | None] = {}
     for n, a in placed.program.outvars.items():
         if isinstance(a, Var):

@@ -384,7 +384,7 @@ class StageProgramWriter:
         names, end = self.o.memory.gradient_checkpoint, self.o.memory.last_checkpointed_stage
         if not names or (end >= 0 and s > end):
             return None
-        if isinstance(names, str):  # "auto"
+        if isinstance(names, str):  # "auto" saves received values only
             return ()
         return names
 

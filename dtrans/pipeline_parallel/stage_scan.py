@@ -203,7 +203,7 @@ def stage_rows(forward: ForwardPass, stage_of: Sequence[int]) -> dict[str, tuple
     word = _word_for_rows(step)
     found: dict[str, tuple[StageRows, ...]] = {}
     for v, leaf in forward.diff.items():
-        # only stacks that several stages read, and each only as a slice of rows
+        # skip a stack that only one stage reads, or that is read other than by slices of rows
         runs: dict[Any, int] = {}
         for e, s in zip(forward.eqns, stage_of, strict=True):
             if v in e.invars:
@@ -213,13 +213,13 @@ def stage_rows(forward: ForwardPass, stage_of: Sequence[int]) -> dict[str, tuple
         if v in forward.inner.outvars or not _is_alone(forward, v, leaf):
             continue
 
-        # the slices must cover each row exactly once
+        # skip a stack whose slices do not cover each row exactly once
         ordered = sorted(runs)
         bounds = [0, *(stop for _, stop in ordered)]
         if ordered != list(itertools.pairwise(bounds)) or bounds[-1] != v.aval.shape[0]:
             continue
 
-        # the update of the stack must work row by row
+        # skip a stack whose update does not work row by row
         analysis = analysis or analyse(step.optimize, step.params)
         if leaf in analysis.groups:
             continue

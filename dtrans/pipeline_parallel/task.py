@@ -176,7 +176,7 @@ def checked_cost(what: str, cost: object) -> float:
 def play_tasks(
     tasks: Sequence[Task], num_stages: int, costs: Mapping[str, Sequence[Time]], transfer: float
 ) -> Play:
-    """Simulate tasks: each device begins its next task as soon as its operands are there.
+    """Simulate tasks: each device starts its next task when the operands have arrived.
 
     Args:
       tasks: the tasks of all devices, each after its operands.

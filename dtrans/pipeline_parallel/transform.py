@@ -243,7 +243,7 @@ def plan_pipeline(
       startup: the traced init.
       o: the options.
       timetable: the schedule.
-      auto: choose the number of stages, and ignore `o.num_stages` and the stages of `timetable`.
+      auto: True to choose the number of stages, and ignore the number in `o` and `timetable`.
     """
     # the step of the global batch
     refuse_collectives(main)
@@ -266,7 +266,8 @@ def plan_pipeline(
         # raises a clearer error for such a loop.
         captured(main)
         raise
-    plain = cut(traced).with_reported()  # the loss is not one equation here: `_merges` reads it
+    # not captured, because `_merges` needs the equations of the loss
+    plain = cut(traced).with_reported()
     refuse_across(plain, STAGES_HAVE, may_send=True)
     refuse_loss_in_update(captured(main if o.batch.exact else traced))
     _check_reads(plain, o)
@@ -558,8 +559,8 @@ def _homes(
 ) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
     """Return parameter -> the stage that stores it, and parameter -> the stages with its gradient.
 
-    The first stage that computes its gradient stores a parameter. Without a gradient it is the
-    first stage that reads the parameter, and stage 0 if no stage reads it.
+    A parameter is stored on the first stage that computes its gradient. A parameter without a
+    gradient is stored on the first stage that reads it, or on stage 0 if no stage does.
     """
     homes: dict[str, int] = {}
     users: dict[str, tuple[int, ...]] = {}

@@ -147,7 +147,8 @@ def update_of(
 
 
 def arguments_of(step: Cut) -> tuple[str, ...]:
-    """Return the arguments of the step that the update reads, or a result from gradients reads."""
+    """Return the arguments of the step that the update reads, or a result computed from
+    gradients."""
     of_results = values_at(step.program.outvars, step.from_gradients)
     _, leaves = backward_slice(step.program.eqns, of_results, step.boundary.values())
     return tuple(n for n in step.batch if n in step.arguments or step.program.invars[n] in leaves)

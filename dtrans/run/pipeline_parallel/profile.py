@@ -101,7 +101,9 @@ class _Threads:
         self.times: list[TimedTask] = []
         self.failed: list[BaseException] = []
         writer: dict[int, int] = {}  # slot -> the last instruction that writes it
-        self.waits: list[list[int]] = []  # for each instruction, those that write its operands
+        self.waits: list[
+            list[int]
+        ] = []  # for each instruction, the instructions that write its operands
         # Each pair of devices also has a thread for the transfers between them. So devices compute
         # during a transfer, as they do with an asynchronous link.
         self.of_thread: dict[Any, list[int]] = {}

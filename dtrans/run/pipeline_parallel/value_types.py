@@ -58,7 +58,7 @@ def value_type(x: Any, *, any_size: bool = False) -> ValueType:
 
     Args:
       x: the array, or its abstract value.
-      any_size: allow any size of each dimension.
+      any_size: True to allow any size of each dimension.
     """
     impls: list[str] = []
 
