@@ -304,7 +304,7 @@ def _ordered(devices: Iterable[Any], host_by_host: bool) -> list[Any]:
     hosts = _hosts(devices).values()
     if host_by_host:
         return list(itertools.chain(*hosts))
-    columns = itertools.zip_longest(*hosts)  # hosts may have unequal numbers
+    columns = itertools.zip_longest(*hosts)  # hosts may have different numbers of devices
     return [d for column in columns for d in column if d is not None]
 
 

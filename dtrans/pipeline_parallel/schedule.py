@@ -135,7 +135,7 @@ class Schedule:
 
         Raises:
           ConfigError: a count is not a positive int. A task is missing, appears twice, is unknown,
-            or is on another device than its stage. Only some of the W tasks are there. The orders
+            or is on another device than its stage. Only some B tasks have a W task. The orders
             deadlock.
         """
         for what in ("num_stages", "num_micro_batch", "chunks"):

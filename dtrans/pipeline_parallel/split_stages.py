@@ -199,7 +199,7 @@ def split_update(
     for n, a in placed.program.outvars.items():
         if isinstance(a, Var):
             new[a] = cuts.state.get(n)
-    sent = {(v, origin) for v, origin, _ in placed.sends}  # sent values must be complete
+    sent = {(v, origin) for v, origin, _ in placed.sends}  # a sent value must be complete
     pieces: list[StagePart] = []
     for p in placed.pieces:
         if cuts.shards[p.place] == 1:

@@ -100,7 +100,7 @@ def split_scans(forward: ForwardPass, splits: ScanSplits) -> tuple[ForwardPass, 
     b.invars += forward.inner.invars
     origin: Origins = []
     for i, eqn in enumerate(forward.eqns):
-        if i not in parts or len(parts[i]) == 2:  # not a scan to cut, or a single part
+        if i not in parts or len(parts[i]) == 2:  # not a scan, or it has one part
             b.keep(eqn)
             origin.append((i, 0))
             continue

@@ -121,8 +121,8 @@ def collected(jaxpr: ClosedJaxpr) -> dict[Var, str]:
     for eqn in opened(jaxpr).eqns:
         # `jax.checkpoint` repeats its body in the backward pass, where the marks do not count
         is_recomputation = eqn.params.get("differentiated", False)
-        for inner in () if is_recomputation else equations_inside(eqn):
-            if inner.primitive is collect_p:
+        for inner in equations_inside(eqn):
+            if inner.primitive is collect_p and not is_recomputation:
                 raise TraceError(
                     f"a value{_described(inner.outvars[0], scope_of(inner))} is collected under "
                     f"{inner.params['key']} inside {eqn.primitive.name}; return the value from the "
@@ -189,7 +189,9 @@ def merged(key: str, micro: Sequence[Sequence[Any]]) -> Any:
         )
     place, _, how = key.partition("_")
     merge = {"SUM": _summed, "MEAN": _averaged, "CONCAT": _concatenated}[how]
-    replicas = micro[:1] if place == "LOCAL" else micro
+    replicas = micro
+    if place == "LOCAL":
+        replicas = micro[:1]
     _check_shapes(key, [x for replica in replicas for x in replica])
     return merge([merge(list(replica)) for replica in replicas])
 

@@ -166,10 +166,11 @@ class Cut:
 
     def with_observers(self, reads: str, as_: str) -> Cut:
         """Return the step with `Observer.reads` changed from `reads` to `as_`."""
-        changed = []
-        for x in self.observers:
-            changed.append(dataclasses.replace(x, reads=as_) if x.reads == reads else x)
-        return dataclasses.replace(self, observers=tuple(changed))
+        observers = list(self.observers)
+        for i, x in enumerate(observers):
+            if x.reads == reads:
+                observers[i] = dataclasses.replace(x, reads=as_)
+        return dataclasses.replace(self, observers=tuple(observers))
 
     def differing_outputs(self, other: Cut) -> list[str]:
         """Return outputs that depend on the batch size even if the gradients are equal.
@@ -456,8 +457,8 @@ class _Cutter:
         positions, leaves = backward_slice(self.s.eqns, outs, gradients.values())
         hidden = [n for n in (*self.s.batch, *computed_frozen) if self.s.vars[n] in leaves]
         loss = self.loss_need(positions)
-        # A line search differentiates the loss again, and its derivatives depend on gradients. If
-        # a derivative in an update does not, the boundary lacks this gradient.
+        # A line search differentiates the loss again, so its derivatives depend on
+        # gradients. Any other derivative in the update means that a gradient was not found.
         behind = propagate(self.s.eqns, {}, dict.fromkeys(gradients.values(), 1))
         derived = [self.s.eqns[i] for i in self.s.derivatives_behind(outs, gradients.values())]
         around = [e for e in derived if not bits_of(behind, *e.invars)]
@@ -521,7 +522,9 @@ class _Cutter:
             if self.s.derived[i]:
                 continue
             read = [v for v in variables(self.s.eqns[i].invars) if v in result_of]
-            optimizer = origin_of(self.s.eqns[i]) if read else ""
+            if not read:
+                continue
+            optimizer = origin_of(self.s.eqns[i])
             if optimizer.startswith("optax."):
                 return Need(
                     f"{optimizer} uses {result_of[read[0]]}",

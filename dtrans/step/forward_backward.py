@@ -43,9 +43,11 @@ def refuse_across(step: Cut, why: str, *, may_send: bool = False, remedy: str = 
         raise step.across.refused(why)
     if may_send:
         return
-    needs = [] if step.argument_need is None else [step.argument_need]
-    needs += [asks_for(output, name) for name, output in step.state_read.items()]
-    for need in needs:
+    need = step.argument_need
+    if need is None and step.state_read:
+        name, output = next(iter(step.state_read.items()))
+        need = asks_for(output, name)
+    if need is not None:
         raise need.error(f"{need.refused(why)}{remedy and f'. {remedy}'}")
 
 

@@ -165,7 +165,7 @@ def _rule(eqn: JaxprEqn, ins: Sequence[_Fact]) -> list[_Fact] | None:
     if has_bodies(eqn):
         return None
 
-    # zeros times a factor are zeros: a finite nonzero number, or an unknown number (see above)
+    # zeros stay zeros if they are multiplied by a finite nonzero number, or by an unknown scalar
     def is_factor(i: int) -> bool:
         x = ins[i].value
         if is_number(x):

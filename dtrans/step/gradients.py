@@ -163,7 +163,7 @@ def open_step(program: Program) -> OpenStep:
     step = OpenStep(program, inline_calls(program.jaxpr))
     missing = [n for n in (*step.params, *step.opt_state) if n not in step.outs]
     if missing or not step.params:
-        first = missing[0] if missing else "value of its first argument"
+        (first, *_) = [*missing, "value of its first argument"]
         raise GradientError(
             f"{program.name} is not a training step: it does not return a new {first}; return "
             "(params, opt_state, loss), with params and opt_state of the structure of the arguments"
@@ -246,8 +246,8 @@ def marked(step: OpenStep) -> Gradients | None:
             total = sum_of(step, leaf, read, among)
         if total is None:
             raise GradientError(
-                f"{leaf} has {len(read)} marked gradients in {step.source.name}, and its update "
-                f"reads other values than their sum; {ADD_UP}"
+                f"{leaf} has {len(read)} marked gradients in {step.source.name}, but its update "
+                f"may read only their sum; {ADD_UP}"
             )
         found[leaf] = total.value
         terms |= total.terms

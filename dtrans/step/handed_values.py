@@ -46,7 +46,7 @@ def hand_over(step: Cut, parts: Collection[str], *, drawn: bool = False) -> Cut:
         if v in values:
             handed[unused_name(f"forward/{len(handed)}", taken)] = v
 
-    # an unread batch array would tie the half to one batch size, so it is no input any more
+    # an unread batch array is removed, since it would tie the half to one batch size
     inputs = {n: v for n, v in half.invars.items() if n not in step.batch or v in read}
     invars = [*inputs.values(), *handed.values()]
     jaxpr = eliminate_dead(extract_part(half.jaxpr, invars, eqns, half.inner.outvars))

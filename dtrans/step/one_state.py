@@ -65,8 +65,10 @@ def is_train_state_step(program: Program, startup: Program | None) -> bool:
     second argument that the loss does not read, this argument is optimizer state. `startup` should
     then return it.
     """
-    outs, first = set(program.out_names), program.args[0].names if program.args else ()
-    if not first or not outs.issuperset(first):
+    outs = set(program.out_names)
+    if not program.args or not program.args[0].names:
+        return False
+    if not outs.issuperset(program.args[0].names):
         return False
     second = program.args[1].names if len(program.args) > 1 else None
     if second is None or (second and not outs.issuperset(second)):

@@ -73,9 +73,8 @@ class Scope:
     @property
     def text(self) -> str:
         """Text of the scope in a name stack."""
-        name = "" if self.name is None else quote(self.name, safe="")
-        count = "" if self.device_count is None else str(self.device_count)
-        return f"dtrans.{self.kind}[{self.place}:{name}:{count}]"
+        name = quote(self.name or "", safe="")
+        return f"dtrans.{self.kind}[{self.place}:{name}:{self.device_count or ''}]"
 
 
 _TEXT = re.compile(r"dtrans\.(replicate|split)\[([\w.~%-]*):([\w.~%-]*):(\d*)\]")

@@ -176,7 +176,7 @@ def _multiple(x: Any, factor: Fraction) -> Any:
     if isinstance(x, Real):
         return scaled(x, factor)
     if isinstance(x, np.ndarray):
-        # the quotient of an integer is rounded, but then no repair makes the integer right
+        # if the division leaves a remainder, no repair can make the integer right
         return x * factor.numerator // factor.denominator
     return x
 

@@ -594,8 +594,8 @@ STEPS = [
     (accumulated, "in a loop or a branch. A pipeline splits the batch into micro-batches itself"),
     (
         twice,
-        "params/a has 2 marked gradients in twice, and its update reads other values than their "
-        "sum; add them up",
+        "params/a has 2 marked gradients in twice, but its update may read only their sum; "
+        "add them up",
     ),
     (two_losses, "two_losses calls dtrans.value_and_grad 2 times; a pipeline needs one loss"),
 ]

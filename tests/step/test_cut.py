@@ -431,8 +431,8 @@ def test_two_marks_whose_sum_the_update_does_not_read_are_refused():
         return jax.tree.map(lambda p, a, b: p - a - b, params, a, b), opt_state, loss
 
     told = (
-        "params/b1 has 2 marked gradients in step, and its update reads other values than their "
-        "sum; add them up before"
+        "params/b1 has 2 marked gradients in step, but its update may read only their sum; "
+        "add them up before"
     )
     refused(step, PARAMS, (), *BATCH, match=told)
 
