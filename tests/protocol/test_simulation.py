@@ -190,7 +190,7 @@ def test_a_verdict_is_told() -> None:
     )
     told = str(simulated(case))
     assert (
-        "0.050 s  the connection trainer 0 pserver 127.0.0.1:1 breaks, and comes up after 0.5 s"
+        "0.050 s  the connection trainer 0 pserver 127.0.0.1:1 breaks, and is restored after 0.5 s"
         in told
     )
     assert told.endswith("as it must be")

@@ -91,11 +91,16 @@ class Request:
             "ended": f"before the answer of step {self.step}",
         }
         who = ", ".join(f"trainer {k}" for k in self.trainers)
-        how = f", written in {self.seconds:.3g} s" if self.kind == "save" else ""
-        how += f", awaited {self.waits} steps later" if self.waits else ""
-        how += f", and {self.fails} cannot" + " begin" * self.refuses if self.fails else ""
-        how += f", of rows unused for {self.unused_for}" if self.kind == "evict" else ""
-        return f"{self.kind} asked by {who} {when[self.moment]}{how}"
+        text = f"{self.kind} requested by {who} {when[self.moment]}"
+        if self.kind == "save":
+            text += f", written in {self.seconds:.3g} s"
+        if self.waits:
+            text += f", awaited {self.waits} steps later"
+        if self.fails:
+            text += f", fails on {self.fails}" + " at once" * self.refuses
+        if self.kind == "evict":
+            text += f", of rows unused for {self.unused_for} steps"
+        return text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,36 +268,30 @@ class Case:
         return None
 
     def __str__(self) -> str:
-        blocks = ", ".join(f"{len(b)} blocks" for b in self.servers)
-        happens = "".join(
-            f"\n  {e.time:.3f} s  {_describe(e)}" for e in sorted(self.events, key=lambda e: e.time)
-        )
-        happens += "".join(f"\n  {x}" for x in (*self.guests, *self.requests))
-        rounds = f", {self.rounds} rounds a step" if self.rounds else ""
-        moves = ", trainers move" if self.moves else ""
-        small = (
-            f", messages of {self.message_bytes} bytes"
-            if self.message_bytes < wire.MESSAGE_BYTES
-            else ""
-        )
-        table = (
-            f", {self.table} rows of a table each" + " that move" * self.moves_rows
-            if self.table
-            else ""
-        )
-        if self.ahead and self.table:
-            table += f", announced {self.ahead} steps ahead, {self.staleness} stale"
-        patience = f", patience {self.patience:g} s"
-        beside = f"\n  {self.communicator}" if self.mode in COMMUNICATING else ""
+        blocks = ", ".join(f"{len(sizes)} blocks" for sizes in self.servers)
+        steps = ", ".join(map(str, self.steps))
+        text = f"{self.mode}, trainers of {steps} steps, servers of {blocks}"
+        if self.table:
+            text += f", {self.table} rows of a table each"
+            text += ", updates change all rows" * self.moves_rows
+            if self.ahead:
+                text += f", announced {self.ahead} steps ahead, {self.staleness} stale"
+        text += f", on_trainer_exit={self.on_trainer_exit}, patience {self.patience:g} s"
+        if self.rounds:
+            text += f", {self.rounds} rounds a step"
+        if self.moves:
+            text += ", trainers move to a Unix socket"
+        if self.message_bytes < wire.MESSAGE_BYTES:
+            text += f", messages of {self.message_bytes} bytes"
+        if self.mode in COMMUNICATING:
+            text += f"\n  {self.communicator}"
         if self.mode == "geo":
-            beside += f", pushes after {self.every} steps" + " and waits" * self.waits
-        return (
-            f"{self.mode}, trainers of {', '.join(map(str, self.steps))} steps, servers of "
-            f"{blocks}{table}, "
-            f"on_trainer_exit={self.on_trainer_exit}{patience}{rounds}{moves}{small}{beside}"
-            + happens
-            + "\n  the same job again on the same endpoints" * self.is_followed
-        )
+            text += f", pushes after {self.every} steps" + " and waits" * self.waits
+        for event in sorted(self.events, key=lambda event: event.time):
+            text += f"\n  {event.time:.3f} s  {_describe(event)}"
+        for line in (*self.guests, *self.requests):
+            text += f"\n  {line}"
+        return text + "\n  the same job again on the same endpoints" * self.is_followed
 
 
 def _describe(e: Event) -> str:
@@ -300,13 +299,13 @@ def _describe(e: Event) -> str:
         "pause": f"{e.who} pauses for {e.seconds:.3g} s",
         "stop": f"{e.who} is stopped for {e.seconds:.3g} s",
         "crash": f"{e.who} is killed",
-        "cut": f"the connection {e.who} breaks, and comes up after {e.seconds:.3g} s",
-        "hold": f"the connection {e.who} lets nothing to the {('server', 'client')[e.way]} for "
+        "cut": f"the connection {e.who} breaks, and is restored after {e.seconds:.3g} s",
+        "hold": f"the connection {e.who} delivers nothing to the {('server', 'client')[e.way]} for "
         f"{e.seconds:.3g} s",
-        "outage": f"the connection {e.who} lets nothing through for {e.seconds:.3g} s",
-        "twice": f"message {e.seconds:.0f} of the connection {e.who} comes twice",
-        "garble": f"message {e.seconds:.0f} of the connection {e.who} comes malformed",
-        "late": f"the connection {e.who} comes up {e.seconds:.3g} s later at the earliest",
+        "outage": f"the connection {e.who} delivers nothing for {e.seconds:.3g} s",
+        "twice": f"message {e.seconds:.0f} of the connection {e.who} arrives twice",
+        "garble": f"message {e.seconds:.0f} of the connection {e.who} arrives malformed",
+        "late": f"the connection {e.who} is established {e.seconds:.3g} s later at the earliest",
         "return": f"{e.who} is started again",
     }
     return how[e.kind]
@@ -374,7 +373,7 @@ def drawn(seed: int) -> Case:
 
 
 def _with_short_breaks(r: Random, case: Case) -> Case:
-    """Draw if connections break often, and are made again at once."""
+    """Add, with some probability, many short breaks of connections."""
     if r.random() < 0.85 or case.guests or case.moves or case.is_followed:
         return case
     count, lines = r.randint(1, 8), _lines(case)

@@ -24,9 +24,9 @@ def faults_of_saves(case: Case, servers: Servers, trainers: Trainers) -> Iterato
     """Yield checkpoints whose contents or errors differ from the answers to trainers."""
     for t, answer in _answers(trainers, "save"):
         request, name = answer.request, checkpoint_name(case, answer.request)
-        for ep, server in servers.items() if not answer.result else ():
+        for ep, server in servers.items():
             steps, _ = server.storage.written.get(name, (None, {}))
-            if steps != request.step:
+            if not answer.result and steps != request.step:
                 what = "not written" if steps is None else f"of step {steps}"
                 yield (
                     f"{t.name} received the answer that {name} is saved after {request.step} "
@@ -100,9 +100,9 @@ def faults_of_block(
                 f"{server.name} wrote to {name} a value of {block} after {moments} steps, expected "
                 f"the value after {answer.request.step} steps of {t.name}"
             )
-    for t, answer in (
-        _answers(trainers, "report", "changes", "export") if block in case.tables else ()
-    ):
+    if block not in case.tables:
+        return
+    for t, answer in _answers(trainers, "report", "changes", "export"):
         due = _sends(case, answer.request, t.k)
         number = list(case.tables).index(block)
         if answer.request.kind == "export":

@@ -156,12 +156,13 @@ class SimulatedTrainer(Process):
     def _announce(self, now: int) -> None:
         """Announce the rows of later steps, for some steps with wrong row ids."""
         case = self.case
+        if not case.tables or not case.ahead:
+            return
         first = now + case.ahead if now else 1
-        for step in range(first, now + case.ahead + 1) if case.tables and case.ahead else ():
-            right = announced(case, self.k, step) is not None
-            self._steps.announce(
-                [self._room_for(looked_up(case, self.k, step if right else step + 100))]
-            )
+        for step in range(first, now + case.ahead + 1):
+            is_right = announced(case, self.k, step) is not None
+            ids = looked_up(case, self.k, step if is_right else step + 100)
+            self._steps.announce([self._room_for(ids)])
 
     def _prefetch(self, step: int) -> Script:
         """Receive the rows that a step looks up, unless they were announced correctly."""
