@@ -85,7 +85,7 @@ class TrainerStep:
         the dimension along which the parts are concatenated.
       exchanged: its communication.
       gathers: sharded values that are gathered, each with the reason.
-      scaled: see `dtrans.engine.values.ShardValues.scaled`.
+      scaled: see `ShardValues.scaled` in `dtrans.engine.values`.
       local: True if some equations are inside `dtrans.local`.
       takes_index: True if the last argument of the program is the trainer's index.
       sliced: row dimension of each replicated input from which trainers only read their rows.

@@ -49,7 +49,7 @@ class WrittenBody:
       outs: layout of each output.
       gathers: values that the body gathers.
       sliced: index of a replicated input -> the only sharded layout in which the body reads it.
-      scaled: see `dtrans.engine.values.ShardValues.scaled`.
+      scaled: see `ShardValues.scaled` in `dtrans.engine.values`.
       takes_index: True if the first input is the shard's index.
     """
 
