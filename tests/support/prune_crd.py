@@ -24,8 +24,8 @@ from dtrans.hosts.role_table import role_table
 VERSION = "v1alpha2"
 COMMIT = "01078527ec4383c3d7289b5af3e0a788324e14ec"  # after v0.8.0, before v0.9.0
 HEAD = f"""\
-# The fields of a JobSet (jobset.x-k8s.io/{VERSION}) that dtrans writes, from the CRD of kubernetes-sigs/jobset at
-# {COMMIT}. Written by tests/support/prune_crd.py.
+# The fields of a JobSet (jobset.x-k8s.io/{VERSION}) that dtrans writes, from the CRD of
+# kubernetes-sigs/jobset at {COMMIT}. Written by tests/support/prune_crd.py.
 """
 
 # keywords of a schema that say what is valid; the others are for people, and for servers

@@ -104,5 +104,6 @@ def plan_for(name: str, pservers: Sequence[str], trainers: int) -> PServerPlan:
         dtrans.trace(init, *args),
         pservers=pservers,
         trainers=trainers,
+        batch="local",  # each trainer has the statistics of its own rows
         placement=dtrans.BlockPlacement(min_block_size=1),
     )

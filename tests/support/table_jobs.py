@@ -10,10 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 import role_threads as roles
 from role_threads import RoleThreads, free_endpoints, serve
 
 import dtrans
+from dtrans.protocol import wire
 from dtrans.run.distributed.role import Role
 from dtrans.run.role_job import TrainerJob
 
@@ -124,6 +126,22 @@ OPTIMIZERS = {
 def only(params: Any, ids: jax.Array) -> jax.Array:
     """A loss whose gradient is one in each entry of the rows that are looked up."""
     return jnp.sum(params["emb"][ids])
+
+
+def note_row_messages(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any], int]]:
+    """Return a list that gets the kind, the fields and the bytes of each message of rows."""
+    found: list[tuple[str, dict[str, Any], int]] = []
+    header = wire.header
+
+    def noted(op: str, **fields: Any) -> Any:
+        if op in ("prefetch", "rows"):
+            # each piece is the name, the offset and the bytes of a part of an array
+            nbytes = sum(piece[2] for frame in fields["pieces"] for piece in frame)
+            found.append((op, fields, nbytes))
+        return header(op, **fields)
+
+    monkeypatch.setattr(wire, "header", noted)
+    return found
 
 
 def start_at_zero(tx: Any, rows: int = 2, columns: int = 1) -> Callable[[], Any]:

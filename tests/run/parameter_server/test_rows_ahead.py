@@ -26,13 +26,13 @@ from table_jobs import (
     close,
     init,
     loss,
+    note_row_messages,
     one_device,
     planned,
 )
 
 import dtrans
 from dtrans.errors import BatchError, ConfigError, StateError
-from dtrans.protocol import wire
 from dtrans.protocol.tables import rows_ahead
 from dtrans.protocol.trainer.trainer_steps import TrainerSteps
 from dtrans.run.distributed.role import Role
@@ -93,16 +93,7 @@ def same(a: Any, b: Any) -> None:
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any], int]]:
     """Each message of rows: its kind, its fields, and the bytes of its arrays."""
-    found: list[tuple[str, dict[str, Any], int]] = []
-    framed = wire.framed
-
-    def noted(op: str, blocks: Any = (), **fields: Any) -> Any:
-        if op in ("prefetch", "rows"):
-            found.append((op, fields, sum(np.asarray(x).nbytes for _, x in blocks)))
-        return framed(op, blocks, **fields)
-
-    monkeypatch.setattr(wire, "framed", noted)
-    return found
+    return note_row_messages(monkeypatch)
 
 
 CASES = [

@@ -28,6 +28,7 @@ from table_jobs import (
     close,
     init,
     loss,
+    note_row_messages,
     one_device,
     only,
     outcome,
@@ -269,21 +270,13 @@ def test_bytes_are_those_of_the_rows(
     role_threads: RoleThreads, servers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of one row that all look up: its number and the row, and the gradient of the row."""
-    sent: list[tuple[str, int]] = []
-    framed = wire.framed
-
-    def counted(op: str, blocks: Any = (), **fields: Any) -> Any:
-        if op in ("prefetch", "rows"):
-            sent.append((op, sum(np.asarray(x).nbytes for _, x in blocks)))
-        return framed(op, blocks, **fields)
-
-    monkeypatch.setattr(wire, "framed", counted)
+    sent = note_row_messages(monkeypatch)
     ids = np.full((4096, 2), 7)
     plan = planned(optax.sgd(0.1), DENSE, 1, servers)
     outcome(role_threads, plan, [(ids, np.ones(4096))])
     step = sent[: 2 * servers]
-    assert sum(n for op, n in step if op == "prefetch") == 4
-    assert sum(n for op, n in step if op == "rows") == D * 4
+    assert sum(n for op, _, n in step if op == "prefetch") == 4
+    assert sum(n for op, _, n in step if op == "rows") == D * 4
 
 
 def test_a_lookup_reads_and_trains_nothing(role_threads: RoleThreads) -> None:
