@@ -35,7 +35,7 @@ unit: $(STAMP) ## run the tests of rules, passes and protocol machines: a minute
 test: $(STAMP) ## run all units and plans, and today's sample of jobs and processes: ten minutes
 	$(BIN)/python -m pytest $(WORKERS)
 
-nightly: $(STAMP) ## run all that today's sample leaves out
+nightly: $(STAMP) ## run all that today's sample leaves out: three hours; an hour with SAMPLE_NIGHTS=4
 	JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(BIN)/python -m pytest -m soak $(WORKERS)
 
 core: $(STAMP) ## run the tests of the passes alone: a few minutes
