@@ -21,6 +21,7 @@ import jax
 from dtrans._jax import without_mesh
 from dtrans.checks import check_int
 from dtrans.errors import StateError
+from dtrans.ir.program import Program
 from dtrans.step import one_state
 from dtrans.step.batch_sharing import part_of_batch
 from dtrans.step.hyperparameters import replace_hyperparameters
@@ -211,19 +212,10 @@ class Job(abc.ABC):
         Arrays that all trainers get in full are left out.
         """
         shared = getattr(self.plan, "shared", None)
-        if shared is not None:
-            axes: Mapping[str, int] = shared.axes
-            return axes
-        axes = {}
-        for spec in self.plan.main.args[2:]:
-            for name in spec.names:
-                if self.plan.main.inputs[name].ndim:
-                    axes[name] = 0
-        return axes
+        return _cut_on_dim_0(self.plan.main) if shared is None else shared.axes
 
     def gather(self, state: Any) -> Any:
-        """Return the state as on a single device: (params, opt_state), or the one state of the
-        step.
+        """Return (params, opt_state) as on a single device, or the one state of the step.
 
         Example:
           >>> import jax, jax.numpy as jnp, dtrans
@@ -311,22 +303,12 @@ class Job(abc.ABC):
           >>> job.apply(predict, job.init(), 3 * x).tolist()
           [3.0, 3.0]
         """
-        if self._functions is None:
-            self._functions = weakref.WeakKeyDictionary()
-        applied = self._functions.get(fn)
-        if applied is None:
-            applied = self._functions[fn] = one_state.Applied(self.plan.main, fn, self._opened)
+        applied = _applied(self, fn)
         return applied(lambda names: self._leaves(state, names), *args)
 
     def _leaves(self, state: Any, names: Collection[str]) -> dict[str, Any]:
         """Return the leaves with these names, as the job stores them (`_opened`)."""
-        found: dict[str, Any] = {}
-        for spec, tree_of in zip(self.plan.main.args, (self.params, self.opt_state), strict=False):
-            if not set(names).isdisjoint(spec.names):
-                found |= zip(spec.names, spec.flatten(tree_of(state)), strict=True)
-        # stages and servers store leaves on different devices, but `fn` runs on one
-        device = jax.local_devices()[0]
-        return {n: jax.device_put(found[n], device) for n in names}
+        return _on_one_device(self, state, names)
 
     def _opened(self, leaves: Mapping[str, Any]) -> Mapping[str, Any]:
         """Convert the result of `_leaves` to leaves as on a single device; it is traced."""
@@ -352,3 +334,34 @@ class Job(abc.ABC):
 
     def __repr__(self) -> str:
         return f"<{'closed ' * self._closed}{type(self).__name__} of {self.plan!r}>"
+
+
+def _cut_on_dim_0(main: Program) -> dict[str, int]:
+    """Return dimension 0 for each batch array of a step, by name; 0-d arrays are left out."""
+    axes = {}
+    for spec in main.args[2:]:
+        for name in spec.names:
+            if main.inputs[name].ndim:
+                axes[name] = 0
+    return axes
+
+
+def _on_one_device(job: Job, state: Any, names: Collection[str]) -> dict[str, Any]:
+    """Return leaves of a state by name, on the first device of this process."""
+    found: dict[str, Any] = {}
+    for spec, tree_of in zip(job.plan.main.args, (job.params, job.opt_state), strict=False):
+        if not set(names).isdisjoint(spec.names):
+            found |= zip(spec.names, spec.flatten(tree_of(state)), strict=True)
+    # stages and servers store leaves on different devices, but a function runs on one
+    device = jax.local_devices()[0]
+    return {n: jax.device_put(found[n], device) for n in names}
+
+
+def _applied(job: Job, fn: Callable[..., Any]) -> one_state.Applied:
+    """Return a compiled function of the parameters, from the cache of the job."""
+    if job._functions is None:
+        job._functions = weakref.WeakKeyDictionary()
+    found = job._functions.get(fn)
+    if found is None:
+        found = job._functions[fn] = one_state.Applied(job.plan.main, fn, job._opened)
+    return found

@@ -185,7 +185,7 @@ class RayJob(Job):
           path: a folder that all nodes share. A relative path is relative to `checkpoints`, if the
             job has this folder.
         """
-        return self._begin("restore", str(self._path(path)))
+        return self._begin("restore", str(_absolute(self._folder, path)))
 
     def _begin(self, method: str, arg: Any) -> RayState:
         """Create the state of all actors, and start the servers.
@@ -296,19 +296,13 @@ class RayJob(Job):
         self._check_open()
         if self._state is None:
             raise StateError("the job has no state to save; call job.init(...) first")
-        folder = self._path(path)
+        folder = _absolute(self._folder, path)
         if self._group.servers and folder.parent != self._folder:
             raise ConfigError(
                 f"the servers of this job save in {self._folder}, and {folder} is not in this "
                 f"folder; pass plan.on_ray(checkpoints={str(folder.parent)!r})"
             )
         self._call("save", dict.fromkeys(self._group.trainers, (str(folder), tag)))
-
-    def _path(self, path: str | os.PathLike[str]) -> Path:
-        """Return the absolute path of a checkpoint."""
-        if self._folder is not None:
-            return (self._folder / path).absolute()
-        return Path(path).absolute()
 
     # -- calls, and the end ----------------------------------------------------------------------
 
@@ -344,6 +338,13 @@ class RayJob(Job):
         elif not self._closed:
             super().close()
             self._group.end()
+
+
+def _absolute(folder: Path | None, path: str | os.PathLike[str]) -> Path:
+    """Return the absolute path of a checkpoint."""
+    if folder is not None:
+        return (folder / path).absolute()
+    return Path(path).absolute()
 
 
 def _check_rows(dataset: Any, rows: int | None) -> None:

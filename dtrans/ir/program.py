@@ -22,7 +22,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,7 @@ import jax.numpy as jnp
 from dtrans._jax import (
     Atom,
     ClosedJaxpr,
+    Jaxpr,
     JaxprEqn,
     NamedJaxpr,
     Var,
@@ -305,8 +306,7 @@ class Program(NamedJaxpr):
         results = vars(self).setdefault("_results", {})
         if make not in results:
             results[make] = make(self)
-        found: T = results[make]
-        return found
+        return cast(T, results[make])
 
     def __call__(self, *args: Any) -> Any:
         """Run the program on the default device of this process.
@@ -334,10 +334,7 @@ class Program(NamedJaxpr):
         """Cache of specialized programs by signature, which all of them share."""
         # A call never has weak types (`jnp.asarray(0.5)` at the trace), and strong types lead to
         # other equations. So a program with weak types is not the program for its own signature.
-        weak = any(getattr(v.aval, "weak_type", False) for v in self.inner.invars)
-        if weak:
-            return {}
-        return {self._signature: self}
+        return {} if _has_weak_types(self.inner) else {self._signature: self}
 
     # -- showing it ------------------------------------------------------------------------------
 
@@ -358,6 +355,10 @@ class Program(NamedJaxpr):
 def is_communication(eqn: JaxprEqn) -> bool:
     """Return True if an equation is communication (`dtrans.ops`), which only a realiser runs."""
     return getattr(eqn.primitive, "communicates", False)
+
+
+def _has_weak_types(jaxpr: Jaxpr) -> bool:
+    return any(getattr(v.aval, "weak_type", False) for v in jaxpr.invars)
 
 
 def _call_error(program: Program) -> NotRealisedError:

@@ -270,7 +270,7 @@ class TrainerJob(RoleJob):
         for n, way in merges.items():
             ways.append(("all_gather", shared.joined[n]) if way == "concat" else ADD)
         values = dict(zip(out.names, out.flatten(outputs), strict=True))
-        size = np.array([[call.rows, self._part_rows(call)]], np.int32)
+        size = np.array([[call.rows, _part_rows(self.plan.main, call)]], np.int32)
         server = next(iter(plan.servers))
         operands = [size, *values_at(values, merges)]
         sizes, *found = self._executor.exchange(server, RESULTS, ways, operands)
@@ -284,17 +284,6 @@ class TrainerJob(RoleJob):
                 x = x / len(sizes)
             values[n] = x
         return out.unflatten_named(values)
-
-    def _part_rows(self, call: _StepCall) -> int:
-        """Return the number of rows of this trainer's part; 0 if the batch is not split."""
-        main = self.plan.main
-        names = all_names(main.args[2:])
-        arrays = batch_arrays(main.args[2:], call.batch, main.inputs)
-        axes = {} if call.shared is None else call.shared.axes
-        for n, x in zip(names, arrays, strict=True):
-            if n in axes:
-                return int(x.shape[axes[n]])
-        return 0
 
     @property
     def tables(self) -> TrainerTables:
@@ -397,6 +386,17 @@ class TrainerJob(RoleJob):
         with recording() as parts:
             self.step(state, *batch)
         return LoweredStep(parts)
+
+
+def _part_rows(main: Program, call: _StepCall) -> int:
+    """Return the number of rows of this trainer's part; 0 if the batch is not split."""
+    names = all_names(main.args[2:])
+    arrays = batch_arrays(main.args[2:], call.batch, main.inputs)
+    axes = {} if call.shared is None else call.shared.axes
+    for n, x in zip(names, arrays, strict=True):
+        if n in axes:
+            return int(x.shape[axes[n]])
+    return 0
 
 
 def _check_parts(sizes: Sequence[Sequence[int]]) -> None:

@@ -463,13 +463,13 @@ class _Cutter:
         derived = [self.s.eqns[i] for i in self.s.derivatives_behind(outs, gradients.values())]
         around = [e for e in derived if not bits_of(behind, *e.invars)]
         if around:
-            reader, what = self.reader_of_derivative(outs, out_names, gradients, around)
+            reader, what = _reader_of_derivative(self.s, outs, out_names, gradients, around)
             raise GradientError(
                 f"{reader} is updated with {what}, which is not summed over the batch; "
                 f"{ONE_GRADIENT}"
             )
         if hidden:
-            reader = self.first_reader(outs, out_names, gradients, [self.s.vars[hidden[0]]])
+            reader = _first_reader(self.s, outs, out_names, gradients, [self.s.vars[hidden[0]]])
             need = Need(
                 f"{reader} is updated with {hidden[0]}",
                 "an update may read gradients, parameters and optimizer state. If gradients are "
@@ -535,43 +535,6 @@ class _Cutter:
                 )
         return None
 
-    def first_reader(
-        self,
-        outs: Sequence[Atom],
-        names: Sequence[str],
-        gradients: Mapping[str, Var],
-        values: Iterable[Var],
-    ) -> str:
-        """Return the name of the first output that depends on `values` other than through
-        gradients."""
-        fixed = dict.fromkeys(gradients.values(), 0)
-        reached = propagate(self.s.eqns, dict.fromkeys(values, 1), fixed)
-        for name, atom in zip(names, outs, strict=True):
-            if bits_of(reached, atom):
-                return name
-        raise AssertionError("no output depends on the values")
-
-    def reader_of_derivative(
-        self,
-        outs: Sequence[Atom],
-        names: Sequence[str],
-        gradients: Mapping[str, Var],
-        around: Sequence[JaxprEqn],
-    ) -> tuple[str, str]:
-        """Return the first output that depends on derivatives, and a description of the first one.
-
-        Args:
-          outs, names: the outputs.
-          gradients: the gradients, which may depend on the derivatives.
-          around: equations of the derivatives.
-        """
-        derivatives: set[Var] = set()
-        for eqn in around:
-            derivatives.update(eqn.outvars)
-        name = self.first_reader(outs, names, gradients, derivatives)
-        first = describe(self.s, around[0].outvars[0])
-        return name, f"a derivative that is not one of its gradients ({first})"
-
     def check_frozen(self, gradients: Mapping[str, Var], computed_frozen: Sequence[str]) -> None:
         """Raise GradientError if forward updates a parameter by a derivative.
 
@@ -580,7 +543,7 @@ class _Cutter:
         outs = values_at(self.s.outs, computed_frozen)
         around = [self.s.eqns[i] for i in self.s.derivatives_behind(outs, gradients.values())]
         if around:
-            reader, what = self.reader_of_derivative(outs, computed_frozen, gradients, around)
+            reader, what = _reader_of_derivative(self.s, outs, computed_frozen, gradients, around)
             raise GradientError(
                 f"{reader} is updated with {what}, so each trainer would compute a different new "
                 "value from its part of the batch; take the gradient of all parameters with one "
@@ -671,3 +634,42 @@ class _Cutter:
         )
         # specializing for other shapes returns the uncut step, which callers cut again
         return self.s.source.rewritten(lambda other: other, result=program)
+
+
+def _reader_of_derivative(
+    s: OpenStep,
+    outs: Sequence[Atom],
+    names: Sequence[str],
+    gradients: Mapping[str, Var],
+    around: Sequence[JaxprEqn],
+) -> tuple[str, str]:
+    """Return the first output that depends on derivatives, and a description of the first one.
+
+    Args:
+      outs, names: the outputs.
+      gradients: the gradients, which may depend on the derivatives.
+      around: equations of the derivatives.
+    """
+    derivatives: set[Var] = set()
+    for eqn in around:
+        derivatives.update(eqn.outvars)
+    name = _first_reader(s, outs, names, gradients, derivatives)
+    first = describe(s, around[0].outvars[0])
+    return name, f"a derivative that is not one of its gradients ({first})"
+
+
+def _first_reader(
+    s: OpenStep,
+    outs: Sequence[Atom],
+    names: Sequence[str],
+    gradients: Mapping[str, Var],
+    values: Iterable[Var],
+) -> str:
+    """Return the name of the first output that depends on `values` other than through
+    gradients."""
+    fixed = dict.fromkeys(gradients.values(), 0)
+    reached = propagate(s.eqns, dict.fromkeys(values, 1), fixed)
+    for name, atom in zip(names, outs, strict=True):
+        if bits_of(reached, atom):
+            return name
+    raise AssertionError("no output depends on the values")

@@ -177,7 +177,8 @@ class Gatherer(SliceWriter):
         if self._begun:  # a prefetch waits for the anchor of an earlier window
             end += self.how.prefetch
         while self._next < min(len(windows), end):
-            group = self._segment(self._next, i)
+            is_available = lambda window: self.is_available(window.leaf, i)
+            group = _segment(windows[self._next :], self.how.segment, is_available)
             if not group:
                 break
             before = self._next - self.how.prefetch
@@ -203,24 +204,6 @@ class Gatherer(SliceWriter):
         """Return True for a float value that the program computes in full, not as slices."""
         exists = v not in self.env and v not in self.rows and not self.b.is_constant(v)
         return exists and bool(v.aval.size) and bool(jnp.issubdtype(v.aval.dtype, jnp.floating))
-
-    def _segment(self, start: int, i: int) -> list[LiveRange]:
-        """Return windows to gather together before equation `i`, from window `start` on.
-
-        All windows are in forward, or all in backward. If there are several, their leaves have at
-        most `how.segment` bytes together. The list is empty if the first slice cannot be computed
-        yet.
-        """
-        total = 0
-        found: list[LiveRange] = []
-        for window in self.uses.windows[start:]:
-            total += window.leaf.aval.size * jnp.dtype(window.dtype).itemsize
-            if found and (total > self.how.segment or window.role != found[0].role):
-                break
-            if not self.is_available(window.leaf, i):
-                break
-            found.append(window)
-        return found
 
     def _gather(self, windows: Sequence[LiveRange], anchor: Atom | None) -> None:
         """Write the gathers of windows: one `all_gather` for each type and dimension."""
@@ -343,3 +326,28 @@ class Gatherer(SliceWriter):
             return jax.lax.slice_in_dim(layer, 0, leaf.aval.shape[row.axis], axis=row.axis)
 
         return gather, layers.index(leaf)
+
+
+def _segment(
+    windows: Sequence[LiveRange], largest: float, is_available: Callable[[LiveRange], bool]
+) -> list[LiveRange]:
+    """Return the first of some windows: those that are gathered together.
+
+    All windows are in forward, or all in backward. The list is empty if the first slice cannot be
+    computed yet.
+
+    Args:
+      windows: the windows whose leaves are not gathered yet.
+      largest: bytes of the leaves of several windows together.
+      is_available: returns True if the slice of a window's leaf can be computed.
+    """
+    total = 0
+    found: list[LiveRange] = []
+    for window in windows:
+        total += window.leaf.aval.size * jnp.dtype(window.dtype).itemsize
+        if found and (total > largest or window.role != found[0].role):
+            break
+        if not is_available(window):
+            break
+        found.append(window)
+    return found

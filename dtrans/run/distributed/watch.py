@@ -289,7 +289,7 @@ class Watch:
             self._said = doing
             steps = {} if doing.steps is None else {"steps": doing.steps}
             self._say("doing", operations=doing.operations, where=doing.where, **steps)
-        if not self._waits_in_jax():
+        if not _waits_in_jax(self._doing > 0):
             self._waits_since = None
         elif self._waits_since is None or self._waits_since[1] != doing.operations:
             self._waits_since, self._patience = (now, doing.operations), SLOW
@@ -314,28 +314,10 @@ class Watch:
             log.error("%s: %s", self.me, why)
             self._wake.set()
         # trainer 0 exits last, because its end makes JAX end the other processes
-        patience = PATIENCE + 0.5 * self._leads
-        if now - self._known_since > patience and not self._raised and self._waits_in_jax():
-            self._exit(why)
-
-    def _exit(self, why: str) -> None:
-        """Write the main thread's stack and a PeerError to standard error, and end the process."""
-        stack = "".join(traceback.format_stack(_main_frame()))
-        error = (
-            f"{PeerError.__module__}.PeerError: {self.me} cannot continue, because it waits in JAX "
-            f"for a trainer that has ended: {why}"
-        )
-        sys.stderr.write(f"Waiting (most recent call last):\n{stack}{error}\n")
-        self._say_end(why)
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):
-                stream.flush()
-        os._exit(1)
-
-    def _waits_in_jax(self) -> bool:
-        """Return True if the main thread is in an operation, or in JAX's code."""
-        frame = _main_frame()
-        return self._doing > 0 or (frame is not None and frame.f_code.co_filename.startswith(JAX))
+        is_late = now - self._known_since > PATIENCE + 0.5 * self._leads
+        if is_late and not self._raised and _waits_in_jax(self._doing > 0):
+            self._say_end(why)
+            _exit(self.me, why)
 
     # -- the end ---------------------------------------------------------------------------------
 
@@ -376,6 +358,26 @@ class Watch:
             linger = 0.0  # trainer 0 has ended, so no process receives the last message
         self._transport.close(linger)
         atexit.unregister(self.close)
+
+
+def _exit(me: str, why: str) -> None:
+    """Write the main thread's stack and a PeerError to standard error, and end the process."""
+    stack = "".join(traceback.format_stack(_main_frame()))
+    error = (
+        f"{PeerError.__module__}.PeerError: {me} cannot continue, because it waits in JAX "
+        f"for a trainer that has ended: {why}"
+    )
+    sys.stderr.write(f"Waiting (most recent call last):\n{stack}{error}\n")
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(1)
+
+
+def _waits_in_jax(is_doing: bool) -> bool:
+    """Return True if the main thread is in an operation, or in JAX's code."""
+    frame = _main_frame()
+    return is_doing or (frame is not None and frame.f_code.co_filename.startswith(JAX))
 
 
 def _main_frame() -> types.FrameType | None:

@@ -149,7 +149,7 @@ class EndpointFabric:
         """
         self._check_open()
         if self._watch.enabled:
-            self._check_gradients(eqn, values)
+            _check_gradients(self._watch, eqn, values)
         if self._background.takes(eqn):
             self.settle()
             if "trainers" in eqn.params:
@@ -177,26 +177,6 @@ class EndpointFabric:
             raise StateError("this executor is closed; make a new one")
 
     # -- gradients -------------------------------------------------------------------------------
-
-    def _check_gradients(self, eqn: JaxprEqn, values: Sequence[Any]) -> None:
-        """Check the gradients that an equation sends; other equations pass.
-
-        Raises:
-          NonfiniteError: a gradient has an infinity or a NaN.
-          ConfigError: the equation sends the deltas of GEO-SGD, not gradients.
-        """
-        if eqn.primitive is geo_send_p:
-            raise ConfigError(
-                f"on_nonfinite={self._watch.reaction!r}: with dtrans.Geo, trainers send changes of "
-                "parameters and not gradients, so dtrans cannot check them; leave on_nonfinite out"
-            )
-        if eqn.primitive is send_rows_p:
-            self._watch.check_values([(eqn.params["table"], values[1])])
-        if eqn.primitive is send_p:
-            names = eqn.params["names"]
-            if len(names) != len(values):  # runtime_split: the one operand is sent as blocks
-                names = [", ".join(names)]
-            self._watch.check_values(zip(names, values, strict=True))
 
     def _send(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         self._connections.identify(eqn)
@@ -373,6 +353,27 @@ class EndpointFabric:
         self._connections.close(reason)
         if failed is not None:
             raise failed
+
+
+def _check_gradients(watch: NonfiniteCheck, eqn: JaxprEqn, values: Sequence[Any]) -> None:
+    """Check the gradients that an equation sends; other equations pass.
+
+    Raises:
+      NonfiniteError: a gradient has an infinity or a NaN.
+      ConfigError: the equation sends the deltas of GEO-SGD, not gradients.
+    """
+    if eqn.primitive is geo_send_p:
+        raise ConfigError(
+            f"on_nonfinite={watch.reaction!r}: with dtrans.Geo, trainers send changes of "
+            "parameters and not gradients, so dtrans cannot check them; leave on_nonfinite out"
+        )
+    if eqn.primitive is send_rows_p:
+        watch.check_values([(eqn.params["table"], values[1])])
+    if eqn.primitive is send_p:
+        names = eqn.params["names"]
+        if len(names) != len(values):  # runtime_split: the one operand is sent as blocks
+            names = [", ".join(names)]
+        watch.check_values(zip(names, values, strict=True))
 
 
 def _split(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
