@@ -13,8 +13,7 @@ one-device program.
     complex_rules     rules on complex numbers, and of fft
     exact_rules       rules of `dtrans.ops.exact_sum`
     matrix_rules      rules of linear solves, decompositions and ragged products
-    rank_collectives  collectives of JAX on the values of all ranks
-    mesh_pieces       arrays on a mesh: cut into pieces, and assembled from them
+    rank_collectives  collectives of JAX on the values of all ranks, and pieces of arrays on a mesh
     evaluate          evaluation of a jaxpr, for all ranks in lock step
     state_placement   position of each number of the one-device state in the state of a job
     value_log         log of all values of an evaluation, with their equations

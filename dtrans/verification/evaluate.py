@@ -43,8 +43,14 @@ from dtrans.verification.complex_rules import COMPLEX, is_of_complex
 from dtrans.verification.exact_rules import EXACT_SUMS
 from dtrans.verification.field_values import Complex, Real, UnfollowedError, Unknown
 from dtrans.verification.matrix_rules import MATRICES
-from dtrans.verification.mesh_pieces import Ranked, assemble, shard
-from dtrans.verification.rank_collectives import GROUPS, groups_of, mapped
+from dtrans.verification.rank_collectives import (
+    GROUPS,
+    Ranked,
+    assemble,
+    groups_of,
+    mapped,
+    shard,
+)
 from dtrans.verification.rules import REAL, move_rows, plain
 from dtrans.verification.value_log import ValueLog
 

@@ -21,8 +21,7 @@ from dtrans._jax import JaxprEqn, line_of, scope_of
 from dtrans.ir.selection import subset, values_at
 from dtrans.verification.evaluate import MOST_EQUATIONS, World, mesh_axes
 from dtrans.verification.field_values import NearTie, Real, Replicas, Unknown, same
-from dtrans.verification.mesh_pieces import Ranked
-from dtrans.verification.rank_collectives import groups_of, summed
+from dtrans.verification.rank_collectives import Ranked, groups_of, summed
 from dtrans.verification.relations import axes_in_words, scaled, subsets, varying_axes
 
 
