@@ -646,8 +646,8 @@ def test_a_trainer_program_cannot_be_called():
     plan = plan_of(mlp_loss, optax.sgd(0.1), params := mlp_params(), *mlp_batch(), servers=2)
     with pytest.raises(
         NotRealisedError,
-        match=r"program trainer 0 communicates \(fetch_barrier, recv, send, send_barrier\), so it "
-        r"cannot be called: ",
+        match=r"program trainer 0 contains communication \(fetch_barrier, recv, send, send_barrier\), so "
+        r"it cannot be called; ",
     ):
         plan.trainer(params, *mlp_batch())
     with pytest.raises(
@@ -656,7 +656,7 @@ def test_a_trainer_program_cannot_be_called():
     ):
         plan.trainer.compiled(*plan.trainer.flatten(params, *mlp_batch()))
     with pytest.raises(
-        NotRealisedError, match=r"program pserver 127.0.0.1:6170 communicates \(listen_and_serv\)"
+        NotRealisedError, match=r"program pserver 127.0.0.1:6170 contains communication \(listen_and_serv\)"
     ):
         plan.servers["127.0.0.1:6170"].main(plan.servers["127.0.0.1:6170"].startup(params))
 
