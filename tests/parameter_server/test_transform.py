@@ -656,7 +656,8 @@ def test_a_trainer_program_cannot_be_called():
     ):
         plan.trainer.compiled(*plan.trainer.flatten(params, *mlp_batch()))
     with pytest.raises(
-        NotRealisedError, match=r"program pserver 127.0.0.1:6170 contains communication \(listen_and_serv\)"
+        NotRealisedError,
+        match=r"program pserver 127.0.0.1:6170 contains communication \(listen_and_serv\)",
     ):
         plan.servers["127.0.0.1:6170"].main(plan.servers["127.0.0.1:6170"].startup(params))
 
