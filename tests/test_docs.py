@@ -290,7 +290,7 @@ def test_scripts_about_ray_run_as_pasted(script, ray_address, loss_of_one_device
 def test_readme_opens_with_what_it_is_and_the_two_commands():
     """The first paragraph says what the package is; the commands come before any other code."""
     text = README.read_text()
-    assert text.startswith("# dtrans\n\ndtrans distributes a JAX training step")
+    assert text.startswith("# dtrans\n\ndtrans takes a JAX training step")
     lines = text.splitlines()
     commands = [i for i, line in enumerate(lines) if line.startswith("    make ")]
     assert [lines[i].split("#")[0].strip() for i in commands] == ["make demo", "make test"]

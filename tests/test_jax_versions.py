@@ -317,6 +317,7 @@ def test_a_store_that_has_moved_is_named(monkeypatch):
     monkeypatch.delattr("jax.experimental.multihost_utils.distributed")
     with pytest.raises(
         TraceError,
-        match=rf"^dtrans cannot read the state of jax.distributed in jax {jax.__version__} .*'distributed'",
+        match=rf"^dtrans cannot read the state of jax.distributed in jax {jax.__version__} "
+        r".*'distributed'",
     ):
         bulletin_board()

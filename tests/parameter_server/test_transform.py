@@ -646,7 +646,8 @@ def test_a_trainer_program_cannot_be_called():
     plan = plan_of(mlp_loss, optax.sgd(0.1), params := mlp_params(), *mlp_batch(), servers=2)
     with pytest.raises(
         NotRealisedError,
-        match=r"program trainer 0 contains communication \(fetch_barrier, recv, send, send_barrier\), so "
+        match=r"program trainer 0 contains communication \(fetch_barrier, recv, send, "
+        r"send_barrier\), so "
         r"it cannot be called; ",
     ):
         plan.trainer(params, *mlp_batch())

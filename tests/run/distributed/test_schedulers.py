@@ -181,7 +181,7 @@ def test_variables_of_dtrans_win() -> None:
         ),
         (
             SLURM | {"DTRANS_PSERVERS": "1", "DTRANS_HOSTS": "a:x"},
-            "DTRANS_HOSTS a:x has 'x' as the number",
+            "DTRANS_HOSTS a:x has the number of slots 'x'",
         ),
         (SLURM | {"SLURM_NTASKS": ""}, "SLURM_NTASKS is not set; srun sets"),
         (

@@ -741,6 +741,6 @@ def test_what_is_under_way_is_bounded_by_the_queue() -> None:
     with pytest.raises(ConfigError) as caught:
         dtrans.CommunicatorConfig(min_send_grad_num_before_recv=21)
     assert str(caught.value) == (
-        "min_send_grad_num_before_recv=21 must not be more than send_queue_size=20: only a reply "
-        "acknowledges gradients"
+        "min_send_grad_num_before_recv=21 must not exceed send_queue_size=20, because gradients "
+        "stay in the queue until parameters are received"
     )
