@@ -73,8 +73,7 @@ class Job(abc.ABC):
     saves = True  # True if this process saves the replicated arrays
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Make the methods in `_ON_DEVICES` run outside the caller's mesh: a job has its own
-        devices."""
+        """Wrap the methods in `_ON_DEVICES`: they run outside the caller's mesh."""
         super().__init_subclass__(**options)
         for name in _ON_DEVICES & vars(cls).keys():
             setattr(cls, name, without_mesh(vars(cls)[name]))
@@ -169,8 +168,7 @@ class Job(abc.ABC):
         return StepMeter()
 
     def report(self) -> JobReport:
-        """Return steps per second, seconds by activity, and the plan's costs; it prints as a
-        table."""
+        """Return steps per second, seconds by activity, and the plan's costs, as a table."""
         return self.meter.report(self.plan.costs())
 
     def trace(self, directory: str | os.PathLike[str]) -> AbstractContextManager[None]:

@@ -78,14 +78,10 @@ class Program(NamedJaxpr):
       labels: names of values that are neither inputs nor outputs, e.g. `params/w@GRAD.block0`.
       ambiguous_outputs: if outputs could be paired with inputs in several ways, the explanation.
       numbers: outputs that the traced function returned as Python numbers.
-      frozen_constants: for each state array that is constant and never changes, the number in all
-        its entries (`dtrans.step.frozen`).
-      takes_one_state: True if the step had one state argument, which `dtrans.step.one_state`
-        split into parameters and optimizer state.
-      specializer: maps a type for each input to the program for these types; None if shapes are
-        fixed.
-      plan: the plan that this program of a role belongs to; roles compare its `identity` when they
-        connect.
+      frozen_constants: name of a constant state array -> the number in all its entries.
+      takes_one_state: True if the step has one state argument (`dtrans.step.one_state`).
+      specializer: returns the program for other types of the inputs; None if shapes are fixed.
+      plan: the plan of a role's program.
 
     Example:
       >>> import jax.numpy as jnp, dtrans

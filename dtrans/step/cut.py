@@ -557,7 +557,7 @@ class _Cutter:
         for values of the update (`across`)."""
         boundary = set(gradients.values())
         unmarked = {n: self.unmarked(gradients[n]) for n in sorted(used)}
-        self.across = self.updated_param_need(unmarked, boundary) or self.across
+        self.across = _updated_param_need(self.s, unmarked, boundary) or self.across
 
         state = {self.s.vars[n]: n for n in self.s.opt_state}
         enters = propagate(self.s.eqns, dict.fromkeys(state, 1), {})
@@ -582,32 +582,6 @@ class _Cutter:
         for name in read:
             self.state_read.setdefault(name, output)
         return read
-
-    def updated_param_need(
-        self, gradients: Mapping[str, Atom], boundary: Iterable[Var]
-    ) -> Need | None:
-        """Return the need of a gradient that is taken at an updated parameter; None if no gradient
-        is."""
-        updated = propagate(self.s.eqns, {}, dict.fromkeys(boundary, 1))
-        updated_params: dict[Var, str] = {}
-        for name in self.s.params:
-            atom = self.s.outs[name]
-            if isinstance(atom, Var) and updated.get(atom):
-                updated_params[atom] = name
-        enters = propagate(self.s.eqns, {}, {v: i + 1 for i, v in enumerate(updated_params)})
-        for name, gradient in gradients.items():
-            # a gradient may be a literal, which is not hashable and has no bits
-            if not bits_of(enters, gradient) or gradient in updated_params:
-                continue
-            _, read = backward_slice(self.s.eqns, [gradient], updated_params)
-            first = next(n for v, n in updated_params.items() if v in read)
-            return Need(
-                f"the gradient of {name} is taken at the new {first}",
-                "take both gradients before the updates; or use dtrans.nccl2 or dtrans.sharding "
-                "with batch='exact', where one program computes both",
-                why="so the step would wait for an update before it continues",
-            )
-        return None
 
     def unmarked(self, gradient: Var) -> Atom:
         """Return the operand of a gradient's mark; a gradient without a mark, unchanged."""
@@ -634,6 +608,33 @@ class _Cutter:
         )
         # specializing for other shapes returns the uncut step, which callers cut again
         return self.s.source.rewritten(lambda other: other, result=program)
+
+
+def _updated_param_need(
+    s: OpenStep, gradients: Mapping[str, Atom], boundary: Iterable[Var]
+) -> Need | None:
+    """Return the need of a gradient that is taken at an updated parameter; None if no gradient
+    is."""
+    updated = propagate(s.eqns, {}, dict.fromkeys(boundary, 1))
+    updated_params: dict[Var, str] = {}
+    for name in s.params:
+        atom = s.outs[name]
+        if isinstance(atom, Var) and updated.get(atom):
+            updated_params[atom] = name
+    enters = propagate(s.eqns, {}, {v: i + 1 for i, v in enumerate(updated_params)})
+    for name, gradient in gradients.items():
+        # a gradient may be a literal, which is not hashable and has no bits
+        if not bits_of(enters, gradient) or gradient in updated_params:
+            continue
+        _, read = backward_slice(s.eqns, [gradient], updated_params)
+        first = next(n for v, n in updated_params.items() if v in read)
+        return Need(
+            f"the gradient of {name} is taken at the new {first}",
+            "take both gradients before the updates; or use dtrans.nccl2 or dtrans.sharding "
+            "with batch='exact', where one program computes both",
+            why="so the step would wait for an update before it continues",
+        )
+    return None
 
 
 def _reader_of_derivative(

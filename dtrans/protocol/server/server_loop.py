@@ -11,7 +11,7 @@ simulator calls it at each event.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from dtrans.protocol import wire
@@ -176,10 +176,16 @@ class ServerLoop:
         if isinstance(to, str):
             line = self._lines[to][0]
             messages = wire.framed(op, blocks, line.peer.messages.stamp, **fields)
-            line.send(fields["step"], self._trainers.counted(messages))
+            line.send(fields["step"], self._counted(messages))
             return
         for frames in self._trainers.framed(to, op, blocks, **fields):
             self._listener.send(to, frames)
+
+    def _counted(self, messages: Iterable[list[Any]]) -> Iterator[list[Any]]:
+        """Count the bytes of messages to another server, and yield the messages."""
+        for frames in messages:
+            self._trainers.to_servers += sum(map(len, frames))
+            yield frames
 
     def close(self, *, failed: bool) -> None:
         """Close the links to other servers, and the listener after its pending messages are sent.

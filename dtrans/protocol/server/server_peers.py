@@ -26,7 +26,12 @@ from dtrans.protocol.buffers import BufferPool
 from dtrans.protocol.inbox import Inbox
 from dtrans.protocol.numbered_messages import NumberedMessages
 from dtrans.protocol.server.exchange import Exchange, vector_types
-from dtrans.protocol.server.trainer_registry import Say, TrainerRegistry, check_plan
+from dtrans.protocol.server.trainer_registry import (
+    Say,
+    TrainerRegistry,
+    check_plan,
+    welcome,
+)
 from dtrans.protocol.server_blocks import StepUpdate, Vectors
 
 
@@ -348,7 +353,9 @@ class JointUpdate:
             raise WireError(f"a greeting as a pserver from trainer {k}")
         if self.peers.meet(address, message):
             heard = self.peers.known[message["endpoint"]].messages.received
-            self._say(address, "welcome", **self._trainers.welcome(message, self.step, heard))
+            self._say(
+                address, "welcome", **welcome(self._trainers.secret, message, self.step, heard)
+            )
             return
         reason = f"the end of another job in which pserver {message['endpoint']} takes part"
         self._say(address, "waiting", reason=reason)

@@ -22,7 +22,7 @@ from dtrans.protocol.job_status import StatusReporter
 from dtrans.protocol.refusals import Refusals
 from dtrans.protocol.server.async_server import AsyncServer
 from dtrans.protocol.server.sync_server import SyncServer
-from dtrans.protocol.server.trainer_registry import Say, TrainerRegistry
+from dtrans.protocol.server.trainer_registry import Say, TrainerRegistry, welcome
 from dtrans.protocol.tables.stored_tables import tell_changes, tell_report
 
 
@@ -254,7 +254,7 @@ class Serving:
             self._say(address, "waiting", reason=before)
             return
         heard = self.trainers.known[message["trainer"]].messages.received
-        fields = self.trainers.welcome(message, self.kind.step, heard, self.local)
+        fields = welcome(self.trainers.secret, message, self.kind.step, heard, self.local)
         self._say(address, "welcome", **fields)
 
     def _who(self, address: bytes) -> str:

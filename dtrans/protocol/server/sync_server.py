@@ -165,13 +165,7 @@ class SyncServer:
         turn = self._in_turn(k, message)
         if turn.at_barrier:
             raise WireError(f"a second `send_barrier` of step {self.step}")
-        short = sorted(turn.grads.missing())
-        if short:
-            progress = turn.grads.progress(short[0])
-            raise WireError(
-                f"`send_barrier` of step {self.step} before gradient {short[0]} is complete "
-                f"({progress})"
-            )
+        _check_complete(turn.grads, self.step)
         turn.at_barrier = True
         self._exits.check(self._trainers.left, [k], self.step)
         self._step_if_all_sent()
@@ -224,9 +218,7 @@ class SyncServer:
                 "a `recv` message with the field `changed`, which only asynchronous servers accept"
             )
         if step not in (self.step, self.step + 1) or (step > self.step and not turn.at_barrier):
-            raise WireError(
-                f"`recv` of step {step}; pserver {self.endpoint} is at step {self.step}"
-            )
+            raise _other_step(self, message)
         t.wants, turn.waits = wants, True
         if step == self.step:
             self._answer(k)
@@ -256,10 +248,7 @@ class SyncServer:
     def _in_turn(self, k: int, message: wire.Message) -> TrainerTurn:
         """Return the progress of trainer k. Raises WireError for a message of another step."""
         if message["step"] != self.step:
-            raise WireError(
-                f"`{message.op}` of step {message['step']}; pserver {self.endpoint} is at step "
-                f"{self.step}"
-            )
+            raise _other_step(self, message)
         return self._turns[k]
 
     def _open_turn(self, k: int, message: wire.Message, what: str) -> TrainerTurn:
@@ -349,6 +338,21 @@ class SyncServer:
     def _answer(self, k: int) -> None:
         self._turns[k].waits = False
         answer(self._say, self._trainers.known[k], self.step, self._update.values)
+
+
+def _other_step(server: SyncServer, message: wire.Message) -> WireError:
+    at = f"pserver {server.endpoint} is at step {server.step}"
+    return WireError(f"`{message.op}` of step {message['step']}; {at}")
+
+
+def _check_complete(grads: Inbox, step: int) -> None:
+    """Raise WireError if a gradient has not arrived completely before a `send_barrier`."""
+    short = sorted(grads.missing())
+    if short:
+        raise WireError(
+            f"`send_barrier` of step {step} before gradient {short[0]} is complete "
+            f"({grads.progress(short[0])})"
+        )
 
 
 def _check_arguments(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from dtrans.errors import DeadlineError, PeerError, WireError
@@ -66,6 +66,19 @@ class Trainer:
     failed: bool = False
     parted: bool = False
 
+    def framed(
+        self, op: str, blocks: Sequence[tuple[str, Any]], fields: Mapping[str, Any]
+    ) -> Iterator[list[Any]]:
+        """Yield the frames of each message to the trainer, after numbering and storing it."""
+        is_numbered = op not in wire.UNCOUNTED
+        stamp = self.messages.stamp if is_numbered else dict
+        for frames in wire.framed(op, blocks, stamp, **fields):
+            if is_numbered and not self.local:
+                self.messages.store(frames)
+            yield frames
+        if op == "welcome":
+            yield from self.messages.stored
+
 
 class TrainerRegistry:
     """Registry of the trainers of one server.
@@ -83,6 +96,7 @@ class TrainerRegistry:
       count: number of trainers of the job.
       deadline: the argument `deadline`.
       started: time at which the server began to wait for trainers.
+      sync_mode: True if the server is synchronous.
       known: id to state of each trainer that has greeted this server.
       by_address: address to id of each such trainer.
       to_servers: number of bytes of all messages to other servers.
@@ -99,7 +113,7 @@ class TrainerRegistry:
     ) -> None:
         self.endpoint = served.endpoint
         self.plan = plan
-        self._secret, self._retry = secret, retry
+        self.secret, self._retry = secret, retry
         self._refused: dict[int, str] = {}  # id of a refused trainer: the reason
         self.count = served.trainers
         self.deadline = deadline
@@ -108,7 +122,7 @@ class TrainerRegistry:
         # id of each trainer whose process has ended: the time, and the exit status
         self._dead: dict[int, tuple[float, str]] = {}
         self.to_servers = 0
-        self._sync_mode = served.sync_mode
+        self.sync_mode = served.sync_mode
         self.known: dict[int, Trainer] = {}
         self.by_address: dict[bytes, int] = {}
 
@@ -175,7 +189,7 @@ class TrainerRegistry:
           WireError: the trainer is refused.
         """
         k = message["trainer"]
-        self._check_job(k, message)
+        _check_job(self, message)
         known = self.known.get(k)
         is_same = known is not None and known.session == message["session"]
         if known is not None and known.done and (known.failed or not is_same):
@@ -203,28 +217,6 @@ class TrainerRegistry:
         self.by_address[address] = k
         return ""
 
-    def _check_job(self, k: int, message: wire.Message) -> None:
-        """Raise WireError if trainer k runs on another platform, or belongs to another job."""
-        trainers, sync_mode = message["trainers"], message.fields.get("sync_mode", self._sync_mode)
-        if message["order"] != sys.byteorder:
-            raise WireError(
-                f"trainer {k} is {message['order']}-endian, pserver {self.endpoint} is "
-                f"{sys.byteorder}-endian"
-            )
-        if trainers != self.count:
-            raise WireError(
-                f"trainer {k} was planned with {trainers} trainers, pserver {self.endpoint} with "
-                f"{self.count}"
-            )
-        if not 0 <= k < self.count:
-            raise WireError(f"the trainer's id is {k}, expected 0 to {self.count - 1}")
-        if sync_mode != self._sync_mode:
-            modes = {True: "synchronous", False: "asynchronous"}
-            raise WireError(
-                f"trainer {k} is {modes[not self._sync_mode]}, pserver {self.endpoint} "
-                f"{modes[self._sync_mode]}: every role must plan the same mode"
-            )
-
     def _check_identity(
         self, k: int, address: bytes, message: wire.Message, peer: str | None
     ) -> None:
@@ -249,12 +241,6 @@ class TrainerRegistry:
                 f"trainer {k} has already said hello as trainer {self.by_address[address]}"
             )
 
-    def counted(self, messages: Iterable[list[Any]]) -> Iterator[list[Any]]:
-        """Count the bytes of messages to another server, and yield the messages."""
-        for frames in messages:
-            self.to_servers += sum(map(len, frames))
-            yield frames
-
     def framed(
         self, to: bytes, op: str, blocks: Sequence[tuple[str, Any]] = (), **fields: Any
     ) -> Iterator[list[Any]]:
@@ -267,42 +253,15 @@ class TrainerRegistry:
         if k is None:
             yield from wire.framed(op, blocks, **fields)
             return
-        for frames in self._numbered(self.known[k], op, blocks, fields):
+        for frames in self.known[k].framed(op, blocks, fields):
             self.known[k].sent += sum(map(len, frames))
             yield frames
-
-    def _numbered(
-        self, t: Trainer, op: str, blocks: Sequence[tuple[str, Any]], fields: Mapping[str, Any]
-    ) -> Iterator[list[Any]]:
-        """Yield the frames of each message to a trainer, after numbering and storing it."""
-        is_numbered = op not in wire.UNCOUNTED
-        stamp = t.messages.stamp if is_numbered else dict
-        for frames in wire.framed(op, blocks, stamp, **fields):
-            if is_numbered and not t.local:
-                t.messages.store(frames)
-            yield frames
-        if op == "welcome":
-            yield from t.messages.stored
 
     def back(self, address: bytes) -> None:
         """Handle a reconnection. The trainer also sends `hello`."""
         k = self.by_address.get(address)
         if k is not None:
             self.known[k].lost = None
-
-    def welcome(
-        self, message: wire.Message, step: int, heard: int, local: str = ""
-    ) -> dict[str, Any]:
-        """Return the fields of the welcome that answers a `hello` or `peer` message.
-
-        Args:
-          message: the `hello` or `peer` message.
-          step: the server's step.
-          heard: number of messages received from the sender.
-          local: path of the server's Unix socket, for trainers on the same host.
-        """
-        proof = token.shown(self._secret, f"welcome {message.fields.get('nonce', '')}")
-        return {"step": step, "local": local, "proof": proof, "heard": heard}
 
     def lose(self, address: bytes, now: float) -> None:
         """Handle the end of a connection. Its last messages may still be unread."""
@@ -367,17 +326,12 @@ class TrainerRegistry:
                 continue
             if k in self.known and self.known[k].done:
                 continue
-            if k in self.known:
-                found[k] = (
-                    f"trainer {k} ended with {how}, without a goodbye to pserver {self.endpoint}"
-                )
-            else:
+            when = ", without a goodbye"
+            if k not in self.known:
                 self.known[k] = Trainer("", b"", done=True, failed=True)
-                found[k] = (
-                    f"trainer {k} ended with {how} before it said hello to pserver {self.endpoint}"
-                )
-                if k in self._refused:
-                    found[k] += f"; {self._refused[k]}"
+                when = " before it said hello"
+            why = f"; {self._refused[k]}" if k in self._refused else ""
+            found[k] = f"trainer {k} ended with {how}{when} to pserver {self.endpoint}{why}"
         return found
 
     def begin(self, now: float) -> None:
@@ -407,6 +361,46 @@ class TrainerRegistry:
                 f"say hello{why}"
             )
         return absent
+
+
+def welcome(
+    secret: str, message: wire.Message, step: int, heard: int, local: str = ""
+) -> dict[str, Any]:
+    """Return the fields of the welcome that answers a `hello` or `peer` message.
+
+    Args:
+      secret: the job's token.
+      message: the `hello` or `peer` message.
+      step: the server's step.
+      heard: number of messages received from the sender.
+      local: path of the server's Unix socket, for trainers on the same host.
+    """
+    proof = token.shown(secret, f"welcome {message.fields.get('nonce', '')}")
+    return {"step": step, "local": local, "proof": proof, "heard": heard}
+
+
+def _check_job(registry: TrainerRegistry, message: wire.Message) -> None:
+    """Raise WireError if a trainer runs on another platform, or belongs to another job."""
+    k, trainers = message["trainer"], message["trainers"]
+    sync_mode = message.fields.get("sync_mode", registry.sync_mode)
+    if message["order"] != sys.byteorder:
+        raise WireError(
+            f"trainer {k} is {message['order']}-endian, pserver {registry.endpoint} is "
+            f"{sys.byteorder}-endian"
+        )
+    if trainers != registry.count:
+        raise WireError(
+            f"trainer {k} was planned with {trainers} trainers, pserver {registry.endpoint} with "
+            f"{registry.count}"
+        )
+    if not 0 <= k < registry.count:
+        raise WireError(f"the trainer's id is {k}, expected 0 to {registry.count - 1}")
+    if sync_mode != registry.sync_mode:
+        modes = {True: "synchronous", False: "asynchronous"}
+        raise WireError(
+            f"trainer {k} is {modes[not registry.sync_mode]}, pserver {registry.endpoint} "
+            f"{modes[registry.sync_mode]}: every role must plan the same mode"
+        )
 
 
 class TrainerExits:
