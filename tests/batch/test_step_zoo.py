@@ -259,7 +259,7 @@ def test_asynchronous_trainers_take_what_adds_up_and_refuse_the_rest_by_line() -
             ):
                 dtrans.pserver(*given, **servers, mode=mode)
         plan = dtrans.pserver(*given, **servers, batch="local")
-        assert "local: each part has its own numbers" in str(plan)
+        assert "local: each trainer computes on its own part" in str(plan)
 
 
 @pytest.mark.usefixtures("x64")

@@ -1306,7 +1306,7 @@ def test_what_a_trainer_says_wrongly_is_refused_and_changes_nothing(
             "recv",
             [],
             {"step": 0, "blocks": [["params/w", [2, 4], "float32"]]},
-            "has params/w as float32[2, 4], pserver",
+            "trainer 0 plans block params/w as float32[2, 4], pserver",
         ),
         ("recv", [], {"step": 9, "blocks": [table]}, "`recv` of step 9; pserver {ep} is at step 0"),
         ("fetch_barrier", [], {"step": 3}, "a message of unknown kind 'fetch_barrier'"),
