@@ -863,7 +863,7 @@ def test_a_result_computed_from_gradients_is_refused_with_several_trainers():
     key = jax.random.key(0)
     main, startup = dtrans.trace(step, *init(key), jnp.ones((4, 4))), dtrans.trace(init, key)
     with pytest.raises(
-        dtrans.errors.GradientError, match="^aux is computed from gradients, and of 2 trainers"
+        dtrans.errors.GradientError, match="^aux is computed from gradients, but each of 2 trainers"
     ):
         dtrans.pserver(main, startup, trainers=2)
     job = dtrans.pserver(main, startup, trainers=1).on_mesh()
