@@ -200,8 +200,8 @@ class _MergeRules:
         remedy = self.count_remedy if name in self.local_state else ""
         remedy = remedy or f"write merge={{{name!r}: 'sum'}} or 'max'"
         raise ConfigError(
-            f"{name} is {t.str_short()}, which depends on the number of rows of a "
-            f"{self.options.noun}'s part but not on the rows; {remedy}"
+            f"{name} ({t.str_short()}) depends on how many rows a {self.options.noun}'s part has, "
+            f"but not on what they contain; {remedy}"
         )
 
 

@@ -269,7 +269,10 @@ class ShardValues(abc.ABC):
         return self._without_end(wide, had.axis, var.aval.shape[had.axis])
 
     def _in_sequence(self, wide: Atom, size: int, had: RowAxis) -> Atom:
-        """Sort the gathered entries of a layout with an order, and drop padding."""
+        """Drop padding from a gathered value, and sort its entries by their global index.
+
+        With `had.order`, shards do not have consecutive entries.
+        """
         entries = self.shards.entries(size, had).reshape(-1)
         places = np.flatnonzero(entries >= 0)
         at = places[np.argsort(entries[places])].astype(np.int32)

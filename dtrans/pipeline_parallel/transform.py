@@ -526,8 +526,9 @@ def _merges(
         count_remedy="each micro-batch would count separately; count outside of the step",
     )
     for n in forward.results:
-        # State without a way depends on no micro-batch, so all micro-batches compute the same. All
-        # other results without a way are summaries.
+        # State that `infer_merges` gave no merge depends on no micro-batch, so all micro-batches
+        # compute the same value. Other results without a merge are summaries, whose values are
+        # stacked.
         merges.setdefault(n, "same" if n in step.params else STACK)
     for n, key in keys.items():
         if n in step.results:

@@ -172,7 +172,10 @@ class _Plan:
         return want
 
     def _of(self, eqn: JaxprEqn) -> list[tuple[Want, Recipe]] | None:
-        """Return recipes for the wanted parts of an equation's outputs; None for full outputs."""
+        """Return a recipe for each wanted part of an equation's outputs.
+
+        Return None if the equation must be computed in full.
+        """
         if any(self._is_full(v) for v in eqn.outvars):
             return None
         found: list[tuple[Want, Recipe]] = []

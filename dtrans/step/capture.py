@@ -292,13 +292,13 @@ def loss_of(program: Program) -> JaxprEqn:
 
 
 def operands_of(eqn: JaxprEqn) -> tuple[dict[Var, Atom], dict[Var, Atom]]:
-    """Return the operands of a loss function, by the variable of its body that each one replaces.
+    """Return, for each input variable of the loss's body, the operand that the equation passes.
 
     Args:
       eqn: the equation `value_and_grad`.
 
     Returns:
-      Two dicts: the operands that are differentiated, and the rest.
+      Two dicts, input variable -> operand: the differentiated operands, and the others.
     """
     pairs = list(zip(opened(eqn.params["loss"]).invars, eqn.invars, strict=True))
     count = eqn.params["count"]

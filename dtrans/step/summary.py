@@ -274,7 +274,10 @@ def merge(summary: Summary, micro: Sequence[Sequence[Any]], key: str | None = No
 
 
 def _shaped(summary: Summary, value: Any) -> Any:
-    """Reshape a value to the shape that `merge` returns; a scalar with dimensions is averaged."""
+    """Reshape a value to the shape that `merge` returns.
+
+    The array of a scalar summary is averaged to shape [].
+    """
     array = jnp.asarray(value)
     if summary.kind == SCALAR:
         return jnp.mean(array) if array.ndim else array

@@ -94,9 +94,9 @@ def _smaller(x: Any, y: Any) -> Any:
 
 
 def mapped(fn: Callable[..., Any], *xs: Any) -> Any:
-    """Apply a NumPy function that only moves entries to values of the same kind.
+    """Apply a NumPy function to values of one kind. The function may only move entries.
 
-    For floats it is applied to elements and shadows; for random keys, to their words.
+    It moves the elements and the shadows of floats, and the words of random keys.
     """
     if isinstance(xs[0], Complex):
         real_part = mapped(fn, *(x.real for x in xs))

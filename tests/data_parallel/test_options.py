@@ -834,7 +834,7 @@ def test_what_is_made_of_the_number_of_rows_must_be_merged_by_name():
     loss = lambda p, x: (jnp.mean(x * p["w"]), jnp.ones(x.shape[:1]).sum())
     given = optax.sgd(0.1), {"w": jnp.ones(2)}, loss, True, [jnp.ones((8, 2))]
     with pytest.raises(
-        ConfigError, match="^aux is float32.* depends on the number of rows of a trainer's part"
+        ConfigError, match=r"^aux \(float32.* depends on how many rows a trainer's part has"
     ):
         planned(*given, trainers=2, kind="local")
     job = planned(*given, trainers=2, merge={"aux": "sum"})[1].simulate()

@@ -162,7 +162,8 @@ class TableWriter:
                 self._keep(e)
                 self._done.add(id(e))
             else:
-                # an additional equation, for example a loop that computes only ids
+                # This is not an equation of the step. It comes from `found.numbering`, or is a loop
+                # that `numbers_first` rewrote to compute only ids.
                 atoms = list(map(self.writer.read_full, e.invars))
                 new = self.b.copy(e, atoms, avals(e.outvars))
                 self.writer.shared.update(zip(e.outvars, new, strict=True))

@@ -246,16 +246,21 @@ class SyncServer:
         raise PeerError(f"trainer {k} failed: {message['reason']}")
 
     def _in_turn(self, k: int, message: wire.Message) -> TrainerTurn:
-        """Return the progress of trainer k. Raises WireError for a message of another step."""
+        """Return the progress of trainer k; raise WireError if `message` is from another step."""
         if message["step"] != self.step:
             raise _other_step(self, message)
         return self._turns[k]
 
     def _open_turn(self, k: int, message: wire.Message, what: str) -> TrainerTurn:
-        """Return the progress of trainer k. Raises WireError for another step or after its barrier.
+        """Return the progress of trainer k, which has not sent `send_barrier` in this step.
 
         Args:
-          what: start of the error after the barrier, such as "gradients of".
+          k: the trainer.
+          message: its message.
+          what: start of the error about a message after `send_barrier`, such as "gradients of".
+
+        Raises:
+          WireError: the message belongs to another step, or trainer k has sent `send_barrier`.
         """
         turn = self._in_turn(k, message)
         if turn.at_barrier:

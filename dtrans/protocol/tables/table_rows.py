@@ -20,7 +20,7 @@ WantedRows = tuple[str, str, np.ndarray, np.ndarray]
 def unique_ids(
     ids: Sequence[Any], *, table: str, rows: int, size: int, whose: str = ""
 ) -> np.ndarray:
-    """Return the sorted unique row ids in several arrays.
+    """Return the sorted unique row ids of several arrays.
 
     Args:
       ids: array of row ids of each lookup.

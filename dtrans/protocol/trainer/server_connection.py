@@ -93,7 +93,10 @@ class ServerConnection:
         self._lost_since, self._is_local = None, local
 
     def connected(self) -> None:
-        """Send `hello` on a new connection, unless the server has already answered one on it."""
+        """Send `hello` after a connection is made.
+
+        Send nothing if the server has welcomed the trainer and the connection has not broken since.
+        """
         is_back = self._lost_since is not None
         if self.welcomed and not is_back:
             return

@@ -87,7 +87,8 @@ def new_socket(context: zmq.Context[Any], kind: int, patience: float = PATIENCE)
     new.setsockopt(zmq.RCVHWM, 0)
     new.setsockopt(zmq.IPV6, 1)
     new.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE * 1000))
-    # Nine heartbeats are sent within the timeout, because after an outage TCP retransmits at
+    # A heartbeat is sent every tenth of `patience`, and the connection ends 0.9 of `patience` after
+    # the last answer. After a short outage an answer may be late, because TCP retransmits at
     # increasing intervals.
     if math.isfinite(patience):
         new.setsockopt(zmq.HEARTBEAT_IVL, max(1, int(patience * 100)))

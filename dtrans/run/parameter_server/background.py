@@ -333,7 +333,7 @@ def rows_wanted(eqn: JaxprEqn, uniq: np.ndarray, rows: np.ndarray) -> list[Wante
 
 
 def _drop_padding(uniq: np.ndarray, table: Leaf) -> np.ndarray:
-    """Drop padding from an array of ids: it is equal to the table's number of rows."""
+    """Drop the padding of sorted ids: trailing entries equal to the table's number of rows."""
     return uniq[: np.searchsorted(uniq, sum(x.rows for x in table.spans))]
 
 

@@ -169,8 +169,8 @@ class MeshJob(Job):
         Raises:
           BatchError: arrays differ in their number of rows; or, with batch="local", the number of
             rows is not divisible by the number of trainers.
-          StateError: `state` is not a state of this job, or an earlier step has donated its
-            optimizer state.
+          StateError: `state` belongs to another job, or an earlier step has donated its optimizer
+            state.
           NonfiniteError: with on_nonfinite="error", a trainer's gradients are not finite.
         """
         self.check(state)

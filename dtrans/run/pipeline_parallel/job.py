@@ -72,7 +72,7 @@ class PipelineJob(Job):
         Raises:
           BatchError: the number of rows is not a multiple of micro-batches times replicas, or
             differs between processes.
-          StateError: the state is not a state of this job, or an earlier step donated its memory.
+          StateError: the state belongs to another job, or an earlier step donated its memory.
         """
         program, env = self.prepare(state, *batch)
         self.execute(program, env)

@@ -155,7 +155,8 @@ class P2PChannels:
                     lines[link] = k, _Line(link)
             line_to = dict(lines.values())
             while self._send_queued(line_to):
-                for event in self._out.poll(math.inf):  # `send` and `close` end it
+                # `send` and `close` wake `poll`, which then returns without an event
+                for event in self._out.poll(math.inf):
                     k, line = lines[event.source]
                     try:
                         line.take(event)
@@ -229,7 +230,7 @@ class P2PChannels:
         return array
 
     def _hear_until(self, until: float) -> bool:
-        """Wait for messages and handle them; return False if none arrives until a time."""
+        """Wait until messages arrive, and handle them; return False if none arrived by `until`."""
         has_heard = False
         while not has_heard and self._in.now() < until:
             for event in self._in.poll(until):
