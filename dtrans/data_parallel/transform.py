@@ -177,7 +177,7 @@ def plan_data_parallel(main: Program, startup: Program, options: Options) -> Col
 
 
 def callers(options: Options) -> tuple[str, str]:
-    """Return two texts that name the callers of callbacks: forward and backward, others."""
+    """Return the caller of callbacks in forward and backward, and the caller of other callbacks."""
     noun = options.noun
     each = f"each {noun}, with its own values"
     if options.micro_steps > 1:
@@ -420,7 +420,7 @@ def write_trainer(
     source = step.program
     outs: dict[str, Atom] = source.outvars
     if options.micro_steps > 1 and options.shared is not None:
-        # keep only these callbacks: each micro-step would call the others again
+        # other callbacks are removed here, because each micro-step would call them again
         step = step.with_observers(STATE, UPDATE)
     b = Builder(source.jaxpr)
     b.role = FORWARD

@@ -85,7 +85,7 @@ def _with(indices: Array, component: int, value: Array) -> Array:
 def _owned(
     indices: Array, component: int, start: Array, local: int, size: int, clip: bool
 ) -> tuple[Array, Array]:
-    """Return the indices along the sharded dimension, and a mask of those on this shard."""
+    """Return the indices along the sharded dimension, and a mask of the indices on this shard."""
     at = _wide(indices)[..., component]
     if clip:
         at = jnp.clip(at, 0, size - 1)

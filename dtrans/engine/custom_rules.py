@@ -73,7 +73,7 @@ class _Call:
         return _in_types(self.jaxpr)
 
     def _outs(self, operands: Sequence[Any]) -> Callable[..., list[Any]]:
-        """Return the function from the differentiable operands to the outputs; others are fixed."""
+        """Return a function of the differentiable operands; it fixes the other operands."""
 
         def fn(*floats: Any) -> list[Any]:
             args = list(operands)
@@ -101,7 +101,7 @@ class _Call:
 def _with_zeros(
     outs: Sequence[Any], places: Collection[int], derivatives: Iterable[Any]
 ) -> list[Any]:
-    """Return one of `derivatives` for each output in `places`, float0 zeros for the others."""
+    """Return `derivatives` for the outputs in `places`, and float0 zeros for other outputs."""
     present = iter(derivatives)
     found = []
     for i, x in enumerate(outs):

@@ -88,7 +88,7 @@ def _take_slots(w: ShardValues, piece: Atom, move: Move) -> Atom:
 
 
 def _write_pick(w: ShardValues, eqn: JaxprEqn, way: Strategy, atoms: list[Atom]) -> list[Atom]:
-    """Write a gather along the sharded dimension: the output is a sum of one term on each shard."""
+    """Write a gather along the sharded dimension, as a partial sum: each shard has one term."""
     (row, _), p, (x, _) = way.operands, eqn.params, eqn.invars
     assert row is not None
     size = x.aval.shape[row.axis]
@@ -114,7 +114,7 @@ def _write_put(w: ShardValues, eqn: JaxprEqn, way: Strategy, atoms: list[Atom]) 
 def _write_scatter_add(
     w: ShardValues, eqn: JaxprEqn, way: Strategy, atoms: list[Atom]
 ) -> list[Atom]:
-    """Write a scatter-add with sharded updates: a sum of one term on each shard.
+    """Write a scatter-add with sharded updates, as a partial sum: each shard has one term.
 
     The first shard adds its updates to the operand, other shards to zeros.
     """

@@ -356,7 +356,9 @@ def _late(eqns: Sequence[JaxprEqn], movable: Sequence[bool]) -> list[int]:
 
 
 def _heuristic(row: _Row, parts: int, best: tuple[int, ...]) -> tuple[int, ...]:
-    """Return a cut that divides no repeated block if its work is nearly balanced, else `best`.
+    """Return a cut between repeated blocks, or `best`.
+
+    `best` is returned if there are no repeated blocks, or if it is clearly better balanced.
 
     Args:
       row: the equations.
@@ -389,7 +391,9 @@ def _even(blocks: Blocks, parts: int) -> tuple[int, ...]:
 
 
 def _repeated(row: _Row, parts: int) -> tuple[int, ...]:
-    """Return the starts of parts with equal numbers of blocks, from the best blocks that allow it.
+    """Return the starts of parts with equal numbers of repeated blocks.
+
+    The blocks are the best repeated blocks whose number is a multiple of `parts`.
 
     Raises:
       ConfigError: no number of repeated blocks is a multiple of `parts`.

@@ -118,10 +118,10 @@ def _work(costs: Sequence[float]) -> Callable[[int], Any]:
 def _extreme(
     units: int, parts: int, cost: Callable[[int], Any], best: Any, worst: Any, none: float
 ) -> float:
-    """Return the cost of the worst part, for the cut into `parts` parts whose worst part is best.
+    """Return the best possible cost of the worst part, over all cuts into `parts` parts.
 
-    With `best=np.minimum, worst=np.maximum` that is the least possible cost of the slowest part.
-    With the two swapped it is the greatest possible cost of the lightest part.
+    With `best=np.minimum, worst=np.maximum`, this is the least possible cost of the slowest part.
+    With `best=np.maximum, worst=np.minimum`, it is the greatest possible cost of the lightest part.
 
     Args:
       units, parts: the number of units, and of parts.

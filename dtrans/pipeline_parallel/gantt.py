@@ -164,7 +164,8 @@ def draw(
         fontsize=9,
     )
 
-    # SVG: text is stored as text; without a date and with a fixed salt, files are reproducible
+    # An SVG file contains text as text. It has no date and a fixed salt, so that two runs write
+    # the same file.
     metadata = {"Date": None} if file.suffix.lower() == ".svg" else None
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "dtrans"}):
         figure.draw_without_rendering()  # computes the widths of axes, which `_bars` reads

@@ -34,7 +34,8 @@ from dtrans.ir.program import Program
 from dtrans.ir.selection import exclude, select, values_at
 
 
-# Place of values that depend on several places. `_Placer.physical` maps it to the last place.
+# The place of a value that depends on values of several places. The last place computes it
+# (`_Placer.physical`).
 HUB = -1
 
 

@@ -24,7 +24,7 @@ from dtrans.ir.pytree import unused_name
 from dtrans.step.cut import Cut, OptimizeHalf
 
 
-OUTPUTS = -1  # `NumberPlace.eqn` of a number that the update returns
+OUTPUTS = -1  # value of `NumberPlace.eqn` for a number that the update returns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +121,7 @@ def numbers_of_size(step: Cut, other: Cut) -> BatchNumbers:
 
 
 def _operands(half: OptimizeHalf) -> dict[int, list[Atom]]:
-    """Return the operands of each equation, by its position; the outputs are at `OUTPUTS`."""
+    """Return equation position -> operands, and `OUTPUTS` -> the outputs of the half."""
     operands = {i: list(eqn.invars) for i, eqn in enumerate(half.eqns)}
     operands[OUTPUTS] = list(half.inner.outvars)
     return operands

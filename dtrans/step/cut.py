@@ -165,7 +165,7 @@ class Cut:
         return _half_from_gradients(self, list(map(str, range(len(read)))), read)
 
     def with_observers(self, reads: str, as_: str) -> Cut:
-        """Return the step with `Observer.reads` changed from `reads` to `as_`."""
+        """Return the step, with `reads` replaced by `as_` in the attribute `Observer.reads`."""
         observers = list(self.observers)
         for i, x in enumerate(observers):
             if x.reads == reads:
@@ -183,7 +183,7 @@ class Cut:
         return [*self.optimize.differing_outputs(other.optimize), *mine.differing_outputs(theirs)]
 
     def first_difference(self, other: Cut) -> tuple[str, str] | None:
-        """Return the first output that depends on the batch size, given the gradients.
+        """Return the first output that depends on the batch size even if the gradients are equal.
 
         Operands of callbacks count as outputs.
 
@@ -237,7 +237,12 @@ class OptimizeHalf(NamedJaxpr):
         return found
 
     def differing_line(self, other: OptimizeHalf, name: str) -> str:
-        """Return the source line of the first equation for an output that `other` does not have."""
+        """Return the source line of the first equation that `other` lacks.
+
+        Args:
+          other: the other half.
+          name: the output of this half whose equations are searched.
+        """
         mine = value_digests(self.jaxpr, self.in_names)
         known = {*value_digests(other.jaxpr, other.in_names).values()}
         for eqn in needed_equations(self.eqns, [self.outvars[name]]):
@@ -275,7 +280,7 @@ def _half_from_gradients(step: Cut, names: Sequence[str], values: Sequence[Atom]
 
 
 def check_same_update(planned: Cut, again: Cut) -> None:
-    """Raise BatchError if the update differs from the planned one, for another batch size."""
+    """Raise BatchError if the update for a new batch size differs from the planned update."""
     for n in planned.optimize.differing_outputs(again.optimize):
         raise other_size(planned, n, planned.program.inputs, again.program.inputs)
 
@@ -283,7 +288,7 @@ def check_same_update(planned: Cut, again: Cut) -> None:
 def other_size(
     planned: Cut, name: str, was: Mapping[str, Any], now: Mapping[str, Any]
 ) -> BatchError:
-    """Return the error for an output that depends on the batch size, which has changed.
+    """Return the error for an output that depends on the batch size, after the size has changed.
 
     Args:
       planned: the planned step.
@@ -506,9 +511,9 @@ class _Cutter:
         return OptimizeHalf(jaxpr, in_names, tuple(out_names)), used, positions
 
     def loss_need(self, positions: Sequence[int]) -> Need | None:
-        """Return the need of an optax optimizer for a result of the step; None if it reads none.
+        """Return the need of an optax optimizer for a result of the step.
 
-        A line search reads the loss, for example.
+        A line search reads the loss, for example. Return None if the optimizer reads no result.
         """
         computed: set[Var] = set()
         for i in positions:
@@ -584,7 +589,7 @@ class _Cutter:
         return read
 
     def unmarked(self, gradient: Var) -> Atom:
-        """Return the operand of a gradient's mark; a gradient without a mark, unchanged."""
+        """Return the operand of a gradient's mark; return a gradient without a mark unchanged."""
         eqn = self.s.eqns[self.s.producers[gradient]]
         return eqn.invars[0] if eqn.primitive is mark_p else gradient
 
@@ -644,7 +649,7 @@ def _reader_of_derivative(
     gradients: Mapping[str, Var],
     around: Sequence[JaxprEqn],
 ) -> tuple[str, str]:
-    """Return the first output that depends on derivatives, and a description of the first one.
+    """Return the first output that depends on derivatives, and a text about the first derivative.
 
     Args:
       outs, names: the outputs.

@@ -14,7 +14,9 @@ from dtrans.step.cut import Cut, asks_for
 
 
 def refuse_nested(step: Cut, trainers: int, noun: str = "trainer") -> None:
-    """Raise GradientError if gradients depend on another derivative, which differs by trainer.
+    """Raise GradientError if gradients depend on another derivative and there are several trainers.
+
+    Each trainer would use the derivative of its own part of the batch.
 
     Args:
       step: the step.
@@ -79,7 +81,7 @@ Arrange = Callable[
 
 
 class HalfWriter(Protocol):
-    """Writer of the equations of a trainer half, which may change them."""
+    """Writer of a trainer half, which may change the equations."""
 
     def emit(self, eqn: JaxprEqn) -> None:
         """Write the next equation."""

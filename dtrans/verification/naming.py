@@ -211,8 +211,8 @@ class _Walk:
         """Return (k, factor): an output is step value k times the factor.
 
         Several step values may be multiples of each other. The first choice is a value with the
-        factor of the operand: the equation is then one of the step. Next are a value of the same
-        primitive, the step value of the operand, and any value.
+        factor of the operand, because the equation then also occurs in the step. The next choices
+        are a value of the same primitive, then the step value of the operand, then any value.
 
         Args:
           number: the computation.

@@ -75,7 +75,7 @@ def random_arrays(
     range_: BatchRange,
     arrays: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return an array for each name in `types`: the one in `arrays`, or random numbers."""
+    """Return an array for each name in `types`: the entry of `arrays`, or else random numbers."""
     batch: dict[str, Any] = {}
     for name, t in types.items():
         if arrays is not None and name in arrays:

@@ -26,12 +26,12 @@ from dtrans.verification.rules import REAL
 from dtrans.verification.value_log import Computation, ValueLog, elements_of_value
 
 
-SMALL = 1 << 20  # smaller elements, and their negatives, count as integers, not as random
+SMALL = 1 << 20  # smaller elements and their negatives count as integers
 MOST_CUTS = 40  # terms of a sum over rows; in a longer sum each term is the sum of several rows
 MOST_TERMS = 1 << 22  # total of the numbers in all partial sums
 CANDIDATES = 24  # largest number of values with the same element that are compared
 
-# primitives that are linear in each operand if the other is fixed
+# primitives of two operands that are linear in each operand while the other operand is fixed
 _BILINEAR = ("mul", "dot_general")
 # primitives that are linear in all operands together
 _LINEAR = (
@@ -122,7 +122,7 @@ def compressed(x: Array) -> Array:
 
 
 def is_random(x: Array) -> Array:
-    """Return a mask of the elements that are neither small integers nor negatives of these."""
+    """Return a mask: False for elements that are small integers or negatives of small integers."""
     return (x >= SMALL) & (x < P - SMALL)
 
 

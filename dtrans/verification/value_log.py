@@ -26,7 +26,7 @@ MOST_NUMBERS = 1 << 25  # numbers in a log: 0.5 GiB with shadows
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Computation:
-    """One evaluation of an equation, or one movement of values.
+    """Evaluation of an equation, or movement of values.
 
     Attributes:
       name: the primitive; `shard_map` or `scan` for a movement.

@@ -268,7 +268,9 @@ def _find_state_homes(analysis: RowAnalysis) -> dict[str, tuple[str, RowAxis | N
 def _choose_state_row(
     shape: tuple[int, ...], leaf: tuple[int, ...], axis: int, degree: int, least: int
 ) -> RowAxis | None:
-    """Return the dimension to cut of a state array whose rows the update mixes; None for no cut.
+    """Return the dimension along which a state array is cut; None if it is not cut.
+
+    The update mixes rows of the array.
 
     A copy of the leaf, or a history of copies, is cut like the leaf. Any other array, such as a
     preconditioner, is cut if a dimension has enough rows and the array has at least `least`

@@ -75,7 +75,7 @@ class RankWriter:
         self.spec_of = layout.spec_of(step)
         self.reduce_options: ShardingOptions = options
         if not options.slices.overlap and not options.reduce.chains:
-            # reductions of one chain run one after the other
+            # In one chain, each reduction waits for the previous reduction.
             one_chain = dataclasses.replace(options.reduce, chains=1)
             self.reduce_options = dataclasses.replace(options, reduce=one_chain)
         self.scale: Atom | None = None

@@ -33,8 +33,8 @@ class ScatterSpec(ReduceSpec):
     """Reduction of one gradient, if ranks may store it as slices.
 
     Attributes:
-      axis: the dimension along which it is scattered; None for a gradient that is not cut.
-      layers: True if a loop has scattered it already, layer by layer.
+      axis: the dimension along which the gradient is scattered; None if the gradient is not cut.
+      layers: True if a loop has already scattered the gradient, layer by layer.
     """
 
     axis: int | None = None

@@ -53,11 +53,11 @@ class ScatterFlow:
     loops: dict[int, dict[int, RowAxis]] = dataclasses.field(default_factory=dict)
 
     def operands(self, eqns: Sequence[JaxprEqn]) -> dict[int, Collection[int]]:
-        """Return the operands that each equation reads as slices, by its index."""
+        """Return equation index -> indices of the operands that the equation reads as slices."""
         return {i: self.operands_at(i, eqns[i]) for i in (*self.steps, *self.loops)}
 
     def operands_at(self, i: int, eqn: JaxprEqn) -> Collection[int]:
-        """Return the operands that equation `i` reads as slices."""
+        """Return the indices of the operands that equation `i` reads as slices."""
         if i in self.steps:
             return [k for k, row in enumerate(self.steps[i].operands) if row is not None]
         return [k for k, out in wiring(eqn).carried.items() if out in self.loops[i]]
@@ -70,8 +70,8 @@ class ScatterFlow:
           makers: maps each value to the equation that computes it, and the index of that equation.
 
         Returns:
-          The size of the largest value that is scattered outside of loops, and True if loops
-          scatter some.
+          The size of the largest value that is scattered outside of loops, and True if a loop
+          scatters one of the values.
         """
         ahead, largest, in_loops = [v], 0, False
         while ahead:
@@ -94,7 +94,7 @@ def makers_of(eqns: Sequence[JaxprEqn]) -> dict[Var, tuple[int, JaxprEqn]]:
 
 
 def rows_of_outputs(outvars: Sequence[Atom], rows: Mapping[int, RowAxis]) -> dict[Var, RowAxis]:
-    """Convert a mapping from output indices to one from output variables; omit literals."""
+    """Convert output index -> row axis to output variable -> row axis; omit literals."""
     found: dict[Var, RowAxis] = {}
     for k, row in rows.items():
         out = outvars[k]

@@ -118,7 +118,7 @@ class SliceWriter(SliceAnalysis):
         return scattered
 
     def wanted_slice(self, atom: Atom, row: RowAxis) -> Atom:
-        """Return the slice of a term of a gradient, summed over ranks."""
+        """Sum a term of a gradient over ranks; return this rank's slice of the sum."""
         if isinstance(atom, Var) and atom in self.scattering.rows:
             return self.env[atom]
         if isinstance(atom, Var) and atom in self.local:
