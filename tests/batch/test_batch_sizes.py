@@ -161,7 +161,7 @@ def test_a_number_in_a_branch_names_both_sizes_and_tracing_with_a_part_helps() -
     job = plan.simulate()
     with pytest.raises(
         BatchError,
-        match=r"planned for x of shape \(12, 6\), which is \(4, 6\) now: trace in_branch",
+        match=r"planned for x of shape \(12, 6\), not \(4, 6\); trace in_branch with arrays of the new",
     ):
         job.step(job.init(jax.random.key(0)), rows(12))
     check(

@@ -181,7 +181,11 @@ def test_devices_are_taken_as_the_configuration_says(programs: Any) -> None:
             {"collection": ("h",)},
             "gradient_checkpoint.type contains 'h'",
         ),
-        ({}, {"schedule": "PreferForward"}, "schedule is pipeline.strategy in EPL's configuration"),
+        (
+            {},
+            {"schedule": "PreferForward"},
+            "schedule is an unknown option of EPL's configuration; use pipeline.strategy",
+        ),
         (
             {},
             {"replica": 2},

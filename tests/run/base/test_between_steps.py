@@ -187,7 +187,7 @@ def test_a_report_counts_steps_and_says_where_time_went(monkeypatch: pytest.Monk
     assert (found.steps, found.first, found.seconds, found.in_step) == (3, 5.0, 4.0, 1.5)
     assert (found.waiting, found.elsewhere, found.steps_per_second) == (1.0, 1.5, 0.5)
     text = str(found)
-    assert "3 steps, 0.50 a second after the first, of 5.000 s" in text
+    assert "3 steps, 0.50 a second after the first (5.000 s)" in text
     assert "in step            1.500 s, 38%" in text and "bytes sent" in text
 
 

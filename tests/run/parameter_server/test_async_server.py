@@ -584,7 +584,7 @@ def test_messages_out_of_turn_are_refused_and_change_nothing(role_threads: RoleT
         peer.hello(1, 2)
         assert peer.hear().op == "welcome"
         peer.tell("send", block.tobytes(), step=1, pieces=[[["params/w@GRAD", 0, 64]]])
-        assert peer.refused() == f"`send` of step 1, trainer 1 is at 0 on pserver {endpoint}"
+        assert peer.refused() == f"`send` of step 1; trainer 1 is at step 0 on pserver {endpoint}"
         peer.tell("send", block.tobytes(), step=0, pieces=[[["params/w@GRAD.trainer_1", 0, 64]]])
         assert "is not a gradient that trainer 1 sends" in peer.refused()
         peer.tell("send_barrier", step=0)

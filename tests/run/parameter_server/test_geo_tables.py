@@ -537,10 +537,10 @@ def test_bytes_are_those_of_the_rows(
     sent: dict[str, int] = {}
     framed, send_blocks, row = wire.framed, TrainerLine.send_blocks, 2 * 8
 
-    def counted(op: str, blocks: Any = (), **fields: Any) -> Any:
+    def counted(op: str, blocks: Any = (), *stamp: Any, **fields: Any) -> Any:
         blocks = list(blocks)
         sent[op] = sent.get(op, 0) + sum(np.asarray(x).nbytes for _, x in blocks)
-        return framed(op, blocks, **fields)
+        return framed(op, blocks, *stamp, **fields)
 
     def counted_blocks(self: Any, blocks: Any, *args: Any, **fields: Any) -> None:
         blocks = list(blocks)

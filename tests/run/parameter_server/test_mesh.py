@@ -757,7 +757,7 @@ def test_arrays_that_differ_in_rows_are_refused_unless_every_trainer_gets_them_w
     given = dtrans.trace(step, *init(key), x, y, weights), dtrans.trace(init, key)
     with pytest.raises(
         BatchError,
-        match=r"but x has 8 and weights has 4 rows; name arrays .*Batch\(unsplit_inputs=",
+        match=r"but x has 8 and weights has 4 rows; pass batch=dtrans.Batch\(unsplit_inputs=",
     ):
         dtrans.pserver(*given, trainers=2)
     exact = dtrans.pserver(*given, trainers=2, batch=dtrans.Batch(unsplit_inputs=["weights"]))

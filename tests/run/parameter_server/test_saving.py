@@ -177,8 +177,8 @@ def test_counts_of_asynchronous_servers_may_differ(tmp_path: Path) -> None:
             save_serving(tmp_path / name, of, ep, state, Mark(("run",), 5))
     first, second = plan.servers
     told = (
-        f"opt_state/0/count differs on {first} and {second}: 5 and 4, saved during "
-        "asynchronous steps"
+        f"opt_state/0/count differs on {first} and {second}: 5 and 4; they were saved "
+        "during asynchronous steps, so the first is used"
     )
     with pytest.warns(CheckpointWarning, match=told):
         assert int(dtrans.checkpoint.load(tmp_path / "async", plan.main)[1][0].count) == 5
@@ -318,7 +318,8 @@ def test_all_trainers_may_ask_for_one_checkpoint(
                 job.save(str(at))
             with pytest.raises(
                 CheckpointError,
-                match=rf"has saved 1 after 2 steps, and trainer {k} has made 3: give each",
+                match=rf"checkpoint 1 was already requested after 2 steps, and trainer {k} has made 3 "
+                "steps; use another name for each checkpoint",
             ):
                 job.save("1")
 
@@ -396,7 +397,7 @@ def test_a_server_without_a_place_says_so(role_threads: RoleThreads) -> None:
         ) as job:
             job.init(KEY)
             with pytest.raises(
-                CheckpointError, match=r"say job.serve\(state, checkpoints=folder\)"
+                CheckpointError, match=r"call job.serve\(state, checkpoints=folder\)"
             ):
                 job.save("1")
 

@@ -234,10 +234,10 @@ def test_numbers_of_rows_are_sent_with_gradients_too(
     sent: dict[str, int] = {}
     framed = wire.framed
 
-    def counted(op: str, blocks: Any = (), **fields: Any) -> Any:
+    def counted(op: str, blocks: Any = (), *stamp: Any, **fields: Any) -> Any:
         if op in ("prefetch", "row_ids", "rows"):
             sent[op] = sent.get(op, 0) + sum(np.asarray(x).nbytes for _, x in blocks)
-        return framed(op, blocks, **fields)
+        return framed(op, blocks, *stamp, **fields)
 
     monkeypatch.setattr(wire, "framed", counted)
     ids = np.array([3, 30, 8])
