@@ -535,21 +535,27 @@ def test_bytes_are_those_of_the_rows(
     """Rows that were not there, rows that were touched since the last push, and rows that another
     has changed."""
     sent: dict[str, int] = {}
-    framed, send_blocks, row = wire.framed, TrainerLine.send_blocks, 2 * 8
+    framed, say, send_blocks = wire.framed, TrainerLine._say, TrainerLine.send_blocks
+    row = 2 * 8
 
     def counted(op: str, blocks: Any = (), *stamp: Any, **fields: Any) -> Any:
         blocks = list(blocks)
         sent[op] = sent.get(op, 0) + sum(np.asarray(x).nbytes for _, x in blocks)
         return framed(op, blocks, *stamp, **fields)
 
-    def counted_blocks(self: Any, blocks: Any, *args: Any, **fields: Any) -> None:
+    def counted_frames(self: Any, op: str, frames: Any = (), **fields: Any) -> None:
+        frames = list(frames)
+        sent[op] = sent.get(op, 0) + sum(np.asarray(x).nbytes for x in frames)
+        say(self, op, frames, **fields)
+
+    def only_deltas(self: Any, blocks: Any, *args: Any, **fields: Any) -> None:
         blocks = list(blocks)
         assert all(n.endswith(".delta") for n, _ in blocks)
-        sent["send"] = sent.get("send", 0) + sum(np.asarray(x).nbytes for _, x in blocks)
         send_blocks(self, blocks, *args, **fields)
 
     monkeypatch.setattr(wire, "framed", counted)
-    monkeypatch.setattr(TrainerLine, "send_blocks", counted_blocks)
+    monkeypatch.setattr(TrainerLine, "_say", counted_frames)
+    monkeypatch.setattr(TrainerLine, "send_blocks", only_deltas)
     plan = only_a_table(2, geo(2), 4, servers)
     of = lambda *ids: (np.array(ids), np.float64(1))
     # each pushes and pulls after its second step: in the order of the turns below

@@ -35,6 +35,7 @@ from dtrans.protocol import wire
 from dtrans.protocol.server import async_server
 from dtrans.protocol.server.async_server import AsyncServer
 from dtrans.protocol.server.trainer_registry import Trainer, TrainerRegistry
+from dtrans.protocol.trainer.trainer_line import TrainerLine
 from dtrans.run.distributed.role import Role
 from dtrans.run.parameter_server.block_update import BlockUpdates
 from dtrans.run.parameter_server.communicator import Communicator
@@ -232,7 +233,13 @@ def test_numbers_of_rows_are_sent_with_gradients_too(
 ) -> None:
     """The bytes that the plan counts, of a step that has nothing but a table."""
     sent: dict[str, int] = {}
-    framed = wire.framed
+    framed, say = wire.framed, TrainerLine._say
+
+    def counted_frames(self: Any, op: str, frames: Any = (), **fields: Any) -> None:
+        frames = list(frames)
+        if op in ("prefetch", "row_ids", "rows"):
+            sent[op] = sent.get(op, 0) + sum(np.asarray(x).nbytes for x in frames)
+        say(self, op, frames, **fields)
 
     def counted(op: str, blocks: Any = (), *stamp: Any, **fields: Any) -> Any:
         if op in ("prefetch", "row_ids", "rows"):
@@ -240,6 +247,7 @@ def test_numbers_of_rows_are_sent_with_gradients_too(
         return framed(op, blocks, *stamp, **fields)
 
     monkeypatch.setattr(wire, "framed", counted)
+    monkeypatch.setattr(TrainerLine, "_say", counted_frames)
     ids = np.array([3, 30, 8])
     plan = tables_only(1, 2, HALF, ids)
 
