@@ -591,7 +591,7 @@ leaves need one round. A norm of values that were scaled by these norms needs a 
 each round a step waits once for other servers, however many values are reduced. A value is a single
 number, or at most as large as a row.
 
-The numbers are those of a small model on {SERVERS} servers, with the finest cuts:
+The following numbers are from a small model on {SERVERS} servers, with the finest cuts:
 
 {{model}}
 
