@@ -616,13 +616,12 @@ def findings(results: Results) -> str:
     say = lambda holds, *lines: said.append((" ".join(lines), holds))
     say(
         all(within(run, sync) for run in few),
-        f"**Three trainers.** In turn, and with one of them {ONE_SLOW.oldest} updates behind, "
-        "every mode ends within",
+        "**Three trainers.** In both settings, *in turn* and *one slow*, every mode ends within",
         f"the spread of the synchronous seeds ({_number(sync.loss.min())} to "
-        f"{_number(sync.loss.max())}): asynchronous",
-        f"training ends at {at(IN_TURN, ASYNC)} and {at(ONE_SLOW, ASYNC)}. There is nothing to "
-        "compensate, and",
-        "compensation changes little.",
+        f"{_number(sync.loss.max())}). Asynchronous",
+        f"training ends at {at(IN_TURN, ASYNC)} in turn, and at {at(ONE_SLOW, ASYNC)} with one "
+        "slow trainer. There is",
+        "nothing to compensate, and compensation changes little.",
     )
     say(
         all(np.array_equal(of(d, HALF).curve, of(d, ASYNC).curve) for d in (IN_TURN, ONE_SLOW))
@@ -634,53 +633,54 @@ def findings(results: Results) -> str:
     say(
         all(first(d, SELDOM) > first(d, OFTEN) > first(d, ASYNC) for d in (IN_TURN, ONE_SLOW))
         and all(within(of(d, m), sync) for d in (IN_TURN, ONE_SLOW) for m in (SELDOM, OFTEN)),
-        "**GEO-SGD.** Less frequent exchanges cost something at first: after "
-        f"{of(IN_TURN, ASYNC).at[1]} gradients a",
-        f"trainer in turn has a loss of {first(IN_TURN, SELDOM):.2f} (every 10 steps) and "
-        f"{first(IN_TURN, OFTEN):.2f}",
-        f"(every 3), but {first(IN_TURN, ASYNC):.2f} in asynchronous training. At the end they "
-        "cost nothing:",
-        f"{at(IN_TURN, SELDOM)}",
-        f"and {at(IN_TURN, OFTEN)}, and with one slow trainer {at(ONE_SLOW, SELDOM)} and "
-        f"{at(ONE_SLOW, OFTEN)}.",
+        "**GEO-SGD.** Less frequent exchanges cost something at first. After "
+        f"{of(IN_TURN, ASYNC).at[1]} gradients in all, the losses in turn",
+        f"are {first(IN_TURN, SELDOM):.2f} (exchanges every 10 steps) and "
+        f"{first(IN_TURN, OFTEN):.2f} (every 3),",
+        f"against {first(IN_TURN, ASYNC):.2f} in asynchronous training. These are losses of the "
+        "trainer that stepped last. At the end, less frequent exchanges cost nothing: the loss is",
+        f"{at(IN_TURN, SELDOM)} (every 10) and {at(IN_TURN, OFTEN)} (every 3) in turn, and",
+        f"{at(ONE_SLOW, SELDOM)} and {at(ONE_SLOW, OFTEN)} with one slow trainer.",
     )
     say(
         mean(EIGHT, ASYNC) > sync.loss.max()
         and max(better(EIGHT, CONSTANT), better(EIGHT, ADAPTIVE)) <= every // 2,
-        f"**Eight.** Asynchronous training is worse than synchronous ({at(EIGHT, ASYNC)}), and "
-        "DC-ASGD is *not* better",
-        f"({at(EIGHT, CONSTANT)}, constant, and {at(EIGHT, ADAPTIVE)}, adaptive): its loss is lower "
-        "for",
-        f"{better(EIGHT, CONSTANT)} and {better(EIGHT, ADAPTIVE)} of {every} seeds.",
+        "**Eight trainers in turn.** Asynchronous training is worse than synchronous training: it "
+        f"ends at {at(EIGHT, ASYNC)}.",
+        f"DC-ASGD is *not* better: it ends at {at(EIGHT, CONSTANT)} (constant) and "
+        f"{at(EIGHT, ADAPTIVE)} (adaptive).",
+        f"Its loss is lower than without compensation for {better(EIGHT, CONSTANT)} (constant) and "
+        f"{better(EIGHT, ADAPTIVE)} (adaptive) of {every} seeds.",
     )
     say(
         better(TWELVE, CONSTANT) == better(TWELVE, ADAPTIVE) == every,
-        f"**Twelve.** Asynchronous training ends at {at(TWELVE, ASYNC)}, DC-ASGD at "
+        f"**Twelve trainers in turn.** Asynchronous training ends at {at(TWELVE, ASYNC)}, DC-ASGD at "
         f"{at(TWELVE, CONSTANT)} (constant)",
-        f"and {at(TWELVE, ADAPTIVE)} (adaptive). The loss is lower for every seed.",
+        f"and {at(TWELVE, ADAPTIVE)} (adaptive). For every seed, the loss is lower than "
+        "without compensation.",
     )
     say(
         of(HEAVY, ASYNC).loss.min() > np.log(digits.CLASSES)
         and np.max(heavy) < 0.2
         and np.min(heavy) > plain.loss.mean(),
-        f"**Sixteen.** Asynchronous training diverges: its loss is {at(HEAVY, ASYNC)}, while "
-        "guessing has 2.3. DC-ASGD",
-        f"ends at {at(HEAVY, CONSTANT)} and {at(HEAVY, ADAPTIVE)}, and one device, which has no "
-        "delay, at",
+        "**Sixteen trainers in turn.** Asynchronous training diverges: it ends at "
+        f"{at(HEAVY, ASYNC)}, while a uniform guess has a loss of 2.3. DC-ASGD",
+        f"ends at {at(HEAVY, CONSTANT)} (constant) and {at(HEAVY, ADAPTIVE)} (adaptive). Training "
+        "on one device, which has no delay, ends at",
         f"{_number(plain.loss.mean())}.",
     )
     say(
         max(better(GENTLE, CONSTANT), better(GENTLE, ADAPTIVE)) < every
         and max(quarter(CONSTANT), quarter(ADAPTIVE)) < quarter(ASYNC) / 2,
-        f"**A lower rate is a remedy too.** At {GENTLE.rate} asynchronous training with sixteen "
-        "trainers ends at",
-        f"{at(GENTLE, ASYNC)}. DC-ASGD is better during training: after a quarter of the examples "
-        f"{quarter(CONSTANT):.2f}",
-        f"and {quarter(ADAPTIVE):.2f}, asynchronous {quarter(ASYNC):.2f}. It is not better at the end: "
-        f"{at(GENTLE, CONSTANT)}",
-        f"and {at(GENTLE, ADAPTIVE)}, lower for {better(GENTLE, CONSTANT)} and "
-        f"{better(GENTLE, ADAPTIVE)} of {every}",
-        "seeds.",
+        f"**A lower rate is a remedy too.** At a rate of {GENTLE.rate}, asynchronous training with "
+        f"sixteen trainers ends at {at(GENTLE, ASYNC)}.",
+        "DC-ASGD is better during training: after a quarter of the examples, its loss is "
+        f"{quarter(CONSTANT):.2f} (constant)",
+        f"and {quarter(ADAPTIVE):.2f} (adaptive), against {quarter(ASYNC):.2f} without "
+        "compensation. At the end it is not better:",
+        f"{at(GENTLE, CONSTANT)} (constant) and {at(GENTLE, ADAPTIVE)} (adaptive). These losses are "
+        "lower than without compensation for",
+        f"{better(GENTLE, CONSTANT)} and {better(GENTLE, ADAPTIVE)} of {every} seeds.",
     )
     return _checked(said)
 

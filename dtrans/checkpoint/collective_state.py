@@ -50,7 +50,7 @@ class SavedJob(Protocol):
 
 
 def piece_names(plan: CollectivePlan) -> dict[str, str]:
-    """Map each saver (a rank or trainer that writes a piece) to the name of its folder."""
+    """Return the folder name of each saver (a rank or trainer that writes a piece), by saver."""
     if isinstance(plan, ShardingPlan):
         return {f"rank {k}": f"rank-{k}" for k in range(plan.options.degree)}
     return {TRAINER: "trainer-0"}
@@ -77,7 +77,7 @@ def saver_rows(plan: CollectivePlan) -> list[VarDistributed]:
 
 
 def _bin_slots(plan: CollectivePlan) -> Mapping[str, BinSlot]:
-    """Map each array that is packed into a bin to its slot there."""
+    """Return the slot in a bin of each array that is packed into a bin, by array name."""
     if isinstance(plan, ShardingPlan) and plan.owned is not None:
         return plan.owned.state.places
     return {}
@@ -264,7 +264,10 @@ Part = tuple[int, ...]
 
 
 def _device_parts(job: SavedJob, name: str, aval: Any) -> dict[Any, Part]:
-    """Map each device of this process to its part of an array; None is JAX's default device."""
+    """Return each device's part of an array, by device of this process.
+
+    The device None is JAX's default device.
+    """
     axis, mesh = job.slice_axis(name), job.mesh
     indices: Any = {None: [slice(None)] * aval.ndim}
     if mesh is not None:

@@ -84,11 +84,12 @@ class Checkpoint:
 
     Attributes:
       path: the folder of the checkpoint.
-      pieces: saver to the name of its piece.
-      types: array of the step to its type, as text.
-      rows: array to its saved slices; also for arrays that servers have in addition to the step's.
-      tables: (saver, slice name) to the files of the slice, if it was saved by rows: the block, and
-        the column of this array in the block's files.
+      pieces: name of each saver's piece, by saver.
+      types: type of each array of the step, as text, by array name.
+      rows: saved slices of each array, by array name. The arrays that only servers have, and not
+        the step, are included.
+      tables: (saver, slice name) -> files of a slice that was saved by rows: the block, and the
+        column of this array in the block's files.
       may_differ: True if copies of an array may come from different steps.
     """
 
@@ -709,7 +710,8 @@ def _read_or_torn(piece: Path) -> dict[str, Any] | None:
         # The folder can also be empty, if another process is removing it.
         if torn and _names(piece) <= {"overview", "arrays", "dense", "rows", *ORBAX_FILES}:
             return None
-        raise  # the folder has other files, so it is not a piece, or the disk has an error
+        # Either the folder has other files and so is not a piece, or the disk has an error.
+        raise
 
 
 def _names(folder: Path) -> set[str]:

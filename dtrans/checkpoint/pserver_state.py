@@ -44,7 +44,7 @@ def gather(
 
     Args:
       plan: the plan of the job.
-      servers: endpoint to the state of the server, arrays by name: the results of
+      servers: endpoint -> array name -> array of that server: the results of
         `exe.run(pserver, ...)`, or `state.servers` of a job on a mesh.
       trainer: the pytree of trainer 0's parameters (`job.params(state)`). It is needed if there are
         leaves that no server stores (`plan.frozen`).

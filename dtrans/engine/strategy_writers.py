@@ -45,7 +45,11 @@ def write_strategy(w: ShardValues, eqn: JaxprEqn, way: Strategy) -> list[Atom]:
 
 
 def _without_padding(w: ShardValues, full: Atom, piece: Atom, row: RowAxis | None, op: str) -> Atom:
-    """Replace padding in the piece of a value `full` by the neutral number of a reduction."""
+    """Replace the padding in `piece` by the neutral number of the reduction `op`.
+
+    `piece` is a shard's piece of the value `full`. It is returned unchanged if the value is not
+    sharded (`row` is None).
+    """
     if row is None:
         return piece
     return w.pieces.without_padding(piece, full.aval.shape[row.axis], row, op)

@@ -223,7 +223,7 @@ class SizeBalanced(PSDispatcher):
         self._loads = dict.fromkeys(self._eps, 0)
 
     def assign(self, nbytes: int, endpoint: str | None = None) -> str:
-        """Add bytes to the load of `endpoint`, by default the least loaded server; return it."""
+        """Add bytes to a server's load, by default the least loaded server; return its endpoint."""
         if endpoint is None:
             endpoint = min(self._eps, key=self._loads.__getitem__)
         self._loads[endpoint] += nbytes

@@ -282,7 +282,7 @@ class GeoTrainerSide:
         """Write forward and backward for the looked-up rows; return the writer and the results.
 
         Args:
-          gradients: an empty dict, which this method fills: leaf to gradient.
+          gradients: an empty dict; this method fills it with gradients, by leaf.
         """
         source, tables = step.program, self.tables
         found = find_lookups(step, tables.names)

@@ -141,7 +141,7 @@ def overview_of(
     """Return the overview of the arrays on servers.
 
     Args:
-      servers: endpoint to the server's arrays, by name. Arrays that a server adds for a block, such
+      servers: endpoint -> name -> array of the server. Arrays that a server adds for a block, such
         as the backups of DC-ASGD, are cut like the block: `params/w.block0.trainer_1_bak` has the
         origin `params/w.trainer_1_bak`.
       types: types of the step's arrays, by name.

@@ -43,10 +43,10 @@ def place(
 
     Args:
       analysis: row analysis of the update.
-      leaves: leaf name to type, in leaf order.
+      leaves: types by leaf name, in leaf order.
       endpoints: the servers.
       options: rules for all leaves that are not in `buckets`.
-      buckets: leaf to its number of buckets of rows (`dtrans.Rows(place="bucket")`). Each server
+      buckets: number of buckets of rows by leaf (`dtrans.Rows(place="bucket")`). Each server
         gets a contiguous range of buckets, in the order of `endpoints`.
 
     Raises:

@@ -125,7 +125,7 @@ class PServerPlan(Plan):
       startup: the single-device init.
       options: the arguments of `dtrans.pserver`.
       placement: every block and its server.
-      servers: endpoint to the programs of that server.
+      servers: programs of each server, by endpoint.
       trainer_side: writer of the trainers' programs.
       update: facts about the update that servers run.
       tables: leaves that trainers request by rows instead of in full.

@@ -65,7 +65,7 @@ def compare_dispatchers(
 def _state_units(
     placement: Placement, optimize_blocks: Iterable[OptimizeBlock], trainers: int
 ) -> dict[str, str]:
-    """Map each state array on a server, by its name there, to the unit that it belongs to."""
+    """Return the unit of each array of optimizer state, by the array's name on its server."""
     found: dict[str, str] = {}
     for block in optimize_blocks:
         if block.role == OPTIMIZE:

@@ -56,7 +56,7 @@ class StepTraffic:
 
     Attributes:
       trainer: the program of trainer 0.
-      servers: endpoint to the main program of the server.
+      servers: main program of each server, by endpoint.
       placement: every block and its server.
       unsent: parameters whose update uses no gradient.
       tables: leaves that trainers request by rows instead of in full.
@@ -76,7 +76,7 @@ class StepTraffic:
         """Return the costs of each role: memory, traffic and operations.
 
         Args:
-          state_bytes: endpoint to the bytes of the server's state.
+          state_bytes: bytes of each server's state, by endpoint.
         """
         costs = [self._trainer_cost()]
         for endpoint in self.servers:
@@ -187,7 +187,7 @@ class StepTraffic:
 
     @cached_property
     def arguments(self) -> dict[str, dict[str, int]]:
-        """Arguments of the step that the update reads: name to {endpoint: bytes sent there}."""
+        """Step arguments that the update reads: name -> endpoint -> bytes sent to this server."""
         found: dict[str, dict[str, int]] = {}
         for endpoint, program in self.servers.items():
             (serve,) = program.eqns

@@ -372,7 +372,7 @@ class TrainerCommWriter:
         """Write equations that receive the optimizer state that forward reads.
 
         Args:
-          state: name to the variable of the step, which these equations define.
+          state: variables of the step, by name; these equations define them.
         """
         if not state:
             return

@@ -130,7 +130,8 @@ def signature(eqn: JaxprEqn) -> tuple[Any, ...]:
     return (eqn.primitive.name, tuple(params), ins, outs)
 
 
-# Parameters of slices that are ignored: they select a layer from stacked parameters.
+# Parameters of `slice` equations that a signature ignores: they select one layer from stacked
+# weights.
 _BOUNDS = ("start_indices", "limit_indices")
 
 

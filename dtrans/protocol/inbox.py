@@ -14,7 +14,7 @@ class Inbox:
     """Memory for blocks that arrive in several messages.
 
     Args:
-      memory: block name to contiguous memory.
+      memory: contiguous memory for each block, by block name.
       refusal: returns the error text for a block name that is not in `memory`.
     """
 

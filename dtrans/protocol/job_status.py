@@ -261,7 +261,7 @@ class Sample(typing.NamedTuple):
 
     Attributes:
       time: the time.
-      steps: trainer's id to its number of steps.
+      steps: number of steps of each trainer, by id.
       received: number of received bytes.
       sent: number of sent bytes; None if the process does not count them.
     """

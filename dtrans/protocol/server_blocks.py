@@ -22,7 +22,7 @@ class TableSpec:
       rows: number of rows.
       row: shape of a row.
       dtype: dtype of the rows.
-      gradients: trainer to the name of the gradient that it sends.
+      gradients: name of the gradient that each trainer sends, by trainer id.
       backed: True if the update also reads the values that the trainer has received (delay
         compensation).
       on_trainers: True if trainers store the rows that they have requested, and receive their
@@ -64,16 +64,17 @@ class ServerBlocks:
       trainers: number of trainers.
       sync_mode: True if an update uses the gradients of all trainers.
       on_trainer_exit: rule for updates after a trainer has left.
-      params: block name to the type that is sent, of each block that trainers request.
-      gradients: name to type of each gradient that trainers send, except those of tables.
-      sent: for each gradient that updates read, a dict: trainer to the name under which it sends
-        the gradient.
-      arguments: name of each step argument that the update reads, to a dict: trainer to the name
-        under which it sends the argument.
+      params: type in which each block that trainers request is sent, by block name.
+      gradients: type of each gradient that trainers send, by name; gradients of tables are left
+        out.
+      sent: for each gradient that updates read, a dict: trainer id -> name under which this
+        trainer sends the gradient.
+      arguments: for each step argument that the update reads, by name, a dict: trainer id -> name
+        under which this trainer sends the argument.
       exchanges: exchanges with other servers in a step, in order.
       backed: names of the blocks for which the server stores the values that each trainer has
         received last (delay compensation).
-      tables: block name to specification of each block of a table.
+      tables: specification of each block of a table, by block name.
     """
 
     endpoint: str
@@ -94,11 +95,11 @@ class StepUpdate(Protocol):
 
     @property
     def state(self) -> dict[str, Any]:
-        """The state: name to array."""
+        """The arrays of the state, by name."""
 
     @property
     def values(self) -> Mapping[str, Any]:
-        """Block name to parameters, as arrays whose memory can be sent."""
+        """The parameters by block name, as arrays whose memory can be sent."""
 
     @property
     def exchange(self) -> Exchange | None:
@@ -108,7 +109,7 @@ class StepUpdate(Protocol):
         """Start an update, and compute it up to the first exchange.
 
         Args:
-          grads: name to gradient; gradients of tables are `RowGradient`s.
+          grads: gradients by name; gradients of tables are `RowGradient`s.
           present: ids of the trainers whose gradients are used.
           step: number of complete updates.
 
@@ -160,7 +161,7 @@ class BlockUpdate(Protocol):
 
         Args:
           block: name of the block.
-          grads: name to gradient.
+          grads: gradients by name.
           state: the state before the update.
           values: outputs of `begin` that the update reads.
         """

@@ -56,7 +56,7 @@ class Link(Protocol):
     """Connection to a listener of another process."""
 
     def send(self, frames: Sequence[Any], /) -> None:
-        """Send a message. The caller may not write to its frames until it has been sent.
+        """Send a message. The caller may not write to `frames` until the message has been sent.
 
         The transport drops the message if it has given up the connection.
         """

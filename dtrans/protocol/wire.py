@@ -133,7 +133,7 @@ ROW = 256  # bytes that a block adds to a header, without its name
 
 Piece = tuple[str, int, int]
 
-# op to its required fields, with their types
+# required fields of each op, with their types
 FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "hello": {"trainer": int, "trainers": int, "session": str, "order": str},
     "send": {"step": int, "pieces": list},
@@ -184,7 +184,7 @@ FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
 }
 
 
-# op to its optional fields, with their types
+# optional fields of each op, with their types
 OPTIONAL: dict[str, dict[str, type | tuple[type, ...]]] = {
     "hello": {
         **{"sync_mode": bool, "plan": dict, "nonce": str},
@@ -285,7 +285,7 @@ def limits(blocks: Mapping[str, int]) -> tuple[int, int]:
     """Return the limits of a job's messages.
 
     Args:
-      blocks: name to size in bytes of each block that is sent or received in a step.
+      blocks: size in bytes of each block that is sent or received in a step, by name.
 
     Returns:
       The bytes of the largest frame, and the largest number of unread messages to one peer.
@@ -374,11 +374,11 @@ def framed(
 
 
 def unpack(message: Message, target: Callable[[str], np.ndarray], arrived: dict[str, int]) -> None:
-    """Copy the pieces of a message to their blocks. If it raises, it has copied nothing.
+    """Copy the pieces of a message to their blocks. If an error is raised, nothing has been copied.
 
     Args:
       target: returns the memory of a block by name, or raises WireError for an unknown name.
-      arrived: block name to the number of bytes received so far; updated in place.
+      arrived: number of bytes of each block received so far, by name; updated in place.
 
     Raises:
       WireError: the pieces do not match the frames, or a piece is not the next one of its block, or

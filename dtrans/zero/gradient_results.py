@@ -30,7 +30,7 @@ class GradientResults:
 
     Attributes:
       half: computes the results from gradients, parameters and other values.
-      others: the inputs of `half` that are neither gradients nor parameters: name to variable of
+      others: the inputs of `half` that are neither gradients nor parameters: name -> variable of
         the step.
       mixed: cut leaves that the results combine with values that differ from rank to rank. The
         results read such a leaf, and its gradient, in full.

@@ -57,8 +57,8 @@ class Tables:
     """Tables of a plan.
 
     Attributes:
-      of: leaf name to table.
-      others: other leaves whose rows a step looks up: leaf name to the reason why it is no table.
+      of: tables by leaf name.
+      others: other leaves whose rows a step looks up: leaf name -> reason why it is no table.
     """
 
     of: Mapping[str, Table] = dataclasses.field(default_factory=dict)

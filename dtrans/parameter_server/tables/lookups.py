@@ -101,8 +101,8 @@ class Lookups:
     """Tables of a step, and their lookups.
 
     Attributes:
-      tables: leaf name to the lookups of the table.
-      refused: maps each other leaf whose rows are picked to the reason why it is no table.
+      tables: lookups of each table, by leaf name.
+      refused: other leaves whose rows are picked: leaf name -> reason why it is no table.
       eqns: the equations of forward and backward.
       plain: the same equations, with calls inside their bodies inlined.
       flow: row analysis of `plain`.

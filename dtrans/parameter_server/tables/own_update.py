@@ -101,10 +101,10 @@ def write_update(
     Args:
       b: builder of the trainer's program.
       step: the step.
-      sizes: table to the number of looked-up rows.
-      read: name to value of parameters and optimizer state. A table, and state with a row for each
-        of its rows, has `sizes[table]` rows.
-      gradients: leaf to gradient.
+      sizes: number of looked-up rows, by table.
+      read: values of parameters and optimizer state, by name. A table, and state with a row for
+        each row of the table, has `sizes[table]` rows.
+      gradients: gradients by leaf.
 
     Returns:
       The new parameters and optimizer state, by name.
@@ -141,7 +141,7 @@ def empty_types(tables: Tables, types: Mapping[str, Any]) -> dict[str, Any]:
     """Return types with zero rows for the tables, and for the optimizer state of their rows.
 
     Args:
-      types: name to the type of the full array.
+      types: types of the full arrays, by name.
     """
     found = {}
     for n, table in tables.of.items():

@@ -31,7 +31,7 @@ class WideNumbers:
 
     Args:
       b: builder of the trainer's program.
-      producers: variable of the step to the equation that computes it.
+      producers: the equation that computes each variable of the step, by variable.
       read_full: maps an atom of the step to its value in the trainer's program.
     """
 

@@ -224,7 +224,7 @@ def _follow(
 
     Args:
       begins: maps arrays of the state to their number, for arrays that are filled with one number.
-      assumed: conditions to their assumed outcomes.
+      assumed: assumed outcomes of conditions, by variable.
       any_gradient: True for a row with an unknown gradient; False for a gradient of zero.
     """
     followed = _FollowedRow(leaf, analysis.flow, analysis.half.inner.eqns, assumed or {})
@@ -258,7 +258,7 @@ def _decider(
 
     Args:
       holds: for each case, True if it has the property.
-      text_of: condition to its description.
+      text_of: descriptions of conditions, by variable.
     """
     yes: list[_FollowedRow] = []
     no: list[_FollowedRow] = []
@@ -277,7 +277,7 @@ def _decider(
 
 
 def constant_outputs(program: Program) -> dict[str, Any]:
-    """Return those outputs of an init that are filled with one number: name to the number."""
+    """Return the number of each output of an init that is filled with one number, by name."""
     followed = _FollowedRow("", Flow({}), program.inner.eqns, {})
     found = {}
     for n, a in program.outvars.items():
@@ -294,12 +294,12 @@ class _FollowedRow:
       leaf: the leaf.
       flow: the row analysis of the equations.
       eqns: the equations.
-      assumed: conditions to their assumed outcomes.
+      assumed: assumed outcomes of conditions, by variable.
       parent: for a branch, the record of the equations around it; None for an update.
       outer: for a branch, maps its inputs to values outside of the branch.
 
     Attributes:
-      kinds: variable to its abstract value.
+      kinds: abstract values by variable.
       counts, positions: as in `ZeroGradient`.
       open: a condition on which rows depend, but whose outcome is not assumed; None without one.
       loop: description of a loop that reads rows; empty if there is none.
@@ -327,7 +327,10 @@ class _FollowedRow:
         return isinstance(layout, RowAxis) and layout.leaf == self.leaf
 
     def kind(self, a: Atom) -> _Kind:
-        """Return the abstract value of an atom at the row."""
+        """Return what the analysis knows of an atom at the followed row.
+
+        This is a number, an unchanged input (`Alias`), or `_Other` if the value is unknown.
+        """
         if isinstance(a, Literal):
             if np.ndim(a.val):
                 return _OTHER

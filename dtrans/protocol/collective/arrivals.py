@@ -108,10 +108,12 @@ class Arrivals:
             raise WireError(f"a `{message.op}` message from process {origin}, expected `value`")
         name = (message["process"], message["step"], message["key"])
         if name[0] != origin:
-            raise WireError(f"a value from process {origin} that names process {name[0]} as sender")
+            raise WireError(
+                f"process {origin} sent a value that names process {name[0]} as its sender"
+            )
         if name[1] < self._step or not 0 <= name[2] < KEYS or name in self._taken:
             raise WireError(
-                f"value {name[2]} of step {name[1]} from process {name[0]}, which is not expected "
+                f"process {name[0]} sent value {name[2]} of step {name[1]}, which is not expected "
                 f"in step {self._step}"
             )
         return name
@@ -186,7 +188,9 @@ class _Partial:
     def take(self, message: wire.Message) -> None:
         def target(name: str) -> np.ndarray:
             if name != "value":
-                raise WireError(f"a `value` message with the block {wire.brief(name)}")
+                raise WireError(
+                    f"a `value` message with the block {wire.brief(name)}, expected `value`"
+                )
             return self._bytes
 
         wire.unpack(message, target, self._arrived)

@@ -35,7 +35,7 @@ class JoinLeader:
     Attributes:
       missing: ids of the trainers that have not answered yet.
       joined: ids of the trainers that have joined.
-      strangers: id of a missing trainer to the reason why the process at its endpoint cannot join.
+      strangers: the reason why the process at a missing trainer's endpoint cannot join, by trainer.
       reminder: times at which trainer 0 logs the missing trainers.
 
     Example:

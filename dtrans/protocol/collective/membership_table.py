@@ -50,8 +50,8 @@ class MembershipTable:
 
     Attributes:
       begun: number of operations that this trainer has begun.
-      doing: id of each other trainer to its last known progress.
-      ended: id of each trainer that has ended to its exit status.
+      doing: last known progress of each other trainer, by id.
+      ended: exit status of each trainer that has ended, by id.
 
     Example:
       >>> from dtrans.protocol.collective.membership_table import ExitStatus, MembershipTable
@@ -71,7 +71,7 @@ class MembershipTable:
         self._broken: dict[int, float] = {}
 
     def note(self, trainer: int, how: ExitStatus) -> bool:
-        """Record the end of a trainer. Return True if it was not known yet."""
+        """Record the end of a trainer. Return True if the end was not known yet."""
         if trainer in self.ended or trainer == self._me or not 0 <= trainer < len(self._names):
             return False
         self.ended[trainer] = how
@@ -105,7 +105,7 @@ class MembershipTable:
         self._broken.pop(trainer, None)
 
     def is_broken(self, trainer: int) -> bool:
-        """Return True if the connection of a trainer has ended, and it has not reconnected."""
+        """Return True if a trainer has lost its connection and has not reconnected."""
         return trainer in self._broken
 
     def due(self) -> float | None:

@@ -75,10 +75,10 @@ class StepUpdates:
 
         Args:
           blocks: computes the new state of a block.
-          state: name to array; updated in place.
+          state: arrays by name; updated in place.
           arrived: names of the complete gradients.
-          inputs: name to gradient. With delay compensation, it also contains the parameters that
-            the trainer has received.
+          inputs: gradients by name. With delay compensation, `inputs` also contains the parameters
+            that the trainer has received.
           steps: number of steps whose gradients are merged.
         """
         ready = blocks.ready(arrived, self.used)
@@ -121,7 +121,7 @@ class AsyncServer:
     Args:
       served: the server's blocks.
       update: computes the new state of one block at a time.
-      state: name to initial array; updated in place.
+      state: initial arrays by name; updated in place.
       trainers: the server's trainers.
       say: function that sends a message.
 
@@ -228,8 +228,8 @@ class AsyncServer:
     def send_barrier(self, k: int, message: wire.Message) -> None:
         """Refuse `send_barrier`, which only synchronous trainers send."""
         raise WireError(
-            f"a `send_barrier` message, but pserver {self.endpoint} is asynchronous: every role "
-            "must plan the same mode"
+            f"trainer {k} sent `send_barrier`, but pserver {self.endpoint} is asynchronous; every "
+            "role must plan the same mode"
         )
 
     def prefetch(self, k: int, message: wire.Message) -> None:
@@ -238,8 +238,8 @@ class AsyncServer:
         self._check_number(k, message)
         if "ahead" in message.fields:
             raise WireError(
-                "a `prefetch` message with the field `ahead`, which only synchronous servers "
-                "accept: every role must plan the same mode"
+                f"trainer {k} requested rows of a later step (`prefetch` with `ahead`), but "
+                f"pserver {self.endpoint} is asynchronous; every role must plan the same mode"
             )
         asked = self._requests.take(k, message, step.grads)
         if asked is not None:
@@ -312,8 +312,8 @@ class AsyncServer:
         number = self._step_of(k).number
         if message["step"] != number:
             raise WireError(
-                f"`{message.op}` of step {message['step']}; trainer {k} is at step {number} on "
-                f"pserver {self.endpoint}"
+                f"trainer {k} sent `{message.op}` of step {message['step']}, but pserver "
+                f"{self.endpoint} expects messages of step {number} from trainer {k}"
             )
 
     def _check_step(self, k: int, message: wire.Message) -> None:
@@ -322,7 +322,8 @@ class AsyncServer:
         if message.op != "send" and step.grads.begun:
             short = min(step.grads.missing())
             raise WireError(
-                f"`{message.op}` of step {step.number} before gradient {short} is complete"
+                f"trainer {k} sent `{message.op}` of step {step.number} before gradient {short} "
+                "was complete"
             )
 
     def complete(self, k: int, message: wire.Message) -> None:

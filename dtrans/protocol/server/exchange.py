@@ -115,7 +115,7 @@ class Exchange:
 
     @cached_property
     def parcels(self) -> dict[str, Parcel]:
-        """Receiving server to the reductions whose partial results this server sends to it.
+        """Reductions whose partial results this server sends to each server, by endpoint.
 
         This server itself is included. Servers that receive the same reductions share one tuple.
         """
@@ -129,7 +129,7 @@ class Exchange:
 
     @cached_property
     def sources(self) -> dict[str, Parcel]:
-        """Sending server to the reductions whose partial results this server receives from it."""
+        """Reductions whose partial results this server receives from each peer, by endpoint."""
         found = {}
         for ep in self.peers:
             parcel = tuple(k for k in self.kinds if ep in k.owners)
@@ -159,7 +159,7 @@ class Exchange:
         """Pack this server's partial results into vectors.
 
         Args:
-          parts: reduction's name to this server's partial result.
+          parts: this server's partial results, by name of the reduction.
 
         Returns:
           For each distinct parcel, in the order of `parcels`, one vector of each dtype.

@@ -66,7 +66,7 @@ class ServerPeers:
       plan: parts of the plan's fingerprint; they must be the same on all servers.
 
     Attributes:
-      known: endpoint to the state of each peer.
+      known: state of each peer, by endpoint.
     """
 
     def __init__(
@@ -157,13 +157,13 @@ class ServerPeers:
             )
         if message["layout"] != self.known[ep].layout:
             raise WireError(
-                f"pserver {ep} plans other reductions with pserver {self.me} than pserver "
-                f"{self.me} does; every role must plan the same step with the same options"
+                f"pserver {ep} and pserver {self.me} have different plans for the reductions "
+                "between them; every role must plan the same step with the same options"
             )
         if self._by_address.get(address, ep) != ep:
             raise WireError(
-                f"a greeting of pserver {ep} from the process that has greeted as pserver "
-                f"{self._by_address[address]}"
+                f"the process that has greeted as pserver {self._by_address[address]} now greets "
+                f"as pserver {ep}"
             )
         on_trainer_exit = message.fields.get("on_trainer_exit", self._on_trainer_exit)
         if on_trainer_exit != self._on_trainer_exit:
@@ -202,13 +202,13 @@ class ServerPeers:
         exchange = self._levels.get(level)
         if exchange is None or source not in exchange.sources:
             raise WireError(
-                f"`partials` of level {level} from pserver {source}; pserver {self.me} expects "
-                "none from it at this level"
+                f"pserver {source} sent `partials` of level {level}, but pserver {self.me} expects "
+                f"none of this level from pserver {source}"
             )
         if message["step"] not in (step, step + 1):
             raise WireError(
-                f"`partials` of step {message['step']} from pserver {source}; pserver {self.me} is "
-                f"at step {step}"
+                f"pserver {source} sent `partials` of step {message['step']}, but pserver "
+                f"{self.me} is at step {step}"
             )
         key = (message["step"], level, source)
         arrival = self._arrivals.get(key) or self._room(exchange, source)
@@ -289,15 +289,15 @@ class JointUpdate:
 
     @property
     def can_go_on(self) -> bool:
-        """True if the update waits for an exchange, and its partial results have arrived."""
+        """True if all partial results of the exchange that the update waits for have arrived."""
         return self.exchange is not None and not self.missing()
 
     def begin(self, grads: Mapping[str, Any], trainers: Collection[int]) -> bool:
         """Start an update. Return True if it is already complete.
 
         Args:
-          grads: name to gradient.
-          trainers: ids of the trainers that sent them.
+          grads: gradients by name.
+          trainers: ids of the trainers that sent the gradients.
         """
         return self._exchange(self._update.begin(grads, frozenset(trainers), self.step))
 
@@ -350,7 +350,7 @@ class JointUpdate:
         """Answer the greeting of another server."""
         k = self._trainers.by_address.get(address)
         if k is not None:
-            raise WireError(f"a greeting as a pserver from trainer {k}")
+            raise WireError(f"trainer {k} sent a `peer` message, which only servers send")
         if self.peers.meet(address, message):
             heard = self.peers.known[message["endpoint"]].messages.received
             self._say(
@@ -362,7 +362,7 @@ class JointUpdate:
 
 
 def _layouts(exchanges: Sequence[Exchange]) -> dict[str, str]:
-    """Return the endpoint of each peer, with a fingerprint of everything exchanged with it."""
+    """Return a fingerprint of everything exchanged with each peer, by endpoint of the peer."""
     found: dict[str, str] = {}
     for x in exchanges:
         for ep in x.peers:

@@ -144,7 +144,7 @@ class Serving:
 
         Args:
           name: name of the checkpoint.
-          error: reason why it could not be written; empty if it was written.
+          error: reason why the checkpoint could not be written; empty if it was written.
           now: the time.
         """
         steps, asked = self._saves.pop(name)
@@ -155,7 +155,7 @@ class Serving:
             self._say_saved(k, message, error)
 
     def asked(self) -> dict[str, int]:
-        """Return each checkpoint that is written or being written, with the steps before it."""
+        """Return the number of steps before each complete or pending checkpoint, by its name."""
         return self.saved | {name: steps for name, (steps, _) in self._saves.items()}
 
     def say_why(self, e: BaseException) -> None:
@@ -208,7 +208,7 @@ class Serving:
             tell_changes(self.kind.tables, self._say, address, message)
 
     def _save(self, k: int, message: wire.Message) -> None:
-        """Start to write a checkpoint, or answer later when a pending write of it ends.
+        """Start to write a checkpoint. If it is already being written, answer when the write ends.
 
         Several trainers may request the same checkpoint after the same number of steps.
         """

@@ -42,7 +42,7 @@ class StepWaits:
     Args:
       trainers: the server's trainers.
       joint: the update, which may wait for other servers.
-      turns: trainer's id to its progress.
+      turns: progress of each trainer, by id.
       rounds: exchanges between the trainers.
       evictions: evictions that not all trainers have requested yet.
       say: function that sends a message.

@@ -120,7 +120,7 @@ class SyncServer:
 
     @property
     def state(self) -> dict[str, Any]:
-        """The state: name to array."""
+        """The arrays of the state, by name."""
         return self._update.state
 
     def step_count(self) -> int:
@@ -164,8 +164,8 @@ class SyncServer:
         """Handle the end of trainer k's gradients; start the update if all trainers are ready."""
         turn = self._in_turn(k, message)
         if turn.at_barrier:
-            raise WireError(f"a second `send_barrier` of step {self.step}")
-        _check_complete(turn.grads, self.step)
+            raise WireError(f"trainer {k} sent a second `send_barrier` in step {self.step}")
+        _check_complete(k, turn.grads, self.step)
         turn.at_barrier = True
         self._exits.check(self._trainers.left, [k], self.step)
         self._step_if_all_sent()
@@ -190,7 +190,10 @@ class SyncServer:
         """Handle a request to evict rows, and evict them if all trainers have requested it."""
         rows = check_eviction(self.endpoint, self._served.tables, k, message)
         if self._in_turn(k, message).begun:
-            raise WireError(f"an `evict` in the middle of step {self.step}")
+            raise WireError(
+                f"trainer {k} sent `evict` in the middle of step {self.step}; rows can be evicted "
+                "only between two steps"
+            )
         self._evictions.ask(k, rows, message.request, self.step)
         for other in self._trainers.present:
             if self._turns[other].begun:
@@ -234,7 +237,7 @@ class SyncServer:
             raise PeerError(f"trainer {k} closed in the middle of step {self.step + 1}{after}")
         self._exits.check([k], set(self._waits.waiting()) - {k}, self.step)
         if not self.step:
-            # Before the first update, its gradients were never written and may be any numbers.
+            # Before the first update, the memory of the trainer's gradients may be uninitialized.
             self._forget([k])
         self._evict_if_all_said()
         self._step_if_all_sent()
@@ -257,14 +260,17 @@ class SyncServer:
         Args:
           k: the trainer.
           message: its message.
-          what: start of the error about a message after `send_barrier`, such as "gradients of".
+          what: the trainer's message in the error, such as "gradients of".
 
         Raises:
           WireError: the message belongs to another step, or trainer k has sent `send_barrier`.
         """
         turn = self._in_turn(k, message)
         if turn.at_barrier:
-            raise WireError(f"{what} step {self.step} after its send_barrier")
+            raise WireError(
+                f"trainer {k} sent {what} step {self.step} after its `send_barrier`, which must "
+                "come last"
+            )
         return turn
 
     # -- actions that need all trainers ----------------------------------------------------------
@@ -347,16 +353,16 @@ class SyncServer:
 
 def _other_step(server: SyncServer, message: wire.Message) -> WireError:
     at = f"pserver {server.endpoint} is at step {server.step}"
-    return WireError(f"`{message.op}` of step {message['step']}; {at}")
+    return WireError(f"a `{message.op}` message of step {message['step']} arrived, but {at}")
 
 
-def _check_complete(grads: Inbox, step: int) -> None:
-    """Raise WireError if a gradient has not arrived completely before a `send_barrier`."""
+def _check_complete(k: int, grads: Inbox, step: int) -> None:
+    """Raise WireError if trainer k sends `send_barrier` before its gradients are complete."""
     short = sorted(grads.missing())
     if short:
         raise WireError(
-            f"`send_barrier` of step {step} before gradient {short[0]} is complete "
-            f"({grads.progress(short[0])})"
+            f"trainer {k} sent `send_barrier` of step {step} before gradient {short[0]} was "
+            f"complete ({grads.progress(short[0])})"
         )
 
 
@@ -369,8 +375,8 @@ def _check_arguments(
     """Raise PeerError if trainers sent different values of a step argument that the update reads.
 
     Args:
-      arguments: step argument: trainer to the name under which it sends the argument.
-      grads: name to received array.
+      arguments: step argument -> trainer id -> name under which this trainer sends the argument.
+      grads: received arrays by name.
       trainers: ids of the trainers, sorted.
       step: number of complete updates.
     """

@@ -97,8 +97,8 @@ class TrainerRegistry:
       deadline: the argument `deadline`.
       started: time at which the server began to wait for trainers.
       sync_mode: True if the server is synchronous.
-      known: id to state of each trainer that has greeted this server.
-      by_address: address to id of each such trainer.
+      known: state of each trainer that has greeted this server, by id.
+      by_address: id of each of these trainers, by address.
       to_servers: number of bytes of all messages to other servers.
     """
 
@@ -227,7 +227,7 @@ class TrainerRegistry:
                 "DTRANS_TRAINER_ID, or trainer_id, in each process"
             )
         if peer is not None:
-            raise WireError(f"a `hello` message of trainer {k} from pserver {peer}")
+            raise WireError(f"pserver {peer} sent a `hello` message as trainer {k}")
         try:
             check_plan(f"pserver {self.endpoint}", self.plan, f"trainer {k}", message)
         except WireError as e:
@@ -235,7 +235,10 @@ class TrainerRegistry:
             raise
         # ZeroMQ may deliver a message from a broken connection after messages from the next one
         if k in self.known and message.fields.get("connection", 0) < self.known[k].connection:
-            raise WireError(f"a `hello` from an earlier connection of trainer {k}")
+            raise WireError(
+                f"a `hello` from an earlier connection of trainer {k} arrived after the `hello` of "
+                "its current connection"
+            )
         if self.by_address.get(address, k) != k:
             raise WireError(
                 f"trainer {k} has already said hello as trainer {self.by_address[address]}"
@@ -276,7 +279,7 @@ class TrainerRegistry:
     def part(self, k: int) -> None:
         """Handle the answer to `goodbye`. Raises WireError if `goodbye` was not sent."""
         if not self.known[k].done:
-            raise WireError(f"a `goodbye` message of trainer {k}, which has not said `complete`")
+            raise WireError(f"trainer {k} sent `goodbye`, but `complete` must come first")
         self.known[k].parted = True
 
     def speaker(self, address: bytes, message: wire.Message) -> int:

@@ -78,7 +78,8 @@ class TrainerRounds:
         values = values_of(message["values"], self.count)
         if self._is_over(step, number):
             raise WireError(
-                f"an `exchange` message of round {number} of step {step}, which is already answered"
+                f"trainer {k} sent values of round {number} of step {step} (`exchange`), but this "
+                "round is already answered"
             )
         if self.number is not None and (number, values) != (self.number, self._values):
             first = next(iter(self._parts))
@@ -98,7 +99,10 @@ class TrainerRounds:
                 ),
             )
         elif not part.missing():
-            raise WireError(f"a second `exchange` message of trainer {k} in round {number}")
+            raise WireError(
+                f"trainer {k} sent an `exchange` message in round {number}, but all its values of "
+                "this round have already arrived"
+            )
         part.take(message)
         self._step, self.number, self._values, self._parts[k] = step, number, values, part
 

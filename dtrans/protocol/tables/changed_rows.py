@@ -32,7 +32,7 @@ class UnseenChanges:
     """Record of the rows that a server's trainers store, and of changes not yet sent to them.
 
     Args:
-      tables: name to specification of each block; only blocks with `on_trainers` are recorded.
+      tables: specifications of blocks by name; only blocks with `on_trainers` are recorded.
       trainers: number of trainers.
 
     Attributes:

@@ -72,7 +72,7 @@ class RowAnswers:
         """Return all gradients by name; gradients of tables are `RowGradient`s.
 
         Args:
-          grads: trainer's id to the inbox with its gradients.
+          grads: the inbox with each trainer's gradients, by trainer id.
           counted: ids of the trainers whose gradients the update uses.
         """
         found: dict[str, Any] = {}
@@ -100,5 +100,8 @@ class RowAnswers:
         self._ahead.forget(k)
 
     def forget_table(self, name: str) -> None:
-        """Drop all announcements for a block after an eviction. Trainers drop them as well."""
+        """Drop all announcements for a block after an eviction.
+
+        No message is sent: trainers also drop these announcements when the eviction ends.
+        """
         self._ahead.forget_rows(name)

@@ -30,7 +30,7 @@ class RowRequests:
 
     Args:
       endpoint: endpoint of the server.
-      tables: name to specification of each block of a table.
+      tables: specification of each block of a table, by name.
     """
 
     def __init__(self, endpoint: str, tables: Mapping[str, TableSpec]) -> None:
@@ -47,9 +47,9 @@ class RowRequests:
         self._under_way: dict[tuple[int, str], list[np.ndarray]] = {}
 
     def memory_of(self, k: int) -> dict[str, np.ndarray]:
-        """Return the name of each table gradient of trainer k, with an array of zero rows.
+        """Return the initial memory of trainer k's table gradients, by name: arrays without rows.
 
-        A request replaces the array by memory for the requested rows.
+        A request replaces such an array by memory for the requested rows.
         """
         return {t.gradients[k]: np.empty((0, *t.row), t.dtype) for t in self._tables.values()}
 
@@ -161,8 +161,9 @@ class RowRequests:
         gradient = table.gradients[k]
         if grads.has_begun(gradient):
             raise WireError(
-                f"a `{message.op}` message of step {message['step']} after gradient {gradient} of "
-                "the same rows"
+                f"trainer {k} sent row ids for gradient {gradient} in a `{message.op}` message of "
+                f"step {message['step']}, but a part of this gradient has already arrived; row ids "
+                "must come first"
             )
         self._ids[k, gradient] = ids
         grads.renew(gradient, np.zeros((len(ids), *table.row), table.dtype))

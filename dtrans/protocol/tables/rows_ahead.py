@@ -92,7 +92,7 @@ class RowsAhead:
     """Announcements of one server's trainers.
 
     Args:
-      tables: name to specification of each block of a table.
+      tables: specification of each block of a table, by name.
     """
 
     def __init__(self, tables: Mapping[str, TableSpec]) -> None:
@@ -139,7 +139,7 @@ class RowsAhead:
 
         Args:
           step: number of complete updates.
-          touched: block name to the row ids of each trainer's gradient.
+          touched: row ids of each trainer's gradient, by block name.
         """
         for (k, name, target), x in list(self._of.items()):
             if target < step:
@@ -227,8 +227,8 @@ class ComingRows:
     def _places(self, key: tuple[str, int], rows: np.ndarray, count: int) -> Inbox:
         if not 0 <= count <= len(rows):
             raise WireError(
-                f"a `rows` message with {wire.brief(count)} changed rows of {key[0]}, but only "
-                f"{len(rows)} rows were announced"
+                f"pserver {self._endpoint} sent {wire.brief(count)} changed rows of {key[0]}, but "
+                f"only {len(rows)} rows were announced"
             )
         if key not in self._again:
             room = np.empty((count, *rows.shape[1:]), rows.dtype)
@@ -242,8 +242,8 @@ class ComingRows:
         rows, at = self._expected[key].memory[key[0]], inbox.memory[AT]
         if len(at) and (at.min() < 0 or at.max() >= len(rows)):
             raise WireError(
-                f"a `rows` message with changed rows of {key[0]} outside its {len(rows)} "
-                "announced rows"
+                f"pserver {self._endpoint} sent changed rows of {key[0]} for positions outside the "
+                f"{len(rows)} announced rows"
             )
         rows[at] = inbox.memory[key[0]]
 
@@ -259,7 +259,10 @@ class ComingRows:
             )
 
     def forget(self, name: str, target: int) -> None:
-        """Drop an announcement. The server drops it as well."""
+        """Drop an announcement after an eviction.
+
+        No message is sent: the server also drops the announcement when it evicts rows.
+        """
         self._expected.pop((name, target))
         self._here.discard((name, target))
 

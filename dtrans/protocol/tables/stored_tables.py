@@ -115,7 +115,7 @@ class PendingEvictions:
     """Eviction that waits until all trainers of a synchronous server have requested it.
 
     Attributes:
-      asked: trainer's id to the table and `unused_for` of its request.
+      asked: table and `unused_for` of each trainer's request, by trainer id.
     """
 
     def __init__(self) -> None:
@@ -135,7 +135,9 @@ class PendingEvictions:
           PeerError: another trainer has requested a different eviction.
         """
         if k in self.asked:
-            raise WireError("a second `evict` message before the answer to the first one")
+            raise WireError(
+                f"trainer {k} sent a second `evict` before the answer to its first `evict`"
+            )
         for other, before in self.asked.items():
             if before != rows:
                 raise PeerError(

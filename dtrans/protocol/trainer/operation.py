@@ -35,7 +35,7 @@ class PendingAnswer:
       what: description of the answer for errors and log lines.
       number: number of the request; 0 if it has none.
       ask: op and fields of a request that is sent only when the previous answers are complete.
-      memory: block name to the memory for the block; None if the answer has no blocks.
+      memory: memory for each block, by block name; None if the answer has no blocks.
       room: function that allocates `memory` from the first message, which contains the sizes.
       lists_blocks: True to append the names of missing blocks to the description.
       skips: True to ignore messages with another op.

@@ -108,7 +108,7 @@ class ServerLink:
                 yield answer
 
     def receive(self, event: Event) -> wire.Message | None:
-        """Handle an event of the link; return the message unless it concerns only the connection.
+        """Handle an event of the link; return its message, or None if only the connection changed.
 
         Raises:
           PeerError: the server refused the trainer.
@@ -135,8 +135,8 @@ class OperationWait:
     """Loop that waits for the answers of an operation.
 
     Args:
-      links: endpoint to the link of each server that takes part in the operation.
-      operation: the operation; an error closes it.
+      links: the link of each server that takes part in the operation, by endpoint.
+      operation: the operation. If `turn` raises an error, it closes the operation.
     """
 
     def __init__(

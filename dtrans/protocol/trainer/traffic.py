@@ -85,9 +85,9 @@ class _Pull:
     Attributes:
       since: time of the request.
       steps: number of steps whose gradients were sent before the request.
-      arrays: key of each leaf to the array that receives it.
-      missing: endpoint of each server whose blocks are incomplete to the inbox for these blocks.
-      at: endpoint to the step in the request to this server.
+      arrays: the array that receives each leaf, by key of the leaf.
+      missing: the inboxes whose blocks are incomplete, by endpoint of the server.
+      at: step in the request to each server, by endpoint.
       changed: inbox for table rows that other trainers have changed.
       reminder: times at which the trainer logs that it waits.
     """
@@ -115,8 +115,8 @@ class _Lookup:
 
     Attributes:
       since: time of the request.
-      missing: endpoint and name of each incomplete block to the inbox for its rows.
-      at: endpoint to the step in the request to this server.
+      missing: the inbox for the rows of each incomplete block, by endpoint and block name.
+      at: step in the request to each server, by endpoint.
       reminder: times at which the trainer logs that it waits.
     """
 
@@ -138,14 +138,14 @@ class Traffic:
     """Messages between one trainer's communicator and its servers.
 
     Args:
-      lines: endpoint to line of each server. All of them receive each request for parameters, even
-        servers without blocks of `leaves`.
-      leaves: caller's key to each leaf to receive.
+      lines: the line to each server, by endpoint. Each request for parameters goes to all servers,
+        even to servers without blocks of `leaves`.
+      leaves: leaves to receive, by the caller's keys.
       config: limits of the communicator.
       deadline: seconds after which an answer is late.
       name: name of the trainer in messages.
       room: allocates the memory to receive a leaf: (key, shape, dtype) -> array.
-      cached: caller's key to each table whose rows the trainer stores (GEO-SGD).
+      cached: tables whose rows the trainer stores (GEO-SGD), by the caller's keys.
 
     Attributes:
       config: limits of the communicator.

@@ -45,7 +45,7 @@ class TrafficLoop:
     """Loop of one communicator.
 
     Args:
-      links: endpoint to each link of the trainer.
+      links: the links of the trainer, by endpoint.
       traffic: state of the communicator's messages.
       config: options of the communicator, such as the length of its queue.
       changed: called after each event that a step may wait for.

@@ -76,9 +76,9 @@ class TrainerSteps:
         self._outbox_bytes: dict[str, int] = {}
         self._sent_to: set[str] = set()  # servers that `send` was called for in this step
         self._asked: dict[str, list[Any]] = {}  # blocks last requested from each server
-        # number of a later step, and name of the table, to the announced lookup
+        # announced lookups: number of a later step -> name of the table -> lookup
         self._announced: dict[int, dict[str, LookedUp]] = {}
-        # name of the pending checkpoint, and endpoint to the number of the `save` request
+        # name of the pending checkpoint, and endpoint -> number of the `save` request
         self._saves: tuple[str, dict[str, int]] = ("", {})
 
     def send(self, endpoint: str, name: str, block: np.ndarray) -> None:

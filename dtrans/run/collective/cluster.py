@@ -108,9 +108,11 @@ class ClusterTrainers(MeshTrainers):
         differs[jax.process_index()] = not np.array_equal(np.asarray(first), digest)
         (differs,) = all_reduce_sum(differs)
         if differs.any():
-            who = " and ".join(f"trainer {k}" for k in np.flatnonzero(differs))
+            others = [f"trainer {k}" for k in np.flatnonzero(differs)]
+            verb, has = ("disagrees", "it has") if len(others) == 1 else ("disagree", "they have")
             raise PeerError(
-                f"{who} disagrees with trainer 0 about how training starts: it has another init"
+                f"{' and '.join(others)} {verb} with trainer 0 about how training starts: {has} "
+                "another init"
             )
 
     def check_step(self, program: Program, split: Sequence[str], merges: Mapping[str, str]) -> None:

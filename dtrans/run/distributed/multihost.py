@@ -185,7 +185,7 @@ def check_consistent(
     if len({*counts.values()}) > 1:
         listed = ", ".join(f"trainer {k} gives {n}" for k, n in counts.items())
         raise BatchError(
-            f"{PARTS_DIFFER}; of {first} {listed} rows; split the batch by job.shard_batch(*batch)"
+            f"{PARTS_DIFFER}; rows of {first}: {listed}; split the batch by job.shard_batch(*batch)"
         )
     for i, part in enumerate(parts, 2):
         _check_equal(words, i, f"a different step or options: part '{part}' differs")
@@ -197,17 +197,18 @@ def _check_equal(words: Mapping[int, Sequence[str]], i: int, difference: str) ->
     Args:
       words: the words of each trainer.
       i: the index of the word.
-      difference: the words after "it has" in the error.
+      difference: the words after "it has" or "they have" in the error.
     """
     others = [f"trainer {k}" for k, theirs in words.items() if theirs[i] != words[0][i]]
     if others:
+        verb, has = ("disagrees", "it has") if len(others) == 1 else ("disagree", "they have")
         raise PeerError(
-            f"{' and '.join(others)} disagrees with trainer 0 about what is being trained: it has "
+            f"{' and '.join(others)} {verb} with trainer 0 about what is being trained: {has} "
             f"{difference}"
         )
 
 
-_rounds: dict[tuple[int, ...], int] = {}  # trainers to number of `_all_gather_words`
+_rounds: dict[tuple[int, ...], int] = {}  # number of calls of `_all_gather_words`, by trainers
 
 
 def _all_gather_words(words: Sequence[str]) -> dict[int, list[str]]:

@@ -89,7 +89,8 @@ class BlockUpdates:
         self.grads: dict[str, list[str]] = {}
         for name, b in self._blocks.items():
             self.grads[name] = [g.name for g in b.grads]
-        # State that the lr_sched block replaces. Other blocks read its values before the step.
+        # State that the lr_sched block replaces. The other blocks of the step still read the old
+        # values.
         self._replaced: set[str] = set()
         for b in self._first:
             self._replaced.update(update.types.keys() & b.out_names)

@@ -274,7 +274,7 @@ def write_results(d: StepBuilder) -> tuple[ResultSlots, StateSlots]:
 
 
 def _move_home(d: StepBuilder, name: str, slot: int, kind: AxisSharding, stage: int) -> int:
-    """Write the transfer of a merged parameter to the stage that stores it; return its slot.
+    """Write the transfer of a merged parameter to the stage that stores it; return the new slot.
 
     Args:
       d: the builder of the step.

@@ -210,8 +210,8 @@ def test_every_option_between_four_trainers(tmp_path: Path) -> None:
         ("donated", "StateError: a step has already used this state"),
         (
             "rows",
-            "BatchError: trainers must give parts of one size; of x trainer 0 gives 7, trainer 1 "
-            "gives 8 rows",
+            "BatchError: trainers must give parts of one size; rows of x: trainer 0 gives 7, "
+            "trainer 1 gives 8; split the batch",
         ),
         ("ragged", "BatchError: the arrays of a batch are split over the trainers, but "),
         (

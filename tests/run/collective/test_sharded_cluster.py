@@ -122,8 +122,8 @@ def paths(plan: Any) -> dict[str, str]:
         ),
         (
             "rows",
-            "BatchError: trainers must give parts of one size; of x trainer 0 gives 1, trainer 1 "
-            "gives 2 rows",
+            "BatchError: trainers must give parts of one size; rows of x: trainer 0 gives 1, "
+            "trainer 1 gives 2; split the batch",
         ),
         (
             "ragged",

@@ -1199,13 +1199,13 @@ def test_what_a_trainer_says_wrongly_is_refused_and_changes_nothing(
             "send",
             [noise],
             one(NAME, 0, 32) | {"step": 1},
-            "`send` of step 1; pserver {ep} is at step 0",
+            "a `send` message of step 1 arrived, but pserver {ep} is at step 0",
         ),
         (
             "send",
             [noise],
             one(NAME, 0, 32) | {"step": -1},
-            "`send` of step -1; pserver {ep} is at step 0",
+            "a `send` message of step -1 arrived, but pserver {ep} is at step 0",
         ),
         (
             "send",
@@ -1268,10 +1268,21 @@ def test_what_a_trainer_says_wrongly_is_refused_and_changes_nothing(
             "send_barrier",
             [],
             {"step": 0},
-            "`send_barrier` of step 0 before gradient params/w@GRAD is complete (0 of 32 bytes)",
+            "trainer 0 sent `send_barrier` of step 0 before gradient params/w@GRAD was complete "
+            "(0 of 32 bytes)",
         ),
-        ("send_barrier", [], {"step": 1}, "`send_barrier` of step 1; pserver {ep} is at step 0"),
-        ("recv", [], {"step": 1}, "`recv` of step 1; pserver {ep} is at step 0"),
+        (
+            "send_barrier",
+            [],
+            {"step": 1},
+            "a `send_barrier` message of step 1 arrived, but pserver {ep} is at step 0",
+        ),
+        (
+            "recv",
+            [],
+            {"step": 1},
+            "a `recv` message of step 1 arrived, but pserver {ep} is at step 0",
+        ),
         (
             "recv",
             [],
@@ -1308,7 +1319,12 @@ def test_what_a_trainer_says_wrongly_is_refused_and_changes_nothing(
             {"step": 0, "blocks": [["params/w", [2, 4], "float32"]]},
             "trainer 0 plans block params/w as float32[2, 4], pserver",
         ),
-        ("recv", [], {"step": 9, "blocks": [table]}, "`recv` of step 9; pserver {ep} is at step 0"),
+        (
+            "recv",
+            [],
+            {"step": 9, "blocks": [table]},
+            "a `recv` message of step 9 arrived, but pserver {ep} is at step 0",
+        ),
         ("fetch_barrier", [], {"step": 3}, "a message of unknown kind 'fetch_barrier'"),
         # what follows in the same message: nothing of that may stay either
         (
@@ -1380,7 +1396,9 @@ def test_what_a_trainer_says_wrongly_is_refused_and_changes_nothing(
         one_right_step(peer)
         # after the barrier of a step comes the next one
         peer.tell("send", noise, step=0, pieces=[[[NAME, 0, 32]]])
-        assert peer.refused() == f"`send` of step 0; pserver {ep} is at step 1"
+        assert (
+            peer.refused() == f"a `send` message of step 0 arrived, but pserver {ep} is at step 1"
+        )
         one_right_step(peer, 1)
         peer.leave()
     (final,) = role_threads.all().values()
@@ -1405,7 +1423,8 @@ def test_a_trainer_may_send_its_own_gradients_only_and_not_twice(role_threads: R
         first.tell("send_barrier", step=0)
         first.tell("send", noise, step=0, pieces=[[[f"{NAME}.trainer_0", 0, 32]]])
         until(
-            lambda: "after its send_barrier" in first.hear().fields.get("reason", ""), "the refusal"
+            lambda: "after its `send_barrier`" in first.hear().fields.get("reason", ""),
+            "the refusal",
         )
         second.tell("send", GRAD.tobytes(), step=0, pieces=[[[f"{NAME}.trainer_1", 0, 32]]])
         second.tell("send_barrier", step=0)

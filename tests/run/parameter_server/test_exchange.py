@@ -373,9 +373,9 @@ def test_what_a_server_says_wrongly_is_refused_and_changes_nothing(
             "peer",
             **as_other | {"order": "middle"},
         )
-        wrong = f"pserver {other} plans other reductions with pserver {ep} than pserver {ep} does"
+        wrong = f"pserver {other} and pserver {ep} have different plans for the reductions between"
         refused(line, wrong, "peer", **as_other | {"layout": "0" * 64})
-        refused(half.trainer, "a greeting as a pserver from trainer 0", "peer", **as_other)
+        refused(half.trainer, "trainer 0 sent a `peer` message, which only", "peer", **as_other)
         half.become()
         half.meet()  # twice is once
         assert line.hear().op == "welcome"
@@ -389,7 +389,7 @@ def test_what_a_server_says_wrongly_is_refused_and_changes_nothing(
 "'drop'", "peer",
                 **as_other | {"on_trainer_exit": "error"})  # fmt: skip
         hello = {"trainer": 0, "trainers": 1, "session": "peer"} | MEET
-        refused(line, f"a `hello` message of trainer 0 from pserver {other}", "hello", **hello)
+        refused(line, f"pserver {other} sent a `hello` message as trainer 0", "hello", **hello)
         refused(
             line,
             f"a `send` message from pserver {other}; servers send each other only `peer` and ",
@@ -408,13 +408,13 @@ def test_what_a_server_says_wrongly_is_refused_and_changes_nothing(
         for step in (-1, 2):
             refused(
                 line,
-                f"`partials` of step {step} from pserver {other}; pserver {ep} is at step 0",
+                f"pserver {other} sent `partials` of step {step}, but pserver {ep} is at step 0",
                 "partials",
                 noise,
                 **right | {"step": step},
             )
         for level in (-1, 1):
-            told = f"`partials` of level {level} from pserver {other}; pserver {ep} expects none"
+            told = f"pserver {other} sent `partials` of level {level}, but pserver {ep} expects"
             refused(line, told, "partials", noise, **right | {"level": level})
         refused(
             line,
@@ -461,7 +461,7 @@ def test_what_a_server_says_wrongly_is_refused_and_changes_nothing(
         np.testing.assert_allclose(half.pull(), want, rtol=1e-6)
         refused(
             line,
-            f"`partials` of step 0 from pserver {other}; pserver {ep} is at step 1",
+            f"pserver {other} sent `partials` of step 0, but pserver {ep} is at step 1",
             "partials",
             noise,
             **right,
@@ -614,7 +614,7 @@ def test_servers_of_different_plans_end_and_name_each_other(role_threads: RoleTh
         role_threads.start(ep, serve, plan, ep, params, deadline=3.0)
     role_threads.start("trainer", train, plans[0], 0, [mlp_batch(8)], params, deadline=3.0)
     errors = {ep: role_threads.end(ep) for ep in pservers}
-    told = "plans other reductions with pserver"
+    told = "have different plans for the reductions between them"
     # the one that is refused ends; one that is not up yet then, or the trainer, may find nobody
     # there any more
     refused = {ep for ep, e in errors.items() if told in str(e)}

@@ -303,7 +303,7 @@ def test_a_part_that_is_not_due_changes_nothing() -> None:
     ):
         with pytest.raises(WireError, match=why):
             rounds.take(1, bad)
-    with pytest.raises(WireError, match="a second `exchange` message of trainer 0 in round 0"):
+    with pytest.raises(WireError, match="trainer 0 sent an `exchange` message in round 0, but all"):
         rounds.take(0, message(0, [x], way))
     short = message(0, [x], way)
     short.fields["pieces"][0][0] = ["1", 0, 12]

@@ -49,7 +49,7 @@ def test_two_processes_make_the_numbers_of_one_device(
         said = dict(process["said"])
         assert "expected a multiple of 2, the number of processes" in said["odd"]
         assert said["rows"].startswith("BatchError: trainers must give parts of one size; of ")
-        assert "trainer 0 gives 1, trainer 1 gives 2 rows; split the batch" in str(said["rows"])
+        assert "trainer 0 gives 1, trainer 1 gives 2; split the batch" in str(said["rows"])
         assert "has 1 rows in each of 2 processes, together 2; expected a multi" in said["few"]
     # each holds its own part: beside the count of steps, nothing is held by both
     first, second = (set(process["held"]) for process in found)
