@@ -86,8 +86,7 @@ class Checkpoint:
       path: the folder of the checkpoint.
       pieces: name of each saver's piece, by saver.
       types: type of each array of the step, as text, by array name.
-      rows: saved slices of each array, by array name. The arrays that only servers have, and not
-        the step, are included.
+      rows: saved slices of each array, by array name. Arrays that only servers have are included.
       tables: (saver, slice name) -> files of a slice that was saved by rows: the block, and the
         column of this array in the block's files.
       may_differ: True if copies of an array may come from different steps.

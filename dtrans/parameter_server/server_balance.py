@@ -65,7 +65,7 @@ def compare_dispatchers(
 def _state_units(
     placement: Placement, optimize_blocks: Iterable[OptimizeBlock], trainers: int
 ) -> dict[str, str]:
-    """Return the unit of each array of optimizer state, by the array's name on its server."""
+    """Return the unit of each array of a server's state, by the array's name on the server."""
     found: dict[str, str] = {}
     for block in optimize_blocks:
         if block.role == OPTIMIZE:

@@ -36,7 +36,7 @@ class BufferPool:
     def __init__(self, alignment: int = ALIGNMENT) -> None:
         self._alignment = alignment
         self._owners: dict[tuple[Any, ...], list[np.ndarray]] = {}
-        self._starts: dict[int, int] = {}  # id of an owner to the index of its first aligned byte
+        self._starts: dict[int, int] = {}  # id of an owner -> index of its first aligned byte
 
     def take(self, key: str, shape: Sequence[int], dtype: Any) -> np.ndarray:
         """Return an array of undefined contents to which nothing else refers.

@@ -52,7 +52,7 @@ class LeaderLoop:
         self._limit, self._next_question = start + deadline, start + AGAIN
         self._refusals = Refusals(log)
         self._links: dict[int, Link] = {}
-        self._trainers: dict[object, int] = {}  # link to the id of the trainer
+        self._trainers: dict[object, int] = {}  # link -> id of the trainer
         for k, endpoint in enumerate(reached[1:], 1):
             link = transport.connect(endpoint, user=FIRST, role="trainer 0")
             self._links[k], self._trainers[link] = link, k

@@ -67,9 +67,9 @@ class Serving:
         self.status = StatusReporter(kind, trainers, refusals)
         self.keep: Callable[[str, int], int] | None = None
         self.saved: dict[str, int] = {}
-        # name of each checkpoint that is being written: steps made, and each trainer's request
+        # name of a checkpoint that is being written -> (steps made, requests of trainers)
         self._saves: dict[str, tuple[int, list[tuple[int, wire.Message]]]] = {}
-        self._blocks: dict[str, int] = {}  # name of each such checkpoint: its number of blocks
+        self._blocks: dict[str, int] = {}  # checkpoint being written -> number of blocks
         self._say, self._now = say, 0.0
 
     @property

@@ -114,12 +114,12 @@ class TrainerRegistry:
         self.endpoint = served.endpoint
         self.plan = plan
         self.secret, self._retry = secret, retry
-        self._refused: dict[int, str] = {}  # id of a refused trainer: the reason
+        self._refused: dict[int, str] = {}  # id of a refused trainer -> reason
         self.count = served.trainers
         self.deadline = deadline
         self.started = 0.0
         self._reminder = WaitReminder()
-        # id of each trainer whose process has ended: the time, and the exit status
+        # id of a trainer whose process has ended -> (time, exit status)
         self._dead: dict[int, tuple[float, str]] = {}
         self.to_servers = 0
         self.sync_mode = served.sync_mode

@@ -35,7 +35,7 @@ class RowAnswers:
         self._tables, self._update = served.tables, update
         self._trainers, self._say = trainers, say
         self._ahead = RowsAhead(served.tables)
-        # block name: row ids of each trainer's gradient in the current update
+        # block name -> row ids of each trainer's gradient in the current update
         self._touched: dict[str, list[np.ndarray]] = {}
 
     def take(self, k: int, message: wire.Message, grads: Inbox) -> None:

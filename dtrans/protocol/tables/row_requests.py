@@ -36,13 +36,13 @@ class RowRequests:
     def __init__(self, endpoint: str, tables: Mapping[str, TableSpec]) -> None:
         self._endpoint = endpoint
         self._tables = tables
-        # trainer and name of its gradient: row ids of the gradient
+        # (trainer, name of its gradient) -> row ids of the gradient
         self._ids: dict[tuple[int, str], np.ndarray] = {}
-        # trainer, op, block and `ahead` of an incomplete request: its `train`, and its row ids
+        # (trainer, op, block, `ahead`) of an incomplete request -> its `train` and its row ids
         self._begun: dict[tuple[int, str, str, int], tuple[bool, Inbox]] = {}
-        # trainer and block: values that the trainer has received (delay compensation)
+        # (trainer, block) -> values that the trainer has received (delay compensation)
         self._backups: dict[tuple[int, str], RowGradient] = {}
-        # trainer and block: row ids of each step whose gradient is pending. There are several,
+        # (trainer, block) -> row ids of each step whose gradient is pending. There are several,
         # because a communicator may send a gradient after lookups of later steps.
         self._under_way: dict[tuple[int, str], list[np.ndarray]] = {}
 

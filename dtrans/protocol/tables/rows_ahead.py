@@ -97,7 +97,7 @@ class RowsAhead:
 
     def __init__(self, tables: Mapping[str, TableSpec]) -> None:
         self._tables = tables
-        # trainer, block, and step that uses the rows
+        # The keys are (trainer, block, step that uses the rows).
         self._of: dict[tuple[int, str, int], _Announced] = {}
 
     def __bool__(self) -> bool:

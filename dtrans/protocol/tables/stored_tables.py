@@ -120,7 +120,7 @@ class PendingEvictions:
 
     def __init__(self) -> None:
         self.asked: dict[int, tuple[str, int]] = {}
-        self._requests: dict[int, dict[str, int]] = {}  # trainer's id: `wire.Message.request`
+        self._requests: dict[int, dict[str, int]] = {}  # trainer's id -> `wire.Message.request`
 
     def ask(self, k: int, rows: tuple[str, int], request: dict[str, int], step: int) -> None:
         """Record a request of trainer k.

@@ -354,7 +354,7 @@ class PeerIds:
             _REFUSED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
         )
         self._bound, self._refused = bound, refused
-        self._ids: dict[int, bytes] = {}  # file descriptor of a connection to the peer's id
+        self._ids: dict[int, bytes] = {}  # file descriptor of a connection -> id of the peer
         self._lost: list[bytes] = []
 
     def add(self, address: zmq.Frame) -> None:

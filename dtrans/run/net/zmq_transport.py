@@ -270,7 +270,7 @@ class ZmqTransport:
     def __init__(self, keys: Keys, patience: float = PATIENCE) -> None:
         self.keys, self.patience = keys, patience
         self.context: zmq.Context[Any] = zmq.Context()
-        self._owners: dict[Any, ZmqLink | ZmqListener] = {}  # socket to its link or listener
+        self._owners: dict[Any, ZmqLink | ZmqListener] = {}  # socket -> its link or listener
         self._poller = zmq.Poller()
         self._wake, self._waker = os.pipe()
         os.set_blocking(self._waker, False)

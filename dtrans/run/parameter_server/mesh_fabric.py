@@ -158,7 +158,7 @@ class MeshServers:
         """
         runs = {ep: self._servers[ep].run(grads[ep], arrays) for ep, arrays in state.items()}
         arrived: dict[str, Any] = dict.fromkeys(runs)
-        # for each server: the exchange that it waits for, and the vectors that it sends
+        # server -> (exchange that the server waits for, vectors that it sends)
         at: dict[str, tuple[Exchange, Vectors]] = {}
         while arrived:
             for ep, vectors in arrived.items():

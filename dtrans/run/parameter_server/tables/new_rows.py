@@ -38,7 +38,7 @@ class RowMaker:
     def __init__(self, eqn: JaxprEqn, args: Sequence[Any]) -> None:
         self.eqn, self.args = eqn, list(args)
         self.types, self._write = eqn.params["types"], eqn.params["write"]
-        # by number of rows: the compiled function, and its arguments after the ids
+        # number of rows -> (compiled function, its arguments after the ids)
         self._fns: dict[int, tuple[Callable[..., Sequence[Any]], list[Any]]] = {}
 
     def __call__(self, ids: np.ndarray) -> list[np.ndarray]:
