@@ -193,7 +193,7 @@ class TrainerRegistry:
         known = self.known.get(k)
         is_same = known is not None and known.session == message["session"]
         if known is not None and known.done and (known.failed or not is_same):
-            if known.failed or is_same:
+            if known.failed:
                 raise WireError(f"trainer {k} has left, and cannot come back to this job")
             # The sender belongs to the next job on this endpoint. When this server ends, the
             # connection breaks, and the sender greets the next server.

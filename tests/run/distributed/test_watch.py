@@ -213,7 +213,6 @@ def test_trainer_0_answers_observers(
             ["trainer", "step", "steps/s", "heard"],
         ]
         with first.operation():
-            monkeypatch.setattr(watch_module, "_waits_in_jax", lambda is_doing: is_doing)
             waits = lambda: str(getattr(observer.ask()[0].server, "doing", ""))
             until(lambda: "waiting for operation 1 of the job: trainer 1 " in waits(), "a wait")
         second.close()

@@ -281,8 +281,10 @@ def test_who_waits_in_vain_for_the_next_job_is_told_for_what(role_threads: RoleT
             assert peer.hear().op == "welcome"
         first.tell("complete")
         assert first.hear().op == "goodbye"
-        first.hello(0, 2, session="0")  # the same one, which can tell that it has left
-        assert first.refused() == "trainer 0 has left, and cannot come back to this job"
+        first.hello(0, 2, session="0")  # the same trainer, which has not answered the goodbye yet
+        assert [first.hear().op for _ in range(2)] == ["welcome", "goodbye"]
+        first.tell("recv", step=0, blocks=[])
+        assert first.refused() == "a `recv` message of trainer 0, which has left"
         role_threads.start("again", train, plan, 0, [], params_of(), deadline=1.0)
         error = role_threads.end("again")
         assert isinstance(error, DeadlineError)
