@@ -584,7 +584,10 @@ def test_messages_out_of_turn_are_refused_and_change_nothing(role_threads: RoleT
         peer.hello(1, 2)
         assert peer.hear().op == "welcome"
         peer.tell("send", block.tobytes(), step=1, pieces=[[["params/w@GRAD", 0, 64]]])
-        assert peer.refused() == f"`send` of step 1; trainer 1 is at step 0 on pserver {endpoint}"
+        assert peer.refused() == (
+            f"trainer 1 sent `send` of step 1, but pserver {endpoint} expects messages of step 0 "
+            "from trainer 1"
+        )
         peer.tell("send", block.tobytes(), step=0, pieces=[[["params/w@GRAD.trainer_1", 0, 64]]])
         assert "is not a gradient that trainer 1 sends" in peer.refused()
         peer.tell("send_barrier", step=0)
@@ -592,7 +595,7 @@ def test_messages_out_of_turn_are_refused_and_change_nothing(role_threads: RoleT
         peer.tell("send", block[:2].tobytes(), step=0, pieces=[[["params/w@GRAD", 0, 32]]])
         peer.tell("recv", step=0, blocks=[["params/w", [4, 2], "float64"]])
         assert peer.refused() == (
-            "trainer 0 sent `recv` of step 0 before gradient params/w@GRAD was complete"
+            "trainer 1 sent `recv` of step 0 before gradient params/w@GRAD was complete"
         )
         peer.tell("complete")
         assert peer.hear().op == "goodbye"
