@@ -160,7 +160,7 @@ SIZES, STEPS = (200, 300, 3), 12
 MODES: dict[str, dict[str, Any]] = {
     "synchronous, with an exchange between servers": {},
     "asynchronous": {"mode": dtrans.Async()},
-    "with a communicator": {"mode": dtrans.Async(communicator=dtrans.CommunicatorConfig())},
+    "with a communicator that each step waits for": {"mode": dtrans.HalfAsync()},
 }
 
 
