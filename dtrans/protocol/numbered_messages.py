@@ -7,7 +7,7 @@ that the other end lacks.
 
 A receiver accepts messages in the order of their numbers. It drops a message that it has already
 received. It also drops a message that follows a gap, because the sender repeats both. So every
-message is processed exactly once and in order, and no operation needs a rule for outages.
+numbered message is processed exactly once and in order, and operations need no rule for outages.
 
 Source: go-back-N retransmission (Bertsekas and Gallager, Data Networks, section 2.4).
 """

@@ -82,6 +82,10 @@ class Listener(Protocol):
     endpoint: str
     local: str
 
+    @property
+    def silent(self) -> int:
+        """Number of open connections on which no message has been received."""
+
     def send(self, address: bytes, frames: Sequence[Any], /) -> None:
         """Send a message to an address, or drop it if the connection has ended."""
 

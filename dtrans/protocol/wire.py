@@ -61,8 +61,8 @@ Admission: `plan` contains the parts of the plan's fingerprint (`dtrans.ir.finge
 with another plan is refused. `proof` is derived from `nonce` and the job's token
 (`dtrans.protocol.token`). It proves that the sender of a welcome has the token.
 
-Messages between a trainer and a server, and between two servers, also have `number` and `heard`.
-`value` has `number`. With these fields a new connection resumes a broken one
+Messages between a trainer and a server, between two servers, and of pipelines also have `number`
+and `heard`. With these fields a new connection resumes a broken one
 (`dtrans.protocol.numbered_messages`). Messages in `UNCOUNTED` have no number.
 
 End of a job: a trainer sends `complete`, receives `goodbye`, and answers with its own `goodbye`. A

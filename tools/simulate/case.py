@@ -244,9 +244,9 @@ class Case:
         limits = [self.deadline / 2]
         if kinds - {"pause", "twice"}:
             limits.append(self.patience / 2)
-        if "cut" in kinds:
-            limits.append(RETRY / 2)
-        return sum(e.seconds for e in self.events if e.kind != "twice") < min(limits)
+        breaks = sum(e.seconds for e in self.events if e.kind == "cut")
+        spans = sum(e.seconds for e in self.events if e.kind != "twice")
+        return breaks < RETRY / 2 and spans < min(limits)
 
     @property
     def orderly(self) -> bool:

@@ -148,6 +148,11 @@ class SimulatedListener:
         self._network = network
         network.listeners[endpoint] = self
 
+    @property
+    def silent(self) -> int:
+        """Number of open connections on which no message has been received."""
+        return sum(x.is_silent for x in self.connections.values())
+
     def send(self, address: bytes, frames: Sequence[Any], /) -> None:
         """Send a message, or drop it if the connection has ended."""
         if address in self.connections:
@@ -168,6 +173,7 @@ class SimulatedLink:
       client: process that connects.
       server_name: name of the process that listens.
       up: True while the connection is established.
+      is_silent: True if nothing has arrived at the server since the connection was established.
       address: address of the client at the listener.
       paused_until: time until which no message arrives at the server, and the same for the client.
     """
@@ -175,7 +181,7 @@ class SimulatedLink:
     def __init__(self, network: Network, client: Process, endpoint: str, token: str) -> None:
         self.network, self.client, self._endpoint = network, client, endpoint
         self.server_name, self._token = f"pserver {endpoint}", token
-        self.up = False
+        self.up = self.is_silent = False
         self.address = network.address()
         self.paused_until = [0.0, 0.0]
         self._listener: SimulatedListener
@@ -213,7 +219,9 @@ class SimulatedLink:
         self._epoch += 1
         self._last = [clock.now, clock.now]
         listener.connections[self.address] = self
-        self._arrive(0, Event("connected", listener, address=self.address), clock.now)
+        self.is_silent = True
+        if self._epoch == 1:  # ZeroMQ does not announce a reconnection to the listener
+            self._arrive(0, Event("connected", listener, address=self.address), clock.now)
         self._arrive(1, Event("connected", self), clock.now)
         pending, self._pending = self._pending, []
         for frames in pending:
@@ -309,6 +317,7 @@ class SimulatedLink:
 
         def deliver() -> None:
             if self._epoch == epoch and not (way and self._closed):
+                self.is_silent &= bool(way)
                 to.deliver(event)
 
         network.clock.at(time, deliver)

@@ -8,6 +8,7 @@ the welcome.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -43,7 +44,7 @@ class PeerLine:
         self._secret, self._nonce = secret, token.new_token()
         self._greeting = {**greeting, "nonce": self._nonce}
         self._retry, self._lost = retry, False
-        self._lost_since = 0.0
+        self._retry_until = math.inf
         # step of the newest messages, and the number of messages sent before that step
         self._step, self._before = 0, 0
         self._say = say
@@ -76,16 +77,18 @@ class PeerLine:
     def connected(self) -> None:
         """Send the greeting on a new connection, also after a reconnection."""
         if not self.peer.welcomed or self._lost:
+            # The other server may be busy, and answer later than a reconnection may take.
+            self._retry_until = math.inf
             self._say([wire.header("peer", **self._greeting, back=self._lost)])
 
     def broken(self, now: float) -> None:
         """Handle the end of the connection. Messages in transit are lost."""
-        if self.peer.welcomed and not self._lost:
-            self._lost, self._lost_since = True, now
+        if self.peer.welcomed and self._retry_until == math.inf:
+            self._lost, self._retry_until = True, now + self._retry
 
     def look(self, now: float) -> None:
         """Mark the other server as gone if the time for a reconnection has passed."""
-        self.peer.gone = self.peer.gone or (self._lost and now - self._lost_since > self._retry)
+        self.peer.gone = self.peer.gone or now > self._retry_until
 
     def barred(self, why: str) -> PeerError:
         """Return the error for a server that rejects this server's key or password."""
@@ -133,6 +136,10 @@ class PeerLine:
 
     def _send_missing(self, heard: int) -> None:
         """Send all messages but the first `heard` ones, which the other server has received."""
+        try:
+            self.peer.messages.check_resumable(heard)
+        except WireError as e:
+            raise PeerError(f"pserver {self.peer.endpoint}: {e}") from e
         self.peer.messages.acknowledge(heard)
         for frames in self.peer.messages.stored:
             self._say(frames)

@@ -125,6 +125,7 @@ class ServerLoop:
                 self._serving.died(int(number), how, now)
         for line, _ in self._lines.values():
             line.look(now)
+        self._trainers.silent = self._listener.silent
         self._serving.look(now)
         self.wakes = self._transport.now() + TICK
 

@@ -46,6 +46,7 @@ class ServerPeer:
       welcomed: True if it has welcomed this server.
       gone: True if it has ended, or did not reconnect in time.
       messages: messages to and from the server.
+      nonce: random word of its process, from its greeting.
     """
 
     endpoint: str
@@ -54,6 +55,7 @@ class ServerPeer:
     welcomed: bool = False
     gone: bool = False
     messages: NumberedMessages = dataclasses.field(default_factory=NumberedMessages)
+    nonce: str = ""
 
 
 class ServerPeers:
@@ -174,12 +176,16 @@ class ServerPeers:
             )
         check_plan(f"pserver {self.me}", self._plan, f"pserver {ep}", message)
         is_new = self.known[ep].address is None and not message.fields.get("back", False)
-        if address not in self._by_address and not is_new:
+        # ZeroMQ may deliver the greeting of a broken connection under a temporary address, so the
+        # same process may greet from two addresses.
+        nonce = message.fields.get("nonce", "")
+        is_same = bool(nonce) and nonce == self.known[ep].nonce
+        if address not in self._by_address and not is_new and not is_same:
             # A second process greets as this peer, so it belongs to the next job; or a peer of the
             # previous job has reconnected.
             return False
         self._by_address[address] = ep
-        self.known[ep].address = address
+        self.known[ep].address, self.known[ep].nonce = address, nonce
         return True
 
     # -- partial results -------------------------------------------------------------------------

@@ -100,6 +100,7 @@ class TrainerRegistry:
       known: state of each trainer that has greeted this server, by id.
       by_address: id of each of these trainers, by address.
       to_servers: number of bytes of all messages to other servers.
+      silent: number of open connections on which nothing has been received.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class TrainerRegistry:
         self._reminder = WaitReminder()
         # id of a trainer whose process has ended -> (time, exit status)
         self._dead: dict[int, tuple[float, str]] = {}
-        self.to_servers = 0
+        self.to_servers = self.silent = 0
         self.sync_mode = served.sync_mode
         self.known: dict[int, Trainer] = {}
         self.by_address: dict[bytes, int] = {}
@@ -261,7 +262,7 @@ class TrainerRegistry:
             yield frames
 
     def back(self, address: bytes) -> None:
-        """Handle a reconnection. The trainer also sends `hello`."""
+        """Handle the first connection from an address. The trainer also sends `hello`."""
         k = self.by_address.get(address)
         if k is not None:
             self.known[k].lost = None
@@ -297,7 +298,9 @@ class TrainerRegistry:
         """Return the id of each trainer whose connection or process ended too early: the reason."""
         found: dict[int, str] = {}
         for k in self.present:
-            if self._is_lost(self.known[k], now):
+            # After a reconnection, a trainer that computes for long has sent nothing yet.
+            patience = self.deadline if self.silent else 0.0
+            if self._is_lost(self.known[k], now - patience):
                 found[k] = (
                     f"the connection of trainer {k} to pserver {self.endpoint} ended without a "
                     "goodbye"

@@ -65,7 +65,8 @@ class ServerConnection:
         self.gone = False
         self.before_it_speaks: Callable[[], object] | None = None
         self._secret, self._say_now, self._retry = secret, say, retry
-        self._lost_since: float | None = None
+        self._is_lost = False  # True from a break until the server's welcome
+        self._retry_until = math.inf
         self._is_local = False  # True if the connection is a Unix socket
         self._messages = NumberedMessages()
         self._connections = 0  # number of connections on which `hello` was sent
@@ -90,34 +91,33 @@ class ServerConnection:
           local: True if the link uses a Unix socket.
         """
         self.welcomed = self.gone = False
-        self._lost_since, self._is_local = None, local
+        self._is_lost, self._retry_until, self._is_local = False, math.inf, local
 
     def connected(self) -> None:
         """Send `hello` after a connection is made.
 
         Send nothing if the server has welcomed the trainer and the connection has not broken since.
         """
-        is_back = self._lost_since is not None
-        if self.welcomed and not is_back:
+        if self.welcomed and not self._is_lost:
             return
+        # The server may be busy, and answer later than a reconnection may take.
+        self._retry_until = math.inf
         self._connections += 1
         counts = {"heard": self._messages.received, "connection": self._connections}
-        fields = {**self._hello, **counts, "back": is_back, "local": self._is_local}
+        fields = {**self._hello, **counts, "back": self._is_lost, "local": self._is_local}
         self._say_now([wire.header("hello", **fields)])
 
     def broken(self, now: float) -> None:
         """Handle the end of the connection. Messages in transit are lost."""
         if self.welcomed and (self._is_local or self._aborts):
             self.gone = True
-        elif self.welcomed and self._lost_since is None:
-            self._lost_since = now
+        elif self.welcomed and self._retry_until == math.inf:
+            self._is_lost, self._retry_until = True, now + self._retry
 
     @property
     def retries_until(self) -> float:
         """Time until which the trainer waits for a reconnection; infinity if it does not wait."""
-        if self._lost_since is None or self.gone:
-            return math.inf
-        return self._lost_since + self._retry
+        return math.inf if self.gone else self._retry_until
 
     def give_up(self, now: float) -> None:
         """Set `gone` if the time for a reconnection has passed."""
@@ -140,9 +140,9 @@ class ServerConnection:
         message = [wire.header(op, **fields, **stamp), *frames]
         if is_numbered and not self._is_local:
             self._messages.store(message)
-        elif self._lost_since is not None:
+        elif self._is_lost:
             self._pending.append(message)
-        if self._lost_since is None:
+        if not self._is_lost:
             self._say_now(message)
 
     def tell(self, op: str, **fields: Any) -> None:
@@ -177,14 +177,14 @@ class ServerConnection:
             return None
         if message.op != "welcome" or not self.welcomed:
             return message
-        if self._lost_since is not None:  # otherwise this answers a second `hello`
+        if self._is_lost:  # otherwise this answers a second `hello`
             self._check_proof(message.fields)
             self._resume()
         return None
 
     def _resume(self) -> None:
         """Send the messages that the server lacks on a new connection."""
-        self._lost_since = None
+        self._is_lost = False
         for message in (*self._messages.stored, *self._pending):
             self._say_now(message)
         self._pending.clear()

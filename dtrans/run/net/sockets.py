@@ -350,35 +350,61 @@ class PeerIds:
     """
 
     def __init__(self, bound: zmq.Socket[Any], refused: Callable[[], None]) -> None:
-        self.monitor: zmq.Socket[Any] = bound.get_monitor_socket(
-            _REFUSED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
-        )
+        events = _REFUSED | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+        where = f"inproc://monitor.{token.new_token()}"
+        bound.monitor(where, events)
+        self.monitor: zmq.Socket[Any] = bound.context.socket(zmq.PAIR)
+        # without a limit: ZeroMQ's I/O thread would wait until this process reads the events
+        self.monitor.rcvhwm = 0
+        self.monitor.connect(where)
         self._bound, self._refused = bound, refused
+        self._silent: set[int] = set()  # file descriptors of connections without a message yet
         self._ids: dict[int, bytes] = {}  # file descriptor of a connection -> id of the peer
         self._lost: list[bytes] = []
 
-    def add(self, address: zmq.Frame) -> None:
+    @property
+    def silent(self) -> int:
+        """Number of open connections on which no message has been received."""
+        return len(self._silent)
+
+    def add(self, address: zmq.Frame) -> bool:
         """Store the id and the connection of a peer that has sent a message.
 
         Args:
           address: first frame of the message, which is the peer's id.
+
+        Returns:
+          False if the connection has ended already, so that the peer is lost after the message.
         """
+        # A file descriptor may be reused, so the events before the message are read first.
+        self.read_monitor()
         connection, peer = int(address.get(zmq.SRCFD)), bytes(address.buffer)
-        if self._ids.get(connection) != peer:
-            # The file descriptor may be reused, so the end of its earlier connection is read first.
-            self.read_monitor()
+        if connection in self._silent or connection in self._ids:
+            self._silent.discard(connection)
             self._ids[connection] = peer
+            return True
+        while peer in self._lost:  # it is lost after this message
+            self._lost.remove(peer)
+        return False
+
+    def is_connected(self, peer: bytes) -> bool:
+        """Return True if a connection of a peer is open."""
+        return peer in self._ids.values()
 
     def read_monitor(self) -> None:
         """Handle all pending connection events."""
-        while self.monitor.poll(0):
+        while int(self.monitor.get(zmq.EVENTS)) & zmq.POLLIN:
             found = recv_monitor_message(self.monitor)
-            if found["event"] & _REFUSED:
+            event, connection = int(found["event"]), int(found["value"])
+            if event & _REFUSED:
                 self._refused()
-            elif found["event"] == zmq.EVENT_DISCONNECTED and found["value"] in self._ids:
-                peer = self._ids.pop(found["value"])
+            elif event == zmq.EVENT_ACCEPTED:
+                self._silent.add(connection)
+            elif event == zmq.EVENT_DISCONNECTED:
+                self._silent.discard(connection)
+                peer = self._ids.pop(connection, None)
                 # A peer that has reconnected before its old connection ended is not lost.
-                if peer not in self._ids.values():
+                if peer is not None and not self.is_connected(peer):
                     self._lost.append(peer)
 
     def take_lost(self) -> Iterator[bytes]:

@@ -53,8 +53,8 @@ class ZmqLink:
     ) -> None:
         self._transport = transport
         self.socket = new_socket(transport.context, zmq.DEALER, transport.patience)
-        # ZeroMQ sends an empty message on each new connection, even while this process computes,
-        # so that the listener learns of a reconnection at once.
+        # ZeroMQ sends an empty message on the first connection, even while this process computes,
+        # so that the listener learns its id at once. It sends none after a reconnection.
         self.socket.setsockopt(zmq.PROBE_ROUTER, 1)
         self._handshakes = Handshakes(self.socket, transport.keys, address)
         self.monitor = self._handshakes.monitor
@@ -191,6 +191,12 @@ class ZmqListener:
             self.close()
             raise
 
+    @property
+    def silent(self) -> int:
+        """Number of open connections on which no message has been received."""
+        self._peers.read_monitor()
+        return self._peers.silent
+
     def send(self, address: bytes, frames: Sequence[Any], /) -> None:
         """Send a message; see `dtrans.protocol.transport.Listener`."""
         with contextlib.suppress(zmq.Again):
@@ -204,8 +210,14 @@ class ZmqListener:
         """
         if self.socket in ready:
             address, *frames = self.socket.recv_multipart(copy=False)
-            self._peers.add(address)
+            peer = bytes(address.buffer)
+            is_open = self._peers.add(address)
+            # the end of an earlier connection comes before the first message on the next one
+            for lost in self._peers.take_lost():
+                yield Event("lost", self, address=lost)
             yield _message_event(self, address, frames)
+            if not is_open and not self._peers.is_connected(peer):
+                yield Event("lost", self, address=peer)
         if self.monitor in ready:
             self._peers.read_monitor()
         for lost in self._peers.take_lost():

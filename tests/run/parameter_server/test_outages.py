@@ -23,6 +23,7 @@ from dtrans.errors import PeerError
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.protocol.server.sync_server import SyncServer
 from dtrans.protocol.trainer.trainer_line import TrainerLine
+from dtrans.protocol.transport import RETRY
 from dtrans.run.net import zmq_transport
 
 
@@ -96,7 +97,7 @@ def test_a_connection_that_is_made_again_goes_on(role_threads: RoleThreads, job:
         if i == 1:
             time.sleep(1.0)  # what trainer 1 sends has come, and nobody answers it yet
             relay.cut()
-            time.sleep(1.0)  # it computes: nobody but ZeroMQ connects again
+            time.sleep(RETRY + 1.5)  # it computes: nobody but ZeroMQ connects again
 
     check_numbers(run(role_threads, job, cut, patience=10.0))
     assert relay.connections == 4
