@@ -97,6 +97,22 @@ def test_a_door_knows_who_has_gone_and_who_was_refused():
         assert "DTRANS_TOKEN" in reasons[0]
 
 
+def test_the_end_of_a_connection_is_reported_if_it_came_before_its_first_message_was_read():
+    """The process of the listener was busy, and the other one has ended meanwhile."""
+    token = new_token()
+    with opened(token) as here:
+        door = here.bind("127.0.0.1:*", USERS, **LIMITS)
+        with opened(token) as there:
+            link = there.connect(door.endpoint, **ME)
+            link.send([b"hello"])
+            link.close(linger=HANG)
+        assert door.monitor.poll(HANG * 1000)  # ZeroMQ has noticed the connection
+        found = events(here, "lost")
+        while not words(found):  # the probe of the connection was read before it
+            found += events(here, "lost")
+        assert kinds(found)[-2:] == ["message", "lost"]
+
+
 def test_events_say_which_link_they_are_of():
     token = new_token()
     with opened(token) as here, opened(token) as there:
