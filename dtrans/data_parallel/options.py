@@ -58,7 +58,8 @@ class Reduce:
       >>> dtrans.Reduce(compress="bf16").bucket_MB
       32
       >>> dtrans.Reduce("max")
-      Traceback (most recent call last): ...
+      Traceback (most recent call last):
+          ...
       dtrans.errors.ConfigError: op must be 'mean' or 'sum', it is 'max'
     """
 
