@@ -218,7 +218,7 @@ NUMBERS: dict[str, type | tuple[type, ...]] = {"number": int, "heard": int}
 
 # Messages without a number. They belong to one connection, or are processed even after a gap: a
 # trainer whose message was refused still tells the server why it ends.
-UNCOUNTED = ("hello", "peer", "welcome", "waiting", "refuse", "abort")
+UNCOUNTED = ("hello", "peer", "welcome", "waiting", "abort")
 
 # messages that may have the field `then`
 FOLLOWED = ("send", "send_barrier")

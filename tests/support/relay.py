@@ -9,12 +9,29 @@ import threading
 from role_threads import HANG
 
 
+class _Connection:
+    """A connection through the relay.
+
+    Attributes:
+      loss: set with the first loss of data; None while no data are lost.
+    """
+
+    def __init__(self, *ends: socket.socket) -> None:
+        self.ends = ends
+        self.loss: threading.Event | None = None
+
+    def close(self) -> None:
+        for end in self.ends:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+
+
 class Relay:
     """A network in front of an endpoint, which a test can hold, and whose connections it can break.
 
     Attributes:
       connections: how many were made.
-      swallowed: is set where something was lost, from when it is there until connections are cut.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -23,10 +40,9 @@ class Relay:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
         self.connections = 0
-        self.swallowed: threading.Event | None = None
         self._flows = threading.Event()
         self._flows.set()
-        self._open: list[socket.socket] = []
+        self._open: list[_Connection] = []
         self._threads = [threading.Thread(target=self._accept, daemon=True)]
         self._threads[0].start()
 
@@ -40,21 +56,25 @@ class Relay:
                     one.close()
                     continue
                 self.connections += 1
-                self._open += [one, other]
+                connection = _Connection(one, other)
+                self._open.append(connection)
                 for ends in ((one, other), (other, one)):
+                    args = (connection, *ends)
                     self._threads.append(
-                        threading.Thread(target=self._pump, args=ends, daemon=True)
+                        threading.Thread(target=self._pump, args=args, daemon=True)
                     )
                     self._threads[-1].start()
 
-    def _pump(self, origin: socket.socket, target: socket.socket) -> None:
+    def _pump(self, connection: _Connection, origin: socket.socket, target: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while data := origin.recv(1 << 16):
                 self._flows.wait()
-                if self.swallowed is None:
+                # A connection that has lost data passes none any more: TCP delivers no stream with
+                # a hole.
+                if connection.loss is None:
                     target.sendall(data)
                 else:
-                    self.swallowed.set()
+                    connection.loss.set()
         for s in (origin, target):
             with contextlib.suppress(OSError):
                 s.shutdown(socket.SHUT_RDWR)
@@ -65,18 +85,17 @@ class Relay:
         threading.Timer(seconds, self._flows.set).start()
 
     def lose(self) -> threading.Event:
-        """Lose all data until connections are cut; return an event for the first loss."""
-        self.swallowed = threading.Event()
-        return self.swallowed
+        """Lose all further data of the open connections; return an event for the first loss."""
+        loss = threading.Event()
+        for connection in self._open:
+            connection.loss = loss
+        return loss
 
     def cut(self) -> None:
-        """Break all connections; what comes by those that are made again is not lost."""
-        self.swallowed = None
+        """Break all connections. Later connections lose no data."""
         broken, self._open = self._open, []
-        for s in broken:
-            with contextlib.suppress(OSError):
-                s.shutdown(socket.SHUT_RDWR)
-            s.close()
+        for connection in broken:
+            connection.close()
 
     def refuse(self) -> None:
         """Let no connection be made any more."""

@@ -193,8 +193,6 @@ class Breaks:
         self.count += 1
 
 
-# By night: ZeroMQ sometimes delivers the torn rest of a message, which ends the job by name.
-@pytest.mark.soak
 @pytest.mark.parametrize("mode", MODES)
 def test_a_network_that_loses_messages_changes_no_bit(
     mode: str, role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch
