@@ -1,6 +1,8 @@
 """A parameter server: its trainers, its updates and its connections to other servers.
 
-trainer_registry   the trainers of a server: admission, and lost or late trainers
+admission          checks of the greetings of trainers and servers
+trainer_registry   the trainers of a server: their connections, and lost or late trainers
+trainer_exits      trainers that leave a synchronous server before the others
 sync_server        a synchronous server
 step_waits         deadlines of a synchronous server's trainers within a step
 trainer_rounds     exchanges between trainers in the middle of a step

@@ -25,13 +25,9 @@ from dtrans.protocol import wire
 from dtrans.protocol.buffers import BufferPool
 from dtrans.protocol.inbox import Inbox
 from dtrans.protocol.numbered_messages import NumberedMessages
+from dtrans.protocol.server.admission import check_plan, welcome
 from dtrans.protocol.server.exchange import Exchange, vector_types
-from dtrans.protocol.server.trainer_registry import (
-    Say,
-    TrainerRegistry,
-    check_plan,
-    welcome,
-)
+from dtrans.protocol.server.trainer_registry import Say, TrainerRegistry
 from dtrans.protocol.server_blocks import StepUpdate, Vectors
 
 

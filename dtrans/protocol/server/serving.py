@@ -20,9 +20,10 @@ from dtrans.errors import DtransError, StateError, WireError
 from dtrans.protocol import wire
 from dtrans.protocol.job_status import StatusReporter
 from dtrans.protocol.refusals import Refusals
+from dtrans.protocol.server.admission import welcome
 from dtrans.protocol.server.async_server import AsyncServer
 from dtrans.protocol.server.sync_server import SyncServer
-from dtrans.protocol.server.trainer_registry import Say, TrainerRegistry, welcome
+from dtrans.protocol.server.trainer_registry import Say, TrainerRegistry
 from dtrans.protocol.tables.stored_tables import tell_changes, tell_report
 
 

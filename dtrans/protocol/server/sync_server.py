@@ -34,7 +34,7 @@ Read next: `step_waits` (deadlines), `server_peers` (other servers), `trainer_ro
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,9 +46,9 @@ from dtrans.protocol.buffers import BufferPool
 from dtrans.protocol.inbox import Inbox
 from dtrans.protocol.server.server_peers import JointUpdate, ServerPeers
 from dtrans.protocol.server.step_waits import StepWaits, TrainerTurn
+from dtrans.protocol.server.trainer_exits import TrainerExits
 from dtrans.protocol.server.trainer_registry import (
     Say,
-    TrainerExits,
     TrainerRegistry,
     answer,
     wanted,
@@ -98,18 +98,9 @@ class SyncServer:
 
         pool = BufferPool()
         self._grads = {n: pool.take(n, t.shape, t.dtype) for n, t in served.gradients.items()}
-        self._turns = {k: TrainerTurn(self._inbox(k)) for k in range(trainers.count)}
-        self._waits = StepWaits(
-            trainers, self._joint, self._turns, self._rounds, self._evictions, say
-        )
-
-    def _inbox(self, k: int) -> Inbox:
-        """Return an inbox for the gradients that trainer k sends."""
-        of_rows = {n for t in self._served.tables.values() for n in t.gradients.values()}
-        names = {sent[k] for sent in self._served.sent} - of_rows
-        memory = subset(self._grads, names) | self._rows.requests.memory_of(k)
-        refusal = f"is not a gradient that trainer {k} sends to pserver {self.endpoint}"
-        return Inbox(memory, lambda name: f"{name} {refusal}")
+        self._turns = _turns_of(served, self._grads, self._rows, trainers.count)
+        waits = (self._joint, self._turns, self._rounds, self._evictions)
+        self._waits = StepWaits(trainers, *waits, say)
 
     # -- status ----------------------------------------------------------------------------------
 
@@ -349,6 +340,26 @@ class SyncServer:
     def _answer(self, k: int) -> None:
         self._turns[k].waits = False
         answer(self._say, self._trainers.known[k], self.step, self._update.values)
+
+
+def _turns_of(
+    served: ServerBlocks, grads: Mapping[str, np.ndarray], rows: RowAnswers, trainers: int
+) -> dict[int, TrainerTurn]:
+    """Return the progress of each trainer, with an inbox for the gradients that it sends."""
+    row_gradients: set[str] = set()
+    for table in served.tables.values():
+        row_gradients.update(table.gradients.values())
+    turns = {}
+    for k in range(trainers):
+        names = {sent[k] for sent in served.sent} - row_gradients
+        memory = subset(grads, names) | rows.requests.memory_of(k)
+        turns[k] = TrainerTurn(Inbox(memory, _unknown_gradient(k, served.endpoint)))
+    return turns
+
+
+def _unknown_gradient(k: int, endpoint: str) -> Callable[[str], str]:
+    """Return a function from the name of an unknown gradient to the text of the error."""
+    return lambda name: f"{name} is not a gradient that trainer {k} sends to pserver {endpoint}"
 
 
 def _other_step(server: SyncServer, message: wire.Message) -> WireError:

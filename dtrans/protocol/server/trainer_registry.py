@@ -1,4 +1,4 @@
-"""Registry of one server's trainers: admission, and lost or late trainers.
+"""Registry of one server's trainers: their connections, and lost or late trainers.
 
 The registry has no side effects outside itself: it receives the time as an argument, and returns
 the text or fields of the messages that its caller sends.
@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from dtrans.errors import DeadlineError, PeerError, WireError
-from dtrans.ir import fingerprint
-from dtrans.protocol import token, wire
+from dtrans.errors import DeadlineError, WireError
+from dtrans.protocol import wire
 from dtrans.protocol.numbered_messages import NumberedMessages
+from dtrans.protocol.server.admission import check_job, check_plan
 from dtrans.protocol.server_blocks import ServerBlocks
 from dtrans.protocol.transport import RETRY
 from dtrans.protocol.wait_reminder import WaitReminder
@@ -96,7 +95,6 @@ class TrainerRegistry:
       count: number of trainers of the job.
       deadline: the argument `deadline`.
       started: time at which the server began to wait for trainers.
-      sync_mode: True if the server is synchronous.
       known: state of each trainer that has greeted this server, by id.
       by_address: id of each of these trainers, by address.
       to_servers: number of bytes of all messages to other servers.
@@ -123,7 +121,7 @@ class TrainerRegistry:
         # id of a trainer whose process has ended -> (time, exit status)
         self._dead: dict[int, tuple[float, str]] = {}
         self.to_servers = self.silent = 0
-        self.sync_mode = served.sync_mode
+        self._served = served
         self.known: dict[int, Trainer] = {}
         self.by_address: dict[bytes, int] = {}
 
@@ -190,7 +188,7 @@ class TrainerRegistry:
           WireError: the trainer is refused.
         """
         k = message["trainer"]
-        _check_job(self, message)
+        check_job(self._served, message)
         known = self.known.get(k)
         is_same = known is not None and known.session == message["session"]
         if known is not None and known.done and (known.failed or not is_same):
@@ -352,14 +350,9 @@ class TrainerRegistry:
           DeadlineError: the deadline has passed, and some trainers have not connected.
         """
         absent = self.unseen
-        waited = self._reminder.due(now) if absent else 0.0
-        if waited:
-            log.warning(
-                "pserver %s has waited %.0f s for %s to say hello",
-                self.endpoint,
-                waited,
-                named(absent),
-            )
+        if absent and (waited := self._reminder.due(now)):
+            text = "pserver %s has waited %.0f s for %s to say hello"
+            log.warning(text, self.endpoint, waited, named(absent))
         if absent and now - self.started > self.deadline:
             why = "".join(f"; {self._refused[k]}" for k in absent if k in self._refused)
             raise DeadlineError(
@@ -367,116 +360,6 @@ class TrainerRegistry:
                 f"say hello{why}"
             )
         return absent
-
-
-def welcome(
-    secret: str, message: wire.Message, step: int, heard: int, local: str = ""
-) -> dict[str, Any]:
-    """Return the fields of the welcome that answers a `hello` or `peer` message.
-
-    Args:
-      secret: the job's token.
-      message: the `hello` or `peer` message.
-      step: the server's step.
-      heard: number of messages received from the sender.
-      local: path of the server's Unix socket, for trainers on the same host.
-    """
-    proof = token.shown(secret, f"welcome {message.fields.get('nonce', '')}")
-    return {"step": step, "local": local, "proof": proof, "heard": heard}
-
-
-def _check_job(registry: TrainerRegistry, message: wire.Message) -> None:
-    """Raise WireError if a trainer runs on another platform, or belongs to another job."""
-    k, trainers = message["trainer"], message["trainers"]
-    sync_mode = message.fields.get("sync_mode", registry.sync_mode)
-    if message["order"] != sys.byteorder:
-        raise WireError(
-            f"trainer {k} is {message['order']}-endian, pserver {registry.endpoint} is "
-            f"{sys.byteorder}-endian"
-        )
-    if trainers != registry.count:
-        raise WireError(
-            f"trainer {k} was planned with {trainers} trainers, pserver {registry.endpoint} with "
-            f"{registry.count}"
-        )
-    if not 0 <= k < registry.count:
-        raise WireError(f"the trainer's id is {k}, expected 0 to {registry.count - 1}")
-    if sync_mode != registry.sync_mode:
-        modes = {True: "synchronous", False: "asynchronous"}
-        raise WireError(
-            f"trainer {k} is {modes[not registry.sync_mode]}, pserver {registry.endpoint} "
-            f"{modes[registry.sync_mode]}: every role must plan the same mode"
-        )
-
-
-class TrainerExits:
-    """Treatment of trainers that leave a synchronous server before the others.
-
-    Args:
-      on_trainer_exit: "error": the job ends with an error. "drop": later updates use only the
-        gradients of the remaining trainers. "paddle": the next update uses the last gradients of a
-        trainer that has left once more, and later updates use zeros.
-      trainers: the server's trainers.
-    """
-
-    def __init__(self, on_trainer_exit: str, trainers: TrainerRegistry) -> None:
-        self._policy, self._trainers = on_trainer_exit, trainers
-        self._spent: set[int] = set()  # trainers whose gradients are zeros from now on
-
-    def counted(self) -> list[int]:
-        """Return the ids of the trainers whose gradients an update uses."""
-        if self._policy == "paddle":
-            return list(self._trainers.known)
-        return self._trainers.present
-
-    def spend(self, trainers: Collection[int]) -> set[int]:
-        """Return the trainers whose gradients must be set to zero now.
-
-        Args:
-          trainers: trainers that have left, and whose last gradients were used once more.
-        """
-        if self._policy != "paddle":
-            return set()
-        spent = set(trainers) - self._spent
-        self._spent |= spent
-        return spent
-
-    def check(self, gone: Collection[int], going_on: Collection[int], step: int) -> None:
-        """Raise PeerError if trainers continue after others have left, and the rule forbids it.
-
-        Args:
-          gone: trainers that have left.
-          going_on: trainers that continue.
-          step: number of complete updates.
-        """
-        if gone and going_on and self._policy == "error":
-            raise PeerError(
-                f"trainer {min(gone)} closed after step {step} while trainer {min(going_on)} sends "
-                f"step {step + 1}: with on_trainer_exit='error' all trainers make the same number "
-                "of steps"
-            )
-
-
-def check_plan(me: str, plan: Mapping[str, str], other: str, message: wire.Message) -> None:
-    """Raise WireError if the sender of a greeting has another plan; the error names differences.
-
-    Args:
-      me: name of this server.
-      plan: parts of the fingerprint of this server's plan.
-      other: name of the sender.
-      message: the greeting.
-    """
-    theirs = message.fields.get("plan", {})
-    if not all(isinstance(x, str) for row in theirs.items() for x in row):
-        raise WireError(f"a `{message.op}` message whose field `plan` has the wrong type")
-    found = fingerprint.differences(me, plan, other, theirs) if plan else []
-    if found and not theirs:
-        raise WireError(f"{other} sent no fingerprint of its plan")
-    if found:
-        raise WireError(
-            f"{other} plans something else than {me}: {'; '.join(found[:4])}; every role must plan "
-            "the same step with the same options"
-        )
 
 
 def named(trainers: Sequence[int]) -> str:

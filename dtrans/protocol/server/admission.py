@@ -1,0 +1,83 @@
+"""Admission to a server: checks of the greetings of trainers and servers, and the answer to them.
+
+`dtrans.protocol.server.trainer_registry` and `dtrans.protocol.server.server_peers` store who was
+admitted.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from dtrans.errors import WireError
+from dtrans.ir import fingerprint
+from dtrans.protocol import token, wire
+from dtrans.protocol.server_blocks import ServerBlocks
+
+
+def check_job(served: ServerBlocks, message: wire.Message) -> None:
+    """Raise WireError if a trainer runs on another platform, or belongs to another job.
+
+    Args:
+      served: the server's blocks.
+      message: the trainer's `hello`.
+    """
+    k, trainers = message["trainer"], message["trainers"]
+    sync_mode = message.fields.get("sync_mode", served.sync_mode)
+    if message["order"] != sys.byteorder:
+        raise WireError(
+            f"trainer {k} is {message['order']}-endian, pserver {served.endpoint} is "
+            f"{sys.byteorder}-endian"
+        )
+    if trainers != served.trainers:
+        raise WireError(
+            f"trainer {k} was planned with {trainers} trainers, pserver {served.endpoint} with "
+            f"{served.trainers}"
+        )
+    if not 0 <= k < served.trainers:
+        raise WireError(f"the trainer's id is {k}, expected 0 to {served.trainers - 1}")
+    if sync_mode != served.sync_mode:
+        modes = {True: "synchronous", False: "asynchronous"}
+        raise WireError(
+            f"trainer {k} is {modes[not served.sync_mode]}, pserver {served.endpoint} "
+            f"{modes[served.sync_mode]}: every role must plan the same mode"
+        )
+
+
+def check_plan(me: str, plan: Mapping[str, str], other: str, message: wire.Message) -> None:
+    """Raise WireError if the sender of a greeting has another plan; the error names differences.
+
+    Args:
+      me: name of this server.
+      plan: parts of the fingerprint of this server's plan.
+      other: name of the sender.
+      message: the greeting.
+    """
+    theirs = message.fields.get("plan", {})
+    if not all(isinstance(x, str) for row in theirs.items() for x in row):
+        raise WireError(f"a `{message.op}` message whose field `plan` has the wrong type")
+    found = fingerprint.differences(me, plan, other, theirs) if plan else []
+    if found and not theirs:
+        raise WireError(f"{other} sent no fingerprint of its plan")
+    if found:
+        raise WireError(
+            f"{other} plans something else than {me}: {'; '.join(found[:4])}; every role must plan "
+            "the same step with the same options"
+        )
+
+
+def welcome(
+    secret: str, message: wire.Message, step: int, heard: int, local: str = ""
+) -> dict[str, Any]:
+    """Return the fields of the welcome that answers a `hello` or `peer` message.
+
+    Args:
+      secret: the job's token.
+      message: the `hello` or `peer` message.
+      step: the server's step.
+      heard: number of messages received from the sender.
+      local: path of the server's Unix socket, for trainers on the same host.
+    """
+    proof = token.shown(secret, f"welcome {message.fields.get('nonce', '')}")
+    return {"step": step, "local": local, "proof": proof, "heard": heard}

@@ -1,0 +1,56 @@
+"""Trainers that leave a synchronous server before the others: the option `on_trainer_exit`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from dtrans.errors import PeerError
+from dtrans.protocol.server.trainer_registry import TrainerRegistry
+
+
+class TrainerExits:
+    """Treatment of trainers that leave a synchronous server before the others.
+
+    Args:
+      on_trainer_exit: "error": the job ends with an error. "drop": later updates use only the
+        gradients of the remaining trainers. "paddle": the next update uses the last gradients of a
+        trainer that has left once more, and later updates use zeros.
+      trainers: the server's trainers.
+    """
+
+    def __init__(self, on_trainer_exit: str, trainers: TrainerRegistry) -> None:
+        self._policy, self._trainers = on_trainer_exit, trainers
+        self._spent: set[int] = set()  # trainers whose gradients are zeros from now on
+
+    def counted(self) -> list[int]:
+        """Return the ids of the trainers whose gradients an update uses."""
+        if self._policy == "paddle":
+            return list(self._trainers.known)
+        return self._trainers.present
+
+    def spend(self, trainers: Collection[int]) -> set[int]:
+        """Return the trainers whose gradients must be set to zero now.
+
+        Args:
+          trainers: trainers that have left, and whose last gradients were used once more.
+        """
+        if self._policy != "paddle":
+            return set()
+        spent = set(trainers) - self._spent
+        self._spent |= spent
+        return spent
+
+    def check(self, gone: Collection[int], going_on: Collection[int], step: int) -> None:
+        """Raise PeerError if trainers continue after others have left, and the rule forbids it.
+
+        Args:
+          gone: trainers that have left.
+          going_on: trainers that continue.
+          step: number of complete updates.
+        """
+        if gone and going_on and self._policy == "error":
+            raise PeerError(
+                f"trainer {min(gone)} closed after step {step} while trainer {min(going_on)} sends "
+                f"step {step + 1}: with on_trainer_exit='error' all trainers make the same number "
+                "of steps"
+            )
