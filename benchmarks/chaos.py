@@ -103,7 +103,7 @@ def work(mode: str, steps: int) -> None:
 
 
 class Job:
-    """A job under the launcher, in a folder of its own."""
+    """Job under the launcher, in a separate folder."""
 
     def __init__(self, mode: str, steps: int, folder: Path, restarts: int) -> None:
         self.folder = folder

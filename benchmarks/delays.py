@@ -5,7 +5,7 @@
 A delay counts the updates with other trainers' gradients between a trainer's read of the parameters
 and the arrival of its gradient. Clocks do not matter: trainers step in a fixed order, which
 determines the delays, so that results can be repeated. The exception is a communicator for which
-steps do not wait. Its runs differ, and have a table of their own.
+steps do not wait. Its runs differ, and have a separate table.
 
 Servers and trainers run in threads of this process, and communicate over loopback. One job trains a
 perceptron for each seed: every array has one row per seed, and rows do not interact.
@@ -84,7 +84,7 @@ def loss_one(params: Params, x: ArrayLike, y: ArrayLike) -> jax.Array:
 def loss_fn(params: Params, x: jax.Array, y: jax.Array) -> jax.Array:
     """Return the sum of the mean losses of all seeds, which are dimension 1 of the batch.
 
-    The gradient of a seed's parameters is the gradient of its own loss.
+    The gradient of a seed's parameters is the gradient of that seed's loss.
     """
     return jnp.sum(jax.vmap(loss_one, in_axes=(0, 1, 1))(params, x, y))
 

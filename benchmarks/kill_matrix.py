@@ -120,7 +120,7 @@ ENDPOINTS = ReservedEndpoints()  # of all jobs, until this process ends
 
 
 class Job:
-    """The processes of a job, in a folder of their own; what they print is followed."""
+    """Processes of a job in a separate folder, whose output is read line by line."""
 
     def __init__(self, mode: str, folder: Path) -> None:
         from dtrans.run.distributed.role import roles_of, trainer_roles

@@ -179,7 +179,7 @@ WIDE, HIGH, GAP, STEP = 148, 40, 22, 74
 def draw(edges: Sequence[tuple[str, str]], width: int) -> tuple[list[str], int]:
     """Draw boxes in rows, each above its imports, with arrows; return the lines and the height.
 
-    An arrow over several rows has a place of its own in each, so that none crosses a box.
+    An arrow over several rows has a separate place in each, so that none crosses a box.
     """
     below: dict[str, list[str]] = {}
     for a, b in edges:

@@ -35,7 +35,7 @@ from dtrans.endpoints import ReservedEndpoints
 
 
 PACKAGE = Path(dtrans.__file__).parent
-jax.config.update("jax_num_cpu_devices", 2)  # a walk is recorded in a process of its own
+jax.config.update("jax_num_cpu_devices", 2)  # each walk is recorded in a separate process
 
 LANGUAGE = ("_jax", "errors", "ir", "ops")
 ONE_PLACE = ("rows", "engine")

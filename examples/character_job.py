@@ -1,7 +1,7 @@
 """The job of pipeline mode: train on characters in stages, and compare with one device on the same
 batches.
 
-Two engines: `mesh` has every stage of every replica on a device of its own; `simulate` has all of
+Two engines: `mesh` has every stage of every replica on a separate device; `simulate` has all of
 them on one.
 
 After training on the mesh, the job times a few more steps. The plot shows the plan beside them,

@@ -3,7 +3,7 @@ reads it.
 
 The text is there wherever Python is: the first million characters of the library's modules in
 alphabetical order, without packages, so the same for everyone with the same version of Python. Its
-tail is kept for validation. A printable ASCII character or a newline is a token of its own; all
+tail is kept for validation. A printable ASCII character or a newline is one token; all
 others are one.
 
 Everything is a pure function of its arguments. The batch of a step depends only on (seed, step). A

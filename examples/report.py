@@ -176,7 +176,7 @@ def plot_losses(path: Path, distributed: np.ndarray, single: np.ndarray | None, 
     check_plot(path)
     from matplotlib.figure import Figure
 
-    # a figure of its own, without pyplot: no window system is asked for, no global state changes
+    # a separate figure, without pyplot: no window system is asked for, no global state changes
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot(
         xlabel="step", ylabel="training loss (mean cross entropy)", title=title, yscale="log"

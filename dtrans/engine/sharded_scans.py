@@ -1,4 +1,4 @@
-"""Scans along the sharded dimension: each shard runs the iterations of its own piece.
+"""Scans along the sharded dimension: each shard runs the iterations of its piece.
 
 This is possible if iterations are independent, as in `jax.lax.map` over rows, or in a scan over
 micro-batches that adds up gradients. Each carried value must be constant, or a sum that each

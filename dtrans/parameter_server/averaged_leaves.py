@@ -97,5 +97,5 @@ def add_averages(step: Cut, leaves: Sequence[str]) -> Cut:
 
 
 def _copy(x: jax.Array) -> list[jax.Array]:
-    # The new value needs memory of its own, because a server reuses the buffer of a received value.
+    # The new value needs separate memory, because a server reuses the buffer of a received value.
     return [jnp.copy(x)]

@@ -70,7 +70,7 @@ def place(
     free = [n for n in leaves if n not in bound and n not in buckets]
     slice_count = len(endpoints)
     if not options.slice_var_up:
-        # a generator of its own, so that NumPy's global generator does not change
+        # a separate generator, so that NumPy's global generator does not change
         np.random.RandomState(options.seed).shuffle(free)
         slice_count = 1
     blocks = []

@@ -83,7 +83,7 @@ def loops_of(forward: ForwardPass) -> list[int]:
 
 
 def split_iterations(forward: ForwardPass) -> ScanSplits:
-    """Return the splits that make every iteration a scan of its own."""
+    """Return the splits that put every iteration into a separate scan."""
     lengths = [scan_length(forward.eqns[i]) for i in loops_of(forward)]
     return tuple(tuple(range(length + 1)) for length in lengths)
 

@@ -8,9 +8,9 @@
 `dtrans.run.net.zmq_transport` implements the interface over ZeroMQ, and `tools.simulate.network`
 implements it over a virtual network.
 
-A connection keeps its messages in order. When it ends, its last messages are delivered before the
-event that reports the end. Only one thread at a time may use a transport, but any thread may call
-`wake`.
+A connection keeps its messages in order. A link delivers the last messages of a connection before
+the event that reports its end. A listener may report the end first. Only one thread at a time may
+use a transport, but any thread may call `wake`.
 """
 
 from __future__ import annotations

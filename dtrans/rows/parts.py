@@ -99,7 +99,7 @@ def _called(fn: Callable[..., jax.Array], *needs: Want) -> Recipe:
     return Recipe(needs, lambda b, atoms: b.call(fn, *atoms)[0])
 
 
-# -- primitives with rules of their own ------------------------------------------------------------
+# -- primitives with separate rules ----------------------------------------------------------------
 
 
 def _broadcast_in_dim(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:

@@ -324,7 +324,7 @@ class Need:
     why: str = ""
 
     def refused(self, why: str) -> GradientError:
-        """Return the error; `why` is the strategy's reason, for a need that has none of its own."""
+        """Return the error; `why` is the strategy's reason, for a need without a reason."""
         return self.error(f"{self.what}, {self.why or why}; {self.advice}")
 
 

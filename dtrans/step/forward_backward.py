@@ -16,7 +16,7 @@ from dtrans.step.cut import Cut, asks_for
 def refuse_nested(step: Cut, trainers: int, noun: str = "trainer") -> None:
     """Raise GradientError if gradients depend on another derivative and there are several trainers.
 
-    Each trainer would use the derivative of its own part of the batch.
+    Each trainer would use the derivative for its part of the batch.
 
     Args:
       step: the step.

@@ -423,18 +423,25 @@ def test_who_leaves_after_a_message_was_lost_has_not_left() -> None:
     assert job.said == [] and job.trainers.present == [0]
 
 
-def test_a_trainer_repeats_what_the_server_lacks_on_a_new_connection() -> None:
+def connection(heard: int) -> tuple[list[Any], TrainerLine, list[bytes]]:
+    """A trainer's connection that was welcomed: its messages, and a welcome that says what was
+    heard."""
     said: list[Any] = []
     line = TrainerLine(
         "h:1", 0, 1, session="", sync_mode=True, plan={}, secret="", deadline=60.0, say=said.append
     )
     proof = {"proof": token.shown("", f"welcome {line._hello['nonce']}")}
-    welcome = [wire.header("welcome", step=0, local="", heard=1, **proof)]
-    ops = lambda: [wire.parse(frames) for frames in said]
-    names = lambda: [m.op for m in ops()]
+    welcome = [wire.header("welcome", step=0, local="", heard=heard, **proof)]
     line.opened()
     line.connected()
     line.admit(wire.parse(welcome).fields)
+    return said, line, welcome
+
+
+def test_a_trainer_repeats_what_the_server_lacks_on_a_new_connection() -> None:
+    said, line, welcome = connection(heard=1)
+    ops = lambda: [wire.parse(frames) for frames in said]
+    names = lambda: [m.op for m in ops()]
     line.tell("recv", step=0)
     line.broken(10.0)
     line.tell("send_barrier", step=0)
@@ -462,15 +469,7 @@ def test_a_trainer_repeats_what_the_server_lacks_on_a_new_connection() -> None:
 
 
 def test_a_trainer_whose_connection_is_broken_says_why_it_ends_on_the_next_one() -> None:
-    said: list[Any] = []
-    line = TrainerLine(
-        "h:1", 0, 1, session="", sync_mode=True, plan={}, secret="", deadline=60.0, say=said.append
-    )
-    proof = {"proof": token.shown("", f"welcome {line._hello['nonce']}")}
-    welcome = [wire.header("welcome", step=0, local="", heard=0, **proof)]
-    line.opened()
-    line.connected()
-    line.admit(wire.parse(welcome).fields)
+    said, line, welcome = connection(heard=0)
     line.tell("recv", step=0)
     line.broken(10.0)
     line.tell("abort", reason="it ends")

@@ -33,7 +33,7 @@ import math
 import os
 import socket
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -125,7 +125,7 @@ def connect(
         )
     member = known()
     if member is None:
-        member = _join_job(role, deadline, patience, allow_remote, encryption, loss)
+        member = _join_job(role, _Options(deadline, patience, allow_remote, encryption, loss))
     if allow_remote and not member.allow_remote:
         member = join(dataclasses.replace(member, allow_remote=True))
     if role is not None:
@@ -154,17 +154,21 @@ def connected() -> Membership:
     return current()
 
 
-def _join_job(
-    role: Role | None,
-    deadline: float,
-    patience: float,
-    allow_remote: bool,
-    encryption: str,
-    loss: str,
-) -> Membership:
+class _Options(NamedTuple):
+    """Checked arguments of `connect`; `loss` is `on_trainer_loss`."""
+
+    deadline: float
+    patience: float
+    allow_remote: bool
+    encryption: str
+    loss: str
+
+
+def _join_job(role: Role | None, options: _Options) -> Membership:
     """Connect this process to the other trainers, and store and return its membership."""
+    deadline, patience, allow_remote, encryption, loss = options
     if not jax.distributed.is_initialized():
-        _connect(role, deadline, patience, allow_remote, encryption, loss)
+        _connect(role, options)
         atexit.register(_leave)
     elif loss == "drop":
         # this option has to be set before jax.distributed.initialize
@@ -201,14 +205,8 @@ def _check_same(role: Role, member: Membership) -> None:
         )
 
 
-def _connect(
-    role: Role | None,
-    deadline: float,
-    patience: float,
-    allow_remote: bool,
-    encryption: str,
-    loss: str,
-) -> None:
+def _connect(role: Role | None, checked: _Options) -> None:
+    """Connect `jax.distributed`, after a rendezvous of the trainers if the role is known."""
     config: Any = jax.config
     if os.environ.get(MTLS) and not has_coordinator_mtls():
         raise ConfigError(
@@ -226,12 +224,12 @@ def _connect(
         config.update("jax_enable_preemption_service", False)
     if config.jax_cpu_collectives_implementation in (None, "none"):
         raise ConfigError("jax_cpu_collectives_implementation is 'none': set it to 'gloo' or 'mpi'")
-    seconds = math.ceil(deadline)
-    if loss == "drop":
+    seconds = math.ceil(checked.deadline)
+    if checked.loss == "drop":
         elastic.prepare(seconds)
     options: dict[str, Any] = {
         "initialization_timeout": seconds,
-        "heartbeat_timeout_seconds": heartbeat_timeout(patience, loss),
+        "heartbeat_timeout_seconds": heartbeat_timeout(checked.patience, checked.loss),
         "shutdown_timeout_seconds": seconds,
     }
     # JAX's coordinator would bind every address of this machine, so its address is set here
@@ -252,9 +250,9 @@ def _connect(
     rendezvous(
         role.trainer_id,
         role.trainer_endpoints,
-        deadline=deadline,
-        allow_remote=allow_remote,
-        encryption=encryption,
+        deadline=checked.deadline,
+        allow_remote=checked.allow_remote,
+        encryption=checked.encryption,
     )
     first = reached_here(role.trainer_endpoints[0], role.trainer_endpoints)
     if sets_bind_address:

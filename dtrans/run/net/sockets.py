@@ -52,7 +52,7 @@ def bound_address(endpoint: str) -> str:
     """Return the address to bind for an endpoint of this process, in ZeroMQ's notation.
 
     If the endpoint's host is a name that resolves to loopback here, the result is a wildcard that
-    binds all addresses of this host. For example, Debian resolves the name of its own host to
+    binds all addresses of this host. For example, Debian resolves the name of this host to
     127.0.1.1, and other hosts resolve it to a network address.
 
     Example:

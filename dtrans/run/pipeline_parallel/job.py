@@ -252,7 +252,7 @@ class PipelineJob(Job):
         return (new, *result_of(self._rest, values_at(values, self._rest.names)))
 
     def _merged(self, name: str, x: Any, kind: AxisSharding) -> Any:
-        """Return a result; if each replica has a value of its own, merge them."""
+        """Return a result; if the replicas have different values, merge them."""
         if not kind.stacked:
             return x
         way = self.plan.model.merges[name]

@@ -13,7 +13,8 @@ sender. A message is dropped and counted if its step is over or its value has ar
 also dropped if the plan has no such value, or another sender or type for the value.
 
 A network may break a connection and lose messages. On the next connection the sender asks how many
-messages have arrived, and repeats the others (`dtrans.protocol.numbered_messages`).
+messages have arrived, and repeats the others (`dtrans.protocol.numbered_messages`). Messages that
+wait for a reconnection when the channels are closed are not repeated.
 """
 
 from __future__ import annotations

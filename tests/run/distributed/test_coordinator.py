@@ -132,7 +132,7 @@ def test_heartbeats_of_jax_outlast_the_patience(
     monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **options: given.update(options))
     monkeypatch.setattr(connect_module, "backends_started", lambda: False)
     monkeypatch.setattr(connect_module.elastic, "prepare", lambda seconds: None)
-    connect_module._connect(None, 60.0, 6.5, False, "auto", loss)
+    connect_module._connect(None, connect_module._Options(60.0, 6.5, False, "auto", loss))
     assert given["heartbeat_timeout_seconds"] == seconds
 
 

@@ -138,10 +138,10 @@ def test_a_job_whose_last_words_are_lost_has_ended_well(
         is_first = op == "complete" and line.me == "trainer 0"
         if op == "complete":
             all_have_trained.wait(HANG)
-        swallowed = relay.lose() if is_first else None
+        lost_data = relay.lose() if is_first else None
         tells(line, op, **fields)
-        if swallowed is not None:
-            assert swallowed.wait(HANG)
+        if lost_data is not None:
+            assert lost_data.wait(HANG)
             relay.cut()
 
     def lose_goodbye(server: SyncServer, k: int, message: Any) -> None:
