@@ -35,8 +35,8 @@ class Event(NamedTuple):
     Attributes:
       kind: the kind of the event. Both have `message`. Events of a link: `connected` (after each
         reconnection, too), `broken`, and `barred` if the listener rejects this process. Events of
-        a listener: `connected`, `lost` if the connection of an address ended, and `refused` if the
-        listener rejected a process.
+        a listener: `connected` for the first connection of an address, `lost` if the connection of
+        an address ended, and `refused` if the listener rejected a process.
       source: the link or the listener.
       frames: the frames of a message, without the address.
       address: at a listener, the address of the other process.
