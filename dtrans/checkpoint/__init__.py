@@ -16,17 +16,18 @@
 
 Each process writes its *pieces*, the folders above, without communication: processes share only
 the file system. A piece is written under a temporary name and then renamed, so it is never
-incomplete. Each piece lists all pieces of the checkpoint, its run and its step, and pieces of two
-runs or two steps are never combined. A complete checkpoint is never overwritten: save each step to
-its own folder, and restore the last complete checkpoint (`latest`). After a crash during a save, a
-later save to the same folder replaces the remaining pieces.
+incomplete. Each piece records its run, its step, and the names of all pieces of the checkpoint.
+Pieces of two runs or two steps are never combined. A complete checkpoint is never overwritten: save
+each step to its own folder, and restore the last complete checkpoint (`latest`). After a crash
+during a save, a later save to the same folder replaces the remaining pieces.
 
 Arrays are saved by their names and rows in the single-device step. So a checkpoint can be restored
 with another number of servers, another placement, degree, stage or precision, by another strategy,
 or on one device (`load`). `gather` and `scatter` convert the state of servers without files.
 
 A rank copies its rows from its device, without padding, and a restore reads only the rows of this
-process. So no device ever needs memory for a full leaf. The first group of ranks saves. `save`
+process. So no device ever needs memory for a full leaf. If groups of ranks have equal state, only
+the first group saves. `save`
 returns when this process has written its pieces. The checkpoint is complete when all processes have
 written theirs, which `latest` checks.
 

@@ -1,4 +1,4 @@
-"""Functions that save and restore checkpoints: each process writes its pieces, and may read all."""
+"""Functions that save and restore checkpoints: each process writes its pieces and reads any."""
 
 from __future__ import annotations
 
@@ -306,8 +306,9 @@ def restore(path: Folder, plan: Any, endpoint: Any = None) -> Any:
     `job.step(restore(path, job), *batch)`. The saved job may have used another strategy. A process
     reads only the arrays whose rows it needs, and each device receives only its shard.
 
-    State that is not part of the single-device step starts from its initial value if it was not
-    saved. For example, backups of DC-ASGD start as copies of the parameters, as in `scatter`.
+    A job may have state that the single-device step lacks. If the checkpoint does not contain this
+    state, it starts from its initial value. For example, backups of DC-ASGD start as copies of the
+    parameters, as in `scatter`.
 
     Args:
       path: the path that was passed to `save`.
@@ -370,7 +371,7 @@ def _table_arrays(
 ) -> Iterator[tuple[str, TableArray]]:
     """Yield each array of the server's tables as a `TableArray`, which reads rows on demand.
 
-    Arrays of tables that cannot be restored row by row are left out.
+    Tables that cannot be restored row by row are left out.
     """
     (serves,) = (e for e in programs.main.eqns if e.primitive is listen_and_serv_p)
     on_use = {e.params["table"]: e for e in programs.startup.eqns if e.primitive is init_on_use_p}
@@ -489,7 +490,7 @@ def load(path: Folder, main: Program, startup: Program | None = None) -> Any:
         state, *batch)` or `plan.main`.
       startup: the traced init: `dtrans.trace(init, ...)` or `plan.startup`. It is needed if the
         checkpoint lacks table rows that no step looked up. It is also needed for
-        `step(state, *batch)` if the results of the step have the types of the batch.
+        `step(state, *batch)` if the step's results have the same types as its batch.
 
     Returns:
       `(params, opt_state)`, or `state` for `step(state, *batch)`: the arguments with which the

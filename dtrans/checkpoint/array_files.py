@@ -3,10 +3,10 @@
     dense/0.npy    the first array in the mapping of names and types that `write_arrays` returns
 
 A running server does not save with orbax, which compresses the data, and stores the compressed data
-in memory until it is written. If trainers run on the same host, this slows their steps for three
-times as long as a copy of the state. Direct output bypasses the page cache. It needs a tenth of the
-processor time, and `CHUNK` bytes of memory. On file systems without direct output, such as older
-tmpfs, data is written through the page cache.
+in memory until it is written. Compression slows the steps of trainers on the same host, for three
+times as long as a plain copy of the state takes. Direct output bypasses the page cache. It needs a
+tenth of the processor time, and `CHUNK` bytes of memory. On file systems without direct output,
+such as older tmpfs, data is written through the page cache.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def full_slice(name: str, aval: Any, endpoint: str = "") -> VarDistributed:
 
 
 def group_by_origin(rows: Iterable[VarDistributed]) -> dict[str, list[VarDistributed]]:
-    """Group slices by their origin: origin name to slices."""
+    """Return the slices of each origin (dict by the origin's name)."""
     found: dict[str, list[VarDistributed]] = {}
     for row in rows:
         found.setdefault(row.origin_name, []).append(row)

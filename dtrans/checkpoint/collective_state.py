@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class SavedJob(Protocol):
-    """Part of the interface of a job in `dtrans.run.collective` that this module uses."""
+    """Interface of a collective job, as far as this module uses it."""
 
     plan: Any
     mesh: jax.sharding.Mesh | None
@@ -50,7 +50,7 @@ class SavedJob(Protocol):
 
 
 def piece_names(plan: CollectivePlan) -> dict[str, str]:
-    """Return the folder name of each saver (a rank or trainer that writes a piece), by saver."""
+    """Return the folder name of each *saver*: a rank or trainer that writes a piece (dict)."""
     if isinstance(plan, ShardingPlan):
         return {f"rank {k}": f"rank-{k}" for k in range(plan.options.degree)}
     return {TRAINER: "trainer-0"}
@@ -77,7 +77,7 @@ def saver_rows(plan: CollectivePlan) -> list[VarDistributed]:
 
 
 def _bin_slots(plan: CollectivePlan) -> Mapping[str, BinSlot]:
-    """Return the slot in a bin of each array that is packed into a bin, by array name."""
+    """Return the bin slot of each packed array (dict by array name)."""
     if isinstance(plan, ShardingPlan) and plan.owned is not None:
         return plan.owned.state.places
     return {}
@@ -264,7 +264,7 @@ Part = tuple[int, ...]
 
 
 def _device_parts(job: SavedJob, name: str, aval: Any) -> dict[Any, Part]:
-    """Return each device's part of an array, by device of this process.
+    """Return the part of an array that each device of this process has (dict by device).
 
     The device None is JAX's default device.
     """
@@ -280,7 +280,7 @@ def _device_parts(job: SavedJob, name: str, aval: Any) -> dict[Any, Part]:
 def _part_rows(
     plan: CollectivePlan, name: str, axis: int | None, part: Part
 ) -> list[tuple[VarDistributed, int]]:
-    """Return the slices of the step's arrays that a part contains, each with its start there.
+    """Return the slices of the step's arrays in a part, each with its start in the part.
 
     Args:
       name: an array of the job's state: an array of the step, or a bin, which contains several.

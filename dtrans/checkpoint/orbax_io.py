@@ -158,7 +158,7 @@ class Checkpoint:
           remedy: a remedy to append to the error, or an empty string.
 
         Raises:
-          StateError: names or types of arrays differ, or values of the step's constant arrays.
+          StateError: names or types of arrays differ, or constant arrays have other values.
         """
         wanted = _types_of(main)
         for name in (*wanted, *self.types):
@@ -291,7 +291,7 @@ class Checkpoint:
         """Return the saved rows of a server's block; None if they were not all saved by rows.
 
         Args:
-          targets: the slices of the block, and of each state array with a row for each of its rows.
+          targets: the slices of the block and of the state arrays that have the block's rows.
           eqn: the `init_on_use` equation that generates rows that were not saved; None without one.
           args: the arguments of the init.
         """
@@ -442,7 +442,7 @@ def write(
 
 
 def _about(layout: PieceLayout, who: str, mark: Mark) -> dict[str, Any]:
-    """Return the description of a piece, as for its `overview` file."""
+    """Return the description that is written to a piece's `overview` file."""
     rows, saver_rows = [], []
     for row in layout.rows:
         fields = _as_json(row)
@@ -534,7 +534,7 @@ def check_first(name: str, old: np.ndarray, new: np.ndarray) -> None:
 def _locate_rows(
     target: VarDistributed, row: VarDistributed, ids: np.ndarray
 ) -> tuple[slice | np.ndarray, np.ndarray]:
-    """Return two indices, one in `ids` and one in `target`, of the rows that both contain.
+    """Return the positions in `ids`, and in `target`, of the rows that both contain.
 
     Args:
       target: a slice of a table.
@@ -574,7 +574,7 @@ def _merge_segments(parts: Sequence[RowSegment], targets: Sequence[VarDistribute
 
 
 def _empty_rows(targets: Sequence[VarDistributed]) -> list[np.ndarray]:
-    """Return an array without rows for each slice, with the shape and dtype of its rows."""
+    """Return an array with 0 rows for each slice; its rows have the slice's shape and dtype."""
     return [np.empty((0, *t.slice_shape[1:]), t.dtype) for t in targets]
 
 
@@ -632,7 +632,7 @@ def _may_be_replaced(theirs: Mapping[str, Any] | None, mark: Mark) -> bool:
     if theirs is None:
         return True
     run = _run_of(theirs)
-    # Equal tags decide if one of the two pieces has no identifier of its run.
+    # If one of the two pieces has no identifier of its run, tags are compared instead.
     same_tag = mark.tag is not None and mark.tag == theirs["tag"] and not (run and mark.run)
     return mark.shared and not same_tag and run.isdisjoint({*mark.run, THIS_PROCESS})
 

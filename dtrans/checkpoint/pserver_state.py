@@ -103,7 +103,7 @@ def scatter(plan: PServerPlan, endpoint: str, params: Any, opt_state: Any) -> di
     squares of gradients are 0.
 
     Args:
-      plan: the plan of the job that continues. It may differ in servers and blocks.
+      plan: the plan of the job that continues, with any servers and blocks.
       endpoint: the server's endpoint.
       params, opt_state: the step's pytrees.
 

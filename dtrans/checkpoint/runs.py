@@ -1,4 +1,4 @@
-"""Identifiers of runs. The mark of a piece contains them, so that runs are never mixed.
+"""Identifiers of runs. Each piece records them, so that pieces of two runs are never mixed.
 
 All processes of a run need a common identifier. They do not communicate during a save, so they use
 a random number that was sent before:

@@ -56,8 +56,9 @@ class RowSegment:
 
     Attributes:
       ids: indices of the rows within the block, increasing.
-      changed: a number for each id. If the row exists, n + 1 for the last step n that changed it (n
-        is 0 for an unchanged row). If it was evicted before step n, -(n + 1).
+      changed: a number for each id. For an existing row it is n + 1, where step n was the last to
+        change the row (n is 0 for an unchanged row). For a row evicted before step n it is
+        -(n + 1).
       rows: the existing rows, as one array for the block and one for each state array.
     """
 
@@ -153,7 +154,7 @@ class SavedTable(TableRows):
 
 
 class TableArray(ArrayLike):
-    """Table block or state array, as the array with position `index` in a `TableRows`."""
+    """One array of a `TableRows`, the block or a state array, at position `index`."""
 
     def __init__(self, like: Any, table: TableRows, index: int) -> None:
         super().__init__(like, table)

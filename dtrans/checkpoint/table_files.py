@@ -42,7 +42,7 @@ def write_tables(folder: Path, tables: Sequence[TableRows]) -> list[dict[str, An
                 **_columns(segment.rows),
             )
             row_count, count = row_count + len(segment.rows[0]), count + 1
-            del segment  # frees its memory before the next one is read
+            del segment  # free the segment's memory before the next segment is read
         if table.begins is not None:
             ids = np.unique([0, table.rows // 2, table.rows - 1])
             np.savez(at / FIRST, ids=ids, **_columns(table.first(ids)))
@@ -73,7 +73,7 @@ class SavedBlock:
         """Yield the segments, with the rows of some arrays.
 
         Args:
-          columns: index of an array in `about["names"]` to its dtype.
+          columns: dtypes of the arrays to read (dict by index in `about["names"]`).
         """
         for i in range(self.about["segments"]):
             with np.load(self.folder / f"{i}.npz") as file:

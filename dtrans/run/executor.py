@@ -45,10 +45,10 @@ from dtrans.run.parameter_server.tables.batch_rows import BatchRows
 
 T = TypeVar("T")
 
-# bytes of gradients after which a piece ends, so that they are sent while the next piece runs;
-# smaller pieces compute more slowly
+# A piece ends after this many bytes of gradients, which are sent while the next piece runs. Smaller
+# pieces compute more slowly.
 GROUP_BYTES = 4 << 20
-# largest size of results, in bytes, that a compiled copy puts on the device instead of `device_put`
+# Results of up to this many bytes reach the device by a compiled copy, others by `device_put`.
 COPIED_BYTES = 64 << 10
 
 
@@ -74,8 +74,8 @@ class Executor:
         for x, y in batches:
             params, opt_state, loss = exe.run(trainer, params, opt_state, x, y)
 
-    In nccl2 mode, a result with one row per example, or per trainer, is this trainer's part of it
-    (`plan.on_cluster()` concatenates the parts).
+    In nccl2 mode, a result with one row per example, or one per trainer, has only this trainer's
+    rows. (`plan.on_cluster()` concatenates the rows of all trainers.)
 
     The end of the `with` block, or `close()`, tells the servers that this trainer has finished. If
     an exception ends the block, the servers get its text and do not wait for this trainer. Servers
@@ -85,7 +85,7 @@ class Executor:
     Args:
       deadline: seconds that any wait may take. The error names the waiting role, the role that it
         waits for, and the missing message.
-      patience: seconds without a message from another role after which it counts as dead. The job
+      patience: seconds of silence after which another role counts as dead. The job
         survives shorter outages of the network, and shorter pauses of a process.
       wait_port: True to wait for servers that do not listen yet, up to the deadline. False raises
         PeerError at once.
@@ -213,8 +213,8 @@ class Executor:
         The protocol is `dtrans.protocol.tables.rows_ahead`.
 
         Args:
-          program: the program of a synchronous trainer with tables. Its first argument is its
-            state.
+          program: a synchronous trainer's program with tables. The program's first argument is the
+            trainer's state.
           batch: the arguments after the state, for the step after the last announced step.
 
         Raises:
@@ -309,7 +309,7 @@ class Executor:
 
 
 def _computed(program: Program) -> Rules:
-    """Return rules for the primitive that pieces can compute without communication."""
+    """Return the rule that evaluates `trainer_index` in a piece."""
     return {trainer_index_p: functools.partial(_trainer_index, program)}
 
 

@@ -169,8 +169,9 @@ _WAYS: Mapping[str, Callable[[Sequence[Sequence[Any]], list[Any]], Any]] = {
 def replay_turns(plan: PServerPlan, batch: Values, init_args: Sequence[Any] = ()) -> Program:
     """Return a program that takes all turns of an asynchronous job on one device.
 
-    Its batch arrays have a new first dimension: the batches of the `RecordedOrder`. Its outputs are
-    named: the state of the servers, the results of the turns, and the final state of the trainers.
+    Batch arrays of the program have an additional first dimension, with one entry for each batch of
+    the `RecordedOrder`. The outputs are a dict: the servers' state, the results of all turns, and
+    the trainers' final state.
 
     Args:
       plan: the plan.
@@ -216,9 +217,9 @@ def replay_turns(plan: PServerPlan, batch: Values, init_args: Sequence[Any] = ()
 
 
 class LazyRows:
-    """Definition of a lazy update: a step changes only the rows that it looks up.
+    """Definition of a lazy update: a step changes only the table rows that it looks up.
 
-    It applies to rows of the table, and to the same rows of its optimizer state.
+    Rows of the table's optimizer state change only together with the same rows of the table.
 
     Args:
       tables: the tables with lazy updates, by name.
@@ -243,7 +244,7 @@ class LazyRows:
         )
 
     def __call__(self, new: Values, old: Values, inputs: Values) -> dict[str, Any]:
-        """Return the state after a lazy update: rows that the step looks up are from `new`.
+        """Return the state after a lazy update: `new` in rows that the step looks up, else `old`.
 
         Args:
           new: the state after an update of all rows.
@@ -257,7 +258,7 @@ class LazyRows:
         return state
 
     def select(self, new: Values, old: Values, inputs: Values) -> dict[str, Any]:
-        """Return arrays of the tables' shapes, with rows that the step looks up from `new`.
+        """Return for each table `new` in the rows that the step looks up, and `old` elsewhere.
 
         Args:
           new: arrays after an update of all rows, by table.
@@ -380,7 +381,7 @@ class _ReplayedDevice:
         return state | self.rest
 
     def final_trainers(self) -> dict[str, Any]:
-        """Return the arrays of trainers that are not in `final_state`: `trainer 1/NAME`."""
+        """Return the trainers' arrays that `final_state` lacks, as `trainer 1/NAME`."""
         found = {}
         for k, arrays in enumerate(self.trainers):
             rows = self.cached_rows(k)

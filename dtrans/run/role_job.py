@@ -177,7 +177,7 @@ class TrainerJob(RoleJob):
         """Request the table rows that a later step looks up, without waiting for them.
 
         Call it with the next batch before `step` with the current batch: the rows arrive while the
-        step computes. Each further call before that step is for one step later.
+        step computes. Each further call before that step announces the batch of one more step.
 
         If an update changes rows after they were sent, servers send them again, so results are
         bitwise equal to those without prefetching. `dtrans.Rows(staleness=)` relaxes this. If a
@@ -215,7 +215,7 @@ class TrainerJob(RoleJob):
 
     @cached_property
     def _uneven_programs(self) -> dict[int, tuple[Program, ExactStep]]:
-        """Program and exact split of unevenly split batches, by the batch's number of rows."""
+        """Maps the rows of an uneven batch to the batch's program and exact split."""
         return {}
 
     def _uneven_call(self, batch: Sequence[Any], rows: int) -> _StepCall:
@@ -403,8 +403,8 @@ def _check_parts(sizes: Sequence[Sequence[int]]) -> None:
     """Raise BatchError if trainers used parts of different sizes.
 
     Args:
-      sizes: for each trainer, the number of rows of the global batch (0 if it is divisible), and of
-        the trainer's part.
+      sizes: two numbers for each trainer: the rows of the global batch (0 if trainers divide them
+        evenly), and the rows of the trainer's part.
     """
     if len({*map(tuple, sizes)}) > 1:
         parts = []
@@ -551,7 +551,7 @@ def on_cluster(plan: PServerPlan, *, donate: bool = True, **options: Any) -> Rol
       ConfigError: `donate` is False, or the plan does not fit the environment.
     """
     if not donate:
-        raise ConfigError("donate=False: a server updates its blocks in place; leave it out")
+        raise ConfigError("donate=False: a server updates its blocks in place; leave donate out")
     role = Role.from_env()
     job_class = TrainerJob if role.is_trainer else ServerJob
     return job_class(plan, role, options)

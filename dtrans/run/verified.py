@@ -130,7 +130,7 @@ def trace_turns(plan: PServerPlan, batch: Sequence[Any]) -> TracedStep:
 
 
 def unmerged(plan: PServerPlan) -> tuple[str, ...]:
-    """Describe the behaviour of a job that the trace does not have; empty if there is none.
+    """Describe the behaviour of the job that the trace leaves out; empty if there is none.
 
     A communicator may merge the gradients of several steps.
     """
@@ -160,8 +160,8 @@ def trace_step(
       job: the job.
       batch: types of the arguments of `job.step` after the state: pytrees of
         `jax.ShapeDtypeStruct`.
-      placed_by: a job on devices that creates the states, which have the same structure; by default
-        `job`.
+      placed_by: a job on devices that creates the traced step's states. Its states must have the
+        structure of the states of `job`, which is the default.
     """
     main = job.plan.main
     specs = main.args[:2]
@@ -186,15 +186,15 @@ def trace_step(
     jaxpr: Any = jax.make_jaxpr(lambda state, *batch: job.step(state, *batch))(state, *batch)
     traced = TracedStep(jaxpr, paths, state_of, _trace_init(placing))
     if isinstance(job, OrderedJob):
-        return traced  # its replay splits the batch into the same parts
+        return traced  # an ordered job and its replay split the batch equally
     return _with_equal_parts(traced, job.plan)
 
 
 def _with_equal_parts(traced: TracedStep, plan: Any) -> TracedStep:
-    """Record the parts of the batch, if the step has reductions over one part (`dtrans.local`).
+    """Request a batch of equal parts if the step has reductions over one part (`dtrans.local`).
 
-    On one device, such a reduction is over the full batch. It gives the same result only if all
-    parts have the same rows. So `verify` makes a batch of equal parts.
+    On one device, the reduction is over the full batch. Its result is the same only if all parts
+    have the same rows. `verify` makes such a batch from `equal_parts`.
     """
     shared = plan.shared
     if shared is None or not shared.part.local:

@@ -1,6 +1,8 @@
 """Addresses of dtrans's own connections between trainers; JAX's connections are separate.
 
-    endpoints are known             each process binds the host of its endpoint (`reached_here`)
+Each process binds one address:
+
+    endpoints are known             the host of its endpoint (`reached_here`)
     all processes are on one host   loopback
     otherwise                       the source address of messages to JAX's coordinator
 
@@ -22,7 +24,7 @@ from dtrans.run.distributed.membership import Membership
 from dtrans.run.net.zmq_transport import ZmqListener, ZmqTransport
 
 
-# Linux creates a random id at each boot, which differs on hosts with the same name
+# Linux draws this id at each boot. It tells hosts with the same name apart.
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -67,13 +69,14 @@ def this_host() -> str:
 
 
 def may_bind(cluster: Membership, hosts: Sequence[str]) -> bool:
-    """Return True if the processes of a job may listen for each other.
+    """Return True if the trainers of a job may open connections to each other.
 
-    They may if they have endpoints, if all are on one host, or with `allow_remote`.
+    One of three conditions is enough: trainers have endpoints, all are on one host, or
+    `allow_remote` is set.
 
     Args:
       cluster: the job.
-      hosts: `this_host` of each trainer.
+      hosts: the result of `this_host` on each trainer.
     """
     return bool(cluster.endpoints) or len(set(hosts)) == 1 or cluster.allow_remote
 
@@ -83,7 +86,7 @@ def address_of(cluster: Membership, hosts: Sequence[str], coordinator: str) -> A
 
     Args:
       cluster: the job.
-      hosts: `this_host` of each trainer.
+      hosts: the result of `this_host` on each trainer.
       coordinator: the address of JAX's coordinator, `host:port`.
 
     Raises:
@@ -118,17 +121,17 @@ def _address_of(cluster: Membership, hosts: Sequence[str], coordinator: str) -> 
 def reached_here(endpoint: str, endpoints: Sequence[str]) -> str:
     """Return an endpoint with a host that processes can bind and connect to.
 
-    Debian resolves a host's own name to 127.0.1.1, which other hosts cannot reach. If some
-    endpoints are on other hosts, such a name is replaced by the source address of messages to those
-    hosts.
+    Debian resolves a host's own name to 127.0.1.1, which other hosts cannot reach. If a job has
+    endpoints on other hosts, this function replaces the name by the source address of messages to
+    those hosts.
 
     Args:
       endpoint: one of `endpoints`.
       endpoints: endpoints of all trainers, in their order.
 
     Raises:
-      ConfigError: the endpoint is loopback although other endpoints are on other hosts, or this
-        host has no route to these.
+      ConfigError: other endpoints are on other hosts, but this endpoint is loopback, or this host
+        has no route to them.
 
     Example:
       >>> from dtrans.run.distributed.address import reached_here
@@ -144,7 +147,7 @@ def reached_here(endpoint: str, endpoints: Sequence[str]) -> str:
         return endpoint
     if not is_loopback(host):
         for other in elsewhere:
-            with contextlib.suppress(OSError):  # another endpoint's name may have a route
+            with contextlib.suppress(OSError):  # try the next endpoint if there is no route
                 source = _in_endpoint(route_to(*split_endpoint(other)))
                 return f"{source}:{port}"
     fault = "which is loopback"
@@ -175,7 +178,7 @@ def route_to(host: str, port: int) -> str:
     """Return the source address of this host's messages to another host.
 
     Raises:
-      OSError: this host has no route to it.
+      OSError: this host has no route to the other host.
     """
     # connecting a UDP socket selects the route without sending a packet
     family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]

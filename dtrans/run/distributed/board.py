@@ -54,11 +54,11 @@ def all_gather_text(
     missed: str,
     check: Callable[[int], None] = lambda k: None,
 ) -> dict[int, str]:
-    """All-gather one text per process.
+    """Write this process's text to the store; return the texts of all processes.
 
     Args:
       cluster: the job.
-      topic: a key that all processes use, once in a job.
+      topic: a key, the same in all processes. A job uses each key once.
       text: this process's text.
       missed: a verb that completes the error "waited for trainer 1 to ...", such as "connect".
       check: called every half a second of a wait, with the id of the trainer that it waits for.
@@ -87,8 +87,8 @@ def shared_keys(
 ) -> Keys:
     """Return encryption keys that only the processes of this run have.
 
-    They are derived from the job's token and a random word of the first process. Processes of
-    another run with the same token do not know the word, and cannot connect.
+    The keys are derived from the job's token and a random word that the first process draws. A
+    process of another run may have the same token, but not the word, so it cannot connect.
 
     Args:
       cluster: the job.

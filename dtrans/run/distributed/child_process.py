@@ -1,9 +1,9 @@
 """A role as a child process of the launcher: start, output by lines, signals and end.
 
 Each child leads a session, and so a process group. A Ctrl-C on the terminal then reaches only the
-launcher, and processes that a role has started are ended with the role. One thread per output
-stream reads lines. Another thread waits for the end of the process, and puts it into the launcher's
-queue of events.
+launcher. A signal to the group also ends the processes that the role has started. One thread per
+output stream reads lines. Another thread waits until the child ends, and then puts the child into
+the launcher's queue of events.
 
 This module does not import JAX, so that agents on other hosts load it fast.
 """
@@ -46,7 +46,7 @@ class Child:
       role: the role.
       command: program and arguments.
       env: the environment of the process, with the variables of the role.
-      events: a queue. When the process has ended, this object is put into it, before `reap`.
+      events: the launcher's queue, to which a child adds itself when its process has ended.
       emit: called with the name of a stream, `stdout` or `stderr`, and a line.
       inherit_stdout: True to let the role write directly to this process's standard output.
 
@@ -111,7 +111,7 @@ class Child:
         return 128 - self.returncode if self.returncode < 0 else self.returncode
 
     def is_host_lost(self, *, was_reached: bool) -> bool:
-        """Return True if an ended role was lost with its host. On this host it is always False.
+        """Return True if a role ended because its host was lost; always False on this host.
 
         Args:
           was_reached: True if the host ran the role in an earlier attempt.
@@ -180,7 +180,7 @@ class Child:
 def _check_command(role: Role, program: str, env: Mapping[str, str]) -> None:
     """Raise LaunchError unless a program exists and is executable.
 
-    The process starts the command only after `begin`, and could not report the error.
+    This check is early: after `begin`, the process could not report the error to the launcher.
     """
     path = env.get("PATH", os.defpath)
     if shutil.which(program, path=path) is not None:

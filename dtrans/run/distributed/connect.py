@@ -17,9 +17,9 @@ Failures of one trainer, and their effects on the other trainers:
                                 others wait for it up to the deadline
 
 If trainers are on several hosts without `allow_remote`, only JAX's heartbeats notice a failure.
-They end processes with SIGABRT and lines of C++ log, later than `patience` (`heartbeat_timeout`).
-Trainer 0 is JAX's coordinator. When it is killed, JAX may end the others before they raise an
-error.
+JAX then ends the processes with SIGABRT and lines of C++ log, later than `patience`
+(`heartbeat_timeout`). Trainer 0 is JAX's coordinator. When it is killed, JAX may end the others
+before they raise an error.
 
 With `on_trainer_loss="drop"` the survivors continue: see `dtrans.run.distributed.elastic`.
 """
@@ -56,8 +56,8 @@ from dtrans.run.net.sockets import DEADLINE, PATIENCE
 
 
 MTLS = "JAX_MTLS_CERT_FILE"  # if it is set, the user wants mutual TLS for JAX's coordinator
-# Seconds by which JAX's heartbeat timeout exceeds the job's patience, so that dtrans's error comes
-# first. JAX would end processes with SIGABRT, without naming the lost process.
+# Seconds from the end of the job's patience until JAX ends a process that gets no answer. dtrans's
+# error must come first, because JAX ends processes with SIGABRT, without naming the lost one.
 AFTER = 10
 BEATS = 2  # heartbeats that a process sends within JAX's timeout
 
@@ -121,7 +121,8 @@ def connect(
         role = Role.from_env()
     if role is not None and not role.trainer_endpoints:
         raise ConfigError(
-            f"this is {role.name} of a job with pservers; dtrans.connect() is for mode='nccl2'"
+            f"this process is {role.name} of a job with pservers, but dtrans.connect() is for "
+            "mode='nccl2'; remove the call"
         )
     member = known()
     if member is None:
@@ -133,12 +134,12 @@ def connect(
     if on_trainer_loss not in (None, member.on_trainer_loss):
         raise ConfigError(
             f"this process is connected with on_trainer_loss={member.on_trainer_loss!r}, not "
-            f"{on_trainer_loss!r}"
+            f"{on_trainer_loss!r}; pass the option in the first call of dtrans.connect"
         )
     if transport_encryption not in (None, member.encryption):
         raise ConfigError(
             f"this process is connected with transport_encryption={member.encryption!r}, not "
-            f"{transport_encryption!r}"
+            f"{transport_encryption!r}; pass the option in the first call of dtrans.connect"
         )
     return member
 
@@ -220,7 +221,7 @@ def _connect(role: Role | None, checked: _Options) -> None:
             "jax.random.key"
         )
     if "JAX_ENABLE_PREEMPTION_SERVICE" not in os.environ:
-        # with the service a trainer would not end at SIGTERM: JAX treats it as a request to save
+        # JAX's service treats SIGTERM as a request to save, so a trainer would not end
         config.update("jax_enable_preemption_service", False)
     if config.jax_cpu_collectives_implementation in (None, "none"):
         raise ConfigError("jax_cpu_collectives_implementation is 'none': set it to 'gloo' or 'mpi'")
@@ -273,7 +274,7 @@ def heartbeat_timeout(patience: float, loss: str) -> int:
     of it may already count as a loss.
 
     Args:
-      patience: seconds without a message from another process after which it counts as dead.
+      patience: seconds of silence after which another process counts as dead.
       loss: `on_trainer_loss`: "abort" or "drop".
 
     Example:
@@ -287,13 +288,13 @@ def heartbeat_timeout(patience: float, loss: str) -> int:
 
 
 def bind_address(coordinator: str) -> str:
-    """Return the address that JAX's coordinator should bind in a job of a scheduler.
+    """Return the address that JAX's coordinator should bind in a job that a scheduler started.
 
     Args:
       coordinator: the address that JAX detected, `host:port`.
 
     Returns:
-      The address. It is empty if the address is another host's. It is also empty if the name
+      The address. It is empty if this host cannot bind it. It is also empty if the host's name
       resolves to loopback, as on Debian, because other hosts could not reach the coordinator.
 
     Example:
@@ -316,7 +317,7 @@ def bind_address(coordinator: str) -> str:
 
 
 def _share_run_name(member: Membership) -> str:
-    """Return trainer 0's name of this run, by a first reduction over all trainers.
+    """Return the name of this run: trainer 0 draws it and sends it by a reduction.
 
     The first reduction opens Gloo's connections, and fails if a trainer joins it more than 30
     seconds late. It runs here because all trainers are ready now. Later reductions have no timeout.
@@ -329,7 +330,7 @@ def _share_run_name(member: Membership) -> str:
 
 
 def _leave() -> None:
-    """Disconnect from the job when this process exits. If it failed, end the process at once.
+    """Disconnect from the job when this process exits. End a failed process at once.
 
     JAX has a barrier at exit. A failed trainer would wait there for the other trainers, which wait
     for its gradients.
@@ -338,7 +339,7 @@ def _leave() -> None:
     drops = member is not None and member.on_trainer_loss == "drop"
     if getattr(sys, "last_value", None) is not None:
         if drops:
-            jax.distributed.shutdown()  # so that the others notice the loss without a timeout
+            jax.distributed.shutdown()  # the others then notice the loss before a timeout
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()

@@ -2,8 +2,8 @@
 
     all_or_none()   a block of code that either all live trainers complete, or none. At its end
                     trainers wait for each other and agree on the live trainers.
-    Loss            the exception after the block on all survivors, if a trainer has ended. They
-                    repeat the step without that trainer.
+    Loss            the exception that all survivors get after the block if a trainer has ended.
+                    The survivors then repeat the step without that trainer.
 
 The lost trainer's part of the batch is skipped, and means are over the survivors. Trainer 0 is
 JAX's coordinator: when it ends, JAX ends all processes. A trainer counts as lost when it has been
@@ -63,7 +63,7 @@ def prepare(seconds: int) -> None:
 
 @contextlib.contextmanager
 def all_or_none() -> Iterator[None]:
-    """Wait for all live trainers after a block; raise Loss on all survivors if one has ended."""
+    """Wait for all live trainers after a block; on survivors, raise Loss if a trainer ended."""
     try:
         with live_devices(jax.devices()):
             yield

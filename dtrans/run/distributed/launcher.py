@@ -67,7 +67,7 @@ HOST_PAUSE = 8.0
 BLAME = 3.0  # seconds to wait, after a role's PeerError, for the role that caused it
 RESTARTS = "DTRANS_RESTARTS"  # the number of restarts before this one, in each role's environment
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# signals that count as the loss of a role: sent from outside the process, or by a crash
+# A role that one of these signals ends counts as lost. They come from outside, or from a crash.
 FATAL = {signal.SIGTERM, signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS}
 
 Event = Child | int  # a role that has ended, or the number of a signal
@@ -168,9 +168,10 @@ def launch(
         that draw on a terminal.
       log_dir: a folder for the output of the roles, one file per role (`trainer-0.log`).
       site: the hosts of the roles; by default this host.
-      restarts: the largest number of restarts of all roles, after a signal or the loss of a host
-        ended a role. If it is not 0, the variable DTRANS_RESTARTS of each role has the number of
-        restarts so far. After the deadline no restart begins, and the loss is the job's error.
+      restarts: the largest number of times that the launcher starts all roles again, after a
+        signal or the loss of a host has ended a role. If it is not 0, the variable DTRANS_RESTARTS of each role has
+        the number of restarts so far. After the deadline no restart begins, and the loss is the
+        job's error.
 
     Raises:
       ConfigError: an argument has an invalid value.
@@ -254,7 +255,7 @@ class _Attempts:
       logs: for each role, by name, the function that prints and logs its lines.
       inherit_stdout: True to let trainer 0 inherit this process's standard output.
       guard: kills the roles if this process is killed.
-      new_job: returns a job without roles, for the folder in which roles learn of ends.
+      new_job: returns a `_Job` without roles; its argument tells roles which roles have ended.
       limit: end of the job's deadline, in seconds of the monotonic clock; None without a deadline.
       restarts: the largest number of restarts.
     """
@@ -316,7 +317,7 @@ class _Attempts:
 
 
 def _raise_failure(job: _Job, deadline: float | None) -> None:
-    """Raise the error of a job that failed, or the exception for a signal that ended it."""
+    """Raise the error of a failed job, or the exception for the signal that ended the job."""
     if job.signum is not None:
         raise KeyboardInterrupt if job.signum == signal.SIGINT else SystemExit(128 + job.signum)
     if job.timed_out:
@@ -489,7 +490,7 @@ class _Job:
         return False
 
     def _find_cause(self, limit: float | None) -> None:
-        """Wait up to BLAME seconds for the role that caused the failure, if it is a PeerError."""
+        """Wait up to BLAME seconds for the role that caused a PeerError; ignore other failures."""
         blame_limit = time.monotonic() + BLAME
         if limit is not None:
             blame_limit = min(limit, blame_limit)
@@ -579,7 +580,7 @@ _output = threading.Lock()
 
 @contextlib.contextmanager
 def _logs(folder: str | Path | None) -> Iterator[Callable[[str], Emit]]:
-    """Yield a function that opens the log of a role, by name, and returns its line writer.
+    """Yield a function from a role's name to the function that prints and logs its lines.
 
     Args:
       folder: the folder of the log files; None to print lines without log files.

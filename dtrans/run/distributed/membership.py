@@ -22,8 +22,8 @@ class Membership:
       deadline: seconds to wait for other trainers.
       on_trainer_loss: "abort" or "drop".
       allow_remote: True if processes may bind addresses that other hosts can reach.
-      run: unique name of this run; all its trainers have the same.
-      patience: seconds without a message from another process after which it counts as dead.
+      run: unique name of this run, equal on all trainers.
+      patience: seconds of silence after which another process counts as dead.
       encryption: `transport_encryption`: "auto", "required" or "disabled".
     """
 

@@ -53,7 +53,7 @@ def trainer_devices() -> list[jax.Device]:
 
 
 def to_global_array(x: Any, sharding: NamedSharding) -> jax.Array:
-    """Return the global array to which this process contributes its array.
+    """Return the global array that the arrays of all processes form.
 
     Args:
       x: this process's array: the full value for a replicated sharding, else its rows.
@@ -158,7 +158,7 @@ def check_consistent(
     Args:
       program: the program of this trainer.
       split: names of the arrays that are split over the trainers.
-      merges: rules that merge results, by name.
+      merges: rule by which each result is merged (dict).
       rows: number of rows of this trainer's part. By default it is the number with which the
         program was traced.
 
@@ -208,7 +208,7 @@ def _check_equal(words: Mapping[int, Sequence[str]], i: int, difference: str) ->
         )
 
 
-_rounds: dict[tuple[int, ...], int] = {}  # number of calls of `_all_gather_words`, by trainers
+_rounds: dict[tuple[int, ...], int] = {}  # number of calls among some trainers
 
 
 def _all_gather_words(words: Sequence[str]) -> dict[int, list[str]]:

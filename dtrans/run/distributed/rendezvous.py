@@ -4,11 +4,11 @@
     trainer k   listens at its endpoint, until trainer 0 announces that all have joined
 
 `dtrans.protocol.collective.join_loop` drives the messages. If a process is missing, JAX's own wait
-ends all processes with SIGABRT, without the name of the missing one. Here trainer 0 sends that name
-to the trainers that have joined. Afterwards, trainer 0's endpoint is the coordinator of
+ends all processes with SIGABRT, and does not name the missing process. Here trainer 0 sends the
+name to the trainers that have joined. Afterwards, trainer 0's endpoint is the coordinator of
 `jax.distributed`, and the other endpoints are unused.
 
-Source of the direction: paddle/fluid/operators/collective/gen_nccl_id_op.cc.
+Source of the direction of connections: paddle/fluid/operators/collective/gen_nccl_id_op.cc.
 """
 
 from __future__ import annotations

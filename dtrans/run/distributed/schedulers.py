@@ -1,8 +1,8 @@
 """Roles of processes from variables of Slurm, Open MPI, torchrun, JobSet and Paddle's launchers.
 
 `role_variables` translates an environment into the DTRANS_* variables that `Role.from_env` reads.
-A DTRANS_* variable that is set already takes precedence. These variables of the user control the
-translation:
+A DTRANS_* variable that is set already takes precedence. The user controls the translation by four
+variables:
 
     DTRANS_ROLE        if it is set, only the index of a Kubernetes pod comes from the scheduler
     DTRANS_PSERVERS    number of servers, which are the first processes; 0 is nccl2 mode
@@ -60,7 +60,7 @@ def names_role(env: Mapping[str, str]) -> bool:
 
 
 def role_variables(env: Mapping[str, str]) -> dict[str, str]:
-    """Add the DTRANS_* variables that follow from a scheduler's variables to an environment.
+    """Return an environment with the DTRANS_* variables that a scheduler's variables imply.
 
     Raises:
       ConfigError: variables are missing or contradict each other.
@@ -178,7 +178,7 @@ def _slurm(env: Mapping[str, str]) -> _World | None:
     hosts: list[str] = []
     if not env.get("DTRANS_HOSTS"):
         hosts = _of_groups(env)
-        # the step's own variables are used if the job has no groups, or the step runs on some only
+        # There are no groups, or the step runs on some groups only: use the step's own variables.
         if len(hosts) != size:
             nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
             tasks = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE", "")
@@ -286,7 +286,7 @@ def _of_paddle(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _of_world(env: Mapping[str, str], world: _World) -> dict[str, str]:
-    """Return the variables of the role of one of a scheduler's numbered processes."""
+    """Return the DTRANS_* variables of the process with rank `world.rank`."""
     started = f"{world.name} started this process as rank {world.rank} of {world.size}"
     if world.rank >= world.size:
         raise ConfigError(

@@ -117,7 +117,7 @@ class Watch:
             raise
         self._wake = threading.Event()  # set when this process knows that it cannot continue
         self._doing = 0  # number of operations that have begun and not ended
-        self._raised = False  # True if the user's code got an error, so the watch need not exit
+        self._raised = False  # True if an operation raised an error, so the watch need not exit
         self._known_since: float | None = None  # the time since which `_wake` is set
         self._said = Progress(-1, "")  # the last report of progress
         self._next_word = 0.0  # the time of the next report
@@ -169,7 +169,7 @@ class Watch:
 
     @contextlib.contextmanager
     def operation(self) -> Iterator[None]:
-        """Run an operation of all trainers as the block.
+        """Mark the block as an operation of all trainers.
 
         Raises:
           PeerError: another trainer has ended, so the operation cannot complete.
@@ -221,7 +221,7 @@ class Watch:
             self._say_doing(now)
 
     def _wakes(self) -> float:
-        """Return the end of the next poll."""
+        """Return the time at which the next poll ends."""
         seconds = SAY
         if self.members.ended or self.members.due() is not None:
             # a trainer has ended: `_look` must soon notice if this process waits in an operation
@@ -255,7 +255,7 @@ class Watch:
             if message.op == "here":
                 self.members.back(speaker)
                 for k in self.members.ended:
-                    # sent again: messages before a reconnection may be lost
+                    # send it again, because messages before a reconnection may be lost
                     self._tell(k)
             if message.op == "doing":
                 steps = message.fields.get("steps")
@@ -270,7 +270,7 @@ class Watch:
             self._refusals.note("%s dropped %s", self.me, e)
 
     def _tell(self, k: int) -> None:
-        """Send the end of trainer `k` to the other trainers; do nothing unless in trainer 0."""
+        """Tell the other trainers that trainer `k` has ended, if this is trainer 0."""
         if not self._leads:
             return
         how = self.members.ended[k]
@@ -322,7 +322,7 @@ class Watch:
     # -- the end ---------------------------------------------------------------------------------
 
     def _say_end(self, reason: str) -> None:
-        """Send the end of this process; `reason` is empty if it has not failed."""
+        """Tell others that this process ends; `reason` is empty if it has not failed."""
         self._say("ended", operations=self.members.begun, reason=reason)
 
     def _say(self, op: str, **fields: Any) -> None:

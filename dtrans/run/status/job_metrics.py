@@ -147,7 +147,7 @@ def _family(name: str, kind: str, text: str, label: str, values: dict[str, Any])
       kind: "counter" or "gauge".
       text: its help text.
       label: the name of its label.
-      values: the values, by value of the label. None is left out.
+      values: the metric's value for each label value (dict). Values that are None are left out.
     """
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 

@@ -44,7 +44,7 @@ class TrainerRow:
 
 
 def merge_trainers(answers: Sequence[Answer]) -> list[TrainerRow]:
-    """Merge the status of each trainer over all servers, in the order of their ids."""
+    """Return the status of each trainer, merged over servers, in the order of trainer ids."""
     seen: dict[int, list[TrainerStatus]] = {}
     for answer in answers:
         for t in answer.trainers:
