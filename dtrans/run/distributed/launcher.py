@@ -169,9 +169,9 @@ def launch(
       log_dir: a folder for the output of the roles, one file per role (`trainer-0.log`).
       site: the hosts of the roles; by default this host.
       restarts: the largest number of times that the launcher starts all roles again, after a
-        signal or the loss of a host has ended a role. If it is not 0, the variable DTRANS_RESTARTS of each role has
-        the number of restarts so far. After the deadline no restart begins, and the loss is the
-        job's error.
+        signal or the loss of a host has ended a role. If it is not 0, the variable DTRANS_RESTARTS
+        of each role has the number of restarts so far. After the deadline no restart begins, and
+        the loss is the job's error.
 
     Raises:
       ConfigError: an argument has an invalid value.
