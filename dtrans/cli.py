@@ -75,7 +75,7 @@ def options(
     """Rewrite a training step for one device into the programs of a distributed job."""
 
 
-# without interspersed options, so that options after the script go to the script
+# Options after SCRIPT belong to the script, so this command does not parse them.
 @app.command(name="launch", context_settings={"allow_interspersed_args": False})
 def launch_command(
     context: typer.Context,
@@ -92,16 +92,16 @@ def launch_command(
     on_trainer_loss: Annotated[
         str,
         typer.Option(
-            help="`abort`; or `drop`: continue without a failed trainer (nccl2 and asynchronous "
-            "jobs)."
+            help="`abort` ends the job when a trainer fails. `drop` continues without the trainer "
+            "(nccl2 and asynchronous jobs)."
         ),
     ] = "abort",
     restarts: Annotated[
         int,
         typer.Option(
             min=0,
-            help="Number of restarts of all roles, after a signal or the loss of a host ended a "
-            "role. SCRIPT continues from its newest checkpoint.",
+            help="Largest number of times that all roles start again, after a signal or the loss "
+            "of a host has ended a role. SCRIPT continues from its newest checkpoint.",
         ),
     ] = 0,
     module: Annotated[
@@ -187,8 +187,8 @@ def launch_command(
         int | None,
         typer.Option(
             min=1,
-            help="With --emit slurm: number of nodes in one allocation that servers and trainers "
-            "share.",
+            help="With --emit slurm: number of nodes that servers and trainers share, in one "
+            "allocation.",
             show_default="a node for each process",
         ),
     ] = None,
@@ -202,8 +202,8 @@ def launch_command(
 
     `dtrans.Role.from_env()` and `dtrans.connect()` read a role from DTRANS_ROLE,
     DTRANS_TRAINER_ID, DTRANS_TRAINERS, DTRANS_PSERVER_ENDPOINTS (DTRANS_TRAINER_ENDPOINTS in nccl2
-    mode) and DTRANS_CURRENT_ENDPOINT. If a role fails, the other roles are ended, and this command
-    prints its error and exits with its code.
+    mode) and DTRANS_CURRENT_ENDPOINT. If a role fails, this command ends the other roles, prints
+    the error, and exits with the failed role's code.
     """
     from dtrans.hosts.host_list import read_hosts
     from dtrans.hosts.on_hosts import launch_on_hosts
@@ -319,7 +319,7 @@ def status(
         bool, typer.Option("--watch", "-w", help="Repeat the request until Ctrl-C.")
     ] = False,
     interval: Annotated[
-        float, typer.Option(min=0.1, help="Seconds between two requests of --watch.")
+        float, typer.Option(min=0.1, help="With --watch: seconds between two requests.")
     ] = 1.0,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for an answer.")] = 5.0,
     json: Annotated[
@@ -338,8 +338,8 @@ def status(
 
     `dtrans launch` prints the status endpoints of its job. Parameter servers answer at their
     endpoints. In other jobs trainer 0 answers at the host:port in its variable
-    DTRANS_STATUS_ENDPOINT. DTRANS_TOKEN or DTRANS_TOKEN_FILE must contain the job's token, except
-    for your own jobs on this host. The exit code is 1 if an endpoint does not answer.
+    DTRANS_STATUS_ENDPOINT. Your own jobs on this host need no token. For another job, set
+    DTRANS_TOKEN or DTRANS_TOKEN_FILE. The exit code is 1 if an endpoint does not answer.
     """
     from dtrans.run.status.show_status import show_metrics, show_status
 
@@ -368,9 +368,9 @@ def keygen(
 ) -> None:
     """Generate the secrets of a job: a token for all processes, or a key for each.
 
-    With DIR, keys are written for the servers, for each trainer and for `dtrans status`, in files
-    of mode 0600. Existing keys are not replaced. Processes find the keys with DTRANS_KEYS=DIR. To
-    revoke a key, delete its file in DIR/clients.
+    With DIR, this command writes keys for the servers, for each trainer and for `dtrans status`.
+    The files have mode 0600. Existing keys are not replaced. Set DTRANS_KEYS=DIR in every process
+    of the job. To revoke a key, delete its file in DIR/clients.
     """
     if token == (folder is not None):
         raise ConfigError("dtrans keygen needs one argument: --token, or a folder for the keys")
@@ -403,8 +403,8 @@ def roles_command(
     plan: Annotated[
         str | None,
         typer.Option(
-            help="`module:plan`, a plan or a function that returns one, instead of numbers of "
-            "trainers and servers."
+            help="`module:plan`: a plan, or a function that returns a plan. It replaces "
+            "--trainers, --pservers and --mode."
         ),
     ] = None,
     module: Annotated[
@@ -449,7 +449,7 @@ def check_command(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Check exactly that a plan, or a step written with shard_map, computes the one-device step.
+    """Check without tolerance that a plan, or a shard_map step, computes the one-device step.
 
     The function has no arguments. It returns a plan, or `(distributed_step, step, args)`, the
     arguments of `dtrans.verify`.

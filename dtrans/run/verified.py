@@ -140,8 +140,8 @@ def unmerged(plan: PServerPlan) -> tuple[str, ...]:
     if mode.communicator.max_merge_var_num == 1:
         return ()
     return (
-        "merging of gradients of several steps by a communicator, which verify() sends one by one; "
-        "with max_merge_var_num=1 it does not merge them",
+        "gradients that a communicator merges over several steps, but verify() sends step by step; "
+        "set max_merge_var_num=1 to send them without merging",
     )
 
 

@@ -93,7 +93,7 @@ def test_a_leaf_that_trainers_make(merge: str) -> None:
 def test_gradients_that_are_merged_are_not_followed() -> None:
     report = _plan(dtrans.Async(communicator=dtrans.CommunicatorConfig()), SGD).verify()
     assert report.equal and not report.complete
-    assert "merging of gradients of several steps by a communicator" in str(report)
+    assert "gradients that a communicator merges over several steps" in str(report)
 
 
 # -- faults ----------------------------------------------------------------------------------------

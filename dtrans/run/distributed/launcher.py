@@ -67,7 +67,7 @@ HOST_PAUSE = 8.0
 BLAME = 3.0  # seconds to wait, after a role's PeerError, for the role that caused it
 RESTARTS = "DTRANS_RESTARTS"  # the number of restarts before this one, in each role's environment
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# A role that one of these signals ends counts as lost. They come from outside, or from a crash.
+# A role is lost if it exits with 128 + one of these signals: it was killed, or it crashed.
 FATAL = {signal.SIGTERM, signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS}
 
 Event = Child | int  # a role that has ended, or the number of a signal
