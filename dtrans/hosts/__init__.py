@@ -6,7 +6,7 @@ host_list       hosts that a user lists, in a file or as `gpu1:2,gpu2`
 
 Start by ssh (`dtrans launch --hosts`):
 
-on_hosts        the roles of a job on these hosts
+on_hosts        starts the roles of a job on these hosts
 host_check      checks of versions and free ports on the hosts, before the job starts
 connection      the command that runs another command on a host: ssh, or the user's `--rsh`
 remote_child    the launcher's side of a role on another host

@@ -1,7 +1,7 @@
 """Commands that run another command on a host: by `ssh`, or by the user's `--rsh`.
 
 With ssh, a shell on the host parses the command; `ip netns exec` passes its words unchanged. Words
-that a shell would change raise an error, so that a command works with both.
+that a shell would change raise an error, so that a command means the same in both cases.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ def connection(rsh: str, host: HostEntry, command: Sequence[str]) -> list[str]:
 
 
 def absolute_path(path: str) -> str:
-    """Return a search path such as PYTHONPATH with absolute folders; empty folders are left out."""
+    """Make the folders of a search path, such as PYTHONPATH, absolute; remove empty entries."""
     return os.pathsep.join(os.path.abspath(p) for p in path.split(os.pathsep) if p)
 
 
 def carried_variables(
     env: Mapping[str, str], prefixes: tuple[str, ...], names: Collection[str] = ()
 ) -> dict[str, str]:
-    """Return the variables of a role that another host does not set itself.
+    """Return the variables that the launcher sends to a role on another host.
 
     Args:
       env: all variables of the role.

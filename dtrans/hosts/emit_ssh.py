@@ -97,7 +97,7 @@ done
 
 
 def emit_ssh(table: RoleTable) -> str:
-    """Return a shell script whose arguments are hosts, and which starts the roles on them.
+    """Return a shell script that takes hosts as arguments, and starts the roles on the hosts.
 
     Args:
       table: the roles, with a command: the result of `role_table` or `plan.roles`.

@@ -10,10 +10,10 @@ from dtrans.plan import Plan
 def named_plan(name: str) -> Plan:
     """Import the plan with a name such as `module:plan`.
 
-    The name may also be that of a function without arguments that returns the plan.
+    The name may also be the name of a function that takes no arguments and returns the plan.
 
     Raises:
-      ConfigError: the module or name does not exist, or it is not a plan.
+      ConfigError: the module or name does not exist, or the named object is not a plan.
     """
     plan = named_object(name, "--plan", "plan")
     if callable(plan) and not isinstance(plan, Plan):

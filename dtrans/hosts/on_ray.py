@@ -85,15 +85,15 @@ class RayJob(Job):
       trainer_resources: resources of each trainer, such as {"CPU": 4, "GPU": 1}; by default one
         CPU.
       server_resources: resources of each server; by default one CPU.
-      processes: number of actors of trainers; by default one for each trainer, rank or stage of the
+      processes: number of trainer actors; by default one for each trainer, rank or stage of the
         plan. With fewer, each actor has several devices. It is not for parameter servers.
       rows: rows of one trainer's batch, if `batches` is a dataset.
       checkpoints: the folder for `job.save(path)`, which all nodes share. Parameter servers need
         it.
-      env: further variables of the actors. They also get the driver's variables of JAX, XLA and
+      env: further variables of the actors. All actors get the driver's variables of JAX, XLA and
         dtrans. A role without a GPU or TPU computes on CPUs.
       deadline: seconds that any wait for another role, or for resources of the cluster, may take.
-      patience: seconds without a message from another role after which it counts as failed.
+      patience: seconds of silence after which another role counts as failed.
 
     Raises:
       ConfigError: Ray is not installed, an option does not fit the plan, or actors cannot rebuild
@@ -348,7 +348,7 @@ def _absolute(folder: Path | None, path: str | os.PathLike[str]) -> Path:
 
 
 def _check_rows(dataset: Any, rows: int | None) -> None:
-    """Raise ConfigError if a dataset has no `rows`, or `rows` no dataset."""
+    """Raise ConfigError for a dataset without `rows`, and for `rows` without a dataset."""
     if dataset is not None:
         check_int("rows", rows, "a number of rows of each trainer's batch, which a dataset needs")
     elif rows is not None:
@@ -373,7 +373,7 @@ def _split_dataset(dataset: Any, group: RayGroup) -> dict[str, Any]:
 
 
 def _shape(plan: Any, processes: int | None) -> tuple[int, int]:
-    """Return the number of actors of trainers, and the number of devices of each on CPUs."""
+    """Return the number of trainer actors, and how many CPU devices each one needs."""
     if isinstance(plan, PServerPlan):
         if processes is not None:
             raise ConfigError(

@@ -208,7 +208,7 @@ def _checked(batch: Any) -> Sequence[Any]:
 
 
 def _of_dataset(part: Any, rows: int, specs: Sequence[TreeSpec]) -> Iterator[Sequence[Any]]:
-    """Yield the batches of a part of a dataset, without end: it starts again after the last row.
+    """Yield batches of a dataset's part without end; start again after its last row.
 
     Args:
       part: a shard of a dataset of Ray Data.

@@ -360,7 +360,7 @@ class RayGroup:
         """Wait for calls; return their results by actor. An error of any call ends all actors.
 
         Args:
-          calls: the actor's name of each call.
+          calls: the name of the actor of each call (dict).
           limit: end of the wait, in seconds of the monotonic clock; None to wait without end.
         """
         found: dict[str, Any] = {}

@@ -117,7 +117,7 @@ class ScriptActor(RoleProcess):
           command: program and arguments.
           environment: variables in addition to those of this node.
           directory: the working directory.
-          python: the driver's interpreter. If it is the program, the node's interpreter runs.
+          python: the driver's interpreter. A command that names it runs the node's interpreter.
 
         Yields:
           Lists of [stream, line]; at the end the exit status in the form of `subprocess`.
@@ -263,7 +263,7 @@ class RayChild(Child):
 
 
 class OnRay(Site):
-    """The nodes of a Ray cluster on which the roles of a job run. At its exit, it ends all actors.
+    """Nodes of a Ray cluster on which roles run; a context manager that ends all actors.
 
     Args:
       ray: the module, connected.

@@ -89,7 +89,7 @@ class RoleEntry:
 
     @property
     def index(self) -> int:
-        """Its index among the roles of its kind."""
+        """The role's index among the roles of its kind."""
         return int(self.name.rpartition(" ")[2])
 
     @property
@@ -388,7 +388,7 @@ def pipeline_roles(
     env: Mapping[str, str] | None = None,
     cores: int | None = None,
 ) -> RoleTable:
-    """Implement `plan.roles` for pipelines. A process has consecutive stages, and all replicas.
+    """Implement `plan.roles` for pipelines: a process has consecutive stages in all replicas.
 
     Bytes between stages are known only if each process has one stage.
 
@@ -412,7 +412,7 @@ def pipeline_roles(
 
 
 def _each(what: str, total: int, processes: int) -> int:
-    """Return the number of trainers or stages per process. Raises ConfigError for a remainder."""
+    """Return the trainers or stages per process; raise ConfigError if they do not divide evenly."""
     check_int("processes", processes, "a number of processes", least=1)
     each, odd = divmod(total, processes)
     if odd or not each:
@@ -663,7 +663,7 @@ class _Links:
         return float(max(self.out.max(), self.into.max()))
 
     def with_server(self, j: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the bytes out and in of each host's link, if the host had server j."""
+        """Return the bytes out of each host's link, and into it, if the host had server j."""
         sent, received = (x / self.trainers for x in self.servers[j])
         others = self.trainers - self.on
         out = self.out - self.on * sent + others * received

@@ -94,7 +94,7 @@ class Embedding:
     Attributes:
       is_sparse: True if trainers request single rows from the servers, and send the gradients of
         these rows. Each server stores a contiguous range of rows (Paddle's `remote_prefetch`).
-      is_distributed: True for the same, but with row n on server n % servers.
+      is_distributed: True as for `is_sparse`, but server n % servers stores row n.
       lazy_mode: True if rows that no trainer looks up stay unchanged (an option of Paddle's Adam).
         With False every optimizer updates all rows, as on one device.
 

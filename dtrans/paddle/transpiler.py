@@ -366,7 +366,7 @@ class GeoSgdTranspiler(DistributeTranspiler):
 
 
 def _log(plan: PServerPlan | CollectivePlan) -> None:
-    """Log the plan; without any handler of logging, print it to stderr."""
+    """Log the plan; if logging has no handler, print the plan to stderr."""
     if logger.hasHandlers():
         logger.info("%s", plan)
         return

@@ -16,8 +16,8 @@ the paper's rule:
     adamax            max(|g|, beta2·u + eps)                    max(|g| + eps, beta2·u)
     adagrad           none                                       sqrt(m + eps), m from 0.1
     decayed_adagrad   (no paper)                                 rmsprop(eps_in_sqrt=False)
-    adadelta          reads the average of updates one step      the paper's, times the
-                      too late, no learning rate                 learning rate
+    adadelta          changes the average of updates before      the paper's, times the
+                      reading it, no learning rate               learning rate
     rmsprop           none                                       the same; decay 0.9, eps 1e-8
     ftrl              l1 used in place of l2                     (not in optax)
     lamb              no bias correction                         the paper's

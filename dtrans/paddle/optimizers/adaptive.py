@@ -173,7 +173,7 @@ def adadelta(
 
     - The paper adds `first` to the parameter. The kernel computes another update, from the new
       average of squared updates.
-    - It ignores the learning rate.
+    - The kernel ignores the learning rate.
 
     Args:
       learning_rate: a number or a schedule; used with `fix` only. Paddle has no default; the
@@ -278,8 +278,8 @@ def ftrl(
         even in a warm-up.
       l1: strength of the L1 regularization.
       l2: strength of the L2 regularization; used with `fix` only.
-      lr_power: exponent of the sum of squared gradients that scales the step: -0.5 divides by its
-        square root, and 0 does not scale.
+      lr_power: the step is multiplied by the sum of squared gradients to this power. -0.5 divides
+        by the sum's square root, and 0 does not scale the step.
       fix: True for the formula with the user's `l2`. It is the paper's rule with lambda2 = 2·l2 and
         beta = 0.
 

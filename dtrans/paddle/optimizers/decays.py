@@ -4,8 +4,8 @@ A schedule maps the number of previous updates to a learning rate. It can be the
 any optimizer in this package or in optax. It computes in float32, as in Paddle, or in float64 if
 JAX has 64 bits enabled. In the formulas, `step` is the number of previous updates.
 
-Two schedules of Paddle's dygraph mode have no counterpart: LambdaDecay, since its function is a
-schedule already, and ReduceLROnPlateau, since it needs the loss, which servers do not have.
+Two schedules of Paddle's dygraph mode have no counterpart. The function that LambdaDecay takes is
+already a schedule. ReduceLROnPlateau needs the loss, which servers do not have.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def natural_exp_decay(
 
     Args:
       learning_rate: the learning rate in the first step.
-      decay_steps: the number of steps that `decay_rate` applies to.
+      decay_steps: the number of steps in which the exponent falls by `decay_rate`.
       decay_rate: the rate.
       staircase: True rounds `step / decay_steps` down.
 
@@ -114,7 +114,7 @@ def inverse_time_decay(
 
     Args:
       learning_rate: the learning rate in the first step.
-      decay_steps: the number of steps that `decay_rate` applies to.
+      decay_steps: the number of steps in which the denominator grows by `decay_rate`.
       decay_rate: the rate.
       staircase: True rounds `step / decay_steps` down.
 
@@ -147,7 +147,8 @@ def polynomial_decay(
 
     Args:
       learning_rate: the learning rate in the first step.
-      decay_steps: the step in which the learning rate reaches the end value, and stays there.
+      decay_steps: the step in which the learning rate reaches the end value. Later steps use the
+        end value.
       end_learning_rate: the end value.
       power: the exponent: 1 for a line, 2 for a parabola.
       cycle: True replaces `decay_steps` by its smallest multiple that is not below the step. So the
@@ -310,7 +311,7 @@ def linear_lr_warmup(
 
         start_lr + (end_lr - start_lr) · step / warmup_steps   in steps before warmup_steps
 
-    If `learning_rate` is a schedule, the steps of the warm-up count for it too.
+    If `learning_rate` is a schedule, it also counts the steps of the warm-up.
 
     Args:
       learning_rate: a number or a schedule, used after the warm-up.

@@ -206,10 +206,10 @@ def dpsgd(
         With 0, the noise is drawn from `key` instead of the clock: a new number in each step, equal
         for all leaves.
       key: a random key, or the seed of one; unused with a `seed`.
-      fix: True for the paper's noise, sigma · clip · N(0, 1), drawn from `key` for each element and
-        step, and for one norm over all leaves. Privacy also requires that each example is clipped:
-        clip and average the examples' gradients in the training step, and pass the number of
-        examples as `batch_size`.
+      fix: True for the paper's rule: noise sigma · clip · N(0, 1), drawn from `key` for each
+        element and step, and clipping by one norm over all leaves. Privacy also requires that each
+        example is clipped: clip and average the examples' gradients in the training step, and pass
+        the number of examples as `batch_size`.
 
     Returns:
       A transformation. Its `update` does not need the parameters. Norms of half-precision leaves

@@ -119,7 +119,7 @@ def is_number(x: Any) -> bool:
 def cast_scalar(x: Any, leaf: jax.Array) -> Any:
     """Return `x` as a Python number, or as an array of the leaf's dtype.
 
-    An operation of the leaf with the result keeps the leaf's dtype.
+    Arithmetic between the leaf and the result keeps the leaf's dtype.
     """
     return float(x) if is_number(x) else jnp.asarray(x, leaf.dtype)
 
