@@ -1,9 +1,9 @@
 """Memory for received blocks, reused between steps.
 
-On CPU, `jax.device_put` does not copy host memory that is aligned to 64 bytes. The JAX array refers
-to that memory until the array, and each computation that reads it, is deleted. So the pool reuses
-memory only if CPython's reference count shows that nothing else refers to it. New memory in every
-step would cause page faults, which take longer than the transfer.
+On CPU, `jax.device_put` does not copy host memory that is aligned to 64 bytes. The JAX array uses
+that memory until JAX deletes the array, and all computations that read the array have ended. So
+the pool reuses memory only if CPython's reference count shows that nothing else refers to the
+memory. New memory in every step would cause page faults, which take longer than the transfer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ALIGNMENT = 64  # bytes; XLA:CPU does not copy host memory with this alignment
 
 
 class BufferPool:
-    """Pool of aligned arrays, each reused when nothing else refers to it.
+    """Pool of aligned arrays. An array is reused when only the pool refers to it.
 
     Args:
       alignment: alignment of each array in bytes, a power of two.
@@ -36,13 +36,14 @@ class BufferPool:
     def __init__(self, alignment: int = ALIGNMENT) -> None:
         self._alignment = alignment
         self._owners: dict[tuple[Any, ...], list[np.ndarray]] = {}
-        self._starts: dict[int, int] = {}  # id of an owner -> index of its first aligned byte
+        # id() of an owner -> index of the owner's first aligned byte
+        self._starts: dict[int, int] = {}
 
     def take(self, key: str, shape: Sequence[int], dtype: Any) -> np.ndarray:
-        """Return an array of undefined contents to which nothing else refers.
+        """Return an uninitialized array: an unused one of the pool, or a new one.
 
         Args:
-          key: arrays are reused only under the same key.
+          key: name of the array; an array is reused only for the key that it was created with.
         """
         dtype = np.dtype(dtype)
         nbytes = math.prod(shape) * dtype.itemsize

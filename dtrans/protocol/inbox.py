@@ -1,4 +1,4 @@
-"""Reception of blocks in pieces: their memory, and the number of received bytes."""
+"""Reception of blocks in pieces: the memory of each block, and the number of received bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Inbox:
     """Memory for blocks that arrive in several messages.
 
     Args:
-      memory: contiguous memory for each block, by block name.
+      memory: maps the name of each block to contiguous memory for it.
       refusal: returns the error text for a block name that is not in `memory`.
     """
 
@@ -27,7 +27,7 @@ class Inbox:
         """Copy the pieces of a message to the blocks' memory.
 
         Raises:
-          WireError: a piece is not expected; then nothing is copied.
+          WireError: a piece of the message is not expected. No piece has been copied in this case.
         """
         wire.unpack(message, self._target, self._arrived)
 
@@ -63,7 +63,7 @@ class Inbox:
         self._arrived.clear()
 
     def phase(self) -> str:
-        """Return the progress of the trainer that sends these gradients, for the job's status.
+        """Describe the progress of the trainer that sends these blocks, for the job's status.
 
         The text is "computing" until the first byte arrives.
         """

@@ -1,11 +1,10 @@
 """Status of a running job for observers, reported by a server or by trainer 0 of a collective job.
 
 An observer has the job's token and connects under the user name `OBSERVER`. It may only request the
-status, and the job does not wait for it. `StatusReporter` answers at most `RATE` requests a second,
-from counts that the process keeps anyway.
+status, and the job does not wait for it. `StatusReporter` answers at most `RATE` requests a second.
 
-Rates are means over a window, and the process records its counts once a second. The window is
-`WINDOW` seconds long. If fewer than `STEPS` steps were made in this time, it is longer, up to
+The process records its counts about once a second. Rates are means over the last `WINDOW` seconds.
+If the trainers have made fewer than `STEPS` steps each in this time, the window is longer: up to
 `LONGEST` seconds.
 """
 
@@ -28,11 +27,11 @@ from dtrans.protocol.tables.stored_tables import StoredTables
 
 
 OBSERVER = "an observer of the job"  # user name of observers
-RATE = 50  # maximum number of answers a second, to all observers together
-WINDOW = 10.0  # seconds
-STEPS = 5  # minimum number of steps in a window, for each trainer
-LONGEST = 600.0  # seconds
-EACH = 0.9  # minimum seconds between two samples
+RATE = 50  # answers a second to all observers together, at most
+WINDOW = 10.0  # seconds over which rates are computed, at least
+STEPS = 5  # steps of a trainer in a window, on average over the trainers; fewer make it longer
+LONGEST = 600.0  # seconds of the longest window
+EACH = 0.9  # seconds between two samples of the counts, at least
 
 # states of a trainer, worst first
 STATES = (
@@ -48,19 +47,19 @@ Record = TypeVar("Record")
 
 @dataclasses.dataclass(frozen=True)
 class TrainerStatus:
-    """Status of one trainer, as known to the process that answers.
+    """Status of one trainer, as known to the reporting process: a server, or trainer 0.
 
     Attributes:
       trainer: id of the trainer.
       state: one of `STATES`.
-      doing: progress in its step; empty if it is not present.
-      step: number of steps that it has made; None if the process does not count steps.
+      doing: the trainer's progress in its step; empty if it has not connected or has left.
+      step: number of steps that the trainer has made; None if the process does not count steps.
       steps_per_second: mean number of steps per second over the window.
-      staleness: number of steps of other trainers that its last gradients did not include; None in
-        synchronous mode.
-      silent: seconds since its last message; None before its first message.
-      received: number of bytes received from it; None if the process does not count bytes.
-      sent: number of bytes sent to it; None if the process does not count bytes.
+      staleness: number of steps of other trainers that the parameters behind the trainer's last
+        gradients did not include; None in synchronous mode.
+      silent: seconds since the trainer's last message; None before its first message.
+      received: number of bytes received from the trainer; None if the process does not count bytes.
+      sent: number of bytes sent to the trainer; None if the process does not count bytes.
     """
 
     trainer: int
@@ -80,24 +79,23 @@ class ServerStatus:
 
     Attributes:
       endpoint: endpoint of the process.
-      plan: digest of the plan's fingerprint, which is the same on all servers of a job; empty if
-        the plan has no fingerprint.
+      plan: digest of the plan's fingerprint; empty if the plan has no fingerprint. All servers of a
+        job have the same digest.
       mode: "synchronous", "asynchronous" or "collective".
       count: number of trainers of the job.
       uptime: seconds since the process began to wait for trainers.
       doing: "serving", "training", or "waiting for ...".
-      step: number of steps, in asynchronous mode of the trainer with the most steps; None if the
-        process does not count steps.
+      step: number of steps of the trainer with the most steps; None if the process does not count
+        steps.
       steps_per_second: mean number of steps per second over the window.
-      received: number of bytes received from trainers and other servers; None if the process does
-        not count bytes.
-      sent: number of bytes sent to trainers and other servers; None if the process does not count
-        bytes.
-      received_per_second: mean of received bytes per second over the window.
-      sent_per_second: mean of sent bytes per second over the window.
+      received: number of bytes received from trainers and other servers.
+      sent: number of bytes sent to trainers and other servers.
+      received_per_second: mean number of bytes received per second over the window.
+      sent_per_second: mean number of bytes sent per second over the window. A process that does not
+        count bytes reports None for these four values.
       refused: number of refused messages.
       barred: number of refused connections.
-      saving: name of each checkpoint that is being written, to the seconds since its start.
+      saving: maps the name of each pending checkpoint to the seconds since its write started.
       checkpoint: fields of the last checkpoint's `CheckpointStatus`; empty before the first one.
       tables: fields of the `TableStatus` of each block of a table.
     """
@@ -194,7 +192,7 @@ _TYPES: dict[Any, dict[str, Any]] = {
 
 
 def _record(kind: type[Record], fields: Any) -> Record:
-    """Return a record with the fields from a message, after a check of their types."""
+    """Check the types of a message's fields, and return a record with these fields."""
     wanted = _TYPES[kind]
     if not isinstance(fields, dict) or fields.keys() != wanted.keys():
         raise WireError("a status with the fields of another version of dtrans")
@@ -220,7 +218,7 @@ class Observed(Protocol):
     tables: StoredTables | None
 
     def progress(self) -> dict[int, int]:
-        """Return the number of steps of each trainer, by its id."""
+        """Return a map from the id of each trainer to its number of steps."""
 
     def staleness(self, k: int) -> int | None:
         """Return `TrainerStatus.staleness` of trainer k."""
@@ -249,11 +247,11 @@ class ObservedTrainers(Protocol):
 
     @property
     def known(self) -> Mapping[int, Trainer]:
-        """Id to state of each trainer that has connected."""
+        """State of each trainer that has connected, by the trainer's id."""
 
     @property
     def bytes_sent(self) -> int | None:
-        """Number of bytes of all sent messages; None if the process does not count them."""
+        """Number of bytes that the process has sent; None if it does not count bytes."""
 
 
 class Sample(typing.NamedTuple):
@@ -261,9 +259,9 @@ class Sample(typing.NamedTuple):
 
     Attributes:
       time: the time.
-      steps: number of steps of each trainer, by id.
+      steps: maps the id of each trainer to its number of steps.
       received: number of received bytes.
-      sent: number of sent bytes; None if the process does not count them.
+      sent: number of sent bytes; None if the process does not count bytes.
     """
 
     time: float
@@ -273,17 +271,17 @@ class Sample(typing.NamedTuple):
 
 
 class StatusReporter:
-    """Status of one process, and its answers to observers.
+    """Status of one process, and the process's answers to observers.
 
     Args:
       kind: the process.
       trainers: trainers of the job.
-      refusals: count of refused messages.
+      refusals: counter of refused messages.
 
     Attributes:
-      barred: count of refused connections.
+      barred: counter of refused connections.
       received: number of bytes of received messages.
-      saving: name of each checkpoint that is being written, to the time at which the write started.
+      saving: maps the name of each pending checkpoint to the time at which its write started.
     """
 
     def __init__(self, kind: Observed, trainers: ObservedTrainers, refusals: Refusals) -> None:
@@ -292,14 +290,14 @@ class StatusReporter:
         self.received = 0
         self.saving: dict[str, float] = {}
         self._checkpoint: CheckpointStatus | None = None  # last checkpoint
-        self._saved_at = 0.0  # time at which its write ended
+        self._saved_at = 0.0  # time at which the last checkpoint's write ended
         self._samples: collections.deque[Sample] = collections.deque()
         self._budget, self._asked = float(RATE), 0.0
 
     # -- counting --------------------------------------------------------------------------------
 
     def look(self, now: float) -> None:
-        """Record the counts, unless they were recorded less than `EACH` seconds ago."""
+        """Record the counts if the last record is at least `EACH` seconds old."""
         samples = self._samples
         if samples and now - samples[-1].time < EACH:
             return
@@ -315,7 +313,7 @@ class StatusReporter:
         return Sample(now, self._kind.progress(), self.received, self._trainers.bytes_sent)
 
     def saved(self, name: str, step: int, blocks: int, error: str, now: float) -> None:
-        """Record the end of a checkpoint's write. The arguments are those of `CheckpointStatus`."""
+        """Record the end of a checkpoint's write. For the arguments, see `CheckpointStatus`."""
         seconds = now - self.saving.pop(name, now)
         self._checkpoint = CheckpointStatus(name, step, 0.0, seconds, blocks, error)
         self._saved_at = now
@@ -323,9 +321,12 @@ class StatusReporter:
     # -- answering -------------------------------------------------------------------------------
 
     def admit(self, now: float) -> None:
-        """Count one request of an observer. Raises WireError if observers send too many requests.
+        """Count one request of an observer.
 
-        The limit is a token bucket, which contains up to `RATE` requests.
+        The rate limit is a token bucket for bursts of up to `RATE` requests.
+
+        Raises:
+          WireError: observers send too many requests.
         """
         self._budget = min(float(RATE), self._budget + (now - self._asked) * RATE)
         self._asked = now
@@ -379,7 +380,7 @@ class StatusReporter:
         }
 
     def _awaited(self, trainers: list[TrainerStatus]) -> str:
-        """Return what the process waits for, including missing trainers; empty if nothing."""
+        """Describe what the process waits for; empty if it waits for nothing."""
         absent = [str(t.trainer) for t in trainers if t.state == "not here yet"]
         awaited = self._kind.awaited()
         if awaited or not absent:
@@ -441,7 +442,7 @@ class StatusReporter:
 def _digest(plan: Mapping[str, str]) -> str:
     """Return a short digest of a fingerprint; empty for an empty fingerprint.
 
-    It does not depend on the parts that may differ between the roles of a job.
+    The digest leaves out the parts of a fingerprint that may differ between the roles of a job.
     """
     varying = (fingerprint.BATCH, fingerprint.LOSS)
     parts = [(name, plan[name]) for name in sorted(plan) if name not in varying]

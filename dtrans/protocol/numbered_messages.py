@@ -1,13 +1,13 @@
-"""Numbers of the messages on one connection, so that a new connection resumes a broken one.
+"""Numbers of the messages between two processes, so that a new connection resumes a broken one.
 
-A network that breaks a connection loses the messages in transit. Each end therefore numbers the
-messages that it sends (`number`), and reports how many it has received (`heard`). It stores a sent
-message until the other end has reported its receipt. After a break, each end repeats the messages
-that the other end lacks.
+When a connection breaks, the messages in transit are lost. Each process therefore numbers the
+messages that it sends (`number`), and reports how many messages it has received (`heard`). The
+sender stores a message until the receiver has reported its receipt. After a reconnection, each
+process repeats the messages that the other process lacks.
 
 A receiver accepts messages in the order of their numbers. It drops a message that it has already
-received. It also drops a message that follows a gap, because the sender repeats both. So every
-numbered message is processed exactly once and in order, and operations need no rule for outages.
+received. If a message is missing, the receiver drops the later messages, because the sender
+repeats all of them. So each numbered message is processed exactly once and in order.
 
 Source: go-back-N retransmission (Bertsekas and Gallager, Data Networks, section 2.4).
 """
@@ -22,7 +22,7 @@ from dtrans.protocol import wire
 
 
 class NumberedMessages:
-    """Messages that one end of a connection sends and receives.
+    """Numbers and stored messages of one of two connected processes.
 
     Attributes:
       sent: number of messages sent.
@@ -47,16 +47,16 @@ class NumberedMessages:
 
     @property
     def stored(self) -> list[list[Any]]:
-        """The frames of each message that the other end may lack."""
+        """Frames of each sent message whose receipt the other process has not reported."""
         return [frames for _, frames in self._stored]
 
     def stamp(self) -> dict[str, int]:
-        """Return the header fields of the next message, and count it."""
+        """Count the next message to send, and return its header fields `number` and `heard`."""
         self.sent += 1
         return {"number": self.sent, "heard": self.received}
 
     def store(self, frames: list[Any]) -> None:
-        """Store the message with the last number until its receipt is reported."""
+        """Store the message with the last number, until the other process reports its receipt."""
         self._stored.append((self.sent, frames))
 
     def take(self, message: wire.Message) -> bool:
@@ -73,15 +73,16 @@ class NumberedMessages:
         return is_next
 
     def acknowledge(self, heard: int) -> None:
-        """Release the first `heard` messages, which the other end has received."""
+        """Release the first `heard` messages, which the other process has received."""
         while self._stored and self._stored[0][0] <= heard:
             self._stored.popleft()
 
     def check_resumable(self, heard: int) -> None:
-        """Check that the messages after the first `heard` ones are stored.
+        """Check that this process stores all messages after the first `heard` ones.
 
         Raises:
-          WireError: the other end has received more than was sent, or lacks a released message.
+          WireError: `heard` is more than the number of sent messages, or the other process lacks a
+            message that this process has already released.
         """
         released = self.sent - len(self._stored)
         if not released <= heard <= self.sent:
@@ -91,5 +92,5 @@ class NumberedMessages:
             )
 
     def clear(self) -> None:
-        """Release all messages, because the other end does not need them."""
+        """Release all stored messages."""
         self._stored.clear()

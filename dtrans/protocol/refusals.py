@@ -1,4 +1,4 @@
-"""Count of refused messages. Only some of them are logged."""
+"""Counter of refused messages, which logs only some of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ EACH = 100  # number of refusals that are all logged; after them, every 2**n-th 
 
 
 class Refusals:
-    """Count of refusals. The number of log lines grows with the logarithm of the count.
+    """Counter of refusals. The number of log lines grows with the logarithm of the count.
 
     Example:
       >>> import logging

@@ -1,4 +1,4 @@
-"""Specification of one server for the protocol: its blocks, and the messages about them."""
+"""Specification of one server: its blocks and tables, and the interface to its updates."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ import numpy as np
 from dtrans.protocol.server.exchange import Exchange
 
 
-Vectors = Mapping[str, Sequence[Any]]  # endpoint of another server: vectors sent to or from it
+Vectors = Mapping[str, Sequence[Any]]  # endpoint of a server -> vectors sent to or from it
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TableSpec:
-    """Block of a table: trainers request some of its rows, and send gradients of these rows.
+    """Block of a table. Trainers request rows of the block, and send gradients of these rows.
 
     Attributes:
       rows: number of rows.
       row: shape of a row.
       dtype: dtype of the rows.
-      gradients: name of the gradient that each trainer sends, by trainer id.
+      gradients: maps the id of each trainer to the name of the gradient that the trainer sends.
       backed: True if the update also reads the values that the trainer has received (delay
         compensation).
-      on_trainers: True if trainers store the rows that they have requested, and receive their
-        changes (GEO-SGD).
+      on_trainers: True if trainers store the rows that they have requested, and the server sends
+        them other trainers' changes of these rows (GEO-SGD).
       moves: True if an update also changes rows without a gradient.
-      staleness: number of updates that announced rows may lack
+      staleness: number of newest updates that announced rows need not include
         (`dtrans.protocol.tables.rows_ahead`).
     """
 
@@ -44,11 +44,11 @@ class TableSpec:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowGradient:
-    """Row ids with an array for each row: a gradient of rows, or values of rows.
+    """Row ids, and the gradient or the values of these rows.
 
     Attributes:
       ids: increasing row ids.
-      rows: gradient or value of each row.
+      rows: gradient or value of each row, in the order of `ids`.
     """
 
     ids: np.ndarray
@@ -57,24 +57,25 @@ class RowGradient:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ServerBlocks:
-    """Blocks of one server, and the messages about them.
+    """Blocks of one server, and the arrays that trainers send and receive.
 
     Attributes:
       endpoint: endpoint of the server.
       trainers: number of trainers.
       sync_mode: True if an update uses the gradients of all trainers.
-      on_trainer_exit: rule for updates after a trainer has left.
-      params: type in which each block that trainers request is sent, by block name.
-      gradients: type of each gradient that trainers send, by name; gradients of tables are left
-        out.
-      sent: for each gradient that updates read, a dict: trainer id -> name under which this
-        trainer sends the gradient.
-      arguments: for each step argument that the update reads, by name, a dict: trainer id -> name
-        under which this trainer sends the argument.
+      on_trainer_exit: rule for trainers that leave before other trainers do.
+      params: maps the name of each block that trainers request to the shape and dtype of the
+        array that is sent.
+      gradients: maps the name of each gradient that trainers send to its shape and dtype.
+        Gradients of tables are not included.
+      sent: one dict for each gradient that updates read. The dict maps the id of a trainer to the
+        name under which this trainer sends the gradient.
+      arguments: maps each step argument that the update reads to a dict. The dict maps the id of a
+        trainer to the name under which this trainer sends the argument.
       exchanges: exchanges with other servers in a step, in order.
-      backed: names of the blocks for which the server stores the values that each trainer has
-        received last (delay compensation).
-      tables: specification of each block of a table, by block name.
+      backed: names of the blocks with delay compensation. For these blocks, the server stores the
+        values that it has last sent to each trainer.
+      tables: maps the name of each block of a table to its specification.
     """
 
     endpoint: str
@@ -95,22 +96,22 @@ class StepUpdate(Protocol):
 
     @property
     def state(self) -> dict[str, Any]:
-        """The arrays of the state, by name."""
+        """Arrays of the state, by name."""
 
     @property
     def values(self) -> Mapping[str, Any]:
-        """The parameters by block name, as arrays whose memory can be sent."""
+        """Arrays to send for the parameters, by block name."""
 
     @property
     def exchange(self) -> Exchange | None:
-        """The exchange that the update waits for; None if it does not wait."""
+        """Exchange whose vectors the update waits for; None if it does not wait."""
 
     def begin(self, grads: Mapping[str, Any], present: frozenset[int], step: int) -> Vectors | None:
         """Start an update, and compute it up to the first exchange.
 
         Args:
           grads: gradients by name; gradients of tables are `RowGradient`s.
-          present: ids of the trainers whose gradients are used.
+          present: ids of the trainers whose gradients the update uses.
           step: number of complete updates.
 
         Returns:
@@ -128,7 +129,7 @@ class StepUpdate(Protocol):
         """
 
     def rows(self, name: str, ids: np.ndarray, *, train: bool) -> np.ndarray:
-        """Return rows of a table's block, as an array whose memory can be sent.
+        """Return rows of a table's block, as an array to send.
 
         Args:
           name: name of the block.
@@ -141,14 +142,19 @@ class BlockUpdate(Protocol):
     """Update of an asynchronous server, which computes one block at a time."""
 
     def begin(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Run the lr_sched block once for a step of a trainer.
+        """Run the lr_sched block once, for one step of a trainer.
 
         Returns:
-          The changed state, and the outputs that the updates of this step's blocks read.
+          The changed state, and the outputs that the step's updates of blocks read.
         """
 
     def ready(self, arrived: Collection[str], used: Collection[str]) -> list[str]:
-        """Return the blocks whose gradients have all arrived, except the blocks in `used`."""
+        """Return the names of the blocks that can be updated.
+
+        Args:
+          arrived: names of the complete gradients.
+          used: names of blocks to leave out, because this step has already updated them.
+        """
 
     def apply(
         self,
@@ -157,7 +163,7 @@ class BlockUpdate(Protocol):
         state: Mapping[str, Any],
         values: Mapping[str, Any],
     ) -> dict[str, Any]:
-        """Update one block, wait for the computation, and return the changed state.
+        """Compute the update of one block; return the changed state when it is complete.
 
         Args:
           block: name of the block.

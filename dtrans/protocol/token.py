@@ -1,12 +1,13 @@
-"""The job's token: a secret that its processes share, and proofs that a process knows it.
+"""The job's token: a secret that all processes of a job share, and proofs of knowing it.
 
 `dtrans launch` generates a token for each job. Other launchers set the same DTRANS_TOKEN for all
-processes, or set DTRANS_TOKEN_FILE to the path of a file with the token. A job without a token can
-use loopback addresses only.
+processes, or set DTRANS_TOKEN_FILE to the path of a file with the token. A job without a token or
+keys can use loopback addresses only.
 
-The token itself is never sent. A process that connects presents a key or a password derived from
-the token. The other process verifies it before it reads any message (`dtrans.run.net.keys`). A
-server that welcomes a trainer adds a proof that only a process with the token can compute.
+The token itself is never sent. A process that connects presents a key or a password that is derived
+from the token. The listening process verifies it before it reads any message
+(`dtrans.run.net.keys`). A server's welcome contains a proof that only a process with the token can
+compute.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from dtrans.errors import ConfigError
 VARIABLE, FILE = "DTRANS_TOKEN", "DTRANS_TOKEN_FILE"
 NEW_TOKEN = "the output of `dtrans keygen --token`"
 NEEDED = f"{VARIABLE}, the same secret in all processes, for instance {NEW_TOKEN}"
-BITS = 128  # random bits that a token needs on a network
+BITS = 128  # random bits that the token of a job on several hosts needs, at least
 
 
 def new_token() -> str:
@@ -35,9 +36,10 @@ def new_token() -> str:
 
 
 def job_token(environ: Mapping[str, str] | None = None) -> str:
-    """Return the token of this process's job, or an empty text if it has none.
+    """Return the token of this process's job; empty if the job has no token.
 
-    The token is the value of DTRANS_TOKEN, or else the content of the file DTRANS_TOKEN_FILE.
+    The token is the value of DTRANS_TOKEN. Without DTRANS_TOKEN, it is the content of the file at
+    the path DTRANS_TOKEN_FILE.
 
     Raises:
       ConfigError: the file cannot be read, or is empty.
@@ -59,9 +61,9 @@ def job_token(environ: Mapping[str, str] | None = None) -> str:
 
 
 def shown(token: str, purpose: str) -> str:
-    """Return a proof that its sender knows the token: an HMAC of the purpose.
+    """Return a proof of knowing the token: an HMAC of the purpose, with the token as key.
 
-    Someone who has seen this proof cannot compute the proof for another purpose.
+    Nobody can compute the proof for another purpose from this proof.
     """
     return hmac.new(token.encode(), purpose.encode(), hashlib.sha256).hexdigest()
 
@@ -77,10 +79,10 @@ def check_strong(token: str, where: str) -> None:
     """Raise ConfigError if the token is too short to contain 128 random bits.
 
     Args:
-      where: start of the error message: the process and the address that it uses.
+      where: start of the error text, which names the process and its address.
     """
     is_hex = all(c in string.hexdigits for c in token)
-    # A character of base 64 has 6 bits, a hexadecimal digit 4.
+    # A character of base 64 encodes 6 bits, and a hexadecimal digit encodes 4 bits.
     least, kind = math.ceil(BITS / 6), "characters"
     if is_hex:
         least, kind = BITS // 4, "hexadecimal digits"

@@ -9,8 +9,8 @@
 implements it over a virtual network.
 
 A connection keeps its messages in order. A link delivers the last messages of a connection before
-the event that reports its end. A listener may report the end first. Only one thread at a time may
-use a transport, but any thread may call `wake`.
+the event that reports the connection's end. A listener may report the end before the last
+messages. Only one thread at a time may use a transport, but any thread may call `wake`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ SERVER = "server"  # role whose key every listener uses
 ROLE_USER = (
     "a role of parameter servers"  # user name with which trainers and servers connect to servers
 )
-LINGER = 5.0  # seconds for which a closed link or listener still sends its last messages
-RETRY = 5.0  # seconds until a process whose connection broke counts as gone
+LINGER = 5.0  # seconds in which a closed link or listener sends its last messages, at most
+RETRY = 5.0  # seconds in which a process must reconnect after its connection has broken
 
 EventKind = Literal["message", "connected", "broken", "barred", "lost", "refused"]
 
@@ -33,15 +33,16 @@ class Event(NamedTuple):
     """Event at a link or at a listener.
 
     Attributes:
-      kind: the kind of the event. Both have `message`. Events of a link: `connected` (after each
-        reconnection, too), `broken`, and `barred` if the listener rejects this process. Events of
-        a listener: `connected` for the first connection of an address, `lost` if the connection of
-        an address ended, and `refused` if the listener rejected a process.
+      kind: the kind of the event. Links and listeners report a `message`. A link also reports
+        `connected` after each connection and reconnection, `broken`, and `barred` if the listener
+        rejects this process. A listener also reports the first connection of an address
+        (`connected`), the end of an address's connection (`lost`), and a process that it has
+        rejected (`refused`).
       source: the link or the listener.
       frames: the frames of a message, without the address.
       address: at a listener, the address of the other process.
       user: at a listener, the user name of a message's sender.
-      reason: the reason of a `barred` event.
+      reason: for a `barred` event, the reason for the rejection.
     """
 
     kind: EventKind
@@ -56,15 +57,15 @@ class Link(Protocol):
     """Connection to a listener of another process."""
 
     def send(self, frames: Sequence[Any], /) -> None:
-        """Send a message. The caller may not write to `frames` until the message has been sent.
+        """Send a message, or drop it if the transport has given up the connection.
 
-        The transport drops the message if it has given up the connection.
+        The caller must not write to the memory of `frames` until the message has been sent.
         """
 
     def changes(self) -> Iterator[Event]:
-        """Yield the `connected`, `broken` and `barred` events, even if earlier messages are unread.
+        """Yield the pending `connected`, `broken` and `barred` events, but no messages.
 
-        The messages remain for the next `poll`.
+        The next `poll` yields the messages that arrived before these events.
         """
 
     def close(self, linger: float = 0.0) -> None:
@@ -76,7 +77,7 @@ class Listener(Protocol):
 
     Attributes:
       endpoint: the `host:port` to connect to.
-      local: a local address, which only processes on the same host can use; empty if there is none.
+      local: address of a Unix socket for processes on the same host; empty if there is none.
     """
 
     endpoint: str
@@ -123,7 +124,8 @@ class Transport(Protocol):
 
         Args:
           endpoint: `host:port`; the port `*` selects a free port.
-          users: user name to the role that may connect under it; an empty role admits all roles.
+          users: maps each user name to the role that may connect under it. An empty role admits all
+            roles.
           frame: bytes of the largest accepted frame. The connection of a process that sends a
             larger frame is closed.
           messages: capacity of the receive queue, and of the send queue, of each address.
@@ -133,20 +135,20 @@ class Transport(Protocol):
         """
 
     def reaches(self, local: str, /) -> bool:
-        """Return True if this process can connect to this local address of another process."""
+        """Return True if this process can connect to the given local address of a listener."""
 
     def poll(self, until: float) -> Iterator[Event]:
-        """Wait for an event, and yield the pending events.
+        """Wait for an event, and yield all pending events.
 
-        The wait ends without an event at the time `until`, and after `wake`. Events that the
-        caller does not read from the iterator are returned by the next poll.
+        The wait also ends at the time `until`, or when another thread calls `wake`. If the caller
+        stops reading the iterator, the next poll yields the remaining events.
 
         Args:
-          until: time at which the wait ends. If it has passed, pending events are still returned.
+          until: time at which the wait ends. If this time has passed, `poll` does not wait.
         """
 
     def wake(self) -> None:
-        """Interrupt the poll of another thread, or the next poll if there is none now."""
+        """Interrupt the poll of another thread. If no thread polls now, interrupt the next poll."""
 
     def close(self, linger: float = 0.0) -> None:
         """Close all links and listeners, after at most `linger` seconds for pending messages."""

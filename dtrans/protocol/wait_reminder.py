@@ -1,4 +1,4 @@
-"""Timing of log lines: a process that waits logs every ten seconds what it waits for."""
+"""Times of log lines: a waiting process logs every ten seconds what it waits for."""
 
 from __future__ import annotations
 

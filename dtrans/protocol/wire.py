@@ -57,8 +57,8 @@ ones are in brackets):
                    impl, pieces + frames
     resume
 
-Admission: `plan` contains the parts of the plan's fingerprint (`dtrans.ir.fingerprint`), and a role
-with another plan is refused. `proof` is derived from `nonce` and the job's token
+Admission: `plan` contains the parts of the plan's fingerprint (`dtrans.ir.fingerprint`). The
+receiver refuses a process with another plan. `proof` is derived from `nonce` and the job's token
 (`dtrans.protocol.token`). It proves that the sender of a welcome has the token.
 
 Messages between a trainer and a server, between two servers, and of pipelines also have `number`
@@ -69,43 +69,46 @@ End of a job: a trainer sends `complete`, receives `goodbye`, and answers with i
 server ends when it has received this answer. It also ends if the trainer's connection broke and the
 trainer does not reconnect in time.
 
-End of a step: a trainer sends one message. Its field `then` lists the messages that follow it,
-`send_barrier` and `recv`, and the header also contains their fields. The step of this `recv` is
-the next step.
+End of a step: the last message of a step also stands for the messages that would follow it,
+`send_barrier` and `recv`. Its field `then` lists them, and its header also contains their fields.
+The step of this `recv` is the next step.
 
 Rounds: `values` contains [dtype, shape, way] for each value, where `way` is the collective with its
-arguments (`dtrans.protocol.server.trainer_rounds`). The blocks have the names "0", "1", and so on.
-The answer contains [dtype, shape] for each value.
+arguments (`dtrans.protocol.server.trainer_rounds`). The values are sent as blocks with the names
+"0", "1", and so on. In the answer, `values` contains [dtype, shape] for each merged value.
 
-Table rows: `prefetch` requests `count` rows of a table's block. Their increasing row ids are 32-bit
-integers in the block "ids". If `train` is true, the trainer later sends the gradient of the same
-rows without row ids. An asynchronous trainer with a communicator merges gradients of different
-rows, so it sends their row ids in `row_ids` before the gradient.
+Table rows: `prefetch` requests `count` rows of a table's block. The block "ids" contains their
+increasing row ids as 32-bit integers. If `train` is true, the trainer later sends the gradient of
+the same rows without row ids. An asynchronous trainer with a communicator merges gradients of
+different rows. So it sends the row ids of the merged gradient in `row_ids`, before the gradient.
 
-Announced rows: with `ahead`, the rows and their gradient belong to a later step, `ahead` steps from
-now. In the answer, `ahead` is the number of that step. Later answers contain `count` rows that have
-changed since, and the block "at" contains their positions in the lookup. The field `last` marks the
-last answer (`dtrans.protocol.tables.rows_ahead`).
+Announced rows: with `ahead`, the rows and their gradient belong to a later step: the current step
+plus `ahead`. In an answer, `ahead` is the number of that later step. An answer that repeats changed
+rows contains `count` rows, and the block "at" contains their positions in the lookup. The field
+`last` is true in the last answer (`dtrans.protocol.tables.rows_ahead`).
 
 GEO-SGD: a trainer stores the rows that it has requested. If `changed` is true in its `recv`, the
-server first sends one `changed` for each of its table blocks. It contains the 32-bit row ids
-("ids") and values ("rows") of `count` stored rows that other trainers have changed since the
-last `changed`. If the field is false, the trainer stores no rows, so the server sends no `changed`.
+server sends one `changed` for each of its table blocks, before the parameters. It contains the
+32-bit row ids ("ids") and values ("rows") of `count` rows. These are stored rows that other
+trainers have changed since the last `changed`. If the field is false, the trainer stores no rows,
+so the server sends no `changed`.
 
-Tables between two steps (`dtrans.protocol.tables.stored_tables`): `changes` contains the 32-bit row
-ids of `count` changed rows in the block "ids", and of `gone` evicted rows in the block "gone".
+Tables between two steps (`dtrans.protocol.tables.stored_tables`): `changes` contains 32-bit row
+ids. Its block "ids" has the ids of `count` changed rows, its block "gone" those of `gone` evicted
+rows.
 
 Requests: an answer repeats the `request` number of the message that it answers. A trainer uses each
 number once, and drops an answer that it no longer waits for.
 
 Checkpoints: servers write in the background, so `saved` may arrive many steps after `save`. While a
-trainer waits for `saved`, it sends `saving` to all servers, so that they do not count it as late.
-In a `save`, `made` is the number of steps that the trainer has made, which is the same for all
-servers. Several trainers may request the same checkpoint after the same number of steps.
+trainer waits for `saved`, it sends `saving` to all servers, so that it does not count as late. In a
+`save`, `made` is the number of steps that the trainer has made. Several trainers may request the
+same checkpoint after the same number of steps.
 
-Arrays: `pieces` contains one list for each frame. Each [name, offset, nbytes] in the list describes
-the next bytes of the frame: `nbytes` bytes of block `name`, from byte `offset` on. A block larger
-than `MESSAGE_BYTES` is sent in several messages, because ZeroMQ delivers only complete messages.
+Arrays: `pieces` contains one list for each frame. Each item [name, offset, nbytes] of the list
+describes the next bytes of the frame: `nbytes` bytes of block `name`, from byte `offset` on. A
+block larger than `MESSAGE_BYTES` is sent in several messages, because ZeroMQ delivers only complete
+messages.
 Small blocks share a frame. Arrays are in C order and in the machine's byte order. Both processes
 must be little-endian: `order` in `hello` and `peer` states the byte order.
 """
@@ -124,11 +127,12 @@ from dtrans.errors import WireError
 
 
 VERSION = 3
-# bytes of arrays in a message; allocating larger messages takes longer than copying them
+# bytes of arrays in a message, at most: larger messages take longer to allocate than to copy
 MESSAGE_BYTES = 4 << 20
 SMALL = 16 << 10  # bytes; smaller blocks share a frame, because a copy is cheaper than a frame
-MAX_MESSAGE = 16 << 20  # bytes of the largest frame; `limits` computes a lower limit from the plan
-HELLO = 512 << 10  # bytes of the largest header without blocks; the plan's fingerprint is longest
+MAX_MESSAGE = 16 << 20  # bytes of a frame, at most; `limits` computes a lower limit for a plan
+# bytes of a header without names of blocks, at most; the largest field is the plan's fingerprint
+HELLO = 512 << 10
 ROW = 256  # bytes that a block adds to a header, without its name
 
 Piece = tuple[str, int, int]
@@ -216,8 +220,8 @@ OPTIONAL: dict[str, dict[str, type | tuple[type, ...]]] = {
 # optional fields of every message (`dtrans.protocol.numbered_messages`)
 NUMBERS: dict[str, type | tuple[type, ...]] = {"number": int, "heard": int}
 
-# Messages without a number. They belong to one connection, or are processed even after a gap: a
-# trainer whose message was refused still tells the server why it ends.
+# Messages without a number. They belong to one connection. `abort` has no number, because the
+# server must process it even if an earlier message is missing.
 UNCOUNTED = ("hello", "peer", "welcome", "waiting", "abort")
 
 # messages that may have the field `then`
@@ -237,7 +241,7 @@ class Message:
 
     @property
     def request(self) -> dict[str, int]:
-        """The field `request`, which the answer must repeat; empty if the message has none."""
+        """The field `request`, as a dict for the answer, which repeats it; empty without it."""
         return {"request": self.fields["request"]} if "request" in self.fields else {}
 
 
@@ -257,7 +261,8 @@ def parse(parts: Sequence[Any]) -> Message:
         raise WireError("an empty message")
     try:
         fields = msgpack.unpackb(_view(parts[0]), raw=False, strict_map_key=True)
-    except (ValueError, msgpack.UnpackException) as e:  # msgpack raises both kinds
+    # msgpack raises both types of exceptions.
+    except (ValueError, msgpack.UnpackException) as e:
         raise WireError(f"a message whose header is not msgpack ({e or type(e).__name__})") from e
     version = fields.get("v") if isinstance(fields, dict) else None
     if version != VERSION:
@@ -285,10 +290,11 @@ def limits(blocks: Mapping[str, int]) -> tuple[int, int]:
     """Return the limits of a job's messages.
 
     Args:
-      blocks: size in bytes of each block that is sent or received in a step, by name.
+      blocks: maps the name of each block that is sent or received in a step to its size in bytes.
 
     Returns:
-      The bytes of the largest frame, and the largest number of unread messages to one peer.
+      The size in bytes of the largest frame, and the maximum number of unread messages to one
+      process.
     """
     header = HELLO + sum(len(n.encode()) + ROW for n in blocks)
     steps = len(blocks) + sum(blocks.values()) // MESSAGE_BYTES
@@ -309,12 +315,12 @@ def _view(part: Any) -> memoryview:
 
 
 def as_bytes(array: Any) -> np.ndarray:
-    """Return the bytes of an array: a flat view of its memory, or of a copy in C order."""
+    """Return the bytes of an array in C order, without a copy if possible."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def messages(blocks: Iterable[tuple[str, Any]]) -> Iterator[tuple[list[list[Piece]], list[Any]]]:
-    """Split named arrays into messages; yield the field `pieces` and the frames of each one."""
+    """Split named arrays into messages; yield each message's field `pieces` and its frames."""
     pieces: list[list[Piece]] = []
     frames: list[Any] = []
     size = 0
@@ -359,7 +365,7 @@ def framed(
     stamp: Callable[[], Mapping[str, int]] = dict,
     **fields: Any,
 ) -> Iterator[list[Any]]:
-    """Yield the frames of a message, or of several messages if the arrays need more than one.
+    """Yield the frames of each message that is needed to send the arrays; at least one message.
 
     Args:
       op: kind of the message.
@@ -374,15 +380,15 @@ def framed(
 
 
 def unpack(message: Message, target: Callable[[str], np.ndarray], arrived: dict[str, int]) -> None:
-    """Copy the pieces of a message to their blocks. If an error is raised, nothing has been copied.
+    """Copy the pieces of a message to their blocks. An error occurs before the first copy.
 
     Args:
-      target: returns the memory of a block by name, or raises WireError for an unknown name.
-      arrived: number of bytes of each block received so far, by name; updated in place.
+      target: function from a block's name to its memory. It raises WireError for an unknown name.
+      arrived: maps the name of each block to the number of its received bytes; updated in place.
 
     Raises:
-      WireError: the pieces do not match the frames, or a piece is not the next one of its block, or
-        ends outside the block.
+      WireError: the pieces do not match the frames, a piece does not continue its block, or a piece
+        ends outside its block.
     """
     tables = message["pieces"]
     if len(tables) != len(message.frames):
@@ -423,7 +429,7 @@ def unpack(message: Message, target: Callable[[str], np.ndarray], arrived: dict[
 
 
 def checked_pieces(table: Any) -> list[Piece]:
-    """Return the pieces of one frame after a check of their types.
+    """Check the types of the pieces of one frame, and return the pieces.
 
     Raises:
       WireError: a piece is not [name, offset, nbytes].

@@ -2,6 +2,6 @@
 
 join               rendezvous of all trainers
 join_loop          loops of the rendezvous over a transport
-membership_table   the trainers that have ended, and whether the others can continue
+membership_table   the progress and the end of each trainer
 arrivals           the values that a process of a pipeline receives from other processes
 """

@@ -1,9 +1,9 @@
 """Values that a process of a pipeline receives from other processes.
 
-The name of a value consists of its sender, the step, and a number within the step. Values may
-arrive before the process expects them. A message that arrives early is stored without a check, and
-no array is allocated for it. As soon as the process expects the value, it checks the stored
-messages, and drops those of another type.
+The name of a value consists of its sender, the step, and a number within the step. A value may
+arrive before the process expects it. The process stores such an early message without a check, and
+allocates no array. As soon as the process expects the value, it checks the stored messages. It
+drops a message whose shape or dtype differs from the expected one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dtrans.protocol import wire
 
 T = TypeVar("T")
 
-KEYS = 1 << 20  # limit of the number of a value within a step
+KEYS = 1 << 20  # the number of a value within a step is smaller than this
 Name = tuple[int, int, int]  # (id of the sending process, step, number within the step)
 
 
@@ -29,9 +29,9 @@ class ValueType:
     """Expected type of a value.
 
     Attributes:
-      shape: size of each dimension; None for a size that the sender determines.
-      dtype: dtype of the value; for keys of `jax.random`, dtype of the key data.
-      impl: implementation of keys of `jax.random`, such as "threefry2x32"; empty for other values.
+      shape: expected size of each dimension; None if any size is allowed.
+      dtype: dtype of the value; if the value is a `jax.random` key, dtype of the key data.
+      impl: PRNG implementation of a `jax.random` key, such as "threefry2x32"; empty for arrays.
     """
 
     shape: tuple[int | None, ...]
@@ -39,7 +39,7 @@ class ValueType:
     impl: str = ""
 
     def check(self, message: wire.Message) -> tuple[int, ...]:
-        """Return the shape of the value in a message.
+        """Check that the value in a message has this type, and return the value's shape.
 
         Raises:
           WireError: the value has another type.
@@ -57,7 +57,7 @@ class ValueType:
 
 
 def _fits(size: Any, expected: int | None) -> bool:
-    """Return True if a dimension has the expected size, or any size if none is expected."""
+    """Return True if `size` is the expected size; if `expected` is None, every size is allowed."""
     return type(size) is int and size >= 0 and expected in (None, size)
 
 
@@ -65,7 +65,7 @@ class Arrivals:
     """Values of a pipeline that have arrived completely or partly.
 
     Args:
-      refuse: function that is called with the sender and the error of each dropped message.
+      refuse: callback for each dropped message; its arguments are the sender and the error.
 
     Example:
       >>> import numpy as np
@@ -83,16 +83,21 @@ class Arrivals:
 
     def __init__(self, refuse: Callable[[int, WireError], None]) -> None:
         self._refuse = refuse
-        self._step = 0  # step of the value that was taken last; earlier steps are complete
-        self._taken: set[Name] = set()  # values that were taken in this step
+        # The step of the value that `take` returned last. All earlier steps are complete.
+        self._step = 0
+        self._taken: set[Name] = set()  # values of step `_step` that `take` has returned
         self._early: dict[Name, list[wire.Message]] = {}
         self._types: dict[Name, ValueType] = {}
         self._partial: dict[Name, _Partial] = {}
 
     def hear(self, origin: int, message: wire.Message) -> None:
-        """Handle a message of a process, or store it until its value is expected.
+        """Handle a message if its value is expected, else store the message.
 
         A malformed message is dropped.
+
+        Args:
+          origin: id of the process that sent the message.
+          message: the message.
         """
         try:
             name = self._name(origin, message)
@@ -105,7 +110,7 @@ class Arrivals:
 
     def _name(self, origin: int, message: wire.Message) -> Name:
         if message.op != "value":
-            raise WireError(f"a `{message.op}` message from process {origin}, expected `value`")
+            raise WireError(f"process {origin} sent a `{message.op}` message, expected `value`")
         name = (message["process"], message["step"], message["key"])
         if name[0] != origin:
             raise WireError(
@@ -137,7 +142,7 @@ class Arrivals:
         self._partial[name] = begun
 
     def expect(self, name: Name, kind: ValueType) -> None:
-        """Expect a value, and handle its messages that have already arrived."""
+        """Announce the type of a value, and handle the value's stored messages."""
         self._types[name] = kind
         for message in self._early.pop(name, ()):
             try:
@@ -151,7 +156,7 @@ class Arrivals:
         return begun is not None and begun.is_complete
 
     def take(self, name: Name) -> np.ndarray:
-        """Remove and return a complete value. Values of earlier steps are dropped."""
+        """Remove and return a complete value. Drop the values of earlier steps."""
         step = name[1]
         if step != self._step:
             self._step, self._taken = step, set()
@@ -164,12 +169,12 @@ class Arrivals:
 
     @property
     def waiting(self) -> int:
-        """Number of values that have arrived completely or partly, and were not taken."""
+        """Number of stored values, complete or partial, that `take` has not returned yet."""
         return len(self._early) + len(self._partial)
 
 
 def _from_step(values: dict[Name, T], step: int) -> dict[Name, T]:
-    """Return the entries of a step and of later steps."""
+    """Return the values whose step is at least `step`."""
     return {name: value for name, value in values.items() if name[1] >= step}
 
 

@@ -1,11 +1,11 @@
 """Rendezvous of the trainers of a collective job.
 
     leader (trainer 0)      asks each member to join, and sends `go` when all members have joined
-    member (any other)      answers the leader if both have the same endpoints, and waits for `go`
+    member (any other)      answers the leader, and waits for `go`
 
-All trainers have the same list of endpoints, and the position of an endpoint is the trainer's id.
-Keys or passwords admit the leader to a member, and the members' answers prove that they have the
-job's token.
+All trainers have the same list of endpoints, and trainer k listens at endpoint k. A member refuses
+a leader with another list. The leader proves its identity to a member by a key or password. The
+members' answers prove that they have the job's token.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dtrans.protocol.wait_reminder import WaitReminder
 
 
 log = logging.getLogger("dtrans.rendezvous")
-GRACE = 5.0  # seconds that a member waits longer than the leader's deadline, for its `abort`
+GRACE = 5.0  # seconds after the leader's deadline in which a member waits for an `abort`
 
 
 class JoinLeader:
@@ -29,13 +29,14 @@ class JoinLeader:
     Args:
       endpoints: endpoints of all trainers.
       secret: the job's token.
-      nonce: random word of this rendezvous, from which members derive their proofs.
+      nonce: random word of this rendezvous; members derive their proofs from it and the token.
       now: time at which the rendezvous begins.
 
     Attributes:
       missing: ids of the trainers that have not answered yet.
       joined: ids of the trainers that have joined.
-      strangers: the reason why the process at a missing trainer's endpoint cannot join, by trainer.
+      strangers: maps the id of a missing trainer to the reason why the process at the trainer's
+        endpoint cannot join.
       reminder: times at which trainer 0 logs the missing trainers.
 
     Example:
@@ -63,7 +64,7 @@ class JoinLeader:
         return wire.header("meet", trainer=k, endpoints=list(self._endpoints), nonce=self._nonce)
 
     def heard(self, k: int, parts: Sequence[Any]) -> None:
-        """Handle an answer of the process at trainer k's endpoint.
+        """Handle an answer from the process at trainer k's endpoint.
 
         Raises:
           PeerError: trainer k refuses to join.
@@ -87,18 +88,18 @@ class JoinLeader:
         self.joined.append(k)
 
     def barred(self, k: int, why: str) -> None:
-        """Handle a refused connection to trainer k's endpoint.
+        """Handle a refused connection: the process at trainer k's endpoint rejects this process.
 
         The wait continues, because the right process may start there later.
 
         Args:
           k: id of the trainer.
-          why: reason of the refusal.
+          why: reason for the rejection.
         """
         self.strangers[k] = f"; {self._endpoints[k]} does not admit trainer 0: {why}"
 
     def lost(self, k: int) -> None:
-        """Handle the end of the connection to trainer k, which then has to join again."""
+        """Handle the end of the connection to trainer k. The trainer has to join again."""
         if k in self.joined:
             self.joined.remove(k)
             self.missing.append(k)
@@ -113,13 +114,13 @@ class JoinLeader:
         return message
 
     def say_that_it_waits(self, now: float) -> None:
-        """Log the missing trainers, if a log line is due."""
+        """Write a log line that names the missing trainers, if one is due."""
         waited = self.reminder.due(now)
         if waited:
             log.warning("trainer 0 has waited %.0f s for %s", waited, self._absent())
 
     def late(self, deadline: float) -> DeadlineError:
-        """Return the error for a passed deadline, which names the missing trainers."""
+        """Return the error for a passed deadline. The error names the missing trainers."""
         return DeadlineError(f"trainer 0 waited {deadline:g} s for {self._absent()}")
 
     def _absent(self) -> str:
@@ -134,13 +135,13 @@ class JoinMember:
       trainer: id of this trainer.
       endpoints: endpoints of all trainers, as configured in this process.
       secret: the job's token.
-      deadline: seconds to wait for the question of trainer 0, and then again for `go`.
+      deadline: seconds to wait for trainer 0's question, and seconds from then to wait for `go`.
       now: time at which the rendezvous begins.
 
     Attributes:
       limit: time at which this trainer gives up.
       met: True once all trainers have joined.
-      refused: reason for which this trainer has refused trainer 0; empty if it has not.
+      refused: reason for which this trainer has refused trainer 0; empty if there was no refusal.
       reminder: times at which this trainer logs what it waits for.
     """
 
@@ -149,7 +150,7 @@ class JoinMember:
     ) -> None:
         self._trainer, self._endpoints = trainer, endpoints
         self._secret, self._deadline = secret, deadline
-        self._asked = b""  # address of the process that asked last, as trainer 0
+        self._asked = b""  # address of the process that sent the last question of trainer 0
         self.limit = now + deadline
         self.met = False
         self.refused = ""
@@ -207,7 +208,7 @@ class JoinMember:
             log.warning("trainer %d has waited %.0f s %s", self._trainer, waited, self._awaited())
 
     def late(self) -> DeadlineError:
-        """Return the error for a passed deadline, which says what trainer 0 has not done."""
+        """Return the error for a passed deadline. The error says what this trainer waited for."""
         waited = self._deadline + (GRACE if self._asked else 0.0)
         return DeadlineError(f"trainer {self._trainer} waited {waited:g} s {self._awaited()}")
 

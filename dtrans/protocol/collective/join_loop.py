@@ -1,7 +1,7 @@
 """Loops of the rendezvous (`dtrans.protocol.collective.join`) over a transport.
 
-`LeaderLoop` runs in trainer 0, and `MemberLoop` runs in each other trainer. Both drop and count
-malformed messages, and messages from processes of another job.
+`LeaderLoop` runs in trainer 0, and `MemberLoop` runs in each other trainer. Both loops drop and
+count malformed messages, and messages from processes of another job.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from dtrans.protocol.transport import LINGER, Event, Link, Listener, Transport
 
 log = logging.getLogger("dtrans.rendezvous")
 FIRST = "the first trainer"  # user name under which trainer 0 connects to the other trainers
-AGAIN = 1.0  # seconds until trainer 0 repeats its question to a process of another job
+# Seconds until trainer 0 asks again, where a process of another job listens at a trainer's endpoint
+AGAIN = 1.0
 
 
 class LeaderLoop:
-    """Loop of trainer 0: asks all other trainers to join, and sends `go` when they have joined.
+    """Loop of trainer 0: asks the other trainers to join, and sends `go` when all have joined.
 
     Args:
       endpoints: endpoints of all trainers.
-      reached: for each endpoint, the endpoint to which this process connects instead.
+      reached: addresses to which this process connects: one for each of the `endpoints`.
       secret: the job's token.
       deadline: seconds within which all trainers must answer.
 
@@ -86,7 +87,7 @@ class LeaderLoop:
         if now >= self._next_question:
             self._next_question = now + AGAIN
             for k in self.machine.strangers:
-                self._ask(k)  # the right process may have started by now
+                self._ask(k)  # Trainer k's own process may have started by now.
 
     def _ask(self, k: int) -> None:
         self._links[k].send([self.machine.question(k)])
@@ -129,7 +130,8 @@ class LeaderLoop:
                 link.close()
                 continue
             if k in self.machine.missing:
-                self._ask(k)  # a trainer accepts `abort` only from a process that has asked it
+                # A trainer accepts `abort` only from a process that has asked it to join.
+                self._ask(k)
             link.send([message])
             link.close(LINGER)
 
@@ -142,7 +144,7 @@ class MemberLoop:
       trainer: id of this trainer.
       endpoints: endpoints of all trainers, as configured in this process.
       secret: the job's token.
-      deadline: seconds to wait for the question of trainer 0, and then again for `go`.
+      deadline: seconds to wait for trainer 0's question, and seconds from then to wait for `go`.
 
     Attributes:
       machine: state machine of the rendezvous.
@@ -203,5 +205,5 @@ class MemberLoop:
             raise PeerError(f"trainer 0 has different endpoints: {self.machine.refused}")
 
     def end(self, error: BaseException | None) -> None:
-        """Close the listener. After a PeerError, a pending refusal is still sent."""
+        """Close the listener. After a PeerError, send pending messages first, such as a refusal."""
         self._listener.close(LINGER if isinstance(error, PeerError) else 0.0)

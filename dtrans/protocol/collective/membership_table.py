@@ -1,7 +1,7 @@
-"""Table of a collective job's trainers: those that have ended, and whether this one can continue.
+"""Table of a collective job's trainers: the progress and the end of each trainer.
 
-All trainers perform the same collective operations in the same order. So a trainer cannot continue
-if another one has ended after fewer operations than this one has begun.
+All trainers perform the same collective operations in the same order. If another trainer ended
+after n operations, this trainer cannot complete operation n + 1.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class ExitStatus:
     """End of a trainer.
 
     Attributes:
-      operations: number of operations that the trainer performed; 0 if this is unknown.
-      reason: its error; empty if it ended successfully.
+      operations: number of operations that the trainer performed; 0 if the number is unknown.
+      reason: the trainer's error; empty if the trainer ended successfully.
     """
 
     operations: int
@@ -32,8 +32,8 @@ class Progress:
 
     Attributes:
       operations: number of operations that the trainer has begun.
-      where: line of the user's code, "file:line", that it executes.
-      steps: number of steps that it has made; None if it does not count steps.
+      where: line of the user's code that the trainer executes, as "file:line".
+      steps: number of steps that the trainer has made; None if it does not count steps.
     """
 
     operations: int
@@ -42,16 +42,16 @@ class Progress:
 
 
 class MembershipTable:
-    """State of all trainers, as known to one of them.
+    """State of all trainers, as one trainer knows it.
 
     Args:
       me: id of this trainer.
-      names: name of each trainer in messages.
+      names: name of each trainer in error and log texts.
 
     Attributes:
       begun: number of operations that this trainer has begun.
-      doing: last known progress of each other trainer, by id.
-      ended: exit status of each trainer that has ended, by id.
+      doing: maps the id of each other trainer to its last known progress.
+      ended: maps the id of each ended trainer to its exit status.
 
     Example:
       >>> from dtrans.protocol.collective.membership_table import ExitStatus, MembershipTable
@@ -78,9 +78,9 @@ class MembershipTable:
         return True
 
     def behind(self) -> str:
-        """Return a text that lists the live trainers with fewer operations than this one.
+        """Return the progress of the live trainers that have begun fewer operations than this one.
 
-        It contains their progress. It is empty if there are no such trainers.
+        The text is empty if there are no such trainers.
         """
         late = []
         for k, progress in sorted(self.doing.items()):
@@ -91,12 +91,13 @@ class MembershipTable:
         return "; ".join(late)
 
     def broken(self, trainer: int, now: float, grace: float = GRACE) -> None:
-        """Handle the end of a trainer's connection. Its last message may still be unread.
+        """Handle the end of a trainer's connection. The trainer's last message may be unread.
 
         Args:
           trainer: id of the trainer.
           now: the time.
-          grace: seconds after which the trainer counts as ended, unless it reconnects.
+          grace: seconds to wait for a reconnection or a last message. After them, the trainer
+            counts as ended.
         """
         self._broken.setdefault(trainer, now + grace)
 
@@ -109,12 +110,12 @@ class MembershipTable:
         return trainer in self._broken
 
     def due(self) -> float | None:
-        """Return the time at which `silent` must be called; None if no connection is broken."""
+        """Return the time at which to call `silent`; None if no live trainer's link is broken."""
         waiting = [t for k, t in self._broken.items() if k not in self.ended]
         return min(waiting, default=None)
 
     def silent(self, now: float) -> list[int]:
-        """Record and return the trainers that ended without a message: they did not reconnect."""
+        """Mark trainers as ended if they did not reconnect in time; return their ids."""
         why = ExitStatus(0, "its connection ended without a goodbye")
         return [k for k, t in self._broken.items() if now >= t and self.note(k, why)]
 

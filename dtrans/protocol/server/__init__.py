@@ -2,7 +2,7 @@
 
 admission          checks of the greetings of trainers and servers
 trainer_registry   the trainers of a server: their connections, and lost or late trainers
-trainer_exits      trainers that leave a synchronous server before the others
+trainer_exits      trainers that leave a synchronous server before other trainers do
 sync_server        a synchronous server
 step_waits         deadlines of a synchronous server's trainers within a step
 trainer_rounds     exchanges between trainers in the middle of a step

@@ -1,7 +1,8 @@
-"""Admission to a server: checks of the greetings of trainers and servers, and the answer to them.
+"""Admission to a server: checks of greetings, and the server's welcome.
 
-`dtrans.protocol.server.trainer_registry` and `dtrans.protocol.server.server_peers` store who was
-admitted.
+Trainers greet a server by `hello`, and other servers greet it by `peer`. The admitted trainers are
+in `dtrans.protocol.server.trainer_registry`, the other servers in
+`dtrans.protocol.server.server_peers`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from dtrans.protocol.server_blocks import ServerBlocks
 
 
 def check_job(served: ServerBlocks, message: wire.Message) -> None:
-    """Raise WireError if a trainer runs on another platform, or belongs to another job.
+    """Raise WireError if a trainer has another byte order, or does not fit this job.
+
+    The checks compare the number of trainers, the trainer's id and the mode (`sync_mode`).
 
     Args:
       served: the server's blocks.
@@ -33,20 +36,22 @@ def check_job(served: ServerBlocks, message: wire.Message) -> None:
     if trainers != served.trainers:
         raise WireError(
             f"trainer {k} was planned with {trainers} trainers, pserver {served.endpoint} with "
-            f"{served.trainers}"
+            f"{served.trainers}; every role must plan the same number of trainers"
         )
     if not 0 <= k < served.trainers:
         raise WireError(f"the trainer's id is {k}, expected 0 to {served.trainers - 1}")
     if sync_mode != served.sync_mode:
         modes = {True: "synchronous", False: "asynchronous"}
         raise WireError(
-            f"trainer {k} is {modes[not served.sync_mode]}, pserver {served.endpoint} "
-            f"{modes[served.sync_mode]}: every role must plan the same mode"
+            f"trainer {k} is {modes[not served.sync_mode]}, pserver {served.endpoint} is "
+            f"{modes[served.sync_mode]}; every role must plan the same sync_mode"
         )
 
 
 def check_plan(me: str, plan: Mapping[str, str], other: str, message: wire.Message) -> None:
-    """Raise WireError if the sender of a greeting has another plan; the error names differences.
+    """Raise WireError if the sender of a greeting has another plan.
+
+    The error names up to four differences between the two plans.
 
     Args:
       me: name of this server.
@@ -59,7 +64,10 @@ def check_plan(me: str, plan: Mapping[str, str], other: str, message: wire.Messa
         raise WireError(f"a `{message.op}` message whose field `plan` has the wrong type")
     found = fingerprint.differences(me, plan, other, theirs) if plan else []
     if found and not theirs:
-        raise WireError(f"{other} sent no fingerprint of its plan")
+        raise WireError(
+            f"{other} sent no fingerprint of its plan, which {me} requires; every role must plan "
+            "the same step with the same options"
+        )
     if found:
         raise WireError(
             f"{other} plans something else than {me}: {'; '.join(found[:4])}; every role must plan "

@@ -5,26 +5,27 @@
                     prefetch..., send..., recv        every step
                     complete                          once
 
-Trainers do not wait for each other. The first complete gradient of a trainer's step runs the
-lr_sched block, and all gradients of the step use its outputs. So counts in the optimizer's state
-count the steps of all trainers. `recv` returns the newest values. With one trainer, the result
-equals sequential training.
+Trainers do not wait for each other. When the first gradient of a trainer's step is complete, the
+server runs the lr_sched block: the equations with the role lr_sched, such as a learning rate
+schedule. All updates of this step use its outputs. So counts in the optimizer's state count the
+steps of all trainers. The answer to `recv` contains the newest values. With one trainer, the
+result equals sequential training.
 
 One loop handles the messages and updates one block at a time. So no update is lost, in contrast to
-threads that add to a block without a lock (Hogwild). If a trainer's communicator has merged the
-gradients of n steps, they cause one update, and the lr_sched block runs n times.
+threads that add to a block without a lock (Hogwild). A trainer's communicator may merge the
+gradients of n steps. The server then runs the lr_sched block n times, but updates the blocks once.
 
 A trainer requests rows of tables before it uses them (`prefetch`), and receives the newest values.
-It sends their gradients as it sends other gradients. Trainers of GEO-SGD store the rows that they
-have requested. Before the answer to `recv`, such a trainer receives the stored rows that other
-trainers have changed (`changed_rows`).
+It sends their gradients by `send`, like all gradients. Trainers of GEO-SGD store the rows that they
+have requested. Before the answer to `recv`, the server sends such a trainer the stored rows that
+other trainers have changed (`changed_rows`).
 
-With delay compensation (`dtrans.parameter_server.dc_asgd`), the server stores the values that each
-trainer has received. It stores rows of tables until it has used their gradients.
+With delay compensation (`dtrans.parameter_server.dc_asgd`), the server also stores the values that
+it has sent to each trainer. It stores the values of table rows until it has used their gradients.
 
-If a trainer fails or is lost, the other trainers continue. Its complete gradients have been used,
-and its incomplete gradients are dropped. The server ends when every trainer has left. If all of
-them have failed, it ends with an error.
+If a trainer fails or is lost, the other trainers continue. The server drops the incomplete
+gradients of the failed trainer. The server ends when every trainer has left. If all trainers have
+failed, it ends with an error.
 
 Source of the behaviour: `RunAsyncLoop` in
 paddle/fluid/operators/distributed_ops/listen_and_serv_op.cc.
@@ -53,7 +54,7 @@ from dtrans.protocol.tables.stored_tables import StoredTables, check_eviction, e
 
 @dataclasses.dataclass
 class StepUpdates:
-    """Updates with the gradients of one step of a trainer. Each block is updated once.
+    """Updates that one step of a trainer causes: one update of each block.
 
     Attributes:
       values: outputs of the lr_sched block for this step; None before the first complete gradient.
@@ -71,7 +72,7 @@ class StepUpdates:
         inputs: Mapping[str, Any],
         steps: int = 1,
     ) -> list[str]:
-        """Update the blocks whose gradients are complete, and return their names.
+        """Update the blocks whose gradients are complete, and return the names of these blocks.
 
         Args:
           blocks: computes the new state of a block.
@@ -79,11 +80,12 @@ class StepUpdates:
           arrived: names of the complete gradients.
           inputs: gradients by name. With delay compensation, `inputs` also contains the parameters
             that the trainer has received.
-          steps: number of steps whose gradients are merged.
+          steps: number of steps whose gradients the trainer has merged.
         """
         ready = blocks.ready(arrived, self.used)
         if ready and self.values is None:
-            for _ in range(steps):  # a learning rate schedule counts every merged step
+            # A learning rate schedule counts each of the merged steps.
+            for _ in range(steps):
                 changed, self.values = blocks.begin(state)
                 state |= changed
         for block in ready:
@@ -101,9 +103,9 @@ class _Step:
       grads: gradients of the current step, as they arrive.
       number: number of the current step in the trainer's messages.
       count: number of steps whose gradients were used; merged gradients count several steps.
-      read: number of steps of other trainers included in the parameters that it received last.
-      staleness: number of steps of other trainers that were missing in the parameters with which
-        its last gradients were computed; None before the first gradients.
+      read: number of steps of other trainers that the trainer's newest parameters include.
+      staleness: number of steps of other trainers that the parameters behind the trainer's last
+        gradients did not include; None before the first gradients.
       updates: updates with the gradients of the current step.
     """
 
@@ -131,7 +133,8 @@ class AsyncServer:
       tables: the server's blocks of tables; None if it has none.
     """
 
-    step = 0  # each trainer counts its own steps, and starts with step 0
+    # The step in every welcome: each trainer counts its own steps, and starts with step 0.
+    step = 0
     word, idle = "asynchronous", "serving"
 
     def __init__(
@@ -162,9 +165,9 @@ class AsyncServer:
         return max((step.count for step in self._steps.values()), default=0)
 
     def progress(self) -> dict[int, int]:
-        """Return the number of steps that each trainer has made, by its id.
+        """Return a map from the id of each trainer to the number of its steps.
 
-        The result is empty if this server receives no gradients, because it cannot count steps.
+        If this server receives no gradients, it cannot count steps, and the map is empty.
         """
         if not self._served.gradients and not self._served.tables:
             return {}
@@ -173,8 +176,8 @@ class AsyncServer:
     def staleness(self, k: int) -> int | None:
         """Return the staleness of trainer k's last gradients; None before the first gradients.
 
-        It is the number of steps of other trainers that were missing in the parameters with which
-        the gradients were computed.
+        Staleness is the number of steps of other trainers that the parameters behind the gradients
+        did not include.
         """
         return self._steps[k].staleness if k in self._steps else None
 
@@ -229,7 +232,7 @@ class AsyncServer:
         """Refuse `send_barrier`, which only synchronous trainers send."""
         raise WireError(
             f"trainer {k} sent `send_barrier`, but pserver {self.endpoint} is asynchronous; every "
-            "role must plan the same mode"
+            "role must plan the same sync_mode"
         )
 
     def prefetch(self, k: int, message: wire.Message) -> None:
@@ -239,7 +242,7 @@ class AsyncServer:
         if "ahead" in message.fields:
             raise WireError(
                 f"trainer {k} requested rows of a later step (`prefetch` with `ahead`), but "
-                f"pserver {self.endpoint} is asynchronous; every role must plan the same mode"
+                f"pserver {self.endpoint} is asynchronous; every role must plan the same sync_mode"
             )
         asked = self._requests.take(k, message, step.grads)
         if asked is not None:
@@ -258,7 +261,7 @@ class AsyncServer:
         self._requests.follows(k, message, step.grads)
 
     def evict(self, k: int, message: wire.Message) -> None:
-        """Evict rows of a table without recent updates and without pending gradients."""
+        """Evict the rows of a table that have no recent update and no pending gradient."""
         name, unused_for = check_eviction(self.endpoint, self._served.tables, k, message)
         self._check_number(k, message)
         fields = evict(self.tables, name, unused_for, self._requests.under_way(name))
@@ -269,7 +272,7 @@ class AsyncServer:
         self._check_step(k, message)
 
     def saving(self, k: int, message: wire.Message) -> None:
-        """Check the step of a `saving` message. It has no effect, as trainers have no deadlines."""
+        """Check the step of a `saving` message, which has no effect on an asynchronous server."""
         self._check_number(k, message)
 
     def recv(self, k: int, message: wire.Message) -> None:
@@ -290,9 +293,9 @@ class AsyncServer:
         answer(self._say, t, message["step"], values)
 
     def _tell_changed(self, k: int, message: wire.Message) -> None:
-        """Send trainer k the rows that it stores and that other trainers have changed.
+        """Send trainer k those of its stored rows that other trainers have changed.
 
-        If the trainer stores no rows, only reset the record of its rows.
+        If the trainer stores no rows, send nothing, and reset the record of its rows.
         """
         if not self._changed.tables:
             raise WireError(
@@ -346,7 +349,7 @@ class AsyncServer:
         self._leave(k, f"trainer {k} failed: {message['reason']}")
 
     def _leave(self, k: int, reason: str) -> None:
-        """Mark trainer k as failed. Raises PeerError if all trainers have failed."""
+        """Mark trainer k as failed; raise PeerError if all trainers have failed."""
         self._trainers.known[k].done = self._trainers.known[k].failed = True
         self._failed.add(k)
         self._requests.used(k, self._step_of(k).grads)
@@ -362,7 +365,7 @@ class AsyncServer:
         return False
 
     def look(self, now: float) -> None:
-        """Mark lost trainers as failed, and check the deadline of trainers that never connected.
+        """Mark lost trainers as failed, and check the deadline for the trainers' first connection.
 
         Raises:
           PeerError: all trainers have failed.

@@ -1,13 +1,13 @@
-"""Partial results that servers exchange between two phases of an update, and their packing.
+"""Exchange of partial results between servers, in the middle of an update.
 
-In an `all_reduce`, some servers, its owners, have partial results. Each owner sends its partial
-result to every server that takes part. Every server then combines the partial results in the order
-of the owners, so that all servers compute the same bits.
+Some servers have partial results of an `all_reduce`: they are its owners. Each owner sends its
+partial result to every participant. Every participant then combines the partial results in the
+order of the owners, so that all servers compute the same bits.
 
-A server sends one flat vector of each dtype to another server, which contains the partial results
-of all reductions. Both servers know the layout of the vector: the reductions are sorted by dtype,
-operation, owners, participants and name. Reductions that differ only in name and shape lie next to
-each other, and are combined in one operation.
+A server packs its partial results for another server into one flat vector for each dtype. Both
+servers know the layout of a vector: the reductions are sorted by dtype, operation, owners,
+participants and name. Reductions that differ only in name and shape are adjacent, and one
+operation combines them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dtrans.ir.selection import values_at
 from dtrans.ops import OptimizeBlock, all_reduce_p, combine
 
 
-Parcel = tuple["Alike", ...]  # reductions whose partial results are sent to one server, in order
+Parcel = tuple["Alike", ...]  # the reductions in the vectors for one server, in their order
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -42,7 +42,7 @@ class Alike:
       owners: endpoints of the servers that have partial results.
       over: endpoints of the servers that receive the result.
       names: name of each reduction.
-      shapes: shape of each reduction.
+      shapes: shape of each reduction's result.
     """
 
     dtype: str
@@ -69,8 +69,8 @@ class Exchange:
       local: computation of the block before the exchange, as a function of the block's inputs. It
         returns the partial results named `owned`, followed by the outputs named `plain`.
       owned: names of the reductions to which this server contributes a partial result.
-      plain: names of the block's outputs that need no other server.
-      results: name of each reduced output, with the name of its reduction.
+      plain: names of the block's outputs that need no data from other servers.
+      results: pairs of names: an output of the block, and the reduction that computes the output.
     """
 
     me: str
@@ -83,7 +83,7 @@ class Exchange:
 
     @classmethod
     def of(cls, block: OptimizeBlock, me: str) -> Exchange | None:
-        """Return the exchange at the end of a block; None if the block needs no other server."""
+        """Return the exchange at the end of a block; None if the block has no `all_reduce`."""
         inner = block.inner
         reductions = [eqn for eqn in inner.eqns if eqn.primitive is all_reduce_p]
         if not reductions:
@@ -115,9 +115,9 @@ class Exchange:
 
     @cached_property
     def parcels(self) -> dict[str, Parcel]:
-        """Reductions whose partial results this server sends to each server, by endpoint.
+        """Reductions whose partial results this server sends, by the receiver's endpoint.
 
-        This server itself is included. Servers that receive the same reductions share one tuple.
+        The receivers include this server. Receivers of the same reductions share one tuple.
         """
         same: dict[Parcel, Parcel] = {}
         found = {}
@@ -129,7 +129,7 @@ class Exchange:
 
     @cached_property
     def sources(self) -> dict[str, Parcel]:
-        """Reductions whose partial results this server receives from each peer, by endpoint."""
+        """Reductions whose partial results this server receives, by the sender's endpoint."""
         found = {}
         for ep in self.peers:
             parcel = tuple(k for k in self.kinds if ep in k.owners)
@@ -143,9 +143,9 @@ class Exchange:
         return tuple(dict.fromkeys(ep for k in self.kinds for ep in k.over if ep != self.me))
 
     def fingerprint(self, peer: str) -> str:
-        """Return a fingerprint of everything that this server and a peer exchange.
+        """Return a digest of the reductions for which this server and a peer exchange data.
 
-        It is the same on both servers, and empty if they exchange nothing.
+        Both servers compute the same digest. It is empty if they exchange nothing.
         """
         ends = (self.me, peer)
         shared = [k for k in self.kinds if set(ends) <= set(k.over)]
@@ -159,10 +159,10 @@ class Exchange:
         """Pack this server's partial results into vectors.
 
         Args:
-          parts: this server's partial results, by name of the reduction.
+          parts: maps the name of each reduction to this server's partial result.
 
         Returns:
-          For each distinct parcel, in the order of `parcels`, one vector of each dtype.
+          The vectors of each distinct parcel, in the order of `parcels`: one vector for each dtype.
         """
         flat = {}
         for k in self.parcels[self.me]:
@@ -173,7 +173,7 @@ class Exchange:
         return packed
 
     def addressed(self, packed: Sequence[list[jax.Array]]) -> dict[str, list[jax.Array]]:
-        """Return the vectors for each receiving server, this server included.
+        """Return a map from each receiving server's endpoint to the vectors for this server.
 
         Args:
           packed: result of `pack`.
@@ -182,17 +182,18 @@ class Exchange:
         return {ep: vectors[parcel] for ep, parcel in self.parcels.items()}
 
     def combined(self, arrived: Mapping[str, Sequence[jax.Array]]) -> dict[str, jax.Array]:
-        """Reduce the partial results of all owners; return the results by output name.
+        """Reduce the partial results of all owners; return a map from output names to results.
 
         Args:
-          arrived: endpoint of each owner to its vectors. This server is included if it is an owner.
+          arrived: maps the endpoint of each owner to the owner's vectors. If this server is an
+            owner, `arrived` contains its own vectors, too.
         """
         parcels = {**self.sources, self.me: self.parcels[self.me]}
         parts = {ep: _unpacked(parcels[ep], vectors) for ep, vectors in arrived.items()}
         found: dict[str, jax.Array] = {}
         for k in self.kinds:
             total = combine(k.op, [parts[ep][k] for ep in k.owners])
-            # Without the barrier, XLA may compute the sum again inside a kernel that reads it, and
+            # Without the barrier, XLA may recompute the sum inside a kernel that reads the sum, and
             # round it differently there.
             pieces = jax.lax.split(jax.lax.optimization_barrier(total), k.sizes)
             for name, piece, shape in zip(k.names, pieces, k.shapes, strict=True):
@@ -209,7 +210,7 @@ def vector_types(parcel: Parcel) -> list[tuple[str, int]]:
 
 
 def _by_dtype(parcel: Parcel) -> dict[str, list[Alike]]:
-    """Return the reductions of each dtype, in order. They share one vector."""
+    """Return a map from each dtype to its reductions, in their order in the dtype's vector."""
     found: dict[str, list[Alike]] = {}
     for kind in parcel:
         found.setdefault(kind.dtype, []).append(kind)

@@ -1,9 +1,8 @@
-"""One server's connection to another: the greeting, and messages that wait for the welcome.
+"""One server's connection to another server: its greeting, and its partial results.
 
-Each connection begins with a greeting. The other server's welcome contains the number of messages
-that it has received, and this server then sends the later messages
-(`dtrans.protocol.numbered_messages`). So a break loses no message, and the first messages wait for
-the welcome.
+After each connection or reconnection, this server sends a greeting. The other server's welcome
+contains the number of messages that it has received. This server then sends all later messages
+(`dtrans.protocol.numbered_messages`). So a broken connection loses no message.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from dtrans.protocol.transport import RETRY, Event
 
 
 class PeerLine:
-    """Connection of one server to another. It updates the state `peer` of the other server.
+    """Connection of one server to another server. It updates `peer`, the other server's state.
 
     Args:
       me: endpoint of this server.
@@ -50,10 +49,10 @@ class PeerLine:
         self._say = say
 
     def send(self, step: int, messages: Iterable[list[Any]]) -> None:
-        """Send partial results of one exchange.
+        """Send partial results of one exchange; before the welcome, only store them.
 
         Args:
-          step: number of the step, for the error.
+          step: number of the step. When it changes, the messages of earlier steps are released.
           messages: frames of each message.
 
         Raises:
@@ -75,14 +74,14 @@ class PeerLine:
                 self._say(frames)
 
     def connected(self) -> None:
-        """Send the greeting on a new connection, also after a reconnection."""
+        """Handle a new connection or a reconnection: send the greeting if a welcome is due."""
         if not self.peer.welcomed or self._lost:
             # The other server may be busy, and answer later than a reconnection may take.
             self._retry_until = math.inf
             self._say([wire.header("peer", **self._greeting, back=self._lost)])
 
     def broken(self, now: float) -> None:
-        """Handle the end of the connection. Messages in transit are lost."""
+        """Handle the end of the connection, and wait `retry` seconds for a reconnection."""
         if self.peer.welcomed and self._retry_until == math.inf:
             self._lost, self._retry_until = True, now + self._retry
 
@@ -91,7 +90,7 @@ class PeerLine:
         self.peer.gone = self.peer.gone or now > self._retry_until
 
     def barred(self, why: str) -> PeerError:
-        """Return the error for a server that rejects this server's key or password."""
+        """Return the error to raise if the other server rejects this server's key or password."""
         return PeerError(f"pserver {self.peer.endpoint} does not admit pserver {self.me}: {why}")
 
     def take(self, event: Event, now: float) -> None:
@@ -129,13 +128,13 @@ class PeerLine:
             if not token.is_shown(proof, self._secret, f"welcome {self._nonce}"):
                 raise PeerError(
                     f"the process that welcomes pserver {self.me} as pserver {peer.endpoint} does "
-                    "not have the job's token"
+                    "not have the job's token; set the same token for all processes of the job"
                 )
             peer.welcomed, self._lost = True, False
             self._send_missing(message.fields.get("heard", 0))
 
     def _send_missing(self, heard: int) -> None:
-        """Send all messages but the first `heard` ones, which the other server has received."""
+        """Send the messages after the first `heard` ones, which the other server has received."""
         try:
             self.peer.messages.check_resumable(heard)
         except WireError as e:

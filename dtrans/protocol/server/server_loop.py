@@ -4,8 +4,8 @@
     events of a link           the connection to another server (`peer_line`)
     every second               a check of the deadlines of trainers and servers
 
-Each call of `step` waits for events and handles them. Real servers call it in a loop, and the
-simulator calls it at each event.
+Each call of `step` waits for events and handles them. A real server calls `step` in a loop, and
+the simulator calls it at each event.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from dtrans.protocol.transport import (
 
 
 TICK = 1.0  # seconds between two checks of deadlines
-BURST = 1000  # maximum number of messages per trainer that are read before a check of deadlines
+BURST = 1000  # polls for each trainer between two checks of deadlines, at most
 
 
 class ServerLoop:
@@ -43,13 +43,13 @@ class ServerLoop:
       trainers: the server's trainers.
       secret: the job's token.
       retry: seconds for which the server waits for the reconnection of another server.
-      ended_saves: returns the checkpoint writes that have ended since its last call: the name of
-        the checkpoint, and the error if the write failed, else an empty text.
+      ended_saves: returns the checkpoint writes that have ended since its last call. For each of
+        them, it returns the checkpoint's name, and an error text that is empty after a success.
       ended_roles: returns the roles of the job whose processes have ended, with their exit status.
 
     Attributes:
       wakes: time of the next check of deadlines.
-      barred: count of the connections that the listener has refused.
+      barred: counter of the connections that the listener has refused.
     """
 
     def __init__(
@@ -99,11 +99,11 @@ class ServerLoop:
         self.wakes = now + TICK
 
     def step(self) -> None:
-        """Wait for events, handle them, and check deadlines if a check is due.
+        """Wait for events, handle the events, and check deadlines if a check is due.
 
         Raises:
-          DeadlineError: a trainer or server did not connect in time, fell silent, or let others
-            wait for too long.
+          DeadlineError: a trainer or server did not connect in time, fell silent, or let other
+            processes wait for too long.
           PeerError: a trainer or server failed, refused a message, or left too early.
         """
         self._take_all(self.wakes)
@@ -132,7 +132,8 @@ class ServerLoop:
     def _take_all(self, until: float) -> bool:
         """Handle the events of one poll. Return True if there was an event.
 
-        It is a separate function so that the memory of the last frames is released at its end.
+        This is a separate function, so that its local variables do not hold the last frames while
+        the server waits.
         """
         any_came = False
         for event in self._transport.poll(until):
@@ -173,7 +174,7 @@ class ServerLoop:
         Raises:
           PeerError: the other server has ended.
         """
-        # a lazy iterator: each array is awaited only when its message is sent
+        # `messages` is lazy, so that each array is awaited only when its message is sent.
         if isinstance(to, str):
             line = self._lines[to][0]
             messages = wire.framed(op, blocks, line.peer.messages.stamp, **fields)
@@ -183,16 +184,16 @@ class ServerLoop:
             self._listener.send(to, frames)
 
     def _counted(self, messages: Iterable[list[Any]]) -> Iterator[list[Any]]:
-        """Count the bytes of messages to another server, and yield the messages."""
+        """Yield messages to another server, and count their bytes."""
         for frames in messages:
             self._trainers.to_servers += sum(map(len, frames))
             yield frames
 
     def close(self, *, failed: bool) -> None:
-        """Close the links to other servers, and the listener after its pending messages are sent.
+        """Close all connections. Messages that the listener has not sent yet are sent first.
 
         Args:
-          failed: True if the server failed; pending messages to other servers are then dropped.
+          failed: True if this server has failed: pending messages to other servers are dropped.
         """
         for line, link in self._lines.values():
             link.close(0.0 if failed or line.peer.gone else LINGER)

@@ -1,13 +1,13 @@
 """Peers of a server: the other servers with which it exchanges partial results.
 
-A server connects to each server that computes a part of the same reduction. Its greeting contains a
-fingerprint of everything that the two exchange. A server sends partial results over its own
+A server connects to each server that takes part in one of its reductions. Its greeting contains a
+digest of all data that the two servers exchange. A server sends partial results over its own
 connection to the peer (`dtrans.protocol.server.peer_line`), and receives the peer's partial results
 at its listener. No function here waits: the server's loop checks `missing`.
 
-A level is one exchange of a step. Partial results of later levels and of the next step may arrive
-early, and are stored. All partial results of a step are kept until its update is complete, so that
-a second message with the same contents is detected.
+Each exchange of a step has its own level. Partial results of later levels and of the next step may
+arrive early, and are stored. The server stores all partial results of a step until the step's
+update is complete, so that it can detect a repeated message.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class ServerPeer:
 
     Attributes:
       endpoint: `host:port` of the server.
-      layout: fingerprint of everything that the two servers exchange.
-      address: address from which it sends; None before its greeting.
-      welcomed: True if it has welcomed this server.
-      gone: True if it has ended, or did not reconnect in time.
-      messages: messages to and from the server.
-      nonce: random word of its process, from its greeting.
+      layout: digest of all data that the peer and this server exchange.
+      address: address from which the peer sends; None before its greeting.
+      welcomed: True if the peer has welcomed this server.
+      gone: True if the peer has ended, or did not reconnect in time.
+      messages: messages to and from the peer.
+      nonce: random word that identifies the peer's process, from its greeting.
     """
 
     endpoint: str
@@ -55,13 +55,13 @@ class ServerPeer:
 
 
 class ServerPeers:
-    """Peers of one server, and the partial results that they have sent.
+    """Peers of one server, and the partial results that the peers have sent.
 
     Args:
       me: endpoint of this server.
       exchanges: exchanges of this server in each step.
-      on_trainer_exit: the job's option `on_trainer_exit`; it must be the same on all servers.
-      plan: parts of the plan's fingerprint; they must be the same on all servers.
+      on_trainer_exit: the job's option `on_trainer_exit`; a peer with another value is refused.
+      plan: parts of the plan's fingerprint; a peer with other parts is refused.
 
     Attributes:
       known: state of each peer, by endpoint.
@@ -87,7 +87,7 @@ class ServerPeers:
     # -- identities ------------------------------------------------------------------------------
 
     def greeting(self, peer: ServerPeer) -> dict[str, Any]:
-        """Return the fields of the greeting to another server."""
+        """Return the header fields of the greeting to a peer."""
         return {
             "endpoint": self.me,
             "order": sys.byteorder,
@@ -98,10 +98,10 @@ class ServerPeers:
 
     @property
     def unsettled(self) -> list[str]:
-        """Endpoints of the peers that have not yet greeted and welcomed this server.
+        """Endpoints of the live peers that have not yet greeted and welcomed this server.
 
-        This server may not end while there are any, because such a peer would greet the next job's
-        server on the same endpoint.
+        This server must not end before these peers have greeted it. Otherwise they would greet the
+        next job's server on the same endpoint.
         """
         found = []
         for endpoint, peer in self.known.items():
@@ -111,11 +111,11 @@ class ServerPeers:
         return found
 
     def check(self, wanted: Collection[str], what: str) -> None:
-        """Check that the awaited peers are alive.
+        """Check that the peers that this server waits for are alive.
 
         Args:
           wanted: endpoints of the peers.
-          what: description of what this server waits for.
+          what: description of what this server waits for, for the error.
 
         Raises:
           PeerError: a peer has ended.
@@ -125,7 +125,7 @@ class ServerPeers:
                 raise PeerError(f"pserver {ep} went away while pserver {self.me} waited for {what}")
 
     def name(self, address: bytes) -> str | None:
-        """Return the endpoint of the peer at an address; None if it has not greeted this server."""
+        """Return the endpoint of the peer at an address; None if no peer has greeted from there."""
         return self._by_address.get(address)
 
     @property
@@ -134,10 +134,11 @@ class ServerPeers:
         return list(self._by_address)
 
     def meet(self, address: bytes, message: wire.Message) -> bool:
-        """Register a peer from its greeting.
+        """Handle a peer's greeting: register the peer's address.
 
         Returns:
-          False if the peer belongs to the previous or next job on the same endpoint.
+          True if the peer is registered. False if it belongs to the previous or next job on the
+          same endpoint, so that it has to wait.
 
         Raises:
           WireError: the sender is not a peer, has another plan, or cannot resume its connection.
@@ -172,13 +173,13 @@ class ServerPeers:
             )
         check_plan(f"pserver {self.me}", self._plan, f"pserver {ep}", message)
         is_new = self.known[ep].address is None and not message.fields.get("back", False)
-        # ZeroMQ may deliver the greeting of a broken connection under a temporary address, so the
-        # same process may greet from two addresses.
+        # After a reconnection, ZeroMQ may deliver a greeting under a temporary address. So one
+        # process may greet from two addresses, and only its nonce identifies it.
         nonce = message.fields.get("nonce", "")
         is_same = bool(nonce) and nonce == self.known[ep].nonce
         if address not in self._by_address and not is_new and not is_same:
-            # A second process greets as this peer, so it belongs to the next job; or a peer of the
-            # previous job has reconnected.
+            # The sender is not this job's peer: it is a process of the next job, or a process of
+            # the previous job that has reconnected.
             return False
         self._by_address[address] = ep
         self.known[ep].address, self.known[ep].nonce = address, nonce
@@ -195,7 +196,7 @@ class ServerPeers:
           step: current step of this server.
 
         Raises:
-          WireError: this server expects no such partial results; then nothing is stored.
+          WireError: this server does not expect the partial results. Nothing has been stored.
         """
         source = self._by_address[address]
         if not self.known[source].messages.take(message):
@@ -218,7 +219,7 @@ class ServerPeers:
         self._arrivals[key] = arrival
 
     def _room(self, exchange: Exchange, source: str) -> Inbox:
-        """Return an inbox for a peer's vectors in one exchange: one vector for each dtype."""
+        """Return an inbox for the vectors that a peer sends in one exchange: one for each dtype."""
         vectors: dict[str, np.ndarray] = {}
         for dtype, size in vector_types(exchange.sources[source]):
             key = f"{source} {exchange.level} {dtype}"
@@ -232,7 +233,7 @@ class ServerPeers:
         )
 
     def missing(self, step: int, exchange: Exchange) -> list[str]:
-        """Return the endpoints of the peers whose vectors are incomplete."""
+        """Return the endpoints of the peers whose vectors have not arrived completely."""
         found = []
         for endpoint in exchange.sources:
             inbox = self._arrivals.get((step, exchange.level, endpoint))
@@ -241,7 +242,7 @@ class ServerPeers:
         return found
 
     def collected(self, step: int, exchange: Exchange) -> dict[str, list[np.ndarray]]:
-        """Return the complete vectors of every peer, by endpoint."""
+        """Return a map from each peer's endpoint to its vectors, which must be complete."""
         found = {}
         for endpoint in exchange.sources:
             found[endpoint] = list(self._arrivals[step, exchange.level, endpoint].memory.values())
@@ -252,14 +253,14 @@ class ServerPeers:
         self._arrivals = {key: a for key, a in self._arrivals.items() if key[0] > step}
 
     def named(self, endpoints: Sequence[str]) -> str:
-        """Return the names of peers for a message, and which of them have not connected."""
+        """Return a text with the names of peers, and of those peers that have not connected."""
         servers = ("pserver " if len(endpoints) == 1 else "pservers ") + ", ".join(endpoints)
         absent = [ep for ep in endpoints if self.known[ep].address is None]
         return f"{servers} (not connected: {', '.join(absent)})" if absent else servers
 
 
 class JointUpdate:
-    """Update of a synchronous server, which may need partial results of other servers.
+    """Update of a synchronous server, which may need other servers' partial results.
 
     Args:
       update: computes the new state from the gradients.
@@ -281,7 +282,7 @@ class JointUpdate:
 
     @property
     def exchange(self) -> Exchange | None:
-        """The exchange that the update waits for; None if it does not wait."""
+        """Exchange whose partial results the update waits for; None if it does not wait."""
         return self._update.exchange
 
     def missing(self) -> list[str]:
@@ -291,26 +292,29 @@ class JointUpdate:
 
     @property
     def can_go_on(self) -> bool:
-        """True if all partial results of the exchange that the update waits for have arrived."""
+        """True if the update waits for an exchange, and all its partial results have arrived."""
         return self.exchange is not None and not self.missing()
 
     def begin(self, grads: Mapping[str, Any], trainers: Collection[int]) -> bool:
-        """Start an update. Return True if it is already complete.
+        """Start an update. Return True if the update is already complete.
 
         Args:
           grads: gradients by name.
-          trainers: ids of the trainers that sent the gradients.
+          trainers: ids of the trainers whose gradients the update uses.
         """
         return self._exchange(self._update.begin(grads, frozenset(trainers), self.step))
 
     def go_on(self) -> bool:
-        """Continue the update with the received partial results. Return True if it is complete."""
+        """Continue the update with the received partial results; return True if it is complete."""
         exchange = self.exchange
         assert exchange is not None
         return self._exchange(self._update.go_on(self.peers.collected(self.step, exchange)))
 
     def _exchange(self, outgoing: Vectors | None) -> bool:
-        """Send vectors, and continue the update until the vectors of a peer are missing.
+        """Send vectors, and continue the update until it is complete or has to wait for a peer.
+
+        Args:
+          outgoing: vectors to send, by the receiver's endpoint; None if the update is complete.
 
         Returns:
           True if the update is complete.
@@ -329,7 +333,7 @@ class JointUpdate:
         return True
 
     def take(self, address: bytes, message: wire.Message) -> bool:
-        """Handle a message if it comes from another server. Return False if it does not.
+        """Handle a message if its sender is another server. Return False for other senders.
 
         Raises:
           WireError: the message is not expected.
@@ -364,7 +368,7 @@ class JointUpdate:
 
 
 def _layouts(exchanges: Sequence[Exchange]) -> dict[str, str]:
-    """Return a fingerprint of everything exchanged with each peer, by endpoint of the peer."""
+    """Return a map from each peer's endpoint to a digest of all data exchanged with the peer."""
     found: dict[str, str] = {}
     for x in exchanges:
         for ep in x.peers:

@@ -5,10 +5,12 @@
     server_peers                 the other servers
     job_status                   answers to observers, which do not take part in the job
 
-The inputs are messages and the time. The answers are sent by `say`. A message that completes the
-inputs of an update starts the update. A malformed message is refused and counted, and changes
-nothing. A new process that greets as a trainer that has left belongs to the next job on this
-endpoint. It has to wait for the end of this job.
+The inputs are messages and the time. The server sends its answers by `say`. When a message
+completes the inputs of an update, the update starts. The server refuses and counts a malformed
+message, which changes nothing else.
+
+If a trainer has left, and a new process greets with this trainer's id, the new process belongs to
+the next job on this endpoint. It has to wait for the end of this job.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from dtrans.protocol.server.trainer_registry import Say, TrainerRegistry
 from dtrans.protocol.tables.stored_tables import tell_changes, tell_report
 
 
-# ops of trainers' messages; a server that accepts one has a method of this name
+# Ops of trainers' messages. A handler (`SyncServer`, `AsyncServer`) has a method of the same name
+# for each op that it accepts. This class handles the other ops.
 TRAINER_OPS = (
     *("send", "send_barrier", "recv", "exchange", "prefetch", "row_ids", "complete", "abort"),
     *("save", "saving", "tables", "changed_since", "evict"),  # between two steps
@@ -41,16 +44,16 @@ class Serving:
       kind: synchronous or asynchronous handler of messages.
       trainers: the server's trainers.
       say: function that sends a message.
-      refusals: count of refused messages.
+      refusals: counter of refused messages.
 
     Attributes:
       local: local address for trainers on the same host; empty if there is none.
-      keep: function that starts to write a checkpoint. Its arguments are the name of the checkpoint
-        and the number of steps that the requesting trainer has made. It returns the number of
-        blocks. `written` must be called at the end of the write. None if the server was started
-        without a folder for checkpoints.
-      saved: name of each written checkpoint to the number of steps that its requesting trainer
-        had made.
+      keep: function that starts to write a checkpoint, and returns the number of its blocks. Its
+        arguments are the checkpoint's name and the number of steps that the requesting trainer
+        has made. At the end of the write, the caller calls `written`. None if the server was
+        started without a folder for checkpoints.
+      saved: maps the name of each written checkpoint to the number of steps that the requesting
+        trainer had made.
       status: status of the server for observers.
     """
 
@@ -68,18 +71,18 @@ class Serving:
         self.status = StatusReporter(kind, trainers, refusals)
         self.keep: Callable[[str, int], int] | None = None
         self.saved: dict[str, int] = {}
-        # name of a checkpoint that is being written -> (steps made, requests of trainers)
+        # Name of a pending checkpoint -> (steps that the requesting trainers have made, requests)
         self._saves: dict[str, tuple[int, list[tuple[int, wire.Message]]]] = {}
-        self._blocks: dict[str, int] = {}  # checkpoint being written -> number of blocks
+        self._blocks: dict[str, int] = {}  # name of a pending checkpoint -> number of its blocks
         self._say, self._now = say, 0.0
 
     @property
     def ended(self) -> bool:
-        """True if the server may end: all trainers have left, and no greeting is expected."""
+        """True if the server may end: all trainers have left, and all peers have greeted it."""
         return self.trainers.parted and not self.kind.peers.unsettled
 
     def take(self, address: bytes, frames: Sequence[Any], now: float) -> None:
-        """Handle a message. A message that is malformed or not expected now is refused.
+        """Handle a message; refuse a message that is malformed or not expected now.
 
         Raises:
           PeerError: the message ends the job, because a trainer has failed or left too early.
@@ -96,7 +99,7 @@ class Serving:
             self.trainers.known[k].received += size
 
     def observe(self, address: bytes, frames: Sequence[Any], now: float) -> None:
-        """Answer an observer, which may only request the status."""
+        """Answer an observer's message, which must be a request for the status."""
         try:
             fields = self.status.answer(frames, now)
         except WireError as e:
@@ -123,7 +126,7 @@ class Serving:
         self.trainers.died(trainer, how, now)
 
     def look(self, now: float) -> None:
-        """Check the deadlines, and send `waiting` to the trainers that wait.
+        """Check the deadlines, and send `waiting` to each trainer that waits for this server.
 
         Raises:
           DeadlineError: a trainer or server is late.
@@ -156,7 +159,10 @@ class Serving:
             self._say_saved(k, message, error)
 
     def asked(self) -> dict[str, int]:
-        """Return the number of steps before each complete or pending checkpoint, by its name."""
+        """Return a map from the name of each complete or pending checkpoint to its steps.
+
+        The steps are the number of steps that the requesting trainer had made.
+        """
         return self.saved | {name: steps for name, (steps, _) in self._saves.items()}
 
     def say_why(self, e: BaseException) -> None:
@@ -167,10 +173,11 @@ class Serving:
             self._say(address, "refuse", reason=f"it ended: {reason}", last=True)
 
     def _dispatch(self, address: bytes, message: wire.Message) -> None:
-        """Call the handler of a message. Raises WireError if the message is refused."""
+        """Call the handler of a message; raise WireError if the server refuses the message."""
         sender = self.trainers.by_address.get(address)
         if sender is not None and not self.trainers.known[sender].messages.take(message):
-            return  # a duplicate, or an earlier message is missing; the trainer repeats both
+            # The message is a duplicate, or follows a missing message. The trainer repeats both.
+            return
         if message.op == "hello":
             self._hello(address, message)
             return
@@ -200,7 +207,7 @@ class Serving:
         return True
 
     def _tell(self, address: bytes, message: wire.Message) -> None:
-        """Answer a request that is made between two steps."""
+        """Answer a request about checkpoints or tables: `save`, `tables` or `changed_since`."""
         if message.op == "save":
             self._save(self.trainers.by_address[address], message)
         elif message.op == "tables":
@@ -209,9 +216,10 @@ class Serving:
             tell_changes(self.kind.tables, self._say, address, message)
 
     def _save(self, k: int, message: wire.Message) -> None:
-        """Start to write a checkpoint. If it is already being written, answer when the write ends.
+        """Handle a request for a checkpoint: start to write it, unless the write has started.
 
-        Several trainers may request the same checkpoint after the same number of steps.
+        Several trainers may request the same checkpoint after the same number of steps. Each
+        request is answered when the write has ended.
         """
         name, steps = message["name"], message["made"]
         before = self._saves[name][0] if name in self._saves else self.saved.get(name)
@@ -244,7 +252,7 @@ class Serving:
             self._saves[name], self.status.saving[name] = (steps, [(k, message)]), self._now
 
     def _say_saved(self, k: int, message: wire.Message, error: str) -> None:
-        """Answer a `save`, unless its trainer has left."""
+        """Answer a `save` of trainer k if the trainer has not left."""
         if k in self.trainers.present:
             address = self.trainers.known[k].address
             self._say(address, "saved", name=message["name"], error=error, **message.request)
@@ -259,7 +267,7 @@ class Serving:
         self._say(address, "welcome", **fields)
 
     def _who(self, address: bytes) -> str:
-        """Return the name of the sender at an address, for the log."""
+        """Return the name of the process at an address, for the log."""
         k, peer = self.trainers.by_address.get(address), self.kind.peers.name(address)
         if k is not None:
             return f"trainer {k}"
@@ -269,7 +277,7 @@ class Serving:
 
 
 def _following(message: wire.Message) -> list[wire.Message]:
-    """Return the messages that the field `then` of a message contains."""
+    """Return the messages that the field `then` of a message lists."""
     then: Any = message.fields.get("then", [])
     if then == []:
         return []

@@ -1,4 +1,4 @@
-"""Waits of a synchronous server's trainers within a step, their descriptions and deadlines."""
+"""Waits of a synchronous server's trainers: their descriptions and deadlines."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class TrainerTurn:
     Attributes:
       grads: gradients of the step, as they arrive.
       at_barrier: True if the trainer has sent `send_barrier`.
-      waits: True if it has requested the parameters after this step.
-      looks_up: True if it has requested rows in order to train them.
+      waits: True if the trainer has requested parameters, and the server has not answered yet.
+      looks_up: True if the trainer has requested rows whose gradient belongs to this step.
     """
 
     grads: Inbox
@@ -61,14 +61,15 @@ class StepWaits:
         self._rounds, self._evictions, self._say = rounds, evictions, say
         self._since: float | None = None
         self._reminder = WaitReminder()
-        self._saving: set[int] = set()  # trainers that sent `saving` since the last call of `look`
+        # Ids of the trainers that have sent `saving` since the last call of `look`
+        self._saving: set[int] = set()
 
     def restart(self) -> None:
-        """End the current wait, so that the time of the next wait starts at zero."""
+        """End the current wait, so that the next wait has the full deadline."""
         self._since = None
 
     def note_saving(self, k: int) -> None:
-        """Record that trainer k waits for a checkpoint, so that it is not late."""
+        """Record that trainer k waits for a checkpoint, so that the deadline starts again."""
         self._saving.add(k)
 
     def waiting(self) -> list[int]:
@@ -87,7 +88,7 @@ class StepWaits:
         return self._turns[k].grads.phase()
 
     def awaited(self) -> str:
-        """Return a description of what the trainers wait for; empty if no trainer waits.
+        """Describe what the trainers wait for; the text is empty if no trainer waits.
 
         For example: "gradients of step 3 from trainer 1 (computing)".
         """
@@ -129,7 +130,7 @@ class StepWaits:
         Args:
           now: the time.
           waiting: ids of the trainers that wait.
-          says: True to log the wait. `TrainerRegistry` logs it while trainers are not connected.
+          says: True to log the wait, False if `TrainerRegistry` already logs missing trainers.
         """
         what = self.awaited()
         if self._since is None or self._saving.difference(waiting):
@@ -149,10 +150,10 @@ class StepWaits:
             self._say(self._trainers.known[k].address, "waiting", reason=reason)
 
     def _look_at_end(self, now: float) -> None:
-        """Check the deadline of the wait for other servers after all trainers have left.
+        """Check the deadline of a server whose trainers have all left.
 
-        The server waits until all other servers have greeted it. Otherwise they would greet the
-        next job's server.
+        The server still waits until all other servers have greeted it. Otherwise they would greet
+        the next job's server.
         """
         peers = self._joint.peers
         if not (self._trainers.served and peers.unsettled):

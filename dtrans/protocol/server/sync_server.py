@@ -7,22 +7,22 @@
 
 When all trainers have sent `send_barrier`, one compiled call computes the new state, and the server
 sends the requested blocks. The server ends when every trainer has sent `complete`. If a trainer
-sends `complete` before the others, the option `on_trainer_exit` of `dtrans.pserver` determines
-how later updates treat it.
+sends `complete` while other trainers continue, the option `on_trainer_exit` of `dtrans.pserver`
+determines whether the job fails, and which gradients later updates use.
 
 Optional messages of a trainer:
 
-    before a step:       prefetch...      lookups of table rows, for this or a later step
-    within a step:       exchange...      values that trainers exchange
-    between two steps:   evict            table rows to evict, from all trainers
+    before a step:       prefetch...      requests for table rows, for this or a later step
+    within a step:       exchange...      values that the server merges over all trainers
+    between two steps:   evict            a request to evict table rows, from every trainer
 
 Messages of every other server:
 
     peer                 once
     partials...          in every step, at every level
 
-An update that reduces over rows has several phases, with an exchange between servers after each
-phase except the last. The server handles messages during the exchanges.
+An update that reduces over rows of several servers has several phases. Between two phases, the
+servers exchange partial results. The server handles messages while it waits for other servers.
 
 Every second, the server tells waiting trainers what they wait for. The job ends with an error if a
 trainer or server does not connect, falls silent, or lets others wait beyond the deadline. A message
@@ -70,7 +70,7 @@ class SyncServer:
 
     Attributes:
       endpoint: endpoint of the server.
-      on_trainer_exit: rule for trainers that leave before the others.
+      on_trainer_exit: rule for trainers that leave before other trainers do (`TrainerExits`).
       tables: the server's blocks of tables; None if it has none.
       peers: the other servers.
     """
@@ -115,7 +115,7 @@ class SyncServer:
         return self._update.state
 
     def step_count(self) -> int:
-        """Return the number of updates of the state. Raises StateError during an update."""
+        """Return the number of complete updates; raise StateError during an update."""
         if self._joint.exchange is not None:
             raise StateError(
                 f"the update of step {self.step + 1} is incomplete: it waits for other servers"
@@ -123,7 +123,7 @@ class SyncServer:
         return self.step
 
     def progress(self) -> dict[int, int]:
-        """Return the number of steps that each connected trainer has made, by its id."""
+        """Return a map from the id of each connected trainer to the number of its steps."""
         return dict.fromkeys(self._trainers.known, self.step)
 
     def staleness(self, k: int) -> None:
@@ -134,7 +134,7 @@ class SyncServer:
         return self._waits.doing(k)
 
     def awaited(self) -> str:
-        """Return what the waiting trainers wait for; empty if no trainer waits."""
+        """Describe what the waiting trainers wait for; the text is empty if no trainer waits."""
         return self._waits.awaited()
 
     def look(self, now: float) -> None:
@@ -152,7 +152,7 @@ class SyncServer:
         turn.grads.take(message)
 
     def send_barrier(self, k: int, message: wire.Message) -> None:
-        """Handle the end of trainer k's gradients; start the update if all trainers are ready."""
+        """Record that trainer k has sent its gradients; start the update if all trainers have."""
         turn = self._in_turn(k, message)
         if turn.at_barrier:
             raise WireError(f"trainer {k} sent a second `send_barrier` in step {self.step}")
@@ -162,14 +162,14 @@ class SyncServer:
         self._step_if_all_sent()
 
     def exchange(self, k: int, message: wire.Message) -> None:
-        """Receive trainer k's values of a round, and answer if all trainers have sent theirs."""
+        """Receive trainer k's values of a round. If all trainers have sent values, answer all."""
         self._open_turn(k, message, "an exchange of")
         self._rounds.take(k, message)
         self._exits.check(self._trainers.left, [k], self.step)
         self._exchange_if_all_sent()
 
     def prefetch(self, k: int, message: wire.Message) -> None:
-        """Answer a request for rows of a table."""
+        """Handle a request for rows of a table, for this step or for a later step."""
         turn = self._open_turn(k, message, "a `prefetch` of")
         trains_now = message["train"] and "ahead" not in message.fields
         if trains_now:
@@ -178,7 +178,7 @@ class SyncServer:
         turn.looks_up |= trains_now
 
     def evict(self, k: int, message: wire.Message) -> None:
-        """Handle a request to evict rows, and evict them if all trainers have requested it."""
+        """Record a request to evict rows. If all trainers have requested it, evict the rows."""
         rows = check_eviction(self.endpoint, self._served.tables, k, message)
         if self._in_turn(k, message).begun:
             raise WireError(
@@ -193,16 +193,16 @@ class SyncServer:
         self._evict_if_all_said()
 
     def check_between(self, k: int, message: wire.Message) -> None:
-        """Raise WireError unless the server is between two steps for trainer k."""
+        """Raise WireError if trainer k has ended its part of the current step, or is in another."""
         self._open_turn(k, message, f"a `{message.op}` in")
 
     def saving(self, k: int, message: wire.Message) -> None:
-        """Handle the message that trainer k waits for a checkpoint, so that it is not late."""
+        """Record that trainer k waits for a checkpoint, so that it does not count as late."""
         self._in_turn(k, message)
         self._waits.note_saving(k)
 
     def recv(self, k: int, message: wire.Message) -> None:
-        """Answer a request for parameters, now or after the update."""
+        """Handle a request for parameters: answer now, or after the update if one is due."""
         t, turn, step = self._trainers.known[k], self._turns[k], message["step"]
         wants = t.wants
         if "blocks" in message.fields:
@@ -218,7 +218,7 @@ class SyncServer:
             self._answer(k)
 
     def complete(self, k: int, message: wire.Message) -> None:
-        """Handle the end of trainer k after its last step."""
+        """Handle the message that trainer k has made its last step."""
         t, turn = self._trainers.known[k], self._turns[k]
         t.done = True
         self._rows.forget_trainer(k)
@@ -228,7 +228,8 @@ class SyncServer:
             raise PeerError(f"trainer {k} closed in the middle of step {self.step + 1}{after}")
         self._exits.check([k], set(self._waits.waiting()) - {k}, self.step)
         if not self.step:
-            # Before the first update, the memory of the trainer's gradients may be uninitialized.
+            # Before the first update, the memory of this trainer's gradients may be
+            # uninitialized, and with "paddle" the update reads it.
             self._forget([k])
         self._evict_if_all_said()
         self._step_if_all_sent()
@@ -246,12 +247,12 @@ class SyncServer:
         return self._turns[k]
 
     def _open_turn(self, k: int, message: wire.Message, what: str) -> TrainerTurn:
-        """Return the progress of trainer k, which has not sent `send_barrier` in this step.
+        """Return the progress of trainer k, after a check that its part of the step is open.
 
         Args:
-          k: the trainer.
-          message: its message.
-          what: the trainer's message in the error, such as "gradients of".
+          k: id of the trainer.
+          message: the trainer's message.
+          what: words that name the message in the error, such as "gradients of".
 
         Raises:
           WireError: the message belongs to another step, or trainer k has sent `send_barrier`.
@@ -273,7 +274,7 @@ class SyncServer:
             self._make_step()
 
     def _exchange_if_all_sent(self) -> None:
-        """Answer the open round if all trainers have sent their values."""
+        """Send the merged values of the open round if all trainers have sent their values."""
         if not self._trainers.all_said(self._rounds.waiting()):
             return
         self._waits.restart()
@@ -285,7 +286,7 @@ class SyncServer:
             self._say(address, "exchanged", blocks, **at, values=table)
 
     def _evict_if_all_said(self) -> None:
-        """Evict rows if all trainers have requested it."""
+        """Evict rows if all trainers have requested the eviction."""
         if not self._trainers.all_said(self._evictions.asked):
             return
         self._waits.restart()
@@ -297,7 +298,7 @@ class SyncServer:
     # -- updates ---------------------------------------------------------------------------------
 
     def _make_step(self) -> None:
-        """Start the update with the gradients of all trainers."""
+        """Start the update with the gradients of all counted trainers (`TrainerExits.counted`)."""
         counted = self._exits.counted()
         _check_arguments(self._served.arguments, self._grads, sorted(counted), self.step)
         inboxes = {k: turn.grads for k, turn in self._turns.items()}
@@ -305,7 +306,7 @@ class SyncServer:
         self._continue(self._joint.begin(grads, counted))
 
     def take_peer(self, address: bytes, message: wire.Message) -> bool:
-        """Handle a message if it comes from another server. Return False if it does not."""
+        """Handle a message if its sender is another server. Return False for other senders."""
         if not self._joint.take(address, message):
             return False
         if self._joint.can_go_on:
@@ -330,7 +331,7 @@ class SyncServer:
                 self._answer(k)
 
     def _forget(self, trainers: Collection[int]) -> None:
-        """Set the gradients of some trainers that have left to zero (`TrainerExits.spend`)."""
+        """Set gradients of trainers that have left to zero if `TrainerExits.spend` says so."""
         for k in self._exits.spend(trainers):
             grads = self._turns[k].grads
             for x in grads.memory.values():
@@ -345,7 +346,7 @@ class SyncServer:
 def _turns_of(
     served: ServerBlocks, grads: Mapping[str, np.ndarray], rows: RowAnswers, trainers: int
 ) -> dict[int, TrainerTurn]:
-    """Return the progress of each trainer, with an inbox for the gradients that it sends."""
+    """Return a map from the id of each trainer to its progress, with an empty inbox."""
     row_gradients: set[str] = set()
     for table in served.tables.values():
         row_gradients.update(table.gradients.values())
@@ -358,7 +359,7 @@ def _turns_of(
 
 
 def _unknown_gradient(k: int, endpoint: str) -> Callable[[str], str]:
-    """Return a function from the name of an unknown gradient to the text of the error."""
+    """Return a function that returns the error text for the name of an unknown gradient."""
     return lambda name: f"{name} is not a gradient that trainer {k} sends to pserver {endpoint}"
 
 
@@ -386,9 +387,10 @@ def _check_arguments(
     """Raise PeerError if trainers sent different values of a step argument that the update reads.
 
     Args:
-      arguments: step argument -> trainer id -> name under which this trainer sends the argument.
+      arguments: maps each step argument to a dict. The dict maps the id of a trainer to the name
+        under which this trainer sends the argument.
       grads: received arrays by name.
-      trainers: ids of the trainers, sorted.
+      trainers: sorted ids of the trainers to compare.
       step: number of complete updates.
     """
     for argument, sent in arguments.items():

@@ -1,4 +1,4 @@
-"""Trainers that leave a synchronous server before the others: the option `on_trainer_exit`."""
+"""Trainers that leave a synchronous server before other trainers: option `on_trainer_exit`."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from dtrans.protocol.server.trainer_registry import TrainerRegistry
 
 
 class TrainerExits:
-    """Treatment of trainers that leave a synchronous server before the others.
+    """Treatment of trainers that leave a synchronous server while other trainers continue.
 
     Args:
       on_trainer_exit: "error": the job ends with an error. "drop": later updates use only the
-        gradients of the remaining trainers. "paddle": the next update uses the last gradients of a
-        trainer that has left once more, and later updates use zeros.
+        gradients of the remaining trainers. "paddle": the next update uses the last gradients of
+        the trainer that has left again, and later updates use zeros in their place.
       trainers: the server's trainers.
     """
 
     def __init__(self, on_trainer_exit: str, trainers: TrainerRegistry) -> None:
         self._policy, self._trainers = on_trainer_exit, trainers
-        self._spent: set[int] = set()  # trainers whose gradients are zeros from now on
+        self._spent: set[int] = set()  # ids of the trainers whose gradients were set to zero
 
     def counted(self) -> list[int]:
-        """Return the ids of the trainers whose gradients an update uses."""
+        """Return the ids of the trainers whose gradients the current update uses."""
         if self._policy == "paddle":
             return list(self._trainers.known)
         return self._trainers.present
 
     def spend(self, trainers: Collection[int]) -> set[int]:
-        """Return the trainers whose gradients must be set to zero now.
+        """Return the ids of the trainers whose gradients must be set to zero now.
 
         Args:
-          trainers: trainers that have left, and whose last gradients were used once more.
+          trainers: ids of trainers that have left. The last update used their gradients again.
         """
         if self._policy != "paddle":
             return set()
@@ -41,11 +41,11 @@ class TrainerExits:
         return spent
 
     def check(self, gone: Collection[int], going_on: Collection[int], step: int) -> None:
-        """Raise PeerError if trainers continue after others have left, and the rule forbids it.
+        """Raise PeerError if the option is "error", and some trainers have left and some continue.
 
         Args:
-          gone: trainers that have left.
-          going_on: trainers that continue.
+          gone: ids of the trainers that have left.
+          going_on: ids of the trainers that continue.
           step: number of complete updates.
         """
         if gone and going_on and self._policy == "error":

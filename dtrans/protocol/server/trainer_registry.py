@@ -1,7 +1,7 @@
 """Registry of one server's trainers: their connections, and lost or late trainers.
 
-The registry has no side effects outside itself: it receives the time as an argument, and returns
-the text or fields of the messages that its caller sends.
+The registry sends no messages and reads no clock: its caller passes it the time, and sends the
+messages that it returns.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from dtrans.protocol.transport import RETRY
 from dtrans.protocol.wait_reminder import WaitReminder
 
 
-# seconds after the end of a connection or process in which the last messages are read, or the
-# trainer reconnects by a Unix socket
+# Seconds to wait after the end of a process or of a Unix socket's connection: its last messages may
+# be unread, or the trainer may move to a new connection.
 GRACE = 0.5
 
 log = logging.getLogger("dtrans.pserver")
@@ -37,18 +37,18 @@ class Trainer:
 
     Attributes:
       session: random word that identifies the trainer's process.
-      address: address from which it sends.
-      wants: names of the blocks that it receives with each answer to `recv`.
-      lost: time at which its connection ended; None while it is connected.
-      local: True if it is connected by a Unix socket.
-      connection: number of its connection, from its last `hello`.
-      messages: numbers of the messages to and from it, and stored messages to it.
-      heard_at: time of its last message.
-      received: number of bytes from it.
-      sent: number of bytes to it.
-      done: True if it has left the job, by `complete` or by a failure.
-      failed: True if it has left without `complete`.
-      parted: True if it has left, and does not need `goodbye` any more.
+      address: address from which the trainer sends.
+      wants: names of the blocks that each answer to `recv` contains.
+      lost: time at which the trainer's connection ended; None while it is connected.
+      local: True if the trainer is connected by a Unix socket.
+      connection: number of the trainer's connection, from its last `hello`.
+      messages: numbers of the messages to and from the trainer, and stored messages to it.
+      heard_at: time of the trainer's last message.
+      received: number of bytes received from the trainer.
+      sent: number of bytes sent to the trainer.
+      done: True if the trainer has left the job, by `complete` or by a failure.
+      failed: True if the trainer has left without `complete`.
+      parted: True if the trainer has left, and the server need not send or repeat `goodbye`.
     """
 
     session: str
@@ -68,7 +68,7 @@ class Trainer:
     def framed(
         self, op: str, blocks: Sequence[tuple[str, Any]], fields: Mapping[str, Any]
     ) -> Iterator[list[Any]]:
-        """Yield the frames of each message to the trainer, after numbering and storing it."""
+        """Count and store the messages to the trainer; yield the frames of each message."""
         is_numbered = op not in wire.UNCOUNTED
         stamp = self.messages.stamp if is_numbered else dict
         for frames in wire.framed(op, blocks, stamp, **fields):
@@ -85,7 +85,7 @@ class TrainerRegistry:
     Args:
       served: the server's blocks.
       deadline: seconds within which all trainers must connect.
-      plan: parts of the plan's fingerprint; each trainer must have the same ones.
+      plan: parts of the plan's fingerprint; a trainer with other parts is refused.
       secret: the job's token.
       retry: seconds for which the server waits for a reconnection.
 
@@ -95,8 +95,8 @@ class TrainerRegistry:
       count: number of trainers of the job.
       deadline: the argument `deadline`.
       started: time at which the server began to wait for trainers.
-      known: state of each trainer that has greeted this server, by id.
-      by_address: id of each of these trainers, by address.
+      known: maps the id of each trainer that has greeted this server to its state.
+      by_address: maps the address of each of these trainers to its id.
       to_servers: number of bytes of all messages to other servers.
       silent: number of open connections on which nothing has been received.
     """
@@ -146,19 +146,19 @@ class TrainerRegistry:
         return len(self.known) == self.count and all(t.done for t in self.known.values())
 
     def due(self, said: Collection[int]) -> list[int]:
-        """Return the ids of the trainers that have not left and are not in `said`.
+        """Return the ids of the trainers that are not in `said`, without trainers that have left.
 
         The trainers that have not connected yet come first.
         """
         return self.unseen + [k for k in self.present if k not in said]
 
     def all_said(self, said: Collection[int]) -> bool:
-        """Return True if `said` is not empty, and contains all trainers that have not left."""
+        """Return True if `said` contains every trainer that has not left; False if it is empty."""
         return bool(said) and not self.due(said)
 
     @property
     def parted(self) -> bool:
-        """True if all trainers have left, and none of them still needs `goodbye`."""
+        """True if all trainers have left, and the server need not send `goodbye` to any of them."""
         return self.served and all(t.parted or t.failed or t.local for t in self.known.values())
 
     @property
@@ -168,7 +168,10 @@ class TrainerRegistry:
 
     @property
     def sessions(self) -> tuple[str, ...]:
-        """Session words of the trainers that have connected. They identify this run of the job."""
+        """Session words of the connected trainers, in the order of their ids.
+
+        Together, the words identify this run of the job.
+        """
         return tuple(self.known[k].session for k in sorted(self.known))
 
     # -- messages --------------------------------------------------------------------------------
@@ -179,10 +182,10 @@ class TrainerRegistry:
         Args:
           address: address of the sender.
           message: the `hello` message.
-          peer: endpoint of the server that has greeted from the same address; None if none has.
+          peer: endpoint of the server that has greeted from the same address, or None.
 
         Returns:
-          The reason why the trainer has to wait; empty if it is registered.
+          An empty text if the trainer is registered, else the reason why it has to wait.
 
         Raises:
           WireError: the trainer is refused.
@@ -206,7 +209,7 @@ class TrainerRegistry:
                     f"trainer {k} was in a job of pserver {self.endpoint} that has ended"
                 )
             self.known[k] = Trainer(message["session"], address, local=local)
-        else:  # the trainer moves to the Unix socket, or has reconnected
+        else:  # The trainer has reconnected, or moves from TCP to the Unix socket.
             heard = message.fields.get("heard", 0)
             known.messages.check_resumable(heard)
             known.messages.acknowledge(heard)
@@ -219,7 +222,10 @@ class TrainerRegistry:
     def _check_identity(
         self, k: int, address: bytes, message: wire.Message, peer: str | None
     ) -> None:
-        """Raise WireError if trainer k is another process, or this one has another role or plan."""
+        """Raise WireError if the sender of a `hello` may not connect as trainer k.
+
+        For example, another process is already trainer k, or the sender has another plan.
+        """
         if k in self.known and self.known[k].session != message["session"]:
             raise WireError(
                 f"another process is already connected as trainer {k}; set a different "
@@ -232,7 +238,8 @@ class TrainerRegistry:
         except WireError as e:
             self._refused[k] = str(e)
             raise
-        # ZeroMQ may deliver a message from a broken connection after messages from the next one
+        # ZeroMQ may deliver the last messages of a broken connection after the first messages of
+        # the next connection.
         if k in self.known and message.fields.get("connection", 0) < self.known[k].connection:
             raise WireError(
                 f"a `hello` from an earlier connection of trainer {k} arrived after the `hello` of "
@@ -246,10 +253,10 @@ class TrainerRegistry:
     def framed(
         self, to: bytes, op: str, blocks: Sequence[tuple[str, Any]] = (), **fields: Any
     ) -> Iterator[list[Any]]:
-        """Yield the frames of each message to an address, and count the bytes sent to a trainer.
+        """Yield the frames of each message to an address.
 
-        Messages to a trainer are numbered. After a reconnection, the messages that the trainer
-        lacks follow its welcome.
+        If the address belongs to a trainer, number and store the messages, and count their bytes.
+        After a reconnection, the server repeats the messages that the trainer lacks.
         """
         k = self.by_address.get(to)
         if k is None:
@@ -260,29 +267,29 @@ class TrainerRegistry:
             yield frames
 
     def back(self, address: bytes) -> None:
-        """Handle the first connection from an address. The trainer also sends `hello`."""
+        """Handle a listener's `connected` event: the trainer at this address is not lost."""
         k = self.by_address.get(address)
         if k is not None:
             self.known[k].lost = None
 
     def lose(self, address: bytes, now: float) -> None:
-        """Handle the end of a connection. Its last messages may still be unread."""
+        """Handle the end of the connection at an address, whose last messages may be unread."""
         k = self.by_address.get(address)
         if k is not None:
             self.known[k].lost = now
 
     def died(self, k: int, how: str, now: float) -> None:
-        """Handle the end of a trainer's process. Its last messages may still be unread."""
+        """Handle the end of trainer k's process, whose last messages may be unread."""
         self._dead.setdefault(k, (now, how))
 
     def part(self, k: int) -> None:
-        """Handle the answer to `goodbye`. Raises WireError if `goodbye` was not sent."""
+        """Handle trainer k's answer to `goodbye`; raise WireError if trainer k has not left."""
         if not self.known[k].done:
             raise WireError(f"trainer {k} sent `goodbye`, but `complete` must come first")
         self.known[k].parted = True
 
     def speaker(self, address: bytes, message: wire.Message) -> int:
-        """Return the id of the sender. Raises WireError unless it is a trainer of the job."""
+        """Return the id of the sender; raise WireError unless it is a live trainer of the job."""
         if address not in self.by_address:
             raise WireError(f"a `{message.op}` message from a peer that has not said hello")
         k = self.by_address[address]
@@ -293,10 +300,11 @@ class TrainerRegistry:
     # -- lost and late trainers ------------------------------------------------------------------
 
     def lost(self, now: float) -> dict[int, str]:
-        """Return the id of each trainer whose connection or process ended too early: the reason."""
+        """Return the reason of each loss, by trainer id: connections or processes that ended."""
         found: dict[int, str] = {}
         for k in self.present:
-            # After a reconnection, a trainer that computes for long has sent nothing yet.
+            # A connection without a message may be trainer k's new connection: a trainer sends
+            # `hello` only after its current computation, which may be long.
             patience = self.deadline if self.silent else 0.0
             if self._is_lost(self.known[k], now - patience):
                 found[k] = (
@@ -308,7 +316,7 @@ class TrainerRegistry:
     def look(self, now: float) -> None:
         """Set `parted` for the trainers that have left and can no longer receive `goodbye`.
 
-        Their connection or process has ended, and the time for a reconnection has passed.
+        The trainer's process has ended, or the trainer did not reconnect in time.
         """
         for k, t in self.known.items():
             ended = k in self._dead and now - self._dead[k][0] > GRACE
@@ -320,9 +328,9 @@ class TrainerRegistry:
         return t.lost is not None and now - t.lost > (GRACE if t.local else self._retry)
 
     def _ended(self, now: float) -> dict[int, str]:
-        """Return the id of each trainer whose process ended before the trainer left: the reason.
+        """Return the reason of each early exit, by trainer id: processes that ended before leaving.
 
-        A trainer whose process ended before it connected is registered as failed.
+        If a process ended before it connected, also register its trainer as failed.
         """
         found: dict[int, str] = {}
         for k, (since, how) in self._dead.items():
@@ -344,7 +352,7 @@ class TrainerRegistry:
         self._reminder.begin(now)
 
     def absent(self, now: float) -> list[int]:
-        """Return `unseen`, and log it if a log line is due.
+        """Return the ids of the trainers that have not connected; log them if a log line is due.
 
         Raises:
           DeadlineError: the deadline has passed, and some trainers have not connected.
@@ -363,12 +371,12 @@ class TrainerRegistry:
 
 
 def named(trainers: Sequence[int]) -> str:
-    """Return the names of trainers for a message."""
+    """Return a text with the names of trainers, such as "trainers 0, 2"."""
     return ("trainer " if len(trainers) == 1 else "trainers ") + ", ".join(map(str, trainers))
 
 
 def wanted(served: ServerBlocks, k: int, table: Any) -> tuple[str, ...]:
-    """Return the names of the blocks that trainer k requests.
+    """Check a trainer's request for blocks, and return the names of the blocks.
 
     Args:
       served: the server's blocks.
@@ -376,7 +384,7 @@ def wanted(served: ServerBlocks, k: int, table: Any) -> tuple[str, ...]:
       table: field `blocks` of the trainer's `recv`.
 
     Raises:
-      WireError: the server has no such block.
+      WireError: the field is malformed, or the server has no block of this name and type.
     """
     rows = table if isinstance(table, list) else [None]
     if not all(isinstance(row, list) and len(row) == 3 and isinstance(row[0], str) for row in rows):
@@ -400,7 +408,7 @@ def wanted(served: ServerBlocks, k: int, table: Any) -> tuple[str, ...]:
 
 
 def answer(say: Say, t: Trainer, step: int, values: Mapping[str, Any]) -> None:
-    """Send a trainer the blocks that it has requested, or an empty answer if it requested none."""
+    """Send a trainer the blocks that it has requested; the answer may contain no blocks."""
     fields: dict[str, Any] = {"step": step}
     if not t.wants:
         fields["pieces"] = []

@@ -1,10 +1,10 @@
-"""Rounds of a step, in which all trainers exchange values through the server.
+"""Rounds: exchanges of values between all trainers through the server, within a step.
 
 In a round, each trainer sends its part of each value. The server merges the parts of all trainers
-by a collective, and sends the results. Only one round is open at a time, because a trainer starts
-the next round after the answer. The rounds of a step have increasing numbers, and the server
-refuses parts of an answered round. The first part of a round determines the types of its values,
-and the other trainers must send the same types. The size of a part is limited.
+by a collective, and sends the results. Only one round is open at a time, because a trainer waits
+for the results before it starts the next round. The rounds of a step have increasing numbers, and
+the server refuses parts for an answered round. The trainer that sends the first part determines
+the types of the round's values. The other trainers must send the same types.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dtrans.protocol import wire
 from dtrans.protocol.inbox import Inbox
 
 
-LARGEST = 1 << 30  # maximum number of bytes that one trainer may send in a round
+LARGEST = 1 << 30  # bytes that one trainer may send in a round, at most
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,8 +32,8 @@ class RoundValue:
     Attributes:
       dtype: dtype of a trainer's part.
       shape: shape of a trainer's part.
-      way: collective that merges the parts, and its arguments: an item of the parameter `how` of
-        `exchange` (`dtrans.ops.rpc`).
+      way: name and arguments of the collective that merges the parts: an item of the parameter
+        `how` of the primitive `exchange` (`dtrans.ops.rpc`).
     """
 
     dtype: str
@@ -42,7 +42,7 @@ class RoundValue:
 
     @property
     def row(self) -> list[Any]:
-        """The value in the form of the field `values` of `exchange`: [dtype, shape, way]."""
+        """The value as an item of the field `values` of `exchange`: [dtype, shape, way]."""
         return [self.dtype, list(self.shape), list(self.way)]
 
     def room(self) -> np.ndarray:
@@ -64,7 +64,8 @@ class TrainerRounds:
         self.count = count
         self.number: int | None = None
         self._step = 0
-        self._answered: tuple[int, float] = (0, -math.inf)  # step and number of the answered round
+        # Step and number of the round that was answered last
+        self._answered: tuple[int, float] = (0, -math.inf)
         self._values: tuple[RoundValue, ...] = ()
         self._parts: dict[int, Inbox] = {}
 
@@ -72,7 +73,7 @@ class TrainerRounds:
         """Receive values of trainer k.
 
         Raises:
-          WireError: the values do not belong to the open round; then nothing is stored.
+          WireError: the values do not belong to the open round. Nothing has been stored.
         """
         step, number = message["step"], message["round"]
         values = values_of(message["values"], self.count)
@@ -114,14 +115,14 @@ class TrainerRounds:
         return k in self._parts
 
     def waiting(self) -> list[int]:
-        """Return the ids of the trainers that have sent all their values."""
+        """Return the ids of the trainers that have sent all their values of the open round."""
         return [k for k, part in self._parts.items() if not part.missing()]
 
     def answers(self, trainers: Collection[int]) -> dict[int, list[np.ndarray]]:
-        """Close the open round, and return the merged values for each trainer.
+        """Close the open round, and return a map from trainer ids to the merged values.
 
         Args:
-          trainers: ids of the trainers, which have all sent their values.
+          trainers: ids of the trainers of the round. All of them have sent their values.
         """
         order = sorted(trainers)
         parts = [list(self._parts[k].memory.values()) for k in order]
@@ -144,14 +145,14 @@ class TrainerRounds:
 
 
 def values_of(table: Any, trainers: int) -> tuple[RoundValue, ...]:
-    """Return the types in the field `values` of an `exchange` message.
+    """Check the field `values` of an `exchange` message, and return the types that it contains.
 
     Args:
       table: the field.
       trainers: number of trainers.
 
     Raises:
-      WireError: the field is malformed, or `trainers` does not divide the shape of a value.
+      WireError: the field is malformed, or a value cannot be divided over the trainers.
     """
     rows: list[Any] = table if isinstance(table, list) and table else [None]
     found = []

@@ -2,10 +2,10 @@
 
 table_rows     row ids of a lookup, and their distribution over blocks
 row_requests   a server's handling of requests for rows, and memory for gradients of these rows
-rows_ahead     announced rows, which a trainer requests before the step that uses them
+rows_ahead     announced rows: rows that a trainer requests for a later step
 row_answers    a synchronous server's answers to lookups
 stored_tables  requests between two steps: reports, changed rows, evictions
 cached_rows    GEO-SGD: rows that a trainer stores
 id_slots       a hash map from row ids to the positions of stored rows
-changed_rows   GEO-SGD: changes of other trainers that a trainer has not received yet
+changed_rows   GEO-SGD: rows that other trainers have changed, for each trainer
 """

@@ -4,10 +4,10 @@
     old      the value on which the trainer and the servers last agreed
     state    the optimizer's state of a row
 
-The arithmetic is that of `dtrans.protocol.trainer.geo_steps`, applied to single rows. A push
+Pushes and pulls compute the formulas of `dtrans.protocol.trainer.geo_steps` for single rows. A push
 contains the rows that steps have looked up since the last push. A pull contains the rows that other
-trainers have changed. If a row is not looked up again, its remaining difference between local and
-old is not pushed.
+trainers have changed. A push leaves a remainder of local - old in each row. This remainder is
+pushed only after the next lookup of the row.
 
 Source: `GeoSgdCommunicator::SendUpdateSparseVars` and `RecvUpdateSparseVars` in
 paddle/fluid/operators/distributed/communicator.cc.
@@ -31,9 +31,10 @@ class CachedRows:
     """Rows of one table that a trainer stores.
 
     Args:
-      types: shape and dtype of the table and of each array of its optimizer state. The first
-        dimension is ignored.
-      state: returns the initial state of rows from their ids; None if there is no state.
+      types: shape and dtype of the table, followed by those of each array of its optimizer state.
+        The first dimension of each shape is ignored.
+      state: function from row ids to the initial optimizer state of these rows; None if the
+        optimizer has no state.
     """
 
     def __init__(
@@ -43,10 +44,10 @@ class CachedRows:
     ) -> None:
         self._slots = IdSlots()
         self._state = state
-        # local rows, followed by the arrays of their state
+        # The local rows, followed by the arrays of their optimizer state
         self._stored = [np.empty((LEAST, *t.shape[1:]), t.dtype) for t in types]
         self._old = np.empty_like(self._stored[0])
-        # slots of the rows looked up since the last push, as a mask and as a list
+        # Rows that steps have looked up since the last push: a mask of slots, and lists of slots
         self._is_touched = np.zeros(LEAST, bool)
         self._touched: list[np.ndarray] = []
 
@@ -60,7 +61,7 @@ class CachedRows:
 
     @property
     def old(self) -> np.ndarray:
-        """For each row in `ids`, the value on which the trainer and the servers last agreed."""
+        """Value of each row in `ids` on which the trainer and the servers last agreed."""
         return self._old[: len(self)]
 
     @property
@@ -69,7 +70,7 @@ class CachedRows:
         return len(self) * sum(x[:1].nbytes for x in (*self._stored, self._old))
 
     def missing(self, ids: np.ndarray) -> np.ndarray:
-        """Return the ids whose rows are not stored."""
+        """Return those of the `ids` whose rows are not stored."""
         return ids[self._slots.find(ids) < 0]
 
     def add(
@@ -80,7 +81,7 @@ class CachedRows:
         Args:
           ids: ids of rows that are not stored yet.
           rows: values of these rows from the servers.
-          state: optimizer's state of these rows; by default the initial state.
+          state: optimizer state of these rows; by default the initial state.
         """
         if not len(ids):
             return
@@ -98,11 +99,11 @@ class CachedRows:
         self._old[at] = rows
 
     def take(self, ids: np.ndarray, size: int) -> list[np.ndarray]:
-        """Return a copy of local rows and of each array of their state.
+        """Return a copy of local rows, followed by a copy of each array of their state.
 
         Args:
           ids: ids of the rows.
-          size: number of rows of the results, which are padded with zeros.
+          size: number of rows of each result. Results are padded with zeros.
         """
         slots = self._slots.find(ids)
         found = [np.zeros((size, *x.shape[1:]), x.dtype) for x in self._stored]
@@ -111,11 +112,11 @@ class CachedRows:
         return found
 
     def put(self, ids: np.ndarray, new: Sequence[Any]) -> None:
-        """Store the new local rows and state of rows that a step has looked up.
+        """Store new values of rows that a step has looked up, and the new state of these rows.
 
         Args:
           ids: ids of the rows.
-          new: new local rows, and new arrays of the state. They may be padded.
+          new: new local rows, followed by new arrays of the state. Padding at the end is ignored.
         """
         slots = self._slots.find(ids)
         for array, x in zip(self._stored, new, strict=True):
@@ -125,40 +126,44 @@ class CachedRows:
         self._touched.append(fresh)
 
     def pushed(self, trainers: int) -> RowGradient:
-        """Return the deltas of a push, and update the old values."""
+        """Return the deltas of a push, and add them to the old values."""
         ids, local, old = self._unpushed()
         deltas = (local - old) / np.asarray(trainers, old.dtype)
         self._agree(ids, None, old + deltas)
         return RowGradient(ids, deltas)
 
     def pulled(self, server: RowGradient) -> None:
-        """Add the changes of other trainers to the local rows.
+        """Add the changes of other trainers to the local rows, and update the old values.
 
         Args:
-          server: servers' values of the rows that other trainers have changed.
+          server: ids of the rows that other trainers have changed, and the servers' values.
         """
         ids, rows, local, old = self._known(server)
         self._agree(ids, local + (rows - old), rows)
 
-    # The functions above compute, and the functions below only copy rows. A verification that
-    # traces `pushed` and `pulled` replaces the functions below.
+    # `plan.verify()` traces `pushed` and `pulled`, and replaces the functions below. So these
+    # functions only copy rows.
 
     def _unpushed(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the ids, local and old values of the rows looked up since the last push."""
+        """Return the ids, local values and old values of the rows of the next push.
+
+        Start a new record of lookups: the next push contains only rows that are looked up from
+        now on.
+        """
         slots = np.concatenate([np.empty(0, np.int32), *self._touched])
         self._is_touched[slots], self._touched = False, []
         slots = slots[np.argsort(self._slots.ids[slots])]
         return self._slots.ids[slots], self._stored[0][slots], self._old[slots]
 
     def _known(self, server: RowGradient) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Return the ids, received, local and old values of the received rows that are stored."""
+        """Return the ids, received, local and old values of those received rows that are stored."""
         slots = self._slots.find(server.ids)
         is_here = slots >= 0
         slots = slots[is_here]
         return server.ids[is_here], server.rows[is_here], self._stored[0][slots], self._old[slots]
 
     def _agree(self, ids: np.ndarray, local: np.ndarray | None, old: np.ndarray) -> None:
-        """Store new old values, and new local values unless `local` is None."""
+        """Set the old values of rows. If `local` is given, also set the local values."""
         slots = self._slots.find(ids)
         self._old[slots] = old
         if local is not None:
@@ -173,8 +178,8 @@ class CachedRows:
         the arrays of their state, and the old rows.
 
         Args:
-          size: length of each array. Row ids are padded with this number, and the other arrays with
-            zeros.
+          size: length of each array. The row ids are padded with the value `size`, and the other
+            arrays with zeros.
         """
         count = len(self)
         parts = [x[:count] for x in (self._is_touched.astype(np.int32), *self._stored, self._old)]
@@ -184,7 +189,7 @@ class CachedRows:
 
     @classmethod
     def from_arrays(cls, ids: np.ndarray, is_touched: np.ndarray, *rows: np.ndarray) -> CachedRows:
-        """Return the rows whose `arrays` are the arguments.
+        """Return the rows from the result of `arrays`.
 
         Args:
           ids: row ids.
@@ -201,5 +206,5 @@ class CachedRows:
 
 
 def _longer(x: np.ndarray, size: int) -> np.ndarray:
-    """Return a copy of an array with `size` rows; the new rows are undefined."""
+    """Return a copy of an array that is extended to `size` rows with undefined values."""
     return np.concatenate([x, np.empty((size - len(x), *x.shape[1:]), x.dtype)])

@@ -1,11 +1,12 @@
-"""Rows of tables that other trainers have changed since a GEO-SGD trainer last received them.
+"""GEO-SGD: rows of a trainer that other trainers have changed.
 
 A trainer stores the rows that it has requested, and knows its own changes. A server records the
-changes of other trainers (`UnseenChanges`), and the trainer receives them (`ChangedInbox`).
+changes of other trainers (`UnseenChanges`), and sends the changed rows to the trainer
+(`ChangedInbox`).
 
 Source: `AsyncSparseParamUpdateRecorder` in
-paddle/fluid/operators/distributed/async_sparse_param_update_recorder.h. In contrast to dtrans, it
-also sends a trainer its own changes, and rows that the trainer does not store.
+paddle/fluid/operators/distributed/async_sparse_param_update_recorder.h. In contrast to dtrans,
+Paddle also sends a trainer its own changes, and rows that the trainer does not store.
 """
 
 from __future__ import annotations
@@ -23,16 +24,17 @@ from dtrans.protocol.server_blocks import RowGradient, TableSpec
 from dtrans.protocol.tables.table_rows import BlockRowSet
 
 
-# States of a row at a trainer: stored and unchanged since it was received, or stored and changed by
-# another trainer. The state of a row that the trainer does not store is 0.
+# State of a row at a trainer. 0: the trainer does not store the row. STORED: it stores the newest
+# changes of other trainers. CHANGED: another trainer has changed the row since it was sent.
 STORED, CHANGED = 1, 2
 
 
 class UnseenChanges:
-    """Record of the rows that a server's trainers store, and of changes not yet sent to them.
+    """Record of the rows that each trainer stores, and of changes that were not sent to it yet.
 
     Args:
-      tables: specifications of blocks by name; only blocks with `on_trainers` are recorded.
+      tables: maps the name of each block to its specification. Only blocks with `on_trainers`
+        are recorded.
       trainers: number of trainers.
 
     Attributes:
@@ -78,9 +80,9 @@ class UnseenChanges:
                 self._news[other, name].append(news)
 
     def take(self, k: int, name: str) -> np.ndarray:
-        """Return the increasing ids of changed rows that trainer k must receive.
+        """Return the increasing ids of the changed rows that must be sent to trainer k.
 
-        The trainer counts as having received them from now on.
+        Mark these rows as received by the trainer.
         """
         news, self._news[k, name] = self._news[k, name], []
         ids = np.sort(np.concatenate([np.empty(0, np.int32), *news]))
@@ -88,7 +90,7 @@ class UnseenChanges:
         return ids
 
     def has(self, name: str) -> np.ndarray:
-        """Return an array [trainer, row] with the state `STORED`, `CHANGED` or 0."""
+        """Return an array [trainer, row] that contains `STORED`, `CHANGED` or 0."""
         return np.stack([self._has[k, name] for k in range(self._trainers)])
 
     def restore(self, name: str, has: np.ndarray) -> None:
@@ -100,7 +102,7 @@ class UnseenChanges:
     def forget(self, k: int) -> None:
         """Record that trainer k stores no rows."""
         for n, rows in self._rows.items():
-            # `zeros` reserves address space only: a page is allocated at the first write.
+            # New zeros release memory: the system allocates a page only at its first write.
             self._has[k, n] = np.zeros(rows, np.uint8)
             self._news[k, n] = []
 
@@ -110,8 +112,8 @@ class CachedBlock:
     """Block of a table whose rows a trainer stores.
 
     Attributes:
-      table: the trainer's key of the table.
-      span: rows of the table that the block contains.
+      table: key of the table in this trainer.
+      span: set of the table's rows that the block contains.
       row: shape of one row.
       dtype: dtype of the rows.
     """
@@ -123,11 +125,11 @@ class CachedBlock:
 
 
 class ChangedInbox:
-    """Changed rows that servers send to a trainer before one answer to `recv`.
+    """Changed rows that servers send to a trainer before they answer one `recv`.
 
     Args:
-      blocks: server's endpoint and name of each block. A server sends the changes of all its
-        blocks.
+      blocks: maps the server's endpoint and the name of each block to the block. The server
+        sends one `changed` for each of its blocks.
     """
 
     def __init__(self, blocks: Mapping[tuple[str, str], CachedBlock]) -> None:
@@ -138,7 +140,7 @@ class ChangedInbox:
         """Receive a `changed` message.
 
         Raises:
-          PeerError: the trainer did not request it, or its row ids are invalid.
+          PeerError: the trainer did not request the message, or a row id is invalid.
           WireError: the message is malformed.
         """
         name, count, key = message["table"], message["count"], (endpoint, message["table"])
@@ -166,14 +168,14 @@ class ChangedInbox:
                 )
 
     def check_complete(self, endpoint: str) -> None:
-        """Raise PeerError unless a server has sent the changes of all its blocks."""
+        """Raise PeerError if a server has not sent the changed rows of all its blocks."""
         for ep, name in self._blocks:
             inbox = self._inboxes.get((ep, name))
             if ep == endpoint and (inbox is None or inbox.missing()):
                 raise PeerError(f"pserver {endpoint} did not send all changed rows of {name}")
 
     def rows(self) -> dict[str, RowGradient]:
-        """Return the ids and values of all changed rows of each table."""
+        """Return a map from each table's key to the ids and values of its changed rows."""
         found: dict[str, list[RowGradient]] = {block.table: [] for block in self._blocks.values()}
         for key, inbox in self._inboxes.items():
             block, memory = self._blocks[key], inbox.memory

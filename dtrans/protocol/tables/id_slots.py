@@ -1,6 +1,6 @@
 """Hash map from row ids to consecutive slots, with open addressing in NumPy arrays.
 
-Its memory depends on the number of ids, and not on their range.
+The memory of the map depends on the number of stored ids; large ids need no more memory.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 
-FREE = -1  # value of an unused hash table entry, and slot of an unknown id
+FREE = -1  # value of an unused entry of the hash table, and result for an unknown id
 LEAST = 64  # initial capacity, a power of two
 # 2**32 divided by the golden ratio (Knuth): multiplication by it spreads neighbouring ids
 FACTOR = np.uint32(2654435769)
@@ -28,7 +28,7 @@ class IdSlots:
 
     def __init__(self) -> None:
         self._ids, self._count = np.zeros(LEAST, np.int32), 0
-        self._places = np.full(2 * LEAST, FREE, np.int32)  # hash table: position to slot
+        self._places = np.full(2 * LEAST, FREE, np.int32)  # hash table: position -> slot
 
     def __len__(self) -> int:
         return self._count
@@ -39,7 +39,7 @@ class IdSlots:
         return self._ids[: self._count]
 
     def find(self, ids: np.ndarray) -> np.ndarray:
-        """Return the slot of each id; -1 for an id that was not added."""
+        """Return the slot of each id, and -1 for unknown ids."""
         found = np.full(len(ids), FREE, np.int32)
         ahead, at = np.arange(len(ids)), self._first(ids)
         while len(ahead):
@@ -52,7 +52,7 @@ class IdSlots:
         return found
 
     def add(self, ids: np.ndarray) -> None:
-        """Add unique ids that were not added before."""
+        """Add new ids, and assign the next slots to them. The ids must be unique."""
         before, self._count = self._count, self._count + len(ids)
         size = len(self._ids)
         while size < self._count:
@@ -68,8 +68,8 @@ class IdSlots:
         at = self._first(self._ids[slots])
         while len(slots):
             free = self._places[at] == FREE
-            # If several slots have the same position, NumPy stores the last one. The others
-            # continue with the next position.
+            # If several slots have the same position, NumPy stores the last of these slots. The
+            # others try the next position.
             self._places[at[free]] = slots[free]
             on = self._places[at] != slots
             slots, at = slots[on], self._next(at[on])

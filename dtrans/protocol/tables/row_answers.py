@@ -1,4 +1,4 @@
-"""Answers of a synchronous server to lookups of table rows, for this step and for later steps."""
+"""Answers of a synchronous server to requests for table rows, for this and for later steps."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from dtrans.protocol.tables.rows_ahead import DueRows, RowsAhead
 
 
 class RowAnswers:
-    """Answers to lookups of one server's trainers.
+    """Answers to the requests for table rows that one server's trainers send.
 
     Args:
       served: the server's blocks.
-      update: the server's update, which returns current rows.
+      update: the server's update, from which the current rows are read.
       trainers: the server's trainers.
       say: function that sends a message.
 
@@ -42,7 +42,8 @@ class RowAnswers:
         """Handle a `prefetch` of trainer k, and answer it when the request is complete.
 
         Args:
-          grads: the trainer's gradients; memory for the gradient of these rows is added.
+          grads: the trainer's gradients. If gradients of the requested rows belong to this step,
+            memory for them is added.
         """
         asked = self.requests.take(k, message, grads)
         if asked is None:
@@ -64,7 +65,7 @@ class RowAnswers:
         self._say(self._trainers.known[k].address, "rows", [(name, rows)], **at)
 
     def begin(self, k: int, message: wire.Message, grads: Inbox) -> None:
-        """Allocate the gradients of announced rows, before the first gradient of their step."""
+        """Prepare trainer k's step: allocate the gradients of the rows announced for it."""
         for name, ids in self._ahead.begin(k, message["step"]):
             self.requests.begin(k, message, name, ids, grads)
 
@@ -72,7 +73,7 @@ class RowAnswers:
         """Return all gradients by name; gradients of tables are `RowGradient`s.
 
         Args:
-          grads: the inbox with each trainer's gradients, by trainer id.
+          grads: maps the id of each trainer to the inbox with its gradients.
           counted: ids of the trainers whose gradients the update uses.
         """
         found: dict[str, Any] = {}
@@ -102,6 +103,6 @@ class RowAnswers:
     def forget_table(self, name: str) -> None:
         """Drop all announcements for a block after an eviction.
 
-        No message is sent: trainers also drop these announcements when the eviction ends.
+        The server sends no message: trainers drop the same announcements when the eviction ends.
         """
         self._ahead.forget_rows(name)

@@ -1,14 +1,14 @@
 """Requests of trainers for rows of tables, and memory for the gradients of these rows.
 
-    prefetch with train    requests rows; the trainer later sends a gradient of the same rows
-    prefetch with ahead    the same for a later step (`dtrans.protocol.tables.rows_ahead`)
-    other prefetch         requests rows without a gradient
-    row_ids                requests nothing: the row ids of the gradient that is sent next
+    prefetch with train    requests rows; in the same step, the trainer sends their gradient
+    prefetch with ahead    requests rows of a later step (`dtrans.protocol.tables.rows_ahead`)
+    other prefetch         requests rows, for example for an evaluation; no gradient follows
+    row_ids                contains the row ids of the next gradient, and requests nothing
 
-With delay compensation, the server stores the values that a trainer receives by `prefetch` with
-`train` until it has used their gradient.
+With delay compensation, the server stores the values that a `prefetch` with `train` has returned,
+until it has used the gradient of these rows.
 
-A request may consist of several messages. A malformed message is refused, and changes nothing.
+A request may consist of several messages.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ class RowRequests:
     def __init__(self, endpoint: str, tables: Mapping[str, TableSpec]) -> None:
         self._endpoint = endpoint
         self._tables = tables
-        # (trainer, name of its gradient) -> row ids of the gradient
+        # (trainer, name of a table gradient) -> row ids of the gradient
         self._ids: dict[tuple[int, str], np.ndarray] = {}
-        # (trainer, op, block, `ahead`) of an incomplete request -> its `train` and its row ids
+        # (trainer, op, block, `ahead`) of an incomplete request -> its `train`, and its row ids
         self._begun: dict[tuple[int, str, str, int], tuple[bool, Inbox]] = {}
-        # (trainer, block) -> values that the trainer has received (delay compensation)
+        # (trainer, block) -> row values that were sent to the trainer (delay compensation)
         self._backups: dict[tuple[int, str], RowGradient] = {}
-        # (trainer, block) -> row ids of each step whose gradient is pending. There are several,
-        # because a communicator may send a gradient after lookups of later steps.
+        # (trainer, block) -> row ids of each step whose gradient is pending. Several steps may be
+        # pending, because a communicator may send a gradient after lookups of later steps.
         self._under_way: dict[tuple[int, str], list[np.ndarray]] = {}
 
     def memory_of(self, k: int) -> dict[str, np.ndarray]:
-        """Return the initial memory of trainer k's table gradients, by name: arrays without rows.
+        """Return an array without rows for each table gradient of trainer k, by name.
 
         A request replaces such an array by memory for the requested rows.
         """
@@ -59,8 +59,8 @@ class RowRequests:
         """Receive a `prefetch` message of trainer k.
 
         Args:
-          grads: the trainer's gradients; memory for the gradient of these rows is added, unless
-            they are announced for a later step.
+          grads: the trainer's gradients. If a gradient of the rows follows in this step, memory
+            for it is added.
 
         Returns:
           The name of the block, the row ids and `train`; None until the request is complete.
@@ -85,10 +85,10 @@ class RowRequests:
     def begin(
         self, k: int, message: wire.Message, name: str, ids: np.ndarray, grads: Inbox
     ) -> None:
-        """Allocate the gradient of announced rows, before the first gradient of their step.
+        """Allocate the gradient of announced rows when the step that uses them begins.
 
         Args:
-          message: the message with the first gradient.
+          message: the step's message with the first gradient.
           name: name of the block.
           ids: row ids in the block.
           grads: the trainer's gradients, to which the memory is added.
@@ -96,9 +96,9 @@ class RowRequests:
         self._expect(k, message, self._tables[name], ids, grads)
 
     def answered(self, k: int, name: str, ids: np.ndarray, rows: np.ndarray) -> None:
-        """Record the rows that were sent to trainer k, and whose gradient is pending.
+        """Record rows that were sent to trainer k, because their gradient is pending.
 
-        Each step requests rows of every block once, even if it needs no rows.
+        Each step requests rows of every block once; the request may contain no row ids.
         """
         if not self._tables[name].on_trainers:
             self._under_way.setdefault((k, name), []).append(ids)
@@ -129,10 +129,10 @@ class RowRequests:
     def _numbers(
         self, k: int, message: wire.Message, name: str, table: TableSpec, train: bool
     ) -> tuple[bool, np.ndarray] | None:
-        """Receive the row ids of a request.
+        """Receive row ids of a request, which may consist of several messages.
 
         Returns:
-          `train` of the request's first message, and the row ids; None until they are complete.
+          `train` of the request's first message, and the row ids; None if row ids are missing.
         """
         count, key = message["count"], (k, message.op, name, message.fields.get("ahead", 0))
         if not 0 <= count <= table.rows:
@@ -157,7 +157,7 @@ class RowRequests:
     def _expect(
         self, k: int, message: wire.Message, table: TableSpec, ids: np.ndarray, grads: Inbox
     ) -> None:
-        """Allocate the gradient of these rows as zeros, which an update uses if it is not sent."""
+        """Allocate zeros for the gradient of these rows. A trainer need not send the gradient."""
         gradient = table.gradients[k]
         if grads.has_begun(gradient):
             raise WireError(
@@ -169,7 +169,7 @@ class RowRequests:
         grads.renew(gradient, np.zeros((len(ids), *table.row), table.dtype))
 
     def under_way(self, name: str) -> np.ndarray:
-        """Return the ids of a block's rows whose gradients are pending or incomplete."""
+        """Return the ids of those rows of a block whose gradients are pending or incomplete."""
         ids = [np.empty(0, np.int32)]
         for k, gradient in self._tables[name].gradients.items():
             ids.append(self._gradient_ids(k, gradient))
@@ -179,7 +179,7 @@ class RowRequests:
         return np.unique(np.concatenate(ids))
 
     def _gradient_ids(self, k: int, gradient: str) -> np.ndarray:
-        """Return the row ids of a gradient of trainer k; no ids before its first request."""
+        """Return the row ids of a gradient of trainer k; empty if no rows are requested."""
         return self._ids.get((k, gradient), np.empty(0, np.int32))
 
     def gradients(self, k: int, grads: Inbox) -> dict[str, Any]:
@@ -190,10 +190,10 @@ class RowRequests:
         return found
 
     def backups(self, k: int) -> dict[str, RowGradient]:
-        """Return the values that trainer k has received of the rows of its gradients.
+        """Return the values of rows that trainer k used to compute its current gradients.
 
         The result contains only tables with delay compensation. Its keys are the names under which
-        updates read the values.
+        updates read these values.
         """
         found = {}
         for n, t in self._tables.items():
@@ -204,10 +204,10 @@ class RowRequests:
         return found
 
     def used(self, k: int, grads: Inbox, steps: int | None = None) -> None:
-        """Drop the row ids and values of trainer k's gradients after their use.
+        """Forget the rows of trainer k's gradients after the update has used the gradients.
 
         Args:
-          grads: the trainer's gradients; the memory of table gradients is released.
+          grads: the trainer's gradients. The memory of table gradients is released.
           steps: number of steps whose gradients were used; None if the trainer has left.
         """
         for n, t in self._tables.items():
@@ -218,7 +218,7 @@ class RowRequests:
             grads.renew(n, none)
 
     def _received(self, k: int, name: str) -> RowGradient:
-        """Return the rows of a block that trainer k has received; no rows before the first ones."""
+        """Return the stored values that were sent to trainer k for a block; empty if none are."""
         t = self._tables[name]
         return self._backups.get((k, name)) or RowGradient(
             np.empty(0, np.int32), np.empty((0, *t.row), t.dtype)

@@ -1,21 +1,23 @@
-"""Announced rows: table rows that a synchronous trainer requests before the step that uses them.
+"""Announced rows: table rows that a synchronous trainer requests for a later step.
 
-A trainer announces the rows of a later step, and computes the current step while they are sent. The
-rows must include all updates up to `staleness` steps before the step that uses them. After the last
-of these updates, the rows are *due*. The server sends the rows twice:
+A trainer announces the rows of a later step, and computes the current step while the server sends
+the rows. The rows may lack the newest `staleness` updates before the step that uses them. They must
+include all earlier updates. After the last of these earlier updates, the rows are *due*. The server
+sends the rows twice:
 
-    at once     the current rows, unless each update changes all rows
-    when due    the rows that updates have changed since, or all rows if none were sent at once
+    at once     all announced rows, if updates change only rows with gradients
+    when due    the rows that updates have changed since; all announced rows if none were sent
 
-The result does not depend on timing. The server receives an announcement of step t before the end
-of step t, because a connection keeps messages in order. Update t needs the end of step t of all
-trainers, so the server always reads the rows after t updates. It knows which rows later updates
-change, because they have gradients. It sends due rows before the answer to `recv`, so a trainer has
-all rows when it begins the next step.
+The result does not depend on timing. A trainer announces rows before it ends its current step, and
+an update needs the end of this step from all trainers. So the server always reads the announced
+rows between the same two updates. It knows which rows later updates change, because these rows have
+gradients. It sends due rows before the answer to `recv`, so a trainer has all rows when it begins
+the next step.
 
-If a step looks up other rows than were announced, it requests them as usual, and trainer and server
-drop the announcement. They also drop the announcements for a table after an eviction
-(`job.tables.evict`). This is safe because all trainers wait for the eviction.
+If a step looks up rows that differ from the announced rows, it requests them by an ordinary
+`prefetch`. The trainer and the server then drop the announcement. They also drop all announcements
+for a table after an eviction (`job.tables.evict`). This is safe because all trainers wait for the
+eviction.
 """
 
 from __future__ import annotations
@@ -33,9 +35,9 @@ from dtrans.protocol.server_blocks import TableSpec
 from dtrans.protocol.tables.table_rows import are_among
 
 
-MOST = 64  # maximum of `ahead`: number of steps between an announcement and the use of the rows
+MOST = 64  # steps between an announcement and the step that uses the rows, at most
 
-AT = "at"  # block in a `rows` message: positions of the rows that are sent again
+AT = "at"  # name of a block in a `rows` message: positions of the rows that are sent a second time
 
 
 # -- server ----------------------------------------------------------------------------------------
@@ -48,7 +50,7 @@ class _Announced:
     Attributes:
       ids: row ids in the block.
       due: number of updates that the rows must include.
-      changed: mask of the rows that updates have changed since they were sent.
+      changed: mask of the rows that must be sent when the rows are due.
     """
 
     ids: np.ndarray
@@ -66,7 +68,7 @@ class DueRows:
       target: number of the step that uses the rows.
       ids: ids of the rows to send.
       at: positions of these rows among the announced rows; None if all announced rows are sent.
-      is_last: True if this completes the announced rows.
+      is_last: True if the trainer receives no further rows for this announcement.
     """
 
     trainer: int
@@ -104,7 +106,9 @@ class RowsAhead:
         return bool(self._of)
 
     def announce(self, k: int, name: str, step: int, ahead: int, ids: np.ndarray) -> DueRows | None:
-        """Record an announcement of trainer k, after `check`. Return the rows to send at once.
+        """Record an announcement of trainer k; return the rows to send at once, or None.
+
+        The caller has called `check` before.
 
         Args:
           name: name of the block.
@@ -121,7 +125,7 @@ class RowsAhead:
         return DueRows(k, name, target, ids, None, due == step)
 
     def check(self, k: int, name: str, step: int, ahead: int) -> None:
-        """Raise WireError if trainer k repeats an announcement, or `ahead` is out of range."""
+        """Raise WireError if trainer k has already announced these rows, or `ahead` is wrong."""
         if not 1 <= ahead <= MOST:
             raise WireError(
                 f"trainer {k} announces rows of {name} {ahead} steps ahead, expected 1 to {MOST} "
@@ -135,15 +139,15 @@ class RowsAhead:
     def end_update(
         self, step: int, touched: Mapping[str, Sequence[np.ndarray]]
     ) -> Iterator[DueRows]:
-        """Record the rows that an update has changed; yield the rows that are due after it.
+        """Record the rows that an update has changed; yield the rows that are due now.
 
         Args:
           step: number of complete updates.
-          touched: row ids of each trainer's gradient, by block name.
+          touched: maps the name of each block to the row ids of each trainer's gradient.
         """
         for (k, name, target), x in list(self._of.items()):
             if target < step:
-                # The trainer made this step without gradients of the announced rows.
+                # The trainer made its step `target` without gradients of the announced rows.
                 del self._of[k, name, target]
             elif x.due >= step and self._tables[name].moves:
                 if x.due == step:
@@ -156,7 +160,7 @@ class RowsAhead:
                     yield DueRows(k, name, target, x.ids[at], at, True)
 
     def begin(self, k: int, step: int) -> list[tuple[str, np.ndarray]]:
-        """Remove trainer k's announcements for a step; return their blocks and row ids."""
+        """Remove trainer k's announcements for a step; return the block and row ids of each."""
         found = []
         for trainer, name, target in list(self._of):
             if (trainer, target) == (k, step):
@@ -164,7 +168,7 @@ class RowsAhead:
         return found
 
     def drop(self, k: int, name: str, step: int) -> None:
-        """Drop trainer k's announcement for a step that looks up other rows of the block."""
+        """Drop trainer k's announcement for a step, because the step looks up other rows."""
         self._of.pop((k, name, step), None)
 
     def forget_rows(self, name: str) -> None:
@@ -180,7 +184,7 @@ class RowsAhead:
 
 
 class ComingRows:
-    """Announced rows that a trainer receives from one server.
+    """Announced rows that one server sends to a trainer.
 
     Args:
       endpoint: endpoint of the server.
@@ -189,8 +193,8 @@ class ComingRows:
     def __init__(self, endpoint: str) -> None:
         self._endpoint = endpoint
         # The keys are the block and the step that uses the rows.
-        self._expected: dict[tuple[str, int], Inbox] = {}  # all announced rows
-        self._again: dict[tuple[str, int], Inbox] = {}  # rows that are sent again
+        self._expected: dict[tuple[str, int], Inbox] = {}  # memory for all announced rows
+        self._again: dict[tuple[str, int], Inbox] = {}  # memory for rows that are sent again
         self._here: set[tuple[str, int]] = set()  # announcements whose rows are complete
 
     def expect(self, name: str, target: int, rows: np.ndarray) -> None:
@@ -248,7 +252,7 @@ class ComingRows:
         rows[at] = inbox.memory[key[0]]
 
     def collect(self, name: str, target: int) -> None:
-        """Remove an announcement. Raises PeerError if its rows are incomplete."""
+        """Remove an announcement; raise PeerError if its rows are incomplete."""
         here = (name, target) in self._here and not self._expected[name, target].missing()
         self._expected.pop((name, target))
         self._here.discard((name, target))
@@ -261,7 +265,7 @@ class ComingRows:
     def forget(self, name: str, target: int) -> None:
         """Drop an announcement after an eviction.
 
-        No message is sent: the server also drops the announcement when it evicts rows.
+        The trainer sends no message: the server has dropped the same announcement.
         """
         self._expected.pop((name, target))
         self._here.discard((name, target))

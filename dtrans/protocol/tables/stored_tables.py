@@ -1,12 +1,12 @@
 """Requests about tables between two steps: reports, changed rows and evictions.
 
     tables          requests a report of each block
-    changed_since   requests the ids of rows that were changed, or evicted, after a step
+    changed_since   requests the ids of the rows that were changed or evicted after a given step
     evict           requests the eviction of rows without recent updates
 
-A synchronous server evicts rows when all trainers have requested it between the same two steps. So
-no trainer uses the evicted rows in the middle of a step. An asynchronous server evicts rows at
-once, except rows with a pending gradient.
+A synchronous server evicts rows when all trainers have requested the eviction between the same two
+steps. So no trainer is in the middle of a step, where it may need the rows. An asynchronous server
+evicts rows at once, but it keeps rows with a pending gradient.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from dtrans.protocol.server_blocks import TableSpec
 
 @dataclasses.dataclass(frozen=True)
 class TableReport:
-    """Report of a block of a table on one server.
+    """Report of one block of a table: its numbers of rows, and its size in memory.
 
     Attributes:
       name: name of the block.
       endpoint: endpoint of the server.
       rows: number of rows of the block.
-      created: number of materialized rows, which are stored in memory.
-      bytes: size of the materialized rows and of their optimizer state.
+      created: number of materialized rows: rows that are stored in memory.
+      bytes: size in bytes of the materialized rows and of their optimizer state.
       limit: maximum number of materialized rows; None if there is no limit.
       evicted: number of rows evicted so far (`job.tables.evict`).
       step: number of updates since the server started.
@@ -70,27 +70,27 @@ class StoredTables(Protocol):
         """Return a report of each block."""
 
     def evict(self, name: str, unused_for: int, under_way: np.ndarray) -> int:
-        """Evict rows of a block without recent updates; return their number.
+        """Evict those rows of a block that have no recent update; return their number.
 
         Args:
           name: name of the block.
-          unused_for: number of steps; rows that were updated within them are not evicted.
-          under_way: ids of rows with pending gradients, which are not evicted.
+          unused_for: number of steps; a row is evicted if the last `unused_for` steps did not
+            update it.
+          under_way: ids of rows with pending gradients. These rows are not evicted.
         """
 
     def changed(self, name: str, since: int) -> tuple[int, np.ndarray, np.ndarray]:
-        """Return the changed rows of a block.
+        """Return the ids of the rows of a block that were changed or evicted after step `since`.
 
         Returns:
-          The current step of the block; the ids of the rows changed after step `since`; the ids of
-          the rows evicted after it.
+          The current step of the block, the ids of the changed rows, the ids of the evicted rows.
         """
 
 
 def check_eviction(
     endpoint: str, tables: Mapping[str, TableSpec], k: int, message: wire.Message
 ) -> tuple[str, int]:
-    """Return the fields `table` and `unused_for` of an `evict` message of trainer k.
+    """Check an `evict` message of trainer k; return its fields `table` and `unused_for`.
 
     Raises:
       WireError: a field is invalid.
@@ -115,23 +115,23 @@ class PendingEvictions:
     """Eviction that waits until all trainers of a synchronous server have requested it.
 
     Attributes:
-      asked: table and `unused_for` of each trainer's request, by trainer id.
+      asked: maps the id of each requesting trainer to the table and `unused_for` of its request.
     """
 
     def __init__(self) -> None:
         self.asked: dict[int, tuple[str, int]] = {}
-        self._requests: dict[int, dict[str, int]] = {}  # trainer's id -> `wire.Message.request`
+        self._requests: dict[int, dict[str, int]] = {}  # trainer id -> `wire.Message.request`
 
     def ask(self, k: int, rows: tuple[str, int], request: dict[str, int], step: int) -> None:
         """Record a request of trainer k.
 
         Args:
-          rows: table and `unused_for`.
-          request: request number, as `wire.Message.request`.
+          rows: table and `unused_for` of the request.
+          request: field with the request's number (`wire.Message.request`).
           step: number of complete updates.
 
         Raises:
-          WireError: the trainer's last request was not answered yet.
+          WireError: the server has not answered the trainer's last request yet.
           PeerError: another trainer has requested a different eviction.
         """
         if k in self.asked:
@@ -149,7 +149,7 @@ class PendingEvictions:
         self.asked[k], self._requests[k] = rows, request
 
     def check_none(self, k: int, step: int) -> None:
-        """Raise PeerError if trainer k starts a step while another waits for an eviction."""
+        """Raise PeerError if trainer k starts a step, but another trainer waits to evict rows."""
         if self.asked:
             other = min(self.asked)
             raise PeerError(
@@ -159,7 +159,7 @@ class PendingEvictions:
             )
 
     def carry_out(self, stored: StoredTables | None) -> tuple[str, dict[int, dict[str, Any]]]:
-        """Evict rows. Return the table, and the fields of each trainer's answer."""
+        """Evict rows; return the table, and the fields of the answer to each trainer, by id."""
         (name, unused_for), *_ = self.asked.values()
         fields = evict(stored, name, unused_for, np.empty(0, np.int32))
         answers = {k: {**fields, **self._requests.pop(k)} for k in sorted(self.asked)}

@@ -1,4 +1,4 @@
-"""Row ids of a step's lookups, and their distribution over the blocks of a table."""
+"""Row ids of a step's lookups, and the distribution of these ids over the blocks of a table."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ WantedRows = tuple[str, str, np.ndarray, np.ndarray]
 def unique_ids(
     ids: Sequence[Any], *, table: str, rows: int, size: int, whose: str = ""
 ) -> np.ndarray:
-    """Return the sorted unique row ids of several arrays.
+    """Return the sorted unique row ids of several lookups.
 
     Args:
       ids: array of row ids of each lookup.
-      table: name of the table for errors.
+      table: name of the table, for errors.
       rows: number of rows of the table.
-      size: length of the result, which is padded with `rows`.
-      whose: text for errors that names the owner of the arrays, such as " of trainer 1's part".
+      size: length of the result. The result is padded with the value `rows`.
+      whose: words that name the owner of the ids in errors, such as " of trainer 1's part".
 
     Raises:
       BatchError: a row id is outside the table, or is not an integer.
@@ -68,7 +68,7 @@ def unique_ids(
 def sorted_once(numbers: np.ndarray) -> np.ndarray:
     """Return the sorted unique integers of a flat array.
 
-    `numpy.unique` uses a hash table, and takes ten times as long.
+    `numpy.unique` takes ten times as long, because it uses a hash table.
     """
     found = np.sort(numbers)
     if not len(found):
@@ -80,9 +80,9 @@ def sorted_once(numbers: np.ndarray) -> np.ndarray:
 
 
 def are_among(numbers: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Return a mask of the numbers that are contained in `others`, as `numpy.isin`.
+    """Return a mask of those numbers that `others` contains, like `numpy.isin`.
 
-    Both arrays must be sorted and unique.
+    The elements of each array must be sorted and unique.
     """
     if not len(others):
         return np.zeros(len(numbers), bool)
@@ -92,7 +92,7 @@ def are_among(numbers: np.ndarray, others: np.ndarray) -> np.ndarray:
 
 
 class BlockRowSet(Protocol):
-    """Set of a table's rows that one block contains."""
+    """Interface to the set of a table's rows that one block contains."""
 
     @property
     def rows(self) -> int:
@@ -134,7 +134,7 @@ class RowRun:
 
 
 def runs_of(sections: Sequence[int]) -> list[RowRun]:
-    """Return adjacent blocks with these numbers of rows; the first one starts at row 0."""
+    """Return adjacent blocks with the given numbers of rows. The first block starts at row 0."""
     runs, start = [], 0
     for rows in sections:
         runs.append(RowRun(start, rows))
@@ -152,15 +152,15 @@ def wanted_of(
 ) -> list[WantedRows]:
     """Split a lookup of a table into one lookup for each block.
 
-    The memory of each lookup is a view of `rows`, or a copy if the block's rows are not consecutive
-    in `rows`. `put_in_place` copies the received rows of such blocks to `rows`.
+    If a block's rows are consecutive in `rows`, the memory of its lookup is a view of `rows`.
+    Otherwise, the lookup has its own memory, and `put_in_place` copies the received rows to `rows`.
 
     Args:
-      uniq: increasing row ids; ids beyond the table are padding.
-      rows: memory for the rows of `uniq`; rows of padding are set to zero.
+      uniq: increasing row ids in the table. Larger ids than the table has are padding.
+      rows: memory for the rows of `uniq`. The rows of padding are set to zero.
       epmap: endpoint of each block's server.
       names: name of each block.
-      spans: rows of each block.
+      spans: set of the table's rows that each block contains.
 
     Example:
       >>> import numpy as np
@@ -183,13 +183,13 @@ def wanted_of(
 def put_in_place(
     uniq: np.ndarray, rows: np.ndarray, wanted: Sequence[WantedRows], spans: Sequence[BlockRowSet]
 ) -> None:
-    """Copy received rows to `rows` for the blocks whose memory is not a view of `rows`.
+    """Copy received rows from separate memory of lookups to `rows` (see `wanted_of`).
 
     Args:
       uniq: argument `uniq` of `wanted_of`.
       rows: argument `rows` of `wanted_of`.
       wanted: result of `wanted_of`.
-      spans: rows of each block.
+      spans: argument `spans` of `wanted_of`.
     """
     for (*_, came), x in zip(wanted, spans, strict=True):
         at = x.among(uniq)
@@ -198,11 +198,11 @@ def put_in_place(
 
 
 def merged_rows(parts: Sequence[RowGradient], how: str) -> RowGradient:
-    """Merge gradients of several steps. The result has all rows of the gradients.
+    """Merge a table's gradients of several steps. The result has the rows of all gradients.
 
     Args:
       parts: gradient of each step.
-      how: "sum" or "mean"; the mean divides by the number of steps.
+      how: "sum" or "mean". The mean divides by the number of steps, also for rows of fewer steps.
 
     Example:
       >>> import numpy as np
@@ -217,7 +217,8 @@ def merged_rows(parts: Sequence[RowGradient], how: str) -> RowGradient:
         return parts[0]
     ids = sorted_once(np.concatenate([x.ids for x in parts]))
     rows = np.zeros((len(ids), *parts[0].rows.shape[1:]), parts[0].rows.dtype)
-    for x in parts:  # in the order of the steps, because float sums depend on the order
+    # The order of the steps is kept, because float sums depend on the order.
+    for x in parts:
         rows[np.searchsorted(ids, x.ids)] += x.rows
     if how == "mean":
         rows *= np.asarray(1 / len(parts), rows.dtype)

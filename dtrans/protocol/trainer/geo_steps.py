@@ -6,9 +6,9 @@
     pull     receives the servers' value `server`, and sets local = local + (server - old) and
              old = server
 
-A push sends 1/trainers of the difference between local and old, as Paddle does. The remainder is
-part of the difference at the next push. In the limit, the servers add up the full changes of all
-trainers, and not their mean.
+A push sends 1/trainers of the difference between local and old, as in Paddle. Later pushes send the
+remainder, so after many pushes the servers have added the sum of all trainers' changes. The servers
+do not compute the mean of the changes.
 
 Only one push is pending at a time: a step that must push waits for the answer to the previous push.
 
@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 
-Values = Sequence[Any]  # value of each parameter, in the caller's order
+Values = Sequence[Any]  # one array for each parameter, in the order of the caller's parameters
 
 
 class GeoQueue(Protocol):
@@ -39,7 +39,7 @@ class GeoQueue(Protocol):
 
 
 class GeoArithmetic(Protocol):
-    """Interface to arithmetic on the trainer's arrays."""
+    """Interface to computations with the trainer's arrays."""
 
     def copied(self, values: Values, /) -> Values:
         """Copy parameters to new memory."""
@@ -56,7 +56,7 @@ class GeoSteps:
 
     Args:
       queue: the trainer's communicator.
-      arithmetic: arithmetic on the trainer's arrays.
+      arithmetic: computations with the trainer's arrays.
       trainers: number of trainers.
       values: initial parameters.
 
@@ -72,19 +72,19 @@ class GeoSteps:
         self.local: Values = self._old
         self._steps = 0  # number of steps since the last push
         self._pushed = 0  # number of pushes
-        self._taken = 0  # number of pushes that were followed by a pull
-        self._due = False  # True if a push must be made
-        self._blocks = False  # True if the step ends only after the pull that follows its push
+        self._taken = 0  # number of pushes that the last pull includes
+        self._due = False  # True if the trainer must push as soon as no push is pending
+        self._blocks = False  # True if the step waits for the pull that follows its own push
 
     def step(self, values: Values, every: int, *, block_on_pull: bool) -> None:
-        """Set the parameters after a step, and push every few steps.
+        """Store the parameters after a step, and push after every `every` steps.
 
         When `waits` is False, the next step may begin with the parameters `local`.
 
         Args:
           values: parameters after the step.
           every: number of steps between two pushes.
-          block_on_pull: True if the step also waits for the pull after its own push.
+          block_on_pull: True if the step also waits for the pull that follows its own push.
         """
         self._steps += 1
         self._due, self._blocks, self.local = self._steps == every, block_on_pull, values
@@ -97,17 +97,17 @@ class GeoSteps:
 
     @property
     def waits(self) -> bool:
-        """True if the caller must wait for the answer to the last push before it calls `go_on`."""
+        """True if the step must wait for the answer to the last push. The caller calls `go_on`."""
         return self._taken < self._pushed and (self._due or self._blocks)
 
     def finish(self) -> None:
-        """Push the changes since the last push. May be called only when `waits` is False."""
+        """Push the changes since the last push. Call it only when `waits` is False."""
         if self.owes:
             self._due, self._blocks = True, False
             self.go_on()
 
     def go_on(self) -> None:
-        """Pull if new parameters have arrived, then push if a push is due and none is pending."""
+        """Pull if new parameters have arrived. Then push if a push is due and none is pending."""
         self.local = self._pull(self.local)
         if self._due and self._taken == self._pushed:
             self._due = False

@@ -1,8 +1,9 @@
-"""Pending answers to a trainer's requests, as explicit state.
+"""Pending answers to a trainer's requests.
 
-An operation is a queue of pending answers. Its caller passes it each message of the line in
-`waits_for` until the operation is `done`. It contains no generators or closures, so the simulator
-can deep-copy it together with the lines and the memory that it writes to.
+An operation is a queue of pending answers. Its first incomplete answer is `waits_for`. The caller
+passes each message from this answer's server to the operation, until the operation is `done`. An
+operation contains no generators, so the simulator can deep-copy it together with the connections
+and the memory that it writes to.
 """
 
 from __future__ import annotations
@@ -25,23 +26,24 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(eq=False)
 class PendingAnswer:
-    """Pending answer of a server to one request, in one or several messages.
+    """Pending answer of a server to one request. The answer may consist of several messages.
 
     Attributes:
-      line: line to the server.
+      line: the trainer's requests to the server.
       request: description of the request for errors.
       op: op that each message of the answer must have.
       fields: values of header fields that each message of the answer must have.
       what: description of the answer for errors and log lines.
       number: number of the request; 0 if it has none.
-      ask: op and fields of a request that is sent only when the previous answers are complete.
-      memory: memory for each block, by block name; None if the answer has no blocks.
+      ask: op and fields of a request that is sent when all previous answers are complete; None if
+        the request is already sent.
+      memory: maps the name of each block to its memory; None if the answer has no blocks.
       room: function that allocates `memory` from the first message, which contains the sizes.
       lists_blocks: True to append the names of missing blocks to the description.
       skips: True to ignore messages with another op.
-      ends: returns True if the message with these fields is the last one; by default, the first
-        message is the last one.
-      saving: lines on which the trainer sends `saving` whenever this server sends `waiting`.
+      ends: returns True if the message with these fields is the answer's last message. By default,
+        the first message is the last one.
+      saving: servers to which the trainer sends `saving` whenever this server sends `waiting`.
       reply: fields of the last message.
     """
 
@@ -108,11 +110,12 @@ _NOT_ASKED = "pserver {} sent {}, which was not asked for".format
 
 
 class Operation(Generic[T]):
-    """Sequence of pending answers, and the result computed from them.
+    """Sequence of pending answers, and the result that is computed from the complete answers.
 
     Args:
       answers: the answers, in the order in which they are awaited.
-      finish: computes the result from the complete answers. It raises if a server reports an error.
+      finish: computes the result from the complete answers. It raises an exception if a server
+        has reported an error.
 
     Attributes:
       done: True if all answers are complete.
@@ -129,11 +132,11 @@ class Operation(Generic[T]):
 
     @property
     def waits_for(self) -> PendingAnswer:
-        """The first incomplete answer."""
+        """First incomplete answer."""
         return self._answers[self._at]
 
     def take(self, message: wire.Message) -> None:
-        """Handle a message of the line in `waits_for`.
+        """Handle a message from the server of the answer `waits_for`.
 
         Raises:
           DtransError: an error of `PendingAnswer.take` or of `finish`.
@@ -152,10 +155,10 @@ class Operation(Generic[T]):
         self.done = True
 
     def close(self) -> None:
-        """Stop waiting for answers; the lines drop those that still arrive."""
+        """Stop waiting for answers. Answers that arrive later are dropped."""
         for answer in self._answers:
             answer.line.stop_waiting(answer.number)
 
 
 def nothing(answers: Sequence[PendingAnswer]) -> None:
-    """Finish an operation that has no result."""
+    """Return None: the argument `finish` of an operation that has no result."""

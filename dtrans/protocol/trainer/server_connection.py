@@ -1,13 +1,13 @@
-"""A trainer's connection to one server, which resumes after a network has broken it.
+"""A trainer's connection to one server, which loses no message when the network breaks it.
 
 When a connection breaks, ZeroMQ reconnects, but loses the messages in transit. The trainer then
-sends `hello` with the number of messages that it has received, and the server's `welcome` contains
-the server's number. Each process repeats the messages that the other process lacks
-(`dtrans.protocol.numbered_messages`).
+sends `hello` with the number of messages that it has received. The server's `welcome` contains the
+number of messages that the server has received. Each process repeats the messages that the other
+process lacks (`dtrans.protocol.numbered_messages`).
 
-Until the server's welcome, the trainer sends `hello` on every new connection, because the first
-connection may be to a server of the previous job. A Unix socket breaks only when its process ends,
-so the trainer stores no messages for it, and does not wait for a reconnection.
+Before the first welcome, the trainer sends `hello` on every new connection, because a server of the
+previous job may still listen at the endpoint. A Unix socket breaks only when the server's process
+ends, so the trainer stores no messages for it, and waits for no reconnection.
 
 Read `trainer_line` next: it sends requests and receives answers over this connection.
 """
@@ -40,10 +40,11 @@ class ServerConnection:
       retry: seconds for which the trainer waits for a reconnection.
 
     Attributes:
-      me: name of the trainer in messages, such as "trainer 0".
+      me: name of the trainer in error and log texts, such as "trainer 0".
       welcomed: True if the server has welcomed the trainer.
       gone: True if the server has ended, or did not reconnect in time.
-      before_it_speaks: called before each message is sent; it handles pending connection events.
+      before_it_speaks: function that handles pending connection events. It is called before each
+        message is sent.
     """
 
     def __init__(
@@ -70,8 +71,10 @@ class ServerConnection:
         self._is_local = False  # True if the connection is a Unix socket
         self._messages = NumberedMessages()
         self._connections = 0  # number of connections on which `hello` was sent
-        self._aborts = False  # True if `abort` was sent; then the trainer does not reconnect
-        self._pending: list[list[Any]] = []  # unnumbered messages that wait for a reconnection
+        # True if the trainer has sent `abort`, and therefore does not reconnect
+        self._aborts = False
+        # Messages without a number, to be sent after a reconnection
+        self._pending: list[list[Any]] = []
         self._hello = {
             "trainer": trainer,
             "trainers": trainers,
@@ -94,13 +97,13 @@ class ServerConnection:
         self._is_lost, self._retry_until, self._is_local = False, math.inf, local
 
     def connected(self) -> None:
-        """Send `hello` after a connection is made.
+        """Handle a new connection: send `hello` if the trainer waits for a welcome.
 
-        Send nothing if the server has welcomed the trainer and the connection has not broken since.
+        It waits for the server's first welcome, or for a welcome after a break.
         """
         if self.welcomed and not self._is_lost:
             return
-        # The server may be busy, and answer later than a reconnection may take.
+        # The limit `retry` does not apply to the welcome: a busy server may answer much later.
         self._retry_until = math.inf
         self._connections += 1
         counts = {"heard": self._messages.received, "connection": self._connections}
@@ -108,7 +111,7 @@ class ServerConnection:
         self._say_now([wire.header("hello", **fields)])
 
     def broken(self, now: float) -> None:
-        """Handle the end of the connection. Messages in transit are lost."""
+        """Handle the end of the connection, and wait for a reconnection if one is possible."""
         if self.welcomed and (self._is_local or self._aborts):
             self.gone = True
         elif self.welcomed and self._retry_until == math.inf:
@@ -116,17 +119,17 @@ class ServerConnection:
 
     @property
     def retries_until(self) -> float:
-        """Time until which the trainer waits for a reconnection; infinity if it does not wait."""
+        """Time at which the wait for a reconnection ends; infinity if the trainer does not wait."""
         return math.inf if self.gone else self._retry_until
 
     def give_up(self, now: float) -> None:
-        """Set `gone` if the time for a reconnection has passed."""
+        """Set `gone` if the trainer did not reconnect in time."""
         self.gone = self.gone or now >= self.retries_until
 
     # -- messages --------------------------------------------------------------------------------
 
     def _say(self, op: str, frames: Iterable[Any] = (), **fields: Any) -> None:
-        """Send a message, or keep it until the reconnection if the connection is broken.
+        """Send a message. If the connection is broken, store the message until the reconnection.
 
         Args:
           op: kind of the message.
@@ -153,17 +156,17 @@ class ServerConnection:
     def answer_goodbye(self) -> None:
         """Answer the server's `goodbye`, so that the server can end.
 
-        A server does not wait for this answer on a Unix socket, where no message can be lost.
+        On a Unix socket no message can be lost, so the server does not wait for this answer.
         """
         if not self._is_local:
             self.tell("goodbye")
 
     def receive(self, frames: Sequence[Any]) -> wire.Message | None:
-        """Count a message from the server, and return it.
+        """Parse and count a message from the server.
 
         Returns:
-          None for a message that concerns only the connection: a repeated message, a message after
-          a gap, or the welcome after a reconnection.
+          The message; None if the message concerns only the connection. This is a repeated message,
+          a message that follows a missing one, or a welcome after a reconnection.
 
         Raises:
           PeerError: the server refused the trainer, or does not have the job's token.
@@ -183,7 +186,7 @@ class ServerConnection:
         return None
 
     def _resume(self) -> None:
-        """Send the messages that the server lacks on a new connection."""
+        """Repeat the messages that the server lacks, after a reconnection."""
         self._is_lost = False
         for message in (*self._messages.stored, *self._pending):
             self._say_now(message)
@@ -210,9 +213,9 @@ class ServerConnection:
         if not token.is_shown(proof, self._secret, purpose):
             raise PeerError(
                 f"the process that welcomes {self.me} as pserver {self.endpoint} does not have the "
-                "job's token"
+                "job's token; set the same token for all processes of the job"
             )
 
     def barred(self, why: str) -> PeerError:
-        """Return the error for a server that rejects this trainer's key or password."""
+        """Return the error to raise if the server rejects this trainer's key or password."""
         return PeerError(f"pserver {self.endpoint} does not admit {self.me}: {why}")

@@ -1,11 +1,10 @@
 """A trainer's links to its servers, and the loops that wait for the servers' answers.
 
-The trainer first connects to the server's endpoint. If the server's welcome contains a local
-address that the trainer can reach, the trainer reconnects there.
+The trainer first connects to the server's endpoint. The server's welcome may contain the address of
+a Unix socket. If the trainer can reach this address, it moves its connection there.
 
-A loop is driven by its method `turn`, which waits for an event, or until the time `wakes`, and
-handles it. Real trainers call it until the loop is `done`, and the simulator calls it at each
-event.
+The method `turn` of a loop waits for an event, at most until the time `wakes`, and handles the
+event. A real trainer calls `turn` until the loop is `done`. The simulator calls it at each event.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from dtrans.protocol.transport import LINGER, ROLE_USER, Event, Link, Transport
 
 
 class ServerLink:
-    """A trainer's line to one server, over a transport.
+    """Connection of a trainer to one server, over a transport.
 
     Args:
       terms: arguments of `TrainerLine` except `say`.
 
     Attributes:
-      line: requests and answers of the trainer.
-      link: link over which they are sent.
+      line: the trainer's requests to the server, and the server's answers.
+      link: link over which requests and answers are sent.
 
     Raises:
       ConfigError: the server is on another host, and neither a token nor keys protect the messages.
@@ -42,7 +41,8 @@ class ServerLink:
         self.line.before_it_speaks = self._note_changes
         self.link: Link
         self._transport = transport
-        self._first: Link | None = None  # link to the endpoint, until the local one is welcomed
+        # Link to the endpoint, while the trainer waits for a welcome at the local address
+        self._first: Link | None = None
         self._early: collections.deque[wire.Message] = collections.deque()
         self._open(self.line.endpoint)
 
@@ -77,7 +77,7 @@ class ServerLink:
         return True
 
     def take(self, event: Event) -> wire.Message | None:
-        """Handle an event of the link. Return the message if it is the awaited answer.
+        """Handle an event of the link; return the awaited answer if the event contains it.
 
         Raises:
           PeerError: the server refused the trainer.
@@ -87,10 +87,10 @@ class ServerLink:
         return None if message is None else self.line.answer(message, self._transport.now())
 
     def take_early(self, event: Event) -> None:
-        """Handle an event while the trainer waits for another server.
+        """Handle an event of this link while the trainer waits for another server.
 
-        A broken connection is resumed at once, because the other server may wait for this one.
-        Answers are stored for `early_answers`.
+        Connection events are handled at once, because the other server may wait for this server.
+        Messages are stored for `early_answers`.
 
         Raises:
           PeerError: the server refused the trainer.
@@ -101,14 +101,14 @@ class ServerLink:
             self._early.append(message)
 
     def early_answers(self) -> Iterator[wire.Message]:
-        """Handle the messages that `take_early` has stored; yield the awaited answers."""
+        """Handle the messages that `take_early` has stored; yield each awaited answer."""
         while self._early:
             answer = self.line.answer(self._early.popleft(), self._transport.now())
             if answer is not None:
                 yield answer
 
     def receive(self, event: Event) -> wire.Message | None:
-        """Handle an event of the link; return its message, or None if only the connection changed.
+        """Handle an event of the link; return its message, or None for a connection event.
 
         Raises:
           PeerError: the server refused the trainer.
@@ -125,7 +125,7 @@ class ServerLink:
         return None
 
     def close(self, linger: float = 0.0) -> None:
-        """Close the link. Pending messages are sent for `linger` seconds if the server is alive."""
+        """Close the link, after at most `linger` seconds for pending messages to a live server."""
         if self._first is not None:
             self._first.close()
         self.link.close(0.0 if self.line.gone else linger)
@@ -136,7 +136,7 @@ class OperationWait:
 
     Args:
       links: the link of each server that takes part in the operation, by endpoint.
-      operation: the operation. If `turn` raises an error, it closes the operation.
+      operation: the operation. `turn` closes the operation before it raises an error.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class OperationWait:
     def wakes(self) -> float:
         """Time at which `turn` must be called, even without an event."""
         line = self.operation.waits_for.line
-        # After the end of a connection, one poll without a wait reads the server's last messages.
+        # The server has ended: poll once without waiting, to read its last messages.
         return -math.inf if line.gone else line.wakes
 
     def turn(self) -> bool:
@@ -211,10 +211,10 @@ class OperationWait:
 
 
 class LastWords:
-    """Loop that sends `abort`, the reason of a trainer's failure, and waits for the server.
+    """Loop that sends a server the reason of this trainer's failure (`abort`), and waits.
 
-    A synchronous server then ends, and an asynchronous one sends `goodbye`. Errors from the server
-    are ignored.
+    In answer, a synchronous server ends, and an asynchronous server sends `goodbye`. The loop
+    ignores errors from the server.
     """
 
     def __init__(self, transport: Transport, link: ServerLink, reason: str) -> None:

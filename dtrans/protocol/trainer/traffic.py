@@ -1,16 +1,17 @@
-"""Messages of a communicator, which sends and receives in the background of a trainer.
+"""Messages of a communicator, which sends and receives while the trainer computes.
 
 The communicator takes gradients from its queue, merges the gradients of several steps, and sends
-them. After a number of sends it requests all parameters. While it waits for them, it continues to
-send, up to the limits in `CommunicatorConfig`.
+them. After a number of sends it requests all parameters. While it waits for the parameters, it
+continues to send gradients, up to the limits in `CommunicatorConfig`.
 
-The answer to a request for parameters also acknowledges all messages sent before the request, so
-the number of unacknowledged messages is bounded. If the servers are slower than the steps, the
-queue fills, its gradients are merged, and finally the steps wait.
+The answer to a request for parameters also acknowledges all messages that were sent before the
+request. So the number of unacknowledged messages is bounded. If the servers are slower than the
+steps, the queue fills, the communicator merges more gradients, and finally the steps wait.
 
-Rows of tables are requested at once, before the gradients in the queue are sent. A merged gradient
-of a table contains the rows of all merged gradients, and its row ids are sent first. A trainer of
-GEO-SGD stores rows, and requests their changes together with the parameters.
+The communicator requests table rows at once, before it sends the gradients in the queue. A merged
+gradient of a table contains the rows of all its gradients, and its row ids are sent first. A
+trainer of GEO-SGD stores rows, and requests other trainers' changes of these rows together with the
+parameters.
 
 Source: `AsyncCommunicator` and `HalfAsyncCommunicator` in
   paddle/fluid/operators/distributed/communicator.cc.
@@ -51,7 +52,7 @@ class Leaf:
       shape: shape of the leaf.
       dtype: dtype of the leaf.
       merge: operation that merges gradients of several steps: "sum", "mean" or "newest".
-      spans: for a table, the row ids of each block.
+      spans: if the leaf is a table, the set of its rows that each block contains.
     """
 
     endpoints: tuple[str, ...]
@@ -85,9 +86,9 @@ class _Pull:
     Attributes:
       since: time of the request.
       steps: number of steps whose gradients were sent before the request.
-      arrays: the array that receives each leaf, by key of the leaf.
-      missing: the inboxes whose blocks are incomplete, by endpoint of the server.
-      at: step in the request to each server, by endpoint.
+      arrays: maps the key of each leaf to the array that receives the leaf.
+      missing: maps the endpoint of each server whose answer is incomplete to the inbox for it.
+      at: maps the endpoint of each server to the step in the request to it.
       changed: inbox for table rows that other trainers have changed.
       reminder: times at which the trainer logs that it waits.
     """
@@ -115,8 +116,9 @@ class _Lookup:
 
     Attributes:
       since: time of the request.
-      missing: the inbox for the rows of each incomplete block, by endpoint and block name.
-      at: step in the request to each server, by endpoint.
+      missing: maps the server's endpoint and the name of each incomplete block to the inbox for
+        its rows.
+      at: maps the endpoint of each server to the step in the request to it.
       reminder: times at which the trainer logs that it waits.
     """
 
@@ -138,13 +140,13 @@ class Traffic:
     """Messages between one trainer's communicator and its servers.
 
     Args:
-      lines: the line to each server, by endpoint. Each request for parameters goes to all servers,
-        even to servers without blocks of `leaves`.
+      lines: maps the endpoint of each server to the trainer's connection to it. Each request for
+        parameters goes to all servers, even to servers without blocks of `leaves`.
       leaves: leaves to receive, by the caller's keys.
       config: limits of the communicator.
       deadline: seconds after which an answer is late.
-      name: name of the trainer in messages.
-      room: allocates the memory to receive a leaf: (key, shape, dtype) -> array.
+      name: name of the trainer in error and log texts.
+      room: function (key, shape, dtype) -> array that allocates memory to receive a leaf.
       cached: tables whose rows the trainer stores (GEO-SGD), by the caller's keys.
 
     Attributes:
@@ -167,7 +169,8 @@ class Traffic:
         self.sent = 0
         self._lines, self._leaves, self._name = lines, leaves, name
         self._deadline, self._room = deadline, room
-        self._asked: set[str] = set()  # endpoints to which the names of blocks were sent
+        # Endpoints of the servers that know which blocks this trainer requests
+        self._asked: set[str] = set()
         self._ahead = 0  # number of `send` calls since the last request for parameters
         self._pull: _Pull | None = None
         self._lookup: _Lookup | None = None
@@ -213,7 +216,7 @@ class Traffic:
             line = self._lines[endpoint]
             fields: dict[str, Any] = {}
             if endpoint in self._caching:
-                # At the first request, the trainer has no rows yet.
+                # Before its first request, the trainer stores no rows that could change.
                 fields["changed"] = bool(self._asked)
             if endpoint not in self._asked:
                 fields["blocks"] = [[n, list(b.shape), b.dtype.name] for n, b in blocks.items()]
@@ -226,9 +229,9 @@ class Traffic:
         self._ahead = 0
 
     def may_take(self, waiting: int, now: float) -> int:
-        """Return the number of queued groups to merge and send now; 0 while limits forbid it.
+        """Return the number of queued groups to merge and send now; 0 if a limit is reached.
 
-        If a request for parameters is due, it is sent first.
+        If a request for parameters is due, send the request first.
 
         Args:
           waiting: number of groups in the queue.
@@ -242,7 +245,7 @@ class Traffic:
         return min(waiting, self.config.max_merge_var_num)
 
     def send(self, groups: Sequence[Group]) -> None:
-        """Merge the gradients of several steps, and send the merged ones."""
+        """Merge the gradients of several steps, and send the merged gradients."""
         parts: dict[Leaf, list[Any]] = {}
         for group in groups:
             for leaf, x in group:
@@ -262,8 +265,11 @@ class Traffic:
     def _split_rows(
         self, leaf: Leaf, values: Sequence[RowGradient]
     ) -> Iterator[tuple[str, str, np.ndarray]]:
-        """Yield the endpoint, name and rows of each block, after sending the block's row ids."""
-        # A compiled step returns arrays of a fixed size, padded with zeros.
+        """Merge gradients of a table; for each block, send its row ids, and yield its gradient.
+
+        Each yielded item contains the server's endpoint, the gradient's name, and the rows.
+        """
+        # A compiled step returns arrays of a fixed size, so rows beyond the ids are padding.
         parts = [RowGradient(x.ids, np.asarray(x.rows)[: len(x.ids)]) for x in values]
         total = merged_rows(parts, leaf.merge)
         for endpoint, name, span in zip(leaf.endpoints, leaf.names, leaf.spans, strict=True):
@@ -286,7 +292,7 @@ class Traffic:
         self._lookup = _Lookup(now, missing, at) if missing else None
 
     def ask_for_newest(self, now: float) -> None:
-        """Request parameters if gradients were sent since the last request."""
+        """Request all parameters if gradients were sent after the last request."""
         if self._pull is None and self._ahead:
             self.ask(now)
 
@@ -294,7 +300,7 @@ class Traffic:
 
     @property
     def waits_for(self) -> str:
-        """Description of the next answer for errors."""
+        """Description of the answer that the trainer waits for, for errors."""
         if self.pulling:
             return "parameters"
         if self.looking_up:
@@ -305,7 +311,7 @@ class Traffic:
         """Handle a message from a server.
 
         Raises:
-          PeerError: the trainer did not request it.
+          PeerError: the trainer did not request the message.
         """
         pull = self._pull
         if message.op == "rows":
@@ -342,11 +348,12 @@ class Traffic:
             self._lookup = None
 
     def take_newest(self) -> tuple[int, dict[str, Any]] | None:
-        """Return the received parameters once, or None if they are incomplete.
+        """Remove and return the requested parameters when they are complete.
 
         Returns:
-          The number of steps whose gradients were sent before the request, and the key of each leaf
-          to its value. The value of a cached table is a `RowGradient` with its changed rows.
+          None while parameters are missing. Else the number of steps whose gradients were sent
+          before the request, and a map from the key of each leaf to its value. The value of a
+          cached table is a `RowGradient` with the changed rows.
         """
         if self._pull is None or self._pull.missing:
             return None
@@ -354,7 +361,7 @@ class Traffic:
         return pull.steps, {**pull.arrays, **pull.changed.rows()}
 
     def look(self, now: float) -> None:
-        """Check the deadlines, and log the servers that the trainer waits for if that is due.
+        """Check the deadlines, and log which servers are late if a log line is due.
 
         Raises:
           DeadlineError: an answer is late.
@@ -374,7 +381,7 @@ _NOT_ASKED = "pserver {} sent {}, which was not requested".format
 
 
 def _split(leaf: Leaf, values: Sequence[Any]) -> list[tuple[str, str, np.ndarray]]:
-    """Merge gradients of a leaf; return the endpoint, name and rows of each block."""
+    """Merge gradients of a leaf; return the server's endpoint, name and rows of each block."""
     return leaf.blocks(merged([np.asarray(x) for x in values], leaf.merge))
 
 
@@ -389,7 +396,7 @@ def merged(parts: Sequence[np.ndarray], how: str) -> np.ndarray:
         return parts[-1]
     if len(parts) == 1:
         return parts[0]
-    # NumPy adds 0-d arrays to a scalar, which cannot be an `out` argument.
+    # The sum of two 0-d arrays is a NumPy scalar, which cannot be an `out` argument.
     total = np.asarray(parts[0] + parts[1])
     for x in parts[2:]:
         np.add(total, x, out=total)

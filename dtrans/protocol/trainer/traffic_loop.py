@@ -1,8 +1,8 @@
 """Loop of a communicator, which sends the gradients that training steps put into its queue.
 
-Steps put gradients into the queue, request rows, and read the newest parameters. They may run in
-another thread than the loop. So an attribute that both threads use is only ever replaced by a
-complete new value.
+Steps put gradients into the queue, request rows, and read the newest parameters. Steps and the loop
+may run in different threads. So a thread changes a shared attribute only by assigning a complete
+new value.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class TrafficRequest:
     """Request of a step to the loop: a lookup of rows, or an operation.
 
     Attributes:
-      wanted: for a lookup, the rows of tables, and True if gradients of these rows follow.
-      begin: for an operation, the function that starts it.
-      done: True if the lookup or operation is complete, or has failed.
+      wanted: only for a lookup: the rows of each block, and True if gradients of the rows follow.
+      begin: only for an operation: the function that starts it.
+      done: True if the lookup or operation is complete or has failed.
       result: result of the operation.
-      error: error of the operation, if it has failed.
+      error: error of the operation; None if it has not failed.
     """
 
     wanted: tuple[Sequence[WantedRows], bool] | None = None
@@ -45,13 +45,14 @@ class TrafficLoop:
     """Loop of one communicator.
 
     Args:
-      links: the links of the trainer, by endpoint.
+      links: maps the endpoint of each server to the trainer's link.
       traffic: state of the communicator's messages.
       config: options of the communicator, such as the length of its queue.
-      changed: called after each event that a step may wait for.
+      changed: function that is called after each event for which a step may wait.
 
     Attributes:
-      newest: the newest parameters, after the number of steps whose gradients they include.
+      newest: the number of steps whose gradients the newest parameters include, and these
+        parameters.
       done: True if the loop has ended and all answers have arrived.
     """
 
@@ -69,7 +70,7 @@ class TrafficLoop:
         self._config, self._changed = config, changed
         self._queue: collections.deque[Group] = collections.deque()
         self._put = 0  # number of steps whose gradients were put into the queue
-        self._request: TrafficRequest | None = None  # request that has not started
+        self._request: TrafficRequest | None = None  # request that the loop has not started yet
         self._lookup: TrafficRequest | None = None  # lookup that waits for its rows
         self._operation: tuple[TrafficRequest, OperationWait] | None = None
         self._ended = self._discarded = False
@@ -89,7 +90,7 @@ class TrafficLoop:
 
     @property
     def received(self) -> int:
-        """Number of steps whose gradients the newest parameters include; -1 before the first."""
+        """Number of steps whose gradients the newest parameters include; -1 without parameters."""
         return -1 if self.newest is None else self.newest[0]
 
     def put(self, group: Group) -> None:
@@ -98,16 +99,16 @@ class TrafficLoop:
         self._put += 1
 
     def look_up(self, wanted: Sequence[WantedRows], *, train: bool) -> TrafficRequest:
-        """Request rows of tables with their current values.
+        """Request the current values of table rows.
 
         Args:
-          wanted: the rows of each block, with memory that receives them.
+          wanted: the rows of each block, with memory for their values.
           train: True if gradients of these rows follow.
         """
         return self._ask(TrafficRequest(wanted=(wanted, train)))
 
     def between(self, begin: Callable[[], Operation[Any]]) -> TrafficRequest:
-        """Request an operation, which starts as soon as the loop `is_settled`."""
+        """Request an operation. The loop starts the operation as soon as it `is_settled`."""
         return self._ask(TrafficRequest(begin=begin))
 
     def _ask(self, request: TrafficRequest) -> TrafficRequest:
@@ -115,10 +116,10 @@ class TrafficLoop:
         return request
 
     def end(self, *, discard: bool = False) -> None:
-        """End the loop: it sends the queued gradients, and is `done` after the last answer.
+        """End the loop after it has sent the queued gradients and received the last answer.
 
         Args:
-          discard: True to end at once, without sending the queued gradients.
+          discard: True to end at once: the queued gradients are not sent.
         """
         self._discarded = discard
         self._ended = True
@@ -133,7 +134,7 @@ class TrafficLoop:
         times = [math.inf if self._traffic.wakes is None else self._traffic.wakes]
         for link in self._links.values():
             if link.line.gone:
-                # The last messages of a server that has ended may be unread.
+                # A server has ended: poll once without waiting, to read its last messages.
                 return -math.inf
             times.append(link.line.retries_until)
         return min(times)
@@ -219,7 +220,7 @@ class TrafficLoop:
     def _begin(self, request: TrafficRequest, begin: Callable[[], Operation[Any]]) -> None:
         try:
             self._operation = request, OperationWait(self._transport, self._links, begin())
-        except DtransError as e:  # only the step that made the request fails, not the loop
+        except DtransError as e:  # Only the step that made the request fails. The loop continues.
             self._end_request(request, None, e)
 
     def _turn_of_operation(self, request: TrafficRequest, wait: OperationWait) -> bool:

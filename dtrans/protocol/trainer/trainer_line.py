@@ -2,10 +2,10 @@
 
 The trainer sends gradients and requests over a `server_connection`. A request may have a number,
 which the server's answer repeats. The trainer waits for one answer at a time. While the server
-itself waits for trainers or other servers, it sends `waiting` messages, and each of them restarts
-the deadline of the answer.
+itself waits for trainers or other servers, it sends `waiting` messages. Each of them restarts the
+trainer's deadline for the answer.
 
-Read `server_link` next: it drives a line over a transport.
+Read `server_link` next: it connects a `TrainerLine` to a transport.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ class TrainerLine(ServerConnection):
     """Requests of one trainer to one server.
 
     Args:
-      deadline: an answer is late after this many seconds without a message from the server.
+      deadline: seconds without a message from the server after which an answer is late.
       terms, named_terms: arguments of `ServerConnection`.
 
     Attributes:
       step: number of the step to which the next messages belong.
-      ahead: received rows of tables that later steps will use.
+      ahead: announced table rows, which later steps will use.
       awaited: number of the request whose answer the trainer waits for; 0 if it has no number.
-      saved: request number of each `save` to its answer, or to None until the answer arrives.
-      saving: lines on which the trainer sends `saving` whenever this server sends `waiting`.
+      saved: maps the request number of each `save` to the answer; None until the answer arrives.
+      saving: servers to which the trainer sends `saving` whenever this server sends `waiting`.
       patience: time at which the awaited answer is late.
       reminder: times at which the trainer logs what it waits for.
     """
@@ -55,17 +55,17 @@ class TrainerLine(ServerConnection):
         self._deadline = deadline
         self._since = 0.0
         self._waits_for: object = ""
-        self._reason = ""  # text from the server's last `waiting`, for messages
+        self._reason = ""  # the server's last `waiting`: what the server waits for
 
     # -- requests --------------------------------------------------------------------------------
 
     def ask(self, op: str, **fields: Any) -> int:
-        """Send a request with a new number. Return the number, which the answer will repeat."""
+        """Send a request with a new number; return this number. The answer repeats it."""
         self.tell(op, step=self.step, request=self.new_request(), **fields)
         return self._asked
 
     def new_request(self) -> int:
-        """Return a request number that was not used before."""
+        """Return an unused request number."""
         self._asked += 1
         return self._asked
 
@@ -76,7 +76,7 @@ class TrainerLine(ServerConnection):
 
         Args:
           gradients: name and array of each gradient.
-          steps: number of steps over which the gradients are summed.
+          steps: number of steps whose gradients are merged in these arrays.
           last: additional fields of the last message.
         """
         fields: dict[str, Any] = {"step": self.step}
@@ -92,7 +92,7 @@ class TrainerLine(ServerConnection):
 
         Args:
           number: number of the round in the step.
-          values: for each value, its array and the collective that merges the trainers' arrays: a
+          values: array of each value, with the collective that merges the trainers' arrays: its
             name and arguments.
         """
         table = [[x.dtype.name, list(x.shape), list(way)] for x, way in values]
@@ -110,7 +110,7 @@ class TrainerLine(ServerConnection):
           table: name of the block.
           ids: row ids in the block.
           train: True if a gradient of these rows follows.
-          ahead: number of steps from now to the step that uses the rows.
+          ahead: number of steps from the current step to the step that uses the rows.
           request: number of the request; 0 if it has none.
         """
         fields = {"step": self.step, "table": table, "count": len(ids), "train": train}
@@ -121,7 +121,7 @@ class TrainerLine(ServerConnection):
         self._send_ids("prefetch", ids, fields)
 
     def row_ids(self, gradient: str, ids: np.ndarray) -> None:
-        """Send the row ids of the table gradient that is sent next.
+        """Send the row ids of a table gradient, before the gradient itself.
 
         Args:
           gradient: name of the gradient.
@@ -137,11 +137,11 @@ class TrainerLine(ServerConnection):
     def end_step(
         self, gradients: Sequence[tuple[str, Any]], /, *, sent: bool, barrier: bool, **fields: Any
     ) -> None:
-        """End a step and request parameters, in one message with the remaining gradients.
+        """End a step: send the remaining gradients, and request parameters in the same message.
 
         Args:
           gradients: gradients of this step that have not been sent yet.
-          sent: True if gradients of this step have already been sent.
+          sent: True if other gradients of this step have already been sent.
           barrier: True to send `send_barrier` after the gradients.
           fields: fields of the `recv` message.
         """
@@ -166,14 +166,14 @@ class TrainerLine(ServerConnection):
         """Start to wait for an answer.
 
         Args:
-          what: description of the answer for log lines and errors; converted by `str`.
+          what: description of the answer for log lines and errors. `str` is called only for them.
         """
         self._since, self._waits_for, self._reason = now, what, ""
         self.patience = now + self._deadline
         self.reminder.begin(now)
 
     def stop_waiting(self, number: int) -> None:
-        """Stop waiting, and delete the answer to a numbered request, which may be large."""
+        """Stop waiting for an answer, and delete the stored answer to request `number`."""
         self.awaited, self.saving, self._waits_for = 0, (), ""
         self.saved.pop(number, None)
 
@@ -183,7 +183,7 @@ class TrainerLine(ServerConnection):
         return min(self.patience, self.reminder.next, self.retries_until)
 
     def answer(self, message: wire.Message, now: float) -> wire.Message | None:
-        """Handle a received message. Return it if it is the awaited answer, else None."""
+        """Handle a message from the server; return it if it is the awaited answer, else None."""
         if message.op == "waiting":
             self.patience = now + self._deadline
             self._reason = f", which waited for {message['reason']}"
@@ -196,11 +196,11 @@ class TrainerLine(ServerConnection):
         number = message.fields.get("request", self.awaited)
         if number in self.saved:
             self.saved[number] = message
-        # Another number belongs to a request whose answer is no longer awaited.
+        # An answer with another number belongs to a request that the trainer has given up.
         return message if number == self.awaited else None
 
     def went_away(self, what: str = "") -> PeerError:
-        """Return the error for a server whose connection ended during a wait.
+        """Return the error to raise if the server has ended while the trainer waits.
 
         Args:
           what: description of the awaited answer; by default the description passed to `wait`.

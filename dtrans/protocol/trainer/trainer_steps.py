@@ -1,8 +1,8 @@
-"""Messages of one trainer's steps, and the answers that it waits for.
+"""Messages of one trainer's steps, and the servers' answers.
 
-A method that must wait for answers returns an `Operation`, to which its caller passes the messages.
+A method that needs answers returns an `Operation`. The caller passes the servers' messages to it.
 
-    send      adds a gradient to a server's outbox, which is sent when it is full or the step ends
+    send      adds a gradient to the outbox for a server; a full outbox is sent at once
     announce  requests the table rows that a later step will look up
     request   ends the step: sends each server its outbox and the names of blocks to receive
     exchange  sends this trainer's values of a round, and receives the merged values
@@ -26,7 +26,8 @@ from dtrans.protocol.trainer.operation import Operation, PendingAnswer, nothing
 from dtrans.protocol.trainer.trainer_line import TrainerLine
 
 
-Landing = tuple[str, str, np.ndarray]  # block to receive: server's endpoint, name and memory
+# Block to receive: the server's endpoint, the block's name, and memory for the block
+Landing = tuple[str, str, np.ndarray]
 
 
 def leave(line: TrainerLine) -> Operation[None]:
@@ -61,7 +62,7 @@ class TrainerSteps:
     """Messages of one trainer's steps.
 
     Args:
-      line: returns the line to the server at an endpoint.
+      line: function from a server's endpoint to the trainer's requests to this server.
 
     Attributes:
       sync_mode: True if the trainer makes synchronous steps.
@@ -74,15 +75,16 @@ class TrainerSteps:
         self._line = line
         self._outbox: dict[str, list[tuple[str, Any]]] = {}
         self._outbox_bytes: dict[str, int] = {}
-        self._sent_to: set[str] = set()  # servers that `send` was called for in this step
-        self._asked: dict[str, list[Any]] = {}  # blocks last requested from each server
-        # announced lookups: number of a later step -> name of the table -> lookup
+        self._sent_to: set[str] = set()  # endpoints for which `send` was called in this step
+        # endpoint -> blocks that this trainer has last requested from the server
+        self._asked: dict[str, list[Any]] = {}
+        # number of a later step -> name of a table -> announced lookup
         self._announced: dict[int, dict[str, LookedUp]] = {}
         # name of the pending checkpoint, and endpoint -> number of the `save` request
         self._saves: tuple[str, dict[str, int]] = ("", {})
 
     def send(self, endpoint: str, name: str, block: np.ndarray) -> None:
-        """Add a gradient to the server's outbox, and send the outbox if it is full."""
+        """Add a gradient to the outbox for a server, and send the outbox if it is full."""
         self.in_step = self.sync_mode
         self._sent_to.add(endpoint)
         self._outbox.setdefault(endpoint, []).append((name, block))
@@ -95,7 +97,7 @@ class TrainerSteps:
     def exchange(
         self, endpoint: str, number: int, values: Sequence[tuple[Any, Sequence[Any]]]
     ) -> Operation[list[Any]]:
-        """Send this trainer's values of a round, and return the operation for the merged values.
+        """Send this trainer's values of a round; return the operation that receives the results.
 
         Args:
           endpoint: endpoint of the server that merges the values.
@@ -136,7 +138,7 @@ class TrainerSteps:
         return Operation(answers, nothing)
 
     def announce(self, lookups: Sequence[LookedUp]) -> None:
-        """Request the table rows of a later step: the first step that was not announced yet.
+        """Request the table rows of a later step: the first step without an announcement.
 
         Raises:
           StateError: the maximum number of steps has already been announced.
@@ -157,7 +159,7 @@ class TrainerSteps:
         self._announced[target] = {x.table: x for x in lookups}
 
     def announced(self, table: str, uniq: np.ndarray, now: int) -> LookedUp | None:
-        """Remove and return the announced lookup of a step, if it has the row ids of the step.
+        """Remove and return the announced lookup of a step; None if the step looks up other rows.
 
         Announced lookups of earlier steps are dropped.
 
@@ -177,7 +179,7 @@ class TrainerSteps:
         return found if np.array_equal(found.uniq, uniq) else None
 
     def _forget_announced(self, blocks: Sequence[tuple[str, str]]) -> None:
-        """Drop the announced lookups in these blocks, because servers have evicted rows."""
+        """Drop the announced lookups in blocks in which servers have evicted rows."""
         for step, tables in self._announced.items():
             for x in list(tables.values()):
                 if x.wanted[0][:2] not in blocks:
@@ -198,9 +200,9 @@ class TrainerSteps:
 
         Args:
           landings: the blocks to receive.
-          endpoints: servers that must answer even if no block is requested from them. They answer
-            when all trainers have ended the step.
-          barriered: servers to which `send_barrier` is sent.
+          endpoints: endpoints of servers that must answer even if no block is requested from them.
+            They answer when all trainers have ended the step.
+          barriered: endpoints of the servers to which `send_barrier` is sent.
         """
         wanted: dict[str, dict[str, np.ndarray]] = {ep: {} for ep in (*endpoints, *self._sent_to)}
         for endpoint, name, rows in landings:
@@ -242,8 +244,8 @@ class TrainerSteps:
     def saved(self) -> Operation[None]:
         """Return the operation that waits until the checkpoint of the last `save` is written.
 
-        When all servers have answered, it raises CheckpointError if one of them could not write its
-        part. The job can continue afterwards.
+        When all servers have answered, the operation raises CheckpointError if a server could not
+        write its part. The job can continue afterwards.
         """
         (name, asked), self._saves = self._saves, ("", {})
         lines = [self._line(endpoint) for endpoint in asked]
@@ -257,24 +259,25 @@ class TrainerSteps:
         return Operation(answers, functools.partial(_check_saved, name))
 
     def tables(self, endpoints: Sequence[str]) -> Operation[list[TableReport]]:
-        """Request a report of the table rows that servers store, between two steps."""
+        """Request reports of the servers' tables, between two steps."""
         lines = [self._line(endpoint) for endpoint in endpoints]
         what = "its report of tables"
         answers = [PendingAnswer(x, "`tables`", "report", {}, what, x.ask("tables")) for x in lines]
         return Operation(answers, _reports)
 
     def evict(self, blocks: Sequence[tuple[str, str]], unused_for: int) -> Operation[int]:
-        """Request the eviction of rows without recent updates; the result is their number.
+        """Request the eviction of rows without recent updates. The result is their number.
 
-        When all servers have answered, the operation raises PeerError if one of them could not
-        evict rows. The job can continue afterwards.
+        When all servers have answered, the operation raises PeerError if a server could not evict
+        rows. The job can continue afterwards.
 
         Args:
           blocks: server and name of each block of a table.
-          unused_for: number of steps; rows that were updated within them are not evicted.
+          unused_for: number of steps; a row is evicted if the last `unused_for` steps did not
+            update it.
         """
-        # Requests are sent one by one: a server accepts the next eviction only when all trainers
-        # have requested the previous one.
+        # The requests are sent one by one, because a server accepts an eviction only when all
+        # trainers have requested the previous eviction.
         answers = []
         for endpoint, name in blocks:
             line = self._line(endpoint)
@@ -297,10 +300,10 @@ class TrainerSteps:
     def changed(
         self, blocks: Sequence[tuple[str, str]], since: int
     ) -> Operation[list[tuple[int, np.ndarray, np.ndarray]]]:
-        """Request the ids of changed rows.
+        """Request the ids of the rows that were changed or evicted after step `since`.
 
-        The result contains, for each block: its current step, the ids of the rows that were changed
-        after step `since`, and the ids of the rows that were evicted after it.
+        The result contains for each block: its current step, the ids of the changed rows, and the
+        ids of the evicted rows.
 
         Args:
           blocks: server and name of each block of a table.
@@ -322,12 +325,15 @@ class TrainerSteps:
         return Operation(answers, _changes)
 
     def forget_asked(self) -> None:
-        """Send the names of requested blocks again, because another job used these lines."""
+        """Clear the record of requested blocks, because another job has used these connections.
+
+        The next `request` sends the names of the blocks again.
+        """
         self._asked.clear()
 
 
 def _landing(line: TrainerLine, blocks: Mapping[str, np.ndarray]) -> PendingAnswer:
-    """Return the pending answer to a `recv`. A server answers even if no block is requested."""
+    """Return the pending answer to a `recv`. The server also answers if `blocks` is empty."""
     what = f"`recv` of step {line.step}"
     fields = {"step": line.step}
     return PendingAnswer(line, what, "blocks", fields, what, memory=blocks, lists_blocks=True)
@@ -366,5 +372,5 @@ def _check_saved(name: str, answers: Sequence[PendingAnswer]) -> None:
 
 
 def _failures(answers: Sequence[PendingAnswer]) -> dict[str, str]:
-    """Return the endpoint of each server that reported an error, with its last error."""
+    """Return a map from the endpoint of each server that reported an error to the last error."""
     return {x.line.endpoint: x.reply["error"] for x in answers if x.reply["error"]}

@@ -591,7 +591,7 @@ def test_messages_out_of_turn_are_refused_and_change_nothing(role_threads: RoleT
         peer.tell("send", block.tobytes(), step=0, pieces=[[["params/w@GRAD.trainer_1", 0, 64]]])
         assert "is not a gradient that trainer 1 sends" in peer.refused()
         peer.tell("send_barrier", step=0)
-        assert peer.refused().endswith("is asynchronous; every role must plan the same mode")
+        assert peer.refused().endswith("is asynchronous; every role must plan the same sync_mode")
         peer.tell("send", block[:2].tobytes(), step=0, pieces=[[["params/w@GRAD", 0, 32]]])
         peer.tell("recv", step=0, blocks=[["params/w", [4, 2], "float64"]])
         assert peer.refused() == (

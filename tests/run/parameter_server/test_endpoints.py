@@ -958,7 +958,8 @@ def test_a_server_that_has_not_the_token_is_told_nothing(
         fake.say(wire.header("welcome", step=0, local="", proof="0" * 64))
         error = role_threads.end("trainer")
     assert str(error) == (
-        f"the process that welcomes trainer 0 as pserver {ep} does not have the job's token"
+        f"the process that welcomes trainer 0 as pserver {ep} does not have the job's token; set "
+        "the same token for all processes of the job"
     )
 
 
@@ -991,7 +992,7 @@ def test_another_number_of_trainers_is_refused(role_threads: RoleThreads) -> Non
     role_threads.start("another", train, plan_for(pservers, trainers=4), 0, batches, params)
     assert str(role_threads.end("another")) == (
         f"pserver {ep} refused trainer 0: trainer 0 was planned with 4 trainers, pserver {ep} with "
-        "2"
+        "2; every role must plan the same number of trainers"
     )
     for k in range(2):  # the server goes on
         role_threads.start(f"trainer {k}", train, plan, k, batches, params)
