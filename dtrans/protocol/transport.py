@@ -36,8 +36,8 @@ class Event(NamedTuple):
       kind: the kind of the event. Links and listeners report a `message`. A link also reports
         `connected` after each connection and reconnection, `broken`, and `barred` if the listener
         rejects this process. A listener also reports the first connection of an address
-        (`connected`), the end of an address's connection (`lost`), and a process that it has
-        rejected (`refused`).
+        (`connected`), the end of a connection (`lost`), and each process that it rejects
+        (`refused`).
       source: the link or the listener.
       frames: the frames of a message, without the address.
       address: at a listener, the address of the other process.
