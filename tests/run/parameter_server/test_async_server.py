@@ -549,9 +549,8 @@ def test_roles_of_two_modes_are_told_so(role_threads: RoleThreads) -> None:
     role_threads.start("server", serve, plan, endpoint, params)
     role_threads.start("trainer 0", train, sync, 0, [batch], None, params)
     message = (
-        f"trainer 0 is synchronous, pserver {endpoint} asynchronous: every role must plan "
-        "the "
-        "same mode"
+        f"trainer 0 is synchronous, pserver {endpoint} is asynchronous; every role must plan "
+        "the same sync_mode"
     )
     assert message in str(role_threads.end("trainer 0"))
     role_threads.start("again", train, plan, 0, [batch], None, params)
