@@ -27,9 +27,8 @@ or on one device (`load`). `gather` and `scatter` convert the state of servers w
 
 A rank copies its rows from its device, without padding, and a restore reads only the rows of this
 process. So no device ever needs memory for a full leaf. If groups of ranks have equal state, only
-the first group saves. `save`
-returns when this process has written its pieces. The checkpoint is complete when all processes have
-written theirs, which `latest` checks.
+the first group writes. `save` returns when this process has written its pieces. The checkpoint is
+complete when all processes have written their pieces, which `latest` checks.
 
 A server is saved after it ended: `exe.run(pserver, state)` returns its state when every trainer has
 closed. Another job can continue from that state, or from a restored state. To save while servers

@@ -309,7 +309,7 @@ def _part_rows(
 def _fill_part(
     found: Sequence[tuple[np.ndarray, int]], aval: Any, axis: int | None, part: Part
 ) -> np.ndarray:
-    """Return a part of an array, filled with saved values at their starts and zeros elsewhere."""
+    """Return a part of an array: saved values, each at its start, and zeros elsewhere."""
     if axis is None:
         ((x, _),) = found
         return x

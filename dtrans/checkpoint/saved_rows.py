@@ -126,8 +126,8 @@ class SavedTable(TableRows):
     Args:
       names, rows, step, evicted, begins: as in `TableRows`.
       segment: all saved rows.
-      probe: ids of some rows, and their initial values in the job that saved, one array for each
-        name. They show whether the init is the same.
+      probe: some ids, and the initial rows with these ids in the job that saved, one array for each
+        name. `check_first` compares them with this job's initial rows.
     """
 
     def __init__(

@@ -589,7 +589,7 @@ class _GeoDevice(_ReplayedDevice):
                 local[n] = _select_rows(rows, self._init[n], local[n])
 
     def _mark_pushed(self, trainer: int) -> None:
-        """Mark the rows of a push as stale on other trainers, and store the rows of its answer."""
+        """Mark the rows of a push as stale on other trainers; store the rows of the answer."""
         for n, rows in self._unpushed[trainer].items():
             for k in range(self.plan.trainers):
                 if k != trainer:

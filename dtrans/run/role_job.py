@@ -129,7 +129,7 @@ class TrainerJob(RoleJob):
 
     @property
     def run_id(self) -> str:  # type: ignore[override]
-        return run_of(TRAINER)  # stored by `ServerConnections.identify`
+        return run_of(TRAINER)  # `ServerConnections.identify` has stored it
 
     @property
     def part(self) -> tuple[int, int]:  # type: ignore[override]

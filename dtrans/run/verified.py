@@ -112,7 +112,7 @@ def trace_servers(plan: PServerPlan, batch: Sequence[Any]) -> TracedStep:
 
 
 def trace_turns(plan: PServerPlan, batch: Sequence[Any]) -> TracedStep:
-    """Trace the turns of an asynchronous job, and their sequential replay."""
+    """Trace the turns of an asynchronous job, and a sequential replay of these turns."""
     init_args: Sequence[Any] = []
     if plan.tables.of:
         init_args = random_arguments(plan.startup.inputs, 0)

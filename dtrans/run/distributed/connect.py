@@ -207,7 +207,7 @@ def _check_same(role: Role, member: Membership) -> None:
 
 
 def _connect(role: Role | None, checked: _Options) -> None:
-    """Connect `jax.distributed`, after a rendezvous of the trainers if the role is known."""
+    """Connect `jax.distributed`; with a known role, wait for all trainers first."""
     config: Any = jax.config
     if os.environ.get(MTLS) and not has_coordinator_mtls():
         raise ConfigError(
@@ -294,8 +294,8 @@ def bind_address(coordinator: str) -> str:
       coordinator: the address that JAX detected, `host:port`.
 
     Returns:
-      The address. It is empty if this host cannot bind it. It is also empty if the host's name
-      resolves to loopback, as on Debian, because other hosts could not reach the coordinator.
+      The address, `host:port`. The result is empty if this host cannot bind the address. It is also
+      empty if a host name resolves to loopback (on Debian), which other hosts cannot reach.
 
     Example:
       >>> from dtrans.run.distributed.connect import bind_address

@@ -89,7 +89,7 @@ def reachable(me: int, source: str, hosts: Mapping[int, str], addresses: Mapping
     """
     if not is_loopback(source):
         return source
-    # a loopback source means that the coordinator is on this host, so its address is this host's
+    # a loopback source means that the coordinator is on this host, so both have the same address
     for k in sorted(hosts):
         if hosts[k] != hosts[me] and addresses[k] and not is_loopback(addresses[k]):
             return addresses[k]

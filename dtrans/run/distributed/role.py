@@ -111,7 +111,8 @@ class Role:
         if len(self.trainer_endpoints) != self.trainers:
             raise ConfigError(
                 f"DTRANS_TRAINERS is {self.trainers}, but DTRANS_TRAINER_ENDPOINTS has "
-                f"{len(self.trainer_endpoints)} endpoints: {','.join(self.trainer_endpoints)}"
+                f"{len(self.trainer_endpoints)} endpoints: {','.join(self.trainer_endpoints)}; set "
+                "one endpoint for each trainer"
             )
         check_trainer_endpoint(self.trainer_id, self.current_endpoint, self.trainer_endpoints)
 

@@ -72,7 +72,8 @@ class JobCollector:
 
     def __init__(self, observer: JobObserver) -> None:
         self._observer = observer
-        self._lock = threading.Lock()  # several threads may scrape, but one can use the observer
+        # several threads may scrape, but the observer serves one at a time
+        self._lock = threading.Lock()
 
     def describe(self) -> Iterable[Any]:
         """Return an empty list.
