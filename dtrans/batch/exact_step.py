@@ -1,12 +1,12 @@
-"""Exact sharding of a step's batch: the step of one trainer, and how its outputs are merged.
+"""Exact sharding of a step's batch: the step of one trainer, and the merge of its outputs.
 
-    exact   the step communicates where a value depends on the full batch, so that every step
-            computes one device's numbers
+    exact   trainers compute the numbers of one device on the full batch: where a value depends on
+            the full batch, the step communicates
     local   each trainer runs the step on its part, and gradients are averaged, as in Paddle and
             torch DDP
 
-For many steps no such communication is needed: one device's step is the mean, or the sum, of the
-user's step on the parts (`dtrans.batch.scaled`). Then the trainers run the user's step itself.
+Many exact steps need no communication, because one device's step is the mean, or the sum, of the
+user's step on the parts (`dtrans.batch.scaled`). Then each trainer runs the user's step itself.
 """
 
 from __future__ import annotations
@@ -29,22 +29,21 @@ from dtrans.step.cut import Cut, cut
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ExactStep:
-    """Step whose batch is sharded over trainers.
+    """Step for one trainer, whose batch is one part of the full batch.
 
     Attributes:
       step: step of one trainer, on its part of the batch.
       reduce: reduction of gradients over trainers: "mean" or "sum".
-      merges: merge over trainers of each result, and of each parameter that trainers compute:
-        "mean", "sum", "same" (all are equal) or "concat".
+      merges: maps each result, and each parameter that trainers compute, to its merge over
+        trainers: "mean", "sum", "same" (all are equal) or "concat".
       joined: dimension along which each "concat" result is concatenated.
       axes: sharded dimension of each batch array; other arrays are replicated.
       rows: number of rows in the full batch.
-      part: the trainer's step that the engine wrote, with its communication.
+      part: the step that the engine wrote for one trainer, with a list of its communication.
       proven: True if `step` is the user's step itself, which needs no communication.
       for_types: returns the sharded step for other types of the inputs. Parts have
         `ceil(rows / trainers)` rows.
-      unpaired: source line of an equation that differs between the full step and the step on a
-        part; empty if there is none.
+      unpaired: source line of the equation at which the proof failed; empty if unknown.
     """
 
     step: Cut
@@ -60,7 +59,7 @@ class ExactStep:
 
     @property
     def local_note(self) -> str:
-        """Note of a plan with `batch="local"`."""
+        """Text for the notes of a plan with `batch="local"`."""
         if self.proven and self.reduce == "mean":
             return f"exact: mean over {self.rows} rows"
         why = "one device's step is the sum of the steps on parts"
@@ -73,7 +72,7 @@ class ExactStep:
 
     @property
     def reason(self) -> str:
-        """Operation that depends on the full batch, with its source line; for notes and errors."""
+        """Text for errors: the operation that depends on the full batch, and its source line."""
         if self.part.exchanged:
             what, line = self.part.exchanged[0].op, self.part.exchanged[0].line
         elif self.part.gathers:
@@ -87,7 +86,7 @@ class ExactStep:
 
     @property
     def notes(self) -> list[str]:
-        """Notes of a plan."""
+        """Texts for the notes of a plan with `batch="exact"`."""
         scope = ""
         if self.part.local:
             scope = ", with dtrans.local() reductions over each trainer's rows"
@@ -120,13 +119,13 @@ def shard_step(
 
     Args:
       step: the user's step, traced on a trainer's part, with all gradients that are used.
-      batch: which arrays are sharded, and along which dimension.
+      batch: the arrays to shard, and the dimension of their rows.
       trainers: number of trainers.
       over: mesh axes of the trainers.
-      adapt: changes the trainer's step that the engine wrote.
-      alone: returns True if the strategy can run the user's step itself and merge its outputs in
-        these ways.
-      open_state: True if parameters that trainers compute may be partial sums, as results may.
+      adapt: rewrites the step that the engine wrote.
+      alone: takes `merges`; returns True if the strategy can run the user's step itself, and merge
+        its outputs in these ways.
+      open_state: True if partial sums are allowed for parameters that trainers compute.
       noun: noun for a trainer in errors.
     """
     source = step.program
@@ -169,7 +168,7 @@ def shard_step(
         scale, unpaired = scale_of_parts(step, part, trainers)
     if scale is not None and alone((proven := shared(part, step, scale)).merges):
         return proven
-    if open_state:  # parts of a pipeline cannot communicate, so the caller raises an error
+    if open_state:  # for a pipeline, whose parts cannot communicate; the caller raises an error
         return shared(part, step, None)
     part = adapt(part)
     again = lambda other: adapt(written(cut(other).with_reported())).program
@@ -178,11 +177,11 @@ def shard_step(
 
 
 def shard_alone(step: Cut, batch: Batch, parts: int, name: str) -> ExactStep:
-    """Shard a step into parts whose only communication is that of gradients and results.
+    """Shard a step into parts that only communicate gradients and results.
 
     Args:
       step: the user's step, traced on a part.
-      batch: which arrays are sharded, and along which dimension.
+      batch: the arrays to shard, and the dimension of their rows.
       parts: number of parts.
       name: name of the strategy in errors.
 
@@ -202,9 +201,10 @@ def shard_alone(step: Cut, batch: Batch, parts: int, name: str) -> ExactStep:
 
 
 def parts_error(step: Cut, shared: ExactStep, name: str, kind: str = "local") -> ConfigError:
-    """Return the error for a step whose parts, such as "micro-batches", would have to communicate.
+    """Return the error for a step that has parts which would have to communicate.
 
-    `kind` is the value of `batch` that the error proposes.
+    `name` says what the parts are, e.g. "micro-batches". `kind` is the `batch` that the error
+    proposes.
     """
     return ConfigError(
         f"batch is 'exact', but {step.program.name} needs values of the whole batch "
@@ -215,7 +215,7 @@ def parts_error(step: Cut, shared: ExactStep, name: str, kind: str = "local") ->
 
 
 def batch_axes(step: Cut, batch: Batch) -> dict[str, int]:
-    """Return the sharded dimension of each sharded batch array.
+    """Return batch array -> dimension of its rows; omit arrays that are not sharded.
 
     Raises:
       ConfigError: an array does not have the dimension; or `batch.axes` is a tuple whose length
@@ -226,7 +226,7 @@ def batch_axes(step: Cut, batch: Batch) -> dict[str, int]:
     if len(axes) != len(specs):
         raise ConfigError(
             f"axes={batch.axes!r} has {len(axes)} entries, but the step has {len(specs)} batch "
-            "arguments"
+            "arguments; pass one entry for each batch argument"
         )
     found: dict[str, int] = {}
     for spec, axis in zip(specs, axes, strict=True):
@@ -242,14 +242,15 @@ def batch_axes(step: Cut, batch: Batch) -> dict[str, int]:
                 )
             if axis >= t.ndim:
                 raise ConfigError(
-                    f"{n} is {t.str_short()}, which has no dimension {axis} (axes={batch.axes!r})"
+                    f"{n} is {t.str_short()}, which has no dimension {axis}; pass other axes than "
+                    f"{batch.axes!r}: the dimension of its rows, or None to replicate it"
                 )
             found[n] = axis
     return found
 
 
 def _is_key_data(program: Program, name: str) -> bool:
-    """Return True if a batch array has the raw data of a random key, and is used as a key."""
+    """Return True if a batch array is a raw random key (`jax.random.PRNGKey`)."""
     v = program.invars[name]
     if v.aval.shape != (2,):
         return False
@@ -288,7 +289,7 @@ def split_merges(ways: Mapping[str, str | int]) -> tuple[dict[str, str], dict[st
 
 
 def full_type(t: Any, axis: int | None, trainers: int) -> jax.ShapeDtypeStruct:
-    """Return the type of the full value, if its parts along `axis` have type `t`."""
+    """Return the type of a value that is cut along `axis` into parts of type `t`."""
     shape = list(t.shape)
     if axis is not None:
         shape[axis] *= trainers

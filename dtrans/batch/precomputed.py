@@ -1,9 +1,9 @@
 """Precomputed values: they depend on the full batch, but on no trained parameter.
 
-Examples are the number of entries in a mask, a dropout mask, or a permutation of rows. A program
-computes them from the full batch, before the steps of its parts. Each part gets its rows of such a
-value, or the full value. Then the rest of the step may need no communication: a masked mean, for
-example, is a sum over parts once its divisor is known.
+Examples are the number of entries in a mask, a dropout mask, or a permutation of rows. A program of
+its own computes these values from the full batch, before the steps of the parts run. Each part gets
+its rows of such a value, or the full value. Then the rest of the step may need no communication:
+for example, a masked mean is a sum over parts once its divisor is known.
 
     step      params, opt_state, *batch                       ->  its results
     becomes   *batch                                          ->  @given/0, @given/1, ...
@@ -39,7 +39,7 @@ ROOT = "@given"  # prefix of the names of precomputed values
 
 @dataclasses.dataclass(frozen=True)
 class Spot:
-    """Position of a value in a step: output `out` of equation `eqn`.
+    """Position of a value in a step: equation `eqn`, output `out`.
 
     Attributes:
       in_loss: True if `eqn` is an index in the loss function, False for an index in the step.
@@ -58,10 +58,10 @@ class Precomputed:
 
     Attributes:
       spots: position of each value in the step.
-      full: names of the values that every part gets in full; of the other values, a part gets its
-        rows.
-      fixed: parameters without a gradient that the values may depend on, such as a key.
-      equations: primitives of the step that `spots` refers to; compared before `spots` is used.
+      full: names of the values that every part gets in full; a part gets its rows of other values.
+      fixed: untrained state, such as a key, on which the values may depend.
+      equations: primitives of the step in which `spots` are positions. A step with other primitives
+        is refused.
     """
 
     spots: tuple[Spot, ...]
@@ -70,12 +70,12 @@ class Precomputed:
     equations: tuple[str, ...]
 
     def _flat(self, program: Program) -> FlatStep:
-        """Return a step with calls inlined; check that it has the primitives in `equations`."""
+        """Inline the calls of a step, and check that it has the primitives in `equations`."""
         step = FlatStep(program)
         if step.primitives != self.equations:
             raise BatchError(
                 f"{program.name} has other equations for a batch of these shapes than for the "
-                "batch with which it was planned; make a new plan for this batch"
+                "batch for which it was planned; make a new plan for this batch"
             )
         return step
 
@@ -110,7 +110,7 @@ class Precomputed:
         return program.with_jaxpr(jaxpr, args=args, labels={})
 
     def _loss(self, step: FlatStep, eqn: JaxprEqn, arguments: Mapping[Spot, Var]) -> JaxprEqn:
-        """Return the equation of the loss, with its precomputed values as additional operands."""
+        """Return the equation of the loss; it reads precomputed values as additional operands."""
         inside: dict[Var, Atom] = {}
         operands = list(eqn.invars)
         new_inputs = []
@@ -158,11 +158,11 @@ class Precomputed:
 
 
 def with_rows_first(main: Program, axes: Mapping[str, int]) -> Program:
-    """Return the step with batch arrays whose rows are dimension 0; the new step transposes them.
+    """Return a step that takes the rows of batch arrays as dimension 0, and transposes the arrays.
 
     Args:
       main: the step.
-      axes: row dimension of each batch array in the step.
+      axes: row dimension of each batch array of `main`.
     """
     moved = {n: axis for n, axis in axes.items() if axis}
     if not moved:
@@ -220,7 +220,7 @@ class FlatStep:
 
     @property
     def operands(self) -> dict[Var, Atom]:
-        """Value of the step that is passed to each input of the loss."""
+        """Input of the loss function -> value of the step that is passed to it."""
         atoms = () if self.loss is None else self.loss.invars
         return dict(zip(opened(self.body).invars, atoms, strict=True))
 
@@ -230,7 +230,7 @@ class FlatStep:
         return of.eqns[spot.eqn].outvars[spot.out]
 
     def without_loss(self, outs: Sequence[Var]) -> tuple[ClosedJaxpr, Collection[Var]]:
-        """Return a jaxpr that computes values of the step and its loss, and its free variables."""
+        """Return a jaxpr for `outs`, values of the step or of its loss; and its free variables."""
         body, operands = opened(self.body), self.operands
         inlined = _with_operands(operands, body.eqns)
         eqns = [*self.inner.eqns[: self.at], *inlined, *self.inner.eqns[self.at + 1 :]]

@@ -2,8 +2,8 @@
 
 The engine writes the step of a part (`dtrans.batch.written_parts`). If it contains no
 communication, the sum of the parts' steps is the step on the full batch. Values that need
-communication are precomputed: a pipeline has a program for them, and trainers compute them before
-the micro-steps, each from its part of the batch.
+communication are precomputed. A pipeline has a program for these values. In other jobs, each
+trainer computes them from its part of the batch, before its micro-steps.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class PrecomputedMicroSteps:
 
     Attributes:
       full_step: step on the full batch; a captured loss is one equation (`dtrans.step.capture`).
-      values: the precomputed values, and the writer of the parts that read them.
+      values: the writer of the parts, with the precomputed values that parts read.
       part: step of one part of `full_step`.
       axes: sharded dimension of each batch array.
       trainers: number of trainers.
@@ -57,7 +57,7 @@ class PrecomputedMicroSteps:
         return differentiated(self.values.part_of(full_step, part))
 
     def of_trainer(self, types: Sequence[jax.ShapeDtypeStruct]) -> Program:
-        """Return the program that computes a trainer's precomputed values from its part.
+        """Return the program that computes precomputed values from a trainer's part of the batch.
 
         Args:
           types: types of the step's inputs, with the batch of one trainer.
@@ -78,7 +78,7 @@ class PrecomputedMicroSteps:
         return program.with_jaxpr(jaxpr, labels={})
 
     def _of(self, types: Sequence[jax.ShapeDtypeStruct], parts: int) -> Program:
-        """Return the step on the full batch, if each of `parts` parts has inputs of these types."""
+        """Return the step on a batch of `parts` parts; `types` are the input types of one part."""
         full_types = []
         for name, t in zip(self.full_step.in_names, types, strict=True):
             full_types.append(full_type(t, self.axes.get(name), parts))
@@ -99,15 +99,15 @@ def shard_by_parts(
     Args:
       full_step: step on the full batch; a captured loss is one equation (`dtrans.step.capture`).
       axes: sharded dimension of each batch array.
-      fixed: untrained state that precomputed values may depend on.
+      fixed: untrained state on which precomputed values may depend.
       parts: number of parts.
       over: mesh axes of the parts.
       noun: noun for a part in errors.
-      part: step traced on a part, if the update must be the same for all batch sizes.
+      part: the user's step, traced on a part; None if the update may depend on the batch size.
 
     Returns:
-      The sharded step, and its parts with precomputed values. If the result is not `proven`, its
-      `part` lists the communication that the parts would need.
+      The sharded step, and the writer of its parts. If the step is not `proven`, its `part` lists
+      the communication that the parts would need.
     """
     return full_step.once(
         _Sharing(tuple(axes.items()), tuple(fixed), parts, tuple(over), noun, part)

@@ -1,15 +1,16 @@
 """Proof that one device's step is the mean, or the sum, of the user's step on the parts.
 
-Two programs are compared: the user's step traced on a part, and the trainer's step that the engine
-derives from the step on the full batch (`dtrans.batch.trainer_step`). If the latter does not
-communicate, both have the same equations, except numbers that depend on the batch size, such as
-1 / B. The outputs of the two programs are paired, then the equations that compute them, and so on
-back to the inputs. Each value of the user's step is trainers**exponent times the paired value.
+The proof compares two programs: the user's step traced on a part, and the *derived* step. The
+engine writes the derived step for a trainer, from the step on the full batch
+(`dtrans.batch.trainer_step`). If it does not communicate, the programs have the same equations,
+except numbers that depend on the batch size, such as 1 / B. The proof pairs the outputs of
+the two programs, then the equations that compute these outputs, and so on back to the inputs. Each
+value of the user's step is trainers**exponent times the paired value.
 
-Exponents come from the numbers that differ. Products add exponents, and the terms of a sum must
-have the same exponent. A replicated value, such as a weight penalty, is a term of the first trainer
-only in the derived step, so its exponent is 1. Gradients with exponent 1 are averaged over
-trainers, gradients with exponent 0 are summed.
+Exponents come from the numbers that differ. In a product exponents add up, and all terms of a sum
+must have one exponent. In the derived step, a replicated value such as a weight penalty is a term
+of the first trainer only, so its exponent is 1. Gradients with exponent 1 are averaged over
+trainers, and gradients with exponent 0 are summed.
 
 If equations cannot be paired, or exponents do not fit, nothing is proven.
 """
@@ -58,11 +59,11 @@ from dtrans.step.marks import mark_p
 
 @dataclasses.dataclass(frozen=True)
 class PartScale:
-    """Scaling exponents: an output on a part is trainers**exponent times its term.
+    """Scaling exponents: an output of the user's step is trainers**exponent times its term.
 
     Attributes:
-      gradients: exponent of all gradients: 0 (they are summed) or 1 (they are averaged).
-      results: exponent of each result that the engine merges as a sum.
+      gradients: exponent of all gradients: 0 (to sum over trainers) or 1 (to average).
+      results: exponent of each result.
     """
 
     gradients: int
@@ -78,17 +79,17 @@ class _NoScaleError(Exception):
 
 
 def scale_of_parts(step: Cut, part: TrainerStep, trainers: int) -> tuple[PartScale | None, str]:
-    """Return the exponents of a step.
+    """Try to prove that one device's step is a mean or sum of the user's step on parts.
 
     Args:
-      step: the user's step, traced on a trainer's part. If its loss is captured, the loss is paired
-        instead of its gradients, which have the same exponent. This also works for a gradient that
-        does not depend on the batch.
-      part: step of a trainer, derived from the step on the full batch.
+      step: the user's step, traced on a trainer's part. If its loss is captured, the proof pairs
+        losses instead of gradients, which have the same exponent. So it also works for gradients
+        that do not depend on the batch.
+      part: the derived step of a trainer.
       trainers: number of trainers.
 
     Returns:
-      The exponents, and "". If nothing is proven, None and the source line of the equation that
+      The exponents, and "". If the proof fails, None, and the source line of the equation that
       differs ("" if unknown).
     """
     if part.exchanged or trainers < 2:
@@ -131,7 +132,7 @@ def _half(program: Program, gradients: Mapping[str, Atom], results: Sequence[str
 
 
 class _Pairing:
-    """Computation of exponents, by pairing the equations of two jaxprs from their outputs back.
+    """Proof for one pair of programs: it pairs their equations and computes exponents.
 
     Args:
       trainers: number of trainers.
@@ -143,7 +144,7 @@ class _Pairing:
         self.scaled = scaled
 
     def powers(self, pair: Sequence[ClosedJaxpr], ins: Sequence[Power]) -> list[Power]:
-        """Return the exponents of a pair of jaxprs' outputs, from those of their inputs."""
+        """Return the exponents of the outputs of two paired jaxprs, given those of their inputs."""
         here, there = map(opened, pair)
         if len(here.invars) != len(there.invars):
             raise _NoScaleError
@@ -160,7 +161,7 @@ class _Pairing:
             return is_scaled(b) or is_computed(a, 0) == is_computed(b, 1)
 
         def power(a: Atom, b: Atom) -> Power:
-            """Return the exponent of a pair that is known, or of two constants."""
+            """Return the known exponent of two paired values, or that of two constants."""
             if of(a, b) in known:
                 return known[of(a, b)]
             number = lambda x, side: np.asarray(x.val if isinstance(x, Literal) else side.get(x))
@@ -201,7 +202,7 @@ class _Pairing:
         return [power(*p) for p in outs]
 
     def ratio(self, here: Any, there: Any) -> Power:
-        """Return the exponent of a pair of constants."""
+        """Return the exponent of two paired constants."""
         if here.dtype == object or here.shape != there.shape:
             raise _NoScaleError
         if np.array_equal(here, there, equal_nan=here.dtype.kind in "fc"):
@@ -212,7 +213,7 @@ class _Pairing:
         raise _NoScaleError
 
     def of_equation(self, x: JaxprEqn, y: JaxprEqn, ins: Sequence[Power]) -> list[Power]:
-        """Return the exponents of the outputs of a pair of equations."""
+        """Return the exponents of the outputs of two paired equations."""
         name, count = x.primitive.name, len(x.outvars)
         if name in (SCAN, WHILE, COND, *REMAT):
             return self.of_bodies(x, y, ins)
@@ -310,7 +311,7 @@ class _Pairing:
 
 
 def _together(several: Sequence[Sequence[Power]]) -> list[Power]:
-    """Return the exponents of values that come from one of several bodies; they must agree."""
+    """Merge the exponents that several bodies give for one list of values; they must agree."""
     found: list[Power] = []
     for powers in zip(*several, strict=True):
         known = {p for p in powers if p is not _ZERO}
@@ -321,7 +322,7 @@ def _together(several: Sequence[Sequence[Power]]) -> list[Power]:
 
 
 def _producers(inner: Any) -> dict[Atom, tuple[JaxprEqn, int]]:
-    """Return, for each variable, the equation that computes it and its index in the outputs."""
+    """Return variable -> (equation that computes it, index of the output)."""
     producers: dict[Atom, tuple[JaxprEqn, int]] = {}
     for eqn in inner.eqns:
         producers |= {v: (eqn, i) for i, v in enumerate(eqn.outvars)}

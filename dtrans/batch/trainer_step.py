@@ -1,9 +1,9 @@
 """Step of one trainer on its part of the batch, derived from the step on the full batch.
 
 The forward and backward pass of the full step are rewritten for one shard (`dtrans.engine`), with
-replicated parameters and sharded batch arrays. The program communicates where a value depends on
-the full batch: for the two sums of a masked mean, say, or the statistics of a batch normalisation.
-Numbers that depend on the batch size, and random numbers for each row, equal those of one device.
+replicated parameters and sharded batch arrays. Where a value depends on the full batch, the program
+communicates: for the two sums of a masked mean, say, or the statistics of a batch normalisation.
+Numbers that depend on the batch size equal those of one device, and so do random numbers of rows.
 
 Gradients are partial sums: the sum over trainers is one device's gradient. They are marked
 (`dtrans.step.marks`), and the user's update follows unchanged. A strategy cuts this program at the
@@ -61,11 +61,11 @@ INDEX = "@number"  # name of the argument that is the trainer's index
 
 @dataclasses.dataclass(frozen=True)
 class Exchanged:
-    """Collective in the forward or backward pass, apart from those for gradients and results.
+    """Collective in the forward or backward pass, which reduces neither gradients nor results.
 
     Attributes:
       op: `all_reduce`, `all_gather`, `all_to_all` or `reduce_scatter`.
-      line: source line that needs it, `model.py:12`; empty if unknown.
+      line: source line that needs the collective, `model.py:12`; empty if unknown.
       nbytes: bytes that each trainer sends; for an all-gather, the bytes of its output.
     """
 
@@ -81,14 +81,14 @@ class TrainerStep:
     Attributes:
       program: (params, opt_state, *part of the batch) -> results; marked gradients are partial
         sums.
-      merges: merge of each result, and of each parameter that trainers compute: "sum", "same", or
-        the dimension along which the parts are concatenated.
-      exchanged: its communication.
-      gathers: sharded values that are gathered, each with the reason.
+      merges: maps each result, and each parameter that trainers compute, to its merge: "sum",
+        "same", or the dimension along which the parts are concatenated.
+      exchanged: the collectives of the program, except those of gradients and results.
+      gathers: records of the sharded values that are gathered, with reasons.
       scaled: see `ShardValues.scaled` in `dtrans.engine.values`.
       local: True if some equations are inside `dtrans.local`.
       takes_index: True if the last argument of the program is the trainer's index.
-      sliced: row dimension of each replicated input from which trainers only read their rows.
+      sliced: replicated input -> row dimension, for inputs that trainers only read by rows.
     """
 
     program: Program
@@ -119,7 +119,7 @@ def trainer_step(
       trainers: number of trainers. Each part has `ceil(size / trainers)` entries; padding does not
         change any result.
       over: mesh axes of the trainers.
-      open_state: True if parameters that trainers compute may be partial sums, as results may.
+      open_state: True if partial sums are allowed for parameters that trainers compute.
       noun: noun for a trainer in errors.
       takes_index: True to pass the trainer's index as the last argument, if the program reads it.
     """
@@ -154,7 +154,7 @@ def trainer_step(
     )
     ours = [*step.results, *(n for n in step.frozen if outs[n] is not ins[n])]
     opened = [n for n in before if n in step.results or (open_state and n in ours)]
-    # the update may read a sum that a loop computes: reduce it once, after the loop
+    # a sum from a loop that the update reads is reduced once, after the loop
     of_loops = set(outputs_of(e for e in half if e.primitive.name in LOOPS))
     ends = [*terms, *values_at(outs, opened)]
     ends += [v for v in crossing if v in of_loops]
@@ -164,7 +164,7 @@ def trainer_step(
     rows = {source.inputs[n].shape[axis] for n, axis in axes.items()}
 
     def joins(row: RowAxis, aval: Any) -> bool:
-        """Return True if the value is the concatenation of the pieces on real rows of the batch."""
+        """Return True if the pieces of real rows of the batch concatenate to the value."""
         size = aval.shape[row.axis]
         is_even = not shards.pads(size, row) and not any(n % trainers for n in rows)
         return row.order is None and (is_even or any(row.width * n == size for n in rows))
@@ -231,7 +231,7 @@ def _is_local(
     """Return True if some equations are inside `dtrans.local`.
 
     Raises:
-      BatchError: they are, and the trainers do not have equally many rows.
+      BatchError: some are, but the number of trainers does not divide the rows.
     """
     if not any(map(has_local_scope, eqns)):
         return False

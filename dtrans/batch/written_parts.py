@@ -10,9 +10,9 @@ differentiated:
 So the gradient of the loss is the sum of the terms' gradients. If the loss is not captured, the
 step's own gradients are rewritten as partial sums.
 
-`given` are precomputed values (`dtrans.batch.precomputed`). They need communication but depend on
-no trained parameter, or they depend on the indices of the rows, as a dropout mask does. `number` is
-the index of the part. It is passed if the step reads it, for a slice of a parameter, say.
+`given` are precomputed values (`dtrans.batch.precomputed`), which depend on no trained parameter.
+To compute them, a part would need communication, or the indices of its rows (a dropout mask).
+`number` is the index of the part, an input if the step of the part reads it.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class WrittenParts:
 
     @property
     def rows(self) -> dict[str, int]:
-        """Row dimension (0) of the other precomputed values, whose rows are divided among parts."""
+        """Name -> 0 (row dimension), for precomputed values whose rows are divided among parts."""
         count = len(self.values.spots) + self.numbered
         names = (f"{ROOT}/{i}" for i in range(count))
         return {n: 0 for n in names if n not in self.full}
@@ -97,7 +97,7 @@ class WrittenParts:
         )
 
     def part_of(self, full_step: Program, found: TrainerStep | None = None) -> Program:
-        """Return the program of a part's step, with precomputed values as its last arguments.
+        """Return the program of a part's step; its last arguments are the precomputed values.
 
         Args:
           full_step: step on the full batch.
@@ -131,7 +131,7 @@ class WrittenParts:
         return full_step.rewritten(self.part_of, self._full_types, result=part)
 
     def _full_types(self, types: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
-        """Convert the types of a part's inputs to those of the step on the full batch."""
+        """Convert the types of a part's inputs to the types of the full step's inputs."""
         found = {}
         for name, t in types.items():
             if not is_under(name, [ROOT]):
@@ -173,13 +173,13 @@ def written_parts(
       full_step: step on the full batch, with a captured loss if possible.
       axes: sharded dimension of each batch array.
       parts: number of parts.
-      fixed: untrained state that precomputed values may depend on.
+      fixed: untrained state on which precomputed values may depend.
       over: mesh axes of the parts.
       noun: noun for a part in errors.
-      part: step traced on a part, if the update must be the same for all batch sizes.
+      part: the user's step, traced on a part; None if the update may depend on the batch size.
 
     Returns:
-      The writer, and the step of a part. It may still contain communication (see `adds_up`).
+      The writer, and the step of a part, which may still communicate (see `adds_up`).
     """
     flat = FlatStep(full_step)
     ways = _ways(flat, axes, Shards(parts, tuple(over), noun), fixed, part)
@@ -191,7 +191,7 @@ def written_parts(
         return found, found.step_of(full_step)
 
     precomputed = {spot: bool(is_rows) for spot, is_rows in ways.items() if is_rows is not None}
-    # precompute other values too, if a part only reads its rows of them
+    # also precompute these values, if each part only reads its own rows
     if len(precomputed) < len(ways):
         _, step = of({spot: bool(is_rows) for spot, is_rows in ways.items()})
         read = dict(zip(ways, (f"{ROOT}/{i}" for i in range(len(ways))), strict=True))
@@ -211,13 +211,15 @@ def _ways(
     fixed: Collection[str],
     part: Program | None,
 ) -> dict[Spot, bool | None]:
-    """Return the positions of the values to precompute, and how parts get each.
+    """Find the values to precompute: position -> True, False or None.
 
-    A value is precomputed if a part would need communication, or its index, to compute it. The
-    value True means that a part gets its rows, False that it gets the full value. None marks a
-    value that a part can compute in full, but that has as many rows as the batch: it is
-    precomputed only if parts read no other rows than their own. If `part` is passed, numbers in the
-    update that depend on the batch size are precomputed too.
+    These are the values for which a part would need communication, or its own index. If `part` is
+    passed, numbers in the update that depend on the batch size are added.
+
+      True    each part gets its rows of the value
+      False   each part gets the full value
+      None    the value has as many rows as the batch, and a part can compute it in full: precompute
+              the value only if parts read just their own rows
     """
     spots = _free(flat, fixed)
     jaxpr, _ = flat.without_loss([flat.value(s) for s in spots])
@@ -248,7 +250,7 @@ def _ways(
         needed, read = backward_slice(program.eqns, [a])
         inside = itertools.chain.from_iterable(equations_inside(program.eqns[k]) for k in needed)
         is_exchanged = any(map(is_communication, (*values_at(program.eqns, needed), *inside)))
-        # a piece whose rows are reordered does not have the rows of the part
+        # if rows are reordered, a piece does not consist of the rows of the part
         is_reordered = isinstance(layout, RowAxis) and layout.order is not None
         if (
             isinstance(layout, Partial)
@@ -282,7 +284,7 @@ def _sized(flat: FlatStep, part: Program, spots: Sequence[Spot]) -> set[Spot]:
 
 
 def _free(flat: FlatStep, fixed: Collection[str]) -> list[Spot]:
-    """Return the positions of values without trained parameters that other equations read."""
+    """Return positions of values that depend on no trained parameter, but enter one that does."""
     p = flat.program
     batch = {n for spec in p.args[2:] for n in spec.names}
     trained: dict[Var, int] = {}
@@ -325,7 +327,7 @@ def _free(flat: FlatStep, fixed: Collection[str]) -> list[Spot]:
 
 
 def _moves_rows(eqn: JaxprEqn) -> bool:
-    """Return True for a transpose that moves dimension 0, which each part runs on its rows."""
+    """Return True for a transpose that moves dimension 0; each part transposes its own rows."""
     return eqn.primitive.name == "transpose" and eqn.params["permutation"][0] != 0
 
 
@@ -338,7 +340,7 @@ def _numbers_type(rows: int) -> Any:
 
 
 def without_effects(program: Program) -> Program:
-    """Return a step without prints and callbacks, because values of a part would be confusing."""
+    """Return a step without prints and callbacks, since users expect values of the full batch."""
     return program.rewritten(_drop_effects)
 
 

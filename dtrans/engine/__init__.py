@@ -8,10 +8,10 @@ Batches are sharded over trainers, columns of parameters over devices.
     layout            layouts of a value: replicated, sharded, or a partial sum
     rules             ways to run an equation on pieces, and the choice of the cheapest
     values            the values of a shard, and their conversion between layouts
-    counted_values    pieces that a shard computes alone: of counters, masks and random bits
+    counted_values    pieces of counters, masks and random bits, which a shard computes alone
     writer            writer of the program, and of the bodies of its equations
     strategy_writers  equations that are written for each strategy of `rules`
-    open_sums         equations that run on terms, so that a sum is reduced later
+    open_sums         equations that run on the terms of a sum, so that it is reduced later
     row_moves         concatenations, slices and padding along the sharded dimension
     sharded_scans     scans whose iterations are sharded
     custom_rules      `jax.custom_jvp` and `jax.custom_vjp` calls

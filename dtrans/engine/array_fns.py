@@ -85,7 +85,7 @@ def _with(indices: Array, component: int, value: Array) -> Array:
 def _owned(
     indices: Array, component: int, start: Array, local: int, size: int, clip: bool
 ) -> tuple[Array, Array]:
-    """Return the indices along the sharded dimension, and a mask of the indices on this shard."""
+    """Return the component for the sharded dimension; and True for each index on this shard."""
     at = _wide(indices)[..., component]
     if clip:
         at = jnp.clip(at, 0, size - 1)
@@ -98,11 +98,11 @@ def pick_entries(
 ) -> Callable[[Array, Array, Array], Array]:
     """Return a function (piece, indices, start) that computes a shard's term of a gather.
 
-    The gather selects single entries along the sharded dimension. The term has the entries that are
-    on this shard, and zeros elsewhere.
+    The gather looks up single entries along the sharded dimension. The term has the entries that
+    this shard has, and zeros elsewhere.
 
     Args:
-      component: component of an index that refers to the sharded dimension.
+      component: number of the index component that refers to the sharded dimension.
       size: size of the sharded dimension.
       numbers, sizes, mode, fill: parameters of the gather.
     """
@@ -124,7 +124,7 @@ def pick_entries(
         batch = [d for d in range(found.ndim) if d not in numbers.offset_dims]
         spread: Callable[[Array], Array] = lambda m: jax.lax.broadcast_in_dim(m, found.shape, batch)
         others = jnp.zeros_like(found)
-        if mode == Mode.FILL_OR_DROP:  # one shard must return the fill value: the first
+        if mode == Mode.FILL_OR_DROP:  # only the first shard returns fill values: terms are summed
             beyond = ((at < 0) | (at >= size)) & (start == 0)
             others = jnp.where(
                 spread(beyond), jnp.full_like(found, _fill(found.dtype, fill)), others
@@ -166,9 +166,9 @@ def local_indices(
 def best_local(
     axis: int, size: int, largest: bool
 ) -> Callable[[Array, Array, Array], tuple[Array, Array]]:
-    """Return a function (x, start, fill) that finds the best entries of a piece along an axis.
+    """Return a function (x, start, fill) that finds the largest or smallest entries of a piece.
 
-    It returns the entries, and their indices in the full dimension.
+    The function returns these entries, and their indices in the full dimension.
     """
 
     def fn(x: Array, start: Array, fill: Array) -> tuple[Array, Array]:
@@ -184,10 +184,9 @@ def best_local(
 def argmax_marks(size: int) -> Callable[[Array, Array, Array], Array]:
     """Return a function (local best, global best, position) -> mark of a shard.
 
-    The result of argmax or argmin is the lowest mark over the shards. The mark of a shard that has
-    the global best entry is its position; other shards return the largest integer. NaN wins, as on
-    one device: a maximum over devices may drop NaN, so the mark of a NaN is its position minus
-    2**31. Positions in padding never win.
+    The result of argmax or argmin is the lowest mark of all shards. If a shard has the global best
+    entry, its mark is the position of that entry; otherwise it is the largest integer. A NaN wins,
+    as on one device: its mark is its position minus 2**31. Positions in padding never win.
     """
 
     def fn(found: Array, best: Array, at: Array) -> Array:

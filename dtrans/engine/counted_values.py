@@ -41,7 +41,7 @@ class CountedValues:
         if row.order is not None and recipe is not None:
             local = self.values.shards.local(var.aval.shape[row.axis], row)
             if any(p is not None and p.size != local for _, p in recipe.needs):
-                return None  # the operand would need a different order of rows
+                return None  # no row order of the operand fits
         if recipe is not None:
             atoms = []
             for a, part in recipe.needs:
@@ -64,12 +64,12 @@ class CountedValues:
         name = eqn.primitive.name
         if len(eqn.outvars) != 1:
             return False
-        if name.startswith("scatter"):  # the updates are small; the operand must be counted
+        if name.startswith("scatter"):  # updates are small, so only the operand must be counted
             return self._is_counted(eqn.invars[0], axis)
         recipe = recipe_of(
             eqn, 0, self.values.pieces.of(eqn.outvars[0].aval.shape[axis], cut_along(axis))
         )
-        # their operands are smaller than their outputs, so the operands may be full values
+        # these two primitives have small operands, which need not be counted
         if recipe is None or name in ("broadcast_in_dim", "random_bits"):
             return recipe is not None
         # the indices are smaller than the gathered slices

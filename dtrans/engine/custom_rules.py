@@ -1,7 +1,7 @@
 """`jax.custom_jvp` and `jax.custom_vjp` calls on shards.
 
-If a program is differentiated later, it must keep these calls. Their function and their derivative
-rule are rewritten for one shard, and joined to a new call. Layouts of derivatives:
+If a program is differentiated later, it must keep these calls. The engine rewrites the function and
+the derivative rule for one shard, and writes a new call of both. Layouts of derivatives:
 
     jvp   a tangent has the layout of its primal
     vjp   the cotangent of a sharded value is sharded, that of a replicated value is a partial sum
@@ -48,7 +48,7 @@ WriteRule = Callable[
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """Functions that compute the derivatives of one call.
+    """Call of a function with a derivative rule, and its derivatives as functions.
 
     Attributes:
       jaxpr: a jaxpr with this call as its only equation.
@@ -73,7 +73,7 @@ class _Call:
         return _in_types(self.jaxpr)
 
     def _outs(self, operands: Sequence[Any]) -> Callable[..., list[Any]]:
-        """Return a function of the differentiable operands; it fixes the other operands."""
+        """Return the call as a function of the differentiable operands; the others are fixed."""
 
         def fn(*floats: Any) -> list[Any]:
             args = list(operands)
@@ -101,7 +101,7 @@ class _Call:
 def _with_zeros(
     outs: Sequence[Any], places: Collection[int], derivatives: Iterable[Any]
 ) -> list[Any]:
-    """Return `derivatives` for the outputs in `places`, and float0 zeros for other outputs."""
+    """Return one derivative for each output: `derivatives` in `places`, float0 zeros elsewhere."""
     present = iter(derivatives)
     found = []
     for i, x in enumerate(outs):
@@ -121,9 +121,9 @@ def call_on_pieces(
     outs: Sequence[ShardLayout],
     write: WriteRule,
 ) -> ClosedJaxpr | None:
-    """Return a jaxpr that calls a custom_jvp or custom_vjp function for one shard.
+    """Return a jaxpr for one shard that calls a custom_jvp or custom_vjp function.
 
-    If the function or its rule reads the shard's index, the index is the first input of the jaxpr.
+    If the function or its rule reads the shard's index, that index is the first input of the jaxpr.
 
     Args:
       eqn: the call in the full program.
@@ -149,7 +149,7 @@ def call_on_pieces(
     if rule is None:
         return None
     types = _in_types(primal)
-    # for the function and for the rule: 1 if it takes the shard's index, else 0
+    # two numbers, for the function and the rule: 1 if it takes the index of the shard, else 0
     more = (len(types) - len(ins), len(_in_types(rule)) - len(rule_ins))
     skipped = max(more)
     body: Callable[..., list[Any]] = lambda *args: evaluate(primal, *args[skipped - more[0] :])
@@ -173,7 +173,7 @@ def _cotangent(layout: ShardLayout) -> ShardLayout:
 def _with_jvp(
     call: _Call, body: Callable[..., list[Any]], rule: Callable[..., list[Any]], skipped: int
 ) -> Callable[..., Any]:
-    """Return a `jax.custom_jvp` function of `skipped` shard indices and the call's operands."""
+    """Return a `jax.custom_jvp` function; before its operands it takes `skipped` shard indices."""
     fn = jax.custom_jvp(body)
 
     @fn.defjvp
@@ -189,7 +189,7 @@ def _with_jvp(
 def _with_vjp(
     call: _Call, body: Callable[..., list[Any]], rule: Callable[..., list[Any]], skipped: int
 ) -> Callable[..., Any]:
-    """Return a `jax.custom_vjp` function of `skipped` shard indices and the call's operands."""
+    """Return a `jax.custom_vjp` function; before its operands it takes `skipped` shard indices."""
     fn = jax.custom_vjp(body)
 
     def forward(*args: Any) -> tuple[Any, Any]:

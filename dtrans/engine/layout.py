@@ -6,7 +6,7 @@
     PARTIAL                   partial sum: the value is the sum of one term on each shard
 
 All pieces have ceil(runs / shards) runs, so the last pieces may end with padding. Padding may have
-any value: before an operation mixes entries, the engine replaces it by a neutral number.
+any value: before an operation mixes entries, the engine replaces padding by a neutral number.
 
 `RowAxis` and `SHARED` are classes of the row analysis (`dtrans.rows.layout`), whose rules the
 engine uses too. The leaf of a `RowAxis` is "" here.
@@ -48,9 +48,9 @@ class Shards:
       noun: noun for a shard in errors.
       label: `name` parameter of the collectives that the engine writes.
       shares_work: True if sharding saves computation, as over a batch. False if it only saves
-        memory; then a loop gathers its operands if its body would communicate more bytes.
-      finite_padding: True to pad with copies of real entries. A program that is differentiated
-        later needs it: the derivative of a masked entry is multiplied by 0, and must be finite.
+        memory: then operands are gathered before a loop whose body would communicate more bytes.
+      finite_padding: True to pad with copies of real entries, for programs that are differentiated
+        later. The derivative of padding is multiplied by 0, and must be finite.
     """
 
     count: int
@@ -61,7 +61,7 @@ class Shards:
     finite_padding: bool = False
 
     def local(self, size: int, row: RowAxis) -> int:
-        """Return the size of a piece of a dimension with `size` entries, padding included."""
+        """Return the size of each piece of a dimension of this size, padding included."""
         if row.order is not None:
             return len(row.order.slots[0]) * row.width
         return -(-(size // row.width) // self.count) * row.width
@@ -113,13 +113,13 @@ class Shards:
         return cut_along(int(row.axis), row.width if self.pads(size, row) else 1)
 
     def cut(self, aval: Any, layout: ShardLayout) -> Any:
-        """Return the type that a value has on one shard."""
+        """Return the type of a shard's part of a value: its piece, its term, or the full value."""
         if not isinstance(layout, RowAxis):
             return aval
         return resized(aval, layout.axis, self.local(aval.shape[layout.axis], layout))
 
     def cut_all(self, atoms: Iterable[Atom], layouts: Iterable[ShardLayout]) -> list[Any]:
-        """Return the types that values have on one shard."""
+        """Return the types of a shard's parts of several values; see `cut`."""
         return [self.cut(a.aval, x) for a, x in zip(atoms, layouts, strict=True)]
 
 
@@ -140,12 +140,12 @@ def _longest_runs(size: int, entries: np.ndarray) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Gathered:
-    """Record of an all-gather: an equation or output needs the full value of a sharded one.
+    """Record of an all-gather, because an equation or output needs a sharded value in full.
 
     Attributes:
       shape, dtype: type of the full value.
       nbytes: size of the full value in bytes.
-      reason: the reader, e.g. `sort of f32[8,10] (model/head)` or the name of an output.
+      reason: the equation or output that needs it: `sort of f32[8,10] (model/head)`, or a name.
       line: source line of the reader, `model.py:12`; empty if unknown.
     """
 

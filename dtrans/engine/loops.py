@@ -1,18 +1,18 @@
 """Loops and branches on shards: layouts of their operands and outputs, and their bodies.
 
-The body of a loop is rewritten with the layouts of the initial carried values. If it returns other
-layouts, it is rewritten with these, until they no longer change. Layouts only rise in this order:
+The body of a loop is rewritten with the layouts of the initial carried values. If the body returns
+other layouts, it is rewritten with those, until nothing changes. Layouts only rise in this order:
 
     replicated < partial sum < sharded
 
-If iterations only add to a carried partial sum, it is reduced once, after the loop. This is the
-case for the gradient of a weight that a loop reads. If the body reads the sum in another way, the
-sum is reduced first. `dtrans.engine.sharded_scans` shards the dimension that a `scan` iterates
-over. The condition of a `while` and the index of a `cond` are replicated, so all shards run the
+If iterations only add to a carried partial sum, the sum is reduced once, after the loop. The
+gradient of a weight that a loop reads is an example. If the body reads the sum in another way, each
+iteration reduces it first. `dtrans.engine.sharded_scans` shards the dimension over which a `scan`
+iterates. The condition of a `while` and the index of a `cond` are replicated, so all shards run the
 same bodies.
 
-A loop runs on gathered operands if its body would communicate more bytes, in all iterations, than
-the operands have.
+If all iterations together would communicate more bytes than the operands have, the operands are
+gathered before the loop.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ class WrittenBody:
 
 
 def moved_bytes(eqns: Iterable[JaxprEqn]) -> dict[str, int]:
-    """Return the bytes that one shard communicates: primitive name -> bytes.
+    """Return primitive name -> bytes that one shard communicates.
 
-    An all-gather counts the bytes of its output, other collectives count their operands.
+    For an all-gather, these are the bytes of its output; for other collectives, of the operands.
     """
     found: dict[str, int] = {}
     for eqn in eqns:
@@ -108,14 +108,14 @@ class LoopPlan:
 def plan_loop(
     eqn: JaxprEqn, ins: Sequence[ShardLayout], write: Write, *, shares_work: bool = True
 ) -> LoopPlan | None:
-    """Plan a loop or a branch on shards; return None if running it on gathered operands costs less.
+    """Plan a loop or a branch on shards; return None if it costs less to gather its operands.
 
     Args:
       eqn: the loop or branch.
       ins: layout of each operand.
       write: (body, layouts of its inputs, wanted layouts of its outputs or None, number of carried
         outputs) -> rewritten body. Carried outputs may be partial sums.
-      shares_work: see `Shards`. If True, only a body with gathers can lead to None.
+      shares_work: see `Shards`. If True, return None only if a body gathers.
     """
     plan = _plan(eqn, ins, write)
     if (cut := _cut_before(eqn, plan)) and eqn.primitive.name in (SCAN, *REMAT):
@@ -131,9 +131,9 @@ def plan_loop(
 
 
 def _cut_before(eqn: JaxprEqn, plan: LoopPlan) -> dict[int, RowAxis]:
-    """Return layouts for replicated operands that the body only reads as pieces.
+    """Return operand index -> layout, for replicated operands that the body only reads as pieces.
 
-    The loop can then read pieces, instead of cutting the operand in each iteration.
+    So the operand can be cut once before the loop, instead of in each iteration.
     """
     wires = wiring(eqn)
     found: dict[int, RowAxis] = {}
@@ -163,7 +163,7 @@ def _plan(eqn: JaxprEqn, ins: Sequence[ShardLayout], write: Write) -> LoopPlan:
     entered = enter(layouts, eqn, start, run)
     written: list[WrittenBody] = []
     for k, found in entered.bodies.items():
-        # the condition is replicated: if shards ran different iterations, collectives would hang
+        # a replicated condition: if shards ran different numbers of iterations, they would hang
         ends = [SHARED] if wires.outs[k] is None else _drop_closed(entered.ends[k])
         added = len(wires.carried) if wires.outs[k] else 0
         if list(found.outs) != ends:
@@ -180,7 +180,7 @@ def _plan(eqn: JaxprEqn, ins: Sequence[ShardLayout], write: Write) -> LoopPlan:
 class _Closed(Shared):
     """Replicated layout of a carried value that must not become a partial sum again.
 
-    An iteration has read its full value, so its sum is reduced in each iteration.
+    Each iteration reads the full value, so it reduces the sum.
     """
 
 
@@ -202,7 +202,7 @@ def _join(one: ShardLayout, other: ShardLayout) -> ShardLayout:
 
 
 def _join_iterations(carried: ShardLayout, after: ShardLayout) -> ShardLayout:
-    """Return the layout of a carried value that has two layouts: before and after an iteration."""
+    """Join the layouts that a carried value has before and after an iteration."""
     is_closed = carried is _CLOSED or (
         isinstance(carried, Partial) and not isinstance(after, Partial)
     )

@@ -1,8 +1,8 @@
 """Open sums: partial sums whose all-reduce is delayed, because a linear equation reads them.
 
-Suppose that one equation reads a partial sum, is linear, and has an output that is not larger.
-Then each shard runs it on its term, and the output is a partial sum again. So the gradients of one
-input through several products are added first, then reduced once.
+Suppose that one linear equation reads a partial sum, and that its output is not larger than the
+sum. Then each shard runs this equation on its term, and the output is a partial sum again. So if an
+input enters several products, its gradients are added first, and then reduced once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dtrans.ir.selection import values_at
 from dtrans.rows.layout import row_axes
 
 
-# Primitives before which a sum is reduced if the output is larger: name -> operand to compare.
+# Name -> operand to compare: if the output is larger, the sum is reduced before the equation.
 # `pad` is not listed, because the gradients of several slices of a parameter are padded, added, and
 # then reduced once.
 _GROWS: Mapping[str, int] = {"broadcast_in_dim": 0, "scatter-add": 2}
@@ -46,8 +46,8 @@ def open_operands(
       values: values of the shard.
       eqn: the equation.
       ins: layout of each operand.
-      terms: values that are partial sums at the end (`linear_terms`). A linear equation that
-        computes one runs on terms. Its replicated operands become terms of the first shard.
+      terms: values to leave as partial sums (`linear_terms`). A linear equation that computes such
+        a value runs on terms; the first shard has its replicated operands as terms.
 
     Returns:
       The indices; None if open sums must be reduced before this equation.
@@ -68,7 +68,7 @@ def open_operands(
         return None
     if _adds_terms(eqn, opens):
         return opens
-    # The factor must be a finite literal: a term that is 0, times infinity, would be NaN.
+    # the factor must be a finite literal, because 0 times infinity is NaN, and a term may be 0
     factor = next((a.val for a in eqn.invars if isinstance(a, Literal) and not a.aval.ndim), np.nan)
     if name not in ("mul", "div") or not np.isfinite(factor):
         return None
@@ -82,9 +82,9 @@ def open_operands(
 def linear_terms(inner: Jaxpr, outs: Collection[Var], summed: Collection[Var] = ()) -> set[Var]:
     """Return the values that may be open sums, because `outs` depend on them linearly.
 
-    A value before a broadcast is smaller, so it is reduced there, unless elementwise equations turn
-    the broadcast into one of the `summed` values. A cast rounds, so it runs on reduced values if an
-    equation needs its result as a full value.
+    A sum is reduced before a broadcast, where it is smaller. It stays open if elementwise equations
+    turn the broadcast into one of the `summed` values. If an equation needs the full result of a
+    cast, the sum is reduced before the cast, because a cast rounds.
 
     Args:
       inner: the jaxpr.
@@ -92,7 +92,7 @@ def linear_terms(inner: Jaxpr, outs: Collection[Var], summed: Collection[Var] = 
       summed: values that are all-reduced in any case.
     """
     found, anyway = set(outs), set(summed)
-    needed: set[Var] = set()  # values that some equation reads as a full value
+    needed: set[Var] = set()  # values that an equation reads in full
     for eqn in reversed(inner.eqns):
         operands = variables(eqn.invars)
         is_summed = anyway.issuperset(eqn.outvars)
@@ -128,8 +128,8 @@ def _grows(eqn: JaxprEqn) -> bool:
 def _adds_terms(eqn: JaxprEqn, opens: Sequence[int]) -> bool:
     """Return True if an equation is linear in the operands `opens`, and its output is not larger.
 
-    Casts are excluded because they round. Other operands must be integers, e.g. indices: a term
-    that is 0, times an infinite number, would be NaN.
+    Return False for casts, which round. All other operands must be integers, such as indices: a
+    term may be 0, and 0 times an infinite float would be NaN.
     """
     others = [a for i, a in enumerate(eqn.invars) if i not in opens]
     if (

@@ -32,8 +32,8 @@ class Pieces:
       shards: number and mesh axes of the shards.
 
     Attributes:
-      takes_index: True to pass the shard's index as the first input of the program, if the program
-        reads it. By default a `trainer_index` equation computes it.
+      takes_index: True to make the shard's index, if the program reads it, the first input of the
+        program. By default a `trainer_index` equation computes the index.
     """
 
     def __init__(self, b: Builder, shards: Shards) -> None:
@@ -42,7 +42,7 @@ class Pieces:
         self._starts: dict[tuple[int, RowOrder | None], Start] = {}
         self.takes_index = False
         self._index: Atom | None = None
-        # ((shape, dtype), bytes) of a table -> the row of this shard
+        # key of a table, ((shape, dtype), bytes) -> row of this shard
         self._rows: dict[tuple[Any, bytes], Atom] = {}
 
     def index(self) -> Atom:
@@ -62,13 +62,13 @@ class Pieces:
 
     @contextlib.contextmanager
     def _for_all(self) -> Iterator[None]:
-        """Write equations without a source line, because several equations read them."""
+        """Write equations without a source line, since equations of several lines read them."""
         source, self.b.source = self.b.source, None
         yield
         self.b.source = source
 
     def of(self, size: int, row: RowAxis) -> Slice:
-        """Return the slice of a dimension that this shard's piece has; `size` excludes padding."""
+        """Return this shard's slice of a dimension; `size` is its length without padding."""
         local, order = self.shards.local(size, row), row.order
         if (local, order) not in self._starts:
 
@@ -104,7 +104,7 @@ class Pieces:
         return start.value(self.b)
 
     def without_padding(self, piece: Atom, size: int, row: RowAxis, op: str) -> Atom:
-        """Replace padding in a piece by the neutral number of reduction `op`, e.g. 0 for a sum."""
+        """Replace the padding of a piece by the neutral number of `op`, e.g. 0 for a sum."""
         if not self.shards.pads(size, row):
             return piece
         (fill,) = self.b.call(identity_of(op, piece.aval.shape, piece.aval.dtype))

@@ -1,12 +1,12 @@
 """Rules for concatenations, slices, padding and reversals along the sharded dimension.
 
 No entry changes its shard. Instead the result gets a layout with an order
-(`dtrans.rows.layout.RowOrder`), so that reductions over it need no communication. The piece of the
-result has *slots*, and each shard selects the entries of its old pieces into them. If another
-value's layout fits, it is used, so that equations which read both need no further move.
+(`dtrans.rows.layout.RowOrder`). The piece of the result has *slots*, and each shard selects entries
+of its old pieces into the slots. If the layout of another value fits, the result gets that layout,
+so that equations which read the two values need no further move.
 
-If a later equation gathers the result, gathering the operands can be cheaper.
-`dtrans.engine.writer.written` compares both programs.
+If a later equation gathers the result, it may cost less to gather the operands instead.
+`dtrans.engine.writer.written` writes both programs and compares them.
 """
 
 from __future__ import annotations
@@ -32,10 +32,9 @@ class Move:
 
     Attributes:
       axis: the axis.
-      slots: array [shards, slots] with the index, in the shard's piece, of the entry that each slot
-        gets.
+      slots: array [shards, slots]; each slot gets the entry of the old piece with this index.
       filled: array [shards, slots], True for slots that get the padding value of a `pad` equation;
-        None if there are none.
+        None if no slot does.
     """
 
     axis: int
@@ -54,9 +53,9 @@ class RowMoves:
     Attributes:
       operands: layout in which each operand is read.
       outs: layout of each output.
-      params: output types on a shard -> changed parameters of the equation, which is first run on
-        pieces without selecting entries along the axis. None if it need not be run.
-      moves: the move that follows, for each output.
+      params: function from the output types on a shard to changed parameters. With these, the
+        equation runs on pieces before the moves; None if there is nothing to run.
+      moves: the move of each output.
     """
 
     operands: tuple[RowAxis | None, ...]
@@ -99,14 +98,14 @@ class _Rows:
     def arrange(
         self, size: int, entries: np.ndarray, everywhere: np.ndarray | None = None
     ) -> tuple[RowAxis, Move]:
-        """Choose a layout for an output, and return it with the move into its slots.
+        """Choose the layout of an output; return the layout, and the move into its slots.
 
         Args:
           size: size of the output along the axis.
-          entries: array [shards, local] with the index, in the output, of each entry of the old
-            pieces; -1 for entries that are not in the output.
-          everywhere: mask of the entries of the output that every shard can compute, such as the
-            padding of a `pad`; `entries` has the others.
+          entries: array [shards, local]; index in the output of each entry of the old pieces, or -1
+            if the output does not contain the entry.
+          everywhere: mask of the output; True for entries that every shard can compute, such as the
+            padding of a `pad`. `entries` has all other entries of the output.
         """
         free = np.zeros(size, bool) if everywhere is None else everywhere
         targets = [self.shards.entries(size, cut_along(self.axis))]
@@ -130,12 +129,12 @@ class _Rows:
     def _move(self, size: int, entries: np.ndarray, target: np.ndarray, free: np.ndarray) -> Move:
         slots = np.full(target.shape, -1)
         for i, local_entries in enumerate(entries):
-            place = np.full(size + 1, -1)  # the last entry is for padding
+            place = np.full(size + 1, -1)  # index -1, the last, stands for padding
             place[np.where(local_entries < 0, size, local_entries)] = np.arange(len(local_entries))
             place[size] = -1
             slots[i] = place[np.where(target[i] < 0, size, target[i])]
-        # Padding repeats a real entry, whose derivative is finite. If possible, it is the entry at
-        # the index that other shards select, because equal indices become one static slice.
+        # Padding repeats a real entry, whose derivative is finite. If possible, all shards select
+        # the entry at one index, because equal indices become one static slice.
         shape = slots.shape
         like_others = np.broadcast_to(np.maximum(slots.max(axis=0), 0), shape)
         first = np.broadcast_to(np.argmax(entries >= 0, axis=1)[:, None], shape)
@@ -157,9 +156,9 @@ def _has(local_entries: np.ndarray, target: np.ndarray, free: np.ndarray) -> boo
 
 
 def _pack(entries: np.ndarray, free: np.ndarray) -> np.ndarray:
-    """Return slots that have the entries of each shard, and a part of the `free` entries.
+    """Return slots for the entries of each shard, and for a share of the `free` entries.
 
-    Every shard can compute the `free` entries, so they are distributed to balance the sizes.
+    Every shard can compute `free` entries, so the shares make all pieces equally long.
     """
     rows = [local_entries[local_entries >= 0] for local_entries in entries]
     local = max(-(-(sum(map(len, rows)) + len(free)) // len(rows)), *map(len, rows))
@@ -283,9 +282,9 @@ RULES: Mapping[str, Callable[[JaxprEqn, Ins, _Rows], RowMoves | None]] = {
 
 
 def regroup(eqn: JaxprEqn, row: RowAxis, shards: Shards) -> RowAxis | None:
-    """Return the layout of a reshape that merges the sharded axis with earlier axes, or splits it.
+    """Return the output layout of a reshape that merges the sharded axis into others or splits it.
 
-    Each shard reshapes its own piece. Return None if entries would have to change shards.
+    Each shard reshapes its own piece. If entries would have to change shards, return None.
     """
     old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     entries = shards.entries(old[row.axis], row)
@@ -317,9 +316,9 @@ def _merge_axes(entries: np.ndarray, size: int, times: int, new: int) -> np.ndar
 
 
 def _split_copies(entries: np.ndarray, size: int, times: int, new: int) -> np.ndarray | None:
-    """Return the entries of the axis that follows, if the sharded axis is split as [times, ...].
+    """Return the entries of the second axis after a split of the sharded axis to [times, ...].
 
-    Return None if the `times` parts do not have the same entries on each shard.
+    Return None if a shard does not have the same entries in all `times` parts.
     """
     shards, local = entries.shape
     if size % times or local % times:

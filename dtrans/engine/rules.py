@@ -6,10 +6,10 @@ use the rules of the row analysis (`dtrans.rows.rules`), with the sharded dimens
 module adds rules for gathers and scatters along the sharded dimension, argmax, convolutions and
 reshapes.
 
-The layouts of operands may conflict. Then there is a strategy for each sharded operand, which
-keeps its layout and converts the other operands. A last strategy gathers all operands.
+The layouts of operands may conflict. Then there is one strategy for each sharded operand: it keeps
+the layout of that operand and converts the other operands. A last strategy gathers all operands.
 `choose` returns the strategy that communicates the fewest bytes. Sharded inputs of the program are
-large, so it gathers them only if no other strategy exists.
+large, so `choose` gathers them only if no other strategy exists.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class Strategy:
       operands: layout in which each operand is read; None for the full value.
       outs: layout of each output, after the reduction if there is one.
       reduce: reduction of the outputs over shards, e.g. "sum"; "" if there is none.
-      params: types of the outputs on a shard -> changed parameters of the equation.
+      params: function from the output types on a shard to changed parameters of the equation.
       write: key of the writer in `dtrans.engine.strategy_writers` that replaces the equation by
         others; "" to run the equation itself on the operands.
-      at: argument of "pick" and "put": the component of the indices that is looked up.
+      at: for the writers "pick" and "put": the index component along the sharded dimension.
       sends: bytes that are communicated in addition to the reduction.
-      moves: argument of "move".
+      moves: for the writer "move": the moves of the outputs.
     """
 
     operands: tuple[RowAxis | None, ...]
@@ -66,12 +66,12 @@ class Strategy:
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """Operand of an equation, as `choose` sees it.
+    """Operand of an equation, with the facts that `choose` needs.
 
     Attributes:
-      layout: layout in which it was computed.
-      is_input: True for a sharded input of the program, or its transpose, cast or the like.
-      has: returns True if the operand was already converted to a layout (None: the full value).
+      layout: layout in which the operand was computed.
+      is_input: True for a sharded input of the program, and for a cast or rearrangement of one.
+      has: returns True if the operand was converted to a layout before (None: to the full value).
     """
 
     layout: ShardLayout
@@ -168,7 +168,7 @@ def _simplified(shards: Shards, atoms: Sequence[Atom], layouts: Sequence[Any]) -
 
 
 def _as_rows(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
-    """Use the rule of the row analysis (`dtrans.rows.rules`)."""
+    """Return the strategy by the rules of the row analysis (`dtrans.rows.rules`)."""
     step = step_of(eqn, ins)
     if step is None:
         warn_if_unknown(eqn, "is assumed to mix rows, so its operands are gathered")
@@ -224,13 +224,13 @@ def _arg_reduce(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
 def _gather(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
     """Return the strategy of a gather.
 
-    The sharded dimension may belong to the indices, or be a batch dimension of the operand. It may
-    also be looked up entry by entry, or every slice contains it in full.
+    The sharded dimension may be a dimension of the indices, or a batch dimension of the operand.
+    Or the indices look up single entries of it, or each slice contains all of it.
     """
     (x, indices), (found, of) = avals(eqn.invars), ins
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     out = eqn.outvars[0].aval
-    # the output dimension of each dimension of the indices, without their last dimension
+    # output dimensions of the leading dimensions of the indices
     batch = [d for d in range(out.ndim) if d not in numbers.offset_dims]
     if isinstance(of, RowAxis):
         if of.axis == indices.ndim - 1:
@@ -267,8 +267,8 @@ def _gather(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
 def _scatter(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
     """Return the strategy of a scatter.
 
-    The sharded dimension may belong to the indices, or be a batch dimension of the operand. It may
-    also be written entry by entry, or every window covers it in full.
+    The sharded dimension may be a dimension of the indices, or a batch dimension of the operand.
+    Or the indices write single entries of it, or each window covers all of it.
     """
     x, indices, updates = avals(eqn.invars)
     numbers = eqn.params["dimension_numbers"]
@@ -383,7 +383,7 @@ def _convolution(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
 RULES: Mapping[str, Callable[[JaxprEqn, Ins, Shards], Strategy | None]] = {
     "reshape": _reshape,
     "optimization_barrier": _keep_layouts,
-    "all_reduce": _keep_layouts,  # a reduction over another mesh axis
+    "all_reduce": _keep_layouts,  # this all_reduce is over another mesh axis, so layouts stay
     "argmax": _arg_reduce,
     "argmin": _arg_reduce,
     "gather": _gather,

@@ -1,9 +1,9 @@
 """Scans along the sharded dimension: each shard runs the iterations of its piece.
 
 This is possible if iterations are independent, as in `jax.lax.map` over rows, or in a scan over
-micro-batches that adds up gradients. Each carried value must be constant, or a sum that each
-iteration adds to. Such a sum is a partial sum before and after the scan. Stacked outputs of the
-iterations are sharded like the scanned operands.
+micro-batches that adds up gradients. A carried value may be constant, or a sum to which each
+iteration adds a term. A carried sum is a partial sum before and after the scan. Stacked outputs are
+sharded like the scanned operands.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def sharded_iterations(
       ins: layout of each operand.
 
     Returns:
-      The layout of the iterations; and for each carried value True if iterations add to it, or
-      False if it is constant.
+      The layout of the scanned operands; and for each carried value, True if iterations add to it,
+      or False if it is constant.
     """
     if eqn.primitive.name != SCAN or eqn.effects:
         return None
@@ -50,7 +50,7 @@ def sharded_iterations(
 
 
 def _added(inner: Jaxpr, consts: int, carried: int) -> list[bool] | None:
-    """Return True for each carried value that iterations add to, False for each constant one.
+    """Return one flag for each carried value: True if iterations add to it, False if constant.
 
     Return None if an iteration both reads and changes a carried value.
     """
@@ -81,7 +81,7 @@ def _adds_only(inner: Jaxpr, start: Var, end: Atom, reads: Counter[Atom]) -> boo
 
 
 def _adds_to(eqn: JaxprEqn, value: Var) -> bool:
-    """Return True if an equation adds to a value, or only removes its weak type."""
+    """Return True if an equation adds a term to `value`, or only removes its weak type."""
     name = eqn.primitive.name
     if name == "convert_element_type":
         return bool(eqn.outvars[0].aval.dtype == value.aval.dtype)
@@ -89,7 +89,7 @@ def _adds_to(eqn: JaxprEqn, value: Var) -> bool:
 
 
 def mask_padding(body: Any, consts: int, added: Sequence[bool]) -> ClosedJaxpr:
-    """Add an input to the body of a scan: False in iterations on padding, which add nothing."""
+    """Add an input to the body of a scan; an iteration adds no terms if it is False (padding)."""
     flat = inline_calls(body, rules=True)
     b = Builder(flat)
     ins = [b.input(v.aval) for v in opened(flat).invars]

@@ -1,9 +1,9 @@
 """Tensor parallelism: a program with sharded inputs becomes the SPMD program of one shard.
 
 `split` propagates the sharded dimensions of inputs through the equations (`dtrans.engine.rules`).
-For example, a product with some columns of a kernel returns these columns of the logits. A maximum
-over columns is the maximum of the local maxima. The result is one program for all shards, with
-collectives as equations (`dtrans.ops`). Only `trainer_index` differs between shards.
+For example, if each shard has some columns of a kernel, it computes the same columns of the logits.
+A maximum over columns is the maximum of the local maxima. The result is one program for all shards,
+with collectives as equations (`dtrans.ops`). Only `trainer_index` differs between shards.
 
 `split` works on equations, so it needs no rules for derivatives or layers: pass a program that
 contains its gradients. Softmax cross entropy over sharded classes leads to three all-reduced
@@ -13,8 +13,8 @@ A dimension that is not a multiple of the number of shards is padded at its end.
 change any result.
 
 Source: EPL's `split` (epl/ops: dense layers by columns, cross entropy over sharded classes,
-experts). Differences: the batch is replicated unless `cuts` has its input. Remainders are padded
-instead of given to shard 0. Class ids stay integers, and logarithms get no added epsilon.
+experts). Differences: `split` replicates the batch, unless `cuts` shards it. It pads remainders,
+which EPL assigns to shard 0. Class ids stay integers, and logarithms get no added epsilon.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class SplitProgram:
       out_cuts: sharded dimension of each output; None if it is replicated.
       shards: number of shards.
       axis_name: named axis of the shards.
-      gathers: sharded values that are gathered, each with the reason.
+      gathers: records of the sharded values that are gathered, with reasons.
     """
 
     jaxpr: ClosedJaxpr
@@ -55,7 +55,7 @@ class SplitProgram:
 
     @property
     def moved(self) -> dict[str, int]:
-        """Bytes that one shard communicates, by primitive; the body of a loop counts once."""
+        """Bytes that one shard communicates: primitive name -> bytes. Loop bodies count once."""
         return moved_bytes(equations(self.jaxpr))
 
 
@@ -67,17 +67,17 @@ def split(
     *,
     outs: Mapping[int, int | None] | None = None,
 ) -> SplitProgram:
-    """Return the program of one shard of a program with sharded inputs.
+    """Rewrite a program for one shard, given the sharded dimensions of its inputs.
 
-    An equation without a rule runs on gathered operands, which are listed in `gathers`.
+    An equation without a rule runs on gathered operands, which `gathers` lists.
 
     Args:
       jaxpr: a forward pass, with or without its gradients, or a whole training step.
       cuts: index of an input -> its sharded dimension. Other inputs are replicated.
       shards: number of shards; with 1, the jaxpr is returned with calls inlined.
       axis_name: mesh axis of the shards.
-      outs: index of an output -> its sharded dimension, or None to replicate it. Other outputs
-        keep the layouts in which they were computed.
+      outs: index of an output -> its sharded dimension, or None to replicate it. Outputs that are
+        not in `outs` keep the layouts in which they were computed.
 
     Raises:
       ConfigError: an input, output or dimension does not exist; a sharded dimension is empty; or

@@ -1,4 +1,4 @@
-"""Writers of the equations for a strategy that `dtrans.engine.rules` chose.
+"""Writers that write an equation by the strategy that `dtrans.engine.rules` chose.
 
 Most equations are copied and run on pieces. Some are replaced by several equations: moves between
 slots, gathers and scatters along the sharded dimension, and argmax or argmin over it.
@@ -47,8 +47,8 @@ def write_strategy(w: ShardValues, eqn: JaxprEqn, way: Strategy) -> list[Atom]:
 def _without_padding(w: ShardValues, full: Atom, piece: Atom, row: RowAxis | None, op: str) -> Atom:
     """Replace the padding in `piece` by the neutral number of the reduction `op`.
 
-    `piece` is a shard's piece of the value `full`. It is returned unchanged if the value is not
-    sharded (`row` is None).
+    `piece` is a shard's piece of the value `full`. If `row` is None, the value is not sharded, and
+    `piece` is returned unchanged.
     """
     if row is None:
         return piece
@@ -56,7 +56,7 @@ def _without_padding(w: ShardValues, full: Atom, piece: Atom, row: RowAxis | Non
 
 
 def _write_move(w: ShardValues, eqn: JaxprEqn, way: Strategy, atoms: list[Atom]) -> list[Atom]:
-    """Write the moves of entries into other slots (`dtrans.engine.row_moves`)."""
+    """Write equations that move the entries of pieces into slots (`dtrans.engine.row_moves`)."""
     found, pieces = way.moves, atoms
     assert found is not None
     if found.params is not None:
@@ -70,9 +70,9 @@ def _write_move(w: ShardValues, eqn: JaxprEqn, way: Strategy, atoms: list[Atom])
 
 
 def _in_slots(w: ShardValues, piece: Atom, move: Move, atoms: Sequence[Atom]) -> Atom:
-    """Move a piece's entries into new slots.
+    """Move entries of a piece into slots; fill `move.filled` slots with `atoms[-1]`.
 
-    The other slots get the padding value of the `pad` equation, which is `atoms[-1]`.
+    `atoms[-1]` is the padding value of a `pad` equation.
     """
     if not move.keeps(piece.aval.shape[move.axis]):
         piece = _take_slots(w, piece, move)
@@ -92,7 +92,7 @@ def _take_slots(w: ShardValues, piece: Atom, move: Move) -> Atom:
 
 
 def _write_pick(w: ShardValues, eqn: JaxprEqn, way: Strategy, atoms: list[Atom]) -> list[Atom]:
-    """Write a gather along the sharded dimension, as a partial sum: each shard has one term."""
+    """Write a gather along the sharded dimension; return this shard's term of the output."""
     (row, _), p, (x, _) = way.operands, eqn.params, eqn.invars
     assert row is not None
     size = x.aval.shape[row.axis]
@@ -118,9 +118,9 @@ def _write_put(w: ShardValues, eqn: JaxprEqn, way: Strategy, atoms: list[Atom]) 
 def _write_scatter_add(
     w: ShardValues, eqn: JaxprEqn, way: Strategy, atoms: list[Atom]
 ) -> list[Atom]:
-    """Write a scatter-add with sharded updates, as a partial sum: each shard has one term.
+    """Write a scatter-add with sharded updates; return this shard's term of the output.
 
-    The first shard adds its updates to the operand, other shards to zeros.
+    The first shard adds its updates to the operand; other shards add theirs to zeros.
     """
     _, of, row = way.operands
     assert row is not None and of is not None
@@ -138,7 +138,7 @@ def _scatter(w: ShardValues, eqn: JaxprEqn, atoms: list[Atom], **params: Any) ->
 def _write_arg_reduce(
     w: ShardValues, eqn: JaxprEqn, way: Strategy, atoms: list[Atom]
 ) -> list[Atom]:
-    """Write an argmax or argmin: the lowest position of the best entry over all shards."""
+    """Write an argmax or argmin; return the lowest position of the best entry of all shards."""
     (row,), (x,) = way.operands, atoms
     assert row is not None
     largest = eqn.primitive.name == "argmax"

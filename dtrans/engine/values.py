@@ -10,8 +10,9 @@ layout, it is converted, and the result is stored too:
     partial -> sharded      reduce_scatter, if nothing else reads the sum
 
 Inside `dtrans.local`, each shard reduces over its own piece only, without communication. A local
-sum is multiplied by the number of shards, so that it estimates the global sum. These values are
-*local*: they differ between shards. If the program returns one, it returns the mean over shards.
+sum is multiplied by the number of shards, so that it estimates the global sum. Results of such
+reductions are *local* values: they differ between shards. If an output of the program is a local
+value, the program returns its mean over shards.
 """
 
 from __future__ import annotations
@@ -53,21 +54,21 @@ class ShardValues(abc.ABC):
     Args:
       jaxpr: the jaxpr, with calls inlined.
       shards: number and mesh axes of the shards.
-      within: if the jaxpr is a body, the text of the equation that has it; else "".
+      within: text of the equation whose body the jaxpr is; "" if the jaxpr is no body.
 
     Attributes:
       gathers: values that are gathered.
-      built_as_rows: full values that an equation reads only as a piece, with its layout.
-      sliced: for each replicated input, the only layout in which it is read; `SHARED` before the
+      built_as_rows: full values that equations read as pieces: value -> layout of the piece.
+      sliced: maps each replicated input to the only layout in which it is read: `SHARED` before the
         first read, None after reads in two layouts.
-      scaled: `scaled[v] = (w, k)` if v was computed as w / shards**k: k is 1 if v is the term of a
-        replicated w, and -1 if v is a local sum that was multiplied. Integers are not divided, but
-        moved to the first shard.
-      local_values: local values, see above.
+      scaled: `scaled[v] = (w, k)` if v = w / shards**k. If v is the term of a replicated w, k is 1.
+        If v is a local sum times the number of shards, k is -1. An integer w has no quotient: the
+        first shard has w as its term, and other shards have 0.
+      local_values: the local values (see the module).
     """
 
     is_local = False  # True if all equations are inside `dtrans.local`
-    # layouts with an order that values have so far; None if no layout may have an order
+    # the layouts with an order that values have so far; None to allow no order
     orders: list[RowAxis] | None = None
 
     def __init__(self, jaxpr: ClosedJaxpr, shards: Shards, within: str = "") -> None:
@@ -76,7 +77,7 @@ class ShardValues(abc.ABC):
         self.shards = shards
         self.gathers: list[Gathered] = []
         self.within = within
-        # layouts of values; a value without an entry is replicated
+        # value -> layout; values that are not in this dict are replicated
         self.layouts: dict[Var, ShardLayout] = {}
         # sharded inputs of the program, and their transposes and casts
         self.inputs: set[Var] = set()
@@ -100,7 +101,7 @@ class ShardValues(abc.ABC):
         return self.layouts.get(atom, SHARED)
 
     def operand(self, atom: Atom) -> Operand:
-        """Describe a value to `dtrans.engine.rules.choose`."""
+        """Return the facts about a value that `dtrans.engine.rules.choose` needs."""
         if isinstance(atom, Literal):
             return Operand(SHARED)
         is_converted = lambda row: (atom, row) in self._values
@@ -115,7 +116,7 @@ class ShardValues(abc.ABC):
         self._values[var, layout] = value
 
     def take(self, var: Var, layout: ShardLayout, *, is_input: bool) -> None:
-        """Add an input of the jaxpr in this layout; `is_input`: it is an input of the program."""
+        """Add an input in this layout; `is_input` is True for an input of the whole program."""
         self.define(var, layout, self.b.input(self.shards.cut(var.aval, layout)))
         if layout is SHARED:
             self.sliced[var] = SHARED
@@ -128,7 +129,7 @@ class ShardValues(abc.ABC):
         return self.is_local or (self.b.source is not None and in_local_scope(self.b.source))
 
     def needed_by(self, reason: Callable[[], str], eqn: JaxprEqn | None = None) -> None:
-        """Set the equation or output that reads values from now on; `reason` describes it."""
+        """Set the equation or output for which values are read from now on, and its description."""
         self._reason = reason
         self.b.source = eqn
 
@@ -162,8 +163,8 @@ class ShardValues(abc.ABC):
     def term(self, atom: Atom) -> Atom:
         """Return this shard's term of a value.
 
-        A replicated value is the term of the first shard, and other terms are zeros. In bodies that
-        take the shard's index as an input, each term is the value / number of shards.
+        If the value is replicated, the first shard has it as its term, and other shards have zeros.
+        In bodies that take the shard's index as an input, each term is value / number of shards.
         """
         if isinstance(self.layout(atom), Partial):
             return self._values[atom, PARTIAL]
@@ -173,9 +174,9 @@ class ShardValues(abc.ABC):
         if isinstance(atom, Var) and atom in self.local_values:
             if not jnp.issubdtype(atom.aval.dtype, jnp.inexact):
                 raise ConfigError(
-                    f"the step returns {short_type(atom.aval)} from dtrans.local(). It differs "
-                    f"between {self.shards.noun}s, and integers have no mean; compute it outside "
-                    "of dtrans.local()"
+                    f"the step returns {short_type(atom.aval)} from dtrans.local(). The array "
+                    f"differs between {self.shards.noun}s, and integers have no mean; compute "
+                    "the array outside of dtrans.local()"
                 )
             (scaled,) = self.b.call(times(1 / self.shards.count), value)
         elif self.pieces.takes_index and jnp.issubdtype(atom.aval.dtype, jnp.inexact):
@@ -248,9 +249,9 @@ class ShardValues(abc.ABC):
     def _gathered(self, var: Var, had: RowAxis) -> Atom:
         if self.in_local:
             raise ConfigError(
-                f"{self._reason()} inside dtrans.local() mixes rows of the batch. Only sums, "
-                f"means, maxima and minima can be computed by each {self.shards.noun} over its own "
-                "rows; move the operation outside of dtrans.local(), or pass batch='local'"
+                f"{self._reason()} inside dtrans.local() mixes rows of the batch. Over its own "
+                f"rows, a {self.shards.noun} can only compute sums, means, maxima and minima; move "
+                "the operation outside of dtrans.local(), or pass batch='local'"
             )
         eqn = self.b.source or self._producers.get(var)
         line = "" if eqn is None else line_of(eqn)
@@ -269,9 +270,9 @@ class ShardValues(abc.ABC):
         return self._without_end(wide, had.axis, var.aval.shape[had.axis])
 
     def _in_sequence(self, wide: Atom, size: int, had: RowAxis) -> Atom:
-        """Drop padding from a gathered value, and sort its entries by their global index.
+        """Drop the padding of a gathered value, and sort the entries by their global index.
 
-        With `had.order`, shards do not have consecutive entries.
+        Used for layouts with an order, in which shards do not have consecutive entries.
         """
         entries = self.shards.entries(size, had).reshape(-1)
         places = np.flatnonzero(entries >= 0)
@@ -310,7 +311,7 @@ class ShardValues(abc.ABC):
         return self.pieces.of(value.aval.shape[row.axis], row).cut(self.b, value)
 
     def pads_with_entries(self, size: int, row: RowAxis) -> bool:
-        """Return True if a piece has padding, which must repeat real entries (`finite_padding`)."""
+        """Return True if pieces have padding that must repeat real entries (`finite_padding`)."""
         return self.shards.finite_padding and self.shards.pads(size, row)
 
     @abc.abstractmethod

@@ -73,12 +73,12 @@ Result = TypeVar("Result")
 class SplitWriter(ShardValues):
     """Writer of the equations of one jaxpr for one shard."""
 
-    # values that equations read only as pieces, so that only pieces are computed
+    # value -> layout, for values that equations only read as pieces: only pieces are computed
     only_as_rows: Mapping[Var, RowAxis] = MappingProxyType({})
     out_names: Sequence[str] = ()  # names of the program's outputs, for `gathers`
     # True if the program is differentiated later, so that custom derivative rules must stay
     keeps_rules = False
-    # values that are partial sums at the end, see `open_operands`
+    # values to leave as partial sums, see `open_operands`
     terms: Collection[Var] = frozenset()
 
     def __init__(self, jaxpr: ClosedJaxpr, shards: Shards, within: str = "") -> None:
@@ -140,7 +140,7 @@ class SplitWriter(ShardValues):
             self.gathers.append(
                 Gathered(aval.shape, aval.dtype, nbytes(aval), reason, line_of(eqn))
             )
-        if has_rule:  # the call could not be rewritten, so it runs on full values
+        if has_rule:  # `write_ruled_call` could not rewrite the call, so it runs on full values
             ins = [SHARED] * len(ins)
         if all_shared(ins):
             row = self.only_as_rows.get(eqn.outvars[0]) if eqn.outvars else None
@@ -232,7 +232,7 @@ class SplitWriter(ShardValues):
     def write_inner(
         self, jaxpr: ClosedJaxpr, write: Callable[[SplitWriter], Result], within: str
     ) -> Result:
-        """Call `write` with a new writer for a body, for the same shards, and return its result.
+        """Call `write` with a new writer for a body; return the result of `write`.
 
         Args:
           jaxpr: the body, with calls inlined.
@@ -299,7 +299,7 @@ class BodyWriter:
           outs: wanted layout of each output; None to return each as it was computed.
           added: indices of outputs that may be partial sums.
           reader: text of the equation, for `gathers`.
-          inputs: for each input, True if it is a sharded input of the program.
+          inputs: for each input of the body, True if its operand is a sharded input of the program.
         """
         is_local = self.outer.is_local or in_local_scope(eqn)
         reads_local = self.outer.covers_local(eqn)
@@ -339,7 +339,7 @@ class BodyWriter:
         new = []
         for body in plan.bodies:
             jaxpr = body.jaxpr
-            # all branches must take the index if one reads it
+            # if one branch reads the index, all branches must take it
             if first and not body.takes_index:
                 jaxpr = _with_an_operand(jaxpr, first[0])
             new.append(jaxpr)
@@ -368,7 +368,7 @@ class BodyWriter:
 
         atoms = self.outer.in_layouts(eqn.invars, layouts_in)
         new = body.jaxpr
-        # the loss is differentiated with respect to its first operands, so append the index
+        # the index goes last: the loss is differentiated with respect to its first operands
         if body.takes_index:
             index, *others = opened(new).invars
             new = closed_with(new, invars=[*others, index])
@@ -433,17 +433,17 @@ class BodyWriter:
         return True
 
     def needs_full_cotangents(self, eqn: JaxprEqn) -> bool:
-        """Return True if a `custom_vjp` rule must run on reduced cotangents.
+        """Return True if a `custom_vjp` rule must run on full cotangents, not on terms.
 
-        The cotangents of replicated values are partial sums. A rule that may be nonlinear in its
-        cotangents cannot run on their terms.
+        Cotangents of replicated values are partial sums. A rule that may be nonlinear in cotangents
+        cannot run on terms.
         """
         if eqn.primitive.name == CUSTOM_VJP:
             return not self.write_ruled_call(eqn, [SHARED] * len(eqn.invars))
         return any(e.primitive.name == CUSTOM_VJP for e in equations_inside(eqn))
 
     def may_not_end(self, eqn: JaxprEqn, row: RowAxis) -> bool:
-        """Return True if a `while` loop in the body may read padding, and might then never end."""
+        """Return True if a `while` loop in the body may read padding, and so may never end."""
         return self.outer.shards.pads(scan_length(eqn), row) and any(
             e.primitive.name == WHILE for e in equations_inside(eqn)
         )
@@ -470,10 +470,10 @@ class BodyWriter:
 def written(
     jaxpr: ClosedJaxpr, shards: Shards, write: Callable[[SplitWriter], Result], within: str = ""
 ) -> Result:
-    """Call `write` with a new writer for a jaxpr, and return its result.
+    """Call `write` with a new writer for a jaxpr; return the result of `write`.
 
-    The jaxpr is written twice if some layout has an order: with and without such layouts. The
-    program that communicates fewer bytes is returned.
+    If some layout has an order, also write the jaxpr without such layouts, and return the program
+    that communicates fewer bytes.
     """
     orders: list[RowAxis] = []
     first, writer = _written(jaxpr, shards, write, within, orders)
@@ -492,10 +492,10 @@ def _written(
     within: str,
     orders: list[RowAxis] | None,
 ) -> tuple[Result, SplitWriter]:
-    """Call `write` with a new writer for a jaxpr; return its result and the writer.
+    """Call `write` with a new writer for a jaxpr; return the result of `write`, and the writer.
 
-    If equations read only pieces of a full value, the jaxpr is written a second time, and only the
-    piece of this value is computed. The second program is returned unless it has more gathers.
+    If equations read only pieces of a full value, write the jaxpr a second time, in which only the
+    pieces are computed. If the second program has more gathers, return the first.
     """
     first = SplitWriter(jaxpr, shards, within)
     first.orders = orders

@@ -36,12 +36,12 @@ def times(by: float) -> Callable[[jax.Array], jax.Array]:
 
 
 def array_type(x: Any) -> jax.ShapeDtypeStruct:
-    """Return the shape and dtype of an array or of a type, without its weak type."""
+    """Return the shape and dtype of an array or type; a weak type becomes a strong type."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
 def padded_to(x: jax.Array, axis: int, size: int) -> jax.Array:
-    """Pad an array at its end to `size` entries, with zeros or copies of the first random key."""
+    """Pad `axis` at its end to `size` entries: with zeros, or with copies of the first key."""
     if x.shape[axis] == size:
         return x
     missing = size - x.shape[axis]
@@ -61,7 +61,7 @@ def padded(axis: int, size: int) -> Callable[[jax.Array], jax.Array]:
 
 @functools.cache
 def rows_from(axis: int, count: int, size: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Return a function (x, start) -> `count` entries of x, which is padded to `size` entries."""
+    """Return a function (x, start) that pads x to `size` entries and selects `count` of them."""
 
     def fn(x: jax.Array, start: jax.Array) -> jax.Array:
         return jax.lax.dynamic_slice_in_dim(padded_to(x, axis, size), start, count, axis)
@@ -70,7 +70,7 @@ def rows_from(axis: int, count: int, size: int) -> Callable[[jax.Array, jax.Arra
 
 
 def parts_of(x: jax.Array, axis: int, count: int) -> jax.Array:
-    """Split an array into `count` equal parts along `axis`, stacked on a new leading axis."""
+    """Split an array along `axis` into `count` equal parts; stack them on a new leading axis."""
     cut = jnp.reshape(x, (*x.shape[:axis], count, x.shape[axis] // count, *x.shape[axis + 1 :]))
     return jnp.moveaxis(cut, axis, 0)
 
@@ -88,7 +88,7 @@ def sum_type(dtype: Any) -> Any:
     return dtype
 
 
-@functools.cache  # issubdtype takes microseconds, and servers ask in each step
+@functools.cache  # cached, since servers call it in each step
 def is_key(dtype: Any) -> bool:
     """Return True if `dtype` is a dtype of random keys (`jax.random.key`)."""
     return bool(jnp.issubdtype(dtype, jax.dtypes.prng_key))

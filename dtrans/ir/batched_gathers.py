@@ -1,10 +1,10 @@
 """Gathers and scatters by row indices, rewritten as batched ones.
 
-`x[jnp.arange(len(y)), y]` reads one entry of each row of `x`, but its `gather` has all of `x` as
-its operand: the row is one component of an index. Suppose that component provably equals `arange`
-along a dimension of the indices, which is as long as the indexed dimension of the operand. Then
-both become batch dimensions. Now the row analysis (`dtrans.rows`) sees that row i of the output
-depends on row i of `x` only. Scatters, the derivatives of these gathers, are rewritten likewise.
+`x[jnp.arange(len(y)), y]` reads one entry of each row of `x`. Its `gather` looks up (row, column)
+pairs in all of `x`. This pass proves that the row numbers are 0, 1, 2 and so on, as in `arange`. It
+then makes the rows of `x` and of the indices batch dimensions of the gather. So the row analysis
+(`dtrans.rows`) sees that row i of the output depends only on row i of `x`. The same is done for
+scatters, the derivatives of these gathers.
 
     gather x[8,10] by [(0, y0), (1, y1), ...]       ->  gather each row of x by [(y0), (y1), ...]
 
@@ -41,8 +41,8 @@ from dtrans.ir.selection import values_at
 _PICKS = frozenset(
     {"gather", "scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"}
 )
-# fields of the dimension numbers: indexed dimensions of the operand, collapsed dimensions, window
-# dimensions, and batch dimensions of the indices
+# names, in the dimension numbers, of: the indexed dimensions of the operand, the collapsed
+# dimensions, the window dimensions, and the batch dimensions of the indices
 _GATHER_FIELDS = (
     "start_index_map",
     "collapsed_slice_dims",
@@ -58,7 +58,7 @@ _SCATTER_FIELDS = (
 
 
 def batched_gathers(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
-    """Turn gathers and scatters whose indices count rows into batched ones, also in bodies.
+    """Rewrite gathers and scatters whose indices count rows as batched ones, also in bodies.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -153,7 +153,9 @@ def _batched(
     before: Sequence[JaxprEqn],
     b: Builder,
 ) -> Atom | None:
-    """Write the batched form of a gather or scatter and return its output; None if no index counts.
+    """Write a gather or scatter with batch dimensions, and return its output.
+
+    If no component of its indices counts a dimension, write nothing and return None.
 
     Args:
       eqn: the gather or scatter.
@@ -171,7 +173,7 @@ def _batched(
     x, indices = eqn.invars[0].aval, eqn.invars[1].aval
     window = (eqn.outvars[0] if gathers else eqn.invars[2]).aval
 
-    # place: window dimension (of the output, or of the updates) of each operand dimension
+    # place: operand dimension -> window dimension of the output (or of the updates of a scatter)
     window_dims = [d for d in range(x.ndim) if d not in gone and d not in n.operand_batching_dims]
     place = dict(zip(window_dims, windows, strict=True))
 
@@ -190,7 +192,7 @@ def _batched(
     if not found:
         return None
 
-    # remove the batch dimensions from the index, the collapsed dimensions and the window
+    # new batch dimensions leave the index components, the collapsed dimensions and the window
     remaining = [component for component, d in enumerate(dims) if d not in found]
     new_dims = tuple(values_at(dims, remaining))
     new_gone = tuple(d for d in gone if d not in found)

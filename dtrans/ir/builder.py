@@ -138,7 +138,7 @@ class Builder:
 
         Args:
           jaxpr: the other jaxpr.
-          env: new values of its variables; a variable that is not in `env` is read as it is.
+          env: maps variables of `jaxpr` to values of the new jaxpr; others stay as they are.
           eqns: equations in order.
           wanted: values of the other jaxpr to return.
         """
@@ -190,7 +190,8 @@ class Builder:
         Args:
           eqn: the equation.
           atoms: its new operands.
-          types: types of its outputs; by default they are inferred if an operand's type differs.
+          types: types of the outputs. By default they stay; they are inferred if the type of an
+            operand differs, or a parameter.
           params: changed parameters.
         """
         if types is None and not params and avals(atoms) == avals(eqn.invars):
@@ -236,7 +237,7 @@ class Builder:
 
         Arguments are those of `copy_with_bodies`; `outvars` are its output variables.
         """
-        if eqn.primitive.name in REMAT:  # the body of a remat equation is open: no constants
+        if eqn.primitive.name in REMAT:  # its body is an open jaxpr, without constants
             (body,) = new
             inner, body_constants = opened(body), [self.constant(c) for c in constants(body)]
             first = [*body_constants, *first]

@@ -14,12 +14,12 @@ from dtrans.ir.selection import values_at
 def backward_slice(
     eqns: Sequence[JaxprEqn], outputs: Iterable[Atom], stop: Iterable[Var] = ()
 ) -> tuple[list[int], set[Var]]:
-    """Return the equations that `outputs` depend on, and the variables that these equations read.
+    """Find the equations that compute `outputs`, and the variables that these equations need.
 
     Args:
       eqns: equations in order.
       outputs: the values.
-      stop: variables that are inputs: the equations that compute them are not followed.
+      stop: variables to treat as inputs: the search does not enter the equations that compute them.
 
     Returns:
       The indices of the needed equations, in order; and the needed variables that no needed
@@ -72,7 +72,7 @@ def all_operands(eqns: Iterable[JaxprEqn]) -> list[Atom]:
 
 
 def outputs_of(eqns: Iterable[JaxprEqn]) -> list[Var]:
-    """Return the output variables of all equations in one list, in order."""
+    """Return all output variables of the equations in one list, in order."""
     return [v for e in eqns for v in e.outvars]
 
 
@@ -109,7 +109,7 @@ def propagate(
     Args:
       eqns: equations in order.
       seeds: bits of some variables.
-      fixed: bits of other variables; they stay, even if an equation computes the variable.
+      fixed: bits of variables that keep these bits, even if an equation computes the variable.
 
     Returns:
       The bits of each variable; variables without bits may be absent.

@@ -82,7 +82,7 @@ def attribute(value: Any) -> str:
     if isinstance(value, tuple) and value and not isinstance(value[0], (int, float, str, tuple)):
         return f"<{len(value)} x {type(value[0]).__name__}>"
     text = str(value)
-    # functions, e.g. derivative rules: their text has an address, which differs in each run
+    # functions, e.g. derivative rules: their text contains an address, which differs in each run
     if "\n" in text or text.startswith("<"):
         return f"<{type(value).__name__}>"
     if len(text) <= 120:
@@ -170,7 +170,7 @@ def plan_html(
     *,
     code: int,
 ) -> str:
-    """Return a plan as HTML: title, table and notes; `code` is the number of a column of names."""
+    """Return a plan as HTML: title, table, notes; column number `code` is in code font."""
     esc = html_escape.escape
     body = ""
     for row in rows:

@@ -29,8 +29,8 @@ from dtrans.ir.dataflow import variables
 from dtrans.ir.display import without_addresses
 
 
-BATCH, LOSS = "batch", "loss"  # names of two parts; the loss depends on the types in BATCH
-LONGEST = 32 << 10  # characters; a longer part is sent as its digest
+BATCH, LOSS = "batch", "loss"  # names of two parts
+LONGEST = 32 << 10  # a part with more characters is sent as its digest
 DIGEST = "digest "  # prefix of every digest
 
 # description of each part, for errors
@@ -70,8 +70,8 @@ def program_parts(
 ) -> dict[str, str]:
     """Return the fingerprint of a program: a digest for each part.
 
-    Inputs are written by name. Values that one part computes and another reads are numbered apart
-    from the others. So a change in one part leaves the other digests unchanged.
+    Inputs are written by name. Values that pass from one part to another have numbers of their own.
+    So a change in one part leaves the digests of other parts unchanged.
 
     Args:
       program: the program.
@@ -145,7 +145,7 @@ def _param_text(write: _Writer, x: Any) -> str:
     if not is_jaxpr(x):
         return write.value(x)
     inner: Any = opened(x)
-    # the constants of an open jaxpr have no values here, so value_digests cannot read it
+    # value_digests needs the values of constants, which an open jaxpr does not have
     if inner.effects or len(inner.constvars) != len(constants(x)):
         return write.value(x)
     digests = value_digests(x, range(len(inner.invars)))
@@ -200,7 +200,7 @@ def differences(
       theirs: parts of the other role. They come from a message, so only their types are trusted.
     """
     found = []
-    # losses that were traced with different batch sizes differ, and may still be the same function
+    # two traces of one loss differ if their batch sizes differ, so this is no error
     sized = mine.get(BATCH) != theirs.get(BATCH)
 
     for part in dict.fromkeys([*mine, *theirs]):

@@ -1,8 +1,9 @@
 """Constant folding: find values that have one number in all entries, or that equal an input.
 
 The fact about a value is its number as a 0-d NumPy array, or the input that it equals as an
-`Alias`. Any other fact means that the value is unknown. `fold` is the rule for one equation. Its
-caller passes two functions: one selects the operands x with 0 * x = 0, one computes numbers.
+`Alias`. Any other fact means that the value is unknown. `fold` is the rule for one equation. The
+caller passes two functions: `is_factor` allows the folding of 0 * x to 0, and `number_of` computes
+numbers.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ def fold(
       eqn: the equation.
       out: index of the output.
       ins: facts about its operands.
-      is_factor: returns True if 0 times (or divided by) the operand of this index may be folded.
-        An infinite or NaN operand would give NaN.
+      is_factor: returns True if 0 * x and 0 / x may be folded to 0, where x is the operand with
+        this index. For an infinite or NaN x, this would be wrong.
       number_of: computes an elementwise equation on numbers; returns None if it cannot.
     """
     name, aval = eqn.primitive.name, eqn.outvars[out].aval
@@ -108,7 +109,7 @@ def _known(fact: Any) -> Number | Alias | None:
 
 # -- numbers ---------------------------------------------------------------------------------------
 
-# IEEE 754 defines these results to the bit (rsqrt aside), so NumPy and every device agree.
+# IEEE 754 defines these results exactly (except rsqrt), so NumPy and every device agree.
 _IN_NUMPY: Mapping[str, Callable[..., Any]] = {
     **{
         "add": np.add,
@@ -127,7 +128,7 @@ _IN_NUMPY: Mapping[str, Callable[..., Any]] = {
 def number_by_numpy(eqn: JaxprEqn, numbers: Sequence[Number]) -> Any:
     """Compute an equation with NumPy; return None if its primitive is not in the table above.
 
-    JAX would start its devices to compute a number. A role plans before it may start devices.
+    JAX would initialize its devices for this, and roles plan before they may initialize devices.
     """
     compute = _IN_NUMPY.get(eqn.primitive.name)
     if compute is None:

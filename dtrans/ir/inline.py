@@ -26,8 +26,8 @@ from dtrans._jax import (
 )
 
 
-# identity primitives that are dropped unless `keep` names them: marks of the loss and of the seed
-# of its derivative (`dtrans.step.marks`), and of collected values (`dtrans.collect`)
+# Identity primitives, dropped unless `keep` names them. They mark the loss, the seed of its
+# derivative (`dtrans.step.marks`), and collected values (`dtrans.collect`).
 _PASSED = ("loss", "loss_seed", "collect")
 
 
@@ -46,7 +46,7 @@ def inline_calls(
     Args:
       jaxpr: the jaxpr.
       keep: names of dtrans's identity primitives that stay.
-      rules: True to keep calls with custom derivative rules, if the result is differentiated later.
+      rules: True to keep calls with custom derivative rules, for a later differentiation.
       body_of: returns the body that replaces an equation, or None to keep the equation. By default
         all of JAX's calls are replaced.
     """

@@ -232,7 +232,9 @@ def _settle(
     carried: Mapping[int, int],
     turn: Callable[[Sequence[Fact]], list[Fact]],
 ) -> tuple[list[Fact], list[Fact]]:
-    """Iterate until the facts of carried values settle; return the facts before and after a turn.
+    """Iterate until the facts of carried values settle.
+
+    Return the facts before and after the last iteration.
 
     Args:
       join: joins two facts.
@@ -270,12 +272,13 @@ def _joined(join: Callable[[Fact, Fact], Fact], each: Sequence[Sequence[Fact]]) 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Facts(Generic[Fact]):
-    """Facts that an analysis attached to the values of some equations.
+    """Result of an analysis: facts about the values of some equations.
 
     Attributes:
       values: fact of each variable that the analysis reached.
       default: returns the fact of any other value, such as a literal.
-      entered: facts of each equation with bodies, by its index; its `bodies` are the inner `Facts`.
+      entered: maps the index of each equation with bodies to its facts; `entered[i].bodies` maps
+        the index of a body to the `Facts` in it.
     """
 
     values: dict[Var, Fact]
@@ -310,7 +313,7 @@ def forward(
     facts = Facts(dict(start), of_free)
     known = facts.values
     for i, eqn in enumerate(eqns):
-        # `facts.of` is inlined here because plans evaluate it for thousands of operands
+        # `facts.of` is inlined here, because this loop runs for thousands of operands
         ins = [
             known[a] if not isinstance(a, Literal) and a in known else of_free(a)
             for a in eqn.invars

@@ -76,7 +76,8 @@ class Program(NamedJaxpr):
       roles: one of `ROLES` for each equation.
       guessed: True if roles were guessed from scope names, before a transform analysed the step.
       labels: names of values that are neither inputs nor outputs, e.g. `params/w@GRAD.block0`.
-      ambiguous_outputs: if outputs could be paired with inputs in several ways, the explanation.
+      ambiguous_outputs: explanation for errors, if outputs can be paired with inputs in several
+        ways; else empty.
       numbers: outputs that the traced function returned as Python numbers.
       frozen_constants: name of a constant state array -> the number in all its entries.
       takes_one_state: True if the step has one state argument (`dtrans.step.one_state`).
@@ -150,12 +151,12 @@ class Program(NamedJaxpr):
 
     @cached_property
     def inputs(self) -> dict[str, Any]:
-        """Name to type (shape and dtype) of each input."""
+        """Type (shape and dtype) of each input: name -> type."""
         return {n: v.aval for n, v in self.invars.items()}
 
     @cached_property
     def outputs(self) -> dict[str, Any]:
-        """Name to type (shape and dtype) of each output."""
+        """Type (shape and dtype) of each output: name -> type."""
         return {n: v.aval for n, v in self.outvars.items()}
 
     @cached_property
@@ -266,7 +267,9 @@ class Program(NamedJaxpr):
         return dataclasses.replace(result, specializer=again)
 
     def returning(self, out: TreeSpec, names: Sequence[str], **changed: Any) -> Program:
-        """Return this program with some of its outputs, in a new structure; shapes are fixed.
+        """Return a program that computes some outputs of this one, in a new structure.
+
+        Its shapes are fixed.
 
         Args:
           out: the new structure.
@@ -327,7 +330,7 @@ class Program(NamedJaxpr):
 
     @cached_property
     def _family(self) -> dict[Signature, Program]:
-        """Cache of specialized programs by signature, which all of them share."""
+        """Cache: signature -> program. All specialized programs of one trace share it."""
         # A call never has weak types (`jnp.asarray(0.5)` at the trace), and strong types lead to
         # other equations. So a program with weak types is not the program for its own signature.
         return {} if _has_weak_types(self.inner) else {self._signature: self}
@@ -358,7 +361,7 @@ def _has_weak_types(jaxpr: Jaxpr) -> bool:
 
 
 def _call_error(program: Program) -> NotRealisedError:
-    """Return the error for calling a program that contains communication."""
+    """Return the error to raise if a program that contains communication is called."""
     kinds = sorted({op.type for op in program.ops if op.role == RPC})
     return NotRealisedError(
         f"program {program.name} contains communication ({', '.join(kinds)}), so it cannot be "
@@ -370,7 +373,7 @@ def _call_error(program: Program) -> NotRealisedError:
 
 
 def signature(arrays: Sequence[Any]) -> Signature:
-    """Return the shape and dtype of each array; without x64, 32-bit instead of 64-bit dtypes."""
+    """Return the shape and dtype of each array; without x64, 64-bit dtypes become 32-bit ones."""
 
     def dtype(x: Any) -> Any:
         d = x.dtype
@@ -408,7 +411,7 @@ def _retrace(program: Program, wanted: Signature) -> Program:
                 return found
             return dataclasses.replace(found, plan=program.plan)
         except DtransError:
-            raise  # dtrans errors already name the cause
+            raise  # errors of dtrans already name the cause
         except (TypeError, ValueError) as e:
             inputs = zip(program.in_names, wanted, traced, strict=True)
             name, (shape, _), (old_shape, _) = next(x for x in inputs if x[1] != x[2])
@@ -452,7 +455,7 @@ class Rewrite:
 
 
 def rewrite_root(program: Program, change: Callable[[Program], Program]) -> Program:
-    """Change the traced program that `program` was rewritten from, and run all passes again.
+    """Change the traced program from which `program` comes, and run all its passes again.
 
     Args:
       program: a traced program, or one that passes rewrote.

@@ -163,7 +163,7 @@ def _unpickled(tree: Any) -> TreeSpec:
 
 
 def as_array(leaf: Any) -> Any:
-    """Convert a Python or NumPy scalar to an array, as JAX does; return others unchanged."""
+    """Convert a Python or NumPy scalar to an array, as JAX does; return other leaves unchanged."""
     if isinstance(leaf, np.generic):
         return np.asarray(leaf)
     if isinstance(leaf, NUMBERS):
@@ -204,7 +204,7 @@ def check_integers(name: str, leaf: Any) -> None:
 def partition(tree: Any, keep: Any) -> tuple[Any, Any]:
     """Split a pytree into two: the leaves for which `keep` is true, and the others.
 
-    Both have the structure of `tree`, with None for each leaf of the other.
+    Each result has the structure of `tree`, with None for each leaf that the other result has.
     """
     selected = jax.tree.map(lambda x: x if keep(x) else None, tree)
     others = jax.tree.map(lambda x: None if keep(x) else x, tree)
@@ -225,7 +225,7 @@ def tuple_of(*specs: TreeSpec) -> TreeSpec:
 
 
 def result_of(spec: TreeSpec, leaves: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the results of a step after its state, as a tuple; `spec` describes them."""
+    """Return as a tuple the results that follow the new state; `spec` is their structure."""
     tree = spec.unflatten(leaves)
     if isinstance(tree, (tuple, list)) and not hasattr(tree, "_fields"):
         return tuple(tree)
@@ -247,7 +247,7 @@ def without(spec: TreeSpec, part: TreeSpec) -> TreeSpec:
         gone = next(k for k, child in full.items() if is_part(child))
         remaining: Any = {k: child for k, child in full.items() if k != gone}
     else:
-        # An empty optimizer state, (), may equal other results. Steps usually return it second.
+        # Prefer position 1: an empty optimizer state () may equal other results, and comes second.
         places = sorted(range(len(full)), key=lambda i: i != 1)
         place = next(i for i in places if is_part(full[i]))
         if hasattr(full, "_fields"):

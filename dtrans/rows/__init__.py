@@ -1,13 +1,13 @@
-"""Row analysis: which leaves an optimizer allows to slice by rows, and its update on some rows.
+"""Row analysis: leaves that an optimizer allows to slice by rows, and the update of a block.
 
 A *block* is a part of a leaf's rows (indices of dimension 0) that one server has. The analysis
 relates every value of the update to the rows of parameters. The writer then writes the update of a
 block.
 
     layout       layouts: shared, rows of a leaf, or colocated with leaves
-    rules        rule of each primitive: which rows of the outputs come from which operand rows
+    rules        rule of each primitive: the operand rows from which output rows are computed
     flow         one forward pass over equations, loops and branches
-    normalize    equations on several leaves, split into one for each leaf
+    normalize    rewrite of branches and loops over several leaves: one for each leaf
     analysis     the leaves that an optimizer allows to slice
     slices       a slice of an array along one axis
     parts        a slice of an equation's output, computed from slices of its operands

@@ -10,9 +10,9 @@ The layouts of optimizer state are not guessed from names or shapes. A state inp
 `Shared`, and then gets the layout of the output with its name. The pass is repeated until no layout
 changes. Layouts only rise in a finite lattice, so two or three passes suffice.
 
-Without this analysis, sliced optimizers with clipping by global norm, LAMB, LARS or Adafactor would
-silently return numbers that are wrong by 1e-2 to 1e-1. An unknown primitive binds
-its leaves, which costs load balance, but the numbers stay correct.
+Without this analysis, sliced updates with clipping by global norm, LAMB, LARS or Adafactor would be
+wrong by 1e-2 to 1e-1, without an error. An unknown primitive binds its leaves: loads are less
+balanced, but the numbers are correct.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class RowAnalysis:
     """Result of the row analysis of an update (`analyse`).
 
     Attributes:
-      half: the optimize half that was analysed, with branches split by leaf.
-      flow: layout of each value, and how each equation runs on rows.
-      groups: group of each leaf that cannot be sliced.
+      half: the optimize half that was analysed; its branches are split, one for each leaf.
+      flow: layout of each value, and the `Step` of each equation on rows.
+      groups: maps each leaf that cannot be sliced to its group.
       params: names of the leaves, in leaf order.
-      axes: row dimension of each leaf whose rows are not dimension 0.
+      axes: maps leaves whose rows are not dimension 0 to the dimension of their rows.
     """
 
     half: OptimizeHalf
@@ -82,13 +82,13 @@ class RowAnalysis:
         return self.half.outvars
 
     def home(self, layout: Layout) -> str | None:
-        """Return the leaf whose server has a value with this layout (`home_of`); None if shared."""
+        """Return the leaf on whose server such values are (`home_of`); None if they are shared."""
         if layout is SHARED:
             return None
         return self.home_of(min(leaves_of([layout])))
 
     def home_of(self, leaf: str) -> str:
-        """Return the first leaf of a leaf's group; the leaf itself if it has no group."""
+        """Return the home of a leaf: the first leaf of its group, or the leaf itself."""
         if leaf not in self.groups:
             return leaf
         return self.groups[leaf].leaves[0]
@@ -100,7 +100,7 @@ class RowAnalysis:
 
     @cached_property
     def state_of(self) -> dict[str | None, tuple[str, ...]]:
-        """Names of optimizer state by home (see `home`); shared state is under None."""
+        """Home -> names of its arrays of optimizer state; None -> names of shared state."""
         new = set(self.outputs) - set(self.params)
         found: dict[str | None, tuple[str, ...]] = {None: ()}
         for var, name in self.input_names.items():
@@ -110,9 +110,9 @@ class RowAnalysis:
         return found
 
     def with_unsliced(self, unsliced: Collection[str]) -> RowAnalysis:
-        """Repeat the analysis for a placement that leaves some leaves unsliced.
+        """Return the analysis for a placement in which the leaves `unsliced` are not sliced.
 
-        Reductions over such a leaf need no communication between servers.
+        A reduction over the rows of such a leaf needs no communication between servers.
         """
         known = {*unsliced, *self.groups}
         half, roots = self.half, {leaf: g.leaves[0] for leaf, g in self.groups.items()}
@@ -134,7 +134,7 @@ class RowAnalysis:
 def analyse(
     half: OptimizeHalf, params: Sequence[str], axes: Mapping[str, int] | None = None
 ) -> RowAnalysis:
-    """Analyse the rows of an optimizer's update: find the leaves that it allows to slice.
+    """Analyse an optimizer's update: find the leaves that can be sliced by rows.
 
     The time is linear in the number of equations.
 
@@ -156,13 +156,13 @@ def analyse(
             half = dataclasses.replace(half, jaxpr=eliminate_dead(simpler))
         elif groups.keys() <= unsliced:
             return RowAnalysis(half, flow, groups, tuple(params), axes)
-        else:  # repeat: a reduction over the newly bound leaves needs no communication now
+        else:  # repeat, since reductions over the newly bound leaves need no communication
             bound += found
             unsliced |= groups.keys()
 
 
 def leaves_of_state(half: OptimizeHalf, params: Sequence[str]) -> dict[str, str]:
-    """Return the leaf whose server has each array of optimizer state; omit shared state."""
+    """Return array of optimizer state -> leaf on whose server it is; omit shared state."""
     found: dict[str, str] = {}
     for leaf, names in analyse(half, params).state_of.items():
         if leaf is not None:
@@ -206,7 +206,7 @@ def _settled(
             now, out = start.get(var, SHARED), outputs[name]
             new = join(now, flow.layout(out), name)
             if new is SHARED and out is var and len(flow.claims.get(var, ())) == 1:
-                # constant state that is only combined with rows of one leaf is sliced like the leaf
+                # slice a constant state array like the leaf if only rows of one leaf use it
                 (new,) = flow.claims[var]
             if new != now:
                 start[var] = new
@@ -226,7 +226,7 @@ def _settled(
 
 
 def _groups(bound: Sequence[Colocated], params: Sequence[str]) -> dict[str, Group]:
-    """Return the group of each bound leaf: leaves that are bound together, by union-find."""
+    """Return leaf -> group; leaves that share an entry of `bound` are in one group."""
     parent: dict[str, str] = {}
 
     def find(leaf: str) -> str:

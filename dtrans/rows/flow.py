@@ -1,4 +1,4 @@
-"""One forward pass over equations: the layout of each value, and how each equation runs on rows.
+"""Forward pass over equations: finds the layout of each value, and the `Step` of each equation.
 
 The pass also enters the bodies of loops and branches.
 """
@@ -48,10 +48,10 @@ class Flow:
 
     Attributes:
       layouts: layout of each value that is not shared.
-      steps: index of an equation -> how it runs on a block of rows.
+      steps: index of an equation -> its `Step` on a block of rows.
       bound: layouts that bind leaves (`dtrans.rows.analysis`).
       crosses: True if the equations need communication between servers.
-      claims: for each state input with unknown layout, the rows that it was combined with.
+      claims: state input with unknown layout -> layouts of the rows with which it was combined.
     """
 
     layouts: dict[Var, Layout]
@@ -73,7 +73,7 @@ class FlowPass:
     Args:
       unsliced: leaves that stay unsliced in any case.
       free: state inputs whose layouts are not known yet.
-      within: if the equations are in a body, the outermost loop or branch that contains them.
+      within: the outermost loop or branch that contains the equations; None if there is none.
     """
 
     several = False  # True if a loop may run on rows of several leaves independently
@@ -86,7 +86,7 @@ class FlowPass:
         self.within = within
 
     def over(self, eqns: Iterable[JaxprEqn], start: Mapping[Var, Layout]) -> Flow:
-        """Run the pass; `start` has the layouts of the inputs."""
+        """Run the pass; `start` maps inputs to their layouts."""
         flow = Flow(dict(start))
         for i, eqn in enumerate(eqns):
             ins = [flow.layout(a) for a in eqn.invars]
@@ -113,7 +113,7 @@ class FlowPass:
         return False
 
     def _step(self, flow: Flow, eqn: JaxprEqn, ins: Sequence[Layout]) -> Step:
-        """Return how an equation runs on rows; some operand is not shared."""
+        """Return the step of an equation that has an operand which is not shared."""
         stuck = []
         for a, x in zip(eqn.invars, ins, strict=True):
             if isinstance(x, Colocated) and x.reason and a.aval.ndim:
@@ -122,7 +122,7 @@ class FlowPass:
         leaves = leaves_of([*stuck, *rows])
         name = eqn.primitive.name
         if name == COND or (leaves and name in LOOPS):
-            # values of other leaves are sent before the first iteration
+            # other servers send their values before the first iteration
             sent = list(ins)
             for i, x in enumerate(ins):
                 if leaves and isinstance(x, Colocated) and not x.leaves <= leaves:
@@ -144,7 +144,7 @@ class FlowPass:
                 warn_if_unknown(
                     eqn, f"is assumed to mix rows, so {', '.join(sorted(leaves))} is not sliced"
                 )
-            # the result of a reduction is small, so it can be sent between servers
+            # the small result of a reduction can be sent, so it binds no leaf
             out = Colocated(leaves, None if step else self._reason(eqn, ins, "mixes rows"))
         else:
             homes = {x.leaves for x in ins if isinstance(x, Colocated)}
@@ -162,9 +162,10 @@ class FlowPass:
         return FlowPass(self.unsliced, within=self.within or eqn)
 
     def _control(self, flow: Flow, eqn: JaxprEqn, ins: Sequence[Layout]) -> Step:
-        """Return how a loop or branch runs on rows.
+        """Return the step of a loop or branch.
 
-        A loop binds its leaves unless it runs on the rows of one leaf without communication.
+        If a loop runs on the rows of one leaf without communication, it binds no leaf. Otherwise
+        it binds all its leaves.
         """
         rows_are_turns = []
 
@@ -220,7 +221,7 @@ class FlowPass:
     def _bound(
         self, eqn: JaxprEqn, ins: Sequence[Layout], what: str, bodies: Sequence[Flow] = ()
     ) -> Step:
-        """Return the step of an equation that binds the leaves of its operands; `what` it does."""
+        """Return the step of an equation that binds its operands' leaves; `what` says why."""
         layouts: list[Layout] = []
         for body in bodies:
             layouts += body.bound
@@ -250,7 +251,7 @@ class FlowPass:
         return text
 
 
-# claims of an input that an equation reads in full: two, so that neither is adopted
+# two claims for an input that is read in full; only single claims are used
 _NO_ROWS = frozenset({RowAxis("", 0), RowAxis("", 1)})
 
 

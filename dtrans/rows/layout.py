@@ -4,9 +4,9 @@
     RowAxis(leaf, axis, width)   entries i*width to (i+1)*width along `axis` depend on row i
     Colocated(leaves, reason)    depends on the rows of `leaves` in another way; is on their server
 
-A `Colocated` with a reason binds its leaves: they must stay unsliced on one server, together. One
-without a reason comes from a 0-d leaf, or from a reduction over an unsliced leaf. It can be sent to
-the servers that read it.
+A `Colocated` layout with a reason binds its leaves: they must all stay unsliced on one server.
+A layout without a reason belongs to a value of a 0-d leaf, or to a reduction over an unsliced leaf.
+The server of such a value can send it to other servers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Shared:
 
 @dataclasses.dataclass(frozen=True)
 class RowOrder:
-    """Assignment of runs of entries to the slots of shards, if it is not consecutive.
+    """Assignment of runs of entries to the slots of shards, if runs are not in order.
 
     Attributes:
       slots: for each shard, the index of the run in each slot; -1 for padding.
@@ -35,7 +35,7 @@ class RowOrder:
 class RowAxis:
     """Layout of a value with `width` entries along `axis` for each row of `leaf`.
 
-    `order` is used by `dtrans.engine` only; None if each shard has consecutive rows.
+    `order` is None if each shard has consecutive rows. Only `dtrans.engine` uses other orders.
     """
 
     leaf: str
@@ -48,8 +48,8 @@ class RowAxis:
 class Colocated:
     """Layout of a value that depends on `leaves`, but not row by row.
 
-    `reason` describes the equation that mixed the rows; None if the value can be sent to other
-    servers.
+    `reason` describes the equation that mixed the rows. If it is None, other servers can get the
+    value.
     """
 
     leaves: frozenset[str]
@@ -81,7 +81,7 @@ def all_shared(layouts: Iterable[object]) -> bool:
 
 
 def leaves_of(layouts: Iterable[Layout]) -> frozenset[str]:
-    """Return the leaves on whose rows values with these layouts depend."""
+    """Return the leaves that occur in layouts."""
     found: set[str] = set()
     for x in layouts:
         if isinstance(x, RowAxis):
@@ -116,8 +116,8 @@ def first_reason(layouts: Iterable[Layout]) -> str | None:
 def join(a: Layout, b: Layout, name: str) -> Layout:
     """Return the layout of a value that has layout `a` or `b`, e.g. in two branches.
 
-    If one of the two can be sent, it is sent to the server of the other. Otherwise the leaves of
-    both are bound; the reason says that `name` depends on rows in two ways.
+    A value that can be sent is sent to the server of the other value. If neither can be sent, the
+    leaves of both are bound, with the reason that `name` depends on rows in two ways.
     """
     if a == b or b is SHARED:
         return a

@@ -1,4 +1,4 @@
-"""Splitting of branches and loops, so that each needs the leaves of one server only.
+"""Rewrite that splits branches and loops, so that each needs the leaves of one server only.
 
 An optimizer may have a `cond` that updates all leaves at once (`optax.MultiSteps`,
 `optax.apply_if_finite`), but no server has all leaves. So it is split:
@@ -7,13 +7,15 @@ An optimizer may have a `cond` that updates all leaves at once (`optax.MultiStep
                                                               cond[p] b -> b'
                                                               cond[p] count -> count'
 
-Each part keeps only the equations that its outputs depend on. If a branch communicates between
+Each part keeps only the equations on which its outputs depend. If a branch communicates between
 servers (for a norm, say), all servers must take part, whatever the condition. Such a `cond` is
-replaced by both branches and a `select_n`; optimizers are pure, so the numbers are equal.
+replaced by the equations of all branches and a `select_n`; optimizers are pure, so the numbers are
+equal.
 
-A loop may carry both rows and a shared value that other equations read. It is split in two: one
-loop computes the shared value on every server, the other one the rows. `argmax` over rows becomes
-two reductions. Sums of 16-bit numbers over rows use 32 bits, so that the result is rounded once.
+If a loop carries rows, and also a shared value that other equations read, it is split in two: one
+loop computes the shared value on every server, and the other computes the rows. `argmax` over rows
+becomes two reductions. Sums of 16-bit numbers over rows use 32 bits, so that the result is rounded
+once.
 """
 
 from __future__ import annotations
@@ -84,7 +86,7 @@ def normalise(jaxpr: ClosedJaxpr, flow: Flow, roots: Mapping[str, str]) -> Close
     Args:
       jaxpr: the update.
       flow: result of the forward pass over its equations.
-      roots: for each leaf in a group, the first leaf of the group.
+      roots: maps each leaf in a group to the first leaf of the group.
     """
     rewriter = _Rewriter(jaxpr, roots)
     result = rewriter.rewrite(flow)
@@ -153,9 +155,9 @@ class _Rewriter:
         return outputs
 
     def place(self, layout: Layout) -> str | None:
-        """Return the leaf whose server has a value with this layout; None if shared.
+        """Return a leaf on whose server a value with this layout is; None if shared.
 
-        All leaves of a group are represented by the first one.
+        For the leaves of a group, this is the first leaf of the group.
         """
         if layout is SHARED:
             return None
@@ -169,7 +171,7 @@ class _Rewriter:
         branches: Sequence[_Branch],
         wanted: Sequence[int],
     ) -> list[Var]:
-        """Write a `cond` that computes only the `wanted` outputs, from the operands they need."""
+        """Write a `cond` that computes only the `wanted` outputs, and takes only their operands."""
         closures = [b.needed(wanted) for b in branches]
         operands = sorted(set().union(*(read for _, read in closures)))
         pruned = []
@@ -195,7 +197,7 @@ class _Rewriter:
     def loop(
         self, eqn: JaxprEqn, atoms: Sequence[Atom], outs: Sequence[Layout]
     ) -> Sequence[Atom] | None:
-        """Write the loop twice, once for shared outputs; dead code elimination prunes both."""
+        """Write a loop twice: for shared outputs and for others. Dead code is eliminated later."""
         shared = [x is SHARED for x in outs]
         reads_shared = False
         for is_shared, v in zip(shared, eqn.outvars, strict=True):
@@ -209,7 +211,7 @@ class _Rewriter:
     # -- sums of small types ---------------------------------------------------------------------
 
     def widened(self, eqn: JaxprEqn, atoms: Sequence[Atom]) -> Sequence[Atom] | None:
-        """Write a reduction of 16-bit numbers over rows in 32 bits, rounded once at the end."""
+        """Write a reduction of 16-bit numbers over rows in 32 bits; round the result once."""
         dtype = eqn.outvars[0].aval.dtype
         if dtype not in (jnp.bfloat16, jnp.float16):
             return None
@@ -235,7 +237,7 @@ class _Rewriter:
 
 @functools.cache
 def _arg_reduce(name: str, axis: int, index_dtype: Any) -> Callable[[jax.Array], jax.Array]:
-    """Return a function that computes argmax or argmin as a maximum (or minimum) and a minimum.
+    """Return a function that computes argmax or argmin by two reductions.
 
     The result is the index of the first NaN; without NaN, the index of the first extreme value.
     """
@@ -250,7 +252,7 @@ def _arg_reduce(name: str, axis: int, index_dtype: Any) -> Callable[[jax.Array],
 
 
 class _Branch:
-    """Branch of a `cond`, for pruning it to some of its outputs."""
+    """Branch of a `cond`, which can be pruned to some of its outputs."""
 
     def __init__(self, branch: ClosedJaxpr) -> None:
         self.branch = branch
@@ -259,7 +261,7 @@ class _Branch:
         self.operand = number_items(self.inner.invars)
 
     def needed(self, wanted: Sequence[int]) -> tuple[list[int], set[int]]:
-        """Return the indices of the equations and inputs that the `wanted` outputs depend on.
+        """Return indices of equations, and of inputs, on which the `wanted` outputs depend.
 
         The time is linear in the size of the result.
         """

@@ -3,14 +3,14 @@
 A rule takes an equation and a slice of an output (`dtrans.rows.slices.Slice`). It returns a
 `Recipe`, or None if the slice needs the full operands.
 
-    most primitives   use the rules of the row analysis (`dtrans.rows.rules`) in reverse: they find
-                      the operand whose rows become the rows along this axis of the output
+    most primitives   the rules of the row analysis (`dtrans.rows.rules`) in reverse: from the rows
+                      of the output to the rows of operands
     RULES             rules for other primitives: broadcasts, counters, concatenations, padding,
                       reshapes, random bits
 
-The result equals the slice of the full output bit for bit. Sums (matrix products, means over other
-axes) are an exception, because XLA may add in another order for another shape. Some rules need a
-slice whose start is known when the program is written, and return None otherwise.
+Except for sums, the result equals the slice of the full output bit for bit. In matrix products and
+means over other axes, XLA may add in another order for another shape. If only the running program
+knows the start of the slice, some rules return None.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ Want = tuple[Atom, Slice | None]  # (operand, its slice); None for the full oper
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """Recipe for a slice of an output.
+    """Instructions to compute a slice of an output.
 
     Attributes:
-      needs: the operands, and their slices, that the recipe reads.
+      needs: pairs (operand, slice of it) that the recipe reads.
       write: writes the equations that compute the slice from these operands.
     """
 
@@ -63,7 +63,7 @@ def recipe_of(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
 
 
 def _by_row_analysis(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
-    """Return a recipe that runs the equation on slices of operands, by the row analysis."""
+    """Return a recipe that runs the equation on slices of operands; use the row analysis."""
     step = rows_of_operands(eqn, RowAxis("", part.axis), out)
     if step is None:
         return None
@@ -90,7 +90,7 @@ def _on_parts(
 
 
 def _copied(eqn: JaxprEqn, part: Slice, needs: Sequence[Want], **params: Any) -> Recipe:
-    """Return a recipe that runs an equation with one output on slices, with new parameters."""
+    """Return a recipe that runs a one-output equation on slices, with other parameters."""
     return _on_parts(eqn, 0, [part.of(eqn.outvars[0].aval)], needs, params)
 
 
@@ -103,7 +103,7 @@ def _called(fn: Callable[..., jax.Array], *needs: Want) -> Recipe:
 
 
 def _broadcast_in_dim(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
-    """Slice the operand, or broadcast to fewer entries if the axis is new or repeated."""
+    """Slice the operand; along a new or repeated axis, broadcast to fewer entries."""
     if len(eqn.invars) > 1:
         return None
     (a,), dims = eqn.invars, eqn.params["broadcast_dimensions"]
@@ -240,7 +240,7 @@ def _run(
 
 
 def _keys(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
-    """Slice an array of random keys; an array of their words has one more axis."""
+    """Slice an array of random keys, or the array of their words, which has one more axis."""
     (a,) = eqn.invars
     if part.axis >= min(a.aval.ndim, eqn.outvars[0].aval.ndim):
         return None
@@ -248,7 +248,7 @@ def _keys(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
 
 
 def _random_bits(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
-    """Draw the bits of some keys; or some bits of each key, if the generator is counter-based."""
+    """Draw the bits of some keys; with a counter-based generator, also some bits of each key."""
     (keys,) = eqn.invars
     ndim = keys.aval.ndim
     if part.axis < ndim:

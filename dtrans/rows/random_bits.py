@@ -1,11 +1,11 @@
 """Random bits of a block of rows, computed without the bits of other rows.
 
 `jax.random.normal`, `uniform`, `truncated_normal` and others draw one array of random bits with the
-equation `random_bits[bit_width=32 shape=(4096, 1024)]`. A *counter-based* generator hashes the
-key and the row-major index of an entry (64 bits) to the bits of the entry. So the bits
-of rows `start:stop` can be computed alone. `block_bits_p` is the primitive for that. It prints as
-`random_bits`, with the rows in addition to the full shape. The rows may start at a value of the
-program, or be given as a vector of ids.
+equation `random_bits[bit_width=32 shape=(4096, 1024)]`. A *counter-based* generator hashes the key
+and the row-major index of an entry (64 bits) to the bits of the entry. So the bits of rows
+`start:stop` can be computed alone, with the primitive `block_bits_p`. It prints as `random_bits`,
+with the rows in addition to the full shape. The start of the rows may be a value of the program; or
+a vector has their ids.
 
 JAX's default implementation `threefry2x32` is counter-based in its default mode,
 `jax_threefry_partitionable`, for bits of any width and keys of any shape. `rbg` is not, because it
@@ -30,14 +30,14 @@ from dtrans._jax import ShapedArray, new_primitive, threefry2x32_p
 
 
 def counts(key_type: Any) -> bool:
-    """Return True if keys of this type have a counter-based generator in the present JAX mode.
+    """Return True if keys of this type have a counter-based generator in JAX's present mode.
 
     Example:
       >>> import jax
       >>> counts(jax.random.key(0).dtype), counts(jax.random.key(0, impl="rbg").dtype)
       (True, False)
     """
-    # JAX plans to remove this option and to keep the behaviour of True
+    # JAX plans to remove this option; its behaviour will be that of True
     mode: bool = getattr(jax.config, "jax_threefry_partitionable", True)
     return mode and bool(key_type == _threefry_type())
 
@@ -64,7 +64,7 @@ def block_bits(
     start: int,
     stop: int,
 ) -> jax.Array:
-    """Return entries `start` to `stop` along `axis` of each key's random bits for a full `shape`.
+    """Draw random bits of `shape` for each key; return entries `start` to `stop` along `axis`.
 
     Args:
       keys: keys, of any shape.

@@ -1,9 +1,9 @@
 """Assignment of a leaf's rows to buckets by their ids.
 
 Row `n` is in bucket `n % count`, and a block of the leaf has the buckets `start` to `stop`. When
-blocks are added or removed, whole buckets move. In many tables the most frequent rows have low ids
-(words by frequency). One range of rows would contain all of these, but buckets contain equally
-many.
+blocks are added or removed, whole buckets move. In many tables the most frequent rows have the
+lowest ids. With ranges of rows, one block would have all of these; with buckets, each block has
+some.
 
 A block has its rows in increasing order: row `n` is at index
 `n // count * (stop - start) + n % count - start`.
@@ -72,15 +72,15 @@ class RowBuckets:
         return ids // self.count * self._width + ids % self.count - self.start
 
     def among(self, ids: np.ndarray) -> np.ndarray:
-        """Return the indices in `ids` at which rows of this block are.
+        """Return the positions in `ids` of the rows that this block has.
 
-        An id equal to `size` is padding and is skipped.
+        An id equal to `size` is padding, and its position is omitted.
         """
         bucket = ids % self.count
         return np.flatnonzero((bucket >= self.start) & (bucket < self.stop) & (ids < self.size))
 
     def along(self, row: RowAxis) -> RowBuckets:
-        """Return the buckets of a value that has `row.width` entries for each row."""
+        """Return the buckets for a value that has `row.width` entries for each row."""
         return RowBuckets(*(n * row.width for n in dataclasses.astuple(self)))
 
     @property
@@ -93,7 +93,7 @@ class RowBuckets:
 
 
 class BucketRows:
-    """Rows in buckets, as `dtrans.rows.writer.BlockRows` of one program."""
+    """Rows in buckets, for one program; implements `dtrans.rows.writer.BlockRows`."""
 
     def __init__(self, rows: RowBuckets) -> None:
         self._rows = rows

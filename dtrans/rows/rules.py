@@ -1,11 +1,11 @@
 """Rules of primitives for rows.
 
-A rule takes an equation whose operands are shared or have the rows of one leaf. It returns a
-`Step`, which says how to run the equation on a block of rows, or None if the equation mixes rows.
+A rule takes an equation whose operands are shared or have the rows of one leaf. If the equation
+mixes rows, the rule returns None; otherwise a `Step`, one way to run it on a block of rows.
 
-`dtrans._jax.primitives` lists the primitives that are elementwise, that reduce, or that only mix
-axes other than the rows; they need no rule here. A primitive that moves rows to another axis needs
-a function in `RULES`. `dtrans.rows.flow` handles loops and branches.
+Primitives that are elementwise, that reduce, or that only mix other axes than the rows need no rule
+here (`dtrans._jax.primitives` lists them). A primitive that moves rows to another axis needs a
+function in `RULES`. `dtrans.rows.flow` handles loops and branches.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Step:
     """One way to run an equation on a block of rows.
 
     Attributes:
-      operands: rows of each operand that are read; None for the full operand.
+      operands: layout of the rows that are read of each operand; None for the full operand.
       outs: layout of each output.
       reduce: if the equation reduces over rows, the operation that combines the results of blocks.
-      params: types of the outputs on the block -> changed parameters of the equation.
+      params: function from the output types on the block to changed parameters of the equation.
       bodies: for a loop or branch, the `dtrans.rows.flow.Flow` of each body.
       ends: for a loop or branch, the layouts of each body's outputs.
     """
@@ -41,7 +41,7 @@ class Step:
 
 
 def step_of(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
-    """Return how an equation runs on a block of rows; None if it mixes rows."""
+    """Return the step of an equation on a block of rows; None if the equation mixes rows."""
     facts = facts_of(eqn)
     if facts.elementwise:
         return _elementwise(eqn, ins)
@@ -55,7 +55,7 @@ def step_of(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
 
 
 def rows_of_operands(eqn: JaxprEqn, row: RowAxis, out: int = 0) -> Step | None:
-    """Return a step in which output number `out` has layout `row`; None if there is none.
+    """Return a step whose output number `out` has layout `row`; None if there is none.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -78,7 +78,7 @@ def rows_of_operands(eqn: JaxprEqn, row: RowAxis, out: int = 0) -> Step | None:
 
 
 def _one(ins: Sequence[Layout]) -> RowAxis | None:
-    """Return the layout of the operands with rows, if all of these have the same; else None."""
+    """Return the layout that all operands with rows have; None if their layouts differ."""
     rows = set(row_axes(ins))
     if len(rows) == 1:
         return rows.pop()
@@ -86,7 +86,7 @@ def _one(ins: Sequence[Layout]) -> RowAxis | None:
 
 
 def _all_as(row: RowAxis, eqn: JaxprEqn) -> tuple[RowAxis | None, ...]:
-    """Return `row` for each operand that is not a scalar, None for scalars."""
+    """Return one entry for each operand: None for a scalar, `row` for others."""
     return tuple(row if a.aval.ndim else None for a in eqn.invars)
 
 
@@ -163,9 +163,9 @@ def _squeeze(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
 
 
 def _reduce(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
-    """Reduce over other axes; or over rows, to a partial result for each block.
+    """Reduce over other axes, or over rows, which gives one partial result for each block.
 
-    `dtrans.rows.normalize` has replaced argmax over rows before.
+    No argmax over rows occurs here, since `dtrans.rows.normalize` has replaced it.
     """
     row, gone, op = _one(ins), mixed_axes(eqn) or (), facts_of(eqn).reduces
     if row is None or len(ins) > 1:
@@ -192,7 +192,7 @@ def _along(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
 
 
 def _stack(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
-    """Stack along a new axis; the row axis moves by one if the new axis is before it."""
+    """Stack along a new axis; if the new axis comes before the row axis, that moves by one."""
     row = _one(ins)
     if row is None:
         return None
@@ -240,7 +240,7 @@ def _slice(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
 
 
 def _dynamic_slice(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
-    """Slice along other axes; along rows the slice is full, so XLA clamps its index to 0."""
+    """Slice along other axes. Along rows the slice is full: XLA clamps its start to 0."""
     row = _one(ins[:1])
     if row is None or not all_shared(ins[1:]):
         return None

@@ -25,12 +25,12 @@ from dtrans.ir.builder import Builder
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Start:
-    """Start, or ids, of the entries of a slice, if only the running program knows them.
+    """Start of a slice, or ids of its entries, if only the running program knows them.
 
-    Two objects are equal only if they are identical.
+    Objects are compared by identity.
 
     Attributes:
-      write: writes the equations of a scalar start or of a vector of ids; called once.
+      write: function that writes the equations of a scalar start or a vector of ids; called once.
       reach: for a scalar start, the size to which the array is padded with zeros before slicing.
     """
 
@@ -46,7 +46,7 @@ class Start:
         return atom
 
     def widened(self, width: int) -> Start:
-        """Return the start or ids after each entry is replaced by `width` entries."""
+        """Return the start, or ids, in an axis in which each entry became `width` entries."""
         if width not in self._cache:
             self._cache[width] = Start(
                 lambda b: b.call(_widened(width), self.value(b))[0], self.reach * width
@@ -91,7 +91,7 @@ class Slice:
         return Slice(self.axis, self.first + by, self.size)
 
     def widened(self, width: int) -> Slice:
-        """Return the slice after each entry is replaced by `width` entries."""
+        """Return the slice of an axis in which each entry became `width` entries."""
         if width == 1:
             return self
         start = self.start.widened(width) if isinstance(self.start, Start) else self.start * width
@@ -122,7 +122,8 @@ def _literal(number: int) -> Literal:
     return Literal(np.int32(number), jax.typeof(np.int32(number)))
 
 
-# Cached functions, so that `Builder.call` traces each once for a scalar and once for a vector.
+# These functions are cached, so that `Builder.call` traces each at most twice: for a scalar start,
+# and for a vector of ids.
 
 
 @functools.cache
@@ -140,7 +141,7 @@ def _picked(axis: int, size: int, reach: int) -> Callable[[jax.Array, jax.Array]
 @functools.cache
 def _counted(dtype: Any, shape: tuple[int, ...], axis: int) -> Callable[[jax.Array], jax.Array]:
     def fn(at: jax.Array) -> jax.Array:
-        # count in 32 bits and cast, as the full array does: small types round or wrap equally
+        # count in 32 bits and cast, so that small types round or wrap as in the full array
         if at.ndim:
             return jax.lax.broadcast_in_dim(at, shape, [axis]).astype(dtype)
         return (jax.lax.broadcasted_iota(jnp.int32, shape, axis) + at).astype(dtype)

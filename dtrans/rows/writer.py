@@ -1,13 +1,14 @@
 """Writer of equations for a block of rows.
 
-An equation on full leaves becomes the same equation on the rows of a block. If it combines rows
-with a shared operand, only these rows of the shared operand are computed (`dtrans.rows.parts`):
-slices are propagated to the equations that compute the operand, down to scalars, counters and keys.
-So no array of the full shape is computed. If that is impossible, the full operand is computed and
-sliced. Bodies of loops and branches are written in the same way.
+An equation on full leaves becomes the same equation on the rows of a block. If the equation
+combines rows with a shared operand, the program computes only the same rows of that operand
+(`dtrans.rows.parts`): the slice moves up through the equations that compute the operand, to
+scalars, counters and keys. So the program contains no array of the full shape. If this is
+impossible, it computes the full operand and slices that. Bodies of loops and branches are written
+in the same way.
 
-The rows of a block are described by a `BlockRows` object, such as `RowRange`. In
-`dtrans.parameter_server.tables.trainer_rows` it describes rows of several leaves by their ids.
+A `BlockRows` object, such as `RowRange`, describes the rows of a block. The one in
+`dtrans.parameter_server.tables.trainer_rows` has rows of several leaves, by their ids.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ class BlockRows(Protocol):
     """Rows of a block."""
 
     def of(self, row: RowAxis) -> Slice:
-        """Return the slice of a value that has these rows; equal slices for equal arguments."""
+        """Return the slice of a value for these rows; equal arguments must give equal slices."""
 
     def inside(self, b: Builder) -> BlockRows:
-        """Return the same rows for a body that `b` writes; may add inputs to `b` for `operands`."""
+        """Return these rows for use in a body with builder `b`, to which it may add inputs."""
 
     def operands(self) -> Sequence[Atom]:
-        """Return the values that are passed to a body for the inputs that `inside` added."""
+        """Return the values to pass to a body for the inputs that `inside` added to it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +88,7 @@ class RowRange:
         return ids - self.start
 
     def among(self, ids: np.ndarray) -> slice:
-        """Return the slice of sorted ids that are in this range."""
+        """Return the slice of sorted `ids` with those in this range."""
         return slice(*np.searchsorted(ids, (self.start, self.stop)).tolist())
 
     @property
@@ -107,18 +108,18 @@ class RowWriter:
 
     Args:
       b: builder of the program.
-      flow: result of the row analysis of the equations.
-      rows: rows of the block; None if it has full leaves.
-      producers: the equation that computes each value.
-      read_block: returns a value with rows that this writer has not computed, such as an input;
-        None for a shared value.
-      outside: returns a shared value that is an input; None if it must be computed.
-      special: writes an equation, here or in a body, and returns its outputs; None to write it as
-        usual.
+      flow: result of the forward pass over the equations.
+      rows: rows of the block; None if the block has full leaves.
+      producers: maps each value to the equation that computes it.
+      read_block: returns the block's rows of a value that this writer has not computed, such as an
+        input. Returns None if the value is shared.
+      outside: returns a shared value that is an input; None if the writer must compute it.
+      special: writes an equation, here or in a body, and returns its outputs. Returns None to have
+        the equation written as usual.
 
     Attributes:
-      env: the values with rows that were written.
-      shared: the shared values that were written, in full.
+      env: value with rows -> the block's rows of it, for values that are written.
+      shared: shared value -> its full value, for values that are written.
     """
 
     def __init__(
@@ -152,7 +153,7 @@ class RowWriter:
     # -- operands --------------------------------------------------------------------------------
 
     def read(self, atom: Atom, row: RowAxis | None) -> Atom:
-        """Return an operand: the block's rows in layout `row`, or in full if `row` is None."""
+        """Return the block's rows of an operand, in layout `row`; for None, the full operand."""
         if isinstance(atom, Literal):
             return atom
         value = self.env.get(atom)
@@ -181,7 +182,7 @@ class RowWriter:
         return self._parts[atom, part]
 
     def read_full(self, atom: Atom) -> Atom:
-        """Return a full shared value: a constant, an input, or computed by its equation."""
+        """Return a full shared value; write its equation if it is neither constant nor input."""
         if isinstance(atom, Literal) or self.b.is_constant(atom):
             return atom
         if atom not in self.shared:
@@ -234,7 +235,7 @@ class RowWriter:
             if step is not None:
                 for v, value in zip(eqn.outvars, w.emit(eqn, step), strict=True):
                     w.place(flow.layout(v))[v] = value
-            elif eqn.effects:  # e.g. a print; other shared equations are written when they are read
+            elif eqn.effects:  # e.g. a print; others are written when they are read
                 outputs = w.b.copy(eqn, list(map(w.read_full, eqn.invars)))
                 w.shared.update(zip(eqn.outvars, outputs, strict=True))
         rows_of_outs = map(rows_or_none, outs)

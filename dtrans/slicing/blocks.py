@@ -16,7 +16,7 @@ from dtrans.rows.writer import RowRange, RowSet
 from dtrans.step.cut import GRAD
 
 
-ARG = "@ARG"  # suffix of the name of a step argument that trainers send to servers
+ARG = "@ARG"  # suffix of step arguments that trainers send to servers, as in `rate@ARG`
 TIED = "its update reads another leaf"
 
 
@@ -31,8 +31,8 @@ class Block:
       span: range of rows or of buckets (`dtrans.rows.row_buckets`); None for a 0-d leaf.
       shape, dtype: type of the block.
       endpoint: server of the block.
-      word: word before the index in the block's name; it differs if a leaf has that name.
-      is_table: True for a block of a table: its update is written for some rows, even if the block
+      word: word before the index in the name: "block", or another word if a leaf has that name.
+      is_table: True for a block of a table. Its update is written for some rows, even if the block
         has all rows of the leaf.
     """
 
@@ -53,7 +53,7 @@ class Block:
         return cls(leaf, 0, 1, span, tuple(aval.shape), aval.dtype, endpoint)
 
     def named(self, base: str) -> str:
-        """Return the name of this block of an array, such as `opt_state/0/mu/w.block0`."""
+        """Return the name of this block of the array `base`: `opt_state/0/mu/w.block0`."""
         if self.count == 1:
             return base
         return f"{base}.{self.word}{self.index}"
@@ -79,7 +79,7 @@ class Block:
         return self.size * np.dtype(self.dtype).itemsize
 
     def gradient(self, trainer_id: int, trainers: int) -> str:
-        """Return the name of a trainer's gradient, as Paddle: `params/w@GRAD.block0.trainer_1`."""
+        """Return Paddle's name of a trainer's gradient: `params/w@GRAD.block0.trainer_1`."""
         return _from_trainer(self.named(self.leaf + GRAD), trainer_id, trainers)
 
     def gradients(self, trainers: int, op: str) -> BlockGradient:
@@ -89,9 +89,9 @@ class Block:
 
 
 def argument(name: str, trainers: int) -> BlockGradient:
-    """Return a step argument as the gradient of a block: all trainers send equal values.
+    """Return a `BlockGradient` for a step argument that the update reads.
 
-    The update reads the argument. The name that trainer 1 sends is `rate@ARG.trainer_1`.
+    All trainers send equal values; trainer 1 sends `rate@ARG.trainer_1`.
     """
     sent_name = name + ARG
     sent = {k: _from_trainer(sent_name, k, trainers) for k in range(trainers)}
@@ -135,9 +135,9 @@ class Placement:
 
     Attributes:
       endpoints: the servers, in order.
-      blocks: blocks of each leaf.
-      groups: group of each leaf that cannot be sliced (`dtrans.rows.analysis.Group`).
-      order: the other leaves, in the order in which they were assigned.
+      blocks: maps each leaf to its blocks.
+      groups: maps each leaf that cannot be sliced to its `dtrans.rows.analysis.Group`.
+      order: all leaves that can be sliced, in the order in which they were assigned to servers.
     """
 
     endpoints: tuple[str, ...]
@@ -147,7 +147,7 @@ class Placement:
 
     @cached_property
     def units(self) -> dict[str, tuple[Unit, ...]]:
-        """Units of each server, by endpoint, in leaf order."""
+        """Endpoint -> units of that server, in leaf order."""
         found: dict[str, list[Unit]] = {ep: [] for ep in self.endpoints}
         for leaf, blocks in self.blocks.items():
             if leaf not in self.groups:

@@ -1,15 +1,15 @@
 """Program for some rows of the outputs of an init function.
 
-A parameter server needs only the rows `start:stop` of a leaf. It computes the rows of a table on
-first use, by their ids. From the last equation to the first, the wanted *parts* of outputs
-determine the wanted parts of operands (`dtrans.rows.parts`). Then the equations are written in
-order, each for its wanted parts. A value without a rule, such as a QR decomposition, a permutation
-or a loop, is computed in full and sliced.
+A parameter server needs only the rows `start:stop` of a leaf, and computes a row of a table when
+that row is first used. From the last equation to the first, the wanted *parts* of outputs determine
+the wanted parts of operands (`dtrans.rows.parts`). Then the equations are written in order, each
+for its wanted parts. If an equation has no rule (a QR decomposition, a permutation, a loop), its
+outputs are computed in full and then sliced.
 
-Zeros, ones, constants, and draws of `jax.random.normal`, `uniform` and `truncated_normal` with the
-default generator (`dtrans.rows.random_bits`) are computed without the full value. The same holds if
-they are scaled, reshaped, transposed or concatenated, and for optimizer state that depends on them.
-Orthogonal initialisers compute the full leaf.
+The full value is not computed for zeros, ones and constants, and for `jax.random.normal`, `uniform`
+and `truncated_normal` with the default generator (`dtrans.rows.random_bits`). Scaling, reshaping,
+transposing and concatenating preserve this, and it holds for optimizer state that depends on such
+arrays. Orthogonal initialisers compute the full leaf.
 
 The traversal is a loop because recursion would be too deep: the init of a deep model splits one key
 a thousand times in a row.
@@ -28,12 +28,12 @@ from dtrans.rows.slices import Slice, Start
 
 
 def write_parts(b: Builder, jaxpr: ClosedJaxpr, wanted: Sequence[Want]) -> list[Atom]:
-    """Write the equations of an init for parts of its values.
+    """Write the equations of an init that compute some parts of its values.
 
     Args:
       b: builder of a program with the inputs of `jaxpr`.
       jaxpr: the init, with calls inlined (`dtrans.ir.inline.inline_calls`).
-      wanted: (variable of `jaxpr`, wanted slice); None for the full value.
+      wanted: pairs (variable of `jaxpr`, wanted slice, or None for the full value).
 
     Returns:
       The wanted parts, in order.
@@ -78,12 +78,12 @@ def write_rows(
     """Write the equations of an init for the rows with given ids.
 
     The rows equal those of the full outputs bit for bit. Ids may repeat. If `makes_rows` is False
-    for an output, it is computed in full, then gathered. For an id out of bounds, some row is
-    returned.
+    for an output, that output is computed in full, and its rows are gathered. For an id out of
+    bounds, the result is some row.
 
     Args:
       b, jaxpr: as in `write_parts`.
-      wanted: (output of `jaxpr`, axis of its rows).
+      wanted: pairs (output of `jaxpr`, axis of its rows).
       numbers: ids of the rows, an int32[n] variable of the new program.
 
     Returns:
@@ -125,10 +125,10 @@ def makes_rows(jaxpr: ClosedJaxpr, output: Atom, axis: int) -> bool:
 
 
 class _Plan:
-    """Wanted parts of each value, and the recipes that compute them.
+    """Wanted parts of each value, and the recipes that compute these parts.
 
     Attributes:
-      cuts: parts that must be sliced from the full value.
+      cuts: pairs (value, part) for parts that are sliced from the full value.
     """
 
     def __init__(self, eqns: Sequence[JaxprEqn], wanted: Sequence[Want]) -> None:
@@ -157,7 +157,7 @@ class _Plan:
                 self._cut(value)
 
     def _cut(self, value: Atom) -> None:
-        """Record that the wanted parts of a value are cut from the full value."""
+        """Add the wanted parts of a value to `cuts`."""
         self.cuts += [(value, part) for part in self._parts(value)]
 
     def steps(self) -> Iterator[tuple[JaxprEqn, list[tuple[Want, Recipe]] | None]]:
@@ -165,7 +165,7 @@ class _Plan:
         return ((eqn, self._recipes[i]) for i, eqn in enumerate(self.eqns))
 
     def normal(self, want: Want) -> Want:
-        """Replace a slice that covers the full value by None."""
+        """Return the wanted part; if its slice covers the full value, replace the slice by None."""
         atom, part = want
         if part is None or isinstance(atom, Literal) or part.is_all(atom.aval):
             return atom, None
@@ -199,8 +199,8 @@ class _Plan:
     def _is_full(self, var: Var) -> bool:
         """Return True if a value is computed in full.
 
-        This is the case if the full value is wanted, or if its parts together have more than twice
-        its size.
+        So it is if the full value is wanted, or if the wanted parts together are more than twice
+        as large.
         """
         if None in self._wanted.get(var, ()):
             return True

@@ -8,9 +8,9 @@ Leaves of a group have one home. Shared values are computed on every server that
     a value of an unsliced leaf                       its server sends it
 
 Servers exchange these values in rounds. Values of level 0 are known without an exchange, values of
-level n + 1 after round n. LAMB after a clip by global norm has three rounds: for the norm of the
-gradients, for the norms of the updates, and for these again (`optax.safe_norm`). Levels do not
-depend on the placement. A round without values to send costs nothing.
+level n + 1 after round n. LAMB after a clip by global norm has three rounds: one for the norm of
+the gradients, and two for the norms of updates (`optax.safe_norm` computes them in two steps).
+Levels do not depend on the placement. A round without values to send costs nothing.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class CrossServerValue:
     Attributes:
       name: name on every server, e.g. `all_reduce/3`.
       var: variable of the value.
-      op: operation that combines the parts of blocks.
+      op: operation that combines the parts of the value, one from each block.
       part: type of a part.
       home: leaf whose servers compute the parts.
-      level: level of the parts; the value is known one level later.
+      level: level at which parts are computed; the value is known at the next level.
     """
 
     name: str
@@ -58,8 +58,8 @@ class ExchangeRounds:
 
     Attributes:
       crossings: variable -> cross-server value.
-      eqns_of: indices of the equations that run at each home, in order.
-      makers: the equation that computes each variable, without cross-server values.
+      eqns_of: home -> indices of the equations that run there, in order.
+      makers: variable -> equation that computes it; without cross-server values.
     """
 
     def __init__(self, analysis: RowAnalysis, exact: Collection[str] = ()) -> None:
@@ -70,7 +70,7 @@ class ExchangeRounds:
         self.crossings: dict[Var, CrossServerValue] = {}
         self.eqns_of: dict[str, list[int]] = {}
         self._at_home: dict[Var, int] = {}
-        # other servers know an input of a home after one round
+        # inputs that are not shared: other servers know them after one round
         self._shared: dict[Var, int] = {}
         for v in analysis.inputs.values():
             if analysis.layout(v) is not SHARED:
@@ -95,7 +95,7 @@ class ExchangeRounds:
     # -- homes and levels ------------------------------------------------------------------------
 
     def home_of(self, i: int) -> str | None:
-        """Return the home of an equation; None if each server that reads its outputs runs it."""
+        """Return the home of equation `i`; None if every server that reads its outputs runs it."""
         step = self.analysis.flow.steps.get(i)
         if step is None:
             return None
@@ -131,11 +131,11 @@ class ExchangeRounds:
         return self.shared(atom)
 
     def derived(self, var: Var) -> bool:
-        """Return True if other servers should compute a value of an unsliced leaf themselves.
+        """Return True if servers should send the operands of a value instead of the value.
 
-        Then its operands are sent instead. This is better if the operands are smaller, e.g. for a
-        broadcast scalar. It is also better if they are as small, but known one round earlier, e.g.
-        for the square of a 0-d leaf.
+        The value belongs to an unsliced leaf. Its operands are better if they are smaller (a
+        broadcast scalar). They are also better if they have the same size, but are known one round
+        earlier (the square of a 0-d leaf).
         """
         i = self.producers.get(var)
         if i is None or not isinstance(self.analysis.layout(var), Colocated):

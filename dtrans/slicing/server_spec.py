@@ -1,10 +1,10 @@
 """Division of an update among servers: state, inputs and computed values of each server.
 
-The units of all servers are written first (`dtrans.slicing.unit_program`). They show which shared
-values each server reads. A server computes these by itself, unless they are cross-server values
-(`dtrans.slicing.rounds`). *Shared state* depends on rows only through reductions, such as
-Adafactor's column sums. Each server that reads it stores a copy, or all servers if none reads it.
-All copies are equal.
+The units of all servers are written first (`dtrans.slicing.unit_program`). They determine the
+shared values that each server reads. A server computes a shared value by itself, or gets it from
+others if it is a cross-server value (`dtrans.slicing.rounds`). *Shared state* depends on rows only
+through reductions, such as Adafactor's column sums. Every server that reads an array of shared
+state stores a copy of it; if no server reads it, all servers do. All copies are equal.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class ServerSpec:
     """Work of one server: its units, and the values that it reads and computes.
 
     Attributes:
-      units: its units, with their programs.
-      computed: shared values that it computes.
-      crossings: cross-server values that it reads.
-      inputs: inputs of the update that it reads, other than those of its units.
-      shared_state: names of the shared state that it stores.
+      units: the units of the server, with their programs.
+      computed: shared values that the server computes.
+      crossings: cross-server values that the server reads.
+      inputs: inputs of the update that shared values depend on; units have further inputs.
+      shared_state: names of the shared state that the server stores.
     """
 
     units: tuple[UnitProgram, ...]
@@ -65,9 +65,9 @@ class UpdateSpec:
       arguments: step arguments that the update reads; trainers send them.
       requested: shared state that trainers request before each step.
       exact: leaves whose sums over rows have the same bits for every placement.
-      names: description of what each name in the update refers to, for errors.
+      names: name in the update -> description of its value, for errors.
       owners: home -> servers that have parts of its cross-server values.
-      servers: endpoint -> work of the server, if it has any.
+      servers: endpoint -> work of the server; servers without work are absent.
       over: cross-server value -> servers that have parts of it or read it.
     """
 
@@ -93,15 +93,15 @@ class UpdateSpec:
         return self.analysis.state_of[None]
 
     def stays(self, crossing: CrossServerValue) -> bool:
-        """Return True if a cross-server value is not exchanged, because only one server uses it.
+        """Return True if only one server uses a cross-server value, so that no exchange is needed.
 
-        With exact sums it is exchanged in any case. Otherwise XLA would compile different programs
-        for one server and for several, which round differently.
+        With exact sums, one server exchanges too. Otherwise XLA would compile different programs
+        for one server and for several, and these round differently.
         """
         return len(self.over[crossing.var]) == 1 and not self.exact
 
     def holder_of(self, name: str) -> str:
-        """Return the first server with an array of shared state; trainers send requests to it."""
+        """Return the first server that stores an array of shared state; trainers ask that one."""
         return next(ep for ep, server in self.servers.items() if name in server.shared_state)
 
     def readers_of(self, name: str) -> tuple[str, ...]:
@@ -124,8 +124,8 @@ def analyse_update(
       analysis: row analysis of the optimize half.
       placement: placement of the leaves on servers.
       trainers: number of trainers; the update of a leaf reads the mean of their gradients.
-      summed: leaves whose update reads the sum of the gradients instead.
-      arguments: step arguments that the update reads; trainers send them to these servers.
+      summed: leaves for which the update reads the sum of the gradients instead of the mean.
+      arguments: step arguments that the update reads; trainers send them to the servers.
       requested: shared state that trainers request before each step.
       exact: leaves whose sums over rows must have the same bits for every placement.
 
@@ -193,7 +193,7 @@ def analyse_update(
 def claim(
     names: MutableMapping[str, str], name: str, what: str = "a value that the optimizer computes"
 ) -> str:
-    """Reserve a name and return it; `what` describes what it refers to.
+    """Reserve a name and return it; `what` describes the value that has the name.
 
     Raises:
       ConfigError: the name already refers to something else.
@@ -207,7 +207,7 @@ def claim(
 def _server_spec(
     rounds: ExchangeRounds, units: tuple[UnitProgram, ...], state: Iterable[str] = ()
 ) -> ServerSpec:
-    """Return the spec of a server, with all values that the shared values of its units depend on.
+    """Return the spec of a server: its units, and all shared values that these units need.
 
     Args:
       rounds: equations, and the levels of all values.
@@ -233,7 +233,7 @@ def _server_spec(
                 ahead += eqn.invars
             elif var in analysis.input_names:
                 inputs.add(analysis.input_names[var])
-        # a server also updates the shared state that it reads
+        # a server stores and updates the shared state that it reads
         new = inputs.intersection(analysis.state_of[None]) - state_names
     return ServerSpec(
         units, frozenset(computed), frozenset(crossings), frozenset(inputs), frozenset(state_names)

@@ -44,12 +44,11 @@ class ServerVariable:
     """Value that a server stores.
 
     Attributes:
-      of: name of the step's array that has the initial value.
-      block: index of the leaf's block that the variable belongs to.
+      of: name of the array of the step from which the initial value comes.
+      block: index of the block to which the variable belongs.
       part: rows of the array `of`; None for all rows.
-      beside: name of the full value, if it is not an array of the step, e.g.
-        `params/w.trainer_1_bak`.
-      zeros: True if the initial value is zeros; then only the type is that of `of`.
+      beside: name of the full value, if the step has no such array, e.g. `params/w.trainer_1_bak`.
+      zeros: True if the initial value is zeros; then `of` determines only the type.
       buckets: the buckets of the rows, if rows are assigned to buckets.
     """
 
@@ -62,7 +61,7 @@ class ServerVariable:
 
     @property
     def origin(self) -> str:
-        """Name of the full value that this is a part of."""
+        """Name of the full value."""
         return self.beside or self.of
 
     def cut(self, aval: Any) -> Any:
@@ -86,7 +85,7 @@ class ServerWork:
 
     @property
     def grads(self) -> dict[str, int]:
-        """Number of the block, from 1, that reads each gradient (`params/w@GRAD.block0`)."""
+        """Gradient (`params/w@GRAD.block0`) -> number of the block that reads it, from 1."""
         found: dict[str, int] = {}
         for i, block in enumerate(self.blocks, 1):
             found |= dict.fromkeys((g.name for g in block.grads), i)
@@ -115,7 +114,7 @@ def write_server(spec: UpdateSpec, endpoint: str) -> ServerWork:
             return names.get(var) or spec.analysis.input_names[var]
         parts = server.parts_of(crossing)
         if len(parts) == 1 and spec.stays(crossing):
-            return parts[0]  # the only part is the value
+            return parts[0]  # the only part is the full value
         return crossing.name
 
     blocks = _take_arguments(spec, server, claimed)
@@ -148,7 +147,7 @@ def inline_update(b: Builder, work: ServerWork, values: Mapping[str, Atom]) -> d
         b.role = block.role if block.role == LR_SCHED else OPTIMIZE
         outputs = b.inline(block.jaxpr, *values_at(values, block.in_names))
         for name, value in zip(block.out_names, outputs, strict=True):
-            # blocks read the state before the step, so new state must not replace it in `values`
+            # later blocks still read the old state, so new state does not go into `values`
             target = new if name in work.variables else values
             target[name] = value
     return new
@@ -171,7 +170,7 @@ def _variables(spec: UpdateSpec, server: ServerSpec) -> dict[str, ServerVariable
 
 
 def _rows_of(name: str, block: int, span: RowSet | None, row: Any) -> ServerVariable:
-    """Return the variable for the rows `span` of an array with layout `row`; all rows if None."""
+    """Return the variable for the rows `span` of an array with layout `row`."""
     if span is None or not isinstance(row, RowAxis):
         return ServerVariable(name, block)
     if isinstance(span, RowBuckets):
@@ -204,9 +203,9 @@ def _take_arguments(
 def _write_shared(
     rounds: ExchangeRounds, server: ServerSpec
 ) -> tuple[dict[int, LevelProgram], dict[Var, str]]:
-    """Write the shared values that a server computes.
+    """Write the programs that compute a server's shared values.
 
-    Return the program of each level, and names for the values that units or later levels read.
+    Return level -> program, and shared value -> name for those that units or later levels read.
     """
     analysis, level_of = rounds.analysis, rounds.shared
     writers: dict[int, LevelWriter] = {}
@@ -252,7 +251,7 @@ def _write_shared(
 def _joins(
     spec: UpdateSpec, server: ServerSpec, endpoint: str
 ) -> dict[int, list[CrossServerValue]]:
-    """Return the cross-server values whose parts a server combines or exchanges, by level."""
+    """Return level -> cross-server values whose parts a server combines or exchanges."""
     found: dict[int, list[CrossServerValue]] = {}
     for var, crossing in spec.rounds.crossings.items():
         if endpoint not in spec.over[var]:
@@ -266,7 +265,7 @@ def _joins(
 def _join(
     spec: UpdateSpec, server: ServerSpec, crossings: Sequence[CrossServerValue]
 ) -> OptimizeBlock:
-    """Write the last block of a level, which combines parts and reduces them over servers."""
+    """Write the last block of a level: combine parts of this server, then reduce over servers."""
     b = Builder(spec.analysis.half.jaxpr)
     in_names: list[str] = []
     joined: list[Atom] = []

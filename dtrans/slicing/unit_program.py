@@ -1,10 +1,9 @@
 """Programs that update a unit: one for each level with equations of the unit.
 
 A *unit* is a block of one leaf's rows, or a group of leaves that cannot be sliced. The equations of
-its leaves are rewritten for the rows of the block (`dtrans.rows.writer`). A value that a later
-level reads is an output of the level that computes it. Shared values are inputs. They are
-identified by their variables, because each server names them differently
-(`dtrans.slicing.server_update`).
+its leaves are rewritten for the rows of the block (`dtrans.rows.writer`). If a later level reads a
+value, the level that computes the value returns it. Shared values are inputs, and have variables
+instead of names, because each server names them differently (`dtrans.slicing.server_update`).
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class LevelProgram:
 
     Attributes:
       jaxpr: the equations.
-      reads: for each input, its name, or the variable of a shared value.
+      reads: one entry for each input: its name, or its variable if it is a shared value.
       out_names: names of the outputs.
       grads: gradients that are inputs.
     """
@@ -50,7 +49,7 @@ class LevelProgram:
     def block(
         self, name: str, role: str, level: int, name_of: Callable[[Var], str]
     ) -> OptimizeBlock:
-        """Return this program as an optimize block; `name_of` names shared values."""
+        """Return this program as an optimize block; `name_of` maps shared values to names."""
         in_names = tuple(n if isinstance(n, str) else name_of(n) for n in self.reads)
         return OptimizeBlock(name, role, self.jaxpr, in_names, self.out_names, level, self.grads)
 
@@ -61,7 +60,7 @@ class UnitProgram:
 
     Attributes:
       unit: the unit.
-      home: home of its leaves (`dtrans.slicing.rounds`).
+      home: home of the unit's leaves (`dtrans.slicing.rounds`).
       names: name of a leaf or of its state -> name of the unit's block of that array.
       levels: level -> program.
     """
@@ -91,8 +90,8 @@ class LevelWriter:
     Args:
       rounds: equations of the update, with the level of each value.
       rows: rows of the block; None for full leaves, and for a program of shared values.
-      read_unit: returns an input for a value of the unit; None for a shared value.
-      computes: returns True if this program computes a shared value.
+      read_unit: returns the input that has a value of the unit; None for a shared value.
+      computes: takes a shared value; returns True if this program computes it.
     """
 
     def __init__(
@@ -142,7 +141,7 @@ def write_unit(
     Args:
       rounds: equations of the update, with the level of each value.
       unit: the unit.
-      gradients: gradients of its blocks; a block whose leaf has no gradient has none.
+      gradients: gradients of the blocks; none for a block whose leaf has no gradient.
     """
     analysis = rounds.analysis
     home = analysis.home_of(unit.blocks[0].leaf)
@@ -154,7 +153,7 @@ def write_unit(
     levels = _UnitLevels(rounds, unit, inputs)
     positions = rounds.eqns_of.get(home, [])
 
-    # a gradient is an input of the first level that reads it
+    # the first level that reads a gradient has it as an input
     for i in positions:
         level = rounds.of_eqn(i)
         for v in variables(rounds.eqns[i].invars):
@@ -196,7 +195,7 @@ class _UnitLevels:
         self._rounds, self._unit, self._inputs = rounds, unit, inputs
         self.writers: dict[int, LevelWriter] = {}
         self.of: dict[Var, int] = {}
-        self._handed: dict[Var, str] = {}  # value that a later level reads -> its name
+        self._handed: dict[Var, str] = {}  # value that a later level reads -> name of the value
 
     def at(self, level: int) -> LevelWriter:
         """Return the writer of a level; create it if there is none."""
@@ -218,9 +217,9 @@ class _UnitLevels:
         return w.writer.env[var]
 
     def _from_earlier(self, level: int, var: Var) -> str | None:
-        """Make a value of an earlier level an output of that level, and return its name.
+        """Return the name of a value that an earlier level computes, and add it to its outputs.
 
-        Return None if no earlier level computes the value.
+        If no earlier level computes the value, return None.
         """
         before = self.of.get(var, level)
         if before == level or var not in self.writers[before].writer.env:
@@ -230,7 +229,7 @@ class _UnitLevels:
         return name
 
     def emit(self, position: int) -> None:
-        """Write an equation of the unit; parts of cross-server values become outputs."""
+        """Write equation `position` of the unit; parts of cross-server values become outputs."""
         rounds, level = self._rounds, self._rounds.of_eqn(position)
         eqn, step = rounds.eqns[position], rounds.analysis.flow.steps[position]
         w = self.at(level)
@@ -244,7 +243,7 @@ class _UnitLevels:
             crossing = rounds.crossings.get(v)
             if crossing is not None:
                 w.outs[part_name(self._unit, crossing)] = value
-            # equations that read a reduction need the result over all blocks, not this part
+            # readers of a reduction need the result of all blocks, so they do not get this part
             if crossing is None or not step.reduce:
                 w.writer.env[v] = value
             self.of[v] = level
@@ -261,7 +260,7 @@ class _UnitLevels:
 
 
 def _digits(w: LevelWriter, eqn: JaxprEqn, step: Step) -> list[Atom]:
-    """Write a block's part of an exact sum: sum each row in floats, then add rows exactly."""
+    """Write a block's part of an exact sum: sums in rows are floats, the sum of rows is exact."""
     (row,) = step.operands
     assert row is not None
     return w.b.call(_digits_of_rows(row.axis, row.width), w.writer.read(eqn.invars[0], row))
@@ -271,7 +270,7 @@ def _digits(w: LevelWriter, eqn: JaxprEqn, step: Step) -> list[Atom]:
 def _digits_of_rows(axis: int, width: int) -> Callable[[jax.Array], jax.Array]:
     def part(x: jax.Array) -> jax.Array:
         by_row = jnp.moveaxis(x, axis, 0).reshape(x.shape[axis] // width, -1)
-        while by_row.shape[1] > 1:  # pairwise, because XLA's sums depend on the number of rows
+        while by_row.shape[1] > 1:  # pairwise: XLA's own order depends on the number of rows
             odd = by_row[:, -1:] if by_row.shape[1] % 2 else by_row[:, :0]
             half = by_row.shape[1] // 2
             by_row = jnp.concatenate([by_row[:, :half] + by_row[:, half : 2 * half], odd], 1)

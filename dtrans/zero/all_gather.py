@@ -4,8 +4,8 @@
     w = all_gather x
     y = dot_general h w         the first equation of a window (`dtrans.zero.live_ranges`)
 
-A leaf stays gathered for a *window* of equations. The backward pass gathers it again: the step is
-differentiated before this rewrite, so its backward equations read the leaf itself, not a residual.
+A leaf stays gathered for a *window* of equations. The backward pass gathers the leaf again, because
+JAX has differentiated the step before this rewrite: backward equations read the leaf itself.
 `after` keeps XLA from merging two gathers of one slice, and from starting all gathers at once. With
 a prefetch of k, a gather is written k windows ahead.
 
@@ -47,7 +47,7 @@ from dtrans.zero.prefetch import prefetch_layers
 from dtrans.zero.slice_writer import SliceWriter
 
 
-# (function that gathers a layer, index of its stack among the scanned operands)
+# (function that gathers one layer, index of the stack of layers among the scanned operands)
 Prefetch = tuple[Callable[[Any], Any], int]
 
 
@@ -68,9 +68,9 @@ class Gatherer(SliceWriter):
         """Plan the windows.
 
         Args:
-          ends: values that are returned, as pairs: the index of the equation that computes the
-            value, and the value.
-          slice_results: the values in `ends` that are returned as slices.
+          ends: the values to return, as pairs (index of the equation that computes the value,
+            value).
+          slice_results: the values in `ends` to return as slices.
         """
         self.slice_results = slice_results
         full_ends = []
@@ -97,11 +97,10 @@ class Gatherer(SliceWriter):
     def emit(self, eqn: JaxprEqn) -> None:
         """Write the next equation, after the gathers that it needs.
 
-        An equation that is computed on slices is not written here, but when its result is first
-        read.
+        If the equation runs on slices, `slice_of` writes it when its result is first read.
 
         Args:
-          eqn: the equation of the program; calls inside its bodies are not inlined.
+          eqn: the equation, as the step has it: before calls in its bodies are inlined.
         """
         i, self._emitted = self._emitted, self._emitted + 1
         if i in self.scattering.steps:
@@ -127,11 +126,11 @@ class Gatherer(SliceWriter):
                 self._last = v
 
     def result(self, atom: Atom, maker: int) -> Atom:
-        """Return a value that the equations return: its slice, or the full value.
+        """Return a result of the equations: as a slice if `begin` asked for slices, else in full.
 
         Args:
           atom: the value.
-          maker: the index of the equation that computes it. This equation is written already.
+          maker: the index of the equation that computes the value. `emit` has written it already.
         """
         if isinstance(atom, Var) and atom in self.slice_results:
             return self.slice_of(atom)
@@ -183,7 +182,7 @@ class Gatherer(SliceWriter):
                 break
             before = self._next - self.how.prefetch
             anchor = self._anchors[max(0, before)] if self._anchors else self._last
-            # prefetch=0 is chosen to save memory: free the last full gradient before the gather
+            # users set prefetch=0 to save memory: gather after the last full gradient is freed
             if self.how.prefetch == 0 and self.last_scattered is not None:
                 anchor, self.last_scattered = self.last_scattered, None
             with self.communicating():
@@ -191,9 +190,9 @@ class Gatherer(SliceWriter):
             self._next += len(group)
 
     def _anchor(self, eqn: JaxprEqn | None) -> Atom | None:
-        """Return a value that a gather may wait for, computed just before an equation.
+        """Return a value for a gather to wait for: an operand of the equation.
 
-        It is an operand of the equation, or the latest value if no operand qualifies.
+        If no operand qualifies, return the latest value that does.
         """
         for a in reversed(eqn.invars if eqn else ()):
             if isinstance(a, Var) and a not in self.roots and self._can_be_waited_for(a):
@@ -206,7 +205,7 @@ class Gatherer(SliceWriter):
         return exists and bool(v.aval.size) and bool(jnp.issubdtype(v.aval.dtype, jnp.floating))
 
     def _gather(self, windows: Sequence[LiveRange], anchor: Atom | None) -> None:
-        """Write the gathers of windows: one `all_gather` for each type and dimension."""
+        """Gather the leaves of windows: one `all_gather` for each pair of type and dimension."""
         b = self.b
         groups: dict[tuple[Any, int], list[LiveRange]] = {}
         for window in windows:
@@ -273,14 +272,14 @@ class Gatherer(SliceWriter):
     def write_body(
         self, sliced: Collection[int], wires: Wiring
     ) -> tuple[ClosedJaxpr, Prefetch | None]:
-        """Write all equations of a body.
+        """Write all equations of the body that this object analyzes.
 
         Args:
-          sliced: indices of the outputs that are returned as slices.
+          sliced: indices of the outputs to return as slices.
           wires: maps inputs and outputs of the body to operands and outputs of its equation.
 
         Returns:
-          The body, and the gather of its first layer if the loop prefetches that layer.
+          The body. If the loop prefetches its first layer, also the gather of that layer.
         """
         outvars = self.inner.outvars
         # a variable may be returned twice: as a slice and as a full value
@@ -303,9 +302,10 @@ class Gatherer(SliceWriter):
         return self.b.build(outs), prefetch
 
     def _prefetch_first(self, layers: Sequence[Var]) -> Prefetch | None:
-        """Add an input for the first leaf that the body gathers, if that leaf is a scanned layer.
+        """Return the gather of the body's first leaf, and add an input for the gathered leaf.
 
-        The loop gathers this leaf one iteration ahead, and passes it in.
+        The loop gathers the leaf one iteration ahead, and passes it in. If the first leaf that the
+        body gathers is no scanned layer, return None.
         """
         windows, shards = self.uses.windows, self.shards
         if not windows or windows[0].leaf not in self.slice_inputs.slices:
@@ -331,14 +331,14 @@ class Gatherer(SliceWriter):
 def _segment(
     windows: Sequence[LiveRange], largest: float, is_available: Callable[[LiveRange], bool]
 ) -> list[LiveRange]:
-    """Return the first of some windows: those that are gathered together.
+    """Return the next windows to gather together, from the start of `windows`.
 
-    All windows are in forward, or all in backward. The list is empty if the first slice cannot be
-    computed yet.
+    They all begin in the forward pass, or all in the backward pass. The list is empty if the slice
+    of the first window's leaf cannot be computed yet.
 
     Args:
       windows: the windows whose leaves are not gathered yet.
-      largest: bytes of the leaves of several windows together.
+      largest: the limit in bytes for the leaves together; one larger leaf is gathered alone.
       is_available: returns True if the slice of a window's leaf can be computed.
     """
     total = 0

@@ -1,23 +1,23 @@
 """Choice of the leaves that are cut over the ranks of a sharding axis, and of their dimensions.
 
 Every rank has the same number of rows of a leaf. If the degree does not divide the rows, the last
-ones are *padding*. Padding is zero in the first state. No gather returns it and no norm contains
-it.
+ones are *padding*. Padding is zero in the first state. Gathers drop padding, and norms omit it.
 
-A leaf is cut along its first dimension. If that has fewer rows than there are ranks (the kernel of
-a convolution), it is cut along its longest other dimension. A stack whose layers are read one by
-one is cut along a later dimension. Otherwise one rank would store all of a layer, and the other
-ranks would add nothing to its gather. These leaves are not cut:
+A leaf is cut along its first dimension. If that dimension is shorter than the number of ranks (the
+kernel of a convolution), the leaf is cut along its longest other dimension. If loops read a stack
+layer by layer, the stack is cut along a later dimension: each rank has a slice of every layer.
+These leaves are not cut:
 
-  - leaves without dimensions, and leaves that the update combines with each rank's own rows of the
-    batch;
+  - leaves without dimensions;
+  - leaves that the update combines with each rank's part of the batch;
   - leaves whose optimizer state is read outside the update;
   - small leaves: slices would save few bytes, and each slice adds an operand to a collective;
   - leaves that no gradient updates;
   - leaves without optimizer state whose gradient is equal on all ranks without communication.
 
 The optimizer's state is cut along the rows of its leaf. If an update mixes rows (Muon, Shampoo),
-leaf and state are cut nevertheless, and the update gathers its operands (`dtrans.zero.update`).
+leaf and state are cut too, and the update gathers the operands that it needs
+(`dtrans.zero.update`).
 
 Source: the sharding pass of Paddle (auto_parallel_sharding.py) assigns whole variables to owners.
 ZeRO cuts them into slices (Rajbhandari et al., arXiv 1910.02054).
@@ -50,11 +50,11 @@ from dtrans.zero.slice_analysis import GatherOptions, SliceAnalysis, SliceInputs
 
 @dataclasses.dataclass(frozen=True)
 class Sliced:
-    """Cut of an array over the ranks of the sharding axis.
+    """Cut of an array into slices, one for each rank of the sharding axis.
 
     Attributes:
       axis: the dimension that is cut.
-      size: its length, without padding.
+      size: the length of that dimension, without padding.
       part: the number of entries of each rank.
       degree: the number of ranks.
       width: the number of adjacent entries that stay on one rank, because they belong to one row of
@@ -92,13 +92,13 @@ class Sliced:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Slices:
-    """Leaves and state that are cut.
+    """The leaves and the arrays of the optimizer's state that are cut.
 
     Attributes:
-      analysis: the row analysis of the optimize half, along the chosen dimensions.
+      analysis: the row analysis of the optimize half; its rows are along the chosen dimensions.
       leaves: the cut leaves.
       state: the arrays of the optimizer's state that are cut, by name.
-      unsliced: for each other leaf, the reason why it is not cut.
+      unsliced: maps each leaf that is not cut to the reason.
       replicated: leaves whose gradients are equal on all ranks without communication.
     """
 
@@ -127,20 +127,20 @@ def choose_slices(
     differing: Collection[Name] = (),
     planned: Slices | None = None,
 ) -> Slices:
-    """Choose the leaves and the state that are cut, and their dimensions.
+    """Choose the leaves and the state to cut, and the dimension along which to cut each.
 
     Args:
       step: the step, cut.
       degree: the number of ranks.
-      least: the smallest number of elements of a leaf that is cut.
-      in_layers: True to try later dimensions too, because loops may read leaves layer by layer.
+      least: leaves with fewer elements are not cut.
+      in_layers: True to try later dimensions too, for stacks that loops read layer by layer.
       sliced_in_use: True if leaves are sliced in the forward pass too (stage 3).
       differing: inputs of the update that differ from rank to rank.
-      planned: the choice for another batch size; the same dimensions are cut again.
+      planned: the choice for another batch size; cut the same dimensions again.
     """
     axes = _choose_axes(step, degree, in_layers, planned)
     with warnings.catch_warnings():
-        # unknown primitives do not prevent cuts here: the engine gathers their operands, and warns
+        # the engine gathers operands of unknown primitives, and warns about them later
         warnings.simplefilter("ignore", UnknownPrimitiveWarning)
         later_axes = {n: axis for n, axis in axes.items() if axis}
         analysis = analyse(step.optimize, step.params, later_axes)
@@ -173,9 +173,9 @@ def choose_slices(
 
 
 def _choose_axes(step: Cut, degree: int, in_layers: bool, planned: Slices | None) -> dict[str, int]:
-    """Return the dimension to cut of each leaf that can be cut.
+    """Return leaf -> dimension to cut, for each leaf that can be cut.
 
-    Arguments are the same as for `choose_slices`.
+    Arguments as for `choose_slices`.
     """
     axes: dict[str, int] = {}
     for n in step.params:
@@ -192,9 +192,9 @@ class _SliceRules:
 
     Args:
       step, degree, least, sliced_in_use, differing: as for `choose_slices`.
-      axes: the dimension to cut of each leaf that can be cut.
+      axes: maps each leaf that can be cut to the dimension to cut.
       analysis: the row analysis of the optimize half.
-      homes: for each array of the state, its leaf and its layout.
+      homes: maps each array of the state to its leaf and its row dimension.
 
     Attributes:
       replicated: leaves whose gradients are equal on all ranks without communication.
@@ -224,7 +224,7 @@ class _SliceRules:
                 self.state_read[leaf] = name
 
     def reason_unsliced(self, leaf: str) -> str:
-        """Return the reason why a leaf is not cut; "" if it is cut."""
+        """Return the reason for which a leaf is not cut; "" if it is cut."""
         step, t = self.step, self.step.program.inputs[leaf]
         if leaf not in step.optimized:
             return step.reason_not_optimized(leaf)
@@ -251,9 +251,9 @@ class _SliceRules:
 
 
 def _find_state_homes(analysis: RowAnalysis) -> dict[str, tuple[str, RowAxis | None]]:
-    """Return for each array of the optimizer's state its leaf, and its row dimension.
+    """Map each array of the optimizer's state to a pair (leaf, row dimension of the array).
 
-    The row dimension is None if the update mixes rows of the array.
+    If the update mixes rows of the array, the row dimension is None.
     """
     found: dict[str, tuple[str, RowAxis | None]] = {}
     for name, var in analysis.inputs.items():
@@ -268,13 +268,11 @@ def _find_state_homes(analysis: RowAnalysis) -> dict[str, tuple[str, RowAxis | N
 def _choose_state_row(
     shape: tuple[int, ...], leaf: tuple[int, ...], axis: int, degree: int, least: int
 ) -> RowAxis | None:
-    """Return the dimension along which a state array is cut; None if it is not cut.
+    """Return the dimension along which to cut a state array whose rows the update mixes.
 
-    The update mixes rows of the array.
-
-    A copy of the leaf, or a history of copies, is cut like the leaf. Any other array, such as a
-    preconditioner, is cut if a dimension has enough rows and the array has at least `least`
-    elements: the update gathers it.
+    If the shape of the array ends with the shape of its leaf, the array is cut like the leaf. Any
+    other array, such as a preconditioner, is cut if it has at least `least` elements, and one of
+    its dimensions is long enough. Otherwise return None.
     """
     if shape[-len(leaf) :] == leaf:
         return cut_along(len(shape) - len(leaf) + axis)
@@ -285,7 +283,7 @@ def _choose_state_row(
 
 
 def _choose_axis(shape: tuple[int, ...], degree: int, first: int = 0) -> int | None:
-    """Return the dimension to cut, `first` or later; None if padding would double its length."""
+    """Return the dimension to cut, `first` or later; None if padding would double each length."""
     if len(shape) <= first:
         return None
     if shape[first] >= degree:
@@ -300,8 +298,8 @@ def _choose_axis(shape: tuple[int, ...], degree: int, first: int = 0) -> int | N
 def _find_replicated_gradients(step: Cut) -> set[str]:
     """Return the leaves whose gradients are equal on all ranks without a reduction.
 
-    Such a gradient depends neither on the batch nor on the index of the rank. A term that only one
-    rank adds does depend on the index, so that its gradient is reduced.
+    Such a gradient depends only on values that all ranks have: not on the batch, and not on the
+    index of the rank.
     """
     batch = values_at(step.program.invars, step.batch)
     local = local_values(step.program.inner.eqns, batch)
@@ -311,7 +309,7 @@ def _find_replicated_gradients(step: Cut) -> set[str]:
 def _choose_layer_axes(step: Cut, axes: Mapping[str, int], degree: int) -> dict[str, int]:
     """Choose the dimensions to cut so that the largest gather of each leaf is small.
 
-    Each attempt tries one dimension of all leaves, so that it needs one analysis of the step.
+    An attempt assigns a dimension to every leaf, and analyzes the step once.
 
     Args:
       step: the step.
@@ -339,7 +337,7 @@ def _choose_layer_axes(step: Cut, axes: Mapping[str, int], degree: int) -> dict[
         for n, axis in tried.items():
             if largest.get(n, 0) < smallest.get(n, math.inf):
                 best[n], smallest[n] = axis, largest.get(n, 0)
-        # If loops already gather only parts of a leaf with the default dimension, keep it.
+        # If loops gather only parts of a leaf that is cut along its default dimension, keep that.
         following: dict[str, int] = {}
         for n in tried:
             if first > 1 or smallest[n] == vars_of[n].aval.size:
@@ -353,7 +351,7 @@ def _choose_layer_axes(step: Cut, axes: Mapping[str, int], degree: int) -> dict[
 def summed_gradients(
     step: Cut, eqns: Sequence[JaxprEqn], leaves: Collection[str]
 ) -> dict[Var, str]:
-    """Return the gradients that only the update reads, with their leaves.
+    """Return gradient -> leaf, for the gradients that only the update reads.
 
     Loops may compute these gradients as slices.
     """
@@ -362,13 +360,13 @@ def summed_gradients(
     found: dict[Var, str] = {}
     for leaf, g in step.gradients.items():
         if leaf in leaves and isinstance(g, Var) and g in unread:
-            # two leaves may share a gradient
+            # if two leaves share a gradient, keep the first leaf
             found.setdefault(g, leaf)
     return found
 
 
 def trainer_equations(step: Cut) -> tuple[list[JaxprEqn], list[str]]:
-    """Return the forward and backward equations with inlined bodies, and their roles."""
+    """Return the forward and backward equations, and their roles; calls in bodies are inlined."""
     eqns: list[JaxprEqn] = []
     roles: list[str] = []
     for eqn, role in zip(step.program.eqns, step.program.roles, strict=True):

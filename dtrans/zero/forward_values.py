@@ -1,8 +1,9 @@
 """Forward values that an update reads: the loss, statistics of activations, counts of rows.
 
-A rank's update has slices of parameters, and the rank's own rows of the batch. There, the sum over
-ranks of `x @ w` would combine rows of different ranks. So the forward pass computes such values
-from full parameters, and passes them to the update (`dtrans.step.handed_values`).
+A rank's update has slices of parameters, and the rank's part of the batch. If it computed `x @ w`
+from the slices, the sum over ranks would mix different rows of the batch. So the forward pass
+computes such values from full parameters, and hands them to the update
+(`dtrans.step.handed_values`).
 
 If an equation of the update reads the batch and reduces over the rows of a leaf, the leaf is not
 cut (`leaves_that_meet_the_batch`).
@@ -28,11 +29,10 @@ from dtrans.zero.rank_values import local_values
 
 
 def with_forward_values(step: Cut, options: ShardingOptions) -> Cut:
-    """Return the step with forward values as inputs of its update (`Cut.handed`).
+    """Return a step whose update takes forward values as inputs (`Cut.handed`).
 
-    If ranks own whole leaves, the forward pass also computes values that need a collective. An
-    owner's update is a branch that other ranks do not run, so a collective in it would never
-    complete.
+    If ranks own whole leaves, the forward pass also computes the values that need a collective.
+    Otherwise an owner's branch would run a collective that other ranks never reach.
     """
     if options.trainers == 1:
         return step
@@ -40,7 +40,7 @@ def with_forward_values(step: Cut, options: ShardingOptions) -> Cut:
 
 
 def differing_batch(step: Cut, options: Options) -> set[str]:
-    """Return the batch arrays that differ from rank to rank: split arrays and random keys."""
+    """Return the batch inputs that differ from rank to rank: split arrays and random keys."""
     found = set()
     for n in step.batch:
         t = step.program.inputs[n]
@@ -50,7 +50,7 @@ def differing_batch(step: Cut, options: Options) -> set[str]:
 
 
 def differing_values(step: Cut, options: Options) -> set[Var]:
-    """Return the values of the step that differ from rank to rank, before gradients are reduced."""
+    """Return the values that differ from rank to rank before gradients are reduced."""
     seeds = values_at(step.program.invars, differing_batch(step, options))
     return local_values(step.program.inner.eqns, seeds, completed=_completed())
 
@@ -68,14 +68,14 @@ def differing_inputs(step: Cut, options: Options) -> set[str]:
 def leaves_that_meet_the_batch(
     analysis: RowAnalysis, differing: Collection[Name]
 ) -> dict[str, str]:
-    """Return the leaves that an update reduces together with values that differ from rank to rank.
+    """Find leaves whose rows an update combines with values that differ from rank to rank.
 
     Args:
       analysis: the row analysis of the update.
       differing: the inputs of the update that differ from rank to rank.
 
     Returns:
-      Leaf to the reason, which is a clause of a message.
+      A dict: leaf -> reason, a clause for a message to the user.
     """
     eqns = analysis.half.eqns
     local = local_values(eqns, values_at(analysis.inputs, differing), completed=_completed())

@@ -1,7 +1,7 @@
 """Results that a step computes from sliced gradients: a norm, a count of non-finite numbers.
 
-They form an optimize half, so that the engine rewrites them for slices like an update
-(`dtrans.zero.update`).
+The equations of these results form an optimize half, so that the engine rewrites them for slices as
+it rewrites an update (`dtrans.zero.update`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dtrans.zero.forward_values import leaves_that_meet_the_batch
 
 
 class GradientResults:
-    """Results of gradients, as an optimize half that updates nothing.
+    """Results that a step computes from gradients, as an optimize half that updates no leaf.
 
     Args:
       step: the step, cut.
@@ -30,10 +30,9 @@ class GradientResults:
 
     Attributes:
       half: computes the results from gradients, parameters and other values.
-      others: the inputs of `half` that are neither gradients nor parameters: name -> variable of
-        the step.
+      others: all inputs of `half` except gradients and parameters: name -> variable of the step.
       mixed: cut leaves that the results combine with values that differ from rank to rank. The
-        results read such a leaf, and its gradient, in full.
+        results read these leaves and their gradients in full.
     """
 
     def __init__(
@@ -67,7 +66,7 @@ class GradientResults:
     def _name_inputs(
         self, step: Cut, b: Builder, eqns: Sequence[JaxprEqn], wanted: Sequence[Atom]
     ) -> dict[Var, Name]:
-        """Name the inputs of the half; record in `others` all but gradients and parameters."""
+        """Return variable -> name, for the inputs of the half; fill `others`."""
         names: dict[Var, Name] = {v: Gradient(n) for n, v in step.boundary.items()}
         names |= {v: n for n, v in step.program.invars.items() if n in step.params}
         computed = {v for e in eqns for v in e.outvars}
@@ -98,7 +97,7 @@ class GradientResults:
             if isinstance(n, str) and n in step.params:
                 params.append(n)
                 values.append(v)
-        # the row analysis follows a leaf only if it is an input and an output
+        # the row analysis follows only leaves that are inputs and outputs
         jaxpr = b.build([*wanted, *values])
         out_names = (*step.from_gradients, *params)
         half = OptimizeHalf(jaxpr, tuple(self.inputs.values()), out_names)

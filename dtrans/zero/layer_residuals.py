@@ -1,4 +1,4 @@
-"""Recomputation of residuals that depend on parameters only, in the loop that reads them.
+"""Rewrite of loops: recompute, instead of store, the residuals that depend on parameters only.
 
     forward: scan w -> h, stack of bf16(w)      becomes    forward: scan w -> h
     backward: scan (stack of bf16(w)) ...                  backward: scan w ..., begins with bf16(w)
@@ -33,7 +33,7 @@ from dtrans.zero.slice_analysis import SliceAnalysis, is_cheap
 
 
 class _LayerResidual(NamedTuple):
-    """Stacked output of a loop that depends on one stack of layers only.
+    """Stacked output of a loop, computed layer by layer from one scanned stack of layers.
 
     Attributes:
       out: the index of the output.
@@ -50,7 +50,7 @@ def rematerialize_layers(analysis: SliceAnalysis, wanted: Collection[Atom]) -> l
     """Rewrite loops so that they no longer output values that depend on layers alone.
 
     Args:
-      analysis: the analysis of the equations: values that are slices, and bodies that take slices.
+      analysis: the analysis of the equations.
       wanted: values that are read after these equations.
 
     Returns:
@@ -71,7 +71,7 @@ def rematerialize_layers(analysis: SliceAnalysis, wanted: Collection[Atom]) -> l
         removed: set[int] = set()
         for residual in _find_residuals(analysis, eqn, body):
             v = eqn.outvars[residual.out]
-            # only later loops may read the residual, and only layer by layer
+            # skip a residual unless only loops read it, and only layer by layer
             if v in wanted or not _is_read_by_slices(eqns, readers.get(v, ())):
                 continue
             removed.add(residual.out)
@@ -86,7 +86,7 @@ def rematerialize_layers(analysis: SliceAnalysis, wanted: Collection[Atom]) -> l
 
 
 def _readers_of(eqns: Sequence[JaxprEqn]) -> Mapping[Var, list[tuple[int, int]]]:
-    """Map each value to the operands that read it: (index of equation, index of operand)."""
+    """Return value -> list of pairs (index of an equation that reads it, index of the operand)."""
     readers: dict[Var, list[tuple[int, int]]] = {}
     for i, eqn in enumerate(eqns):
         for k, a in enumerate(eqn.invars):
@@ -96,7 +96,7 @@ def _readers_of(eqns: Sequence[JaxprEqn]) -> Mapping[Var, list[tuple[int, int]]]
 
 
 def _is_read_by_slices(eqns: Sequence[JaxprEqn], readers: Sequence[tuple[int, int]]) -> bool:
-    """Return True if a value is read, and only by loops that scan over it."""
+    """Return True if a value has readers, and all readers are loops that scan over it."""
     for i, k in readers:
         if eqns[i].primitive.name != SCAN or k not in wiring(eqns[i]).slices:
             return False
@@ -128,13 +128,13 @@ def _find_residuals(
 
 
 def _join(chains: Sequence[Sequence[JaxprEqn]], last: JaxprEqn) -> tuple[JaxprEqn, ...]:
-    """Return the equations of several chains without repetitions, followed by one more equation."""
+    """Return the distinct equations of several chains in order, and then `last`."""
     found = {id(e): e for chain in chains for e in chain}
     return (*found.values(), last)
 
 
 def _recompute(eqn: JaxprEqn, source: JaxprEqn, inner: Jaxpr, residual: _LayerResidual) -> JaxprEqn:
-    """Return a loop that computes a residual from layers instead of reading it.
+    """Return a copy of a loop that computes a residual from the layers instead of reading it.
 
     Args:
       eqn: the loop that reads the residual.

@@ -1,13 +1,14 @@
 r"""Uses of sliced leaves in a step, and the windows in which each leaf is gathered.
 
-A *window* is the run of equations for which a leaf stays gathered. It lasts from the leaf's first
-use in one direction (forward or backward) to its last. It ends early if many other leaves are
-gathered before the next use. So an embedding tied to the last layer is gathered for each use.
+A *window* is the run of equations for which a leaf stays gathered. It lasts from the first use of
+the leaf in the forward (or backward) pass to the last use in that pass. If many other leaves are
+gathered between two uses, the window ends at the first of the two, and the second begins a new
+window. So an embedding that is tied to the last layer is gathered for each of its two uses.
 
 A value is *derived* if it is cheap to compute and depends on leaves alone: a cast, a transpose, a
-bias broadcast over the batch. Each window recomputes its derived values, so none is stored from the
-forward pass to the backward pass. A cast of the leaf itself may run before the gather, on the
-slice. The window must then read no other type, and the cast must make the leaf smaller.
+bias broadcast over the batch. Each window recomputes its derived values, so none is stored for
+the backward pass. If all equations of a window read the leaf in one smaller type, the
+slice is cast before the gather.
 
     w ---- convert to bf16 ---- dot_general         uses: dot_general, of w as bf16
       \--- transpose ---------- dot_general               dot_general, of w as f32
@@ -31,7 +32,7 @@ MAX_GATHERS_BETWEEN = 8
 
 @dataclasses.dataclass(eq=False)
 class LiveRange:
-    """Window: a run of equations for which a leaf is gathered.
+    """Window: the run of equations for which a leaf stays gathered.
 
     Attributes:
       leaf: the leaf's variable.
@@ -48,7 +49,7 @@ class LiveRange:
 
     @property
     def dtype(self) -> Any:
-        """Type in which the leaf is gathered: its own, or a smaller one that all readers need."""
+        """Type in which to gather: the only type that readers need if smaller, else the leaf's."""
         leaf_dtype = self.leaf.aval.dtype
         if len(self.dtypes) != 1:
             return leaf_dtype
@@ -64,9 +65,9 @@ class LiveRanges:
       roots: maps each sliced value to the leaves and parts that it depends on.
       reads: maps the index of an equation to the sliced values that it reads in full.
       roles: the role of each equation.
-      ends: further values that are read, as pairs: the index of the equation that computes the
-        value, and the value.
-      once: True if a leaf has one window, from its first use to its last.
+      ends: values that are read after the equations, as pairs (index of the equation that computes
+        the value, value).
+      once: True if each leaf has one window, from its first use to its last.
 
     Attributes:
       derived: maps a derived value to the equation that computes it.
@@ -108,7 +109,7 @@ class LiveRanges:
         return self._at[leaf, at]
 
     def _types_of(self, v: Var) -> frozenset[tuple[Var, Any]]:
-        """Return the leaves that a value depends on, each with the type in which it is needed."""
+        """Return pairs (leaf, type in which to gather the leaf) for the leaves of a value."""
         if v not in self._types:
             self._types[v] = self._find_types(v)
         return self._types[v]
@@ -125,7 +126,7 @@ class LiveRanges:
     def _use(self, atom: Atom, i: int, role: str) -> None:
         """Record that equation `i` reads a value.
 
-        The windows of its leaves are extended, or new windows begin.
+        For each leaf of the value, extend the leaf's window, or begin a new window.
         """
         if isinstance(atom, Literal) or atom not in self.roots:
             return

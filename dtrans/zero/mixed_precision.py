@@ -7,7 +7,7 @@ sends half as many bytes. For this, a cast is written as early as possible: befo
 before a loop over layers. Sums, norms, softmax, the loss and the updated parameters have 32 bits.
 
 bfloat16 has the range of float32. float16 has a smaller range, in which small gradients become
-zero. So the loss is scaled: the first cotangent of the backward pass is multiplied by the scale
+zero. So with float16 the pass multiplies the first cotangent of the backward pass by a loss scale
 (`dtrans.step.marks`).
 
 Source: the white list of Paddle's AMP pass (auto_parallel_fp16.py, amp_lists.py); Micikevicius et
@@ -85,23 +85,29 @@ def scale_spec() -> TreeSpec:
 
 
 def scale_of(scaling: LossScaling, inputs: Mapping[str, Var]) -> Atom:
-    """Return the scale of a loss: an input of the step if it is dynamic, else a constant."""
+    """Return the loss scale: an input of the step if the scale is dynamic, else a constant."""
     return inputs[SCALE] if scaling.dynamic else scalar(scaling.initial)
 
 
 def check_scale(scaling: LossScaling, dtype: Any, name: str) -> None:
-    """Raise ConfigError if a fixed scale overflows the type of a step's loss."""
+    """Raise ConfigError if a fixed scale overflows `dtype`, the type of the loss.
+
+    Args:
+      scaling: the scaling.
+      dtype: the type of the loss.
+      name: the name of the step, for the message.
+    """
     if not scaling.dynamic and scaling.initial > float(jnp.finfo(dtype).max):
         raise ConfigError(
             f"loss_scaling={scaling.initial!r} is infinite in {dtype}, the type of the loss of "
-            f"{name}; return the loss in float32, or pass a smaller scale"
+            f"{name}; return the loss in float32, or pass a smaller loss_scaling"
         )
 
 
 def _check_seeds(
     main: Program, eqns: Sequence[JaxprEqn], seeds: Sequence[JaxprEqn], scaling: LossScaling
 ) -> None:
-    """Raise an error for a loss that cannot be scaled.
+    """Raise ConfigError or GradientError if the loss cannot be scaled.
 
     Args:
       main: the step.
@@ -112,8 +118,8 @@ def _check_seeds(
     if not seeds:
         raise GradientError(
             f"the loss of {main.name} cannot be scaled, since the start of its backward pass is "
-            "unknown; take gradients with dtrans.value_and_grad (or dtrans.make_train_step), "
-            "outside loops, or pass precision='bf16', which needs no scale"
+            "unknown; take gradients with dtrans.value_and_grad (or dtrans.make_train_step) "
+            "outside loops. Or pass precision='bf16', which needs no scale"
         )
     for eqn in seeds:
         check_scale(scaling, eqn.outvars[0].aval.dtype, main.name)
@@ -136,8 +142,8 @@ def low_precision(main: Program, step: Cut, amp: str, scaling: LossScaling | Non
       main: the step.
       step: the same step, cut. Only products in its forward and backward pass change.
       amp: "bf16" or "fp16".
-      scaling: the scaling of the loss. A dynamic scale has state (`scale_spec`), which becomes the
-        third argument.
+      scaling: the scaling of the loss. With a dynamic scale, the new step takes the state of the
+        scale (`scale_spec`) as its third argument.
 
     Raises:
       GradientError: the start of the backward pass is unknown, since the step does not use
@@ -162,7 +168,7 @@ def low_precision(main: Program, step: Cut, amp: str, scaling: LossScaling | Non
 
     params = dict(zip(main.in_names, inner.invars, strict=True))
     writer = _LowWriter(b, COMPRESSED[amp], values_at(params, main.args[0].names))
-    # `step` lacks the seeds of the backward pass, so its roles are those of all other equations
+    # `step` has no seed equations, so its roles are those of all other equations of `main`
     roles = iter(step.program.roles)
     found: list[str] = []
     for eqn in inner.eqns:
@@ -209,8 +215,8 @@ def low_products(
 ) -> tuple[ClosedJaxpr, list[int]]:
     """Rewrite the matrix products of a function to 16 bits, before the function is differentiated.
 
-    Products of its derivative then have 16 bits too. All values keep their names and types. Calls
-    of functions with a custom derivative rule do not change.
+    Products in the derivative of the result then have 16 bits too. All variables of the function
+    keep their names and types. Calls of functions with a custom derivative rule are copied.
 
     Args:
       jaxpr: the function, its calls inlined.
@@ -218,7 +224,7 @@ def low_products(
       params: inputs that are parameters.
 
     Returns:
-      The function, and for each of its equations the index of the original equation.
+      The new function, and for each of its equations the index of the equation it comes from.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -241,7 +247,7 @@ def low_products(
 
 
 def low_gradients(step: Cut, dtype: Any) -> set[str]:
-    """Return the leaves whose gradient is a product in 16 bits, perhaps cast to a wider type."""
+    """Return the leaves whose gradients are cast from 16 bits, and so can be reduced in 16 bits."""
 
     def rule(eqn: JaxprEqn, ins: Sequence[bool]) -> list[bool] | None:
         keeps = is_rearrangement(eqn) or eqn.primitive.name == "add_any"
@@ -257,7 +263,7 @@ def low_gradients(step: Cut, dtype: Any) -> set[str]:
 
 
 class _LowWriter:
-    """Writer that copies equations, with their matrix products in 16 bits.
+    """Writer that copies equations, and computes their matrix products in 16 bits.
 
     Args:
       b: the builder to write with.
@@ -307,7 +313,7 @@ class _LowWriter:
         (out,) = eqn.outvars
         start = len(self.b.eqns)
         operands = [self.low(a) for a in atoms]
-        # JAX's name stack in the source info tells forward from backward, so casts copy it
+        # the name stack in an equation's source info tells forward from backward, so casts copy it
         for k in range(start, len(self.b.eqns)):
             self.b.eqns[k] = self.b.eqns[k].replace(source_info=eqn.source_info)
         dtype = jnp.dtype(self.dtype)
@@ -339,7 +345,7 @@ class _LowWriter:
         return self.b.call(converted(self.dtype), atom)[0]
 
     def _write_bodies(self, eqn: JaxprEqn, atoms: Sequence[Atom]) -> None:
-        """Write an equation with bodies, with the products of its bodies in 16 bits.
+        """Write an equation that has bodies, and compute the products in its bodies in 16 bits.
 
         Casts of parameters move from the bodies to the operands.
         """
@@ -348,7 +354,7 @@ class _LowWriter:
 
         def lower(body: Any) -> Any:
             hoist = known = [False] * len(opened(body).invars)
-            if name == SCAN or name in REMAT:  # the operands are the inputs of the only body
+            if name == SCAN or name in REMAT:  # here operand k is input k of the only body
                 carried = wiring(eqn).carried
                 hoist = [k not in carried for k in range(len(eqn.invars))]
                 known = [isinstance(a, Var) and a in self.params for a in eqn.invars]
@@ -365,13 +371,13 @@ class _LowWriter:
 def _lower_body(
     body: Any, dtype: Any, params: Sequence[bool], hoist: Sequence[bool]
 ) -> tuple[Any, list[bool]]:
-    """Return a body with products in 16 bits, and for each input True if its type is now 16 bits.
+    """Rewrite the products of a body to 16 bits; return it, and True for each 16-bit input.
 
     Args:
       body: the body.
       dtype: the type of products.
       params: for each input, True if it is a parameter.
-      hoist: for each input, True if its cast may move out of the body.
+      hoist: for each input, True if a cast of the input may move out of the body.
     """
     inner = opened(body)
     b = Builder(body)
@@ -394,7 +400,7 @@ def _lower_body(
 
 
 def _is_only_cast(body: Jaxpr, v: Var, dtype: Any) -> bool:
-    """Return True if a body reads an input, and only to cast it to a type."""
+    """Return True if a body reads the input `v`, and all its readers cast it to `dtype`."""
     readers = 0
     for eqn in body.eqns:
         if any(a is v for a in eqn.invars):
@@ -439,7 +445,7 @@ def _names_algorithm(eqn: JaxprEqn) -> bool:
 
 
 def _widens(eqn: JaxprEqn, dtype: Any) -> bool:
-    """Return True if an equation casts from `dtype` to a wider type: a cast back is exact."""
+    """Return True if an equation casts from `dtype`, so that a cast back to `dtype` is exact."""
     return is_cast(eqn) and bool(eqn.invars[0].aval.dtype == dtype)
 
 
@@ -454,8 +460,8 @@ def _multiply_seed(seed: jax.Array, scale: jax.Array) -> jax.Array:
 def next_scale(s: LossScaling) -> Callable[..., tuple[jax.Array, ...]]:
     """Return a function that updates the state of a dynamic scale.
 
-    Its arguments are `finite`, the number of good steps, the scale, and the number of skipped
-    steps. `finite` is True if all gradients are finite. It returns the last three after the step.
+    The function takes `finite` (True if all gradients are finite), the number of good steps, the
+    scale, and the number of skipped steps. It returns the new values of the last three.
     """
 
     def fn(

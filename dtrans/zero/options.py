@@ -34,9 +34,9 @@ class LossScaling:
     Attributes:
       initial: the first scale.
       dynamic: True to adapt the scale to the gradients. If a gradient is not finite, the step
-        changes no parameter and no state, and the scale is divided by `factor`. After `interval`
-        finite steps in a row the scale is multiplied by `factor`. A fixed scale never changes, and
-        skips no step.
+        changes no parameter and no optimizer state, and divides the scale by `factor`. After
+        `interval` finite steps in a row, the scale is multiplied by `factor`. False keeps the
+        scale, and skips no step.
       factor, interval: see `dynamic`.
 
     Raises:
@@ -70,13 +70,14 @@ class Precision:
 
     Attributes:
       dtype: "bf16" or "fp16", the type of matrix products (`dtrans.zero.mixed_precision`). None
-        changes no type. If only products read a parameter, it is gathered in this type, and its
-        gradient is reduced in this type. The update keeps its types. Parameters are slices between
-        steps in every stage; stages 1 and 2 gather them once in a step (or micro-step).
+        changes no type. If only products read a parameter, the parameter is gathered, and its
+        gradient reduced, in this type. The update keeps its types. In every stage ranks store
+        slices of parameters between steps; in stages 1 and 2 they gather them once in each step
+        (or micro-step).
       loss_scaling: a `LossScaling`, or a number for a fixed scale. The default for "fp16" is a
-        dynamic scale: it starts at 2^15 and doubles after 2,000 finite steps. A step in which a
-        gradient of any rank is not finite halves it, and changes nothing else. "bf16" needs no
-        scale.
+        dynamic scale: it starts at 2^15 and doubles after 2,000 finite steps. If a gradient of
+        any rank is not finite, the step halves the scale, and changes nothing else. "bf16" needs
+        no scale.
 
     Raises:
       ConfigError: a value is out of range, or `loss_scaling` is given without `dtype`.
@@ -102,12 +103,13 @@ class Precision:
             check_type("loss_scaling", value, LossScaling, "a number, a LossScaling or None")
         if value is not None and self.dtype is None:
             raise ConfigError(
-                f"loss_scaling={value!r} needs precision='fp16' or 'bf16', it is None"
+                f"loss_scaling={value!r} needs products in 16 bits, but dtype is None; pass 'fp16' "
+                "or 'bf16' as dtype, or leave loss_scaling out"
             )
 
     @classmethod
     def from_option(cls, value: Any) -> Precision:
-        """Return the record for the option `precision`, which is a record, its `dtype`, or None."""
+        """Convert the option `precision` (a `Precision`, its `dtype`, or None) to a `Precision`."""
         return value if isinstance(value, cls) else cls(value)
 
     @property
@@ -119,25 +121,25 @@ class Precision:
 
 @dataclasses.dataclass(frozen=True)
 class Slicing:
-    """Sharding of parameters over ranks, and the gather of parameters from slices.
+    """Options of `dtrans.sharding`: the slices of parameters, and the gathers from slices.
 
     Attributes:
       partition: "rows" cuts each parameter. "greedy_even" and "use_order" assign whole parameters
-        to ranks, and only the owner of a parameter updates it and stores its state. They suit
-        updates that mix the rows of every parameter, which is expensive on slices
+        to ranks, and only the owner of a parameter updates it and stores its state. Choose one of
+        these two if the update mixes the rows of every parameter, which is expensive on slices
         (`dtrans.zero.by_leaf.layout`). They need stage 1 or 2 and no `precision`, and ignore
         `min_slice_size`.
-      min_slice_size: the smallest number of elements of a parameter that is cut.
+      min_slice_size: parameters with fewer elements are not cut.
       gather_bucket_MB: in stage 3, the size up to which adjacent gathers of parameters are
         combined. 0 gathers each separately.
       prefetch: in stage 3, the number of parameters that are gathered ahead. A loop over layers
-        gathers only the first parameter of the next layer ahead. The default is 1, or 0 without
-        `overlap`. By default, loops prefetch only on platforms that overlap gathers with
+        gathers only the first parameter of the next layer ahead. The default is 1 if `overlap`
+        is True, else 0. By default, loops prefetch only on platforms that overlap gathers with
         computation (`dtrans.run.base.platforms`).
       overlap: True to let collectives overlap with computation. False starts each collective when
         the previous one has ended.
-      axis_name, replica_axis_name: names of two mesh axes: over the ranks of a group, and over the
-        groups.
+      axis_name: the mesh axis over the ranks of a group.
+      replica_axis_name: the mesh axis over the groups.
 
     Raises:
       ConfigError: a value is out of range, or `prefetch` is given with `overlap=False`.
@@ -200,8 +202,8 @@ class ShardingOptions(Options):
         dtype, compress, slices = self.precision.dtype, self.reduce.compress, self.slices
         if dtype is not None and compress is not None:
             raise ConfigError(
-                f"precision={dtype!r} and compress={compress!r}: gradients are reduced in the type "
-                "of precision already; leave compress out"
+                f"precision={dtype!r} and compress={compress!r}: precision already reduces "
+                "gradients in 16 bits; leave compress out"
             )
         clips_each = self.reduce.clip_per_micro_batch(self.num_micro_batch) is not None
         if clips_each and self.precision.scaling is not None:
@@ -246,17 +248,17 @@ class ShardingOptions(Options):
         count, norm = self.batch.example_count, self.reduce.clip_local_norm
         if count is not None:
             raise ConfigError(
-                f"example_count={count!r} and {where} before all weights are known; use stage 1"
+                f"example_count={count!r} and {where} before all weights are known; pass stage=1"
             )
         if norm is not None:
             raise ConfigError(
                 f"clip_local_norm={norm!r} and {where}, so that no rank has its full gradient; "
-                "use stage 1"
+                "pass stage=1"
             )
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
-        """Named axes of the ranks, with sizes: the groups, then the ranks of a group."""
+        """Mesh axes as pairs (name, size): first over groups, then over the ranks of a group."""
         inner = (self.axis_name, self.degree)
         if self.replicas == 1:
             return (inner,)

@@ -1,4 +1,4 @@
-"""Plans of sharding: one program for all ranks, the state that each stores, and its traffic."""
+"""Plan of sharding: one program for all ranks, the state of a rank, and the bytes it sends."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ShardingPlan(CollectivePlan):
     It has the attributes of `CollectivePlan`, and these.
 
     Attributes:
-      slices: the cut leaves, their dimensions, and the reasons why other leaves are not cut.
+      slices: the leaves that are cut, and for each other leaf the reason.
       gathers: the values that the update gathers, with reasons.
       owned: the owner of each leaf, if ranks own whole leaves; None if leaves are cut.
     """
@@ -75,8 +75,8 @@ class ShardingPlan(CollectivePlan):
         """Return the bytes that a rank stores between steps.
 
         Returns:
-          "params" and "opt_state" to their bytes, with padding, and "padding" to the bytes of
-          padding alone.
+          A dict with three sizes: "params" and "opt_state" include padding, and "padding" is the
+          padding in both together.
         """
         padding = 0
         for name, cut in self.cuts.items():
@@ -92,11 +92,11 @@ class ShardingPlan(CollectivePlan):
         return {**found, "padding": padding}
 
     def traffic(self) -> dict[tuple[str, str], int]:
-        """Return the bytes of collectives in a step, by primitive and axis.
+        """Return (primitive, axis) -> bytes of the collectives in a step.
 
-        For a gather, the bytes are the size of its output; for a reduction, the size of its input.
-        So a gather of all parameters has the size of the model. The bytes on a link depend on the
-        algorithm. In a ring they are (N - 1)/N of this number, and twice as many for an all-reduce.
+        A gather counts the bytes of its output, and a reduction the bytes of its input: a gather of
+        all parameters has the size of the model. In a ring of N ranks, a link carries (N - 1)/N of
+        this number; twice as much for an all-reduce.
         """
         found: dict[tuple[str, str], int] = {}
         for eqn, times in collectives(self.program.jaxpr):

@@ -5,8 +5,8 @@
                                             compute the last layer
 
 The scan carries the gathered layer. The last layer is computed after the scan, because it has no
-next layer to gather. So the same number of bytes is gathered as without prefetch. Each iteration
-indexes the stacked operands, because shifting them by one layer would copy them.
+next layer to gather. So a prefetch gathers no additional bytes. Each iteration indexes the stacked
+operands, because a stack that is shifted by one layer would be a copy.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ def prefetch_layers(
     types: Sequence[Any],
     outvars: list[Var],
 ) -> JaxprEqn:
-    """Rewrite a loop over layers so that it prefetches; return the result as one equation.
+    """Rewrite a loop over layers so that it prefetches layers; return one equation.
 
     Args:
       eqn: the loop over layers, a `scan`.
-      body: one iteration. Inputs: constants, carried values, slices, the gathered layer. Outputs:
-        carried values, slices of the stacked outputs.
+      body: one iteration. Its inputs are constants, carried values, slices of the stacks, and the
+        gathered layer. Its outputs are carried values, and slices of the stacked outputs.
       gather: maps a rank's slice of a layer to the gathered layer.
       stack: the position of the layers among the stacked operands.
       types: the types of the loop's operands: constants, carried values, stacks.

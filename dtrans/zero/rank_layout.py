@@ -1,4 +1,4 @@
-"""Layout of a step on ranks: the slices, the update on them, and the reductions of gradients."""
+"""Layout of a step on ranks: the slices, the update on slices, the reductions of gradients."""
 
 from __future__ import annotations
 
@@ -37,17 +37,18 @@ from dtrans.zero.update import slice_half
 class RankLayout:
     """Layout of a step on ranks.
 
-    It depends on the batch's shape only if the update contains the batch size as a number.
+    The layout of another batch size is the same, if the update does not contain the batch size.
 
     Attributes:
       options: the options.
-      merges: the merge rule of each result.
+      merges: maps each result to the rule that merges the results of ranks.
       slices: the leaves and state that are cut.
       half: the optimize half of a rank.
       gathers: the values that the update gathers, with reasons.
       owned: the owner of each leaf, if ranks own whole leaves; None if leaves are cut.
-      groups: the stage of each leaf in a pipeline. A collective combines leaves of one stage only.
-      sums: further inputs that are slices: gradients that a pipeline has scattered and summed.
+      groups: maps each leaf to its stage in a pipeline. A collective combines leaves of one stage
+        only.
+      sums: inputs that are slices of gradients, which a pipeline has scattered and summed.
     """
 
     options: ShardingOptions
@@ -72,12 +73,13 @@ class RankLayout:
         Args:
           step: the step, cut.
           options: the options.
-          merges: the merge rule of each result.
-          planned: the slices that were chosen for another batch size; the state is stored in them.
+          merges: maps each result to the rule that merges the results of ranks.
+          planned: the slices for another batch size. They are kept, since jobs store the state in
+            these slices.
 
         Raises:
-          ConfigError: ranks own whole leaves, and an owner would need values that only other ranks
-            have.
+          ConfigError: ranks own whole leaves, but the update of a leaf reads values that its owner
+            does not have.
         """
         if options.degree == 1:
             analysis = analyse(step.optimize, step.params)
@@ -88,8 +90,8 @@ class RankLayout:
             if rows := sorted(differing.intersection(step.batch)):
                 raise ConfigError(
                     f"partition={options.slices.partition!r}: the update of {step.program.name} "
-                    f"reads all rows of {rows[0]}, but the owner of a leaf has only its part of "
-                    "the batch; use partition='rows'"
+                    f"reads all rows of {rows[0]}, but each rank has only its own part of the "
+                    "batch; use partition='rows'"
                 )
             owned = LeafOwners.from_step(step, options)
             return cls(options, merges, owned.slices, owned.half, owned=owned)
@@ -128,7 +130,7 @@ class RankLayout:
 
     @property
     def cuts(self) -> dict[str, Sliced]:
-        """Inputs of the step that are slices, by name."""
+        """Inputs of the step that are slices: name -> cut."""
         leaves = self.slices.leaves if self.options.slices_params else {}
         return {**leaves, **self.slices.state, **self.sums}
 
@@ -140,7 +142,7 @@ class RankLayout:
     # -- gradients -------------------------------------------------------------------------------
 
     def layer_gradients(self, step: Cut) -> dict[Var, str]:
-        """Return the gradients that loops scatter layer by layer, with their leaves."""
+        """Return gradient -> leaf, for the gradients that loops scatter layer by layer."""
         options = self.options
         if options.stage == 1 or self._weights_or_clips or options.reduce.compress is not None:
             return {}
@@ -177,10 +179,10 @@ class RankLayout:
 
     @property
     def replicated(self) -> Collection[str]:
-        """Leaves whose gradients are equal on all ranks, and therefore not reduced.
+        """Leaves whose gradients are not reduced, because they are equal on all ranks.
 
-        Empty if ranks weight or clip their gradients. Also empty if micro-steps are summed, since
-        only one rank then adds a gradient term that does not depend on the batch.
+        Empty if ranks weight or clip their gradients. Also empty if micro-steps are summed: then
+        one rank alone adds a term that does not depend on the batch.
         """
         adds_terms = self.options.num_micro_batch > 1 and self.options.reduce.op == "sum"
         return () if self._weights_or_clips or adds_terms else self.slices.replicated

@@ -1,10 +1,10 @@
 """Program of a rank.
 
     inputs                slices of cut arrays; other arrays in full
-    forward, backward     `Gatherer` if parameters are slices, or loops scatter; copies otherwise
-    gradients             `Scatterer`: after the backward pass in stage 1, else one by one
-    update                `RankUpdate`: the optimize half on slices, skipped for infinite gradients
-    parameters            gathered in stages 1 and 2, unless products are in 16 bits
+    forward, backward     written by `Gatherer` if it gathers or scatters in loops, else copied
+    gradients             reduced by `Scatterer` (stage 1: after the backward pass)
+    update                written by `RankUpdate`: the optimize half on slices
+    parameters            gathered, if ranks store full parameters between steps
     results               merged as in nccl2 mode; results of gradients are computed from slices
 
 `dtrans.zero.rank_layout` decides which values are slices.
@@ -43,7 +43,8 @@ from dtrans.zero.reduce_scatter import Scatterer, scatter_specs
 from dtrans.zero.slice_analysis import GatherOptions, SliceAnalysis, SliceInputs
 
 
-# (builder, inputs by name) -> pairs (leaf, gradient); gradients of cut leaves are slices
+# function of (builder, inputs by name) that yields pairs (leaf, gradient); gradients of cut leaves
+# are slices
 WriteGradients = Callable[[Builder, Mapping[str, Atom]], Iterator[tuple[str, Atom]]]
 
 HalfWriterOf = Callable[[Sequence[JaxprEqn], Sequence[str], Sequence[tuple[int, Atom]]], HalfWriter]
@@ -55,7 +56,8 @@ def write_rank(step: Cut, layout: RankLayout, gradients: WriteGradients | None =
     Args:
       step: the step, cut.
       layout: the layout of the step.
-      gradients: writes the gradients; without it, the forward and backward pass of `step` do.
+      gradients: function that writes the gradients; None to write the forward and backward pass
+        of `step`.
     """
     return RankWriter(step, layout, gradients).write()
 
@@ -75,7 +77,7 @@ class RankWriter:
         self.spec_of = layout.spec_of(step)
         self.reduce_options: ShardingOptions = options
         if not options.slices.overlap and not options.reduce.chains:
-            # In one chain, each reduction waits for the previous reduction.
+            # one chain: each reduction waits for the previous reduction, so that none overlap
             one_chain = dataclasses.replace(options.reduce, chains=1)
             self.reduce_options = dataclasses.replace(options, reduce=one_chain)
         self.scale: Atom | None = None
@@ -143,10 +145,10 @@ class RankWriter:
     # -- forward and backward --------------------------------------------------------------------
 
     def _write_means(self, found: dict[str, Atom]) -> Scatterer:
-        """Write forward, backward and the reductions; add the outputs to `found`.
+        """Write forward, backward and the reductions; add the results to `found`.
 
         Returns:
-          The writer of the reductions, which has the reduced gradients.
+          The writer of the reductions; its `means` are the reduced gradients.
         """
         step, b, options = self.step, self.b, self.options
         values: dict[str, Atom] = subset(step.gradients, ready_order(step))
@@ -201,7 +203,7 @@ class RankWriter:
           b: the builder to write with.
           step: the step, or a micro-step.
           results: the outputs to compute.
-          on_gradient: called with each gradient; in stage 1 after the backward pass.
+          on_gradient: called with each leaf and its gradient; in stage 1 after the backward pass.
           local: the rank's inputs by name.
         """
         delayed: list[tuple[str, Atom]] = []
@@ -216,9 +218,9 @@ class RankWriter:
         return found
 
     def _arrange(self, step: Cut) -> Arrange:
-        """Return a function that prepares the equations of forward and backward for their writer.
+        """Return a function that rewrites forward and backward equations before they are written.
 
-        It fuses transposes, and removes residuals that depend on layers only.
+        It fuses transposes. In stage 3 it also removes residuals that depend on layers only.
         """
         options, jaxpr, vars_of = self.options, step.program.jaxpr, step.program.invars
         rows: dict[Var, RowAxis] = {}
@@ -241,7 +243,7 @@ class RankWriter:
         return arrange
 
     def _gatherer(self, b: Builder, step: Cut, local: Mapping[str, Atom]) -> HalfWriterOf:
-        """Return a function that creates the writer of forward and backward on slices."""
+        """Return a function that creates the `Gatherer` of forward and backward."""
         vars_of = step.program.invars
         layers = self.layout.layer_gradients(step)
         gather_options = self._gather_options(step, layers)
@@ -293,7 +295,7 @@ class RankWriter:
         )
 
     def _accumulate(self, results: Sequence[str]) -> Outputs:
-        """Write forward and backward of all micro-steps; from stage 2 on, gradients are slices."""
+        """Write all micro-steps; return results and gradients, as slices in stages 2 and 3."""
         options, step = self.options, self.step
         window = MicroSteps.from_options(step, options, self.layout.merges)
         slices = subset(self.local, self.leaves) if options.slices_params else {}

@@ -29,7 +29,7 @@ class RankUpdate:
       b: the builder to write with.
       step: the step, cut.
       layout: the layout of the step.
-      local: the rank's inputs, and forward values for the update, by name.
+      local: the rank's inputs, and the forward values that the update reads, by name.
       scale: the scale of the loss; None if the loss is not scaled.
     """
 
@@ -81,7 +81,7 @@ class RankUpdate:
         return b.call(rows_from(s.axis, s.part, s.padded), self.local[leaf], start)[0]
 
     def _gather(self, slices: Mapping[str, Atom]) -> dict[str, Atom]:
-        """Write gathers of leaves from their slices, in buckets; return the full leaves by name."""
+        """Gather leaves from their slices, bucket by bucket; return the full leaves by name."""
         b, options = self.b, self.options
         b.role = DIST
         found: dict[str, Atom] = {}
@@ -106,7 +106,7 @@ class RankUpdate:
         return found
 
     def _gather_buckets(self, slices: Mapping[str, Atom]) -> list[list[str]]:
-        """Group leaves to gather by stage, type and dimension, up to the size of a bucket."""
+        """Return buckets of leaves that have one stage, one dtype and one cut dimension."""
         limit = self.options.reduce.bucket_MB * 2**20
         groups = self.layout.groups
         kind = lambda n: (groups.get(n, 0), str(slices[n].aval.dtype), self.leaves[n].axis)
@@ -147,7 +147,7 @@ class RankUpdate:
                     cuts[leaf] = sliced
         half, _ = slice_half(results.half, cuts, options.degree, options.axis_name)
 
-        # leaves that are combined with rows of the batch are read in full
+        # results combine these leaves with rows of the batch, so they read them in full
         full_grads = self._gather({n: means[n] for n in results.mixed if n in half.graded})
         params = {n: self.local[n] for n in results.mixed if n in half.in_names}
         if options.slices_params:
@@ -169,8 +169,8 @@ class RankUpdate:
         """Write equations that divide gradients by the scale of the loss.
 
         Returns:
-          The divided gradients, and a value that is True if all gradients of all ranks are finite.
-          The second is None without a dynamic scale.
+          The divided gradients by leaf. With a dynamic scale, also a value that is True if all
+          gradients of all ranks are finite; None otherwise.
         """
         b, scaling = self.b, self.options.precision.scaling
         if scaling is None or self.scale is None:
@@ -188,7 +188,7 @@ class RankUpdate:
         return unscaled, finite
 
     def skip_unless(self, finite: Atom, found: Mapping[str, Atom]) -> dict[str, Atom]:
-        """Write equations that keep the old state if a gradient is not finite.
+        """Write equations that keep the old parameters and state if a gradient is not finite.
 
         Args:
           finite: True if all gradients are finite.

@@ -1,7 +1,7 @@
 """Values that differ from rank to rank, in a step and in the bodies of its loops and branches.
 
-A value is *local* if it depends on the batch or on the index of the rank: each rank computes its
-own. All other values are equal on every rank.
+A value is *local* if it depends on the batch or on the index of the rank. All other values are
+equal on every rank.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def local_values(
     Args:
       eqns: the equations.
       seeds: inputs that differ from rank to rank.
-      completed: collectives whose results are equal on every rank. The results of other collectives
-        differ if their operands do.
+      completed: collectives whose results are equal on every rank. The result of any other
+        collective differs if an operand differs.
     """
     return _local(forward(_differing(completed), eqns, dict.fromkeys(seeds, True)))
 

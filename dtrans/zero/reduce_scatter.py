@@ -52,7 +52,7 @@ def scatter_specs(
 
     Args:
       slices: the cut leaves.
-      layers: leaves whose gradients loops scatter.
+      layers: the leaves whose gradients are scattered in loops.
       compress: maps a leaf to the type in which its gradient is reduced; other gradients keep their
         type.
       replicated: leaves whose gradients are equal on all ranks.
@@ -73,7 +73,7 @@ def scatter_specs(
 
 
 class Scatterer(Reducer):
-    """Writer of reductions; `means` contains slices for cut leaves.
+    """Writer of reductions of gradients; `means` maps each cut leaf to a slice of its gradient.
 
     Args:
       b, values, options, example_count, suffix, scale: as for `Reducer`.
@@ -81,7 +81,7 @@ class Scatterer(Reducer):
       spec_of: returns the spec of a leaf's gradient.
     """
 
-    # False if the caller still sums `means` over groups and micro-steps
+    # False in subclasses whose callers sum `means` over groups and micro-steps
     adds_up = True
 
     options: ShardingOptions
@@ -102,7 +102,10 @@ class Scatterer(Reducer):
         self.slices = slices
 
     def add(self, leaf: str, grad: Atom) -> None:
-        """Add a gradient; reduce its bucket if it is complete. Replicated gradients need no sum."""
+        """Add a gradient; if it completes its bucket, reduce the bucket.
+
+        Replicated gradients are not reduced.
+        """
         if not self.spec_of(leaf).is_replicated:
             super().add(leaf, grad)
             return
@@ -113,13 +116,13 @@ class Scatterer(Reducer):
             (index,) = b.bind(trainer_index_p, over=(options.axis_name,))
             grad = b.call(_take_slice(cut.axis, cut.part, cut.padded), grad, index)[0]
         if self.adds_up and options.reduce.op == "sum" and options.trainers > 1:
-            # A sum over ranks would contain the replicated gradient once for each rank.
+            # a sum over ranks would contain the replicated gradient once for each rank
             grad = b.call(times(options.trainers), grad)[0]
         b.role = role
         self.means[leaf] = grad
 
     def sums(self, bucket: Bucket, sent: Sequence[Atom]) -> Sequence[Atom]:
-        """Return the sums over all ranks; for a bucket of cut leaves, the rank's slices."""
+        """Write the sums over all ranks; return them, as slices if the leaves are cut."""
         spec, options = self.spec_of(bucket.leaves[0]), self.options
         if spec.axis is None:
             return super().sums(bucket, sent)
@@ -153,5 +156,5 @@ class Scatterer(Reducer):
 def _take_slice(
     axis: int, part: int, padded_size: int
 ) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Return a function from an array and a rank's index to its slice."""
+    """Return a function that maps an array and the index of a rank to the slice of that rank."""
     return lambda x, index: rows_from(axis, part, padded_size)(x, index * part)

@@ -1,7 +1,8 @@
 """Analysis of gradients that loops can scatter: each layer's gradient in the layer's iteration.
 
-The update wants slices of a gradient, so it wants slices of the terms of the gradient. The search
-follows these from the last equation to the first, while equations are linear and keep rows:
+The update wants slices of a gradient, and can sum them from slices of the gradient's terms. The
+search follows the terms from the last equation to the first, through equations that are linear and
+keep rows:
 
     g = add_any a b          slices of g are computed from slices of a and of b
     a = pad a'               (layers 0 to 8)
@@ -39,13 +40,13 @@ from dtrans.zero.rank_values import local_inside, operands_among
 
 @dataclasses.dataclass(eq=False)
 class ScatterFlow:
-    """Result of the search: the values that are computed as slices.
+    """Result of `scatter_flow`: the values to compute as slices.
 
     Attributes:
       rows: maps a value to the dimension of its slices (`RowAxis`).
-      steps: maps the index of an equation to its step on slices.
-      loops: maps the index of a loop to the outputs that it computes as slices, with their
-        dimensions in its body.
+      steps: maps the index of an equation to its `Step` on slices.
+      loops: maps the index of a loop to the outputs that it computes as slices. These are a dict:
+        index of the output -> dimension of the slices in the body.
     """
 
     rows: dict[Var, RowAxis]
@@ -53,7 +54,7 @@ class ScatterFlow:
     loops: dict[int, dict[int, RowAxis]] = dataclasses.field(default_factory=dict)
 
     def operands(self, eqns: Sequence[JaxprEqn]) -> dict[int, Collection[int]]:
-        """Return equation index -> indices of the operands that the equation reads as slices."""
+        """Map the index of each equation to the indices of operands that it reads as slices."""
         return {i: self.operands_at(i, eqns[i]) for i in (*self.steps, *self.loops)}
 
     def operands_at(self, i: int, eqn: JaxprEqn) -> Collection[int]:
@@ -63,15 +64,15 @@ class ScatterFlow:
         return [k for k, out in wiring(eqn).carried.items() if out in self.loops[i]]
 
     def ends_of(self, v: Var, makers: Mapping[Var, tuple[int, JaxprEqn]]) -> tuple[int, bool]:
-        """Follow a value back to the values that are scattered for it.
+        """Find the values that are scattered to compute slices of `v`.
 
         Args:
           v: the value.
-          makers: maps each value to the equation that computes it, and the index of that equation.
+          makers: as returned by `makers_of`.
 
         Returns:
-          The size of the largest value that is scattered outside of loops, and True if a loop
-          scatters one of the values.
+          The size of the largest scattered value outside of loops, and True if a loop scatters one
+          of the values.
         """
         ahead, largest, in_loops = [v], 0, False
         while ahead:
@@ -89,12 +90,12 @@ class ScatterFlow:
 
 
 def makers_of(eqns: Sequence[JaxprEqn]) -> dict[Var, tuple[int, JaxprEqn]]:
-    """Return for each value the index of the equation that computes it, and the equation."""
+    """Return value -> (index of the equation that computes it, equation)."""
     return {v: (i, e) for i, e in enumerate(eqns) for v in e.outvars}
 
 
 def rows_of_outputs(outvars: Sequence[Atom], rows: Mapping[int, RowAxis]) -> dict[Var, RowAxis]:
-    """Convert output index -> row axis to output variable -> row axis; omit literals."""
+    """Replace the output indices in `rows` by the output variables; omit literals."""
     found: dict[Var, RowAxis] = {}
     for k, row in rows.items():
         out = outvars[k]
@@ -110,14 +111,14 @@ def scatter_flow(
     ends: Iterable[Atom] = (),
     inputs: Collection[Var] = (),
 ) -> ScatterFlow:
-    """Find the values to compute as slices, so that the wanted gradients are slices.
+    """Find the values to compute as slices so that the wanted gradients are slices.
 
     Args:
       eqns: the equations.
-      wanted: the gradients that are wanted as slices, with their dimensions.
+      wanted: maps each gradient that is wanted as slices to the dimension of the slices.
       local: values that differ from rank to rank.
       ends: values that are read after the equations.
-      inputs: inputs that may become slices, too.
+      inputs: inputs of the equations that may become slices too.
     """
     search = _Search(eqns, wanted, local, ends, inputs)
     for i in range(len(eqns) - 1, -1, -1):
@@ -161,7 +162,7 @@ class _Search:
                     self._want(a, row)
 
     def _want(self, a: Atom, row: RowAxis | None) -> None:
-        """Record that slices of an operand are wanted, if only one equation reads the operand."""
+        """Record that slices of an operand are wanted; skip an operand with several readers."""
         if row is None or not isinstance(a, Var):
             return
         may_be_slice = a in self.local and a in self.sliceable and a not in self.wanted
@@ -181,8 +182,8 @@ class _Search:
                 inside[k] = dataclasses.replace(row, axis=row.axis - 1)
         (local,) = local_inside(eqn, self.local)
 
-        # Slices of one output may need slices of another, so repeat until each output that is
-        # computed as slices saves memory.
+        # Slices of one output may need slices of another. So drop outputs whose slices save no
+        # memory, until none is dropped.
         while inside:
             targets = rows_of_outputs(body.outvars, inside)
             inputs = {carried[k] for k in inside if k in carried}
@@ -206,12 +207,12 @@ def _prune(
     local: Collection[Var],
     inputs: Collection[Var],
 ) -> None:
-    """Remove equations from the flow whose slices save no memory.
+    """Remove from the flow the equations that save no memory on slices.
 
-    It saves memory to scatter the operands of an equation instead of its output only if loops
-    compute the operands, or the operands are smaller.
+    An equation on slices scatters its operands instead of its output. This saves memory only if
+    loops scatter the operands, or the operands are smaller than the output.
     """
-    # value -> elements of the largest full array that is scattered for it; 0 for outputs of loops
+    # value -> elements of the largest array to scatter for its slices; 0 for outputs of loops
     size: dict[Var, int] = dict.fromkeys(inputs, 0)
     for i in sorted({*flow.steps, *flow.loops}):
         eqn = eqns[i]
@@ -223,13 +224,13 @@ def _prune(
         sizes = [size.get(a, int(a.aval.size)) for a in terms if a in local]
         largest = max(sizes, default=0)
         (out,) = eqn.outvars
-        # a term that is equal on all ranks is not scattered, so it always saves memory
+        # a term that is equal on all ranks is not scattered: with such a term, keep the equation
         if len(sizes) == len(terms) and largest >= out.aval.size:
             del flow.steps[i]
         else:
             size[out] = largest
 
-    # then remove equations whose slices only the removed equations wanted
+    # then remove the equations whose slices no remaining equation reads
     reached = set(wanted)
     for i in sorted({*flow.steps, *flow.loops}, reverse=True):
         eqn = eqns[i]
@@ -243,7 +244,7 @@ def _prune(
 
 
 def _step_on_rows(eqn: JaxprEqn, row: RowAxis, local: Collection[Var]) -> Step | None:
-    """Return how an equation runs on slices of partial sums; None unless it is linear in them."""
+    """Return the step of an equation on slices; None if it is not linear in partial sums."""
     summed = operands_among(eqn, local)
     if not linear_group(eqn, summed):
         return None

@@ -10,8 +10,8 @@ take slices of a stack. A layer is gathered only for an equation that mixes its 
     sum(w ** 2)                computed on slices, then an all_reduce
     dot h layer                reads the full `layer`
 
-A *local* value depends on the batch, and so differs from rank to rank (`dtrans.zero.rank_values`).
-A local value is never computed as slices.
+A *local* value depends on the batch or on the rank, and so differs from rank to rank
+(`dtrans.zero.rank_values`). This analysis finds no slices of local values.
 
 `dtrans.engine.rules` has the strategies for an equation on slices. `dtrans.zero.slice_writer`
 writes the equations.
@@ -68,8 +68,8 @@ class GatherOptions:
       dtypes: maps a leaf to the type in which its gradient is reduced; other gradients keep their
         type.
       prefetch: the number of windows that are gathered ahead.
-      prefetch_in_loops: the same, in loops over layers.
-      segment: bytes up to which leaves of neighbouring windows are gathered together.
+      prefetch_in_loops: as `prefetch`, for windows in the bodies of loops.
+      segment: leaves of neighbouring windows are gathered together up to this number of bytes.
       once: True if a leaf is gathered once, for both forward and backward.
     """
 
@@ -87,12 +87,12 @@ class SliceInputs:
     """Values that exist as slices before the equations, and gradients that are wanted as slices.
 
     Attributes:
-      rows: values that exist as slices, with their layouts; each layout names its leaf.
+      rows: maps each value that exists as slices to its layout, which names the leaf.
       local: values that differ from rank to rank.
-      wanted: gradients that are wanted as slices, with their layouts.
-      slices: the variables of the slices; empty if equations are only analyzed.
-      summed: carried inputs of a loop that are slices of gradients, with the variables of the
-        slices.
+      wanted: maps each gradient that is wanted as slices to its layout.
+      slices: maps each value in `rows` to the variable of this rank's slice; empty if equations are
+        analyzed but not written.
+      summed: maps each gradient that a loop carries as slices to the variable of the slice.
     """
 
     rows: Mapping[Var, RowAxis]
@@ -107,9 +107,9 @@ class SlicedBodies:
     """Bodies of a loop, a branch, or a remat that take or return slices.
 
     Attributes:
-      passed: operands that the bodies take as slices, with their layouts inside.
-      wanted: outputs that are slices of gradients, with their layouts inside.
-      bodies: the analyses of the bodies, which write them too.
+      passed: operands that the bodies take as slices: index of the operand -> layout in the body.
+      wanted: outputs that are slices of gradients: index of the output -> layout in the body.
+      bodies: the analysis of each body, whose subclass `Gatherer` also writes the body.
     """
 
     passed: Mapping[int, RowAxis]
@@ -130,13 +130,13 @@ class SliceAnalysis(SplitWriter):
       ends: values that are read after the equations.
 
     Attributes:
-      rows: the layout of each value that can be computed as slices; it names the leaf.
-      roots: the values to gather to compute a value in full: leaves, or other values that are
-        gathered themselves.
+      rows: maps each value that can be computed as slices to its layout, which names the leaf.
+      roots: maps each such value to its roots: the leaves, or parts of leaves, whose gathers yield
+        the full value.
       full: roots that are gathered, because some equation reads them in full.
       reads: maps the index of an equation to the sliced values that it reads in full.
       ways: maps the index of an equation to its strategy on slices.
-      entered: maps the index of an equation to its bodies, if these take or return slices.
+      entered: maps the index of an equation to its bodies, if the bodies take or return slices.
     """
 
     def __init__(
@@ -170,15 +170,14 @@ class SliceAnalysis(SplitWriter):
             self._add_slices(v, row, [v])
         self._values |= {(v, self.layouts[v]): piece for v, piece in inputs.slices.items()}
         with warnings.catch_warnings():
-            # an unknown primitive needs full operands, like many known ones: a warning would not
-            # help
+            # no warning here: an unknown primitive gets full operands, like many known ones
             warnings.simplefilter("ignore", UnknownPrimitiveWarning)
             self._follow()
 
     # -- results -----------------------------------------------------------------------------------
 
     def roots_of(self, atoms: Iterable[Atom]) -> frozenset[Var]:
-        """Return the roots of several values."""
+        """Return the union of the roots of several values."""
         return frozenset().union(*(self.roots.get(a, ()) for a in atoms if isinstance(a, Var)))
 
     def read_full(self, atoms: Iterable[Atom]) -> None:
@@ -216,7 +215,7 @@ class SliceAnalysis(SplitWriter):
         return self.rows.get(atom) if isinstance(atom, Var) else None
 
     def _engine_layout(self, atom: Atom, row: RowAxis) -> RowAxis:
-        """Return a layout without its leaf, which the engine does not use."""
+        """Return a layout in the form that the engine compares: without the name of the leaf."""
         return self.shards.plain(dataclasses.replace(row, leaf=""), atom.aval.shape[row.axis])
 
     def _rank_type(self, v: Var, row: RowAxis) -> Any:
@@ -237,8 +236,8 @@ class SliceAnalysis(SplitWriter):
             self.reads[i] = [a for k, a in enumerate(eqn.invars) if k not in on_slices]
             self.read_full(self.reads[i])
 
-        # reduce a full leaf without a collective if the leaf is gathered anyway. This may gather
-        # more leaves, so repeat until nothing changes.
+        # If a leaf is gathered anyway, a reduction of the full leaf needs no collective. Such a
+        # reduction may need more full leaves, so repeat until nothing changes.
         while needless := [i for i, way in self.ways.items() if self._reduces_full(i, way)]:
             for i in needless:
                 del self.ways[i]
@@ -258,7 +257,7 @@ class SliceAnalysis(SplitWriter):
         (out,), (row,) = eqn.outvars, way.outs
         if isinstance(row, RowAxis):
             first = next(a for a in eqn.invars if isinstance(a, Var) and a in self.rows)
-            # gather a part instead of its leaf, and an expensive value instead of its operands
+            # gather a part rather than the leaf, and an expensive value rather than its operands
             is_root = not is_cheap(eqn)
             if eqn.primitive.name == "slice":
                 sizes = zip(out.aval.shape[: row.axis], first.aval.shape, strict=False)
@@ -293,11 +292,11 @@ class SliceAnalysis(SplitWriter):
     # -- bodies ------------------------------------------------------------------------------------
 
     def _enter(self, i: int, eqn: JaxprEqn) -> Collection[int]:
-        """Find the operands that bodies take as slices, and return them."""
+        """Analyze the bodies of an equation; return the operands that they take as slices."""
         wires, wanted = wiring(eqn), self.scattering.loops.get(i, {})
         passed = {} if self.how.once else self._passable(eqn, wires)
         local = local_inside(eqn, self.local) if passed or wanted else []
-        # gather an operand before the loop if the body would gather it in each iteration
+        # if the body would gather an operand in each iteration, gather it once before the loop
         while passed or wanted:
             inside = [self._analyze_body(i, wires, passed, wanted, *x) for x in enumerate(local)]
             remaining = {}
@@ -312,7 +311,7 @@ class SliceAnalysis(SplitWriter):
         return passed
 
     def _passable(self, eqn: JaxprEqn, wires: Wiring) -> dict[int, RowAxis]:
-        """Return the operands that bodies may take as slices, with their layouts inside."""
+        """Find operands that bodies may take as slices: index -> layout in the bodies."""
         found: dict[int, RowAxis] = {}
         picks = eqn.invars[0]
         if (
@@ -356,8 +355,8 @@ class SliceAnalysis(SplitWriter):
         Args:
           i: the index of the equation.
           wires: maps operands and outputs of the equation to inputs and outputs of its bodies.
-          passed: operands that the body takes as slices, with their layouts inside.
-          wanted: outputs that are slices of gradients, with their layouts inside.
+          passed: index of each operand that the body takes as slices -> layout in the body.
+          wanted: index of each output that is slices of a gradient -> layout in the body.
           number: the index of the body.
           local: values of the body that differ from rank to rank.
         """
@@ -389,8 +388,7 @@ class SliceAnalysis(SplitWriter):
 def is_cheap(eqn: JaxprEqn) -> bool:
     """Return True for elementwise equations and rearrangements.
 
-    These are recomputed rather than stored, and their operand is gathered rather than their
-    result.
+    Sharding recomputes results of these equations, and gathers the operands instead of the results.
     """
     return facts_of(eqn).elementwise or is_rearrangement(eqn)
 

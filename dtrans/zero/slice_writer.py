@@ -25,7 +25,7 @@ from dtrans.zero.slice_analysis import GatherOptions, SliceAnalysis, SliceInputs
 
 
 class _EqualValues(CountedValues):
-    """Slices of values that are equal on all ranks: a rank cuts or computes its own slice."""
+    """Writer of slices of values that all ranks have: a rank cuts or computes its own slice."""
 
     def _is_counted(self, var: Atom, axis: int) -> bool:
         return True
@@ -38,9 +38,10 @@ class SliceWriter(SliceAnalysis):
       b, like, eqns, roles, inputs, how, ends: as for `SliceAnalysis`.
 
     Attributes:
-      env: maps values of the step to their replacements: slices of gradients, results of
+      env: maps values of the step to replacements: to slices of gradients, and to results of
         reductions.
-      last_scattered: the latest scattered gradient; None if a gather has waited for it.
+      last_scattered: the latest scattered gradient, which the next gather can wait for; None if a
+        gather has waited for it already.
     """
 
     def __init__(
@@ -88,13 +89,13 @@ class SliceWriter(SliceAnalysis):
 
     @contextlib.contextmanager
     def communicating(self) -> Iterator[None]:
-        """Context in which written equations have the role of communication."""
+        """Give the role of communication to all equations that are written in this context."""
         role, self.b.role = self.b.role, DIST
         yield
         self.b.role = role
 
     def write_reduction(self, i: int) -> None:
-        """Write a reduction: on the slice first, then over ranks."""
+        """Write reduction `i`: each rank reduces its slice, then an all-reduce follows."""
         eqn, way = self.eqns[i], self.ways[i]
         (part,) = self.carry_out(eqn, way)
         over = self.shards.over
@@ -123,14 +124,14 @@ class SliceWriter(SliceAnalysis):
             return self.env[atom]
         if isinstance(atom, Var) and atom in self.local:
             return self.scatter_sum(atom, row)
-        # a term that is equal on all ranks occurs in the sum once for each rank, so multiply it
+        # all ranks have this term, so the sum over ranks contains it `degree` times
         piece = self.read(atom, self._engine_layout(atom, row))
         if is_zero_array(atom, self._producers):
             return piece
         return self.b.call(times(self.how.degree), piece)[0]
 
     def write_on_rows(self, i: int) -> None:
-        """Write an equation that is linear in gradients, on slices of the gradients."""
+        """Write equation `i`, which is linear in gradients, on slices of the gradients."""
         eqn, step = self.eqns[i], self.scattering.steps[i]
         summed = linear_group(eqn, operands_among(eqn, self.local))
         atoms: list[Atom] = []

@@ -14,7 +14,8 @@
 
 All ranks run one program (SPMD), in which sliced arrays have the shape of a slice.
 `dtrans.zero.choose_slices` chooses the slices once. With `replicas` there are several groups of
-ranks. A group stores each slice once, and groups sum up their slices of gradients.
+ranks. Each group stores all slices, one on each rank. The slices of gradients are summed over
+groups.
 
 Source: Rajbhandari et al., ZeRO (arXiv 1910.02054); passes/auto_parallel_sharding.py and
 meta_optimizers/sharding_optimizer.py (Paddle), which move whole variables from and to owners.
@@ -79,16 +80,17 @@ def sharding(
       degree: the number of ranks that store one copy of the state together.
       stage: 1 shards optimizer state, 2 gradients too, 3 parameters too.
       replicas: the number of groups of `degree` ranks. All degree * replicas ranks split the batch.
-      num_micro_batch: the number of micro-steps into which each rank cuts its part of the batch. In
-        stages 2 and 3 each micro-step scatters its gradients, so that ranks sum up slices.
+      num_micro_batch: the number of micro-batches into which each rank cuts its part of the batch.
+        In stages 2 and 3, gradients are scattered after each micro-batch, so that ranks accumulate
+        slices.
       precision: the types in which steps compute: a `dtrans.Precision`, or its `dtype`, "bf16" or
         "fp16".
-      slices: the slices of leaves, and their gather: a `dtrans.Slicing`.
-      reduce: the reduction of gradients: a `dtrans.Reduce`, or its `op`. Gathers of parameters
-        after an update have buckets of the same size.
-      batch: "exact" computes the results of one device, for any step. With "local", each rank
-        takes the step on its part of the batch alone. A `dtrans.Batch` also selects the arrays
-        and dimensions to cut.
+      slices: the slices of parameters, and how they are gathered: a `dtrans.Slicing`.
+      reduce: the reduction of gradients: a `dtrans.Reduce`, or its `op`. Its `bucket_MB` is also
+        the bucket size of the gathers after an update.
+      batch: "exact" computes, for any step, the results of one device on the full batch. With
+        "local", each rank takes the step on its part of the batch alone. A `dtrans.Batch` also
+        selects the arrays and dimensions to cut.
 
     Raises:
       ConfigError: an option is out of range, or names an array that the step does not have.
@@ -136,7 +138,7 @@ def sharding(
 
 
 def plan_sharding(main: Program, startup: Program, options: ShardingOptions) -> ShardingPlan:
-    """Return the plan of a step with these options."""
+    """Plan sharding from an options record; `sharding` and `for_trainers` call this function."""
     refuse_collectives(main)
     plain = cut(main).with_reported()
     check_names(plain, options)
@@ -194,14 +196,14 @@ def _write_uneven(
     layout = RankLayout.from_step(step, other_options, other.merges, planned.slices)
     if layout.cuts != planned.cuts:
         raise BatchError(
-            f"{step.program.name} needs other slices of the state if the number of ranks does not "
-            f"divide the batch; pass a batch whose size is a multiple of {options.trainers}"
+            f"{step.program.name} needs other slices of the state for a batch that the number of "
+            f"ranks does not divide; pass a batch whose size is a multiple of {options.trainers}"
         )
     return write_rank(step, layout)
 
 
 def in_precision(plain: Cut, main: Program, precision: Precision) -> Cut:
-    """Return the step with products in the requested type; in 16 bits it is a new program."""
+    """Return the step with matrix products in 16 bits; without a `dtype`, return it unchanged."""
     if precision.dtype is None:
         return plain
     return cut(low_precision(main, plain, precision.dtype, precision.scaling)).with_reported()

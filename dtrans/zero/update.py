@@ -23,7 +23,7 @@ from dtrans.zero.choose_slices import Sliced
 def slice_half(
     half: OptimizeHalf, cuts: Mapping[Name, Sliced], degree: int, axis_name: str
 ) -> tuple[OptimizeHalf, tuple[Gathered, ...]]:
-    """Write the optimize half of a rank.
+    """Rewrite the optimize half of one device for the slices of a rank.
 
     Args:
       half: the optimize half of one device.

@@ -553,7 +553,7 @@ def test_a_scale_that_is_infinite_in_the_type_of_the_loss_is_refused() -> None:
         ({"precision": "bf16", "compress": "bf16"}, r"precision='bf16' and compress='bf16'"),
         (
             {"loss_scaling": 8.0},
-            r"loss_scaling=.* needs precision='fp16' or 'bf16', it is None",
+            r"loss_scaling=.* needs products in 16 bits, but dtype is None; pass 'fp16' or 'bf16'",
         ),
         (
             {"precision": "fp16", "loss_scaling": 0.0},

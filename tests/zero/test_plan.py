@@ -663,9 +663,9 @@ REFUSED: Sequence[tuple[dict[str, Any], str]] = [
     ({"precision": "fp8"}, "precision must be 'fp16', 'bf16' or None, it is 'fp8'"),
     (
         {"precision": "bf16", "compress": "fp16"},
-        "precision='bf16' and compress='fp16': gradients are reduced in the type of",
+        "precision='bf16' and compress='fp16': precision already reduces gradients in 16 bits",
     ),
-    ({"loss_scaling": 2.0}, "needs precision='fp16' or 'bf16', it is None"),
+    ({"loss_scaling": 2.0}, "needs products in 16 bits, but dtype is None; pass 'fp16' or 'bf16'"),
     ({"loss_scaling": "2"}, "loss_scaling must be a number, a LossScaling or None; it is '2'"),
     (
         {"loss_scaling": True, "precision": "fp16"},
@@ -702,7 +702,7 @@ REFUSED: Sequence[tuple[dict[str, Any], str]] = [
         {"example_count": "loss", "num_micro_batch": 2, "stage": 2},
         "example_count='loss' and num_micro_batch=2 in stage 2: ",
     ),
-    ({"example_count": "loss", "num_micro_batch": 2, "stage": 3}, "use stage 1"),
+    ({"example_count": "loss", "num_micro_batch": 2, "stage": 3}, "pass stage=1"),
     (
         {"clip_local_norm": 1.0, "num_micro_batch": 2, "stage": 2},
         "clip_local_norm=1.0 and num_micro_batch=2 in stage",

@@ -4,10 +4,10 @@
     use_order      leaves fill rank after rank; the next rank begins after 1/ranks of all elements
 
 Both rules process leaves in the order in which the program first uses them. `greedy_even` balances
-the loads of ranks. `use_order` assigns neighbouring leaves to one rank, but loads can be uneven: it
-advances by at most one rank after a leaf, even if the leaf is larger than two shares. So the last
-ranks may own no leaf. In stage 2, `use_order` delays gradients: a bucket contains gradients of all
-ranks, and the backward pass computes the gradients of rank 0 last.
+the loads of ranks. `use_order` assigns neighbouring leaves to one rank, but loads can be uneven:
+after each leaf it advances by at most one rank, even if that leaf is larger than two shares. So the
+last ranks may own no leaf. In stage 2, `use_order` delays gradients: each bucket contains gradients
+of all ranks, and the backward pass computes the gradients of rank 0 last.
 
 If the optimizer binds leaves together (`RowAnalysis.groups`), the rank of the first leaf owns all
 of them.
@@ -62,7 +62,7 @@ def assign_owners(sizes: Sequence[int], ranks: int, rule: str) -> list[int]:
 
 
 def assign_leaves(step: Cut, analysis: RowAnalysis, ranks: int, rule: str) -> dict[str, int]:
-    """Return the owner of each leaf of the analysis, in the order of assignment."""
+    """Return leaf -> rank that owns the leaf, in the order in which leaves are assigned."""
     groups: dict[str, list[str]] = {}
     for n in leaves_by_use(step):
         if n in analysis.params:
@@ -78,7 +78,7 @@ def assign_leaves(step: Cut, analysis: RowAnalysis, ranks: int, rule: str) -> di
 
 
 def leaves_by_use(step: Cut) -> list[str]:
-    """Return the leaves in the order of their first use in the program; unused ones come last."""
+    """Return the leaves in the order of their first use; unused leaves come last."""
     inner = step.program.inner
     invars = step.program.invars
     leaf_of: dict[Var, str] = {invars[n]: n for n in step.params}
@@ -92,7 +92,7 @@ def leaves_by_use(step: Cut) -> list[str]:
 
 
 def sum_loads(sizes: Mapping[str, int], owner: Mapping[str, int], ranks: int) -> list[int]:
-    """Return the sum of the sizes of each rank's leaves."""
+    """Return for each rank the sum of the sizes of its leaves."""
     loads = [0] * ranks
     for n, rank in owner.items():
         loads[rank] += sizes[n]

@@ -7,7 +7,7 @@
 
 It is for optimizers that mix rows, which is expensive on slices (Muon). With `partition="rows"`
 every rank gathers each matrix and iterates on all matrices. Here each rank iterates only on the
-matrices that it owns. The price is padding if loads are uneven; `dtrans.zero.by_leaf.assign`
+matrices that it owns. If loads are uneven, bins contain padding. `dtrans.zero.by_leaf.assign`
 chooses the owners. The state contains bins (`opt_state/bins/float32`) instead of the arrays that
 are packed in them.
 
@@ -54,7 +54,7 @@ class LeafOwners:
       owner: the rank of each leaf, in the order in which leaves were assigned.
       loads: for each rank, the number of elements of the parameters that it owns.
       grads, state: the bins of gradients and of the optimizer's state.
-      slices: the result of the row analysis; no leaf is cut.
+      slices: the row analysis of the update; no leaf is cut.
       half: the optimize half of a rank.
       args: the arguments of the step, with state in bins.
       out: the outputs of the step: parameters, state in bins, and the rest.
@@ -74,7 +74,7 @@ class LeafOwners:
         """Choose the owners of a step's leaves.
 
         Raises:
-          ConfigError: forward or backward reads state that only an owner has.
+          ConfigError: the forward or backward pass reads state that only the owner of a leaf has.
         """
         leaves, half = _half_of_owners(step)
         analysis = analyse(half, leaves)
@@ -86,8 +86,8 @@ class LeafOwners:
             if name in writer.state.places:
                 raise ConfigError(
                     f"partition={options.slices.partition!r}: {output} is computed from {name}, "
-                    "which only the owner of its leaf has; use partition='rows', which does not "
-                    "cut such leaves"
+                    "which only one rank stores; use partition='rows', with which every rank "
+                    f"stores {name}"
                 )
         types = step.program.inputs
         state_types = {n: types[n] for n in opt_state.names if n not in writer.state.places}
@@ -107,12 +107,12 @@ class LeafOwners:
 
     @property
     def cuts(self) -> dict[str, Sliced]:
-        """Cuts of the bins of state: the slice of a rank is its own bin."""
+        """Bins of state as cut arrays: the slice of a rank is the bin of that rank."""
         return self.state.cuts
 
     @property
     def notes(self) -> list[str]:
-        """Remarks that list the leaves of each rank."""
+        """Remarks for users: the leaves that each rank owns."""
         notes = []
         for k, load in enumerate(self.loads):
             leaves = ", ".join(n for n, rank in self.owner.items() if rank == k) or "none"
@@ -145,7 +145,7 @@ class LeafOwners:
         return _BinScatterer(b, values, options, example_count, self.grads)
 
     def buckets(self, step: Cut, options: ShardingOptions) -> tuple[Bucket, ...]:
-        """Return the buckets: which leaves' gradients are reduced together."""
+        """Return the buckets of gradients; each lists the leaves whose gradients it reduces."""
         values: dict[str, Atom] = subset(step.gradients, ready_order(step))
         parts = _scattered_parts(self.grads, options)
         found = []
@@ -168,7 +168,7 @@ class LeafOwners:
     # -- the first state -------------------------------------------------------------------------
 
     def startup(self, startup: Program) -> Program:
-        """Return the init of one device, changed to return the state in bins of all ranks."""
+        """Rewrite the init of one device so that it returns the state in bins."""
         inner = startup.inner
         b = Builder(startup.jaxpr)
         b.invars += inner.invars
@@ -191,7 +191,7 @@ class LeafOwners:
 
     @cached_property
     def unpack_state(self) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-        """Function that takes a dict of arrays and bins, and adds the arrays in the bins."""
+        """Function that adds to a dict with bins the arrays that are packed in these bins."""
         run: Any = jax.jit(self.state.unpack)
 
         def unpack_state(arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -202,11 +202,11 @@ class LeafOwners:
 
 
 class _BinScatterer(Scatterer):
-    """Writer that reduces gradients in parts of bins; `means` maps bins to this rank's sums.
+    """Writer that reduces gradients in bins, part by part; `means` maps bins to this rank's sums.
 
-    A part contains the same elements of all ranks' bins. It is packed and scattered when the last
-    gradient in it is computed. A bin has gradients in the order in which the backward pass computes
-    them.
+    A part contains elements `start` to `stop` of every rank's bin. As soon as all gradients of a
+    part are computed, the part is packed and scattered. Bins have the order in which the backward
+    pass computes gradients.
     """
 
     def __init__(
@@ -237,7 +237,7 @@ class _BinScatterer(Scatterer):
                     self._pack(n)
 
     def _pack(self, name: str) -> None:
-        """Write the packing of a part, and add the part as one gradient."""
+        """Pack the gradients of a part, and add the part as if it were one gradient."""
         part, bins = self.parts[name], self.bins
         leaves = bins.arrays_in(part)
 
@@ -252,7 +252,7 @@ class _BinScatterer(Scatterer):
     def finish(self) -> None:
         for n in self.lacking:
             if not self.bins.arrays_in(self.parts[n]):
-                # no gradient overlaps with this part, so `add` has not packed it
+                # this part is padding only, so `add` has not packed it
                 self._pack(n)
         super().finish()
         role, self.b.role = self.b.role, DIST
@@ -267,7 +267,7 @@ def _concatenate(*xs: jax.Array) -> jax.Array:
 
 
 def _scattered_parts(bins: Bins, options: ShardingOptions) -> dict[str, BinPart]:
-    """Return the parts of bins that are scattered together, by name."""
+    """Return name -> part, for the parts into which `bucket_MB` cuts the bins."""
     return {p.name: p for p in bins.parts(options.reduce.bucket_MB * 2**20)}
 
 
@@ -276,7 +276,7 @@ def _parts_of(
 ) -> dict[str, Atom]:
     """Return the values to reduce: gradients that are in no bin, then parts of bins.
 
-    Parts have the order in which their last gradient is computed.
+    The part whose last gradient is computed first comes first.
     """
     at = number_items(values)
     ends: dict[str, int] = {}
@@ -294,10 +294,9 @@ def _spec_of(parts: Mapping[str, BinPart]) -> Callable[[str], ScatterSpec]:
 
 
 def _half_of_owners(step: Cut) -> tuple[list[str], OptimizeHalf]:
-    """Return the leaves that need an owner, and an optimize half whose inputs include all of them.
+    """Return the leaves that need an owner, and an optimize half that takes all these leaves.
 
-    A result may read the gradient of a leaf that is not updated (a norm of all gradients). Some
-    rank must own that gradient.
+    A leaf that is not updated needs an owner if a result, such as a norm, reads its gradient.
     """
     half = step.optimize
     leaves: list[str] = []

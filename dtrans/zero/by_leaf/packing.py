@@ -7,8 +7,8 @@ the length of the longest:
     rank 0    w1 w1 w1 w1 b1 b1
     rank 1    w2 w2 w2 b2  0  0
 
-The bin of all ranks is the concatenation of these rows: the input of `reduce_scatter`, and the
-output of `all_gather`.
+The bin of all ranks is the concatenation of these rows. It is the input of `reduce_scatter`, and
+the output of `all_gather`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class BinSlot:
 
 @dataclasses.dataclass(frozen=True)
 class BinPart:
-    """Part of a bin: elements `start` to `stop` of the bin of each rank."""
+    """Part of a bin of all ranks: elements `start` to `stop` of each rank's bin."""
 
     bin: str
     start: int
@@ -78,7 +78,7 @@ class BinPart:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Bins:
-    """Layout of arrays of several owners in bins, one bin per type.
+    """Layout that packs the arrays of several owners into bins, one bin for each dtype.
 
     Attributes:
       ranks: the number of owners.
@@ -135,7 +135,7 @@ class Bins:
 
     @property
     def cuts(self) -> dict[str, Sliced]:
-        """Cuts of the bins of all ranks: the slice of a rank is its own bin."""
+        """Bins of all ranks as cut arrays: the slice of a rank is the bin of that rank."""
         return {
             n: Sliced(0, t.size * self.ranks, t.size, self.ranks) for n, t in self.types.items()
         }
@@ -151,7 +151,7 @@ class Bins:
         return {n: p for n, p in self.places.items() if p.rank == rank}
 
     def parts(self, limit: float) -> list[BinPart]:
-        """Cut bins into parts of about `limit` bytes over all ranks.
+        """Cut the bins into parts of about `limit` bytes, summed over all ranks.
 
         A part is at least as long as the largest array in its bin.
         """
@@ -164,7 +164,7 @@ class Bins:
         return found
 
     def arrays_in(self, part: BinPart) -> list[str]:
-        """Return the arrays that overlap with a part; none for padding."""
+        """Return the arrays that a part contains, entirely or in pieces; none if it is padding."""
         return [n for n, p in self.places.items() if p.overlap(part)]
 
     # -- from arrays to bins ---------------------------------------------------------------------
@@ -188,7 +188,7 @@ class Bins:
         return [(n, BinPart(n, 0, t.size)) for n, t in self.types.items()]
 
     def _rows(self, part: BinPart, rank: int, values: Mapping[str, Any]) -> list[Any]:
-        """Return the vectors of a part of a rank's bin: arrays, or pieces of them, and padding."""
+        """Return the vectors to concatenate for one rank's row of a part: arrays, then padding."""
         rows, filled = [], part.start
         for n, p in self.of_rank(rank).items():
             overlap = p.overlap(part)

@@ -1,22 +1,22 @@
 """Optimize half for leaves with owners: one program for all ranks, with one branch per rank.
 
 The equations differ from rank to rank, so they are the branches of a `switch` over the index of the
-rank. A rank does the work of a parameter server that has its leaves
-(`dtrans.slicing.server_update`), level by level:
+rank. Each branch does the work of a parameter server (`dtrans.slicing.server_update`) that has the
+rank's leaves, level by level:
 
-    level 0    switch        each rank: its parts of cross-server values; values for later levels
+    level 0    switch        each rank computes its parts of cross-server values
                all_reduce    sums the parts; a rank without a part adds the identity
     level 1    switch        ...
     last       switch        new state and new parameters, in bins
                all_gather    parameters
 
 Branches contain no collective, since other ranks would not reach it. All branches return the same
-types. So outputs, and values that ranks store from level to level, are in bins
-(`dtrans.zero.by_leaf.packing`).
+types. So branches return bins (`dtrans.zero.by_leaf.packing`): at the last level the new state and
+parameters, at other levels the values that later levels read.
 
-Some state belongs to no leaf (a count of steps). Each branch computes the values that it needs of
-this state. The new state is computed outside the branches, so that it is equal on every rank, even
-on a rank that owns no leaf.
+Some state belongs to no leaf (a count of steps). The new value of this state is computed outside
+the branches, so that every rank has it, even a rank that owns no leaf. A branch that reads the new
+value computes it again.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ class OwnerWriter:
     """Writer of the optimize half.
 
     Args:
-      analysis: the row analysis of the half of one device. A leaf without an owner is not updated.
-      owner: the rank of each leaf.
+      analysis: the row analysis of one device's optimize half.
+      owner: maps each leaf to its rank; leaves that are not updated may have none.
       options: the options.
-      root: the start of the names of the bins of state.
-      ready: the leaves in the order in which their gradients are computed, which is the order of
-        the bins of gradients.
+      root: the prefix of the names of the bins of state.
+      ready: the leaves in the order in which the backward pass computes their gradients. The
+        bins of gradients have this order.
 
     Attributes:
       grads: the bins of gradients, by the name of the leaf.
       state: the bins of the state of leaves.
-      params: the bins of new parameters before their gather; unchanged parameters are in no bin.
+      params: the bins of new parameters, to be gathered. Unchanged parameters are in no bin.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class OwnerWriter:
         self.analysis = self.spec.analysis
         self._lay_out_bins(owner, root, ready)
 
-        # the blocks of a parameter server that has the leaves of the rank
+        # for each rank, the blocks of a parameter server that has the rank's leaves
         placement = self.spec.placement
         self.work: list[list[OptimizeBlock]] = []
         for endpoint in placement.endpoints:
@@ -122,12 +122,12 @@ class OwnerWriter:
     def _output_name(self, name: str) -> str:
         """Return the name of a block's output.
 
-        It is `new NAME` if NAME is also an input, because blocks read the value before the step.
+        If an input has the same name, the output is `new NAME`, since blocks also read the input.
         """
         return f"new {name}" if name in self.analysis.inputs else name
 
     def _find_shared_work(self) -> None:
-        """Find the equations of new state that belongs to no leaf, and the values to reduce."""
+        """Find the values to reduce, and the equations of the state that belongs to no leaf."""
         rounds, crossings = self.spec.rounds, self.spec.rounds.crossings
         outs = values_at(self.analysis.outputs, self.spec.shared_state)
         self.shared_eqns, read = backward_slice(rounds.eqns, outs, crossings)
@@ -137,7 +137,7 @@ class OwnerWriter:
                 self.reduced.setdefault(c.level, []).append(c)
 
     def _carried_bins(self, level: int) -> Bins:
-        """Return the bins of values that ranks compute at a level and read later."""
+        """Return bins for the values that ranks compute at a level and read at later levels."""
         types: dict[str, Any] = {}
         owner: dict[str, int] = {}
         for k, work in enumerate(self.work):
@@ -160,8 +160,8 @@ class OwnerWriter:
     def half(self) -> OptimizeHalf:
         """Write the update.
 
-        It maps binned gradients (`grads/float32`), binned state and whole parameters to new
-        parameters and new state.
+        Inputs are gradients in bins (`grads/float32`), state in bins, and full parameters. Outputs
+        are full new parameters, and new state in bins.
         """
         a, b = self.analysis, Builder(self.analysis.half.jaxpr)
         binned = {*self.rank_of, *map(Gradient, self.grads.places)}
@@ -197,7 +197,7 @@ class OwnerWriter:
     def _all_reduce(
         self, b: Builder, op: str, reduced: Sequence[CrossServerValue], part: Atom
     ) -> list[Atom]:
-        """Write the reduction of a vector over ranks; return the values in it."""
+        """Reduce a vector over ranks; return the values that it concatenates."""
         over = (self.options.axis_name,)
         b.role = DIST
         (vector,) = b.bind(all_reduce_p, part, op=op, name="optimizer", owners=(), over=over)
@@ -211,7 +211,7 @@ class OwnerWriter:
         return [f"new {n}" for n in (*self.params.types, *self.state.types)]
 
     def _sums(self, level: int) -> dict[tuple[str, Any], list[CrossServerValue]]:
-        """Return the values that ranks reduce after a level, by operation and type."""
+        """Return (operation, dtype) -> values that ranks reduce after a level."""
         found: dict[tuple[str, Any], list[CrossServerValue]] = {}
         for c in self.reduced.get(level, ()):
             found.setdefault((c.op, c.var.aval.dtype), []).append(c)
@@ -240,7 +240,7 @@ class OwnerWriter:
     # -- branches --------------------------------------------------------------------------------
 
     def _switch(self, level: int, names: Sequence[str]) -> Callable[..., Any]:
-        """Return the function that all ranks run at a level; it selects the branch of the rank.
+        """Return the function of a level: it takes the index of the rank, and runs that branch.
 
         Args:
           level: the level.
@@ -250,7 +250,7 @@ class OwnerWriter:
         return lambda index, *values: jax.lax.switch(index, branches, *values)
 
     def _branch(self, level: int, rank: int, names: Sequence[str], *values: Any) -> list[Any]:
-        """Return the outputs of one rank's branch: vectors to reduce, then bins.
+        """Run one rank's branch at a level; return vectors to reduce, then bins.
 
         Args:
           level: the level.
@@ -291,7 +291,7 @@ class OwnerWriter:
         reduced: Sequence[CrossServerValue],
         computed: Mapping[str, Any],
     ) -> Any:
-        """Return a rank's terms of the values that are reduced, as one vector."""
+        """Return one vector with a rank's term of each value in `reduced`."""
         op, dtype = key
         terms = []
         for c in reduced:
@@ -315,14 +315,14 @@ def write_function(b: Builder, fn: Callable[..., Any], *atoms: Atom) -> list[Ato
 def gather_bins(
     b: Builder, bins: Bins, shards: Mapping[str, Atom], options: ShardingOptions, name: str
 ) -> dict[str, Atom]:
-    """Write gathers of a rank's bins, in parts; return the arrays of all ranks.
+    """Gather bins from all ranks, part by part; return the arrays of all ranks by name.
 
     Args:
       b: the builder to write with.
       bins: the layout.
-      shards: the bins of the rank.
+      shards: this rank's bins, by name.
       options: the options.
-      name: the start of the names of the gathers.
+      name: the prefix of the names of the gathers.
     """
     b.role = DIST
     parts = bins.parts(options.reduce.bucket_MB * 2**20)
@@ -349,7 +349,7 @@ def gather_bins(
 
 
 def pack_bins(b: Builder, bins: Bins, atoms: Mapping[str, Atom]) -> dict[str, Atom]:
-    """Write the packing of arrays into the bins of all ranks; return the bins by name."""
+    """Write equations that pack arrays into the bins of all ranks; return the bins by name."""
     names = list(bins.places)
 
     def pack(*xs: Any) -> list[Any]:
