@@ -282,7 +282,7 @@ def _emit(context: typer.Context, name: str, arguments: list[str]) -> None:
     shared: dict[str, int] = {}
     if values["nodes"] is not None:
         if name != "slurm":
-            raise ConfigError(f"--nodes needs --emit slurm; remove it with --emit {name}")
+            raise ConfigError(f"--nodes needs --emit slurm, but --emit is {name}; remove --nodes")
         shared = {"nodes": values["nodes"]}
     text = EMITTERS[name](table, **shared)
     if values["output"] is None:
@@ -292,7 +292,7 @@ def _emit(context: typer.Context, name: str, arguments: list[str]) -> None:
 
 
 def _refuse_options(context: typer.Context, panel: str, way: str) -> None:
-    """Raise ConfigError if an option of `panel` is on the command line; it needs option `way`."""
+    """Raise ConfigError if an option of `panel` is on the command line; `way` would enable it."""
     for parameter in context.command.params:
         is_of_panel = getattr(parameter, "rich_help_panel", None) == panel
         if is_of_panel and _is_set(context, parameter.name):

@@ -132,7 +132,7 @@ def check_job_state(job: SavedJob, state: Any) -> dict[str, jax.Array]:
 
 
 def state_types(plan: CollectivePlan) -> dict[str, Any]:
-    """Return the global type of each array of a job's state, with padding, by name."""
+    """Return the global type, with padding, of each array of a job's state (dict by name)."""
     cuts: Mapping[str, Sliced] = {}
     if isinstance(plan, ShardingPlan):
         cuts = plan.cuts

@@ -87,8 +87,8 @@ class Checkpoint:
       pieces: name of each saver's piece, by saver.
       types: type of each array of the step, as text, by array name.
       rows: saved slices of each array, by array name. Arrays that only servers have are included.
-      tables: (saver, slice name) -> files of a slice that was saved by rows: the block, and the
-        column of this array in the block's files.
+      tables: for each slice that was saved by rows, by (saver, slice name): the files of its table
+        block, and the slice's column in these files.
       may_differ: True if copies of an array may come from different steps.
     """
 

@@ -596,7 +596,7 @@ def test_launch_emits(tmp_path: Path) -> None:
         (["--nodes", "1"], "--nodes needs --emit"),
         (
             ["--emit", "jobset", "--nodes", "1"],
-            "--nodes needs --emit slurm; remove it",
+            "--nodes needs --emit slurm, but --emit is ",
         ),
         (["--emit", "slurm", "--time-limit", "3"], "--time-limit cannot be combined with --emit"),
         (

@@ -149,7 +149,7 @@ def _torchrun(env: Mapping[str, str]) -> _World | None:
         return None
     why = "torchrun sets RANK, WORLD_SIZE and MASTER_ADDR in every process"
     rank, size = _integer(env, "RANK", why), _integer(env, "WORLD_SIZE", why)
-    # MASTER_ADDR is the host of rank 0. It is the host of all ranks if they share one host.
+    # MASTER_ADDR is the host of rank 0. If all ranks share one host, it is the host of all ranks.
     known = size if env.get("LOCAL_WORLD_SIZE") == str(size) else 1
     address = env.get("MASTER_ADDR", "")
     hosts: tuple[str, ...] = ()
