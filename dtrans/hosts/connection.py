@@ -1,7 +1,8 @@
 """Commands that run another command on a host: by `ssh`, or by the user's `--rsh`.
 
-With ssh, a shell on the host parses the command; `ip netns exec` passes its words unchanged. Words
-that a shell would change raise an error, so that a command means the same in both cases.
+With ssh, a shell on the host parses the command. `ip netns exec` passes the words of the command
+unchanged. A word that a shell would change raises an error, so that a command means the same with
+both programs.
 """
 
 from __future__ import annotations

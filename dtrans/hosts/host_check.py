@@ -24,7 +24,7 @@ from dtrans.hosts.connection import absolute_path, connection, rsh_name
 from dtrans.hosts.host_list import HostEntry
 
 
-LIMIT = 60.0  # seconds until a host must answer, which includes an import of JAX
+LIMIT = 60.0  # seconds until a host must answer; before the answer it imports JAX
 NO_COMMAND = (126, 127)  # exit codes of a shell, and of ssh, for a command that cannot be run
 
 

@@ -73,9 +73,10 @@ class RayJob(Job):
 
     Args:
       plan: the result of `dtrans.pserver`, `dtrans.nccl2`, `dtrans.sharding` or `dtrans.pipeline`.
-        Of the servers' endpoints only the number is used.
-      batches: a function (trainer, step) -> the step's arguments after its state, which runs in the
-        trainer's actor. Or a dataset of Ray Data, whose columns have the names of these arguments.
+        Only the number of the servers' endpoints is used.
+      batches: a function of (trainer, step) that returns the step's arguments after its state. It
+        runs in the trainer's actor. Or a dataset of Ray Data, whose columns have the names of these
+        arguments.
         Each trainer gets the same number of rows (`streaming_split`), and starts again after its
         last row.
       address: the address of the cluster, as for `ray.init`. The default is the cluster to which
@@ -86,7 +87,7 @@ class RayJob(Job):
         CPU.
       server_resources: resources of each server; by default one CPU.
       processes: number of trainer actors; by default one for each trainer, rank or stage of the
-        plan. With fewer, each actor has several devices. It is not for parameter servers.
+        plan. With fewer actors, each has several devices. Leave it out for parameter servers.
       rows: rows of one trainer's batch, if `batches` is a dataset.
       checkpoints: the folder for `job.save(path)`, which all nodes share. Parameter servers need
         it.

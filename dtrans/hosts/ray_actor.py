@@ -138,7 +138,7 @@ class RoleActor(RoleProcess):
           checkpoints: the folder for checkpoints that trainers request.
         """
         getattr(self, method)(arg)
-        # without this reference, old blocks are freed when updates replace them
+        # drop this reference, so that old blocks are freed when updates replace them
         state, self._state = self._state, None
         self._job.serve(state, checkpoints=checkpoints)
 

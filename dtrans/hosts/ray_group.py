@@ -192,7 +192,7 @@ class RayGroup:
 
     Attributes:
       actors: the actors by role name, `trainer 0`: the trainers, then the servers.
-      nodes: the node of each role for messages, by role name.
+      nodes: the name of each role's node in messages, by role name.
       node_ids: the Ray id of each role's node, by role name.
 
     Raises:
@@ -218,8 +218,8 @@ class RayGroup:
         self._started: dict[Any, str] = {}  # calls that return at the end of the job
         self._placement = placement
         limit = time.monotonic() + deadline
-        # A variable that is unique to this job also prevents Ray from reusing a worker process for
-        # an actor, in which JAX may have been used.
+        # Since this variable is unique to this job, Ray does not reuse a worker process of another
+        # job, in which JAX may have been used already.
         run = {RUN: new_run()}
         try:
             for kind, count, bundle, strategy in placement.groups:

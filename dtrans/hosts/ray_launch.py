@@ -4,8 +4,8 @@
 which starts the role's process on its node: the same script with the same variables as on one host.
 The actor streams the process's output to the launcher, line by line.
 
-Ray ends an actor when the driver ends. A process ends with its actor, by the
-`dtrans.run.distributed.orphan_guard` on the node.
+Ray ends an actor when the driver ends. On the actor's node, `dtrans.run.distributed.orphan_guard`
+then ends the actor's process.
 """
 
 from __future__ import annotations

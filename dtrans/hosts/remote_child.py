@@ -5,8 +5,8 @@ The child process here is the connection to the agent there (`dtrans.hosts.remot
     launcher  <-  child: `ssh HOST python hosts/remote_agent.py`  ->  agent  ->  role
 
 The launcher sends signals for the role to the agent, as lines of JSON. The agent reports the start
-and the end of the role on standard error. If the connection ends before it has reported the end,
-the host or the network has failed.
+and the end of the role on standard error. If the connection ends before the agent has reported the
+end, the host or the network has failed.
 """
 
 from __future__ import annotations

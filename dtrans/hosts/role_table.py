@@ -9,8 +9,8 @@ A table is a value: it starts no process and reserves no port. Launchers and emi
 Kubernetes, TorchX, Ray) read it. It does not contain the job's token.
 
 Placement minimizes the bytes over the busiest network link. Let each of n trainers send M bytes per
-step, M / k to each of k servers. Traffic between roles on one host does not use its link. In each
-direction, the busiest link carries:
+step, M / k to each of k servers. Traffic between roles on one host does not use the host's link. In
+each direction, the busiest link carries:
 
     all roles on separate hosts                 max(M, n M / k) bytes
     k = n, one server on each trainer's host    2 (n - 1) M / n bytes

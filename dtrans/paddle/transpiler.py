@@ -347,7 +347,7 @@ class GeoSgdTranspiler(DistributeTranspiler):
         """Plan the job, as `DistributeTranspiler.transpile` does.
 
         Raises:
-          ConfigError: `sync_mode` is True, or as in `DistributeTranspiler.transpile`.
+          ConfigError: `sync_mode` is True; also as in `DistributeTranspiler.transpile`.
         """
         if sync_mode is True:
             raise ConfigError(

@@ -1,7 +1,7 @@
 """Base of optimizers that apply one rule to each leaf, as Paddle's optimizer ops do.
 
-A rule is elementwise, except that it may compute norms of the leaf. A rule must not reshape the
-leaf: row analysis (`dtrans.rows.analysis`), which cuts updates into rows, could not follow it.
+A rule is elementwise, and may also compute norms of the leaf. A rule must not reshape the leaf,
+because row analysis (`dtrans.rows.analysis`) could not cut such an update into rows.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def leafwise_optimizer(
         of each beta. The count is None unless the learning rate is a schedule.
       rule: the update rule.
       betas: numbers whose powers the rule reads. Each update multiplies a power by its beta, as in
-        Paddle. In float32, 1 - beta^t then differs from `1 - beta**t` by a relative 1e-5.
+        Paddle. In float32, 1 minus this power differs from `1 - beta**t` by a relative 1e-5.
       initial: the initial value of accumulators.
 
     Returns:

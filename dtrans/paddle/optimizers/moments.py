@@ -28,7 +28,7 @@ class AdamState(NamedTuple):
       count: updates so far, int32; None unless the learning rate is a schedule.
       moment1: per leaf, the moving average of gradients.
       moment2: per leaf, the moving average of squared gradients.
-      beta1_pow: beta1^t for the next update, number t; a scalar for all leaves.
+      beta1_pow: beta1^t, where t is the number of the next update; one scalar for all leaves.
       beta2_pow: beta2^t, likewise.
     """
 
@@ -60,7 +60,7 @@ class AdamaxState(NamedTuple):
       count: updates so far, int32; None unless the learning rate is a schedule.
       moment: per leaf, the moving average of gradients.
       inf_norm: per leaf, the decayed maximum of absolute gradients.
-      beta1_pow: beta1^t for the next update, number t; a scalar for all leaves.
+      beta1_pow: beta1^t, where t is the number of the next update; one scalar for all leaves.
     """
 
     count: Any
