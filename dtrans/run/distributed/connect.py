@@ -16,10 +16,10 @@ Failures of one trainer, and their effects on the other trainers:
     it is slow                  no error. For a new batch shape, and at the end of the job, the
                                 others wait for it up to the deadline
 
-If trainers are on several hosts without `allow_remote`, only JAX's heartbeats notice a failure.
-JAX then ends the processes with SIGABRT and lines of C++ log, later than `patience`
-(`heartbeat_timeout`). Trainer 0 is JAX's coordinator. When it is killed, JAX may end the others
-before they raise an error.
+If JAX detected trainers on several hosts, and `allow_remote` is not set, only JAX's heartbeats
+notice a failure. JAX then ends the processes with SIGABRT and lines of C++ log, later than
+`patience` (`heartbeat_timeout`). Trainer 0 is JAX's coordinator. When it is killed, JAX may end the
+others before they raise an error.
 
 With `on_trainer_loss="drop"` the survivors continue: see `dtrans.run.distributed.elastic`.
 """

@@ -410,7 +410,7 @@ _watch: Watch | None = None
 def start(cluster: Membership) -> None:
     """Open the watch of this process, and in trainer 0 the socket for `dtrans status`.
 
-    If trainers are on several hosts without `allow_remote`, no watch is opened.
+    If JAX detected trainers on several hosts, and `allow_remote` is not set, no watch is opened.
 
     Raises:
       ConfigError: DTRANS_STATUS_ENDPOINT cannot be bound, or is not allowed.
