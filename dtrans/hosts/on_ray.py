@@ -229,8 +229,8 @@ class RayJob(Job):
         """Run one step of all trainers; return (state, loss[, aux]).
 
         Raises:
-          BatchError: a batch is passed although the job has `batches`, no batch is passed although
-            it has none, or trainers cannot divide the rows.
+          BatchError: the job has `batches` and a batch is passed, or both are missing. Also raised
+            if trainers cannot divide the rows.
           StateError: the state is not the result of the last step.
         """
         self.check(state)
@@ -351,7 +351,7 @@ def _absolute(folder: Path | None, path: str | os.PathLike[str]) -> Path:
 def _check_rows(dataset: Any, rows: int | None) -> None:
     """Raise ConfigError for a dataset without `rows`, and for `rows` without a dataset."""
     if dataset is not None:
-        check_int("rows", rows, "a number of rows of each trainer's batch, which a dataset needs")
+        check_int("rows", rows, "a number of rows for each trainer (because batches is a dataset)")
     elif rows is not None:
         raise ConfigError(
             f"rows={rows} is for a dataset of Ray Data, which `batches` is not; leave rows out"

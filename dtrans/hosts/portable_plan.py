@@ -149,7 +149,8 @@ def pickled(value: Any, cloudpickle: Any) -> bytes:
     except (TypeError, AttributeError, NotImplementedError, pickle.PicklingError) as e:
         raise ConfigError(
             "on_ray: the functions of the step and the init, or their closures, cannot be "
-            f"pickled: {e}. Create such an object inside the function, or import it from a module"
+            f"pickled: {e}. Move the object that cannot be pickled into the function, or import "
+            "the object from a module"
         ) from e
     return file.getvalue()
 

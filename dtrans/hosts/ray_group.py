@@ -449,7 +449,7 @@ class RayGroup:
 
 
 def one_line(error: Exception) -> str:
-    """Return the text of an error of Ray on one line, without the indented lines of its details."""
+    """Return the text of Ray's error on one line, without indented lines (details)."""
     return " ".join(x for x in str(error).splitlines() if x and not x.startswith("\t"))
 
 

@@ -161,7 +161,7 @@ class RemoteChild(Child):
             self._say({})
 
     def _kill(self) -> None:
-        """Ask the agent to kill the role; if it does not react, close the connection.
+        """Ask the agent to kill the role; close the connection if the agent does not react.
 
         The role also ends when the connection is closed.
         """
