@@ -4,9 +4,9 @@ trace              tracing of a function to a program with names and roles
 marks              `value_and_grad`, `make_train_step`: identity equations that mark gradients
 capture            a trace in which the loss function is one undifferentiated equation
 gradients          detection of the values that are gradients
-cut                cut of a step into two halves: forward and backward, and the update
-handed_values      values of forward that the update reads, as inputs of the update
-batch_numbers      numbers in an update that depend on the batch size, as inputs of the update
+cut                cut of a step into two halves: forward with backward, and the update
+handed_values      values that forward computes for the update become inputs of the update
+batch_numbers      numbers that depend on the batch size become inputs of the update
 startup            pairing of init's outputs with the step's inputs
 one_state          split of one state (a TrainState) into parameters and optimizer state
 frozen             removal of updates that never change their leaf
@@ -14,8 +14,8 @@ hyperparameters    search and replacement of hyperparameters in the optimizer's 
 batch_sharing      the option `batch`, and the part of a batch that each process reads
 observers          host callbacks: the values they read, and the trainer that calls them
 forward_backward   writer of the first half, with a callback for each gradient
-weight_gradients   fusion of transposes into the products of weight gradients
-scopes             scopes with which a user marks stages, split layers and local reductions
-collect            values that a user marks to be merged over micro-batches and replicas
+weight_gradients   removal of the transposes that follow products in weight gradients
+scopes             context managers with which a user marks stages, split layers, local reductions
+collect            values that a user marks: pipelines merge them over micro-batches and replicas
 summary            values that a user records for TensorBoard
 """

@@ -1,12 +1,11 @@
-"""Numbers in an update that depend on the batch size, as inputs of the update.
+"""Numbers that depend on the batch size become inputs of the update.
 
 An update may count rows (`seen + len(x)`) or divide by their number (`gradient / len(x)`). In the
-trace such a number is a literal that differs for every batch size. Servers compile their updates
-before any batch arrives. Their updates have the number as an input, and trainers send it with each
-step.
+trace such a number is a literal that differs for every batch size. But servers compile their
+updates before any batch arrives. So the number becomes an input, which trainers send in each step.
 
-`numbers_of_size` finds the numbers: it compares the updates of one step, traced with two batch
-sizes. Invariant: with the numbers as inputs, the update is the same for every batch size.
+`numbers_of_size` finds the numbers: it traces a step with two batch sizes, and compares the two
+updates. Invariant: with the numbers as inputs, the update is the same for every batch size.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class NumberPlace:
 
     Attributes:
       eqn: position of the equation in the update, or `OUTPUTS`.
-      operand: position among the operands of the equation, or among the outputs of the update.
+      operand: position among the equation's operands; with `OUTPUTS`, among the update's outputs.
     """
 
     eqn: int
@@ -45,8 +44,9 @@ class BatchNumbers:
     """Numbers in an update that depend on the batch size.
 
     Attributes:
-      spots: name of a number to the operands that it replaces.
-      fixed: outputs of the update that depend on the batch size in a way that no input can express.
+      spots: for each number, by name, the operands that it replaces.
+      fixed: outputs of the update that depend on the batch size in another way, so that no input
+        can replace the batch size.
     """
 
     spots: Mapping[str, tuple[NumberPlace, ...]] = dataclasses.field(default_factory=dict)
@@ -56,7 +56,7 @@ class BatchNumbers:
         """Return the step with these numbers as inputs of its update.
 
         Raises:
-          BatchError: the update has different equations than when the numbers were found.
+          BatchError: the update does not have these numbers at these places.
         """
         if not self.spots:
             return step
@@ -67,9 +67,9 @@ class BatchNumbers:
             value = _literal_at(rows, places)
             if value is None:
                 raise BatchError(
-                    f"the update of {step.program.name} has different equations for a batch of "
-                    "this size than for the batch it was planned with; pass batches of the size "
-                    "that the step was traced with"
+                    f"the update of {step.program.name} has other equations for this batch size "
+                    "than for the batch size of the plan; pass batches of the size with which the "
+                    "step was traced"
                 )
             values[name] = value
             inputs[name] = Var(jax.typeof(value))
@@ -84,10 +84,14 @@ class BatchNumbers:
 
 
 def numbers_of_size(step: Cut, other: Cut) -> BatchNumbers:
-    """Return the numbers in which the updates of one step for two batch sizes differ.
+    """Compare the updates of a step for two batch sizes, and return the numbers that differ.
 
     If the updates also differ in another way, such as the body of a branch, the result has no
     numbers. `fixed` then contains the outputs that differ.
+
+    Args:
+      step: the step.
+      other: the same step, traced with another batch size.
     """
     fixed = tuple(step.optimize.differing_outputs(other.optimize))
     if not fixed:
@@ -121,7 +125,7 @@ def numbers_of_size(step: Cut, other: Cut) -> BatchNumbers:
 
 
 def _operands(half: OptimizeHalf) -> dict[int, list[Atom]]:
-    """Return equation position -> operands, and `OUTPUTS` -> the outputs of the half."""
+    """Return the operands of each equation, by its position; the outputs have the key `OUTPUTS`."""
     operands = {i: list(eqn.invars) for i, eqn in enumerate(half.eqns)}
     operands[OUTPUTS] = list(half.inner.outvars)
     return operands
@@ -130,11 +134,11 @@ def _operands(half: OptimizeHalf) -> dict[int, list[Atom]]:
 def _literal_at(
     rows: Mapping[int, Sequence[Atom]], places: Sequence[NumberPlace]
 ) -> np.ndarray | None:
-    """Return the number if all these operands are the same literal, else None.
+    """Return the number at some places of an update; None unless it is one literal at all of them.
 
     Args:
       rows: operands of each equation, and the outputs (`_operands`).
-      places: the operands.
+      places: the places.
     """
     found: np.ndarray | None = None
     for place in places:

@@ -16,32 +16,34 @@ from dtrans.ir.pytree import TreeSpec
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Options to split the batch and to merge the results of its parts.
+    """Options to split the batch among trainers and to merge the trainers' results.
 
     Attributes:
       kind: "exact", the default: the job computes the numbers of one device for every step.
         Trainers communicate values that depend on the full batch (a masked mean, batch statistics,
         a count). Random numbers for the batch equal those of one device. Micro-batches of a
-        pipeline, and asynchronous trainers, cannot communicate within a step. They refuse steps
-        whose per-part results do not add up. "local": each trainer computes the step on its part
-        alone, with its own statistics, random numbers and counts, as in Paddle and `dtrans.Geo`.
-        "micro", for pipelines: each micro-batch computes the step alone; "local" means the same.
+        pipeline, and asynchronous trainers, cannot communicate within a step. For them, planning
+        raises an error if the results of the parts do not add up to the result of the full batch.
+        "local": each trainer computes the step on its part alone, with its own statistics, random
+        numbers and counts, as in Paddle and `dtrans.Geo`. "micro", for pipelines: each micro-batch
+        computes the step alone; for a pipeline, "local" means "micro".
       axes: the batch dimension of each batch argument, as `in_axes` of `jax.vmap`: a number, None
         for a replicated argument, or a tuple with one entry for each argument. 0-d arrays are
         always replicated.
-      unsplit_inputs: names of batch arrays that every trainer gets in full. Other arrays are split
-        on dimension 0. Every trainer gets 0-d arrays. The trainer's index is folded into a
-        `jax.random.key`, unless the key is named here.
+      unsplit_inputs: names of batch arrays that every trainer gets in full. Every trainer also gets
+        0-d arrays in full. Other arrays are split on dimension 0. With "local", each trainer folds
+        its index into a `jax.random.key` that is not named here.
       example_count: name of a result, a scalar: the number of examples in a trainer's part of the
-        batch. It is summed over trainers.
-      merge: reduction of the trainers' values to one, by name of a result or of a parameter that
-        the optimizer does not compute (batch statistics). "mean", "max", or "sum" (of parameters:
-        the sum of the trainers' increments). "concat" concatenates on dimension 0, "each" adds a
-        leading axis with one entry per trainer, and "same" means that all trainers compute the
-        same value. By default, results that grow with the batch are concatenated, parameters are
-        averaged, and floating-point results are reduced as gradients are. The rest defaults to
-        "each". Results that depend on gradients use the reduced gradients, or with `local_sgd` the
-        trainer's own. Parameter servers have different merges, see `dtrans.pserver`.
+        batch. The job returns its sum over trainers.
+      merge: for the name of a result, or of a parameter that the optimizer does not compute (batch
+        statistics): the way to merge the trainers' values. "mean", "max" and "sum" reduce them; the
+        "sum" of a parameter is the sum of the trainers' increments. "concat" concatenates on
+        dimension 0. "each" adds a leading axis with one entry per trainer. "same" states that all
+        trainers compute the same value. By default, results that grow with the batch are
+        concatenated, parameters are averaged, and floating-point results are reduced as gradients
+        are. The default for other values is "each". Results that depend on gradients read the
+        reduced gradients; with `local_sgd`, they read the trainer's own gradients. Parameter
+        servers have different merges, see `dtrans.pserver`.
 
     Raises:
       ConfigError: an unknown kind, a bad axis, or names that are not strings.
@@ -85,11 +87,11 @@ class Batch:
 
     @classmethod
     def from_option(cls, value: Any, kind: str, *, micro: bool = False) -> Batch:
-        """Return the record for the option `batch`: a record, or a kind.
+        """Return the `Batch` for the option `batch` of a strategy.
 
         Args:
-          value: the option.
-          kind: default kind.
+          value: the user's option: a `Batch` or a kind.
+          kind: the strategy's default kind.
           micro: True if the strategy has micro-batches, so that `batch="micro"` is allowed.
 
         Raises:
@@ -102,16 +104,16 @@ class Batch:
         if found.kind == "micro" and not micro:
             raise ConfigError(
                 "batch='micro' needs micro-batches, which only dtrans.pipeline has; pass "
-                "batch='local', with which each trainer has its own batch statistics"
+                "batch='local': each trainer then has its own batch statistics"
             )
         return found
 
     def check_axes(self) -> None:
-        """Raise ConfigError if `axes` names a batch dimension other than 0."""
+        """Raise ConfigError if `axes` is not 0: only kind "exact" supports other dimensions."""
         if self.axes != 0:
             raise ConfigError(
-                f"axes={self.axes!r} needs batch='exact'; with batch={self.kind!r} arrays are "
-                "split on dimension 0, except the arrays in unsplit_inputs"
+                f"axes={self.axes!r} needs batch='exact'. With batch={self.kind!r} leave out axes: "
+                "arrays are split on dimension 0, or replicated if unsplit_inputs names them"
             )
 
     @property
@@ -120,15 +122,16 @@ class Batch:
         return self.kind == "exact"
 
     def check_merge(self, ways: Collection[str]) -> None:
-        """Raise ConfigError for a merge that is not in `ways`, the merges of a strategy."""
+        """Raise ConfigError if a value of `merge` is not in `ways`, which a strategy supports."""
         for name, way in self.merge.items():
             check_one_of(f"merge[{name!r}]", way, ways)
 
 
 def shard_batch(batch: Any, number: int, count: int, axis: int = 0) -> Any:
-    """Return one of `count` equal parts of a batch: rows number*B/count to (number+1)*B/count.
+    """Return part `number` of a batch that is cut into `count` equal parts.
 
-    It is for data loaders that have no job. A job has the method `job.shard_batch`.
+    For a batch of B rows, these are the rows number*B/count to (number+1)*B/count. Use this
+    function in a data loader that has no job; otherwise call `job.shard_batch`.
 
     Args:
       batch: a pytree of arrays, NumPy's or JAX's; every part gets 0-d arrays unchanged.
@@ -158,10 +161,12 @@ def shard_batch(batch: Any, number: int, count: int, axis: int = 0) -> Any:
 
 
 def part_of(x: Any, number: int, count: int, axis: int, name: str, trainers: int = 0) -> Any:
-    """Return one of several parts of an array along a dimension.
+    """Return part `number` of an array that is cut into `count` parts along dimension `axis`.
 
     Args:
-      trainers: number of trainers in all parts, if unequal parts are allowed; 0 if they are not.
+      name: name of the array in errors.
+      trainers: number of trainers in all processes. If they do not divide the rows, the result is
+        an `UnevenPart`. 0 if parts must be equal.
 
     Raises:
       BatchError: `count` does not divide the rows, and `trainers` is 0.
@@ -172,8 +177,8 @@ def part_of(x: Any, number: int, count: int, axis: int, name: str, trainers: int
         return UnevenPart(_along(x, axis, number * each, (number + 1) * each), rows)
     if rows % count:
         raise BatchError(
-            f"{name} has {rows} rows, which do not divide among {count} processes; give a multiple "
-            f"of {count}"
+            f"{name} has {rows} rows, which cannot be split evenly over {count} processes; pass a "
+            f"multiple of {count} rows"
         )
     size = rows // count
     return _along(x, axis, number * size, (number + 1) * size)
@@ -186,11 +191,11 @@ def part_of_batch(
     part: tuple[int, int],
     trainers: int = 0,
 ) -> tuple[Any, ...]:
-    """Return one process's part of batch arguments.
+    """Return one process's part of the batch arguments of a step.
 
     Args:
       specs: structures of the batch arguments.
-      axes: array name to the dimension that is split; other arrays are replicated.
+      axes: for each array to split, by name, its dimension; other arrays are replicated.
       part: index of the part, and the number of parts.
       trainers: as in `part_of`.
 
@@ -242,15 +247,16 @@ def without_parts(batch: Sequence[Any]) -> tuple[tuple[Any, ...], int]:
     """Replace each `UnevenPart` in batch arguments by its array.
 
     Returns:
-      The arguments, and the number of rows in the full batch: 0 if no argument is an `UnevenPart`.
+      The arguments, and the number of rows in the full batch. The number is 0 if no argument is an
+      `UnevenPart`.
 
     Raises:
-      BatchError: the full batches have different numbers of rows.
+      BatchError: the parts belong to batches with different numbers of rows.
     """
     rows = {x.rows for x in jax.tree.leaves(batch) if isinstance(x, UnevenPart)}
     if len(rows) > 1:
         raise BatchError(
-            "the batch arrays are parts of batches with "
+            "the arguments are parts of batches with "
             f"{' and '.join(map(str, sorted(rows)))} rows; pass parts of one batch"
         )
     if not rows:

@@ -6,10 +6,11 @@ the step the loss is already differentiated. So the step is traced again in a mo
 
     step      ... -> value_and_grad[loss function] -> loss, aux, gradients -> marks -> optimizer
 
-The equation has no lowering, so the update cannot read its results other than gradients. If the
-update reads a result that depends on no batch array (a counter, a split key), it is computed before
-the equation. `dtrans.step.cut` cuts such a trace like an ordinary one. The mode is part of JAX's
-cache key, so that a jitted step is traced again.
+Stages compute the loss, so the update of a pipeline can read only the gradients among the results
+of this equation. There is one exception. If the update reads a result that depends on no batch
+array (a counter, a split key), equations before `value_and_grad` compute this result, too.
+`dtrans.step.cut` cuts such a trace like an ordinary one. The mode is part of JAX's cache key, so
+that JAX traces a jitted step again.
 """
 
 from __future__ import annotations
@@ -74,8 +75,7 @@ def capture_loss(fun: Callable[[Any], Any], arguments: Any, has_aux: bool) -> tu
     """Bind one equation `value_and_grad` with `fun` as its body.
 
     Returns:
-      The equation's outputs, of the structure that `jax.value_and_grad(fun, has_aux)(arguments)`
-      returns.
+      The equation's outputs, in the structure that `jax.value_and_grad` of `fun` returns.
     """
     flat, structure = jax.tree.flatten(arguments)
     shape: list[Any] = []
@@ -87,7 +87,7 @@ def capture_loss(fun: Callable[[Any], Any], arguments: Any, has_aux: bool) -> tu
 
     traced: Any = jax.make_jaxpr(on_arrays)(*flat)
     inner = opened(traced)
-    # closed-over values of the step become operands; closed-over arrays stay constants
+    # If `fun` closes over values of the step, they become operands; arrays stay constants.
     around: dict[Var, Any] = {}
     arrays: dict[Var, Any] = {}
     for v, c in zip(inner.constvars, constants(traced), strict=True):
@@ -104,7 +104,7 @@ def capture_loss(fun: Callable[[Any], Any], arguments: Any, has_aux: bool) -> tu
 
 
 def captured(program: Program) -> Program:
-    """Trace a step again, with its loss as one equation.
+    """Trace a step again, in the mode in which its loss is one equation.
 
     Raises:
       GradientError: the program was not traced from a function, or does not call
@@ -133,18 +133,17 @@ def _captured(program: Program) -> Program:
 
 
 def _with_loss(traced: Program) -> Program:
-    """Retrace a program with its loss as one equation, here and in later retraces for new
-    shapes."""
+    """Trace a step again with its loss as one equation, also when shapes change later."""
     function: Any = dataclasses.replace(traced.specializer, captures=True)  # type: ignore[type-var]
     result: Program = function(list(map(array_type, traced.inputs.values())))
     return result
 
 
 def _with_counters_first(program: Program) -> Program:
-    """Compute results of the loss before its equation, if the update reads them and no batch
-    array enters them.
+    """Let the update read results of the loss that no batch array enters (a counter, a split key).
 
-    The loss function keeps its equations, too: dead code elimination removes the unneeded ones.
+    Their equations are copied to the front of the equation `value_and_grad`. The loss function
+    keeps them, too: dead code elimination removes those that it does not need.
     """
     flat = inline_calls(program.jaxpr, keep=("loss", "loss_seed", COLLECT))
     inner = opened(flat)
@@ -157,7 +156,7 @@ def _with_counters_first(program: Program) -> Program:
     body = inline_calls(eqn.params["loss"], keep=(COLLECT,), rules=True)
     loss = opened(body)
 
-    # select the results of the loss that the update reads and that no batch array enters
+    # Select the results that the update reads and that no batch array enters.
     inputs = dict(zip(program.in_names, inner.invars, strict=True))
     batch: list[Var] = []
     for spec in program.args[2:]:
@@ -174,7 +173,7 @@ def _with_counters_first(program: Program) -> Program:
     if not free or any(loss.eqns[i].effects for i in before):
         return program
 
-    # write the equations of these results before the loss equation, and let the update read them
+    # Write their equations before the loss equation, and let the update read the new outputs.
     b = Builder(flat)
     b.invars += inner.invars
     for e in inner.eqns[:at]:
@@ -198,7 +197,7 @@ def _read_by_update(program: Program, inner: Jaxpr, eqn: JaxprEqn) -> dict[Var, 
       eqn: the equation `value_and_grad`.
 
     Returns:
-      Each result with the name of a new parameter or state array that depends on it.
+      For each result, the name of a new parameter or state array that depends on it.
     """
     params, opt_state = (program.args[i].names for i in (0, 1))
     count = len(opened(eqn.params["loss"]).outvars)
@@ -224,13 +223,13 @@ def refuse_loss_in_update(program: Program) -> None:
             f"the new {n} is computed from results of the loss function"
             f"{f' ({line})' if line else ''}; in a pipeline the update of {program.name} can read "
             "only gradients, state and arguments of the step. If the result is a count, divide "
-            "the loss by it inside the loss function. Otherwise use dtrans.nccl2 or "
+            "the loss by the count inside the loss function. Otherwise use dtrans.nccl2 or "
             "dtrans.sharding, whose updates may read results of the loss function"
         )
 
 
 def differentiated(program: Program) -> Program:
-    """Return a captured step that can run: its loss equation is replaced by the derivative."""
+    """Return a captured step that can run: equations of the derivative replace `value_and_grad`."""
     return program.rewritten(_differentiated)
 
 
@@ -273,10 +272,11 @@ def loss_of(program: Program) -> JaxprEqn:
     found = [e for e in equations(program.jaxpr) if e.primitive is value_and_grad_p]
     if not found:
         raise GradientError(
-            f"{program.name} computes gradients with jax.grad or a function that calls it; a "
-            "pipeline needs the undifferentiated loss function, which only dtrans.value_and_grad "
-            "keeps. Call dtrans.value_and_grad in place of jax.value_and_grad, nnx.value_and_grad "
-            "or eqx.filter_value_and_grad, or use dtrans.make_train_step"
+            f"{program.name} computes gradients with jax.grad or a function that calls jax.grad; "
+            "a pipeline needs the undifferentiated loss function, which only "
+            "dtrans.value_and_grad keeps. Call dtrans.value_and_grad in place of "
+            "jax.value_and_grad, nnx.value_and_grad or eqx.filter_value_and_grad; or build the "
+            "step with dtrans.make_train_step"
         )
     if len(found) > 1:
         raise GradientError(
@@ -292,13 +292,13 @@ def loss_of(program: Program) -> JaxprEqn:
 
 
 def operands_of(eqn: JaxprEqn) -> tuple[dict[Var, Atom], dict[Var, Atom]]:
-    """Return, for each input variable of the loss's body, the operand that the equation passes.
+    """Return the operand for each input variable of the loss function.
 
     Args:
       eqn: the equation `value_and_grad`.
 
     Returns:
-      Two dicts, input variable -> operand: the differentiated operands, and the others.
+      Two dicts, whose keys are input variables: the operands to differentiate, and all others.
     """
     pairs = list(zip(opened(eqn.params["loss"]).invars, eqn.invars, strict=True))
     count = eqn.params["count"]

@@ -4,12 +4,12 @@
 gradients). On one device a mark does nothing. A pipeline reads the marks (`collected`), and
 replaces a marked output by one merged value (`merged`):
 
-- LOCAL_* merges the micro-batches of the first replica, in their order;
-- GLOBAL_* then merges the replicas, in their order.
+- LOCAL_* merges the micro-batches of the first replica, in their order.
+- GLOBAL_* merges the micro-batches of each replica, then the replicas, in their order.
 
-Only the value that `collect` returns is merged; its operand is unchanged. Sums and means are
-elementwise. This differs from EPL, which reduces over all axes to a scalar, and concatenates the
-first micro-batch last.
+A pipeline merges only the value that `collect` returns, not the operand of `collect`. Sums and
+means are elementwise. EPL differs: its sums and means are scalars, over all axes, and its
+concatenation puts the first micro-batch last.
 
 Source: `add_to_collection` and `merge_outputs` of EPL (epl/parallel/parallel.py).
 """
@@ -45,17 +45,18 @@ LOCAL_MEAN = "LOCAL_MEAN"
 LOCAL_SUM = "LOCAL_SUM"
 KEYS = (GLOBAL_CONCAT, GLOBAL_MEAN, GLOBAL_SUM, LOCAL_CONCAT, LOCAL_MEAN, LOCAL_SUM)
 
-# name of the identity primitive; inlining drops it, except in pipelines (`dtrans.ir.builder`)
+# Name of the identity primitive. Only pipelines keep it when calls are inlined
+# (`dtrans.ir.builder`).
 COLLECT = "collect"
 
 
 def _collect_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, key: str) -> tuple[Any, Any]:
-    # only the value is collected, not its tangent
+    # A tangent is not a collected value, so it gets no mark.
     return collect_p.bind(*primals, key=key), tangents[0]
 
 
 def _collect_batch(args: Sequence[Any], dims: Sequence[Any], *, key: str) -> tuple[Any, Any]:
-    # a CONCAT key concatenates along dimension 0, so the mapped dimension is moved there
+    # CONCAT keys concatenate along dimension 0, so the mapped dimension becomes dimension 0.
     return collect_p.bind(jnp.moveaxis(args[0], dims[0], 0), key=key), 0
 
 
@@ -70,8 +71,9 @@ def collect(value: Any, key: str) -> Any:
 
     Args:
       value: an array, or a pytree of arrays.
-      key: "LOCAL_SUM", "LOCAL_MEAN" or "LOCAL_CONCAT": merged over the micro-batches of the first
-        replica. "GLOBAL_SUM", "GLOBAL_MEAN" or "GLOBAL_CONCAT": also over replicas. See `merged`.
+      key: "LOCAL_SUM", "LOCAL_MEAN" or "LOCAL_CONCAT" merges over the micro-batches of the first
+        replica. "GLOBAL_SUM", "GLOBAL_MEAN" or "GLOBAL_CONCAT" merges over the micro-batches of
+        all replicas. See `merged`.
 
     Returns:
       The same pytree with marked values. A pipeline merges them if the step returns them.
@@ -116,29 +118,29 @@ def collected(jaxpr: ClosedJaxpr) -> dict[Var, str]:
       TraceError: a value is marked inside a loop, a branch or a rematerialised function.
     """
     found: dict[Var, str] = {}
-    marked: dict[Atom, Atom] = {}  # marked value to the unmarked value
-    keys: dict[Atom, str] = {}  # unmarked value to its key
+    unmarked: dict[Atom, Atom] = {}  # for each marked value, the operand of its first mark
+    keys: dict[Atom, str] = {}  # the key of each unmarked value
     for eqn in opened(jaxpr).eqns:
-        # `jax.checkpoint` repeats its body in the backward pass, where the marks do not count
+        # The backward pass of `jax.checkpoint` repeats its body; marks there are copies.
         is_recomputation = eqn.params.get("differentiated", False)
         for inner in equations_inside(eqn):
             if inner.primitive is collect_p and not is_recomputation:
                 raise TraceError(
                     f"a value{_described(inner.outvars[0], scope_of(inner))} is collected under "
-                    f"{inner.params['key']} inside {eqn.primitive.name}; return the value from the "
-                    f"{eqn.primitive.name}, and collect it outside"
+                    f"{inner.params['key']} inside a {eqn.primitive.name}; return the value from "
+                    f"the {eqn.primitive.name}, and call dtrans.collect outside"
                 )
         if eqn.primitive is not collect_p:
             continue
         (atom,), (out,), key = eqn.invars, eqn.outvars, eqn.params["key"]
-        value = marked.get(atom, atom) if isinstance(atom, Var) else atom
+        value = unmarked.get(atom, atom) if isinstance(atom, Var) else atom
         had = keys.setdefault(value, key) if isinstance(value, Var) else key
         if had != key:
             raise ConfigError(
                 f"a value{_described(out, scope_of(eqn))} is collected under both {had} and {key}; "
                 "use one key"
             )
-        marked[out], found[out] = value, key
+        unmarked[out], found[out] = value, key
     return found
 
 
@@ -151,14 +153,14 @@ def merged(key: str, micro: Sequence[Sequence[Any]]) -> Any:
     """Merge the values of all micro-batches of all replicas into one.
 
     Args:
-      key: the collection.
-      micro: the values as [replica][micro-batch], all of one dtype.
+      key: a key of `collect`.
+      micro: the values, indexed by [replica][micro-batch], all of one dtype.
 
     Returns:
-      SUM: the elementwise sum, with the dtype of `jnp.sum`: small integers are widened, and
-        booleans counted.
-      MEAN: the elementwise mean, with the dtype of `jnp.mean`: a float for integers, even for a
-        single micro-batch.
+      SUM: the elementwise sum, with the dtype that `jnp.sum` returns: small integers are widened,
+        and booleans are counted.
+      MEAN: the elementwise mean, with the dtype that `jnp.mean` returns: the mean of integers is a
+        float, even for a single micro-batch.
       CONCAT: the values concatenated along dimension 0.
 
       The micro-batches of a replica are merged first, in order, then the replicas. 16-bit floats
@@ -215,7 +217,7 @@ def _check_shapes(key: str, values: Sequence[Any]) -> None:
 
 
 def _folded(values: Sequence[Any], reduction: Callable[[Any], Any]) -> tuple[Any, Any]:
-    """Add up values in order, 16-bit floats in 32 bits.
+    """Add up values in order; 16-bit floats are added in 32 bits.
 
     Args:
       values: the terms.

@@ -76,32 +76,32 @@ class Cut:
       params: names of the leaves of the first argument, in leaf order.
       opt_state: names of the leaves of the second argument.
       batch: names of all other inputs.
-      gradients: parameter name to its gradient, for leaves whose update reads one.
-      reported: parameter name to its gradient, if only a result or a callback reads the gradient (a
-        frozen leaf in a norm of all gradients).
-      boundary: parameter name to the variable at which the step is cut: the output of the
-        gradient's mark, or the gradient if it has no mark.
+      gradients: the gradients that the update reads, by parameter.
+      reported: gradients that only a result or a callback reads, by parameter: the gradient of a
+        frozen leaf in a norm of all gradients, say.
+      boundary: for each parameter with a gradient, the variable at which the step is cut: the
+        output of the gradient's mark, or the gradient if it has no mark.
       optimized: parameters that the optimize half computes.
       frozen: parameters that the trainer half computes, or that never change.
       results: names of all outputs other than state, e.g. `loss`.
       from_gradients: results that depend on gradients, e.g. a gradient norm.
       observers: equations with effects (`jax.debug.print`).
-      nested: the equation between two derivatives, for a step that perturbs its parameters by
-        their gradient. Each trainer would use its own inner derivative. Empty if gradients do not
-        depend on another derivative, or are marked.
+      nested: for a step that perturbs its parameters by their gradient, the equation between the
+        inner derivative and the outer one, as text. Each trainer would use its own inner
+        derivative. Empty for other steps, and if gradients are marked.
       across: `Need` that keeps the halves in one process: the update reads values of forward, or a
         result reads values of the update. None if the halves can be separated.
-      argument_need: `Need` of the update for an argument of the step, such as a learning rate; None
-        if it reads no argument. Trainers can send arguments to servers.
-      state_read: optimizer state that forward and backward read, such as a random key, to the name
-        of an output that depends on it.
-      optimize: the optimize half. Inputs: gradients, parameters, state, then batch arrays. Outputs:
-        optimized parameters, then state.
-      handed: values of forward that follow as inputs of the optimize half, by name. Strategies that
-        run updates in another process, or on slices of parameters, add them
+      argument_need: `Need` of the update for an argument of the step, such as a learning rate,
+        which trainers can send to servers. None if the update reads no argument.
+      state_read: optimizer state that forward and backward read, such as a random key; for each
+        array, by name, an output that depends on it.
+      optimize: the optimize half. Inputs: gradients, parameters, state, batch arrays, `handed`,
+        `numbers`. Outputs: optimized parameters, then state.
+      handed: values of forward that are inputs of the optimize half, by name. Strategies add them
+        if they run the update in another process or on slices of parameters
         (`dtrans.step.handed_values`).
-      numbers: numbers that depend on the batch size and are the last inputs of the optimize half,
-        by name (`dtrans.step.batch_numbers`).
+      numbers: numbers that depend on the batch size and are inputs of the optimize half, by name
+        (`dtrans.step.batch_numbers`).
     """
 
     program: Program
@@ -139,13 +139,15 @@ class Cut:
 
     @property
     def early(self) -> tuple[int, ...]:
-        """Positions of observers in forward and backward."""
+        """Positions of the observers that forward and backward can call."""
         return tuple(x.position for x in self.observers if x.reads in EARLY)
 
     @property
     def late(self) -> tuple[int, ...]:
-        """Positions of callbacks outside of the update that read reduced gradients or results of
-        the update."""
+        """Positions of callbacks that read reduced gradients, or results of the update.
+
+        Callbacks in an equation of the update are not included.
+        """
         found = []
         for x in self.observers:
             if x.calls and x.reads not in EARLY and not x.in_update:
@@ -154,9 +156,9 @@ class Cut:
 
     @property
     def observed(self) -> OptimizeHalf:
-        """Jaxpr that computes the operands of all callbacks from gradients and the step's inputs.
+        """Jaxpr whose outputs, "0", "1", ..., are the operands of all callbacks.
 
-        The outputs are named by their positions, "0", "1", ...
+        Its inputs are the gradients and the step's inputs.
         """
         read: list[Atom] = []
         for x in self.observers:
@@ -165,7 +167,7 @@ class Cut:
         return _half_from_gradients(self, list(map(str, range(len(read)))), read)
 
     def with_observers(self, reads: str, as_: str) -> Cut:
-        """Return the step, with `reads` replaced by `as_` in the attribute `Observer.reads`."""
+        """Return the step with `Observer.reads` set to `as_` in each observer that has `reads`."""
         observers = list(self.observers)
         for i, x in enumerate(observers):
             if x.reads == reads:
@@ -173,7 +175,7 @@ class Cut:
         return dataclasses.replace(self, observers=tuple(observers))
 
     def differing_outputs(self, other: Cut) -> list[str]:
-        """Return outputs that depend on the batch size even if the gradients are equal.
+        """Return the outputs that depend on the batch size other than through gradients.
 
         Args:
           other: the same step, traced with another batch size.
@@ -183,7 +185,7 @@ class Cut:
         return [*self.optimize.differing_outputs(other.optimize), *mine.differing_outputs(theirs)]
 
     def first_difference(self, other: Cut) -> tuple[str, str] | None:
-        """Return the first output that depends on the batch size even if the gradients are equal.
+        """Return the first output that depends on the batch size other than through gradients.
 
         Operands of callbacks count as outputs.
 
@@ -223,8 +225,7 @@ class OptimizeHalf(NamedJaxpr):
         return frozenset(n.leaf for n in self.in_names if isinstance(n, Gradient))
 
     def differing_outputs(self, other: OptimizeHalf) -> list[str]:
-        """Return the outputs whose computation differs in `other`, the half for another batch
-        size."""
+        """Return the outputs that `other`, the half for another batch size, computes otherwise."""
         mine, theirs = self._output_digests(), other._output_digests()
         return [name for name, digest in mine.items() if digest != theirs.get(name)]
 
@@ -253,10 +254,10 @@ class OptimizeHalf(NamedJaxpr):
 
 
 def _rename_outputs(eqn: JaxprEqn, inputs: Collection[Var]) -> JaxprEqn:
-    """Return an equation with new variables for the outputs that are inputs of its half.
+    """Rename the outputs of an equation that are also inputs of its half.
 
-    A loop may compute a gradient and another value that the update reads. The update repeats the
-    loop, but its gradient is an input.
+    A loop may compute a gradient and another value that the update reads. The update then repeats
+    the loop, but takes the gradient as an input.
     """
     if set(inputs).isdisjoint(eqn.outvars):
         return eqn
@@ -264,12 +265,15 @@ def _rename_outputs(eqn: JaxprEqn, inputs: Collection[Var]) -> JaxprEqn:
 
 
 def _results_half(step: Cut, names: Sequence[str]) -> OptimizeHalf:
-    """Return the jaxpr that computes results from gradients and the inputs of the step."""
+    """Return the jaxpr that computes the results `names` from gradients and the step's inputs."""
     return _half_from_gradients(step, names, values_at(step.program.outvars, names))
 
 
 def _half_from_gradients(step: Cut, names: Sequence[str], values: Sequence[Atom]) -> OptimizeHalf:
-    """Return the jaxpr that computes `values` from gradients and the inputs of the step."""
+    """Return the jaxpr that computes `values` from gradients and the step's inputs.
+
+    `names` are the names of its outputs.
+    """
     program, gradients = step.program, step.boundary.values()
     eqns = []
     for eqn in needed_equations(program.eqns, values, gradients):
@@ -288,7 +292,7 @@ def check_same_update(planned: Cut, again: Cut) -> None:
 def other_size(
     planned: Cut, name: str, was: Mapping[str, Any], now: Mapping[str, Any]
 ) -> BatchError:
-    """Return the error for an output that depends on the batch size, after the size has changed.
+    """Return the error for a call with a new batch size, on which an output depends.
 
     Args:
       planned: the planned step.
@@ -303,7 +307,7 @@ def other_size(
     return BatchError(
         f"the new {name} depends on the batch size (a division by the number of rows, say), and "
         f"was planned for {planned_for}; trace {planned.program.name} with arrays of the new shape "
-        "and plan again, or pass the number as an argument of the step"
+        "and plan again, or pass the number of rows as an argument of the step"
     )
 
 
@@ -315,7 +319,7 @@ class Need:
       what: clause that states the need, e.g. "loss is computed from opt_state/0/count".
       advice: clause that tells the user what to write instead.
       error: class of the error.
-      why: clause with the reason for the error, if all strategies have the same reason.
+      why: clause with the reason for the error; empty if the reason depends on the strategy.
     """
 
     what: str
@@ -324,12 +328,12 @@ class Need:
     why: str = ""
 
     def refused(self, why: str) -> GradientError:
-        """Return the error; `why` is the strategy's reason, for a need without a reason."""
+        """Return the error; a need without a reason takes `why`, the strategy's reason."""
         return self.error(f"{self.what}, {self.why or why}; {self.advice}")
 
 
 def asks_for(output: str, state: str) -> Need:
-    """Return the need of an output for optimizer state."""
+    """Return the `Need` of an output that reads optimizer state."""
     return Need(
         f"{output} is computed from {state}",
         "keep the optimizer state (the second argument of the step) out of the loss and of the "
@@ -339,7 +343,7 @@ def asks_for(output: str, state: str) -> Need:
 
 
 def cut(program: Program) -> Cut:
-    """Cut a traced training step at its gradients; the program caches the result.
+    """Cut a traced training step at its gradients, and cache the result in the program.
 
     Args:
       program: trace of a function of (params, opt_state, *batch) that returns the new params and
@@ -356,7 +360,7 @@ def _cut(program: Program) -> Cut:
 
 
 class _Cutter:
-    """Cut of one step in progress; its attributes become those of the `Cut`.
+    """Builder of the `Cut` of one step; its attributes have the names that `Cut` has.
 
     Args:
       step: the step, with calls inlined.
@@ -380,10 +384,10 @@ class _Cutter:
         for name in self.s.params:
             before, after = self.s.vars[name], self.s.outs[name]
             bits = bits_of(enters, after)
-            # each trainer splits its own random key, so a new key is not an update
+            # Each trainer splits its own copy of a random key, so the optimizer need not do it.
             is_key = jnp.issubdtype(before.aval.dtype, jax.dtypes.extended)
             is_new_key = is_key and not bits & by_gradient
-            # trainers count rows, because servers do not know the batch size
+            # Servers do not know the batch size, so trainers count rows.
             is_row_count = not bits and counts_rows(self.s, before, after)
             if after is before or bits == by_batch or is_new_key or is_row_count:
                 frozen.append(name)
@@ -401,8 +405,8 @@ class _Cutter:
         self.check_frozen(gradients, computed_frozen)
         optimize, used, positions = self.optimize_half(gradients, optimized, computed_frozen)
         self.check_trainer_half(gradients, used, frozen)
-        # a loop that computes gradients belongs to the backward pass, even if the update reads its
-        # other outputs
+        # A loop that computes gradients belongs to the backward pass, even if the update also reads
+        # an output of the loop that is no gradient.
         new = values_at(self.s.outs, (*optimized, *self.s.opt_state))
         behind = set(self.s.derivatives_behind(new, boundary))
         positions = [i for i in positions if not self.s.derived[i] or i in behind]
@@ -454,8 +458,8 @@ class _Cutter:
         """Return the optimize half.
 
         Returns:
-          The half; the parameters whose gradient it reads; and the positions of its equations in
-          the step.
+          The half, the parameters whose gradient the half reads, and the positions in the step of
+          the half's equations.
         """
         out_names = (*optimized, *self.s.opt_state)
         outs = values_at(self.s.outs, out_names)
@@ -477,10 +481,10 @@ class _Cutter:
             reader = _first_reader(self.s, outs, out_names, gradients, [self.s.vars[hidden[0]]])
             need = Need(
                 f"{reader} is updated with {hidden[0]}",
-                "an update may read gradients, parameters and optimizer state. If gradients are "
-                f"divided by {hidden[0]}, divide the loss by it, inside the loss function. If it "
-                "is a learning rate, write it as a function of a count in the optimizer state "
-                "(optax.inject_hyperparams, optax schedules)",
+                "an update may read gradients, parameters and optimizer state. If the update "
+                f"divides gradients by {hidden[0]}, divide the loss by {hidden[0]} inside the loss "
+                f"function. If {hidden[0]} is a learning rate, compute it from a count in the "
+                "optimizer state (optax schedules, optax.inject_hyperparams)",
             )
             if loss or derived or not all(n in self.s.batch for n in hidden):
                 self.across = loss or need
@@ -511,9 +515,9 @@ class _Cutter:
         return OptimizeHalf(jaxpr, in_names, tuple(out_names)), used, positions
 
     def loss_need(self, positions: Sequence[int]) -> Need | None:
-        """Return the need of an optax optimizer for a result of the step.
+        """Return the `Need` of an optax optimizer that reads a result of the step, else None.
 
-        A line search reads the loss, for example. Return None if the optimizer reads no result.
+        A line search reads the loss, for example.
         """
         computed: set[Var] = set()
         for i in positions:
@@ -541,9 +545,9 @@ class _Cutter:
         return None
 
     def check_frozen(self, gradients: Mapping[str, Var], computed_frozen: Sequence[str]) -> None:
-        """Raise GradientError if forward updates a parameter by a derivative.
+        """Raise GradientError if forward uses a derivative to update a parameter.
 
-        Batch statistics, which forward updates by values of the batch, are allowed.
+        Forward may update batch statistics from values of the batch.
         """
         outs = values_at(self.s.outs, computed_frozen)
         around = [self.s.eqns[i] for i in self.s.derivatives_behind(outs, gradients.values())]
@@ -558,8 +562,7 @@ class _Cutter:
     def check_trainer_half(
         self, gradients: Mapping[str, Var], used: set[str], frozen: Sequence[str]
     ) -> None:
-        """Record which outputs of the trainer half read optimizer state (`state_read`), and a need
-        for values of the update (`across`)."""
+        """Set `state_read`, and set `across` if the trainer half reads values of the update."""
         boundary = set(gradients.values())
         unmarked = {n: self.unmarked(gradients[n]) for n in sorted(used)}
         self.across = _updated_param_need(self.s, unmarked, boundary) or self.across
@@ -611,15 +614,15 @@ class _Cutter:
         program = dataclasses.replace(
             self.s.source, jaxpr=self.s.jaxpr, roles=tuple(roles), guessed=False
         )
-        # specializing for other shapes returns the uncut step, which callers cut again
+        # For other shapes the program is traced again, and callers cut the new trace.
         return self.s.source.rewritten(lambda other: other, result=program)
 
 
 def _updated_param_need(
     s: OpenStep, gradients: Mapping[str, Atom], boundary: Iterable[Var]
 ) -> Need | None:
-    """Return the need of a gradient that is taken at an updated parameter; None if no gradient
-    is."""
+    """Return the `Need` of a gradient that the step takes at an updated parameter; None if there
+    is no such gradient."""
     updated = propagate(s.eqns, {}, dict.fromkeys(boundary, 1))
     updated_params: dict[Var, str] = {}
     for name in s.params:
@@ -628,7 +631,7 @@ def _updated_param_need(
             updated_params[atom] = name
     enters = propagate(s.eqns, {}, {v: i + 1 for i, v in enumerate(updated_params)})
     for name, gradient in gradients.items():
-        # a gradient may be a literal, which is not hashable and has no bits
+        # A gradient may be a literal. It has no bits, and is not hashable.
         if not bits_of(enters, gradient) or gradient in updated_params:
             continue
         _, read = backward_slice(s.eqns, [gradient], updated_params)
@@ -649,12 +652,15 @@ def _reader_of_derivative(
     gradients: Mapping[str, Var],
     around: Sequence[JaxprEqn],
 ) -> tuple[str, str]:
-    """Return the first output that depends on derivatives, and a text about the first derivative.
+    """Return the first output that depends on a derivative that is no gradient.
 
     Args:
       outs, names: the outputs.
-      gradients: the gradients, which may depend on the derivatives.
+      gradients: the gradients; paths through them do not count.
       around: equations of the derivatives.
+
+    Returns:
+      The name of the output, and a text about the first derivative.
     """
     derivatives: set[Var] = set()
     for eqn in around:
@@ -671,8 +677,7 @@ def _first_reader(
     gradients: Mapping[str, Var],
     values: Iterable[Var],
 ) -> str:
-    """Return the name of the first output that depends on `values` other than through
-    gradients."""
+    """Return the first output that depends on `values`; paths through gradients do not count."""
     fixed = dict.fromkeys(gradients.values(), 0)
     reached = propagate(s.eqns, dict.fromkeys(values, 1), fixed)
     for name, atom in zip(names, outs, strict=True):

@@ -14,9 +14,9 @@ from dtrans.step.cut import Cut, asks_for
 
 
 def refuse_nested(step: Cut, trainers: int, noun: str = "trainer") -> None:
-    """Raise GradientError if gradients depend on another derivative and there are several trainers.
+    """Raise GradientError for several trainers if gradients depend on another derivative.
 
-    Each trainer would use the derivative for its part of the batch.
+    Each trainer would use the inner derivative for its part of the batch.
 
     Args:
       step: the step.
@@ -28,16 +28,16 @@ def refuse_nested(step: Cut, trainers: int, noun: str = "trainer") -> None:
             f"the gradients of {step.program.name} are computed from another derivative "
             f"({step.nested}), a perturbation of the parameters by their gradient, say; each of "
             f"the {trainers} {noun}s would use its own derivative, not the derivative of the full "
-            "batch. If that is intended, take the last gradient with dtrans.value_and_grad"
+            "batch. If you want this, take the last gradient with dtrans.value_and_grad"
         )
 
 
 def refuse_across(step: Cut, why: str, *, may_send: bool = False, remedy: str = "") -> None:
-    """Raise if a half needs a value of the other half, which runs in another process.
+    """Raise the error of a `Need` if one half of the step needs a value of the other half.
 
     Args:
       step: the step.
-      why: clause with the strategy's reason why the update cannot read values of forward.
+      why: the strategy's reason why the update cannot read values of forward, as a clause.
       may_send: True if trainers can send arguments of the step and optimizer state to the update.
       remedy: sentence for errors; it names a mode in which the update can read values of forward.
     """
@@ -54,7 +54,10 @@ def refuse_across(step: Cut, why: str, *, may_send: bool = False, remedy: str = 
 
 
 def ready_order(step: Cut) -> list[str]:
-    """Return the leaves in the order in which their gradients are computed; constants are last."""
+    """Return the leaves in the order of the equations that compute their gradients.
+
+    Leaves whose gradient is an input or a constant are last.
+    """
     producer = _producers(step.program.eqns)
     last = len(step.program.eqns)
     return sorted(step.gradients, key=lambda n: _position(step.gradients[n], producer, last))
@@ -74,7 +77,7 @@ def _position(atom: Atom, producers: Mapping[Var, int], default: int) -> int:
     return producers.get(atom, default) if isinstance(atom, Var) else default
 
 
-# (equations, roles, values that are read outside of them) -> reordered (equations, roles)
+# Function (equations, roles, values that are read outside) -> (equations, roles) in a new order.
 Arrange = Callable[
     [Sequence[JaxprEqn], Sequence[str], Collection[Atom]], tuple[list[JaxprEqn], list[str]]
 ]
@@ -103,12 +106,14 @@ class _Copies:
 def half_equations(
     step: Cut, results: Sequence[str]
 ) -> tuple[list[JaxprEqn], list[str], list[Atom]]:
-    """Return the equations of forward and backward, their roles, and the values to compute.
+    """Return the equations of forward and backward, their roles, and the values that they compute.
+
+    Gradients, values for the update (`Cut.handed`) and `Cut.frozen` parameters are always among
+    these values.
 
     Args:
       step: the step.
-      results: further outputs to compute. Gradients, values for the update (`Cut.handed`) and
-        `Cut.frozen` parameters are always computed.
+      results: further outputs of the step to compute.
     """
     source = step.program
     wanted = values_at(source.outvars, (*results, *step.frozen))
@@ -136,7 +141,7 @@ def write_trainer_half(
       b: builder that has the inputs of the trainer half.
       step: the step.
       results: outputs to compute, as for `half_equations`.
-      on_gradient: called with a leaf and its gradient, right after the equation of the gradient.
+      on_gradient: function of a leaf and its gradient, called right after the gradient's equation.
       writer: returns the writer of the equations. Its arguments are the equations, their roles, and
         each wanted value with the position of its equation. The default copies the equations.
       arrange: reorders the equations and their roles (`Arrange`).

@@ -6,15 +6,15 @@
 The analysis folds a value if all its entries are one number, or if it equals an input plus zeros.
 The startup program provides initial values of optimizer state. If a step maps an array of zeros to
 zeros, the array is zeros after every step, by induction. If a leaf's new value folds to its old
-value, the update is dropped. Strategies then treat the leaf like one that the step returns
+value, this module drops the update. Strategies then treat the leaf like one that the step returns
 unchanged: trainers store it, and servers do not.
 
-A leaf whose moments change keeps its update: optax.set_to_zero after Adam, say, where Adam's update
-is replaced by zeros.
+A leaf whose moments change keeps its update. For example, optax.set_to_zero after Adam replaces
+Adam's update by zeros, but the moments change.
 
 The analysis assumes that zeros times a scalar, such as a learning rate or a clip's scale, are
-zeros. If the scalar becomes NaN, one device overwrites the frozen leaf with NaN; a job keeps the
-leaf.
+zeros. If the scalar becomes NaN, one device overwrites the frozen leaf with NaN; a job does not
+change the leaf.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def drop_frozen_updates(main: Program, startup: Program) -> Program:
     if set(constants).isdisjoint(params):
         return main
     program = main.rewritten(lambda other: _without_updates(other, constants, zeros))
-    # a leaf whose gradient the update of another leaf still reads is not frozen
+    # Another leaf's update may still read the gradient of a frozen leaf; then the leaf is no
+    # longer treated as frozen.
     graded = cut(program).optimize.graded & constants.keys()
     if not graded:
         return program
@@ -73,16 +74,16 @@ def _kinds(types: Iterable[Any]) -> list[Any]:
 
 
 def check_frozen(main: Program, name: str, x: Any) -> None:
-    """Raise StateError if a state array that the step treats as a constant has another value.
+    """Raise StateError if a state array of a frozen leaf does not have its initial value.
 
-    The state may come from a job that trained the leaf. On one device its moments would change the
-    leaf, but a job without the update would not change it.
+    The state may come from a job that trained the leaf. On one device the moments would change the
+    leaf, but this job has no update for the leaf.
     """
     constant = main.frozen_constants.get(name)
     if constant is not None and not bool(np.all(np.asarray(x) == constant)):
         raise StateError(
-            f"{name} has other entries than {constant}, its initial value; the leaf of {main.name} "
-            "has no gradient and is frozen, but on one device this state would still change it. "
+            f"{name} has other entries than {constant}, its initial value. Its leaf is frozen in "
+            f"{main.name}: it has no gradient. But on one device this state would change the leaf. "
             "Start with a new optimizer state, or freeze the leaf with optax.set_to_zero"
         )
 
@@ -92,11 +93,12 @@ def frozen_leaves(main: Program, begin: Mapping[str, Any]) -> tuple[dict[str, An
 
     Args:
       main: the step.
-      begin: the number in all entries of an optimizer state array at the start, by its name.
+      begin: initial values of optimizer state, by name, for arrays whose entries all are one
+        number.
 
     Returns:
-      The unchanged leaves and state arrays, with the number in all entries, or None; and the
-      parameters whose marked gradient is zeros.
+      A dict, and the parameters whose marked gradient is zeros. The keys of the dict are the
+      unchanged leaves and state arrays. The values are the number in all entries, or None.
     """
     jaxpr = inline_calls(main.jaxpr)
     invars = dict(zip(main.in_names, opened(jaxpr).invars, strict=True))
@@ -122,7 +124,7 @@ def frozen_leaves(main: Program, begin: Mapping[str, Any]) -> tuple[dict[str, An
         if after is not before and is_constant:
             constants[name] = candidates.get(name)
 
-    # a leaf may have several marks, which must all be zeros
+    # A leaf may have several marked gradients, which must all be zeros.
     leaf_of = {invars[n]: n for n in params}
     zeros: set[str] = set()
     nonzeros: set[str] = set()
@@ -152,7 +154,7 @@ def _folded(jaxpr: ClosedJaxpr, known: Mapping[Var, Any]) -> Facts[_Fact]:
 
     Args:
       jaxpr: the jaxpr.
-      known: the number in all entries of an input.
+      known: for inputs whose entries all are one number, this number.
     """
     start = []
     for v in opened(jaxpr).invars:
@@ -165,7 +167,8 @@ def _rule(eqn: JaxprEqn, ins: Sequence[_Fact]) -> list[_Fact] | None:
     if has_bodies(eqn):
         return None
 
-    # zeros stay zeros if they are multiplied by a finite nonzero number, or by an unknown scalar
+    # The product of zeros and a factor is zeros. A factor is a finite nonzero number, or an
+    # unknown scalar.
     def is_factor(i: int) -> bool:
         x = ins[i].value
         if is_number(x):
@@ -203,14 +206,14 @@ _FOLDED = ForwardAnalysis[_Fact](
     _rule,
     _of_constant,
     turn=_of_turn,
-    # the outputs of iterations are stacked, and each iteration may have another number
+    # A scan stacks one output of each iteration, and each may have another number.
     stack=lambda fact: _of_turn(fact)._replace(is_uniform=False),
     branch=_branch,
 )
 
 
 def _numbers_of(startup: Program) -> list[Any]:
-    """Return the number in all entries of each output of a startup program; None if unknown."""
+    """Return, for each output of a startup program, the number in all its entries, or None."""
     jaxpr = inline_calls(startup.jaxpr)
     folded = _folded(jaxpr, {})
     return [_number(folded, a) for a in opened(jaxpr).outvars]

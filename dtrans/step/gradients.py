@@ -1,7 +1,7 @@
 """Detection of the values in a training step that are the gradients of its parameters.
 
-If the step has marks (`dtrans.step.marks`), gradients are the operands of the marks. In a step that
-calls `jax.grad`, the gradient of `params/w` is inferred: it is the value that
+If the step has marks (`dtrans.step.marks`), gradients are the operands of the marks. If the step
+calls `jax.grad`, this module infers the gradient of `params/w`. It is the value that
 
   - has the shape of `params/w`,
   - is a *derivative*: its equation is under `transpose(...)` in the name stack, or contains such
@@ -13,10 +13,10 @@ calls `jax.grad`, the gradient of `params/w` is inferred: it is the value that
 A leaf may have several such values, marked or inferred, if the update reads only their sum: an
 unrolled accumulation over micro-batches, say. The first value that is linear in all of them is then
 the gradient, and the additions belong to the backward pass. Otherwise several values are an error,
-which lists them. Another error is a loop whose output becomes the new parameter although nothing
-after the loop reads the old parameter: it may have taken several steps.
+which lists them. A loop of several updates is another error. It is suspected if the output of a
+loop becomes the new parameter, and nothing after the loop reads the old parameter.
 
-A loop over micro-batches may return more than gradients (a count of tokens, the loss). Therefore
+A loop over micro-batches may also return other values (a count of tokens, the loss). So
 `derivatives` is a set of values, not of equations.
 """
 
@@ -59,7 +59,7 @@ from dtrans.step.marks import mark_p
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class OpenStep(HoldsJaxpr):
-    """Training step with its calls inlined, and properties to look values up by name.
+    """Training step with its calls inlined, and with properties that find values by name.
 
     Attributes:
       source: the traced step.
@@ -93,17 +93,17 @@ class OpenStep(HoldsJaxpr):
 
     @cached_property
     def vars(self) -> dict[str, Var]:
-        """Name to input."""
+        """Inputs by name."""
         return dict(zip(self.source.in_names, self.inner.invars, strict=True))
 
     @cached_property
     def names(self) -> dict[Var, str]:
-        """Input to name."""
+        """Name of each input."""
         return {v: n for n, v in self.vars.items()}
 
     @cached_property
     def outs(self) -> dict[str, Atom]:
-        """Name to output."""
+        """Outputs by name."""
         return dict(zip(self.source.out_names, self.inner.outvars, strict=True))
 
     @cached_property
@@ -113,7 +113,7 @@ class OpenStep(HoldsJaxpr):
 
     @cached_property
     def derived(self) -> list[bool]:
-        """For each equation, True if it comes from differentiation."""
+        """For each equation, True if it is a derivative, or contains derivatives."""
         return [_is_derivative(e) for e in self.eqns]
 
     @cached_property
@@ -129,7 +129,7 @@ class OpenStep(HoldsJaxpr):
         return [n for n in names if self.outs[n] is not self.vars[n]]
 
     def derivatives_behind(self, outputs: Sequence[Atom], stop: Collection[Var] = ()) -> list[int]:
-        """Return the positions of the equations whose derivatives `outputs` depend on.
+        """Return the positions of equations that compute derivatives on which `outputs` depend.
 
         Args:
           outputs: the values.
@@ -144,10 +144,10 @@ class OpenStep(HoldsJaxpr):
 
 
 def open_step(program: Program) -> OpenStep:
-    """Inline the calls of a step.
+    """Return a training step with its calls inlined.
 
     Raises:
-      GradientError: it is not a training step.
+      GradientError: the program is not a training step.
     """
     if len(program.args) < 2:
         raise GradientError(
@@ -166,7 +166,7 @@ def open_step(program: Program) -> OpenStep:
         (first, *_) = [*missing, "value of its first argument"]
         raise GradientError(
             f"{program.name} is not a training step: it does not return a new {first}; return "
-            "(params, opt_state, loss), with params and opt_state of the structure of the arguments"
+            "(params, opt_state, loss), where params and opt_state have the arguments' structure"
         )
     for n in (*step.params, *step.opt_state):
         before, after = step.vars[n].aval, step.outs[n].aval
@@ -183,10 +183,10 @@ class Gradients:
     """Gradients of a step.
 
     Attributes:
-      of: parameter to its gradient: the output of its mark; a derivative, if it has no mark; or the
-        sum of several.
+      of: the gradient of each parameter: the output of a mark, a derivative if there is no mark, or
+        the sum of several of these.
       marked: True if the user marked the gradients.
-      terms: the gradients, with each sum replaced by its terms.
+      terms: the gradients; in place of a sum, its terms.
       sums: positions of the equations that compute the sums.
     """
 
@@ -218,8 +218,8 @@ def marked(step: OpenStep) -> Gradients | None:
                 f"dtrans.value_and_grad differentiates with respect to `{argument}`, which is not "
                 f"a leaf of `{step.params[0].split('/')[0]}`, the first argument of "
                 f"{step.source.name}. To differentiate with respect to a value computed from "
-                "leaves (perturbed parameters, say), use jax.value_and_grad: every strategy except "
-                "a pipeline finds these gradients"
+                "leaves (perturbed parameters, say), use jax.value_and_grad. All strategies but "
+                "dtrans.pipeline find these gradients"
             )
         shape = step.vars[leaf].aval.shape
         if eqn.outvars[0].aval.shape != shape:
@@ -261,7 +261,7 @@ ADD_UP = (
 
 
 def _read_marks(step: OpenStep, leaf: str, leaf_marks: Sequence[Var]) -> list[Var]:
-    """Return the marked gradients of a leaf that its new value reads.
+    """Return those of a leaf's marked gradients that the leaf's new value reads.
 
     If the new value reads none, return the marked gradients that any output reads. If no output
     reads one, return the first.
@@ -294,9 +294,10 @@ class Total:
 def sum_of(
     step: OpenStep, leaf: str, terms: Collection[Var], graded: Iterable[Var]
 ) -> Total | None:
-    """Return the first value that is linear in all gradients of a leaf and reads no other gradient.
+    """Find the sum of all gradients of a leaf: the first value that is linear in all of them.
 
-    Other values may be factors, such as the reciprocal of a count of tokens.
+    The value may not depend on gradients of other leaves. It may have factors that depend on no
+    gradient, such as the reciprocal of a count of tokens.
 
     Args:
       step: the step.
@@ -308,7 +309,7 @@ def sum_of(
       The sum; None if there is no such value.
     """
     first_to_last = sorted(terms, key=step.producers.__getitem__)
-    # bit set of the terms in which a value is linear
+    # For each value, the bit set of the terms in which the value is linear.
     enters = {v: 1 << k for k, v in enumerate(first_to_last)}
     all_terms = (1 << len(enters)) - 1
     of_gradients = propagate(step.eqns, {}, dict.fromkeys([*terms, *graded], 1))
@@ -349,7 +350,7 @@ def _is_linear(
         return False
     for k, atom in enumerate(eqn.invars):
         if k in together:
-            # a term may be added to zeros, with which an accumulation starts
+            # An accumulation starts with zeros, to which the first term is added.
             if k not in read and not is_zero_array(atom, makers):
                 return False
         elif bits_of(of_gradients, atom):
@@ -358,9 +359,9 @@ def _is_linear(
 
 
 def _leaf_behind(step: OpenStep, atom: Atom) -> str | None:
-    """Return the parameter from which unary equations of one shape, such as casts, compute a value.
+    """Return the parameter from which casts, or other unary equations, compute a value; else None.
 
-    None if the value is not computed in this way.
+    These equations keep the shape of the parameter.
     """
     while isinstance(atom, Var) and atom in step.producers:
         operands = variables(step.eqns[step.producers[atom]].invars)
@@ -391,8 +392,8 @@ def _inferred(step: OpenStep) -> Gradients:
     for name in step.params:
         out = step.outs[name]
         fits = of_shape.get(step.vars[name].aval.shape, set())
-        # An average of parameters reads their new values, and through them a gradient that is not
-        # its own: the search stops at new values of other leaves.
+        # An average of parameters reads their new values, and so depends on gradients of other
+        # leaves. Therefore the search stops at new values of other leaves.
         reach = candidates_for(step, name, fits, stop=new - {out} - fits)
         if len(reach) == 1:
             (candidate,) = reach
@@ -405,8 +406,8 @@ def _inferred(step: OpenStep) -> Gradients:
             terms |= total.terms
             sums |= total.positions
             continue
-        # A leaf that never changes, or that the loss does not read, has no gradient. If the batch
-        # enters the new value through a derivative, there is a gradient that was not found.
+        # A leaf that never changes, or that the loss does not read, has no gradient. But if the
+        # batch enters the new value through a derivative, this function missed a gradient.
         if not reach:
             from_derivative = bits_of(from_batch, out) and step.derivatives_behind([out])
             if not from_derivative:
@@ -415,7 +416,7 @@ def _inferred(step: OpenStep) -> Gradients:
         listed = "\n".join(f"  {describe(step, v)}" for v in in_order) or "  none"
         several = ""
         if reach:
-            several = f"if the gradient is the sum of several candidates, {ADD_UP}; otherwise "
+            several = f"if the gradient is a sum of candidates, {ADD_UP}; otherwise "
         raise GradientError(
             f"the gradient of {name} ({short_type(step.vars[name].aval)}) is ambiguous in "
             f"{step.source.name}; candidates:\n{listed}\n"
@@ -426,11 +427,11 @@ def _inferred(step: OpenStep) -> Gradients:
 
 
 def nested(step: OpenStep, gradients: Collection[Var]) -> str:
-    """Return the first equation between two derivatives, as text.
+    """Return the first equation between an inner derivative and a gradient, as text.
 
     A step that perturbs its parameters by their gradient has such equations: they read a
     derivative, a gradient depends on them, and they are not part of a differentiated function.
-    Empty if there are none.
+    The text is empty if there are none.
     """
     positions, _ = backward_slice(step.eqns, gradients)
     inside: set[Var] = set()
@@ -448,13 +449,14 @@ def nested(step: OpenStep, gradients: Collection[Var]) -> str:
 def _check_inferred(
     step: OpenStep, name: str, candidate: Var, reads_params: Mapping[Var, int]
 ) -> None:
-    """Raise GradientError if a candidate may be the new parameter, returned by a loop of updates.
+    """Raise GradientError if a candidate may be the new parameter, which a loop of updates returns.
 
     Args:
       step: the step.
       name: the parameter.
-      candidate: output of an equation.
-      reads_params: nonzero for values that depend on parameters other than through candidates.
+      candidate: the possible gradient.
+      reads_params: for each value, nonzero if it depends on parameters; paths through candidates do
+        not count.
     """
     out, eqn = step.outs[name], step.eqns[step.producers[candidate]]
     if "transpose(" not in scope_of(eqn) and not bits_of(reads_params, out):
@@ -468,16 +470,15 @@ def _check_inferred(
 def candidates_for(
     step: OpenStep, name: str, among: Collection[Var], stop: Collection[Var] = frozenset()
 ) -> set[Var]:
-    """Return the values that may be the gradient of a leaf.
+    """Return the values among `among` that may be the gradient of a leaf.
+
+    They have the leaf's shape, and the leaf's new value depends on them.
 
     Args:
       step: the step.
       name: the leaf.
       among: values to choose from.
       stop: values at which the search ends: the leaf depends on earlier values only through them.
-
-    Returns:
-      Values of the leaf's shape that its new value depends on.
     """
     out, shape = step.outs[name], step.vars[name].aval.shape
     fits = {v for v in among if v.aval.shape == shape}
@@ -486,8 +487,7 @@ def candidates_for(
 
 
 def crossing(step: OpenStep) -> set[Var]:
-    """Return the derivatives that the step returns, or that other equations than derivatives
-    read."""
+    """Return the derivatives that the step returns, or that an equation of another kind reads."""
     used = set(variables(step.inner.outvars))
     for eqn, is_derivative in zip(step.eqns, step.derived, strict=True):
         if not is_derivative:
@@ -496,9 +496,9 @@ def crossing(step: OpenStep) -> set[Var]:
 
 
 def _shape_keeping(step: OpenStep, out: Atom, shape: tuple[int, ...], fits: set[Var]) -> set[Var]:
-    """Return the values in `fits` that `out` depends on through values of one shape.
+    """Return the values in `fits` on which `out` depends through values of one shape.
 
-    Values behind another value in `fits` do not count.
+    A path ends at the first value in `fits`.
     """
     stack, seen, met = [out], set(), set()
     while stack:
@@ -514,7 +514,7 @@ def _shape_keeping(step: OpenStep, out: Atom, shape: tuple[int, ...], fits: set[
 
 
 def _reached(step: OpenStep, out: Atom, fits: set[Var]) -> set[Var]:
-    """Return the values in `fits` that `out` depends on, other than through each other."""
+    """Return the values in `fits` on which `out` depends; a path ends at the first such value."""
     if not fits:
         return set()
     _, reached = backward_slice(step.eqns, [out], fits)
@@ -544,7 +544,7 @@ def counts_rows(step: OpenStep, count: Var, out: Atom) -> bool:
 
 
 def describe(step: OpenStep, var: Var) -> str:
-    """Return the type, the primitive and the name stack of a value, for messages."""
+    """Return a value's type, primitive and name stack as text for messages."""
     eqn = step.eqns[step.producers[var]]
     return f"{short_type(var.aval)} = {eqn.primitive.name} ({scope_of(eqn) or 'no name stack'})"
 
@@ -552,7 +552,7 @@ def describe(step: OpenStep, var: Var) -> str:
 def _derived_outputs(eqn: JaxprEqn) -> list[Var]:
     """Return the outputs of an equation that are derivatives.
 
-    A loop or a branch that contains derivatives may have other outputs as well.
+    A loop or a branch with derivatives may have other outputs as well.
     """
     if not _is_derivative(eqn):
         return []
@@ -561,11 +561,13 @@ def _derived_outputs(eqn: JaxprEqn) -> list[Var]:
 
 
 def _is_derived(eqn: JaxprEqn, ins: Sequence[bool]) -> list[bool] | None:
-    """Return, for each output, True if it depends on a derivative; None to analyse the bodies.
+    """Return, for each output, True if it is a derivative or depends on one.
+
+    Return None if the analysis must go through the equation's bodies.
 
     Args:
       eqn: the equation.
-      ins: True for operands that depend on a derivative.
+      ins: for each operand, True if it depends on a derivative.
     """
     count = len(eqn.outvars)
     if eqn.primitive is mark_p or any(ins) or "transpose(" in scope_of(eqn):
@@ -590,7 +592,7 @@ def _is_derivative(eqn: JaxprEqn) -> bool:
     """Return True if an equation is a derivative, or contains derivatives."""
     if "transpose(" in scope_of(eqn):
         return True
-    # its params contain the transposed solve even if it was not differentiated
+    # The parameters contain the transposed solve, even if nothing was differentiated.
     if eqn.primitive.name == "custom_linear_solve":
         return False
     return any(e.primitive is mark_p or "transpose(" in scope_of(e) for e in equations_inside(eqn))

@@ -1,10 +1,10 @@
-"""Values of forward that an update reads, as inputs of the update: the loss, statistics, counts.
+"""Values that forward computes for the update (the loss, statistics, counts) become its inputs.
 
 After the cut, an update contains all equations that it needs, including equations of forward.
-`hand_over` removes these: forward computes the values, and they become inputs of the update
+`hand_over` removes the equations of forward, and their values become inputs of the update
 (`Cut.handed`). A server needs this because it has no rows of the batch, and a rank because it has
-slices of parameters. It also saves time if the update would repeat a loop of forward, because XLA
-merges equal equations, but not equal loops.
+slices of parameters. It also saves time if the update would repeat a loop of forward: XLA merges
+equal equations, but not equal loops.
 
 Invariant: afterwards an equation of the update that reads the batch also reads a gradient or
 optimizer state.
@@ -25,13 +25,13 @@ from dtrans.step.cut import Cut, Gradient, OptimizeHalf
 
 
 def hand_over(step: Cut, parts: Collection[str], *, drawn: bool = False) -> Cut:
-    """Return the step with values of forward as inputs of its optimize half (`Cut.handed`).
+    """Make values of forward inputs of the optimize half (`Cut.handed`), and return the new step.
 
     Args:
       step: the step.
-      parts: names of batch arrays. Values that depend on them become inputs.
-      drawn: True to include values that differ between trainers because each draws its own random
-        numbers, or that are communicated.
+      parts: names of batch arrays. Values of forward that depend on them become inputs.
+      drawn: True to make inputs of two other kinds of values, too: values that trainers
+        communicate, and values that depend on the trainer's index (random numbers, say).
     """
     half = step.optimize
     values = _forward_values(step, parts, drawn)
@@ -46,7 +46,7 @@ def hand_over(step: Cut, parts: Collection[str], *, drawn: bool = False) -> Cut:
         if v in values:
             handed[unused_name(f"forward/{len(handed)}", taken)] = v
 
-    # an unread batch array is removed, since it would tie the half to one batch size
+    # A batch array that nothing reads is removed: its type would fix the batch size of the half.
     inputs = {n: v for n, v in half.invars.items() if n not in step.batch or v in read}
     invars = [*inputs.values(), *handed.values()]
     jaxpr = eliminate_dead(extract_part(half.jaxpr, invars, eqns, half.inner.outvars))
@@ -64,10 +64,10 @@ def runs_loops_of_forward(step: Cut, parts: Collection[str]) -> bool:
 
 
 def _forward_values(step: Cut, parts: Collection[str], drawn: bool = False) -> set[Var]:
-    """Return the values in the update that depend on the batch, but not on gradients or on
-    optimizer state that forward does not read.
+    """Return the values in the update that forward can compute, and that depend on the batch.
 
-    Arguments as for `hand_over`.
+    Forward can compute values that depend neither on gradients, nor on optimizer state that forward
+    does not read. The arguments are those of `hand_over`.
     """
     half = step.optimize
     known_to_forward = {*step.params, *step.batch, *step.state_read}
@@ -94,7 +94,7 @@ def _is_drawn(eqn: JaxprEqn) -> bool:
 
 
 def _forward_of(step: Cut, values: set[Var]) -> Program:
-    """Return the step's program with the role `forward` for the equations of these values."""
+    """Return the step's program with the role `forward` for equations that compute `values`."""
     roles = list(step.program.roles)
     for i, eqn in enumerate(step.program.eqns):
         if roles[i] == OPTIMIZE and values.issuperset(eqn.outvars):

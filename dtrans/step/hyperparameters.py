@@ -12,7 +12,7 @@ from dtrans.errors import ConfigError
 
 
 def hyperparameter_leaf(leaves: Iterable[str], name: str) -> str:
-    """Return the name of the leaf that is a hyperparameter.
+    """Return the name of the leaf that contains a hyperparameter.
 
     Args:
       leaves: names of the step's leaves.
@@ -25,7 +25,7 @@ def hyperparameter_leaf(leaves: Iterable[str], name: str) -> str:
     for leaf in leaves:
         _, separator, short = leaf.rpartition("hyperparams/")
         if separator:
-            # nnx wraps each array in a variable, whose one child is called `value`
+            # nnx wraps each array in a variable; the path of the array then ends in `value`.
             by_name.setdefault(short.removesuffix("/value"), []).append(leaf)
     if any(name in same for same in by_name.values()):
         return name
@@ -51,7 +51,7 @@ def replace_hyperparameters(leaves: Iterable[str], state: Any, values: Mapping[s
       leaves: names of the step's leaves.
       state: a pytree of dicts. The key of an array is the name of its leaf, or a tuple that ends in
         the name.
-      values: name of a hyperparameter, as for `hyperparameter_leaf`, to its value.
+      values: the new values, by name, as for `hyperparameter_leaf`.
 
     Raises:
       ConfigError: as `hyperparameter_leaf`; or the leaf is not in the state of this process.

@@ -4,9 +4,9 @@ The primitive `mark_p` is an identity on a gradient. Its second operand is the p
 (`dtrans.step.cut`) pairs gradients and parameters by variables, not by names. Each leaf has its own
 equation: one mark over the full pytree would make every leaf depend on every other leaf.
 
-`value_and_grad` writes marks, and `make_train_step` calls it. Marks survive jit, vmap, scan, remat
-and differentiation of the step, and lowering removes them. alpa wraps `grad` in the same way
-(alpa/api.py, `alpa.grad`).
+`dtrans.value_and_grad` writes marks, and `make_train_step` calls `dtrans.value_and_grad`. jit,
+vmap, scan, remat and differentiation of the step keep marks; lowering removes them. alpa wraps
+`grad` in the same way (alpa/api.py, `alpa.grad`).
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from dtrans.step.capture import capture_loss, captures
 
 
 def _mark_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, leaf: str) -> tuple[Any, Any]:
-    # the derivative of a gradient is not a gradient of the step, so it gets no mark
+    # A derivative of a gradient is not a gradient of the step, so it gets no mark.
     return mark_p.bind(*primals, leaf=leaf), tangents[0]
 
 
 mark_p = new_identity("gradient", jvp=_mark_jvp)
 
-# Name of an identity primitive on the first cotangent of the backward pass, which loss scaling
-# multiplies. Inlining drops it, except in mixed precision (`dtrans.ir.builder`).
+# Name of an identity primitive that marks where the backward pass starts: loss scaling multiplies
+# this cotangent. Only mixed precision keeps it when calls are inlined (`dtrans.ir.builder`).
 SEED = "loss_seed"
 
 
@@ -63,7 +63,7 @@ _loss_p = new_identity("loss", jvp=_loss_jvp, transpose=_loss_transpose)
 def _as_loss(value: Any) -> Any:
     """Return a loss whose backward pass starts with the seed primitive.
 
-    Values that are no real scalars are returned unchanged: `jax.value_and_grad` raises for them.
+    A value that is no real scalar is returned unchanged, and `jax.value_and_grad` raises an error.
     """
     is_loss = (
         isinstance(value, jax.Array)
@@ -117,7 +117,7 @@ def value_and_grad(
                 return _as_loss(result)
             if isinstance(result, tuple) and len(result) == 2:
                 return _as_loss(result[0]), result[1]
-            return result  # `jax.value_and_grad` raises for it
+            return result  # `jax.value_and_grad` raises the error for this result
 
         if captures():
             value, grads = capture_loss(of_differentiable, diffs, has_aux)
@@ -178,7 +178,7 @@ def make_train_step(
     return step
 
 
-# messages of optax for a missing argument of `update`: `who` needs it, `what` is its name
+# Messages of optax if `update` lacks an argument. `what` is its name, and `who` needs it.
 _MISSING_ARGUMENT = (
     re.compile(
         r"(?P<who>\w+)\.<locals>\.\w+\(\) missing \d+ required keyword-only arguments?: "
@@ -193,7 +193,7 @@ def _update(tx: Any, grads: Any, opt_state: Any, params: Any) -> tuple[Any, Any]
     """Call `tx.update` with gradients, state and parameters.
 
     Raises:
-      OptimizerError: it needs another argument.
+      OptimizerError: `tx.update` needs another argument.
     """
     try:
         result: tuple[Any, Any] = tx.update(grads, opt_state, params)
@@ -204,9 +204,9 @@ def _update(tx: Any, grads: Any, opt_state: Any, params: Any) -> tuple[Any, Any]
             if missing is not None:
                 raise OptimizerError(
                     f"{missing['who']} needs {missing['what']} in its update, but make_train_step "
-                    "passes only (grads, state, params); use an optimizer that needs no more, such "
-                    "as optax.lbfgs(linesearch=None), or a learning-rate schedule. Or write the "
-                    f"step yourself, pass {missing['what']} to tx.update, and use dtrans.nccl2"
+                    "passes only (grads, state, params); use an optimizer that reads only these, "
+                    "such as optax.lbfgs(linesearch=None), or a learning-rate schedule. Or write "
+                    f"the step yourself, pass {missing['what']} to tx.update, and use dtrans.nccl2"
                 ) from e
         raise
 
@@ -228,7 +228,7 @@ def _step_signature(loss_fn: Callable[..., Any]) -> inspect.Signature:
 
 
 def _apply_updates(params: Any, updates: Any) -> Any:
-    """Add updates to parameters, like `optax.apply_updates`; None leaves its parameter unchanged.
+    """Add updates to parameters, like `optax.apply_updates`; an update None changes nothing.
 
     Raises:
       OptimizerError: an update has another shape than its parameter.

@@ -1,15 +1,15 @@
 """Host callbacks of a step: `jax.debug.print`, `jax.debug.callback`, `io_callback`.
 
-An `Observer` is an equation with an effect. The kind of its operands decides which program can call
-it with the values of one device:
+An `Observer` is an equation with an effect. The kind of its operands decides which program of a job
+can call it with the values that one device would have:
 
     state       parameters and constants, which trainers store
     forward     values of forward and backward: trainers compute them, and reduce partial sums
     gradients   gradients and values that depend on them: known after the reduction of gradients
     update      new parameters and optimizer state: known where the update runs
 
-A job calls each callback once in a step (`call_once`): every trainer passes its index to the host,
-and the host calls the user's function for trainer 0 only. A `cond` on the index would not work,
+A job calls the user's function once in a step (`call_once`): every trainer passes its index to the
+host, and the host calls the function for trainer 0 only. A `cond` on the index would not work,
 because `jax.vmap`, which simulates trainers, runs both branches.
 
 `jax.pure_callback` has no effect, so it is not an observer: all trainers may call it.
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 
 STATE, FORWARD, GRADIENTS, UPDATE = "state", "forward", "gradients", "update"
-EARLY = (STATE, FORWARD)  # kinds of operands that are known in forward and backward
+EARLY = (STATE, FORWARD)  # forward and backward can call observers with these kinds of operands
 _READS = {
     STATE: "parameters",
     FORWARD: "values of the batch",
@@ -72,7 +72,7 @@ class Observer:
       reads: kind of the operands: "state", "forward", "gradients" or "update" (see the module's
         docstring).
       rows: True if an operand depends on the batch other than through gradients.
-      in_update: True if the equation belongs to the update: a loop with a callback, say.
+      in_update: True if the update contains the equation, such as a loop with a callback.
       calls: False for equations of dtrans that call no function, such as summaries.
     """
 
@@ -109,8 +109,8 @@ def observers_of(
             seeds[step.vars[name]] = by_update
     seeds |= dict.fromkeys(gradients, by_gradient)
     enters = propagate(step.eqns, seeds, {})
-    # Outputs of the update's equations are results of the optimizer, unless only the batch enters
-    # them: an update may contain values of forward, such as the loss.
+    # An update may contain values of forward, such as the loss, which only the batch enters. All
+    # other outputs of the update's equations are results of the optimizer.
     for i in optimize:
         for v in step.eqns[i].outvars:
             if v not in gradients and enters.get(v, 0) > by_batch:
@@ -144,7 +144,7 @@ def observers_of(
 
 
 def _first_callback(eqn: JaxprEqn) -> JaxprEqn | None:
-    """Return the equation, or the first one in its bodies, that calls a host function."""
+    """Return the first equation that calls a host function: `eqn`, or an equation in its bodies."""
     for inner in (eqn, *equations_inside(eqn)):
         if inner.primitive.name in CALLBACKS:
             return inner
@@ -164,7 +164,7 @@ def refuse_observers(
 
     Args:
       observers: the callbacks.
-      reads: kinds of operands (`Observer.reads`) that are refused.
+      reads: kinds of operands (`Observer.reads`) that the strategy's programs do not have.
       why: the reason, as a clause after "which".
       remedy: advice to the user.
 
@@ -177,7 +177,7 @@ def refuse_observers(
 
 
 def check_observers(program: Program, observers: Iterable[Observer]) -> None:
-    """Raise GradientError for callbacks that a job cannot call exactly once.
+    """Raise GradientError for callbacks that a job cannot call exactly once in a step.
 
     Raises:
       GradientError: a callback is ordered, is an `io_callback` with results, or is in a loop that
@@ -189,13 +189,13 @@ def check_observers(program: Program, observers: Iterable[Observer]) -> None:
             what = f"{eqn.primitive.name} ({line_of(eqn)})"
             if is_ordered(eqn):
                 raise GradientError(
-                    f"{what} is ordered, which JAX does not support on several devices; leave out "
-                    "ordered=True"
+                    f"{what} has ordered=True, which JAX does not support on several devices; "
+                    "leave out ordered=True"
                 )
             if eqn.outvars:
                 raise GradientError(
                     f"{what} returns values, which could differ between devices; pass the values "
-                    "to the step as an argument, or use jax.pure_callback if the function is pure"
+                    "to the step as an argument. If the function is pure, use jax.pure_callback"
                 )
 
 
@@ -208,13 +208,13 @@ def refuse_twice(observers: Iterable[Observer]) -> None:
     for x in observers:
         if x.in_update and x.calls:
             raise GradientError(
-                f"{x} would be called twice: it is in a loop or a branch that both the update and "
-                "another output of the step need; move it out of the loop or branch"
+                f"{x} would be called twice: it is in a loop or a branch that the update and "
+                "another output of the step need; move the callback out of the loop or branch"
             )
 
 
 def callers_of(observers: Iterable[Observer], early: str, late: str) -> tuple[str, ...]:
-    """Return a note for each callback that names its caller.
+    """Return notes for the plan, one for each callback; a note names the process that calls it.
 
     Args:
       observers: the callbacks.
@@ -249,10 +249,12 @@ def call_once(b: Builder, over: Sequence[str], start: int = 0) -> None:
 
 
 def _for_first(eqn: JaxprEqn, over: tuple[str, ...]) -> list[JaxprEqn]:
-    """Return equations in place of one, in which trainer 0 alone calls the callbacks at any
-    depth."""
+    """Return the equations that replace `eqn`, so that trainer 0 alone calls its callbacks.
+
+    The bodies of `eqn` may also contain callbacks.
+    """
     if eqn.primitive.name in CALLBACKS:
-        # each callback has its own equation for the index, so that bodies need no new input
+        # Each callback gets its own equation for the index, so that bodies need no new input.
         number = Builder(small_jaxpr(lambda: [], []))
         (index,) = number.bind(trainer_index_p, over=over)
         traced = small_jaxpr(_calling(eqn), [index.aval, *(a.aval for a in eqn.invars)])
@@ -274,7 +276,7 @@ def _for_first(eqn: JaxprEqn, over: tuple[str, ...]) -> list[JaxprEqn]:
 
 
 def _calling(eqn: JaxprEqn) -> Callable[..., None]:
-    """Return a traceable function of (trainer index, *operands) that calls the callback."""
+    """Return a traceable function of (trainer index, *operands) that calls the callback for 0."""
     fn = functools.partial(_if_first, host_function(eqn))
     if eqn.primitive.name == "io_callback":
         return lambda *args: io_callback(fn, None, *args)

@@ -1,4 +1,4 @@
-"""Steps of one state: a step of a `TrainState`, say, becomes a step of params and opt_state.
+"""Steps of one state (a `TrainState`, say) become steps of params and opt_state.
 
     step      state, *batch                 ->  state, ...
     becomes   params, opt_state, *batch     ->  params, opt_state, ...
@@ -8,15 +8,15 @@ models. Each leaf has a kind, which dataflow decides, not its name:
 
     parameter    forward reads the leaf, and the leaf's gradient enters its new value
     constant     the step returns the leaf unchanged, and forward or nothing reads it
-    statistics   the batch enters the new value, but no gradient does (running means); or the leaf
-                 counts rows, and no other state reads it
+    statistics   the batch enters the new value, but no gradient does: running means, or a count of
+                 rows that no other state reads
     key          a typed random key, which the step splits
     follower     forward reads the leaf, and its new value is computed from new parameters: the
                  teacher of a student, say
     optimizer    the rest: moments, counts, averages of parameters that only evaluation reads
 
-Leaves of the kind `optimizer` are `opt_state` of the split step, the rest is `params`. Both have
-the structure of the state, with None for the leaves of the other.
+In the new step, `opt_state` has the leaves of the kind `optimizer`, and `params` has all other
+leaves. Both have the structure of the state, with None in place of missing leaves.
 """
 
 from __future__ import annotations
@@ -58,12 +58,11 @@ FOLLOWER, OPTIMIZER = "follower", "optimizer"
 def is_train_state_step(program: Program, startup: Program | None) -> bool:
     """Return True if a step is a function of (state, *batch), not of (params, opt_state, *batch).
 
-    If the step returns new values of its first argument only, the answer is True. If it also
-    returns a value like its second argument, that argument may be optimizer state. It may also be a
-    batch array: an autoencoder returns a value like its input. Then the answer is True if `startup`
-    returns the first argument alone. There is one exception. If the step changes a leaf of the
-    second argument that the loss does not read, this argument is optimizer state. `startup` should
-    then return it.
+    If the step returns a new first argument, and nothing like its second argument, the answer is
+    True. If it also returns a value like its second argument, this argument is optimizer state or a
+    batch array: an autoencoder returns a value like its input. It is a batch array if two
+    conditions hold. `startup` returns the first argument alone, and the loss reads all leaves of
+    the second argument that the step changes.
     """
     outs = set(program.out_names)
     if not program.args or not program.args[0].names:
@@ -73,7 +72,7 @@ def is_train_state_step(program: Program, startup: Program | None) -> bool:
     second = program.args[1].names if len(program.args) > 1 else None
     if second is None or (second and not outs.issuperset(second)):
         return True
-    if not second or startup is None:  # an optimizer without state
+    if not second or startup is None:  # the optimizer has no state, or init is unknown
         return False
     types = program.args[0].unflatten_named(program.inputs)
     returned = startup.out.unflatten_named(startup.outputs)
@@ -107,8 +106,8 @@ def split_step(program: Program) -> Program:
 def split_spec(spec: TreeSpec, names: Collection[str]) -> tuple[TreeSpec, TreeSpec]:
     """Split the spec of a state into two specs of the same structure.
 
-    The first has the leaves with these names, and all static leaves; the second has the remaining
-    leaves. Each has None where the other has a leaf.
+    The first spec has the leaves in `names`, and all static leaves. The second has the remaining
+    leaves. Missing leaves are None.
     """
     first: list[Any] = []
     second: list[Any] = []
@@ -146,7 +145,7 @@ def _result(program: Program, parts: Sequence[TreeSpec]) -> TreeSpec:
         return _spec((*both,))
     known = set(program.in_names)
 
-    # a result may have the type of an input without being its new value
+    # A result with the type of an input has the input's name, but may not be its new value.
     def rename(leaf: Any) -> Any:
         return unused_name(f"new_{leaf}", known) if leaf in known else leaf
 
@@ -230,8 +229,10 @@ def _read_by_forward(step: OpenStep, gradients: Collection[Var], names: Sequence
 
 
 def _parameters(step: OpenStep, gradients: Collection[Var], read: Collection[str]) -> set[str]:
-    """Return the leaves in `read` whose new value depends on a gradient, but not through the new
-    value of another such leaf."""
+    """Return the leaves in `read` whose new value depends on a gradient.
+
+    A path through the new value of another such leaf does not count.
+    """
     graded = []
     for name in step.params:
         before, after = step.vars[name], step.outs[name]
@@ -244,7 +245,7 @@ def _parameters(step: OpenStep, gradients: Collection[Var], read: Collection[str
 
 
 def _state_behind(main: Program) -> str:
-    """Return advice for a step that has its state after batch arguments; empty if it has none."""
+    """Return advice if a step has its state behind batch arguments; "" for any other step."""
     outs = set(map(below_root, main.out_names)) - {""}
     for i, spec in enumerate(main.args[2:], 1):
         if len(spec.names) > 1 and outs.issuperset(map(below_root, spec.names)):
@@ -265,14 +266,14 @@ def below_root(name: str) -> str:
 
 
 def split_startup(main: Program, startup: Program) -> Program:
-    """Return a startup program of one state as a startup program of (params, opt_state).
+    """Convert a startup program that returns one state to one that returns (params, opt_state).
 
     Args:
       main: the split step.
       startup: the startup program, which returns the state.
 
     Raises:
-      TraceError: it returns another structure than the state of the step.
+      TraceError: the result of `startup` does not have the structure of the step's state.
     """
     params, opt_state = main.args[:2]
     state = combine(params.unflatten_named(main.inputs), opt_state.unflatten_named(main.inputs))
@@ -297,7 +298,7 @@ def split_startup(main: Program, startup: Program) -> Program:
 
 
 def first_difference(wanted: Mapping[str, str], have: Mapping[str, str]) -> str | None:
-    """Return the first path whose types in two pytrees differ; None if all are equal."""
+    """Return the first path at which the types of two pytrees differ; None if all are equal."""
     for path in [*wanted, *have]:
         if wanted.get(path) != have.get(path):
             return path
@@ -305,7 +306,7 @@ def first_difference(wanted: Mapping[str, str], have: Mapping[str, str]) -> str 
 
 
 def mismatch(name: str, wanted: str | None, have: str | None) -> str:
-    """Return a clause about a leaf whose type in init differs from its type in the step.
+    """Return a clause that states how a leaf differs between the result of init and the step.
 
     Args:
       name: the leaf.
@@ -320,7 +321,7 @@ def mismatch(name: str, wanted: str | None, have: str | None) -> str:
 
 
 def leaf_types(tree: Any) -> dict[str, str]:
-    """Return the type of each array of a pytree, by its path below the root."""
+    """Return a dict whose keys are paths of arrays below the pytree's root, with their types."""
     types = {}
     for name, x in zip(TreeSpec.from_tree(tree).names, array_leaves(tree), strict=True):
         types[name] = f"{x.dtype}{list(x.shape)}"
@@ -351,7 +352,7 @@ def split_state(main: Program, state: Any) -> tuple[Any, Any]:
     spec_of_state = _state_spec(main)
     leaves, structure = jax.tree.flatten(state)
     if structure == spec_of_state.treedef:
-        # the user may pass a Python number for an array such as a count of steps
+        # The user may pass a Python number in place of an array such as a count of steps.
         for i, leaf in enumerate(spec_of_state.leaves):
             if isinstance(leaf, str):
                 leaves[i] = as_array(leaves[i])
@@ -368,13 +369,13 @@ def _state_spec(main: Program) -> TreeSpec:
 
 
 class Applied:
-    """Compiled function of a job's state or parameters, which reads only the leaves it needs.
+    """User's function of a job's state or parameters; only the leaves that it reads are fetched.
 
     Args:
       main: the step.
       fn: the user's function: `fn(state, *args)` for a step of one state, else
         `fn(params, *args)`.
-      unpacked: traceable function from the job's leaves to leaves as on one device.
+      unpacked: traceable function that converts the job's leaves to the leaves of one device.
     """
 
     def __init__(
@@ -393,7 +394,7 @@ class Applied:
         """Call the function.
 
         Args:
-          leaves: returns the job's leaves with the given names.
+          leaves: function of names that returns the job's leaves with these names.
           *args: the function's arguments after the state.
         """
         flat, structure = jax.tree.flatten(args)
@@ -412,8 +413,8 @@ class Applied:
         """Compile the function for arguments of these types.
 
         Returns:
-          The names of the leaves that it reads, the compiled function of those leaves and the
-          arguments, and the structure of its result.
+          The names of the leaves that the function reads, the compiled function of these leaves and
+          the arguments, and the structure of the result.
         """
         fn = self._fn()
         assert fn is not None
@@ -444,7 +445,7 @@ class Applied:
 
 
 def _move_to_job(arrays_of_job: Mapping[str, Any], arrays: Sequence[Any]) -> list[Any]:
-    """Copy arrays that are committed to other devices to the devices of the job's arrays."""
+    """Copy arrays to the devices of the job's arrays, if they are committed to other devices."""
     sharding = next((x.sharding for x in arrays_of_job.values()), None)
     if sharding is None:
         return list(arrays)

@@ -1,4 +1,4 @@
-"""Scopes with which a user marks stages of a model, and layers that are split over devices.
+"""Scopes (`with` statements) that mark stages of a model, and layers to split over devices.
 
     with dtrans.replicate(name="encoder"):
         h = encode(params, x)
@@ -14,9 +14,9 @@ The text is `dtrans.<kind>[<place>:<name>:<devices>]`:
     function and line of the `with`, a digest of the call stack below JAX's tracing call, and a
     count.
 
-`dtrans.trace` counts entries from 0 (`numbered`), so that a function has the same texts whenever it
-is traced. A global counter would give a function new texts in each trace. JAX caches the traces of
-jitted functions, so old and new texts would be mixed.
+`dtrans.trace` counts entries from 0 (`numbered`), so that every trace of a function has the same
+texts. A global counter would give a function new texts in each trace. JAX caches the traces of
+jitted functions, so a trace would mix old and new texts.
 
 Scopes must not be nested. (EPL forbids a kind within itself, any scope in `split`, and `split` in
 `replicate`.)
@@ -44,7 +44,7 @@ from dtrans.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class Scope:
-    """Taskgraph that a user marked.
+    """Scope of a stage or of a split layer, which EPL calls a taskgraph.
 
     Attributes:
       kind: "replicate" or "split".
@@ -81,20 +81,20 @@ _TEXT = re.compile(r"dtrans\.(replicate|split)\[([\w.~%-]*):([\w.~%-]*):(\d*)\]"
 
 _entered: ContextVar[Scope | None] = ContextVar("dtrans_scope", default=None)
 _numbers: ContextVar[dict[str, int] | None] = ContextVar("dtrans_scope_numbers", default=None)
-_outside = itertools.count()  # entries outside of `numbered` get globally unique numbers
+_outside = itertools.count()  # numbers of entries outside of `numbered`, unique in the process
 
 
 @contextmanager
 def replicate(device_count: int | None = None, name: str | None = None) -> Iterator[None]:
     """Mark a stage of a pipeline, which is replicated for data parallelism.
 
-    Use it in the traced function. Without a name, every time the `with` statement is entered, in a
-    Python loop for example, starts a new stage. Scopes with the same name are one stage. Source:
-    `epl.replicate` (epl/strategies/replicate.py).
+    Use `with dtrans.replicate():` in the traced function. Scopes with the same name are one stage.
+    Without a name, every entry of the `with` statement starts a new stage, also in a Python loop.
+    Source: `epl.replicate` (epl/strategies/replicate.py).
 
     Args:
-      device_count: number of devices of one replica, among which the replica's batch is split; so
-        it multiplies the number of replicas. It must be equal in all scopes of a model.
+      device_count: number of devices that share the batch of one replica. The number of replicas is
+        multiplied by it. It must be equal in all scopes of a model.
       name: name of the stage, also used in messages and plans.
 
     Raises:
@@ -145,13 +145,14 @@ def split(device_count: int | None = None, name: str | None = None) -> Iterator[
 
 @contextmanager
 def local() -> Iterator[None]:
-    """Let reductions over the batch use only the trainer's own rows, in a step with batch="exact".
+    """Restrict reductions over the batch to each trainer's own rows, with batch="exact".
 
-    Use it in the traced function, for batch normalisation without communication, as in Paddle and
-    torch's DistributedDataParallel. Within the scope, a sum, mean or maximum over the batch becomes
-    a reduction over the trainer's rows. Results and state that depend on it are averaged over
-    trainers. The scope includes derivatives, except gradients of parameters: they cover the full
-    batch. On one device the scope has no effect.
+    Use `with dtrans.local():` in the traced function, for batch normalisation without
+    communication, as in Paddle and torch's DistributedDataParallel. Within the scope, a sum, mean
+    or maximum over the batch becomes a reduction over the trainer's rows. Results and state that
+    depend on such a reduction are averaged over trainers. Derivatives of the scope's equations
+    belong to the scope, but gradients of parameters are sums over the full batch. On one device the
+    scope has no effect.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, dtrans
@@ -174,13 +175,12 @@ LOCAL = "dtrans.local"
 
 
 def in_local_scope(eqn: JaxprEqn) -> bool:
-    """Return True if an equation was traced in `local`, or is the derivative of such an
-    equation."""
+    """Return True if an equation is in `local`, or is a derivative of such an equation."""
     return LOCAL in scope_of(eqn)
 
 
 def has_local_scope(eqn: JaxprEqn) -> bool:
-    """Return True if an equation, or an equation in its bodies, was traced in `local`."""
+    """Return True if an equation, or an equation in its bodies, is in `local`."""
     return any(map(in_local_scope, (eqn, *equations_inside(eqn))))
 
 
@@ -208,9 +208,9 @@ def numbered() -> Iterator[None]:
 
 
 def scope_of_eqn(eqn: JaxprEqn) -> Scope | None:
-    """Return the scope of an equation and of the equations in its bodies (loop, `remat`).
+    """Return the one scope of an equation and of the equations in its bodies; None without a scope.
 
-    A derivative has the scope of the differentiated equation. None if there is no scope.
+    A derivative has the scope of the differentiated equation.
 
     Raises:
       ConfigError: there are several scopes: nested scopes, or two stages in one loop.
@@ -229,10 +229,10 @@ def scope_of_eqn(eqn: JaxprEqn) -> Scope | None:
 def scopes_of(eqns: list[JaxprEqn]) -> tuple[Scope | None, ...]:
     """Return the scope of each equation of a program.
 
-    JAX traces the body of a loop or of `remat` once, even if several equations use it. An unnamed
-    scope in the body is a separate scope for each of these equations. This does not hold for a
-    function under `jax.jit`, whose calls are inlined: its scope is the same in all calls. Put the
-    scope around the calls instead.
+    JAX traces the body of a loop or of `remat` once, even if several equations have this body. An
+    unnamed scope in the body is a separate scope for each of these equations. A function under
+    `jax.jit` differs, because its calls are inlined: an unnamed scope in the function is one scope
+    for all calls. For separate scopes, put the scope around each call.
 
     Raises:
       ConfigError: an equation is in several scopes, or scopes with one name have different
@@ -306,8 +306,8 @@ def _scope(kind: str, device_count: int | None, name: str | None) -> Iterator[No
     outer = _entered.get()
     if outer is not None:
         raise ConfigError(
-            f"{scope} is entered within {outer}; scopes of stages and splits cannot be nested, so "
-            "leave one before entering the other"
+            f"{scope} is entered within {outer}; replicate and split scopes cannot be nested: end "
+            "the outer `with` block before the inner one starts"
         )
     before = _entered.set(scope)
     try:
@@ -331,7 +331,7 @@ def _place() -> str:
 
 
 def _user_frames() -> Iterator[tuple[str, str, int]]:
-    """Yield the call stack up to JAX's tracing call, innermost first.
+    """Yield the user's frames of the call stack, from the innermost to JAX's tracing call.
 
     Yields:
       Module, function and line of each frame.

@@ -1,8 +1,8 @@
-"""Startup programs: init's outputs, paired with the state that the step takes.
+"""Startup programs: assignment of init's outputs to the state arguments of the step.
 
-Outputs in a dict are paired by their keys (`params`, `opt_state`, or the step's names). Outputs in
-a tuple are paired by the paths and types of their leaves, so that (opt_state, params) is noticed:
-momentum may have the shapes of weights.
+If init returns a dict, its keys decide (`params`, `opt_state`, or the step's names). If init
+returns a tuple, the paths and types of the leaves decide, so that init may also return (opt_state,
+params). Shapes alone cannot decide: momentum has the shapes of weights.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from dtrans.step.trace import children
 def normalize_step(
     main: Any, startup: Any, *, keep_frozen_updates: bool = False
 ) -> tuple[Program, Program]:
-    """Return a traced step and init with separate parameters and optimizer state.
+    """Return the step and init in the form (params, opt_state), without updates of frozen leaves.
 
     A step of one state is split (`dtrans.step.one_state`). Updates that never change their leaf are
     dropped (`dtrans.step.frozen`).
@@ -64,10 +64,10 @@ def normalize_step(
 
 
 def with_numbers(startup: Program, state: Sequence[TreeSpec]) -> Program:
-    """Return a startup program whose Python numbers are static leaves, as they are in the step.
+    """Make Python numbers in the result of init static leaves, if they are static in the step.
 
-    An Equinox module has Python numbers among its leaves, such as the rate of a dropout, and init
-    returns them. A number is an array only if the step changes it, such as a count of steps.
+    An Equinox module has Python numbers among its leaves, such as the rate of a dropout. If the
+    step changes a number (a count of steps), it is an array. All other numbers are static.
 
     Args:
       startup: the startup program.
@@ -89,10 +89,10 @@ def with_numbers(startup: Program, state: Sequence[TreeSpec]) -> Program:
 
 
 def match_startup(step: Cut, startup: Program) -> Program:
-    """Return the startup program with outputs named as the step's state, and its calls inlined.
+    """Give the outputs of init the names of the step's state, and inline the calls of init.
 
     Raises:
-      TraceError: it does not return the state of the step; the message names the first leaf that
+      TraceError: init does not return the state of the step; the message names the first leaf that
         differs.
     """
     params, opt_state = step.program.args[:2]
@@ -140,8 +140,8 @@ def _mismatch(
     """Return a clause about the first difference between init's result and the step's state.
 
     Args:
-      order: keys of the parts of the result that are params and opt_state; empty if there are not
-        two parts.
+      order: two keys of init's result, of params and of opt_state; empty if the result does not
+        have two parts.
       types_by_key: types of the leaves of each part, by path.
       wanted: types of the leaves of params and of opt_state, by path.
       roots: names of the step's first two arguments.
@@ -158,7 +158,7 @@ def _mismatch(
 
 
 def _renamed(spec: TreeSpec, names: Sequence[str]) -> tuple[Any, ...]:
-    """Return the leaves of a spec, with new names for the arrays, in order."""
+    """Return the leaves of a spec; in place of the arrays' names it has `names`, in order."""
     remaining = iter(names)
     leaves = list(spec.leaves)
     for i, leaf in enumerate(leaves):

@@ -55,8 +55,9 @@ def scalar(tag: str, value: Any) -> None:
     Args:
       tag: name of the summary, made of letters, digits and `_ . - /`. Two summaries of a step
         cannot have the same tag.
-      value: a 0-d array of real numbers. It is averaged over micro-batches, replicas and dimensions
-        from `jax.vmap`, unless it was collected: then its key decides (`dtrans.collect`).
+      value: a 0-d array of real numbers. If it is collected (`dtrans.collect`), the key decides how
+        it is merged. Otherwise it is averaged over micro-batches, replicas, and dimensions from
+        `jax.vmap`.
 
     Raises:
       ConfigError: the tag has other characters, or the value is not one real number.
@@ -186,7 +187,7 @@ def _checked(kind: str, tag: str, value: Any) -> jax.Array:
 
 
 def require(is_valid: bool, kind: str, tag: str, array: Any, expected: str) -> None:
-    """Raise ConfigError, with the type of a summary's array and the expected type, if not valid."""
+    """Raise ConfigError if `is_valid` is False; the message states the types found and expected."""
     if not is_valid:
         raise ConfigError(
             f"the {kind} {tag} is {array.dtype}{list(array.shape)}; expected {expected}"
@@ -251,7 +252,7 @@ def merge(summary: Summary, micro: Sequence[Sequence[Any]], key: str | None = No
 
     Args:
       summary: the summary, other than a text.
-      micro: values of its `atom`, as [replica][micro-batch].
+      micro: values of its `atom`, indexed by [replica][micro-batch].
       key: key under which the user collected `atom`; None if it was not collected.
 
     Returns:

@@ -1,7 +1,7 @@
 """Trace of a function to a program, with names from pytree paths and roles of equations.
 
-State is found by structure and shapes: a part of the result with the structure and shapes of
-`params` or `opt_state` is its new value, and gets its names.
+A part of the result with the structure and shapes of the argument `params` is the new `params`, and
+its leaves get the argument's names. The same holds for `opt_state`.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from dtrans.step.scopes import numbered
 def trace(fn: Callable[..., Any], *args: Any, name: str | None = None) -> Program:
     """Trace `fn` to a `Program`.
 
-    Inputs are named after the parameters of `fn` and the pytree paths below them. The first part of
-    a result tuple with the structure and shapes of the first argument, `params`, gets its names.
-    The same holds for the second argument, `opt_state`. The first scalar after them is named
-    `loss`, the next value `aux`, and further values by their position, `out4`. The values of a
-    result dict are named by their keys.
+    Inputs are named after the parameters of `fn` and the pytree paths below them. If `fn` returns a
+    tuple, the first part with the structure and shapes of the first argument, `params`, gets the
+    names of this argument. The same holds for the second argument, `opt_state`. The first scalar
+    after them is named `loss`, the next value `aux`, and further values by their position, `out4`.
+    If `fn` returns a dict, the keys are the names.
 
     Args:
       fn: a pure function of (params, opt_state, *batch), which are pytrees of arrays. Leaves that
@@ -108,16 +108,16 @@ def trace(fn: Callable[..., Any], *args: Any, name: str | None = None) -> Progra
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TracedFunction:
-    """Function of a traced program, with which the program is traced again for other shapes.
+    """Function of a traced program; a call traces the program again for other shapes.
 
-    It can be pickled if the function can, and traces the same program in another process.
+    If `fn` can be pickled, this object can be pickled, and traces the program in another process.
 
     Attributes:
       fn: the traced function.
       args: structure of each argument.
       name: name of the program; None for the name of the function.
       mesh: mesh whose axes the function may name.
-      captures: True if loss functions are captured (`dtrans.step.capture`).
+      captures: True to trace the loss as one equation (`dtrans.step.capture`).
     """
 
     fn: Callable[..., Any]
@@ -182,7 +182,7 @@ def name_result(out: Any, args: Sequence[Any], roots: Sequence[str]) -> tuple[Tr
       roots: names of the arguments.
 
     Returns:
-      The names, and the reason why they are ambiguous; empty if they are not.
+      The names, and a text: the reason why the names are ambiguous, or "".
     """
     parts = children(out)
     if args and not jax.tree_util.treedef_is_leaf(jax.tree.structure(out)) and _alike(out, args[0]):
@@ -203,7 +203,8 @@ def name_result(out: Any, args: Sequence[Any], roots: Sequence[str]) -> tuple[Tr
             free.remove(match[0])
             state_keys.append(key)
     ambiguous_outputs = ""
-    # if the state is in an unusual order, no other part may have the structure of the state
+    # The state may be in an unusual order. Then no other part may have the structure of the state,
+    # since it would be unknown which part is the state.
     if state_keys not in ([], [0], [0, 1]):
         of_state = [a for a in args[:2] if jax.tree.leaves(a)]
         like = []
@@ -231,7 +232,7 @@ def name_result(out: Any, args: Sequence[Any], roots: Sequence[str]) -> tuple[Tr
 
 
 def children(tree: Any) -> list[tuple[Any, Any]] | None:
-    """Return the children of a tuple, list or dict with their keys, in leaf order; else None."""
+    """Return the (key, child) pairs of a tuple, list or dict, in leaf order; else None."""
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return list(zip(tree._fields, tree, strict=True))
     if isinstance(tree, (tuple, list)):
@@ -242,7 +243,7 @@ def children(tree: Any) -> list[tuple[Any, Any]] | None:
 
 
 def _parts_of(out: Any, args: Sequence[Any]) -> list[Any]:
-    """Return the parts of a result that may be new values of arguments."""
+    """Return the parts of a result that may be new values of `params` or `opt_state`."""
     parts = children(out)
     structure: Any = jax.tree.structure(out)
     if parts is None or (args and structure == jax.tree.structure(args[0])):
@@ -251,7 +252,7 @@ def _parts_of(out: Any, args: Sequence[Any]) -> list[Any]:
 
 
 def _with_arrays(out: Any, args: Sequence[Any]) -> Any:
-    """Replace Python numbers in a result by arrays, except static numbers of the state."""
+    """Replace Python numbers in a result by arrays; numbers in the state stay static."""
     leaves: list[Any] = []
     for part in _parts_of(out, args):
         is_state = any(_alike(part, a) for a in args[:2])
@@ -260,10 +261,9 @@ def _with_arrays(out: Any, args: Sequence[Any]) -> Any:
 
 
 def _with_counts(args: Sequence[Any], out: Any) -> tuple[Any, ...] | None:
-    """Replace Python numbers in the state that the step changes by arrays.
+    """Replace each Python number of the state by an array if the step changes the number.
 
-    A flax `TrainState` starts with `step=0`. A number that changes must be an array; a number that
-    does not change is static.
+    For example, a flax `TrainState` starts with `step=0`. All other numbers are static.
 
     Returns:
       The new arguments; None if the step changes no Python number.

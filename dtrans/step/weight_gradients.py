@@ -1,9 +1,9 @@
-"""Fusion of the transpose after a weight gradient into its product.
+"""Removal of the transpose that follows the product in a weight gradient.
 
 JAX computes the gradient of `x @ w` as `transpose (dot_general dy x)`. `dot_general x dy` is equal,
 and needs no transpose. If a reduction over trainers follows, XLA folds the transpose into the
-product, and CPUs have no fast kernel for the result: a step of a transformer on two devices took
-17 % longer.
+product. CPUs have no fast kernel for this product: a step of a transformer on two devices took 17 %
+longer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dtrans.ir.selection import values_at
 def fuse_transposes(
     eqns: Sequence[JaxprEqn], roles: Sequence[str], wanted: Collection[Atom]
 ) -> tuple[list[JaxprEqn], list[str]]:
-    """Replace each product that only a transpose reads, and the transpose, by one product.
+    """Replace a product and the transpose that alone reads it by one product with swapped operands.
 
     Args:
       eqns: equations in order.
@@ -50,7 +50,7 @@ def _swaps(product: JaxprEqn, permutation: Sequence[int]) -> bool:
     """Return True if a transpose only moves the dimensions of the second operand to the front."""
     p = product.params
     contracting, batch = p["dimension_numbers"]
-    # a precision algorithm may treat the two operands differently
+    # A precision algorithm may treat the two operands differently, so they cannot be swapped.
     plain = p["precision"] is None or isinstance(p["precision"], tuple)
     if batch[0] or not plain or p["out_sharding"] is not None:
         return False
@@ -61,7 +61,7 @@ def _swaps(product: JaxprEqn, permutation: Sequence[int]) -> bool:
 
 
 def _swap_operands(product: JaxprEqn, transpose: JaxprEqn) -> JaxprEqn:
-    """Return the product with swapped operands, which computes the output of the transpose."""
+    """Swap the operands of a product, so that its output is the output of the transpose."""
     p = product.params
     (first, second), batch = p["dimension_numbers"]
     params = {**p, "dimension_numbers": ((second, first), batch)}

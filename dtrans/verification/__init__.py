@@ -7,24 +7,24 @@ one-device program.
 
     field             arithmetic modulo the prime 2**61 - 1, on NumPy arrays
     rationals         a float as the simplest rational number that rounds to it
-    field_values      a float as a field element with a shadow, its float64 value
+    field_values      a float as a field element with a *shadow*: the float's value in float64
     numpy_rules       rules of JAX's primitives on NumPy arrays
-    rules             rules on floats: exact arithmetic, decisions by shadows, hashes
-    complex_rules     rules on complex numbers, and of fft
+    rules             rules of primitives on floats: exact arithmetic, decisions by shadows, hashes
+    complex_rules     rules of primitives on complex numbers, and of fft
     exact_rules       rules of `dtrans.ops.exact_sum`
     matrix_rules      rules of linear solves, decompositions and ragged products
-    rank_collectives  collectives of JAX on the values of all ranks, and pieces of arrays on a mesh
+    rank_collectives  JAX's collectives on the values of all ranks; split of arrays over a mesh
     evaluate          evaluation of a jaxpr, for all ranks in lock step
     state_placement   position of each number of the one-device state in the state of a job
     value_log         log of all values of an evaluation, with their equations
     step_values       index of the values of a step, and of their partial sums
-    meanings          relation of a job's values to the step's: copies, pieces, partial sums
+    meanings          search for a job's values in the step: copies, pieces, partial sums
     naming            search for the first wrong value on the way to an output that differs
     random_points     random points of the field
     check             comparison of a job's step with the one-device step
     outcome           report of a verification
     by_hand           `dtrans.verify`, for steps that users wrote with `shard_map`
-    relations         description of a wrong value in terms of the right value
+    relations         text that compares a wrong value with the right value
     repairs           search for the collective whose change makes outputs right
 
 `dtrans.run.verified` traces the step of a job as `job.step` runs it. docs/verify.md explains what a

@@ -1,8 +1,9 @@
 """`dtrans.verify`: check of a step that a user wrote with `jax.shard_map`.
 
 The user's step and a one-device step take the same global arguments, and must return the same
-global values. Both are traced, evaluated at random points of the field, and compared leaf by leaf.
-`relations` describes wrong outputs, and `repairs` finds the collectives at fault.
+global values. `verify` traces both steps, evaluates them at random points of the field, and
+compares each output. `relations` describes wrong outputs, and `repairs` finds the collectives at
+fault.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class StepPair:
       distributed: jaxpr of the distributed step.
       step: jaxpr of the one-device step, with the same flat inputs.
       inputs: types of the inputs, by name.
-      outputs: names of the outputs. An output that is the new value of an input has its name.
+      outputs: names of the outputs. The new value of an input has the name of the input.
     """
 
     title: str
@@ -62,28 +63,28 @@ def verify(
     points: int = 3,
     seed: int = 0,
 ) -> Report:
-    """Check that a step written with `jax.shard_map` computes a one-device step, without tolerance.
+    """Check without tolerance that a step with `jax.shard_map` computes a one-device step.
 
-    Both functions take the same global arguments and return the same structure. They are traced and
-    evaluated in a finite field for all ranks (docs/verify_shard_map.md). Nothing is compiled, and
-    the devices of the mesh need not exist (`jax.sharding.AbstractMesh`).
+    Both functions take the same global arguments and return the same structure. Both are traced,
+    and evaluated in a finite field for all ranks (docs/verify_shard_map.md). Nothing is compiled,
+    and the devices of the mesh need not exist (`jax.sharding.AbstractMesh`).
 
     Args:
       distributed_step: the function under test, with its collectives in one or more `shard_map`.
       step: the function for one device.
-      *args: global arguments: pytrees of arrays, or of `jax.ShapeDtypeStruct`. For an array, floats
-        are drawn near its entries, and integers and random keys are used unchanged. For a
-        `jax.ShapeDtypeStruct`, all values are drawn.
+      *args: global arguments: pytrees of arrays, or of `jax.ShapeDtypeStruct`. Arrays of integers
+        and random keys are used unchanged. For an array of floats, random numbers near its entries
+        are used; for a `jax.ShapeDtypeStruct`, random values.
       points: number of points.
       seed: seed of the points.
 
     Returns:
-      A report without differences. `report.complete` is False if an output was not compared.
+      A report without differences. If an output was not compared, `report.complete` is False.
 
     Raises:
       VerifyError: outputs differ. The message names the outputs and the fault; `error.report` is
         the report.
-      ConfigError: `distributed_step` has no `shard_map`: it is sharded by `jax.jit`, say.
+      ConfigError: `distributed_step` has no `shard_map` (`jax.jit` shards it, say).
       TraceError: the functions return different structures.
 
     Example:
@@ -152,14 +153,14 @@ def trace_pair(
         )
     outputs = name_result(wanted, args, roots)[0].names
     if len(outputs) == 1 and is_array(wanted) and wanted.shape == getattr(args[0], "shape", None):
-        outputs = (roots[0],)  # an array like the first argument is its new value
+        outputs = (roots[0],)  # the step returns the new value of its first argument
     return StepPair(title, distributed, one_device, dict(zip(names, types, strict=True)), outputs)
 
 
 def _trace(
     fn: Callable[..., Any], specs: Sequence[TreeSpec], types: Sequence[Any]
 ) -> tuple[ClosedJaxpr, Any]:
-    """Trace a function; return its jaxpr on flat arrays, and its result with tracers."""
+    """Trace a function; return its jaxpr on flat arrays, and the pytree of tracers it returned."""
     result: list[Any] = []
 
     def on_arrays(*arrays: Any) -> list[Any]:
@@ -178,14 +179,14 @@ def _shard_maps(jaxpr: Any) -> list[Any]:
 def _no_shard_map(title: str, jaxpr: Any) -> str:
     """Return the error text for a program without `shard_map`.
 
-    The text names the primitives by which XLA shards the program, if there are any.
+    If the program has primitives with shardings for XLA, the text names them.
     """
     marks = [eqn.primitive.name for eqn in equations(jaxpr) if _names_shardings(eqn)]
     by = f" (it is sharded by {' and '.join(dict.fromkeys(marks))})" if marks else ""
     return (
-        f"{title} has no shard_map in its jaxpr{by}, so XLA would insert the collectives, and "
-        "there are none to verify; write the step of a rank with jax.shard_map, or use "
-        "dtrans.nccl2 or dtrans.sharding and plan.verify()"
+        f"{title} has no shard_map in its jaxpr{by}: XLA would insert the collectives, so there "
+        "are none to verify. Write the step of a rank with jax.shard_map, or use dtrans.nccl2 or "
+        "dtrans.sharding and plan.verify()"
     )
 
 
@@ -232,7 +233,7 @@ class _HandComparison:
         self.found.try_ranges(compare, drawn=len(self.arrays) < len(self.pair.inputs))
 
     def _compare(self, rng: np.random.Generator, range_: BatchRange) -> None:
-        """Compare both steps at one random point; points with a near tie are drawn again."""
+        """Compare both steps at one random point; draw another point if it has a near tie."""
         inputs = self.pair.inputs
         for _ in range(TRIES):
             arrays = random_arrays(inputs, rng, range_, self.arrays)
@@ -253,7 +254,7 @@ class _HandComparison:
     def _explain(
         self, point: Mapping[str, Any], outputs: Sequence[Any], wanted: Sequence[Any]
     ) -> None:
-        """Add to the differences at a point: relations, faults and first wrong values."""
+        """Complete the differences found at a point: add relations, faults, first wrong values."""
         pair, differences = self.pair, self.found.differences
         for name, x, y in zip(pair.outputs, outputs, wanted, strict=True):
             if name in differences:
@@ -261,7 +262,7 @@ class _HandComparison:
                 differences[name] = dataclasses.replace(differences[name], detail=detail)
         arguments = [*point.values()]
         self.faults, unexplained = find_faults(pair.distributed, arguments, wanted, pair.outputs)
-        # a first wrong value would add nothing for outputs that a fault explains
+        # If a fault explains an output, its first wrong value would add nothing to the report.
         names = list(pair.outputs)
         for k in set(range(len(names))) - unexplained:
             names[k] = ""

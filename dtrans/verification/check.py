@@ -45,8 +45,8 @@ from dtrans.verification.state_placement import (
 )
 
 
-STEPS = (0, 1, 2, 5)  # compare after these numbers of one-device steps
-TRIES = 5  # points with a near tie that are drawn before a comparison gives up
+STEPS = (0, 1, 2, 5)  # numbers of one-device steps after which the steps are compared
+TRIES = 5  # number of random points that are tried if every point has a near tie
 NEAR_TIES = "a near tie at every point that was tried"
 
 
@@ -55,18 +55,18 @@ NEAR_TIES = "a near tie at every point that was tried"
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Comparison of a one-device step with the traced step of a job that must compute it.
+    """Comparison of a job's traced step with the one-device step that the job must compute.
 
     Attributes:
-      main: the step, for the full batch.
+      main: the one-device step, for the full batch.
       traced: the step of the job.
       batch_types: type of each batch array, by name.
-      frozen: leaf that never changes to the number in all its entries; a plan may contain this
-        number.
+      frozen: for each leaf that never changes, the number in all its entries; a plan may contain
+        this number.
       startup: the program that returns the one-device state; None if the first state is not
         compared.
-      batch_values: the user's batch arrays, by name: integers and keys are used unchanged, and
-        floats are drawn near them. Other arrays are random.
+      batch_values: the user's batch arrays, by name. Integers and keys are used unchanged; for
+        floats, random numbers near them are used. Arrays without a value here are random.
     """
 
     main: Program
@@ -98,7 +98,7 @@ class Comparison:
         names = list(self.leaf_types)
         sizes = [math.prod(t.shape) for t in self.leaf_types.values()]
         starts = np.cumsum([0, *sizes])
-        # the placement skips random keys and frozen leaves: their arrays are found by name
+        # `placement` has no random keys and frozen leaves, so names identify their arrays.
         by_name = [n for n, t in self.leaf_types.items() if n in self.frozen or values.is_key(t)]
         found = []
         for name, where in zip(self.traced.state_names, self.placement.where, strict=True):
@@ -125,7 +125,7 @@ class Comparison:
           seed: seed of the points.
 
         Returns:
-          A report. Its differences come from the programs, not from rounding.
+          A report. Rounding causes none of its differences.
         """
         report = self._check(title, start, points, seed)
         for traced in self.traced.other_steps:
@@ -136,7 +136,7 @@ class Comparison:
     def _check(
         self, title: str, start: Mapping[str, Any] | None, points: Sequence[int], seed: int
     ) -> Report:
-        """Compare one of the job's steps at random points."""
+        """Compare the step `traced` at random points, without the other steps of the job."""
         begun = time.monotonic()
         found = Findings(unfollowed=dict.fromkeys(self.traced.unfollowed))
         with np.errstate(all="ignore"):
@@ -146,7 +146,7 @@ class Comparison:
             elif start is None:
                 start = self._real_start(seed)
             found.concludes_equal_only = bool(self.traced.equal_parts)
-            # one replay is several steps, and only the states between replays are compared
+            # A replay computes several steps, and only states between replays are compared.
             points = sorted({steps // self.traced.steps_per_replay for steps in points})
             drawn = self.batch_values.keys() != self.batch_types.keys()
 
@@ -163,9 +163,7 @@ class Comparison:
         return dict(zip(self.leaf_types, arrays, strict=True))
 
     def _compare_first_state(self, found: Findings, rng: np.random.Generator) -> dict[str, Any]:
-        """Compare the state that the job's init returns with that of the one-device init.
-
-        The padding of the job's arrays is compared as well.
+        """Compare the result of the job's init, with padding, to the one-device state.
 
         Returns:
           The one-device state; empty if a leaf depends on an equation without a rule.
@@ -191,7 +189,7 @@ class Comparison:
         leaves = dict(zip(self.leaf_types, wanted, strict=True))
         lost = _unknown_names(leaves)
         types = avals(opened(init).outvars)
-        # unknown leaves are not compared, but need a value
+        # Unknown leaves are not compared, but `place_leaves` needs a value for them.
         for n in lost:
             t = self.leaf_types[n]
             leaves[n] = values.lifted(np.zeros(t.shape), t.dtype)
@@ -209,7 +207,7 @@ class Comparison:
         rng: np.random.Generator,
         range_: BatchRange,
     ) -> None:
-        """Run one device from `start`, and compare the job's step at the states in `points`."""
+        """Run one-device steps from `start`; compare the job's step at the states in `points`."""
         state = dict(start)
         batch = random_arrays(self.batch_types, rng, range_, self.batch_values)
         for steps in range(max(points) + 1):
@@ -229,12 +227,15 @@ class Comparison:
         *,
         compared: bool,
     ) -> dict[str, Any] | None:
-        """Return the one-device outputs near a state; None if every point has a near tie.
+        """Return the one-device outputs at a point near a state, and compare if `compared` is True.
 
-        If all of `TRIES` points have a near tie, elements decide the ties. Equal programs then make
-        equal decisions, so an equal result counts. Different decisions may be the only difference,
-        so a difference does not count. Later states may have no tie: the first updates of Adafactor
-        all have the norm at which it clips.
+        If all of `TRIES` points have a near tie, elements decide the ties at one more point. Equal
+        programs then decide equally, so equal outputs count as compared. But a difference may come
+        from the decisions alone, so it does not count. For example, the first updates of Adafactor
+        all have the norm at which it clips; later states have no tie.
+
+        Returns:
+          The outputs by name; None if they could not be computed.
         """
         for _ in range(TRIES):
             with contextlib.suppress(NearTie):
@@ -286,7 +287,8 @@ class Comparison:
         outputs = found.evaluate(self.traced.jaxpr, arguments)
         found.points += 1
 
-        # unknown leaves of the new state are not compared, but need a value: the old one
+        # Unknown leaves of the new state are not compared, but `place_leaves` needs a value for
+        # them, so they get the old value.
         new = subset(wanted, self.leaf_types)
         lost = _unknown_names(new)
         new |= subset(old, lost)
@@ -312,11 +314,11 @@ class Findings:
     """Results of a comparison at the points until now.
 
     Attributes:
-      differences: output name to its difference.
+      differences: the differences, by output.
       compared, skipped, unfollowed, points: as in `Report`; the dicts are ordered sets.
       not_finite: True if a compared value has an infinity or NaN.
-      concludes_equal_only: True if an output that differs is recorded as skipped, because the
-        comparison can only show that outputs are equal.
+      concludes_equal_only: True if the comparison can prove that outputs are equal, but not that
+        they differ. Then an output that differs is recorded as skipped.
     """
 
     differences: dict[str, Difference] = dataclasses.field(default_factory=dict)
@@ -343,7 +345,7 @@ class Findings:
           name: name of the output.
           x: value of the output.
           y: the expected value.
-          there: mask of the numbers that are compared; None for all.
+          there: mask of the numbers to compare; None for all numbers.
         """
         if isinstance(x, Replicas):
             size = 1 if isinstance(y, Unknown) else math.prod(np.shape(shadow_of(y)))
@@ -367,13 +369,13 @@ class Findings:
     def try_ranges(
         self, compare: Callable[[BatchRange], None], *, drawn: bool, rows: int = 0
     ) -> None:
-        """Compare with batches of each range in turn, until all values are finite.
+        """Call `compare` with one range after the other, until all compared values are finite.
 
-        Infinities and NaN hide differences, so each range is narrower than the one before.
+        Infinities and NaN hide differences. Each range is narrower than the one before.
 
         Args:
-          compare: compares with random batches of a range, and records the result here.
-          drawn: True if some arrays are random. Otherwise all ranges have the same arrays.
+          compare: function that compares with random batches of a range, and records the result.
+          drawn: True if some batch arrays are random. If False, one range is enough.
           rows: number of rows of the smallest table, an upper bound of row ids; 0 without tables.
         """
         ranges = [*RANGES]
@@ -392,10 +394,10 @@ class Findings:
         step: tuple[Any, Mapping[str, Any]],
         job: tuple[Any, Sequence[Any]],
     ) -> None:
-        """Find the cause of each difference.
+        """Find the cause of each difference, and add it to the difference.
 
         Args:
-          names: names of the job's outputs; "" for an output that needs no cause.
+          names: names of the job's outputs; "" if no cause is wanted for an output.
           step, job: as in `find_causes`.
         """
         differing = [k for k, name in enumerate(names) if name in self.differences]
@@ -424,7 +426,7 @@ def _unknown_names(leaves: Mapping[str, Any]) -> set[str]:
 
 
 def _repeated_part(x: Array, *, axis: int, count: int) -> Array:
-    """Replace each of `count` parts of an array along an axis by the first part."""
+    """Split an array into `count` parts along an axis, and replace each part by the first one."""
     return np.concatenate([np.split(x, count, axis)[0]] * count, axis)
 
 

@@ -1,4 +1,4 @@
-"""Rules of primitives on complex numbers: pairs of `Real` values, with the arithmetic of GF(p**2).
+"""Rules of primitives on complex numbers, which are pairs of field elements: the field GF(p**2).
 
 Modulo p = 2**61 - 1 no square is -1, so the pairs a + bi are a field, in which conjugation is
 exact. `exp`, `abs` and `log` combine hashes of real numbers; other functions are hashes of both
@@ -81,7 +81,7 @@ def _squared_length(x: Complex) -> Real:
 
 
 def _hashed(name: str, *xs: Real, shadow: Array) -> Real:
-    """Return the hash by which the rule of the real primitive `name` evaluates it."""
+    """Return the hash with which the rule of the real primitive `name` evaluates this primitive."""
     return values.hashed((name, []), *xs, shadow=shadow)
 
 
@@ -93,7 +93,7 @@ def _length(x: Complex) -> Real:
 
 
 def _by_parts(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """Apply the rule of real numbers to each part.
+    """Apply the rule of real numbers to the real part, and to the imaginary part.
 
     This is right for sums, and for equations that move elements.
     """
@@ -107,7 +107,7 @@ def _by_parts(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 
 def _parts(operands: Sequence[Any], name: str) -> list[Any]:
-    """Return the part `name` of complex operands, and other operands unchanged."""
+    """Return the part "real" or "imag" of each complex operand, and other operands unchanged."""
     return [getattr(x, name) if isinstance(x, Complex) else x for x in operands]
 
 
@@ -181,7 +181,7 @@ def _log(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 
 def _hash(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """Return a hash of all operands: one for the real part, another for the imaginary part."""
+    """Hash all operands twice, for the real part and for the imaginary part of the output."""
     xs = [*map(as_complex, operands)]
     (shadow,) = by_jax(eqn, [x.shadow for x in xs])
     parts: list[Real] = []
@@ -245,7 +245,14 @@ def _mapped(x: Array, matrix: Array, axis: int) -> Array:
 def _complex_map(
     parts: tuple[Array, Array], name: str, size: int, axis: int
 ) -> tuple[Array, Array]:
-    """Multiply complex numbers, given as two parts, by a random matrix along one dimension."""
+    """Multiply a complex array by a random complex matrix along one dimension.
+
+    Args:
+      parts: real and imaginary part of the array.
+      name: seed of the matrix.
+      size: number of entries of the result along the dimension.
+      axis: the dimension.
+    """
     along, across = _random_matrices(name, size, size)
     re, im = parts
     first = field.subtract(_mapped(re, along, axis), _mapped(im, across, axis))

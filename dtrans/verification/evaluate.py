@@ -55,9 +55,10 @@ from dtrans.verification.rules import REAL, move_rows, plain
 from dtrans.verification.value_log import ValueLog
 
 
-# evaluated equations, which are counted in every iteration of a loop; more would take minutes
+# Largest number of evaluations of equations; an equation in a loop counts in every iteration. More
+# would take minutes.
 MOST_EQUATIONS = 200_000
-# primitives that `World` evaluates itself, in addition to the tables of rules
+# Primitives that `World` evaluates without a rule from the tables.
 HANDLED = (
     SCAN,
     *LOOPS,
@@ -69,8 +70,8 @@ HANDLED = (
     "init_on_use",
     "move_rows",
 )
-# `empty` is uninitialized memory on a GPU. `empty2`, the initial value of a scan's outputs, is zero
-# on every platform.
+# `empty` is uninitialized memory on a GPU. `empty2` (initial value of a scan's outputs) is not in
+# the list, because it is zero on every platform.
 NOT_REPEATABLE = ("rng_uniform", "empty")
 TO_FLOATS = ("convert_element_type", "bitcast_convert_type")
 CALLS = (
@@ -107,7 +108,7 @@ class World:
         self.count = math.prod(self.axes.values())
         self.unknown: dict[str, None] = {} if unknown is None else unknown
         self.evaluated = 0  # number of evaluated equations, including inner worlds
-        # The key is the literal's id. The literal is stored so that its id stays unique.
+        # The keys are ids of literals. The literals are stored so that their ids stay unique.
         self._literals: dict[int, tuple[Literal, Ranked]] = {}
 
     def run(
@@ -143,20 +144,20 @@ class World:
         return [read(a) for a in inner.outvars]
 
     def _literal(self, atom: Literal) -> Ranked:
-        """Return the value of a literal; the cache helps in loops, which read it every time."""
+        """Return the value of a literal; a cache saves time in loops."""
         if id(atom) not in self._literals:
             value = self.replicate(values.lifted(atom.val, atom.aval.dtype))
             self._literals[id(atom)] = atom, value
         return self._literals[id(atom)][1]
 
     def replicate(self, x: Any) -> Ranked:
-        """Return a variable's value that is `x` on all ranks."""
+        """Return a tuple with `x` as the value of each rank."""
         return (x,) * self.count
 
     # -- equations -------------------------------------------------------------------------------
 
     def _equation(self, eqn: JaxprEqn, operands: list[Ranked]) -> list[Ranked]:
-        """Evaluate an equation; its outputs are `Unknown` if it has no rule."""
+        """Evaluate an equation; without a rule, its outputs are `Unknown`."""
         self.evaluated += 1
         name = eqn.primitive.name
         if self.evaluated > MOST_EQUATIONS:
@@ -177,7 +178,7 @@ class World:
             if name == "custom_linear_solve":
                 return self.run(*linear_solve(eqn, operands))
             if name == "init_on_use":
-                # servers compute a row at its first use, but the comparison needs all rows
+                # A server computes each row at its first use, but a comparison needs all rows.
                 rows = np.arange(eqn.outvars[0].aval.shape[0], dtype=np.int32)
                 return self.run(eqn.params["write"](len(rows)), [self.replicate(rows), *operands])
             if name in CALLS:
@@ -190,7 +191,7 @@ class World:
     def log_outputs(
         self, eqn: JaxprEqn, operands: Sequence[Ranked], outputs: list[Ranked]
     ) -> list[Ranked]:
-        """Add an equation, its operands and its outputs to the log, if any; return the outputs."""
+        """Record an equation in the log if there is a log, and return its outputs."""
         if self.log is not None:
             self.log.note(eqn, operands, outputs, self.axes)
         return outputs
@@ -198,7 +199,7 @@ class World:
     def each(self, eqn: JaxprEqn, operands: list[Ranked]) -> list[Ranked]:
         """Evaluate an equation that does not communicate.
 
-        Ranks with the same objects as operands share one evaluation.
+        If several ranks have the same objects as operands, the equation is evaluated once for them.
         """
         outputs: dict[tuple[int, ...], list[Any]] = {}
         keys = []
@@ -287,7 +288,7 @@ class World:
         if self.count != 1:
             raise UnfollowedError("it is a shard_map within another")
         sharded = shard_map_of(eqn)
-        # XLA handles the automatic axes, along which the program sees global values
+        # Along automatic axes the body sees global values, so only manual axes have ranks.
         axes = subset(sharded.axes, [n for n in sharded.axes if n in sharded.manual])
         world = self._enter(self.inner(axes))
         arguments: list[Ranked] = []
@@ -305,7 +306,7 @@ class World:
         return World(axes, self.unknown, self.log)
 
     def assemble(self, pieces: Ranked, spec: Any) -> Any:
-        """Assemble an array from the ranks' pieces; `Replicas` if copies on the ranks differ."""
+        """Assemble an array from the ranks' pieces, or return `Replicas` if their copies differ."""
         return assemble(self.axes, pieces, spec)
 
     def without_mesh(self, count: int) -> World:
@@ -313,7 +314,7 @@ class World:
         return self._enter(World({"alone": count}, self.unknown, self.log))
 
     def _enter(self, world: World) -> World:
-        """Set the count of evaluated equations of an inner world; return the inner world."""
+        """Let an inner world continue this world's count of evaluations, and return it."""
         world.evaluated = self.evaluated
         return world
 
@@ -321,7 +322,7 @@ class World:
 def mesh_axes(eqn: JaxprEqn) -> list[str]:
     """Return the mesh axes over which an equation communicates.
 
-    Its parameter `axes` may also contain dimensions of the operand.
+    The equation's parameter `axes` may also contain dimensions of the operand.
     """
     return [a for a in axes_of(eqn) if isinstance(a, str)]
 
@@ -333,7 +334,7 @@ def _split_groups(
 
     Args:
       groups: ranks of each group.
-      subgroups: positions within a group (`axis_index_groups`).
+      subgroups: for each subgroup, positions within a group (`axis_index_groups`).
     """
     found = []
     for ranks in groups:
@@ -414,7 +415,7 @@ def run_cond(world: World, eqn: JaxprEqn, operands: Sequence[Ranked]) -> list[Ra
 def run_reduce(world: World, eqn: JaxprEqn, operands: Sequence[Ranked]) -> list[Ranked]:
     """Evaluate a generic `reduce`: combine rows one after the other.
 
-    The combiner of two numbers is elementwise, so it also combines arrays of numbers.
+    The body of the equation combines two numbers. It is evaluated with arrays in their place.
     """
     half, axes, body = len(operands) // 2, eqn.params["dimensions"], combiner_of(eqn)
     stacks = [_reduced_in_front(x, axes) for x in operands[:half]]
@@ -459,7 +460,7 @@ def _row_of_ranks(x: Ranked, t: int) -> Ranked:
 
 
 def _reduced_in_front(x: Ranked, axes: Sequence[int]) -> Ranked:
-    """Return each rank's array with the reduced dimensions merged into the first one."""
+    """Merge the reduced dimensions of each rank's array into one, which becomes the first."""
 
     def move(a: Any) -> Any:
         free = [d for d in range(a.ndim) if d not in axes]

@@ -1,7 +1,7 @@
 """Rules of exact sums (`dtrans.ops.exact_sum`): sums in the field.
 
 A part of an exact sum is a vector of integers, which programs pack, send and split. Under these
-rules the vector contains the bits of the sum's element and shadow instead of digits. So equations
+rules, the vector contains the bits of the sum's element and shadow in place of digits. So equations
 that move parts need no rule, and a part of zeros is an empty sum.
 """
 
@@ -20,7 +20,7 @@ from dtrans.verification.field_values import Real, real
 
 
 def _encode(elements: Array, shadow: Array, dtype: Any) -> Array:
-    """Return the concatenated parts of several sums."""
+    """Encode the elements and shadows of several sums as concatenated parts."""
     rows = np.stack([elements, np.ascontiguousarray(shadow, np.float64).view(np.uint64)], 1)
     words = rows.view(np.dtype(dtype))
     parts = np.zeros((len(rows), digit_format(dtype).size), dtype)
@@ -29,7 +29,7 @@ def _encode(elements: Array, shadow: Array, dtype: Any) -> Array:
 
 
 def _decode(parts: Array) -> tuple[Array, Array]:
-    """Return the elements and the shadows of the sums in concatenated parts."""
+    """Decode concatenated parts to the elements and the shadows of their sums."""
     rows = parts.reshape(-1, digit_format(parts.dtype).size)
     words = np.ascontiguousarray(rows[:, : 16 // parts.dtype.itemsize]).view(np.uint64)
     return words[:, 0], np.ascontiguousarray(words[:, 1]).view(np.float64)

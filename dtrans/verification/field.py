@@ -25,9 +25,9 @@ _P = np.uint64(P)
 _61, _31, _30 = np.uint64(61), np.uint64(31), np.uint64(30)
 _LOW31, _LOW30, _LOW32 = np.uint64((1 << 31) - 1), np.uint64((1 << 30) - 1), np.uint64(0xFFFFFFFF)
 _32 = np.uint64(32)
-CHUNK = 1 << 14  # elements that are multiplied at once
-LIMB = 21  # bits of a limb: three limbs represent an element
-SHORT = 16  # bits of a limb in longer sums: float64 adds 2**19 products exactly
+CHUNK = 1 << 14  # number of elements that are multiplied at once
+LIMB = 21  # number of bits of a limb: three limbs represent an element
+SHORT = 16  # number of bits of a limb in longer sums: float64 adds 2**19 products exactly
 # Products in a sum. The sum of two limbs has 22 bits, a product of two such sums 44, and float64
 # adds 2**9 products of 44 bits exactly.
 LONGEST = 1 << 9
@@ -40,7 +40,7 @@ def _folded(x: Operand) -> Array:
 
 def _below_p(x: Operand) -> Array:
     """Reduce numbers below 2P to elements."""
-    # if x < P, then x - P wraps around to a larger number
+    # If x < P, the difference x - P wraps around to a number larger than x.
     reduced: Array = np.minimum(x, x - _P)
     return reduced
 
@@ -66,7 +66,7 @@ def multiply(x: Operand, y: Operand) -> Array:
     """Return x * y."""
     if x.size <= CHUNK or x.shape != y.shape:
         return _multiply(x, y)
-    # the dozen temporaries of a chunk fit into the CPU's cache
+    # In chunks, because the dozen temporaries of a chunk fit into the CPU's cache.
     found: Array = np.empty(x.size, np.uint64)
     shape, x, y = x.shape, x.reshape(-1), y.reshape(-1)
     for k in range(0, x.size, CHUNK):
@@ -79,7 +79,7 @@ def _multiply(x: Operand, y: Operand) -> Array:
     x1, x0 = x >> _31, x & _LOW31
     y1, y0 = y >> _31, y & _LOW31
     middle = x1 * y0 + x0 * y1
-    # modulo P, 2**61 is 1 and 2**62 is 2
+    # Modulo P, 2**61 equals 1, and 2**62 equals 2.
     high = ((x1 * y1) << np.uint64(1)) + (middle >> _30) + ((middle & _LOW30) << _31)
     return _folded(high + x0 * y0)
 
@@ -99,7 +99,7 @@ def power(x: Array, n: int) -> Array:
 
 
 def inverse(x: Array) -> Array:
-    """Return 1 / x; the inverse of zero is zero (its shadow is infinite)."""
+    """Return 1 / x; for zero return zero, since the shadow of 1 / 0 shows that it is infinite."""
     flat = x.ravel()
     found = _inverses(np.where(flat == 0, np.uint64(1), flat))
     return np.where(flat == 0, np.uint64(0), found).reshape(x.shape)
@@ -107,7 +107,7 @@ def inverse(x: Array) -> Array:
 
 def _inverses(x: Array) -> Array:
     """Invert a vector without zeros, by recursion on the products of pairs (Montgomery)."""
-    if x.size <= 16:  # one inverse costs as much as a dozen small products
+    if x.size <= 16:  # recursion does not pay: an inverse costs as much as a dozen products
         return np.array([pow(int(v), -1, P) for v in x], np.uint64)
     half = x.size // 2
     first, second, rest = x[:half], x[half : 2 * half], x[2 * half :]
@@ -119,7 +119,7 @@ def _inverses(x: Array) -> Array:
 def total(x: Array, axes: Sequence[int]) -> Array:
     """Return the sum over some axes."""
     axes = tuple(axes)
-    # a sum of 32-bit halves overflows only after 2**32 elements
+    # The sums of 32-bit halves overflow only after 2**32 elements.
     low = np.sum(x & _LOW32, axis=axes, dtype=np.uint64)
     high = np.sum(x >> _32, axis=axes, dtype=np.uint64)
     return add(_folded(low), multiply(_folded(high), np.uint64(1 << 32)))
@@ -140,7 +140,12 @@ def limbs(x: Array, bits: int = LIMB) -> list[Array]:
 
 
 def from_limbs(sums: Sequence[Array], bits: int = LIMB) -> Array:
-    """Return the sum over k of sums[k] * 2**(bits * k): integers below 2**53, in float64."""
+    """Return the sum over k of sums[k] * 2**(bits * k).
+
+    Args:
+      sums: arrays of integers below 2**53, in float64.
+      bits: number of bits of a limb.
+    """
     found: Array = np.zeros(np.shape(sums[0]), np.uint64)
     for k, s in enumerate(sums):
         # 2**61 is 1 modulo P, so a product with a power of two rotates the 61 bits. The sum of
@@ -166,7 +171,7 @@ def matrix_product(x: Array, y: Array) -> Array:
 
 
 def _limb_products(left: Sequence[Array], right: Sequence[Array]) -> list[Array]:
-    """Return the products of limbs, added up by power of 2**LIMB (Karatsuba)."""
+    """Return, for each power of 2**LIMB, the sum of the products of limbs (Karatsuba)."""
     a, b, c = (x @ y for x, y in zip(left, right, strict=True))
     (a0, a1, a2), (b0, b1, b2) = left, right
     return [
@@ -179,7 +184,7 @@ def _limb_products(left: Sequence[Array], right: Sequence[Array]) -> list[Array]
 
 
 def add_at(size: int, where: Array, x: Array) -> Array:
-    """Return `size` sums: x[k] is added to the sum at where[k]."""
+    """Return an array of `size` sums: each x[k] is added to the sum with index where[k]."""
     assert x.size < 1 << 32, "a sum of limbs would not be exact"
     sums = [np.bincount(where, weights=limb, minlength=size) for limb in limbs(x)]
     return from_limbs(sums)
@@ -200,14 +205,14 @@ def key_of(name: object) -> int:
 def hashed(name: object, *xs: Array) -> Array:
     """Return a keyed hash of each tuple of elements.
 
-    The field has no `exp`, for example. A hash stands for it: equal arguments have equal results,
-    and the results of different arguments are independent random elements.
+    A hash replaces a function that the field lacks, such as `exp`. Equal arguments have equal
+    results; the results of different arguments are independent random elements.
     """
     h: Array = np.asarray(np.uint64(key_of(name)))
     with np.errstate(over="ignore"):
         for x in xs:
             h = _mixed((h * np.uint64(0x9E3779B97F4A7C15)) ^ x)
-        # without this round, the hashes of two names would differ only by a bijection
+        # One more round: otherwise the hashes of two names would differ by a bijection only.
         return _folded(_mixed(h + np.uint64(0x632BE59BD9B4E019)))
 
 

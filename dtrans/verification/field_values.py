@@ -1,14 +1,14 @@
-"""Values of an evaluated program: floats as field elements with shadows, other arrays unchanged.
+"""Values in an evaluation: a float is a field element with a shadow; other arrays are unchanged.
 
-    Real        array of floats: elements of the field, and shadows, their values in float64
+    Real        array of floats: elements of the field, and shadows, which are float64 values
     Complex     array of complex numbers: two `Real` parts
     Unknown     value that depends on an equation without a rule
     np.ndarray  integers and booleans, which are exact
     jax.Array   random keys
 
 Elements decide if two values are equal. Shadows decide comparisons, maxima, sorts, branches and
-loops, because the field has no order. `NearTie` is raised if two shadows differ by no more than
-rounding: the comparison then draws another point.
+loops, because the field has no order. If two shadows differ by no more than rounding, `NearTie` is
+raised, and the verification draws another random point.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from dtrans.verification.field import Array
 from dtrans.verification.rationals import elements_of, exact_elements
 
 
-NEAR = 1e-9  # largest relative difference between two shadows that may come from rounding
+NEAR = 1e-9  # relative difference up to which two shadows may differ by rounding only
 
 
 class UnfollowedError(Exception):
-    """Equation without a rule in the field; the message is the reason, which the report lists."""
+    """Equation that has no rule in the field. The message, a reason, appears in the report."""
 
 
 class NearTie(Exception):
@@ -45,11 +45,11 @@ _by_elements = contextvars.ContextVar("_by_elements", default=False)
 
 @contextlib.contextmanager
 def ties_by_elements() -> Iterator[None]:
-    """Within this context, decide near ties by elements instead of raising `NearTie`.
+    """Decide near ties by elements within this context, instead of raising `NearTie`.
 
     The order of elements is arbitrary, but the same in two equal programs. Some optimizers have a
-    tie at every point: they compare the root mean square of signs with the bound 1. A difference
-    that is found in this context may come from such a decision, so it proves nothing.
+    tie at every point: they compare the root mean square of signs with the bound 1. If two programs
+    differ in this context, this proves nothing, since a tie may be the reason.
     """
     token = _by_elements.set(True)
     try:
@@ -62,7 +62,7 @@ def ties_by_elements() -> Iterator[None]:
 class Real:
     """Array of floats.
 
-    Invariant: if a shadow is inf, -inf or NaN, its element is the constant for this value.
+    Invariant: inf, -inf and NaN each have one constant element, which stands next to such a shadow.
 
     Attributes:
       elements: elements of the field, uint64.
@@ -115,7 +115,7 @@ class Unknown:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Replicas(Unknown):
-    """Copies of a value on the ranks that should be equal, but differ.
+    """Copies of one value on all ranks, which should be equal, but differ.
 
     Attributes:
       copies: the copy of each rank.
@@ -127,7 +127,7 @@ class Replicas(Unknown):
 
 
 def real(elements: Array, shadow: Any) -> Real:
-    """Return a `Real`; shadows that are inf, -inf or NaN get the constant elements of these."""
+    """Return a `Real`; the entries inf, -inf and NaN of the shadow get their constant elements."""
     shadow = np.asarray(shadow, np.float64)
     finite = np.isfinite(shadow)
     if not finite.all():
@@ -157,7 +157,10 @@ def lifted(x: Any, dtype: Any) -> Any:
 
 
 def exact(x: Array, dtype: Any) -> Any:
-    """Convert an array to a value, as `lifted`, but with the exact rational value of each float."""
+    """Convert an array to a value with the exact value of each float.
+
+    `lifted`, in contrast, uses the simplest rational number that rounds to the float.
+    """
     if not is_float(dtype):
         return x
     shadow = x.astype(np.float64)
@@ -219,11 +222,11 @@ def same(x: Any, y: Any) -> bool:
 
 
 def ordered(x: Real, y: Real) -> tuple[Array, Array]:
-    """Return the mask of entries with x == y, and the mask of entries with x < y.
+    """Return two masks of entries: x == y, and x < y.
 
     Raises:
-      NearTie: two elements differ, but their shadows are nearly equal. `ties_by_elements` prevents
-        this.
+      NearTie: two elements differ, but their shadows are nearly equal. Within `ties_by_elements`,
+        the elements decide instead.
     """
     equal = (x.elements == y.elements) & ~np.isnan(x.shadow) & ~np.isnan(y.shadow)
     with np.errstate(invalid="ignore"):
@@ -250,7 +253,7 @@ def choose(condition: Array, x: Real, y: Real) -> Real:
 
 
 def hashed(name: object, *xs: Any, shadow: Any) -> Real:
-    """Evaluate a function that the field lacks, as a keyed hash of its arguments.
+    """Replace a function that the field lacks by a keyed hash of its arguments.
 
     Args:
       name: name of the function.

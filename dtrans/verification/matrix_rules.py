@@ -1,8 +1,8 @@
 """Rules of linear algebra: exact solutions of systems, and hashes for decompositions.
 
-Plans use that a solution is linear in the right-hand side: the operand of a solve may be a partial
-sum. So solves are exact. Decompositions are not linear, and their outputs are hashes of the matrix.
-Each matrix of a stack is hashed separately, because a plan may cut the stack.
+A solution is linear in the right-hand side, and plans rely on this: they may solve a system for
+partial sums. So solves are exact. Decompositions are not linear, and their outputs are hashes of
+the matrix. Each matrix of a stack is hashed separately, because a plan may cut the stack.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _hash_matrices(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     sums: list[Array] = []
     for x in operands:
         for part in _parts_of(x):
-            # `householder_product` has a vector for each matrix
+            # An operand of `householder_product` has a vector for each matrix.
             is_vector = part.ndim == len(stack) + 1
             sums.append(_digest(part.reshape(*stack, -1, 1) if is_vector else part))
     outputs: list[Any] = []
@@ -61,7 +61,9 @@ def _hash_matrices(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 
 def _hashed_entries(name: object, sums: Sequence[Array], shadow: Array, stack: int) -> Real:
-    """Return a hash for each entry of an output, from its position and the digests of its matrix.
+    """Return a hash for each entry of an output.
+
+    It is computed from the position of the entry and from the digests of the operands' matrices.
 
     Args:
       name: name of the output.
@@ -87,7 +89,8 @@ def _triangular_solve(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     if p["unit_diagonal"]:
         count = left.shape[-1]
         left = np.where(np.eye(count, dtype=bool), np.uint64(1), left)
-    # x a = b is a^T x^T = b^T, and an upper triangle becomes lower if rows and columns are reversed
+    # The system x a = b equals a^T x^T = b^T. An upper triangle becomes a lower one if rows and
+    # columns are reversed.
     if bool(p["transpose_a"]) == bool(p["left_side"]):
         left, lower = transpose(left), not lower
     if not p["left_side"]:
@@ -115,7 +118,7 @@ def _forward(lower: Array, right: Array) -> Array:
 
 
 def _tridiagonal_solve(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """Solve a tridiagonal system: eliminate below the diagonal, row by row (Thomas)."""
+    """Solve a tridiagonal system by elimination below the diagonal (Thomas algorithm)."""
     if any(isinstance(x, Complex) for x in operands):
         raise UnfollowedError("it has no rule for complex numbers")
     (shadow,) = by_jax(eqn, shadows_of(operands))

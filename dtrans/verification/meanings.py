@@ -1,4 +1,4 @@
-"""Meanings: relations of a job's values to the step's values.
+"""Meanings: each value of a job is compared with the values of the step.
 
     exact     a constant, a copy of a step value, or pieces of a step value on ranks or in rows
     partial   partial sums: the ranks' values add up to a step value, or a value is the sum over
@@ -6,8 +6,8 @@
     multiple  an exact or partial value times a number, such as the sum of several means
     none      any other value
 
-An exact value is right. A partial sum is right if it is reduced, and a multiple if it is divided,
-before a nonlinear equation reads it.
+An exact value is right. Before a nonlinear equation reads them, a partial sum must be reduced, and
+a multiple must be divided.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from dtrans.verification.step_values import Match, StepValue, StepValues, is_ran
 from dtrans.verification.value_log import elements_of_value
 
 
-MOST_RATIONAL = 1 << 34  # largest numerator times denominator of a constant, such as 1e-8
-MOST_PARTS = 64  # rows of a stack that are compared one by one
-# quotients of sums and means, and usual scales of losses
+MOST_RATIONAL = 1 << 34  # bound of numerator times denominator of a constant, such as 1e-8
+MOST_PARTS = 64  # largest number of rows of a stack that are compared one by one
+# Factors between sums and means, and usual scales of losses.
 _INTEGERS = (*range(1, 65), *(1 << k for k in range(7, 17)))
 _FRACTIONS = {Fraction(n, d) for n in range(1, 17) for d in range(1, 17)}
 _FRACTIONS |= {Fraction(n) for n in _INTEGERS}
 _FRACTIONS |= {Fraction(1, n) for n in _INTEGERS}
-# factors with small numerators and denominators are tried first
+# Factors with small numerators and denominators are tried first.
 FACTORS = sorted(_FRACTIONS - {1}, key=lambda f: (f.numerator * f.denominator, f))
 INVERSES = np.array([f.denominator * pow(f.numerator, -1, P) % P for f in FACTORS], np.uint64)
 
 
-# function (starts of parts, size of a part): True if the parts are in order
+# Function of (starts of parts, size of a part) that returns True if the parts are in order.
 InOrder = Callable[[Sequence[float], int], bool]
 
 
@@ -97,14 +97,15 @@ class Meanings:
     def __init__(self, values: StepValues, *, moves_rows: bool = False) -> None:
         self._values, self._moves_rows = values, moves_rows
         self._found: dict[tuple[int, ...], Meaning] = {}
-        self._alive: list[Any] = []  # keeps values alive, since the keys of `_found` are their ids
+        # The keys of `_found` are ids of values, so the values are stored here.
+        self._alive: list[Any] = []
 
     def of(self, value: Sequence[Any], axes: Mapping[str, int]) -> Meaning:
         """Return the meaning of a value.
 
         Args:
-          value: the value of each rank.
-          axes: axes of the ranks' mesh by name, with their sizes.
+          value: the value on each rank.
+          axes: size of each axis of the ranks' mesh, by name.
         """
         key = tuple(map(id, value))
         if key not in self._found:
@@ -147,7 +148,7 @@ class Meanings:
           alone: True if there is only one rank.
         """
         found = self._of_value(x)
-        # if all ranks have the same partial sum, no reduction can complete it
+        # If several ranks have the same partial sum, no reduction can complete it.
         if found is None and alone:
             found = self._of_rows(x)
         if found is None:
@@ -211,9 +212,9 @@ class Meanings:
         Args:
           parts: the arrays.
           in_order: function that decides if parts are in order (`InOrder`).
-          over: noun phrase for what separates the parts: "ranks", or a dimension.
-          axes: axes of the mesh by name, with their sizes, if each part belongs to a rank.
-          ways: for each search, in order: False for pieces, True for partial sums over rows.
+          over: noun phrase for texts: the parts are on "ranks", or along a dimension.
+          axes: size of each mesh axis, by name, if each part is the array of a rank; else None.
+          ways: the searches, in order: False for pieces, True for partial sums over rows.
         """
         first = next((x for x in parts if is_random(x).any()), parts[0])
         for factor in self._factors(first):
@@ -236,7 +237,7 @@ class Meanings:
     def _pieces(
         self, parts: Sequence[Array], in_order: InOrder, *, partial: bool
     ) -> StepValue | None:
-        """Return the step value that has the parts as consecutive pieces, or partial sums."""
+        """Return the step value whose consecutive pieces, or partial sums, are the parts."""
         of_parts: list[dict[int, Match]] = []
         for x in parts:
             matches: dict[int, Match] = {}
@@ -251,9 +252,10 @@ class Meanings:
         return None
 
     def _factors(self, x: Array) -> list[Fraction]:
-        """Return 1, and the factors by which an array may be divided to get a step value.
+        """Return the factors that an array may have: the array may be factor times a step value.
 
-        The first or the last random entry, divided by the factor, is an element of the step.
+        The first factor is 1. Each other factor passes a quick test: the first or the last random
+        entry of the array, divided by the factor, occurs in the step.
         """
         flat = x.ravel()
         places = np.flatnonzero(is_random(flat))
@@ -265,15 +267,14 @@ class Meanings:
 
 
 def _starts(matches: Sequence[Match | None]) -> tuple[list[float], int]:
-    """Return the starts of parts in a step value, and the size of a part.
+    """Return the start of each part in a step value, and the size of a part.
+
+    For partial sums, starts and size count rows of the batch. There are no starts if the matches do
+    not fit together.
 
     Args:
-      matches: each part as a slice of the step value. A part without a match is None, and counts as
-        padding if it follows the last part.
-
-    Returns:
-      The start of each part, infinity for padding; empty if the matches do not fit together. For
-      partial sums, starts and size are in rows of the batch.
+      matches: each part as a slice of the step value. None stands for a part without a match, which
+        may follow the last part as padding; its start is infinity.
     """
     known = [m for m in matches if m is not None]
     partial = known[0].value.rows is not None
@@ -305,12 +306,12 @@ def _evenly(starts: Sequence[float], size: int) -> bool:
 
 
 def _ordered_on_mesh(starts: Sequence[float], size: int, axes: Mapping[str, int]) -> bool:
-    """Return True if parts are in order along some axes of a mesh, and equal along the others.
+    """Return True if parts are in order along some axes of a mesh, and equal along all others.
 
     Args:
       starts: start of each rank's part.
       size: size of a part.
-      axes: axes of the mesh by name, with their sizes.
+      axes: size of each mesh axis, by name.
     """
     sizes = [*axes.values()]
     if int(np.prod(sizes)) != len(starts) or len({*starts}) == 1:
@@ -324,7 +325,11 @@ def _ordered_on_mesh(starts: Sequence[float], size: int, axes: Mapping[str, int]
 
 
 def _sums_over(parts: Sequence[Array], axes: Mapping[str, int] | None) -> Iterator[Array]:
-    """Yield the sum of all parts, or sums over some mesh axes that are equal for all groups."""
+    """Yield the sums of parts that may be a step value.
+
+    Without axes, it is the sum of all parts. Otherwise sums over each set of mesh axes are
+    computed, and a sum is yielded if all groups of ranks have the same sum.
+    """
     if len({x.shape for x in parts}) != 1:
         return
     if axes is None or int(np.prod([*axes.values()])) != len(parts):
@@ -359,7 +364,7 @@ def _divided(x: Array, factor: Fraction) -> Array:
 
 
 def _elements_of_ranks(value: Sequence[Any]) -> list[Array]:
-    """Return the elements of each rank's array; arrays other than floats are left out."""
+    """Return the elements of each rank's array; leave out arrays that are not floats."""
     found = []
     for x in value:
         elements = elements_of_value(x)
@@ -382,7 +387,8 @@ def _is_rational(element: int) -> bool:
 
     A random element passes this test with a probability of 1 in 4 million.
     """
-    # Euclid's algorithm on (P, element): numerators fall while denominators grow
+    # Euclid's algorithm on (P, element) yields all candidates: numerators fall while denominators
+    # grow.
     numerators, denominators = (P, element), (0, 1)
     while numerators[1]:
         if numerators[1] * abs(denominators[1]) < MOST_RATIONAL:

@@ -1,21 +1,21 @@
 """Search for the cause of a wrong output: the first wrong value on the way to it.
 
-The step and the job are evaluated at one point, with logs. Each value of the job has a meaning
-(`meanings`): its relation to a value of the step. From a wrong output the search walks back through
-values without a meaning. It ends at equations whose operands all have a meaning. The first of these
-equations, in the order of the job, is the cause.
+The step and the job are evaluated at one point, with logs. A value of the job has a meaning
+(`meanings`) if it is a copy, piece or partial sum of a step value. From a wrong output the search
+walks back through values without a meaning. It ends at equations whose operands all have a meaning.
+The first of these equations, in the order of the job, is the cause.
 
     causes = find_causes((step_jaxpr, step_inputs), (job_jaxpr, job_arguments), [0, 3])
     causes[0]   # a `Cause`, or None if the programs are too large for logs
 
 Some right values have no meaning either: a sum over the first micro-batches of all ranks is not a
-sum of consecutive rows. They *recover*, which means that a value with a meaning is computed from
-them. The search prefers causes that do not recover.
+sum of consecutive rows. Such values *recover*: from them the job computes a value with a meaning.
+The search prefers causes that do not recover.
 
-A multiple of a step value, such as the sum of three means, is right if it is divided later. If the
-search ends at an equation that reads a multiple, the cause is the equation whose factor made it a
-multiple. If there is no such equation, a reduction lacks its division: the cause is then the first
-copy that is a multiple.
+A multiple of a step value, such as the sum of three means, is right if the job divides it later. If
+the search ends at an equation that reads a multiple, the cause is the equation whose factor created
+the multiple. If there is no such equation, a reduction lacks its division: the cause is then the
+first copy that is a multiple.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from dtrans.verification.step_values import StepValues
 from dtrans.verification.value_log import Computation, ValueLog
 
 
-# Primitives that map a multiple of an operand to a multiple of the output. In the log, `shard_map`
-# and `scan` are movements of pieces and rows.
+# Primitives whose output is a multiple if an operand is a multiple. In the log, `shard_map` and
+# `scan` are movements of pieces and rows.
 HOMOGENEOUS = (
     "abs", "conv_general_dilated", "cumsum", "div", "dot_general", "integer_pow", "mul", "neg",
     "reduce_sum", "rsqrt", "scan", "shard_map", "sqrt", "square",
@@ -58,7 +58,7 @@ def find_causes(
       outputs: positions of the job's outputs that differ.
 
     Returns:
-      The cause for each position; None if the programs are too large for logs.
+      The cause for each position. All causes are None if the programs are too large for logs.
     """
     step_log, job_log = ValueLog(), ValueLog()
     step_jaxpr, inputs = step
@@ -76,11 +76,11 @@ def find_causes(
 class _Walk:
     """Walk from wrong outputs back to their causes.
 
-    A computation is referred to by its index in the log.
+    All methods identify a computation by its index in the log.
 
     Args:
       log: log of the job.
-      meanings: finds the meaning of a value of the job.
+      meanings: object that finds the meaning of a value of the job.
     """
 
     def __init__(self, log: ValueLog, meanings: Meanings) -> None:
@@ -109,8 +109,10 @@ class _Walk:
     # -- the region of values without a meaning --------------------------------------------------
 
     def _region(self, last: int) -> set[int]:
-        """Return a computation, and the earlier computations that lead to it through values
-        without a meaning."""
+        """Return the computation `last`, and earlier ones whose values without a meaning it reads.
+
+        It may read them through other values without a meaning.
+        """
         found = {last}
         waiting = self._sources(last)
         while waiting:
@@ -138,10 +140,11 @@ class _Walk:
     # -- multiples -------------------------------------------------------------------------------
 
     def _before_use(self, number: int) -> int:
-        """Return the computation at fault, for an equation whose operands all have a meaning.
+        """Return the computation at fault if the search has ended at computation `number`.
 
-        If an operand is a multiple, which this equation must not read, the fault is the computation
-        that made it a multiple. Otherwise it is the equation itself.
+        All operands of this computation have a meaning. If it must not read multiples, but an
+        operand is a multiple, the computation that created the multiple is at fault. Otherwise
+        `number` itself is at fault.
         """
         name = self._log.computations[number].name
         if name in HOMOGENEOUS or name in MOVES or name in GROUPS:
@@ -153,30 +156,30 @@ class _Walk:
                 factors.append(meaning.factor)
                 if meaning.kind is Kind.EXACT and meaning.factor != 1:
                     multiples.append(source)
-        # the sum of several values with the same factor is a multiple with this factor
+        # A sum of several values with the same factor is a right multiple.
         if name in ADDS and len(set(factors)) == 1 and len(factors) > 1:
             return number
         cause = self._cause_of_multiple(multiples[0]) if multiples else None
         return number if cause is None else cause
 
     def _is_multiple(self, number: int, kinds: Sequence[Kind] = (Kind.EXACT,)) -> bool:
-        """Return True if an output has one of these kinds, and a factor other than 1."""
+        """Return True if an output has one of these kinds, with a factor other than 1."""
         return any(m.kind in kinds and m.factor != 1 for m in self._meanings_of(number))
 
     def _cause_of_multiple(self, number: int) -> int | None:
-        """Return the computation that made a value a multiple; None if no computation did.
+        """Return the computation that created a multiple; None if no computation did.
 
-        The search follows the chain of multiples before the value to its start. Factors that cancel
-        each other, such as a sum of means and its division, do not count. The computation with the
-        first other factor is the cause. If this factor is an integer, means may have been summed
-        instead of averaged: then the cause is the reduction.
+        The search goes back along the chain of multiples to its start. Factors that cancel each
+        other, such as a sum of means and its division, do not count. The computation with the first
+        remaining factor is the cause. But if this factor is an integer, means may have been summed
+        instead of averaged: then a later reduction in the chain is the cause.
         """
         chain = [number]
         both = (Kind.EXACT, Kind.PARTIAL)
         while before := [s for s in self._sources(chain[0]) if self._is_multiple(s, both)]:
             chain.insert(0, before[0])
 
-        # factors that no later factor cancels, in the order of the chain
+        # Collect the factors that no later factor cancels, in the order of the chain.
         remaining: list[tuple[int, Fraction]] = []
         of, last = -1, Fraction(1)
         for one in chain:
@@ -208,11 +211,11 @@ class _Walk:
         return any(m.is_copy for m in self._meanings_of(number))
 
     def _factor(self, number: int, of: int, last: Fraction) -> tuple[int, Fraction]:
-        """Return (k, factor): an output is step value k times the factor.
+        """Return (k, factor) such that the output of a computation is step value k times factor.
 
-        Several step values may be multiples of each other. The first choice is a value with the
-        factor of the operand, because the equation then also occurs in the step. The next choices
-        are a value of the same primitive, then the step value of the operand, then any value.
+        Several pairs may be possible, because step values may be multiples of each other. The first
+        choice has the factor of the operand, because the equation then also occurs in the step. The
+        next choices are a step value of the same primitive, then k of the operand, then any pair.
 
         Args:
           number: the computation.
@@ -253,12 +256,12 @@ class _Walk:
         return self._found[number]
 
     def _term_of(self, number: int) -> Meaning | None:
-        """Return the meaning of an output that is one term from a stack of partial sums.
+        """Return the meaning of an output that is one row from a stack of partial sums, else None.
 
-        `Meanings` finds partial sums over rows. Other partial sums, such as the sum of one trainer,
-        are not values of the step. But the stack of all trainers' sums has a meaning. None if the
-        output is not a row of such a stack. A term on all ranks of a mesh has no meaning, since the
-        other terms are lost.
+        `Meanings` finds partial sums over consecutive rows of the batch. It does not find other
+        partial sums, such as the sum of one trainer, but it finds the stack of all trainers' sums.
+        On a mesh the result is None: if all ranks have the same term, no reduction can add the
+        other terms.
         """
         computation = self._log.computations[number]
         if computation.name not in (*MOVES, "scan", "shard_map") or computation.axes:
@@ -276,7 +279,7 @@ class _Walk:
         return dataclasses.replace(stack, text=f"a term of {stack.text}")
 
     def _relations_of(self, number: int) -> list[Meaning]:
-        """Return the meanings of a computation's outputs that refer to a value of the step."""
+        """Return the meanings of a computation's outputs, without those that name no step value."""
         return [m for m in self._meanings_of(number) if m.of is not None]
 
     def _has_meaning(self, number: int) -> bool:

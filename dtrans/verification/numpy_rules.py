@@ -1,8 +1,8 @@
 """Rules of JAX's primitives on NumPy arrays; nothing is compiled.
 
-They compute integers, booleans and shadows (`dtrans.verification.field_values`). A rule in
-`ELEMENTWISE` is a function of the operands. A rule in `OTHERS` returns a list of outputs. It is a
-function of the equation's parameters, its operands and the type of its first output.
+The rules compute integers, booleans and shadows (`dtrans.verification.field_values`). A rule in
+`ELEMENTWISE` is a function of the operands that returns the output. A rule in `OTHERS` is a
+function of (parameters, operands, type of the first output) that returns a list of outputs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _unsigned_shift(x: Any, n: Any) -> Any:
 
 
 def _power(x: Any, y: Any) -> Any:
-    """Raise to a power; floats are computed in 64 bits."""
+    """Raise numbers to a power; powers of floats are computed in 64 bits."""
     if np.asarray(x).dtype.kind == "f":
         x = np.asarray(x, np.float64)
     return np.power(x, y)
@@ -50,7 +50,7 @@ def _div(x: Any, y: Any) -> Any:
     return _quotient(x, y)
 
 
-# primitives with the name of their NumPy function
+# Primitives whose NumPy function has the same name.
 _SAME_NAMES = (
     "abs", "cbrt", "ceil", "cos", "cosh", "exp", "exp2", "expm1", "floor", "log", "log1p", "log2",
     "sign", "sin", "sinh", "sqrt", "square", "tan", "tanh",
@@ -194,7 +194,7 @@ def _pad(p: Any, operands: Any, out: Any) -> list[Any]:
         spread = size + max(size - 1, 0) * inner
         shape.append(spread)
         strided.append(slice(None, None, inner + 1))
-        # negative padding removes entries
+        # Negative padding removes entries.
         remaining.append(slice(max(-low, 0), spread - max(-high, 0)))
         widths.append((max(low, 0), max(high, 0)))
     new = np.full(shape, fill)
@@ -205,7 +205,7 @@ def _pad(p: Any, operands: Any, out: Any) -> list[Any]:
 def gather_places(
     shape: Sequence[int], indices: Any, numbers: Any, sizes: Sequence[int], mode: Any
 ) -> Any:
-    """Return the flat index in the operand of each gathered entry; -1 for a fill value.
+    """Return, for each gathered entry, its flat index in the operand; -1 for a fill value.
 
     Args:
       shape: shape of the operand.
@@ -224,7 +224,7 @@ def gather_places(
     without_window = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     window = [d for d in range(len(shape)) if d not in without_window]
 
-    # flat index of the first entry of each window, and offsets of its other entries
+    # A flat index is the index of the window's first entry plus the offset of the entry.
     strides = np.cumprod([1, *shape[:0:-1]])[::-1]
     first, inside = np.zeros(batch, np.int64), np.ones(batch, bool)
     for d, start in starts.items():
@@ -253,9 +253,10 @@ _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
 
 def threefry_bits(key: Any, shape: Sequence[int], bits: int) -> Any:
-    """Return random bits as JAX draws them from a key of two words (`jax_threefry_partitionable`).
+    """Return the random bits that JAX draws from a key of two words.
 
-    Each number is a hash of its index: 20 rounds of Threefry-2x32 (Salmon et al., 2011).
+    Each number is a hash of its index: 20 rounds of Threefry-2x32 (Salmon et al., 2011). JAX does
+    the same if `jax_threefry_partitionable` is True.
     """
     counts = np.arange(int(np.prod(shape)), dtype=np.uint64).reshape(shape)
     x = [(counts >> np.uint64(32)).astype(np.uint32), counts.astype(np.uint32)]

@@ -9,16 +9,17 @@ import dataclasses
 class Cause:
     """First wrong equation on the way to an output that differs.
 
-    Its operands are constants, copies, pieces or partial sums of step values. Its own value is none
-    of these, or is a multiple of the right value.
+    The operands of the equation are constants, or copies, pieces or partial sums of step values.
+    The result is none of these, or is a multiple of the right value.
 
     Attributes:
       primitive: primitive of the equation; "" if the output is an unchanged argument.
       line: the user's source line, `model.py:12`; "" if the equation has none.
       origin: function that wrote an equation without a line: `optax.scale_by_adam`; "" if unknown.
-      value: noun phrase for the value: `no piece, partial sum or copy of a value of the step`.
-      operands: noun phrase for each operand of floats: `a copy of tanh (model.py:12)`.
-      behind: the next collective that depends on the value, with its line; "" if there is none.
+      value: text about the result: `no piece, partial sum or copy of a value of the step`.
+      operands: text about each operand that is related to a step value: `a copy of tanh
+        (model.py:12)`.
+      behind: the next collective that depends on the result, with its line; "" if there is none.
     """
 
     primitive: str
@@ -50,7 +51,8 @@ class Difference:
     Attributes:
       output: name of the output, `params/w1`.
       entries: number of entries that differ, and number of all entries.
-      detail: relation of the value to the right value: scaled, rows of another rank, and so on.
+      detail: text that compares the output with the right value: scaled, rows of another rank, and
+        so on; "" if unknown.
       cause: first wrong equation; None if the program is too large for a search.
     """
 
@@ -103,7 +105,7 @@ class Report:
         return not self.skipped and not self.unfollowed
 
     def merge(self, other: Report) -> Report:
-        """Return one report for this step and another step of the same job."""
+        """Return one report from this report, and that of another step of the same job."""
         both = lambda one, two: tuple(dict.fromkeys((*one, *two)))
         skipped = both(self.skipped, other.skipped)
         compared = [n for n in both(self.compared, other.compared) if n not in skipped]
@@ -126,7 +128,7 @@ class Report:
             f"{self.title}: {head} ({len(self.compared)} outputs at {self.points} points, "
             f"{self.seconds:.1f} s)"
         ]
-        # a cause that several outputs share is printed once
+        # Several outputs may share a cause, which is printed once.
         listed: set[Cause | None] = {None}
         for difference in self.differences:
             lines.append(f"  {difference}")

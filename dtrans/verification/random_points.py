@@ -1,7 +1,7 @@
 """Random points of the field, at which a comparison evaluates both steps.
 
-Elements of floats are uniformly random. Shadows are near the values of a real run, so that
-comparisons and branches take the paths that occur in training.
+The elements of floats are uniformly random. Their shadows are near the values of a real run, so
+that comparisons and branches take the paths that occur in training.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ def random_point(
     fixed: frozenset[str],
     rng: np.random.Generator,
 ) -> dict[str, Any]:
-    """Return a value for each input, with random elements, and shadows near real values.
+    """Return a value for each input: random elements with shadows near the values of a real run.
+
+    Arrays other than floats are unchanged.
 
     Args:
       types: type of each input, by name.
       real_values: arrays of a real run, by name.
-      fixed: names of inputs that keep their real values, since a plan may contain these values.
+      fixed: names of inputs that keep their values, because a plan may contain these values.
       rng: the random generator.
     """
     point: dict[str, Any] = {}
@@ -65,7 +67,7 @@ class BatchRange:
     labels: int
 
 
-# a label that is not below the number of classes selects NaN; the smallest number of classes is 2
+# A label must be below the number of classes, which is at least 2; other labels select NaN.
 RANGES = (BatchRange(False, 4), BatchRange(False, 2), BatchRange(True, 2))
 
 
@@ -75,7 +77,7 @@ def random_arrays(
     range_: BatchRange,
     arrays: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return an array for each name in `types`: the entry of `arrays`, or else random numbers."""
+    """Return an array for each name in `types`: from `arrays`, or with random numbers."""
     batch: dict[str, Any] = {}
     for name, t in types.items():
         if arrays is not None and name in arrays:

@@ -1,12 +1,12 @@
 """JAX's collectives on the values of all ranks, in NumPy.
 
 Ranks are the devices of a mesh in row-major order. A collective over some axes connects the ranks
-of a group, whose coordinates on all other axes are equal. Each rule takes the values of one group,
-in the order of its ranks, and returns one output for each rank.
+of a group, whose coordinates on all other axes are equal. A rule takes the values of the ranks of
+one group, in order, and returns one output for each rank.
 
-`shard` and `assemble` convert between an array and its pieces, the values of the ranks, by a
-`PartitionSpec`. Ranks with equal coordinates on the axes of a spec have the same object as their
-piece, so the evaluation computes with it once.
+`shard` splits an array into the pieces of all ranks, as a `PartitionSpec` states, and `assemble`
+joins the pieces. Ranks with equal coordinates on the axes of a spec get the same object as their
+piece, so the evaluation computes with this piece once.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from dtrans.verification.field_values import (
 )
 
 
-Ranked = tuple[Any, ...]  # the value of each rank
+Ranked = tuple[Any, ...]  # The value of a variable on each rank.
 Group = Callable[[list[Any], Mapping[str, Any]], list[Any]]
 
 
@@ -59,7 +59,7 @@ def groups_of(axes: Mapping[str, int], over: Sequence[str]) -> list[list[int]]:
 
 
 def summed(parts: Sequence[Any]) -> Any:
-    """Return the sum of the values of a group, in the order of its ranks."""
+    """Add up the values of a group, in the order of its ranks."""
     if isinstance(parts[0], Complex):
         real_part = summed([p.real for p in parts])
         return Complex(real_part, summed([p.imag for p in parts]))
@@ -94,9 +94,9 @@ def _smaller(x: Any, y: Any) -> Any:
 
 
 def mapped(fn: Callable[..., Any], *xs: Any) -> Any:
-    """Apply a NumPy function to values of one kind. The function may only move entries.
+    """Apply a NumPy function that only moves entries to values of one kind.
 
-    It moves the elements and the shadows of floats, and the words of random keys.
+    It is applied to the elements and to the shadows of floats, and to the words of random keys.
     """
     if isinstance(xs[0], Complex):
         real_part = mapped(fn, *(x.real for x in xs))
@@ -135,7 +135,8 @@ def _reduce_scatter(parts: list[Any], params: Mapping[str, Any]) -> list[Any]:
 
 
 def _all_to_all(parts: list[Any], params: Mapping[str, Any]) -> list[Any]:
-    # with tiled=False `jax.lax.all_to_all` adds and removes dimensions with other primitives
+    # This also covers tiled=False: `jax.lax.all_to_all` then adds and removes dimensions with other
+    # primitives.
     found = []
     for k in range(len(parts)):
         pieces = [_piece(p, len(parts), params["split_axis"], k) for p in parts]
@@ -144,19 +145,20 @@ def _all_to_all(parts: list[Any], params: Mapping[str, Any]) -> list[Any]:
 
 
 def _piece(value: Any, count: int, axis: int, number: int) -> Any:
-    """Return one of `count` equal pieces of a value along a dimension."""
+    """Cut a value into `count` equal pieces along a dimension; return piece `number`."""
     return mapped(lambda x: np.split(x, count, axis)[number], value)
 
 
 def _broadcast(parts: list[Any], params: Mapping[str, Any]) -> list[Any]:
-    # before JAX 0.7 `pbroadcast` was the name of `pvary`, which has no source and changes no value
+    # Before JAX 0.7 `pbroadcast` was the name of `pvary`, which has no parameter `source`, and
+    # changes no value.
     if "source" not in params:
         return parts
     return [parts[params["source"]]] * len(parts)
 
 
 def _permute(parts: list[Any], params: Mapping[str, Any]) -> list[Any]:
-    # ranks that receive nothing have zeros
+    # Ranks that receive nothing get zeros.
     outputs = [mapped(np.zeros_like, p) for p in parts]
     for source, target in params["perm"]:
         outputs[target] = parts[source]
@@ -196,7 +198,7 @@ def shard(axes: Mapping[str, int], x: Any, spec: Any) -> Ranked:
                 cut = functools.partial(_part, count=size, axis=d, number=k)
                 pieces[r] = mapped(cut, pieces[r])
 
-    # ranks with equal coordinates get the object of the first such rank
+    # Ranks with equal coordinates share one object.
     first: dict[tuple[int, ...], Any] = {}
     keys = [_coordinates(axes, spec, r) for r in range(count)]
     for key, piece in zip(keys, pieces, strict=True):
@@ -205,7 +207,7 @@ def shard(axes: Mapping[str, int], x: Any, spec: Any) -> Ranked:
 
 
 def assemble(axes: Mapping[str, int], pieces: Ranked, spec: Any) -> Any:
-    """Assemble an array from the ranks' pieces; `Replicas` if copies on the ranks differ."""
+    """Assemble an array from the ranks' pieces, or return `Replicas` if their copies differ."""
     for value in pieces:
         if isinstance(value, Unknown):
             return value

@@ -1,7 +1,7 @@
-"""Floats as rational numbers: each float is lifted to the simplest number that rounds to it.
+"""Floats as rational numbers: each float becomes the simplest fraction that rounds to the float.
 
 `1/12` in a step and `1/3` times `1/4` in a plan are different floats, but the same rational number.
-Among the fractions that round to a float in its dtype, the simplest has the least denominator.
+Among the fractions that round to a float, the simplest one has the least denominator.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ def simplest_between(low: Fraction, high: Fraction) -> Fraction:
     ceiling = math.ceil(low)
     if ceiling <= high:
         return Fraction(ceiling)
-    # both bounds have the same integer part, so the search continues with the inverses of their
-    # fractional parts
+    # No integer lies between the bounds, so their integer parts are equal. The search continues
+    # with the inverses of their fractional parts.
     floor = ceiling - 1
     return floor + 1 / simplest_between(1 / (high - floor), 1 / (low - floor))
 
 
 @functools.lru_cache(1 << 16)
 def rational_of(value: float, dtype: str) -> Fraction:
-    """Return the simplest rational that rounds to a finite float of a dtype.
+    """Return the simplest fraction that rounds to a finite float of a dtype.
 
     Example:
       >>> from dtrans.verification.rationals import rational_of
@@ -57,15 +57,17 @@ def rational_of(value: float, dtype: str) -> Fraction:
         return exact  # programs compute powers of two exactly, by shifting bits
     bits = ml_dtypes.finfo(dtype).nmant
     _, exponent = math.frexp(value)
-    # slightly less than half the distance to the next float, because ties may round away from it
+    # Slightly less than half the distance to the next float: a tie may round to the next float.
     half = Fraction(2) ** (exponent - 2 - bits) * Fraction(1023, 1024)
     return simplest_between(exact - half, exact + half)
 
 
 @functools.lru_cache(1 << 16)
 def element_of(value: float, dtype: str) -> int:
-    """Return the element of the simplest rational of a float; inf and NaN have constant
-    elements."""
+    """Return the element of the simplest fraction that rounds to a float.
+
+    Each of inf, -inf and NaN has a constant element.
+    """
     if not math.isfinite(value):
         return key_of(f"not finite: {value}") % P
     found = rational_of(value, dtype)
@@ -84,7 +86,7 @@ def exact_elements(x: Array) -> Array:
     finite = np.isfinite(x)
     mantissas, exponents = np.frexp(np.where(finite, x, 0.0))
     integers = np.abs(np.ldexp(mantissas, 53)).astype(np.uint64)
-    # 2**61 is 1 modulo P, so exponents count modulo 61
+    # Modulo P, 2**61 equals 1, so exponents are reduced modulo 61.
     scale = np.uint64(1) << ((exponents - 53) % 61).astype(np.uint64)
     found = multiply(integers, scale)
     return np.where(mantissas < 0, negative(found), found)
@@ -100,7 +102,7 @@ def elements_of(x: Any, dtype: Any) -> Array:
     name = np.dtype(dtype).name
     if not x.ndim:
         return np.asarray(np.uint64(element_of(float(x), name)))
-    # a fast path for initial states, which often have one number in all entries
+    # This is a fast path for initial states, which often have one number in all entries.
     if x.size and (x == x.flat[0]).all():
         return np.full(x.shape, element_of(float(x.flat[0]), name), np.uint64)
     different, places = np.unique(x.astype(np.float64), return_inverse=True)

@@ -1,7 +1,6 @@
-"""Descriptions of a wrong value in terms of the right value: scaled, not updated, rows of another
-rank.
+"""Texts that compare a wrong value with the right value: scaled, not updated, rows of another rank.
 
-`relation` compares two arrays, and returns the first description that is true. `repairs` finds the
+`relation` compares two arrays, and returns the first text that is true. `repairs` finds the
 collective at fault.
 """
 
@@ -22,12 +21,12 @@ from dtrans.verification.field_values import Real, Replicas, Unknown, as_real, i
 
 
 def relation(x: Any, y: Any, before: Any, axes: Mapping[str, int]) -> str:
-    """Describe a wrong value in terms of the right value; "" if no description is true.
+    """Return a text that compares a wrong value with the right value; "" if no known text is true.
 
     Args:
       x: value of an output of the distributed step.
       y: value of the one-device step's output.
-      before: value of the input that the output replaces; None if it replaces no input.
+      before: if the output is the new value of an input, the old value; else None.
       axes: size of each mesh axis, by name.
 
     Example:
@@ -58,7 +57,7 @@ def relation(x: Any, y: Any, before: Any, axes: Mapping[str, int]) -> str:
 
 
 def _relation_of_changes(x: Real, y: Real, before: Real, axes: Mapping[str, int]) -> str:
-    """Describe the distributed step's change of an input in terms of the right change."""
+    """Return a text that compares the change of an input with the right change."""
     if same(x, before):
         return "it is not updated"
     change, right = _minus(x, before), _minus(y, before)
@@ -125,7 +124,7 @@ def scaled(x: Real, factor: Fraction) -> Real:
 
 
 def _scaled(x: Real, y: Real, axes: Mapping[str, int], what: str) -> str:
-    """Describe a value that is the right value times, or divided by, a number of ranks."""
+    """Return a text if a value is the right value times, or divided by, a number of ranks."""
     for over in subsets(axes):
         size = math.prod(over.values())
         if size == 1:
@@ -146,7 +145,7 @@ def _scaled(x: Real, y: Real, axes: Mapping[str, int], what: str) -> str:
 
 
 def _moved(x: Real, y: Real, axes: Mapping[str, int], mine: str, right: str) -> str:
-    """Describe a value that has the right rows in another order."""
+    """Return a text if a value has the right rows in another order; "" if it does not."""
     for dimension in range(len(x.shape)):
         order = _order_of_rows(x, y, dimension)
         if order is None:
@@ -163,7 +162,7 @@ def _moved(x: Real, y: Real, axes: Mapping[str, int], mine: str, right: str) -> 
 def _order_of_rows(x: Real, y: Real, dimension: int) -> list[int] | None:
     """Return, for each row of x, the index of the equal row of y.
 
-    None if x has a row that y does not have, or if y has equal rows.
+    Return None if x has a row that y does not have, or if two rows of y are equal.
     """
     wrong = [row.tobytes() for row in np.moveaxis(x.elements, dimension, 0)]
     right = [row.tobytes() for row in np.moveaxis(y.elements, dimension, 0)]
@@ -174,7 +173,10 @@ def _order_of_rows(x: Real, y: Real, dimension: int) -> list[int] | None:
 
 
 def _order_of_blocks(order: Sequence[int], count: int) -> list[int]:
-    """Return the order of `count` blocks of rows; empty if rows also move within blocks."""
+    """Return the order of `count` blocks, given the order of their rows.
+
+    The result is empty if the order of rows within a block also differs.
+    """
     size = len(order) // count
     starts = values_at(order, range(0, len(order), size))
     wanted = [start + k for start in starts for k in range(size)]
@@ -190,7 +192,7 @@ def _block_counts(axes: Mapping[str, int], length: int) -> list[int]:
 
 
 def _partly_right(x: Real, y: Real, axes: Mapping[str, int]) -> str:
-    """Describe the ranks' pieces that differ, if some pieces are right."""
+    """Return a text that lists the blocks that differ, if some blocks are right; else ""."""
     wrong = x.elements != y.elements
     for dimension, length in enumerate(x.shape):
         rows = np.moveaxis(wrong, dimension, 0).reshape(length, -1).any(1)

@@ -1,8 +1,8 @@
 """Search for the collective at fault, by repairs: changes of one collective that correct outputs.
 
 The program is evaluated again with a mean instead of a sum, a sum over other axes, or a reduction
-of copies that differ. If outputs are then right, the change shows the fault and its remedy. The
-collectives of one source line, over the same axes, are changed together, since a gradient has many
+of copies that differ. If outputs are then right, the change shows the fault and its remedy. A
+change concerns all collectives of one source line over the same axes, since a gradient has many
 leaves.
 """
 
@@ -39,7 +39,7 @@ class Repair:
       axes: new axes of the collectives; None for no change.
       inverted: True to swap sources and destinations of a permutation.
       factor: factor by which the results of the collectives are multiplied.
-      copies: function that reduces copies that differ to one value; None for no change.
+      copies: function that reduces differing copies of an output to one value; None for no change.
     """
 
     words: str
@@ -57,11 +57,11 @@ class CollectiveGroup:
     Attributes:
       name: name of the primitive.
       line: the user's line, `train.py:12`.
-      over: size of each axis of the collectives, by name.
+      over: size of each axis over which the collectives communicate, by name.
       mesh: size of each axis of the mesh, by name.
-      transposed: True if `jax.grad` wrote the collectives, by transposing equations of the line.
+      transposed: True if `jax.grad` wrote the collectives as transposes of equations of the line.
       equations: ids of the collectives, as an ordered set.
-      alike: True if each collective had equal operands on the ranks that it connects.
+      alike: True if, for each collective, all ranks that it connects have equal operands.
     """
 
     name: str
@@ -79,12 +79,12 @@ class CollectiveGroup:
 
 
 class ObservedWorld(World):
-    """Evaluator that records collectives, and copies that differ.
+    """Evaluator that records collectives, and outputs whose copies differ.
 
     Args:
       axes, unknown: as in `World`.
-      groups: receives the collectives.
-      copies: receives the copies on ranks that should be equal, but differ.
+      groups: dict to which the evaluator adds collectives.
+      copies: list to which it adds outputs whose copies on ranks should be equal, but differ.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class ObservedWorld(World):
         return ObservedWorld(axes, self.unknown, groups=self.groups, copies=self.copies)
 
     def assemble(self, pieces: Ranked, spec: Any) -> Any:
-        """Assemble an array from the ranks' pieces, and record copies that differ."""
+        """Assemble an array from the ranks' pieces, and record it if its copies differ."""
         found = super().assemble(pieces, spec)
         if isinstance(found, Replicas) and found.axes:
             self.copies.append(found)
@@ -142,7 +142,7 @@ class RepairedWorld(World):
         return RepairedWorld(axes, self.unknown, self.repair)
 
     def assemble(self, pieces: Ranked, spec: Any) -> Any:
-        """Assemble an array from the ranks' pieces; the repair reduces copies that differ."""
+        """Assemble an array from the ranks' pieces; if copies differ, the repair reduces them."""
         found = super().assemble(pieces, spec)
         if self.repair.copies is None or not isinstance(found, Replicas) or not found.axes:
             return found
@@ -155,7 +155,8 @@ class RepairedWorld(World):
         factor = self.repair.factor
         if factor == 1:
             return outputs
-        # ranks with the same object get the same multiple, so that equations are computed once
+        # Ranks that share an object must also share its multiple: then later equations are
+        # evaluated once for them.
         found = []
         for x in outputs:
             multiples = {id(v): _multiple(v, factor) for v in x}
@@ -175,7 +176,7 @@ def _multiple(x: Any, factor: Fraction) -> Any:
     if isinstance(x, Real):
         return scaled(x, factor)
     if isinstance(x, np.ndarray):
-        # if the division leaves a remainder, no repair can make the integer right
+        # The remainder may be dropped: no repair makes the integer right if there is one.
         return x * factor.numerator // factor.denominator
     return x
 
@@ -192,7 +193,8 @@ def _candidates(groups: Sequence[CollectiveGroup], copies: Sequence[Replicas]) -
         elif group.name == "ppermute":
             words = f"{group} sends the wrong way; swap source and destination in its permutation"
             yield Repair(words, frozenset(group.equations), inverted=True)
-    # one line may have right and wrong collectives: psum((loss, grads)) is right for the loss only
+    # One line may have right and wrong collectives: psum((loss, grads)) may be right for the loss
+    # only.
     for group in groups:
         if group.name in SUMS and len(group.equations) > 1:
             for one in group.equations:
@@ -203,7 +205,7 @@ def _candidates(groups: Sequence[CollectiveGroup], copies: Sequence[Replicas]) -
 
 
 def _reductions(copies: Sequence[Replicas]) -> Iterator[Repair]:
-    """Yield reductions of outputs that are replicated by out_specs, but differ between ranks."""
+    """Yield reductions of outputs that differ between ranks, although out_specs replicates them."""
     if not copies:
         return
     axes: dict[str, int] = {}
@@ -218,7 +220,7 @@ def _reductions(copies: Sequence[Replicas]) -> Iterator[Repair]:
 
 
 def _reduced(x: Replicas, *, mean: bool) -> Any:
-    """Return the sum or mean of copies over the axes along which they differ."""
+    """Reduce copies to their sum or mean, over the axes along which they differ."""
     over = varying_axes(x)
     first = groups_of(x.axes, [*over])[0]
     total = summed(values_at(x.copies, first))
@@ -251,7 +253,7 @@ def _other_axes(group: CollectiveGroup) -> Iterator[Repair]:
             continue
         count = math.prod(other.values())
         # If the user wrote a mean, a division by the size of the old axes follows the sum. The
-        # second repair cancels it.
+        # second repair cancels this division.
         for name, factor in (("psum", Fraction(1)), ("pmean", Fraction(1, count))):
             words = f"{group} is over the wrong axes; use jax.lax.{name} over {_as_written(other)}"
             yield Repair(words, ids, axes=tuple(other), factor=factor)
@@ -296,7 +298,7 @@ def find_faults(
             continue
         finally:
             spent += world.evaluated
-        # a repair must correct at least one output more, and must not break a right output
+        # A repair must correct at least one more output, and must not break a right output.
         new = unexplained - still_wrong
         if new and still_wrong <= wrong:
             mended.setdefault(repair.words, set()).update(new)
@@ -321,7 +323,7 @@ def _differs(x: Any, y: Any) -> bool:
 
 
 def _listed(places: set[int], names: Sequence[str]) -> str:
-    """Return the names of at most three outputs, and the number of the others."""
+    """Return a text with the names of at most three outputs, and the number of further outputs."""
     found = values_at(names, sorted(places))
     if len(found) <= 3:
         return ", ".join(found)

@@ -1,4 +1,4 @@
-"""Rules of primitives on `Real` values: arithmetic in the field, decisions by the shadow.
+"""Rules of primitives on `Real` values: exact arithmetic on elements, decisions by shadows.
 
     arithmetic   sums, products, quotients, contractions: exact in the field
     structure    equations that only move elements
@@ -66,7 +66,7 @@ def by_jax(eqn: JaxprEqn, operands: Sequence[Any], **params: Any) -> list[Any]:
     Args:
       eqn: the equation.
       operands: shadows and other arrays.
-      **params: replacements of its parameters.
+      **params: parameters that replace those of the equation.
 
     Raises:
       UnfollowedError: JAX cannot lower the primitive on this platform.
@@ -93,7 +93,7 @@ def _shadows(eqn: JaxprEqn, operands: Sequence[Any]) -> Any:
 
 
 def axes_last(x: Real, axes: Sequence[int]) -> Real:
-    """Merge some dimensions of an array into one, which becomes the last."""
+    """Merge the dimensions `axes` of an array into one, which becomes the last dimension."""
     others = [d for d in range(len(x.shape)) if d not in axes]
     shape = values_at(x.shape, others)
     merge = lambda a: a.transpose(*others, *axes).reshape(*shape, -1)
@@ -104,7 +104,7 @@ def axes_last(x: Real, axes: Sequence[int]) -> Real:
 
 
 def _exactly(fn: Callable[..., Array]) -> Rule:
-    """Return the rule of a primitive that applies `fn` of the field to each element."""
+    """Return a rule that applies `fn`, a function of field elements, to the operands."""
 
     def rule(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         return [real(fn(*map(elements_in, operands)), _shadows(eqn, operands))]
@@ -114,7 +114,7 @@ def _exactly(fn: Callable[..., Array]) -> Rule:
 
 def _divide(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     x, y = map(elements_in, operands)
-    if y.ndim and y.strides and not any(y.strides):  # all entries are one broadcast number
+    if y.ndim and y.strides and not any(y.strides):  # y is one number, broadcast to all entries
         inverse = np.broadcast_to(field.inverse(y.reshape(-1)[:1])[0], y.shape)
     else:
         inverse = field.inverse(y)
@@ -146,7 +146,8 @@ def _as_matrices(x: Array, batch: Sequence[int], contract: Sequence[int], *, las
       x: the operand.
       batch: its batch dimensions, which become the stack.
       contract: its contracted dimensions, which become one dimension of the matrices.
-      last: True for the last dimension of the matrices, False for the first.
+      last: True if the contracted dimension is the matrices' last dimension, False if it is the
+        first.
     """
     free = [d for d in range(x.ndim) if d not in (*batch, *contract)]
     rows = math.prod(values_at(x.shape, free))
@@ -163,7 +164,7 @@ def _reduce_sum(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 
 def _in_direction(fn: Callable[[Array, int], Array], x: Array, eqn: JaxprEqn) -> Array:
-    """Apply a cumulative function along an axis, backward if the equation is reversed."""
+    """Apply a cumulative function along an axis; go backward if the equation is reversed."""
     axis = eqn.params["axis"]
     if not is_reversed(eqn):
         return fn(x, axis)
@@ -199,7 +200,7 @@ def _reduce_prod(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 
 def _convolution(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """Convolve limbs of 16 bits in float64, which is exact, and add them up by power of 2**16."""
+    """Convolve by limbs of 16 bits, because float64 adds the products of such limbs exactly."""
     x, y = operands
     float64 = np.dtype(np.float64)
     convolve = lambda a, b: by_jax(eqn, [a, b], preferred_element_type=float64)[0]
@@ -217,7 +218,7 @@ def _convolution(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 
 def _structure(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """Apply the rule of `numpy_rules` to the elements, and to the shadows."""
+    """Apply the rule in `numpy_rules` to the elements, and to the shadows."""
     rule, out = OTHERS[eqn.primitive.name], eqn.outvars[0].aval
     elements = rule(eqn.params, _parts(operands, "elements"), out)
     shadows = rule(eqn.params, _parts(operands, "shadow"), out)
@@ -233,7 +234,7 @@ def _parts(operands: Sequence[Any], name: str) -> list[Any]:
 
 
 def _by_index(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """Let JAX move the indices of the elements, then look the elements up."""
+    """Evaluate an equation that only moves entries: move their indices, then look entries up."""
     x, *rest = operands
     if eqn.primitive.name == "gather":
         p = eqn.params
@@ -241,7 +242,7 @@ def _by_index(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     else:
         places = np.arange(x.shadow.size, dtype=np.int64).reshape(x.shape)
         (found,) = by_jax(eqn, [places, *rest])
-    # index -1 is the fill value, which is appended
+    # Index -1 selects the fill value, which `_flat_with` appends.
     return [values.take(_flat_with(x, _fill_of(eqn, rest)), found)]
 
 
@@ -255,9 +256,9 @@ _ZERO = Real(np.zeros(1, np.uint64), np.zeros(1))
 
 
 def move_rows(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """Evaluate `dtrans.ops.moved_rows`: its function moves the indices of the entries.
+    """Evaluate `move_rows` (`dtrans.ops.moved_rows`): its function `fn` moves indices of entries.
 
-    Index 0 is the number zero.
+    Index 0 stands for the number zero.
 
     Raises:
       UnfollowedError: a row id does not exist, or the rows are integers.
@@ -285,7 +286,7 @@ def move_rows(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 
 def _fill_of(eqn: JaxprEqn, rest: Sequence[Any]) -> Real:
-    """Return the number for entries without a source: padding, or the fill value of a gather."""
+    """Return the number that fills entries without a source: padding, or a gather's fill value."""
     padding = next((r for r in rest if isinstance(r, Real)), None)
     if padding is not None:
         return padding
@@ -311,7 +312,7 @@ def _convert(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 
 def _settled(x: Real) -> Real:
-    """Round each shadow to an integer if its element is this integer.
+    """Replace each shadow by the nearest integer, if the element equals this integer.
 
     Raises:
       NearTie: a shadow is near an integer, but its element is another number.
@@ -336,12 +337,13 @@ def _bitcast(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         found = x.view(np.dtype(out.dtype))
     else:
         (found,) = by_jax(eqn, [x])
-    # the search for simple fractions (`values.lifted`) takes too long for millions of numbers
+    # `values.lifted` would search for simple fractions, which takes too long for millions of
+    # numbers.
     return [values.exact(found, out.dtype)]
 
 
 def _scatter_places(eqn: JaxprEqn, x: Any, indices: Any, updates: Any) -> Array:
-    """Return, for each entry of a scatter's updates, its index in the flat operand, or -1."""
+    """Return, for each entry of a scatter's updates, the flat index that it updates, or -1."""
     d = eqn.params["dimension_numbers"]
     window = iter(values_at(updates.shape, d.update_window_dims))
     without_window = (*d.inserted_window_dims, *getattr(d, "operand_batching_dims", ()))
@@ -379,10 +381,10 @@ def _rounds(places: Array) -> list[Array]:
     """Split the updates of a scatter into rounds with at most one update per index.
 
     Args:
-      places: index that each update changes; -1 for none.
+      places: index that each update changes; -1 for no index.
 
     Returns:
-      Positions of the updates in each round.
+      For each round, the positions of its updates.
     """
     order = np.argsort(places, kind="stable")
     ordered_places = places[order]
@@ -429,8 +431,7 @@ def _scatter_extreme(sign: int) -> Rule:
 
 
 def _windows(eqn: JaxprEqn, shape: Sequence[int]) -> Array:
-    """Return the flat indices of the entries in each window of a windowed reduction; -1 for
-    padding."""
+    """Return, for each window of a windowed reduction, flat indices of entries; -1 for padding."""
     p = eqn.params
     dims, strides, padding = p["window_dimensions"], p["window_strides"], p["padding"]
     dilation = (*(p.get("base_dilation") or ()), *(p.get("window_dilation") or ()))
@@ -450,7 +451,7 @@ def _window_sum(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 
 def _best_in_window(eqn: JaxprEqn, x: Real, sign: int) -> Array:
-    """Return the flat index of the largest (sign 1) or smallest (sign -1) number of each window."""
+    """Return, for each window, the flat index of its largest number (sign 1) or smallest (-1)."""
     places = _windows(eqn, x.shape)
     worst = Real(_ZERO.elements, np.array([-sign * np.inf]))
     rows = values.take(_flat_with(x, worst), places)
@@ -460,7 +461,7 @@ def _best_in_window(eqn: JaxprEqn, x: Real, sign: int) -> Array:
 
 
 def _one_of_equals(rows: Real, best: Array) -> None:
-    """Raise NearTie if only rounding distinguishes the best number of a row from another.
+    """Raise NearTie if another number of a row differs from the best one only by rounding.
 
     Args:
       rows: the rows.
@@ -490,7 +491,7 @@ def _select_and_scatter_add(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 
 def _psum_of_axes(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """Sum over dimensions of an array, which is `psum` over an axis of `vmap`."""
+    """Sum over dimensions of the operands: under `vmap`, `psum` over its axis becomes this."""
     axes = tuple(eqn.params["axes"])
     return [real(field.total(x.elements, axes), x.shadow.sum(axes)) for x in operands]
 
@@ -499,10 +500,10 @@ def _psum_of_axes(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 
 def _compare(decide: Callable[[Array, Array, Array], Array]) -> Rule:
-    """Return the rule of a comparison.
+    """Return the rule of a comparison of x and y.
 
     Args:
-      decide: function of three masks: x equals y, x is smaller, x or y is NaN.
+      decide: function of three masks that returns the result: x == y, x < y, and x or y is NaN.
     """
 
     def rule(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
@@ -516,7 +517,8 @@ def _compare(decide: Callable[[Array, Array, Array], Array]) -> Rule:
 def _total_order(name: str) -> Rule:
     """Return the rule of a comparison by total order, which also orders NaN.
 
-    Without NaN it equals the ordinary comparison. Operands with NaN are not supported.
+    Operands with NaN are not supported. For all other operands, the rule is that of the ordinary
+    comparison `name`.
     """
 
     def rule(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
@@ -552,14 +554,14 @@ def _at_places(x: Real, places: Array, axis: int = -1) -> Real:
 
 
 def _like(x: Real, other: Real) -> Real:
-    """Broadcast a value to the shape of another."""
+    """Broadcast a value to the shape of another value."""
     return Real(np.broadcast_to(x.elements, other.shape), np.broadcast_to(x.shadow, other.shape))
 
 
 def _extreme(sign: int, *, place: bool) -> Rule:
     """Return the rule of a maximum (sign 1) or minimum (sign -1) over axes.
 
-    If `place` is True, it returns the index of the number instead (argmax, argmin).
+    If `place` is True, the rule returns the index of the number (argmax, argmin).
     """
 
     def rule(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
@@ -617,7 +619,7 @@ def _nan_last(x: Array) -> Array:
 
 
 def _check_order(keys: Sequence[Any], axis: int) -> None:
-    """Raise NearTie if only rounding distinguishes neighbours in the order."""
+    """Raise NearTie if neighbours in a sorted array differ only by rounding."""
     for key in keys:
         if isinstance(key, Real):
             moved = mapped(lambda a: np.moveaxis(a, axis, 0), key)
@@ -630,7 +632,7 @@ def _top_k(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 
 def _best(eqn: JaxprEqn, x: Real, axis: int, count: int, sign: int) -> list[Any]:
-    """Return the largest (sign 1) or smallest numbers along an axis, and their indices."""
+    """Return the `count` largest (sign 1) or smallest numbers along an axis, and their indices."""
     order = np.argsort(-sign * x.shadow, axis, kind="stable")
     sorted_x = _at_places(x, order, axis)
     _check_order([sorted_x], axis)
@@ -641,7 +643,7 @@ def _best(eqn: JaxprEqn, x: Real, axis: int, count: int, sign: int) -> list[Any]
 
 
 def _approx_top_k(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """Return the exact largest or smallest numbers, as XLA does on CPUs."""
+    """Return the largest or smallest numbers exactly; on CPUs, XLA does the same."""
     (x,), axis = operands, eqn.params["reduction_dimension"]
     sign = 1 if eqn.params["is_max_k"] else -1
     return _best(eqn, x, axis, eqn.outvars[0].aval.shape[axis], sign)
@@ -665,7 +667,7 @@ def _to_integer(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 # -- functions that the field lacks ----------------------------------------------------------------
 
 
-# values at 0, and at 1, of functions of one operand, if they are rational
+# Values of functions of one operand at 0, and at 1, if these values are rational.
 AT_ZERO: Mapping[str, int] = {
     **dict.fromkeys(
         ("asin", "asinh", "atan", "atanh", "cbrt", "erf", "erf_inv", "expm1", "log1p"), 0
@@ -681,9 +683,9 @@ AT_ONE: Mapping[str, int] = {
 
 
 def _hash(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """Hash the operands, except at 0 and 1, where many functions have a rational value.
+    """Hash the operands, but use the exact value at 0 and 1 if the function has a rational value.
 
-    The norm of zeros is then zero, and optimizers that test for it take the right branch.
+    So the norm of zeros is zero, and optimizers that test for zero take the right branch.
     """
     name, shadow = eqn.primitive.name, np.asarray(_shadows(eqn, operands))
     params = dict(eqn.params)
@@ -698,7 +700,7 @@ def _hash(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 
 def _running_hash(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """Hash, for each index along an axis, all entries up to it."""
+    """Hash, for each index along an axis, all entries up to this index."""
     (x,) = operands
 
     def running(elements: Array, axis: int) -> Array:
@@ -713,7 +715,7 @@ def _running_hash(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 
 def _random_gamma(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """Hash the random key and the parameter of each number."""
+    """Hash, for each random number, the key and the parameter of the gamma distribution."""
     keys, x = operands
     words = np.asarray(jax.random.key_data(keys)).astype(np.uint64)
     each = np.moveaxis(words, -1, 0)
@@ -726,7 +728,7 @@ def _copy(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     return list(operands)
 
 
-# equations that change the placement of an array, or the axes over which it varies, but no value
+# Primitives that change where an array is, or along which mesh axes it varies, but no value.
 PLACES = ("sharding_constraint", "reshard", "mesh_cast", "device_put", "pvary")
 
 _MOVED_BY_NUMPY = (
@@ -803,7 +805,7 @@ REAL: Mapping[str, Rule] = {
     **dict.fromkeys(_HASHED, _hash),
 }
 
-# primitives that only move elements
+# Primitives that only move elements.
 MOVES = frozenset(name for name, rule in REAL.items() if rule in (_structure, _by_index))
 
 
@@ -824,11 +826,12 @@ def plain(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 
 def with_keys(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """Evaluate an equation on random keys, with NumPy if possible, otherwise with JAX."""
+    """Evaluate an equation on random keys; use NumPy if possible, otherwise JAX."""
     name, (keys, *rest) = eqn.primitive.name, operands
     partitionable: bool = jax.config.jax_threefry_partitionable  # type: ignore[attr-defined]
     is_threefry = partitionable and str(jax.random.key_impl(keys)) == "threefry2x32"
-    # dtrans's primitive `random_bits` draws some rows only; it has more parameters than JAX's
+    # dtrans has a primitive `random_bits`, too, which draws only some rows. It has more parameters
+    # than JAX's.
     is_plain = eqn.params.keys() == {"shape", "bit_width"}
     if name == "random_bits" and is_threefry and is_plain and not keys.shape:
         words = np.asarray(jax.random.key_data(keys))

@@ -1,12 +1,12 @@
-"""Positions of the numbers of a one-device state in the state of a job.
+"""Placement: for each number in the state of a job, its position in the one-device state.
 
     placement = find_placement(leaf_types, traced.state_of, frozen)
-    placement.where[k]    array k of the job's state, with the position of each of its numbers in
-                          the concatenation of all leaves
-    place_leaves(...)     arrays of a job's state that contain given leaves
+    placement.where[k]    for each number in array k of the job's state, its position in the
+                          concatenation of all leaves
+    place_leaves(...)     the job's state for given leaves
 
-The positions come from the job's own conversion of a one-device state: it converts a state whose
-numbers are their positions. Read next: `check`, which compares states.
+The positions come from the job's own conversion of a one-device state: the job converts a state
+whose numbers are their own positions. Read next: `check`, which compares states.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dtrans.verification.field import Array
 from dtrans.verification.field_values import Complex, Real
 
 
-DIGITS = 14  # base of positions: digits 1 to 14 are exact in every dtype of JAX except bool
+DIGITS = 14  # number base of positions: every dtype of JAX except bool represents 1 to 14 exactly
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,20 +35,21 @@ class TracedStep:
     """Step of a job, as one jaxpr.
 
     Attributes:
-      jaxpr: function of the arrays of the state and of the batch. It returns the arrays of the new
-        state, and results.
+      jaxpr: function of the state's arrays and the batch's arrays. It returns the new state's
+        arrays, then results.
       state_names: name of each array of the state.
-      state_of: function from the leaves of a one-device state, by name, to the arrays of a state.
-      init: function from the arguments of `init` to the arrays of the first state; None if the
+      state_of: function that converts a one-device state (leaves by name) to the state's arrays.
+      init: function of init's arguments that returns the arrays of the first state; None if the
         first state is not compared.
-      replay: one-device program that the job must compute, if it is not one step. Its batch may
-        contain the batches of several steps.
+      replay: one-device program of several steps that the job must compute; its batch may contain
+        the batches of these steps. None if the job must compute one step.
       steps_per_replay: number of steps in a replay; 1 if there is no replay.
       rows: number of rows of the smallest table, an upper bound of row ids; 0 without tables.
-      other_steps: steps of the same plan in other processes, which must be equal as well.
-      equal_parts: for some batch arrays, the dimension of the rows and a number of parts. The
-        comparison then uses batches with equal parts, for which reductions over one part equal
-        those over the full batch.
+      other_steps: steps of the same plan in other processes, which must also equal the one-device
+        step.
+      equal_parts: for some batch arrays, by name, the dimension of the rows and a number of parts.
+        The comparison then uses batches in which all parts are equal, so that a mean over one part
+        equals the mean over the full batch.
       unfollowed: reasons why a job may compute something different from the jaxpr.
     """
 
@@ -66,13 +67,13 @@ class TracedStep:
 
 @dataclasses.dataclass(frozen=True)
 class StatePlacement:
-    """Positions of the numbers of leaves in the state of a job.
+    """Placement of the leaves in the state of a job.
 
     Attributes:
       where: for each array of the state, the positions of its numbers in the concatenation of all
         leaves; -1 for numbers that belong to no leaf.
-      fixed: for each array of the state, the numbers that belong to no leaf; zeros in place of the
-        rest.
+      fixed: for each array of the state, the numbers that belong to no leaf; all other numbers are
+        zeros here.
     """
 
     where: Sequence[Array]
@@ -84,17 +85,17 @@ def find_placement(
     state_of: Callable[[Mapping[str, Any]], Sequence[Any]],
     frozen: Mapping[str, float],
 ) -> StatePlacement:
-    """Find the position of each number in a job's state.
+    """Find, for each number in a job's state, its position in the concatenation of all leaves.
 
-    The job converts leaves whose entries are their positions in the concatenation of all leaves.
-    The positions are converted digit by digit, because every dtype represents a digit exactly.
-    Each digit d is converted twice, as d and as 15 - d. Numbers that are equal in both results
-    belong to no leaf.
+    The job converts leaves whose entries are their own positions. This is done digit by digit,
+    because every dtype represents a digit exactly. Each digit d is converted twice, as d and as
+    15 - d. Numbers that are equal in both results belong to no leaf.
 
     Args:
       leaves: type of each leaf, by name.
       state_of: as in `TracedStep`.
-      frozen: leaf that never changes to the number in all its entries, which the job checks.
+      frozen: for each leaf that never changes, the number in all its entries. The conversion checks
+        this number.
     """
     sizes = [math.prod(t.shape) for t in leaves.values()]
     base = 2 if any(t.dtype == bool for t in leaves.values()) else DIGITS
@@ -138,7 +139,7 @@ def find_placement(
 
 
 def _leaf(digits: Array, t: Any) -> Any:
-    """Return a leaf with the given digits as entries, or arbitrary keys for a leaf of keys."""
+    """Return a leaf whose entries are the digits; a leaf of random keys gets arbitrary keys."""
     if not jnp.issubdtype(t.dtype, jax.dtypes.prng_key):
         return jnp.asarray(digits.astype(np.dtype(t.dtype)))
     key = jax.random.key(0)
@@ -146,9 +147,9 @@ def _leaf(digits: Array, t: Any) -> Any:
 
 
 def _flat_values(leaves: Mapping[str, Any]) -> tuple[Array, Array, Array]:
-    """Concatenate all leaves: elements and shadows of floats, and integers.
+    """Concatenate all leaves to three arrays: elements of floats, shadows of floats, and integers.
 
-    Each of the three arrays has zeros for the leaves of other types.
+    In each array, leaves of other types are zeros.
     """
     elements, shadows, integers = [], [], []
     for x in leaves.values():
@@ -200,13 +201,13 @@ def place_leaves(
 
 
 def _filled(where: Array, other: Real, elements: Array, shadows: Array) -> Real:
-    """Return an array with numbers of leaves, and `other` in place of numbers of no leaf."""
+    """Return an array with numbers of leaves, but with `other` at the places where `where` is -1."""
     in_leaf, at = where >= 0, np.maximum(where, 0)
     return values.choose(in_leaf, Real(elements[at], shadows[at]), other)
 
 
 def _parts(leaves: Mapping[str, Any], part: str) -> dict[str, Any]:
-    """Return the real or imaginary part of complex leaves, and other leaves unchanged."""
+    """Return the part "real" or "imag" of each complex leaf, and other leaves unchanged."""
     found = {}
     for name, x in leaves.items():
         found[name] = getattr(x, part) if isinstance(x, Complex) else x
@@ -219,7 +220,7 @@ def _key_leaf(leaves: Mapping[str, Any], name: str, fixed: Any) -> Any:
     Args:
       leaves: value of each leaf, by name.
       name: name of the array.
-      fixed: an array of its shape, returned if it contains no leaf.
+      fixed: keys of the same shape, which are returned if the array contains no leaf.
     """
     for leaf, x in leaves.items():
         if values.is_key(x) and holds_leaf(name, leaf):

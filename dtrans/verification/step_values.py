@@ -1,7 +1,8 @@
-"""Index of the values of a step, in which copies, slices and partial sums are found by elements.
+"""Index of a step's values: given an array, it finds the value, slice or partial sum that is equal.
 
-The values of the step depend on a random point, so a single element identifies its value and its
-position in it. Small integers and other constants are not random, and identify nothing.
+The values of the step depend on a random point, so a single element identifies the value in which
+it occurs, and its position there. Small integers and other constants are not random, and identify
+nothing.
 
     StepValue   value of the step, or a partial sum of a value over some rows
     Match       slice of a step value, in row-major order, that equals an array
@@ -26,14 +27,14 @@ from dtrans.verification.rules import REAL
 from dtrans.verification.value_log import Computation, ValueLog, elements_of_value
 
 
-SMALL = 1 << 20  # smaller elements and their negatives count as integers
-MOST_CUTS = 40  # terms of a sum over rows; in a longer sum each term is the sum of several rows
-MOST_TERMS = 1 << 22  # total of the numbers in all partial sums
-CANDIDATES = 24  # largest number of values with the same element that are compared
+SMALL = 1 << 20  # elements below SMALL, and their negatives, are treated as integers
+MOST_CUTS = 40  # largest number of terms of a sum; a term of a longer sum adds up several rows
+MOST_TERMS = 1 << 22  # largest total of numbers in all partial sums
+CANDIDATES = 24  # largest number of values with one element that are compared with an array
 
-# primitives of two operands that are linear in each operand while the other operand is fixed
+# Primitives that are linear in each of two operands if the other operand is constant.
 _BILINEAR = ("mul", "dot_general")
-# primitives that are linear in all operands together
+# Primitives that are linear in all operands together.
 _LINEAR = (
     "add", "add_any", "broadcast_in_dim", "convert_element_type", "copy", "copy_p", "expand_dims",
     "gradient", "neg", "reduce_sum", "reshape", "rev", "slice", "squeeze", "sub", "transpose",
@@ -45,10 +46,10 @@ class StepValue:
     """Value of the step, or a partial sum of one.
 
     Attributes:
-      title: name of an input, or primitive and the user's line.
+      title: name of an input; or the primitive that computes the value, and the user's line.
       elements: elements of the value. A dimension along which all entries are equal has size 1.
-      number: number of the value in the order of the step; its partial sums have the same number.
-      rows: the rows (first, last + 1) in a partial sum; None for a full value.
+      number: index of the value in the order of the step; a partial sum has the index of its value.
+      rows: for a partial sum, the range of summed rows (first, last + 1); else None.
       ends: True for a partial sum that includes the last row.
     """
 
@@ -72,7 +73,7 @@ class Terms:
     bounds: list[int]
 
     def ranges(self) -> Iterator[tuple[int, int, Real]]:
-        """Yield the sums of consecutive terms, except the sum of all.
+        """Yield each sum of consecutive terms, but not the sum of all terms.
 
         Yields:
           First row, last row + 1, and the sum.
@@ -91,13 +92,13 @@ class Terms:
 class Match:
     """Slice of a step value that equals an array.
 
-    The dimensions of both are permuted (`_orders`); then both are flattened in row-major order.
+    The value and the array are permuted (`_orders`), then flattened in row-major order.
 
     Attributes:
       value: the step's value.
-      start: flat index in the value of the array's first entry.
+      start: flat index in the value at which the array starts.
       size: number of entries of the array; entries beyond the end of the value are padding.
-      order: number of the permutation.
+      order: index of the permutation among those that `_orders` yields.
       is_copy: True if the array contains the full value.
     """
 
@@ -122,7 +123,7 @@ def compressed(x: Array) -> Array:
 
 
 def is_random(x: Array) -> Array:
-    """Return a mask: False for elements that are small integers or negatives of small integers."""
+    """Return a mask of the elements that are not small integers, or negatives of small integers."""
     return (x >= SMALL) & (x < P - SMALL)
 
 
@@ -162,11 +163,10 @@ class StepValues:
         return found
 
     def value_with_rows(self, x: Array) -> StepValue | None:
-        """Return the step value that contains all rows of an array, in any order; None if none
-        does.
+        """Return the step value that contains all rows of an array in any order, else None.
 
-        Rows of constants are unused slots, which are not compared. Rows that equal the last row and
-        repeat one number may also be unused slots: a second search ignores them.
+        Rows of constants are unused slots, which are not compared. A row that equals the last row
+        and repeats one number may also be an unused slot: a second search ignores such rows.
         """
         rows = x.reshape(len(x), -1)
         is_slot = (rows == rows[-1]).all(1) & (rows == rows[:, :1]).all(1)
@@ -192,8 +192,8 @@ class StepValues:
     def _candidates(self, x: Array) -> Iterator[StepValue]:
         """Yield the values that contain the first random element of an array.
 
-        Values of the same size come first. If no value contains the element, the next random
-        element is tried, because the first may be padding.
+        Values of the array's size come first. If no value contains this element, it may be padding,
+        and the next random element is tried.
         """
         flat = x.ravel()
         for k in np.flatnonzero(is_random(flat))[:MOST_CUTS]:
@@ -208,7 +208,7 @@ class StepValues:
             return
 
     def _make_table(self) -> None:
-        """Make a sorted table of the random elements of all values, with the index of the value."""
+        """Sort the random elements of all values in a table, each with the index of its value."""
         flat = [v.elements.ravel() for v in self.values]
         elements = np.concatenate([np.zeros(0, np.uint64), *flat])
         owners = np.repeat(np.arange(len(flat)), [x.size for x in flat])
@@ -237,7 +237,7 @@ class StepValues:
             self.values.append(StepValue(title, elements, number, rows, ends))
 
     def _add_computation(self, computation: Computation) -> None:
-        """Add the outputs of a computation, and their partial sums if it is a sum over rows."""
+        """Add the outputs of a computation; add partial sums if its output is a sum over rows."""
         title = str(computation)
         for (x,) in computation.outputs:
             self._add(title, elements_of_value(x))
@@ -256,7 +256,7 @@ class StepValues:
             self._add(title, x.elements, (first, end), number, ends=end == terms.bounds[-1])
 
     def _propagated(self, computation: Computation) -> Terms | None:
-        """Return the terms of an output that is linear in operands that have terms."""
+        """Return the terms of an output that is linear in operands with terms; else None."""
         operands = [x for (x,) in computation.operands]
         carriers = [k for k, x in enumerate(operands) if id(x) in self._terms]
         if not _is_linear(computation, carriers):
@@ -275,7 +275,7 @@ class StepValues:
 
 
 def _is_linear(computation: Computation, carriers: Sequence[int]) -> bool:
-    """Return True if an output is linear in the operands `carriers`, with all others fixed."""
+    """Return True if an output is linear in the operands `carriers` while others are constant."""
     if not carriers:
         return False
     if computation.name in _BILINEAR:
@@ -304,7 +304,10 @@ def _terms(computation: Computation) -> Terms | None:
 
 
 def _summed_along(eqn: JaxprEqn) -> dict[int, int]:
-    """Return, by operand, the first summed dimension that is longer than 1; empty if none is."""
+    """Return, for each summed operand, its first summed dimension that is longer than 1.
+
+    The dict is empty if all summed dimensions have size 1, or if the equation is no sum.
+    """
     name = eqn.primitive.name
     shape = eqn.invars[0].aval.shape
     if name == "reduce_sum":
@@ -335,7 +338,7 @@ def _match(x: Array, value: StepValue) -> Match | None:
     for number, (one, other) in enumerate(_orders(x, value.elements)):
         row = other.size // max(len(other), 1) if other.ndim else 1
         mine, right = one.ravel(), other.ravel()
-        # a partial sum has no dimension of batch rows, which could be padded
+        # A partial sum has no rows of the batch, and so no padding in place of rows.
         start = _start(mine, right, 0 if value.rows else row)
         if start is not None:
             is_copy = start <= 0 and np.array_equal(mine[-start : right.size - start], right)
@@ -344,7 +347,7 @@ def _match(x: Array, value: StepValue) -> Match | None:
 
 
 def _orders(x: Array, y: Array) -> Iterator[tuple[Array, Array]]:
-    """Yield both arrays with permuted dimensions, for each permutation that can match."""
+    """Yield x and y with permuted dimensions, once for each permutation that can match."""
     if _nested(x.shape, y.shape):
         yield x, y
     if x.ndim > 1 and _nested(x.T.shape, y.shape):
@@ -359,9 +362,10 @@ def _orders(x: Array, y: Array) -> Iterator[tuple[Array, Array]]:
 
 
 def _nested(one: Sequence[int], other: Sequence[int]) -> bool:
-    """Return True if splitting dimensions of one shape, except the first, gives the other.
+    """Return True if rows of one shape consist of full rows of the other shape.
 
-    In other cases, such as (6, 4) and (4, 6), a row of one is not a row of the other.
+    Then one shape has dimensions after the first that split dimensions of the other shape. A
+    counterexample is (6, 4) and (4, 6).
     """
     mine, theirs = _strides(one), _strides(other)
     return mine <= theirs or theirs <= mine
@@ -380,7 +384,7 @@ def _start(x: Array, y: Array, row: int) -> int | None:
     Args:
       x: the possible slice, flat.
       y: the value, flat.
-      row: size of a row of y; 0 if it has no rows of a batch.
+      row: size of a row of y; 0 if y has no rows of a batch.
     """
     for k in np.flatnonzero(is_random(x))[:1]:
         for at in np.flatnonzero(y == x[k]):
@@ -394,14 +398,14 @@ def _start(x: Array, y: Array, row: int) -> int | None:
 def _is_padding(tail: Array, y: Array, offset: int, row: int) -> bool:
     """Return True if entries beyond the end of a value are padding.
 
-    Padding is zeros, or any numbers that do not occur in the value, except in its last row: some
-    batches are padded with copies of the last row.
+    Zeros are padding. Other numbers are padding if they do not occur before the last row of the
+    value: some batches are padded with copies of the last row.
 
     Args:
       tail: the entries.
       y: the value.
-      offset: start of the array, modulo its size; 0 for one of several pieces of equal size.
-      row: size of a row of y; 0 if it has no rows of a batch.
+      offset: start of the array modulo its size; 0 if the array is one of several equal pieces.
+      row: size of a row of y; 0 if y has no rows of a batch.
     """
     if not tail.any():
         return True
@@ -411,7 +415,7 @@ def _is_padding(tail: Array, y: Array, offset: int, row: int) -> bool:
 
 
 def _equals_from(x: Array, y: Array, start: int) -> bool:
-    """Return True if x equals y from the index `start` on, without zeros at both ends of x."""
+    """Return True if x equals y from the index `start` on; zeros at both ends of x may differ."""
     low, high = max(0, -start), min(x.size, y.size - start)
     inner, there = x[low:high], y[start + low : start + high]
     if x[:low].any():

@@ -1,9 +1,9 @@
 """Log of the values that an evaluation computes, and of the equations that compute them.
 
-A `World` with a log records each equation other than calls, loops and branches. It also records
-movements of values: the pieces of a `shard_map`, and the rows of a scan. The key of a value is the
-`id` of its object, because calls and movements between ranks do not copy objects. The log keeps all
-objects alive.
+A `World` with a log records all equations but calls, loops and branches. It also records movements
+of values: the pieces of a `shard_map`, and the rows of a scan. The key of a value is the `id` of
+its object, because calls and movements between ranks do not copy objects. The log stores all
+objects, so that ids stay unique.
 
 Read next: `naming`, which walks back from a wrong output.
 """
@@ -21,7 +21,7 @@ from dtrans.verification.field import Array
 from dtrans.verification.field_values import Complex, Real
 
 
-MOST_NUMBERS = 1 << 25  # numbers in a log: 0.5 GiB with shadows
+MOST_NUMBERS = 1 << 25  # largest number of numbers in a log: 0.5 GiB with shadows
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -68,7 +68,7 @@ class ValueLog:
 
     Attributes:
       computations: the computations, in order.
-      overflows: True if there were more than `MOST_NUMBERS`, so that computations are missing.
+      overflows: True if computations are missing, because they have more than `MOST_NUMBERS`.
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class ValueLog:
         outputs: Sequence[tuple[Any, ...]],
         axes: Mapping[str, int],
     ) -> None:
-        """Add a computation; arguments as the attributes of `Computation`."""
+        """Add a computation; the arguments are attributes of `Computation`."""
         distinct: dict[int, Any] = {}
         for output in outputs:
             distinct |= {id(x): x for x in output}
@@ -108,13 +108,15 @@ class ValueLog:
             self._of_object.setdefault(one, number)
 
     def sources(self, value: Sequence[Any]) -> list[int]:
-        """Return the indices of the computations that have a value as output; none for an argument.
+        """Return the indices of the computations that have a value as an output.
+
+        The list is empty for an argument of the program.
 
         Args:
-          value: the value of each rank.
+          value: the value on each rank.
         """
-        # ranks may exchange objects, so the computation with the same objects in the same order is
-        # preferred
+        # Ranks may exchange objects. So a computation whose output has these objects in this order
+        # takes precedence.
         key = tuple(map(id, value))
         if key in self._of_value:
             return [self._of_value[key]]

@@ -329,7 +329,7 @@ def test_only_pipelines_have_micro_batches_with_statistics() -> None:
         for batch in ("micro", Batch("micro")):
             with pytest.raises(
                 ConfigError,
-                match="batch='micro' needs micro-batches, .*; pass batch='local', with which",
+                match="batch='micro' needs micro-batches, .*; pass batch='local': each",
             ):
                 strategy(*given, batch=batch, **options)
 
@@ -425,15 +425,15 @@ def test_what_belongs_to_trainers_with_numbers_of_their_own_is_refused() -> None
         dtrans.nccl2(*given, trainers=2, batch=Batch(axes=(0, 1)))
     for options in ({"batch": Batch("local", axes=1)}, {"batch": Batch("local", axes=(0, None))}):
         with pytest.raises(
-            ConfigError, match="axes=.* needs batch='exact'; with batch='local' arrays"
+            ConfigError, match="axes=.* needs batch='exact'. With batch='local' leave out"
         ):
             dtrans.nccl2(*given, trainers=2, **options)
         with pytest.raises(
-            ConfigError, match="axes=.* needs batch='exact'; with batch='local' arrays"
+            ConfigError, match="axes=.* needs batch='exact'. With batch='local' leave out"
         ):
             dtrans.pserver(*given, pservers="127.0.0.1:1", trainers=2, **options)
         with pytest.raises(
-            ConfigError, match="axes=.* needs batch='exact'; with batch='local' arrays"
+            ConfigError, match="axes=.* needs batch='exact'. With batch='local' leave out"
         ):
             dtrans.pipeline(*given, num_stages=2, num_micro_batch=2, **options)
     _, given = traced("masked_mean")

@@ -271,7 +271,7 @@ def test_collections_that_cannot_be():
     )
     with pytest.raises(
         TraceError,
-        match="collected under GLOBAL_SUM inside scan; return the value from the scan, and",
+        match="collected under GLOBAL_SUM inside a scan; return the value from the scan, and",
     ):
         planned(in_loop)
 

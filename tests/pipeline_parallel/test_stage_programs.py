@@ -588,7 +588,7 @@ def two_losses(params, state, x):
 STEPS = [
     (
         with_jax_grad,
-        "with jax.grad or a function that calls it; .*only dtrans.value_and_grad keeps",
+        "with jax.grad or a function that calls jax.grad; .*only dtrans.value_and_grad keeps",
     ),
     (in_a_scan, "a scan computes derivatives.*A step must have one update"),
     (accumulated, "in a loop or a branch. A pipeline splits the batch into micro-batches itself"),

@@ -363,7 +363,7 @@ def _constrained(mesh: Any) -> Any:
         (_sharded, r"sgd_step has no shard_map in its jaxpr \(it is sharded by jit\)"),
         (
             _constrained,
-            r"sharded by sharding_constraint.*\), so XLA would insert the collectives",
+            r"sharded by sharding_constraint.*\): XLA would insert the collectives",
         ),
         (
             lambda mesh: sgd_step,

@@ -84,7 +84,9 @@ def test_each_process_has_its_rows_along_the_dimension_of_the_plan() -> None:
 @pytest.mark.usefixtures("x64")
 def test_rows_that_processes_do_not_divide_are_named() -> None:
     given, rate = batch(7)
-    wanted = "x has 7 rows, which do not divide among 3 processes; give a multiple of 3"
+    wanted = (
+        "x has 7 rows, which cannot be split evenly over 3 processes; pass a multiple of 3 rows"
+    )
     with trainer_job(0, 3, batch="local") as job, pytest.raises(BatchError, match=wanted):
         job.shard_batch(given["x"], given["y"], rate)
     with trainer_job(0, 3, batch=dtrans.Batch(axes=(0, 1, None))) as job:
@@ -106,7 +108,9 @@ def test_a_loader_without_a_job() -> None:
     part = dtrans.shard_batch({"x": given["x"], "rate": rate}, 1, 2)
     assert distance(part["x"], given["x"][3:]) == 0 and part["rate"] is rate
     assert dtrans.shard_batch(given["y"], 0, 3, axis=1).shape == (3, 2)
-    with pytest.raises(BatchError, match="x has 6 rows, which do not divide among 4 processes"):
+    with pytest.raises(
+        BatchError, match="x has 6 rows, which cannot be split evenly over 4 processes"
+    ):
         dtrans.shard_batch({"x": given["x"]}, 0, 4)
     with pytest.raises(ConfigError, match="number must be one of the parts 0 to 1"):
         dtrans.shard_batch(given, 2, 2)
