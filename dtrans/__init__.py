@@ -138,5 +138,5 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """Return the public names; subpackages, which are attributes as well, are left out."""
+    """Return the public names, without subpackages."""
     return sorted([*__all__, "__version__"])

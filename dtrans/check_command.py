@@ -17,11 +17,11 @@ from dtrans.verification.by_hand import verify
 from dtrans.verification.outcome import Report
 
 
-EQUAL, DIFFERS, INCOMPLETE = 0, 1, 2  # exit codes
+EQUAL, DIFFERS, INCOMPLETE = 0, 1, 2  # exit codes of `dtrans check`
 
 
 def check(name: str, *, seed: int = 0, devices: int | None = None) -> Report:
-    """Verify a plan or a step of a module.
+    """Verify a plan, or a step, that a module defines.
 
     Args:
       name: `module:name` of a plan, or of a function without arguments that returns a plan, a
@@ -45,7 +45,7 @@ def check(name: str, *, seed: int = 0, devices: int | None = None) -> Report:
 
 
 def _report(name: str, found: Any, seed: int) -> Report:
-    """Verify an object, or the result of a function.
+    """Verify an object of the user's module; a function is called, and its result is verified.
 
     Raises:
       VerifyError: the outputs of a step written by hand differ.

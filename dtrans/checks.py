@@ -79,12 +79,12 @@ def check_name(name: str, value: Any, what: str) -> None:
 
 
 def check_together(options: Mapping[str, bool], why: str, other: str) -> None:
-    """Raise ConfigError if one of several options is set, which cannot be combined with `other`.
+    """Raise ConfigError if an option is set that cannot be combined with the option `other`.
 
     Args:
-      options: each option as text, `name=value`, with True if it is set.
-      why: clause with the reason.
-      other: the other option, as text.
+      options: for each option, as text (`name=value`), True if it is set.
+      why: the reason, as a clause.
+      other: the option with which none of them can be combined, as text.
     """
     for option, is_set in options.items():
         if is_set:
@@ -104,8 +104,8 @@ def is_number(x: Any) -> bool:
 def did_you_mean(name: Any, known: Iterable[str], otherwise: str) -> str:
     """Return the end of a message about an unknown name.
 
-    It suggests the most similar known name. If no name is similar, it is `otherwise` and all known
-    names.
+    The text suggests the most similar known name. If no name is similar, the text is `otherwise`
+    and all known names.
     """
     known = list(known)
     close = difflib.get_close_matches(str(name), known, 1)
@@ -125,15 +125,15 @@ def check_known(
       who: name of the interface, for errors.
       options: the options and their values.
       known: names of the interface's own options.
-      records: as for `group_options`; their fields are options as well.
-      renamed: the strategy's name of an option to the interface's name.
+      records: as for `group_options`; the fields of these records are also options.
+      renamed: for some options, by the strategy's name, the name that the interface uses.
     """
     fields = {name: _field_names(record) for name, record in records.items()}
     known = [*known, *records, *itertools.chain(*fields.values())]
     for name, value in options.items():
         if name in renamed:
             raise ConfigError(f"{name} is an unknown option of {who}; use {renamed[name]}")
-        # a string is the first field of a record, which no interface renames
+        # A string stands for a record with this first field, and no interface renames the field.
         passed = () if isinstance(value, str) else fields.get(name, ())
         separate = [renamed[field] for field in passed if field in renamed]
         if separate:
@@ -149,13 +149,14 @@ def check_known(
 
 
 def group_options(options: Mapping[str, Any], records: Mapping[str, Any]) -> dict[str, Any]:
-    """Group options that are fields of records into the records.
+    """Move options that are fields of records into records, and return the strategy's arguments.
 
-    Interfaces with a flat list of options call a strategy with the result.
+    An interface with a flat list of options calls this function, then a strategy.
 
     Args:
-      options: the options. If a record is among them, other options replace its fields.
-      records: argument of the strategy to its default, for each argument that is a record.
+      options: the options. If a record is among them, options with names of its fields replace
+        these fields.
+      records: for each argument of the strategy that is a record, the default.
     """
     found = dict(options)
     for argument, default in records.items():

@@ -14,7 +14,7 @@ from dtrans.errors import ConfigError
 def split_endpoint(endpoint: str) -> tuple[str, int]:
     """Split `host:port` into host and port.
 
-    An IPv6 host is in brackets, `[::1]:6174`; they are removed.
+    An IPv6 host is in brackets, `[::1]:6174`; the result has no brackets.
 
     Raises:
       ConfigError: the endpoint does not have this form.
@@ -75,10 +75,10 @@ def parse_host_slots(text: str, where: str) -> list[tuple[str, int | None]]:
 
     Args:
       text: the list.
-      where: the option or variable with this text, for errors.
+      where: name of the option or variable that has this text, for errors.
 
     Returns:
-      Name and number of slots of each host; None if the number is omitted.
+      For each host, its name and its number of slots; the number is None if the text has none.
 
     Raises:
       ConfigError: the slots of a host are not a number.
@@ -116,10 +116,10 @@ def resolve_host(host: str) -> str:
 class ReservedEndpoints:
     """Loopback endpoints on free ports, which are reserved until `close`.
 
-    A bound socket that does not listen reserves its port: the system assigns the port to no other
-    process. On Linux a server can still bind the port, if both sockets have SO_REUSEADDR. The
-    sockets of ZeroMQ, gRPC and `socket.create_server` have it. On other systems such a server would
-    fail, so the ports are released at once.
+    To reserve a port, this object binds a socket that does not listen: the system then assigns the
+    port to no other process. On Linux a server can still bind the port if both sockets have
+    SO_REUSEADDR, as the sockets of ZeroMQ, gRPC and `socket.create_server` have. On other systems
+    such a server would fail, so the ports are released at once.
     """
 
     def __init__(self) -> None:

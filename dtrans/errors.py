@@ -1,8 +1,8 @@
 """Exceptions and warnings of the package.
 
 A message states an object of the user (leaf, option, endpoint, step) with its actual value, the
-expected value, and a remedy. All errors derive from `DtransError`, and also from a built-in
-exception such as `ValueError`, so that code that catches built-in exceptions works.
+expected value, and a remedy. Each error class derives from `DtransError`, and from a built-in
+exception such as `ValueError`, so that code which catches built-in exceptions also works.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class UntestedJaxWarning(UserWarning):
 
 
 class CheckpointWarning(UserWarning):
-    """Warning: a checkpoint cannot be read and is skipped, or the copies of an array differ."""
+    """Warning: dtrans skips a checkpoint that it cannot read, or copies of a saved array differ."""
 
 
 class NonfiniteWarning(UserWarning):
@@ -45,7 +45,7 @@ class TraceError(DtransError, TypeError):
 
 
 class GradientError(DtransError, ValueError):
-    """Error: the gradients of a step cannot be found, or an update does not go through them."""
+    """Error: the gradients of a step cannot be found, or an update reads more than gradients."""
 
 
 class OptimizerError(GradientError):
@@ -81,7 +81,7 @@ class NotRealisedError(DtransError, RuntimeError):
 
 
 class StateError(DtransError, RuntimeError):
-    """Error: a state is not valid for the job, or was donated; or the job is closed."""
+    """Error: a state does not fit the job or was donated, or the job is closed."""
 
 
 class NonfiniteError(DtransError, FloatingPointError):
@@ -92,7 +92,7 @@ class VerifyError(DtransError, AssertionError):
     """Error: a step passed to `dtrans.verify` differs from the one-device step.
 
     Attributes:
-      report: the report, with the outputs that differ and the faults. Its text is the message.
+      report: the report, which lists outputs that differ, and faults. Its text is the message.
     """
 
     def __init__(self, report: Any) -> None:
@@ -126,7 +126,7 @@ def rename_options(names: Mapping[str, str]) -> Iterator[None]:
     A word in a message is an option if it is the first word, or if `=` follows it.
 
     Args:
-      names: the package's name of an option to the name in the interface that the user calls.
+      names: for each option, by dtrans's name, the name in the interface that the user calls.
     """
     try:
         yield
@@ -142,7 +142,7 @@ def missing_extra(need: str, extra: str) -> ConfigError:
 
     Args:
       need: clause that names the library.
-      extra: extra of the distribution that installs it.
+      extra: extra of `dtrans-jax` that installs the library.
     """
     return ConfigError(f"{need}: pip install 'dtrans-jax[{extra}]'")
 

@@ -1,8 +1,8 @@
 """Jobs, which run plans: the interface of the jobs of all strategies.
 
 A job consists of compiled code and connections. The state of training is a separate value: `step`
-maps a state and a batch to the next state, so a loop can keep, save or discard any state. Read
-`dtrans.plan` next: it creates the job of a plan.
+takes a state and a batch, and returns the next state. So a loop can keep, save or discard any
+state. Read `dtrans.plan` next, which creates the job of a plan.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _steps_ahead(
         yield state, *results
 
 
-# methods that create arrays or compile, and therefore run outside the caller's mesh
+# These methods create arrays or compile, so they must run outside the caller's mesh.
 _ON_DEVICES = {
     "init", "step", "prefetch", "place", "params", "opt_state", "state_of", "lower",
     "server_arrays",
@@ -67,13 +67,13 @@ class Job(abc.ABC):
 
     part = (0, 1)  # index of this process's part of a global batch, and the number of parts
     takes_uneven_parts = False  # True if a part may be a `dtrans.UnevenPart`
-    batches_ahead = 1  # default of `ahead` in `steps`
-    is_driver = False  # True if actors run the steps, and also save and restore
+    batches_ahead = 1  # default of the argument `ahead` of `steps`
+    is_driver = False  # True if actors run the steps, save and restore
     run_id: str  # default tag of the run's checkpoints
     saves = True  # True if this process saves the replicated arrays
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Wrap the methods in `_ON_DEVICES`: they run outside the caller's mesh."""
+        """Wrap the methods in `_ON_DEVICES`, so that they run outside the caller's mesh."""
         super().__init_subclass__(**options)
         for name in _ON_DEVICES & vars(cls).keys():
             setattr(cls, name, without_mesh(vars(cls)[name]))
@@ -84,7 +84,7 @@ class Job(abc.ABC):
 
     @abc.abstractmethod
     def init(self, *args: Any) -> Any:
-        """Return the initial state, for the arguments of the user's `init`."""
+        """Return the initial state; the arguments are those of the user's `init`."""
 
     @abc.abstractmethod
     def step(self, state: Any, *batch: Any) -> tuple[Any, ...]:
@@ -119,8 +119,8 @@ class Job(abc.ABC):
 
         Args:
           state: the state before the first step.
-          batches: for each step, a tuple of the step's batch arguments. They are read `ahead`
-            batches early.
+          batches: for each step, a tuple of the step's batch arguments. The loop reads each batch
+            `ahead` steps before its step.
           ahead: number of steps between `prefetch` and `step` of a batch. Default: `batches_ahead`,
             which is the staleness of the plan's tables, or 1.
 
@@ -147,15 +147,15 @@ class Job(abc.ABC):
 
     @abc.abstractmethod
     def params(self, state: Any) -> Any:
-        """Return the parameters, in the pytree of the step."""
+        """Return the parameters as the pytree that the step has as an argument."""
 
     @abc.abstractmethod
     def opt_state(self, state: Any) -> Any:
-        """Return the optimizer state, in the pytree of the step."""
+        """Return the optimizer state as the pytree that the step has as an argument."""
 
     @abc.abstractmethod
     def state_of(self, params: Any, opt_state: Any) -> Any:
-        """Return the job's state for the parameters and optimizer state of a single device.
+        """Convert the parameters and optimizer state of a single device to a state of this job.
 
         Raises:
           TraceError: the structure differs from the structure of the step's arguments.
@@ -201,19 +201,16 @@ class Job(abc.ABC):
         return part_of_batch(specs, batch, self.cut_axes(), self.part, trainers)
 
     def place(self, *batch: Any) -> tuple[Any, ...]:
-        """Return `shard_batch(*batch)`; jobs on a mesh also copy it to the devices of the step."""
+        """Return `shard_batch(*batch)`; a job on a mesh also copies the part to its devices."""
         return self.shard_batch(*batch)
 
     def cut_axes(self) -> Mapping[str, int]:
-        """Return the dimension along which each batch array is split, by name.
-
-        Arrays that all trainers get in full are left out.
-        """
+        """Return, for each batch array that is split, by name, the dimension of the split."""
         shared = getattr(self.plan, "shared", None)
         return _cut_on_dim_0(self.plan.main) if shared is None else shared.axes
 
     def gather(self, state: Any) -> Any:
-        """Return (params, opt_state) as on a single device, or the one state of the step.
+        """Convert the job's state to (params, opt_state), or the one state, of a single device.
 
         Example:
           >>> import jax, jax.numpy as jnp, dtrans
@@ -231,7 +228,7 @@ class Job(abc.ABC):
         return one_state.merge_state(self.plan.main, self.params(state), self.opt_state(state))
 
     def scatter(self, state: Any) -> Any:
-        """Return this job's state for the single-device state that `gather` returns.
+        """Convert a single-device state, as `gather` returns it, to a state of this job.
 
         Raises:
           TraceError: the structure differs from the structure of the step's arguments.
@@ -243,9 +240,9 @@ class Job(abc.ABC):
     def with_hyperparameters(self, state: Any, **values: float) -> Any:
         """Return a state with new values of hyperparameters (`optax.inject_hyperparams`).
 
-        The hyperparameters must be in the state of this process. In processes with parameter
-        servers, the optimizer state is in the servers; in processes of a pipeline, it is in the
-        processes of the stages. In these jobs, pass the value as an argument of the step instead.
+        The hyperparameters must be in the state of this process. In a job of several processes with
+        parameter servers, only servers have optimizer state; in a pipeline of several processes,
+        each stage has its own. In these jobs, pass the value as an argument of the step instead.
 
         Args:
           **values: new values, e.g. `learning_rate=1e-3`. If several optimizers have a
@@ -274,9 +271,9 @@ class Job(abc.ABC):
     def apply(self, fn: Callable[..., Any], state: Any, *args: Any) -> Any:
         """Call a function of the parameters, for evaluation or sampling.
 
-        `fn` is compiled once for each object and for each shape of `args`. Only the arrays that
-        `fn` reads are gathered. On a mesh, slices stay on their devices, and XLA gathers the
-        operands of each product.
+        Each function object is compiled once for each shape of `args`. The job gathers only arrays
+        that `fn` reads. On a mesh, slices stay on their devices, and XLA gathers the operands of
+        each product.
 
         Args:
           fn: a pure function `fn(params, *args)`, or `fn(state, *args)` for a step of one state.
@@ -309,7 +306,7 @@ class Job(abc.ABC):
         return _on_one_device(self, state, names)
 
     def _opened(self, leaves: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Convert the result of `_leaves` to leaves as on a single device; it is traced."""
+        """Convert the result of `_leaves` to leaves of a single device; JAX traces this method."""
         return leaves
 
     @abc.abstractmethod
@@ -335,7 +332,7 @@ class Job(abc.ABC):
 
 
 def _cut_on_dim_0(main: Program) -> dict[str, int]:
-    """Return dimension 0 for each batch array of a step, by name; 0-d arrays are left out."""
+    """Return a dict with dimension 0 for each batch array that is not 0-d, by name."""
     axes = {}
     for spec in main.args[2:]:
         for name in spec.names:
@@ -350,7 +347,7 @@ def _on_one_device(job: Job, state: Any, names: Collection[str]) -> dict[str, An
     for spec, tree_of in zip(job.plan.main.args, (job.params, job.opt_state), strict=False):
         if not set(names).isdisjoint(spec.names):
             found |= zip(spec.names, spec.flatten(tree_of(state)), strict=True)
-    # stages and servers store leaves on different devices, but a function runs on one
+    # Stages and servers store leaves on different devices, but a function runs on one device.
     device = jax.local_devices()[0]
     return {n: jax.device_put(found[n], device) for n in names}
 

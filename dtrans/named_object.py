@@ -12,14 +12,14 @@ from dtrans.errors import ConfigError
 
 
 def named_object(name: str, option: str, kind: str) -> Any:
-    """Import a module, and return the object with the given name in it.
+    """Import a module, and return the object of this name.
 
-    It first inserts a folder into `sys.path`: the current folder, like `python -m`; for a file, the
-    file's folder, like `python file.py`.
+    First, a folder is inserted into `sys.path`. For a module, it is the current folder, as with
+    `python -m`. For a file, it is the file's folder, as with `python file.py`.
 
     Args:
       name: `module:name` or `file.py:name`.
-      option: the option or argument with this text, for errors.
+      option: the user's option or argument that has this value, for errors.
       kind: kind of the object, such as `plan`, for errors.
 
     Raises:
@@ -53,7 +53,7 @@ def _import(module: str, option: str) -> Any:
         return importlib.import_module(module)
     except ModuleNotFoundError as e:
         if e.name is None or not f"{module}.".startswith(f"{e.name}."):
-            raise  # the module exists, but imports a missing module
+            raise  # the user's module exists, but imports a module that does not
         raise ConfigError(
             f"{option}; the module {e.name} is neither in {folder} nor installed"
         ) from e

@@ -18,8 +18,8 @@ class RowwiseAdagradState(NamedTuple):
     """State of `rowwise_adagrad`.
 
     Attributes:
-      sum_of_squares: for each leaf, the mean square of each row's gradient, summed over the
-        updates; of shape (rows,).
+      sum_of_squares: for each leaf, an array of shape (rows,): the sum over all updates of the mean
+        square of each row's gradient.
     """
 
     sum_of_squares: Any
@@ -47,7 +47,7 @@ def rowwise_adagrad(
 ) -> optax.GradientTransformation:
     """Return Adagrad with one accumulator for each row.
 
-    For a leaf of shape (rows, ...) the accumulator has shape (rows,), for a scalar it is a scalar.
+    For a leaf of shape (rows, ...) the accumulators have shape (rows,). A scalar has a scalar one.
 
     Args:
       learning_rate: a number or a schedule.
@@ -89,8 +89,8 @@ def rowwise_adam(
 ) -> optax.GradientTransformation:
     """Return Adam with one second moment for each row.
 
-    For a leaf of shape (rows, ...) the first moment has the same shape, the second has shape
-    (rows,).
+    For a leaf of shape (rows, ...), the first moment has the leaf's shape, and the second moment
+    has shape (rows,).
 
     Args:
       learning_rate: a number or a schedule.

@@ -13,9 +13,9 @@ plan in one of these ways:
 
 `dtrans.job` defines the interface of jobs, and `dtrans.costs` the costs of a plan.
 
-`dtrans.run` is a layer above the plans, which do not import it. Its modules register their
-realisers here. `realiser` imports them when a plan runs for the first time: this is the only import
-of a higher layer.
+`dtrans.run` is a layer above the plans. Its modules register their realisers here. `realiser`
+imports these modules when a plan runs for the first time: this is the only import of a higher
+layer.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class PlanRecipe:
-    """Call of a transform that returned a plan; another process repeats it to get an equal plan.
+    """Call of a transform: a process that repeats the call gets an equal plan.
 
     Attributes:
       transform: `dtrans.pserver`, `dtrans.nccl2`, `dtrans.sharding` or `dtrans.pipeline`.
@@ -72,7 +72,8 @@ def with_recipe(transform: Callable[P, PlanT]) -> Callable[P, PlanT]:
     def run(*args: P.args, **options: P.kwargs) -> PlanT:
         plan = transform(*args, **options)
         recipe = PlanRecipe(run, inspect.signature(transform).bind(*args, **options).arguments)
-        # The recipe is not a field, since `dataclasses.replace` would copy it to another plan.
+        # The recipe is no field of the dataclass: `dataclasses.replace` would copy it to a plan
+        # that another call would return.
         object.__setattr__(plan, "recipe", recipe)
         return plan
 
@@ -80,17 +81,17 @@ def with_recipe(transform: Callable[P, PlanT]) -> Callable[P, PlanT]:
 
 
 class Plan(abc.ABC):
-    """Programs of all roles of a distributed job, as a transform returns them.
+    """Result of a transform: the programs of all roles of a distributed job.
 
     Attributes:
       main: the step, with calls inlined and exact roles.
-      recipe: the call that returned the plan; None for a plan derived from another plan.
+      recipe: the call that returned the plan; None if the plan was derived from another plan.
     """
 
     main: Program
     recipe: ClassVar[PlanRecipe | None] = None
     _right: ClassVar[tuple[int, ...]]  # indices of right-aligned columns of the table
-    _code: ClassVar[int]  # index of the column of names
+    _code: ClassVar[int]  # index of the column with names
 
     # -- values ----------------------------------------------------------------------------------
 
@@ -109,8 +110,10 @@ class Plan(abc.ABC):
 
     @cached_property
     def identity(self) -> Mapping[str, str]:
-        """Fingerprints of the plan's programs and of the software, by part; endpoints do not
-        count."""
+        """Fingerprints of the plan's programs and of the software, by part.
+
+        Endpoints do not change fingerprints.
+        """
         startup: Program = self.startup  # type: ignore[attr-defined]
         programs = {name: program.fingerprint for name, program in self.programs.items()}
         return {**fingerprint.environment(), "init": startup.fingerprint, **programs}
@@ -181,7 +184,8 @@ class Plan(abc.ABC):
         Args:
           devices: devices, or a mesh with devices; the job uses as many as it needs, in order.
             Default: all devices of this process.
-          donate: True to let each step reuse the memory of its input state, which is then invalid.
+          donate: True to let each step reuse the memory of its input state; this state is then
+            invalid.
           **options: `on_nonfinite`, except for pipelines: "warn" or "error" to check gradients for
             infinities and NaN, and report the trainer and the leaves; "ignore" for no check.
             `unsplit_inputs`, for pserver plans: names of batch arrays that are replicated.
@@ -196,8 +200,8 @@ class Plan(abc.ABC):
     def on_cluster(self, *, donate: bool = True, **options: Any) -> Job:
         """Run this process's part of a job that consists of several processes.
 
-        Each process calls this method, then `init`, and `step` with its part of the batch. A
-        process of a collective job or of a pipeline calls `dtrans.connect()` before. In a job with
+        Each process calls this method, then `init`, then `step` with its part of the batch. In a
+        collective job or a pipeline, each process first calls `dtrans.connect()`. In a job with
         parameter servers, a process reads its role from the environment (`dtrans.Role.from_env`).
 
         Args:
@@ -226,10 +230,11 @@ class Plan(abc.ABC):
         of the actors.
 
         Args:
-          batches: source of each trainer's part of the batch, which its actor reads. It is a
-            function (trainer, step) -> batch, or a dataset of Ray Data whose columns have the names
-            of the step's arguments. `job.step(state)` then has no batch arguments. By default, the
-            driver passes the global batch to `job.step(state, *batch)`, and it is split.
+          batches: source of each trainer's part of the batch, from which the trainer's actor reads.
+            It is a function (trainer, step) -> batch, or a dataset of Ray Data whose columns have
+            the names of the step's arguments. `job.step(state)` then has no batch arguments. By
+            default, the driver passes the global batch to `job.step(state, *batch)`, which splits
+            the batch.
           **options: options of `dtrans.hosts.on_ray.RayJob`: `address`, `trainers_on`,
             `trainer_resources`, `server_resources`, `processes`, `rows`, `checkpoints`, `env`,
             `deadline`, `patience`.
@@ -249,8 +254,8 @@ class Plan(abc.ABC):
         Args:
           command: program and arguments of each process.
           **options: `env`: environment variables of all processes. `cores`: processors of each
-            process. For collectives and pipelines also `processes`, if each has several devices,
-            and `endpoints`, by default loopback from port 6174.
+            process. Collective jobs and pipelines have two more options. `processes`: number of
+            processes, if each has several devices. `endpoints`: by default loopback from port 6174.
 
         Returns:
           A `dtrans.RoleTable`.
@@ -271,16 +276,15 @@ class Plan(abc.ABC):
         return realiser(self, "roles")(self, command, **options)
 
     def verify(self, *batch: Any, points: Sequence[int] = STEPS, seed: int = 0) -> Report:
-        """Check that the job computes the one-device step, in a finite field, without tolerance.
+        """Check without tolerance, in a finite field, that the job computes the one-device step.
 
         The traced step of the job is compared with the one-device step at random points
-        (docs/verify.md). No devices are needed, and nothing is compiled, except the startup program
-        of tables with `dtrans.Rows(update="dense")`.
+        (docs/verify.md). No devices are needed, and the steps are not compiled.
 
         Args:
           *batch: the batch arguments of the step: arrays, or types (`jax.ShapeDtypeStruct`).
-            Integers and random keys in arrays are used unchanged; floats are drawn near the entries
-            of arrays. Default: the types with which the step was traced.
+            Arrays of integers and random keys are used unchanged; for an array of floats, random
+            numbers near its entries are used. Default: the types with which the step was traced.
           points: numbers of one-device steps after which states are compared.
           seed: seed of the points.
 
@@ -318,7 +322,7 @@ class Plan(abc.ABC):
                     values[name] = x
         traced: Any = self._realise("verify", types)
 
-        # in asynchronous modes and GEO-SGD, the job is compared with `replay` instead of `main`
+        # The job must compute `main`; in asynchronous modes and GEO-SGD, it must compute `replay`.
         if traced.replay is None:
             params, opt_state = main.args[:2]
             state_types = values_at(main.inputs, (*params.names, *opt_state.names))
@@ -340,7 +344,7 @@ class Plan(abc.ABC):
 
 
 def _traced_types(program: Program, spec: TreeSpec) -> Any:
-    """Return an argument of a program with types for arrays, as it was traced."""
+    """Return a traced argument of a program: the pytree, with types in place of arrays."""
     return spec.unflatten(values_at(program.inputs, spec.names))
 
 
@@ -361,7 +365,7 @@ def realises(plan: type, way: str) -> Callable[[F], F]:
     """Decorate a class or function, to register it as a realiser.
 
     Args:
-      plan: type of the plans that it runs.
+      plan: type of the plans that the realiser runs.
       way: one of the ways in the module's docstring.
 
     Example:

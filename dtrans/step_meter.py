@@ -1,4 +1,4 @@
-"""Counts and times of a job's steps; the clock is read twice in each step.
+"""Count and times of a job's steps.
 
 JAX dispatches work to devices asynchronously. So the time of a step ends when its work has been
 dispatched, unless the step waits for servers or other trainers. The time in which the caller waits
@@ -40,7 +40,7 @@ class JobReport:
 
     @property
     def elsewhere(self) -> float:
-        """Seconds between steps, except waiting for batches: mostly waiting for results."""
+        """Seconds between steps without the wait for batches, mostly for results of steps."""
         return self.seconds - self.in_step - self.waiting
 
     @property
@@ -66,10 +66,7 @@ _last: StepMeter | None = None
 
 
 def completed_steps() -> int | None:
-    """Return the number of steps of the job of this process that ran a step last.
-
-    None if no job has run a step.
-    """
+    """Return the step count of the job that last ran a step in this process; None without a job."""
     return None if _last is None else _last.steps
 
 
@@ -90,7 +87,7 @@ class StepMeter:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Count and time the step in a `with` block, unless it raises an exception."""
+        """Count and time the step in a `with` block; do not count it if it raises an exception."""
         annotation = contextlib.nullcontext()
         if self.is_traced:
             annotation = jax.profiler.StepTraceAnnotation("dtrans step", step_num=self.steps)
@@ -119,7 +116,7 @@ class StepMeter:
 
     def report(self, costs: Any) -> JobReport:
         """Return a report of the steps until now, with the given costs of a step."""
-        # `waited` may include a wait for the batch of a step that has not ended
+        # `waited` may include the wait for the batch of a step that has not ended.
         waiting = min(self.waited, self.seconds)
         return JobReport(self.steps, self.first, self.seconds, self.in_step, waiting, costs)
 

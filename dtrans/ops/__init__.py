@@ -1,23 +1,22 @@
 """Communication as equations of programs.
 
 Each primitive defines the types of its results, so a program with communication can be inspected,
-costed, transformed and tested. It runs only with a realiser (`dtrans.run`), which implements the
-primitives.
+costed, transformed and tested. To run it, a realiser (`dtrans.run`) must implement the primitives.
 
 rpc               send, recv and their barriers: a trainer's messages to parameter servers
 lookup            split_ids, prefetch, send_rows, fake_init, init_on_use: rows of tables
-split_concat      split_byref and concat: a leaf to its blocks, and back
+split_concat      split_byref, concat: split of a leaf into its blocks, and the inverse
 listen_and_serv   a parameter server as one equation
 bootstrap         gen_nccl_id, broadcast: trainers connect, and start with equal values
 collective        `Collective`, the definition of a collective, and `new_collective`
-all_reduce        reduction of all parts of a value; all get the result
+all_reduce        reduction of all parts of a value; all participants get the result
 reduce_scatter    sum of the trainers' parts; each trainer gets a piece
 all_gather        concatenation of the trainers' parts
 all_to_all        exchange of rows among shards
 after             an array that is available only after another array
 trainer_index     index of a trainer
 exact_sum         sums whose bits do not depend on the order and placement of the numbers
-moved_rows        rows that the host moves by their ids, in steps traced for verification
+moved_rows        movement of rows by their ids on the host, for verification only
 
 A new collective is a file that calls `new_collective`; other primitives call `communication`. A
 realiser raises an error for a primitive that it does not implement.

@@ -3,8 +3,8 @@
     x = after x, y   []
 
 The result equals `x`, but depends on `y`. So a gather of the result starts after `y` is computed,
-and XLA cannot merge it with an earlier gather of `x`. A gathered array can therefore be freed, and
-gathered again later.
+and XLA cannot merge this gather with an earlier gather of `x`. A gathered array can therefore be
+freed, and gathered again later.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ def _over_axis(x: jax.Array, y: jax.Array) -> Sequence[Any]:
 
 
 def _after_on_cpu(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Return `x` by a selection whose condition reads `y`; XLA cannot know that it is always
-    true."""
+    """Return `x` by a selection whose condition reads `y`, and is always true.
+
+    XLA does not know that the condition is true, so it keeps the dependency.
+    """
     one = jax.lax.slice(y, (0,) * y.ndim, (1,) * y.ndim).reshape(()).astype(jnp.float32)
     return jnp.where(jnp.logical_or(one == one, one != one), x, jnp.zeros_like(x))
 
@@ -38,7 +40,7 @@ def _after_elsewhere(x: jax.Array, y: jax.Array) -> jax.Array:
     return result
 
 
-# Under vmap a barrier would add the mapped axis of `y` to `x`, which is the same for all trainers.
+# `x` is the same for all trainers. Under vmap a barrier would add the mapped axis of `y` to `x`.
 after_p = communication(
     "after", lambda x, y: [x], over_axis=_over_axis, under_vmap=lambda x, y: [x]
 )

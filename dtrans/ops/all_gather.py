@@ -19,7 +19,7 @@ def _over_axis(*xs: Any, over: tuple[str, ...], axis: int, **_: Any) -> Sequence
 
 
 def _under_vmap(*xs: Any, over: tuple[str, ...], axis: int, **_: Any) -> Sequence[Any]:
-    """Gather over one axis after the other, innermost first; vmap does not support several axes."""
+    """Gather over one axis after the other, innermost first: vmap does not support several axes."""
     parts = list(xs)
     for name in reversed(over):
         parts = [jax.lax.all_gather(x, name, axis=axis, tiled=True) for x in parts]

@@ -3,8 +3,9 @@
     x... = all_reduce x...   [op, name, owners, over]
 
 Among servers, `over` lists their endpoints. Each server runs this equation with one operand and the
-same `name`. The result is the reduction of the operands of `owners`, in their order. Other servers
-have no rows to reduce, and their operands are ignored. With a single owner it is a broadcast.
+same `name`. The result is the reduction of the operands of the servers in `owners`, in this order.
+All other servers have no rows to reduce, and their operands are ignored. With a single owner this
+is a broadcast.
 
 Among trainers, `over` lists the names of their mesh axes. `owners` is empty, because all trainers
 have parts.
@@ -27,9 +28,9 @@ from dtrans.ops.collective import new_collective
 from dtrans.ops.exact_sum import joined
 
 
-LAYERS = "layers"  # name of gradient reductions inside a loop over layers
+LAYERS = "layers"  # the parameter `name` of gradient reductions inside a loop over layers
 
-# reduction to the name of the function of `jnp` and `np` that combines two parts
+# For each reduction, the name of the function of `jnp` and `np` that combines two parts.
 COMBINE: Mapping[str, str] = {
     "sum": "add",
     "prod": "multiply",
@@ -39,11 +40,11 @@ COMBINE: Mapping[str, str] = {
     "or": "bitwise_or",
     "xor": "bitwise_xor",
 }
-EXACT = "exact_sum"  # name of the reduction that adds parts of `dtrans.ops.exact_sum`
+EXACT = "exact_sum"  # the reduction that adds parts of `dtrans.ops.exact_sum`
 
 
 def combine(op: str, parts: Sequence[Any], xp: Any = jnp) -> Any:
-    """Reduce parts in order; `xp` is the module of their arrays, `jnp` or `np`."""
+    """Reduce parts in order; `xp` is `jnp` or `np`, whose arrays the parts are."""
     if op == EXACT:
         return functools.reduce(joined, parts)
     return functools.reduce(getattr(xp, COMBINE[op]), parts)
@@ -51,7 +52,7 @@ def combine(op: str, parts: Sequence[Any], xp: Any = jnp) -> Any:
 
 @functools.cache
 def identity_of(op: str, shape: tuple[int, ...], dtype: Any) -> Callable[[], jax.Array]:
-    """Return a function that returns an array of the identity element of a reduction."""
+    """Return a function that returns an array filled with a reduction's identity element."""
     kind = np.dtype(dtype)
     if op in ("max", "min"):
         low, high = _bounds(kind)
@@ -101,8 +102,8 @@ def _over_axis(*xs: Any, op: str, over: tuple[str, ...], **_: Any) -> Sequence[A
         reduced: Sequence[Any] = _REDUCE[op](xs, over)
         return reduced
     # Not every backend of XLA has a collective for products and bitwise reductions. These values
-    # are small, so they are gathered, over one axis after the other because vmap does not support
-    # several axes.
+    # are small, so they are gathered. This is done over one axis after the other, because vmap does
+    # not support several axes.
     parts: Sequence[Any] = xs
     for name in reversed(over):
         parts = [combine(op, list(jax.lax.all_gather(x, name))) for x in parts]

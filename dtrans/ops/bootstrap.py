@@ -4,8 +4,8 @@
     x...  = broadcast token x...   [root, over]
 
 `gen_nccl_id` is the first equation: the trainers at `endpoints` connect to each other. (In Paddle,
-trainer 0 creates NCCL's id and sends it.) `broadcast` sends the values of trainer `root` to all
-trainers.
+trainer 0 creates NCCL's id, and sends the id to all trainers.) `broadcast` sends the values of
+trainer `root` to all trainers.
 
 Source: paddle/fluid/operators/collective/gen_nccl_id_op.cc and c_broadcast_op.cc.
 """

@@ -1,12 +1,12 @@
-"""Collectives among trainers: a `Collective` defines everything that dtrans needs of one.
+"""Collectives among trainers: a `Collective` has all facts that dtrans needs about a collective.
 
     x... = NAME x...   [name, over, size?, PARAMS...]
 
 `over` lists the names of the trainers' mesh axes. An equation may have several operands; the
-collective is applied to each of them. `size` is the number of trainers, present if types depend on
-it. PARAMS define the operation. A new collective is a file of this folder that calls
-`new_collective`, and a line in `__init__`. Then programs with it can be lowered, costed and
-verified, and parameter servers can execute it.
+collective is applied to each of them. The parameter `size`, the number of trainers, is present if
+types depend on this number. PARAMS define the operation. To add a collective, write a file in this
+folder that calls `new_collective`, and a line in `__init__`. Then programs with the collective can
+be lowered, costed and verified, and parameter servers can execute it.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Collective:
         trainer's piece of an array, and `xp` is `jnp` or `np`.
       same_for_all: True if all trainers get the same result.
       reduces: True if the result is an elementwise reduction of the trainers' parts.
-      counts_results: True if its traffic is the size of the results, as for a gather; False if it
-        is the size of the operands.
+      counts_results: True if an equation's traffic is the size of its results, as for a gather;
+        False if it is the size of its operands.
     """
 
     primitive: Primitive
@@ -68,7 +68,7 @@ def new_collective(
 ) -> Primitive:
     """Register a collective, and return its primitive.
 
-    The arguments without a description are attributes of `Collective`.
+    All other arguments are attributes of `Collective`.
 
     Args:
       over_axis, under_vmap: lowerings, as in `communication`.
@@ -98,21 +98,24 @@ def collective_of(eqn: JaxprEqn) -> Collective | None:
 
 
 def moved_values(eqn: JaxprEqn) -> Sequence[Atom]:
-    """Return the values whose sizes are a collective's traffic (`Collective.counts_results`)."""
+    """Return the results or the operands of a collective: the values that count as its traffic."""
     record = collective_of(eqn)
     assert record is not None, eqn.primitive
     return eqn.outvars if record.counts_results else eqn.invars
 
 
 def way_of(eqn: JaxprEqn) -> tuple[Any, ...]:
-    """Return a collective as (name, *values of its `params`), as in `how` of `exchange`."""
+    """Return (name, *values of `params`) of a collective, an entry of the parameter `how`.
+
+    `exchange` (`dtrans.ops.rpc`) has this parameter.
+    """
     record = collective_of(eqn)
     assert record is not None, eqn.primitive
     return eqn.primitive.name, *(eqn.params[n] for n in record.params)
 
 
 def is_way(way: Any, shape: Sequence[int], trainers: int) -> bool:
-    """Return True if a value from a message is a valid result of `way_of`.
+    """Return True if a value, which comes from a message, is a valid result of `way_of`.
 
     Args:
       way: the value.
@@ -131,5 +134,5 @@ def is_way(way: Any, shape: Sequence[int], trainers: int) -> bool:
 
 
 def are_dimensions(shape: Sequence[int], *axes: Any) -> bool:
-    """Return True if values from a message are dimensions of a shape."""
+    """Return True if values, which come from a message, are dimensions of a shape."""
     return all(type(axis) is int and 0 <= axis < len(shape) for axis in axes)

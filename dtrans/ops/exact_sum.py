@@ -1,4 +1,4 @@
-"""Sums whose bits depend neither on the placement of the numbers nor on the order of additions.
+"""Sums whose bits do not depend on the order of additions, or on the placement of the numbers.
 
 The numbers are written in a positional system with digits of several bits. A sum has a fixed number
 of digits: the leading digit of its largest number, and the digits below it. Lower digits are
@@ -11,14 +11,14 @@ of the larger part. Lower digits are dropped, as they would be if all numbers we
 For n numbers the error is at most `n * 2 ** -32` of the largest number (float64: `2 ** -72`), plus
 the rounding of the result. See Demmel and Nguyen, "Parallel Reproducible Summation" (2015).
 
-A part is stored as a vector of integers: position of its leading digit, flags for infinities and
-NaN, digits.
+A part is stored as a vector of integers: the position of its leading digit, flags for infinities
+and NaN, then the digits.
 
     part  = exact_part x            part of the numbers x, of shape (n,)
     part  = exact_join part part    addition of parts, or of several concatenated parts
     total = exact_total part        the sum, rounded to a float
 
-They are primitives, so that analyses of a program see a sum instead of operations on bits
+These are primitives, so that an analysis of a program sees a sum instead of operations on bits
 (`dtrans.verification.exact_rules`).
 """
 
@@ -63,7 +63,7 @@ DIGITS = {
     "float32": DigitFormat(8, 5, "int32", 23, 127),
     "float64": DigitFormat(24, 4, "int64", 52, 1023),
 }
-MOST = 1 << 22  # largest number of numbers in a sum, for which digits do not overflow
+MOST = 1 << 22  # largest number of terms of a sum; with more terms, digits could overflow
 
 _PLUS, _MINUS = 1, 2  # flags of inf and -inf; NaN has both
 
@@ -75,7 +75,7 @@ def part_type(dtype: Any) -> ShapedArray:
 
 
 def part_of(x: jax.Array) -> jax.Array:
-    """Return the sum of numbers of shape (n,) as a part."""
+    """Add up numbers of shape (n,); return the sum as a part."""
     return exact_part_p.bind(x)
 
 
@@ -90,7 +90,7 @@ def sum_of(part: jax.Array) -> jax.Array:
 
 
 def _cut_numbers(x: jax.Array) -> jax.Array:
-    """Split numbers into digits, and add up the digits at each position."""
+    """Split numbers into digits, and add up the digits at each position; return a part."""
     d = DIGITS[x.dtype.name]
     low, high = (jnp.asarray(bound, x.dtype) for bound in (-jnp.inf, jnp.inf))
     largest, least = jax.lax.reduce((x, x), (low, high), _outermost, (0,))
@@ -98,7 +98,7 @@ def _cut_numbers(x: jax.Array) -> jax.Array:
     kinds = jnp.where(jnp.isnan(largest), _PLUS | _MINUS, kinds)
     exponent = jax.lax.bitcast_convert_type(jnp.maximum(largest, -least), d.integer) >> d.mantissa
     place = exponent // d.bits
-    # scale the numbers so that the leading digit is the integer part of the largest
+    # Scale the numbers so that the integer part of the largest number is the leading digit.
     y = x * _power(d.bias - d.bits * place, x.dtype)
     cut = [jnp.trunc(y * float(1 << d.bits * k)) for k in range(d.count)]
     digits = [cut[0], *(low - high * (1 << d.bits) for high, low in itertools.pairwise(cut))]

@@ -4,17 +4,19 @@
                [endpoint, Fanin, sync_mode, on_trainer_exit, optimize_blocks, ...]
 
 The server runs until all trainers have closed their connections, and outputs its final state. The
-parameter `optimize_blocks` contains the jaxprs of its updates, as `cond` contains branches. The
-first block has the role lr_sched, if the optimizer computes values that depend on no row. A block
-for each parameter block follows. If the optimizer reduces over rows, blocks have several levels. A
-block of role dist ends a level with `all_reduce` equations, and the next level reads their results.
+parameter `optimize_blocks` contains the jaxprs of the server's updates, as `cond` contains
+branches. If the optimizer computes values that depend on no row, the first block has the role
+lr_sched. Then there is a block for each parameter block. If the optimizer reduces over rows, blocks
+have several levels. A level ends with a block of role dist, which has `all_reduce` equations. The
+next level reads their results.
 
-A trainer may leave a synchronous job before the others. `on_trainer_exit` defines later updates.
+A trainer may leave a synchronous job early. `on_trainer_exit` defines the updates after this.
 "drop": updates use the mean of the remaining trainers' gradients (`dtrans.slicing.mean.sent_by`).
 "paddle": the last gradient of the trainer is used once more, then zeros, and the mean is over all
-trainers. "error": the job ends. (In Paddle, a race decides. On `complete` the server zeroes the
-gradient after its next update, but the end of a step reverts this. If `complete` arrives before the
-other trainers have received parameters, every later update uses the gradient.)
+trainers. "error": the job ends. (In Paddle, a race decides. When the server gets the message
+`complete`, it plans to zero the gradient after its next update, but the end of a step reverts this.
+If `complete` arrives before all other trainers have received parameters, every later update uses
+the gradient.)
 
 Each trainer sends its gradient under its own name (`BlockGradient.sent`). Blocks read the mean or
 the sum of the trainers' gradients.
@@ -42,8 +44,7 @@ ON_TRAINER_EXIT = ("drop", "paddle", "error")
 
 
 def backup_of(block: str, trainer_id: int) -> str:
-    """Return the name, from Paddle, of a server's copy of a block as a trainer last received
-    it."""
+    """Return Paddle's name for a server's copy of a block, as a trainer last received the block."""
     return f"{block}.trainer_{trainer_id}_bak"
 
 
@@ -55,9 +56,11 @@ class BlockGradient:
       name: name in the optimize block: `params/w@GRAD.block0`.
       leaf: the leaf.
       index: index of the block in the leaf.
-      sent: trainer id to the name of its gradient: `params/w@GRAD.block0.trainer_1`. Asynchronous
-        updates, which use one gradient, have a single entry for all trainers.
-      op: reduction: "mean" or "sum"; "same" for an argument of the step, equal on all trainers.
+      sent: for each trainer id, the name of the trainer's gradient:
+        `params/w@GRAD.block0.trainer_1`. Asynchronous updates, which use one gradient, have a
+        single entry for all trainers.
+      op: the reduction, "mean" or "sum". Or "same" for an argument of the step, which is equal on
+        all trainers.
     """
 
     name: str
@@ -78,7 +81,7 @@ class OptimizeBlock(NamedJaxpr):
       in_names: names of inputs: gradients (`params/w@GRAD.block0`), state before the step
         (`params/w.block0`), and outputs of earlier blocks (`lr_sched/0`).
       out_names: names of outputs: state, or values for later blocks.
-      level: number of exchanges between servers before this block runs.
+      level: number of rounds between servers before this block runs.
       grads: the gradients among its inputs.
     """
 

@@ -18,14 +18,14 @@ rows for unused entries are zeros. `send_rows` sends the gradient of these rows 
 like `recv` and `send` (`dtrans.ops.rpc`).
 
 `fake_init` returns a trainer's initial table, which has no rows. `init_on_use` represents a
-server's rows of a table, and optimizer state with one row for each of them. `write(n)` returns a
-program that computes `n` of these rows from their ids and the arguments of init. A server computes
+server's rows of a table, and optimizer state with one row for each of these rows. `write(n)`
+returns a program that computes `n` rows from their ids and the arguments of init. A server computes
 each row on first use; a call of the equation as a function computes all rows.
 
 The last two equations belong to GEO-SGD (`geo_prefetch_p`, `geo_init_p`). There a trainer stores
-the rows that it has looked up, with its own optimizer state. It starts without rows. `prefetch`
-returns the trainer's rows with these ids, and requests missing rows from servers. `write(n)`
-returns a program that computes the initial state of `n` rows.
+the rows that it has looked up, with their optimizer state; at first it stores none. `prefetch`
+returns the rows with these ids, and requests rows that the trainer lacks from servers. `write(n)`
+returns a program that computes the initial optimizer state of `n` rows.
 
 Source:
 paddle/fluid/operators/distributed_ops/{split_ids,prefetch,lookup_sparse_table,fake_init}_op.cc and
@@ -79,7 +79,7 @@ geo_init_p = communication("fake_init", lambda *args, types, **_: list(types))
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowsProgram:
-    """Function of `n` that returns a program: `n` rows, from their ids and init's arguments."""
+    """Function of `n` that returns a program; it computes `n` rows from ids and arguments of init."""
 
     write: Callable[[int], ClosedJaxpr]
 

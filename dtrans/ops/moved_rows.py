@@ -1,10 +1,11 @@
-"""Rows that the host moves by their ids, as an equation of a step traced for verification.
+"""Movement of rows by their ids: an equation of steps that are traced for verification.
 
     numbers..., X... = move_rows numbers..., X...    [fn, count, types]
 
-`fn` is called with a list of the first `count` operands, integer arrays, and a list of the other
-operands. It only moves entries: each entry of an output is an entry of an operand, or zero. The
-equation never runs: verification calls `fn` with the positions of entries instead of entries.
+In a job, the host moves these rows. Here `fn` represents it, a function of two lists: the first
+`count` operands (integer arrays), and all other operands. `fn` only moves entries: each entry of an
+output is an entry of an operand, or zero. The equation never runs. Verification calls `fn` with
+positions of entries in place of entries.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Communication primitives: they have types, and raise an error if JAX runs them.
+"""Communication primitives: JAX can trace them, but raises an error if it runs them.
 
 Collectives among trainers also have a lowering over named axes of JAX. A realiser that maps a
 program over such axes uses the lowering.
 
-Equations are ordered by data: an equation that must follow another one has its *token*, an empty
-boolean array, as an operand. (Without tokens XLA would reorder host callbacks, and the job would
-deadlock.)
+Data defines the order of equations: an equation outputs a *token*, an empty boolean array, which is
+an operand of all equations that must run later. (Without tokens XLA would reorder host callbacks,
+and the job would deadlock.)
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ def token() -> ShapedArray:
     return ShapedArray((0,), jnp.bool_)
 
 
-Lowering: TypeAlias = Callable[..., Sequence[Any]]  # function (*operands, **params) -> results
+# Function of (*operands, **params) that returns the results.
+Lowering: TypeAlias = Callable[..., Sequence[Any]]
 OVER_AXIS: dict[Primitive, Lowering] = {}  # lowerings over named axes
 UNDER_VMAP: dict[Primitive, Lowering] = {}  # lowerings under vmap, where `OVER_AXIS` fails
 

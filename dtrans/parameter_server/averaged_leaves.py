@@ -1,10 +1,10 @@
 """Leaves without gradients, such as batch statistics, that servers average over trainers.
 
-By default each trainer keeps its own value of such a leaf (it is in `Cut.frozen`). To average a
-leaf, each trainer sends its value as if it were a gradient. The update of the leaf returns the mean
-of these gradients. So the leaf is cut into blocks, sent, merged and received like a parameter.
-Asynchronous servers do not combine values of several trainers, so there the newest value replaces
-the old one.
+By default each trainer keeps its own value of such a leaf, and the leaf is in `Cut.frozen`. If
+servers average the leaf, each trainer sends its value in place of a gradient, and the update
+returns the mean of these values. So the leaf is cut into blocks, sent, merged and received like a
+parameter. Asynchronous servers do not combine values of several trainers: the newest value that
+arrives replaces the old value.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def choose_averages(step: Cut, merge: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def add_averages(step: Cut, leaves: Sequence[str]) -> Cut:
-    """Return the step with an update that also sets `leaves` to the values that trainers send."""
+    """Extend the update of a step: each of `leaves` gets the value that arrives as its gradient."""
     if not leaves:
         return step
     half = step.optimize
@@ -84,7 +84,7 @@ def add_averages(step: Cut, leaves: Sequence[str]) -> Cut:
             gradients[n] = outs[n]
         elif n in step.gradients:
             gradients[n] = step.gradients[n]
-    # parameters come before the optimizer state
+    # new parameters come before optimizer state
     outputs = subset(outputs, optimized) | outputs
     jaxpr = b.build(list(outputs.values()))
     return dataclasses.replace(

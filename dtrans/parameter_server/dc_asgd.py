@@ -98,7 +98,7 @@ def compensate(
 def _backups(
     block: Block, param: ServerVariable, trainers: int, delay: DelayCompensation
 ) -> dict[str, ServerVariable]:
-    """Return the arrays that a server adds for a block: its backups, and its mean squares."""
+    """Return the arrays that a server adds for a block: backups, and mean squares of gradients."""
     added = {}
     if not block.is_table:
         for k in range(trainers):
@@ -111,7 +111,7 @@ def _backups(
 
 
 def moving_suffixes(mode: Mode) -> tuple[str, ...]:
-    """Return the name suffixes of the added arrays that change even if a gradient is zero."""
+    """Return name suffixes of arrays that servers add, and that a zero gradient may change."""
     delay = mode.delay if isinstance(mode, Async | HalfAsync) else None
     if delay is None or delay.decay is None:
         return ()
@@ -125,10 +125,10 @@ def _gradient(block: Block) -> str:
 def _compensated_update(
     update: OptimizeBlock, blocks: Sequence[Block], work: ServerWork, delay: DelayCompensation
 ) -> OptimizeBlock:
-    """Return an optimize block that corrects its gradients for their delay first."""
+    """Extend an optimize block: it first corrects its gradients for their delay."""
     b = Builder(update.jaxpr)
     inputs = {n: b.input(v.aval) for n, v in update.invars.items()}
-    values: dict[str, Any] = dict(inputs)  # the inputs, with corrected gradients
+    values: dict[str, Any] = dict(inputs)  # the loop below corrects the gradients
     mean_squares: dict[str, Any] = {}
     for block in blocks:
         gradient = _gradient(block)

@@ -2,7 +2,7 @@
 
 Paddle defines the rules in python/paddle/fluid/transpiler: `slice_variable` and `VarBlock` in
 distribute_transpiler.py, `RoundRobin` and `HashName` in ps_dispatcher.py. Blocks here are equal to
-Paddle's, element for element; docstrings name the defects of Paddle that are mended.
+Paddle's, element for element. Docstrings name defects of Paddle that dtrans does not have.
 `SizeBalanced` is not in Paddle.
 """
 
@@ -29,7 +29,7 @@ class Variable(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class VarBlock:
-    """Run of elements of one variable; it prints as `name:block_id:size`, as in Paddle.
+    """Consecutive elements of one variable; a block prints as `name:block_id:size`, as in Paddle.
 
     Attributes:
       varname: name of the variable.
@@ -142,7 +142,7 @@ class PSDispatcher:
         self._step = 0
 
     def dispatch(self, varlist: Sequence[Any]) -> list[str]:
-        """Return one endpoint for each block, in order; the base class has no rule.
+        """Return one endpoint for each block, in order. Each subclass defines this method.
 
         Raises:
           NotImplementedError: the subclass does not define this method.
@@ -171,9 +171,9 @@ class RoundRobin(PSDispatcher):
 class HashName(PSDispatcher):
     """Dispatcher that chooses the server by a BLAKE2b hash of the block's name.
 
-    Every process computes the same hash. Python's `hash`, which Paddle uses, differs between
-    processes. With a checksum such as CRC-32, `w.block0` and `w.block1` have the same parity: two
-    servers would never share a variable.
+    Every process computes the same hash. Paddle uses Python's `hash`, which differs between
+    processes. A checksum such as CRC-32 would not work: the checksums of `w.block0` and `w.block1`
+    are both even or both odd, so that one of two servers would get both blocks.
 
     Example:
       >>> import dtrans
@@ -223,7 +223,9 @@ class SizeBalanced(PSDispatcher):
         self._loads = dict.fromkeys(self._eps, 0)
 
     def assign(self, nbytes: int, endpoint: str | None = None) -> str:
-        """Add bytes to a server's load, by default the least loaded server; return its endpoint."""
+        """Add bytes to a server's load, and return the server's endpoint.
+
+        The default is the server with the least load."""
         if endpoint is None:
             endpoint = min(self._eps, key=self._loads.__getitem__)
         self._loads[endpoint] += nbytes
@@ -241,7 +243,7 @@ def check_dispatcher(split_method: Any) -> None:
     """Check that `split_method` is a proper subclass of `PSDispatcher`.
 
     Raises:
-      ConfigAssertionError: it is anything else. Paddle has an assertion here.
+      ConfigAssertionError: `split_method` is something else. Paddle has an assertion here.
     """
     is_dispatcher = isinstance(split_method, type) and issubclass(split_method, PSDispatcher)
     if not is_dispatcher or split_method is PSDispatcher:

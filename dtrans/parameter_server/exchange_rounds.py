@@ -31,7 +31,7 @@ from dtrans.ops import all_reduce_p, collective_of, exchange_p, way_of
 from dtrans.step.forward_backward import Arrange
 
 
-TRAINERS = ("trainers",)  # name of the mesh axis along which trainers are placed
+TRAINERS = ("trainers",)  # Name of the mesh axis of the trainers.
 
 
 def reduce_results(part: TrainerStep) -> TrainerStep:
@@ -73,7 +73,7 @@ def reduce_results(part: TrainerStep) -> TrainerStep:
 
 
 def sort_by_rounds(endpoints: Sequence[str], trainer_id: int, trainers: int) -> Arrange:
-    """Return a function that sorts equations by rounds, with one `exchange` for each round."""
+    """Return a function that sorts equations by rounds, and writes an `exchange` for each round."""
 
     def arrange(
         eqns: Sequence[JaxprEqn], roles: Sequence[str], wanted: Collection[Atom]

@@ -20,8 +20,8 @@ A step uses the rows of its batch. Pushes and pulls transfer rows with their ids
 
     trainer   `split_ids`, `prefetch`, the step with the optimizer on these rows, and a `send` of
               parameters and rows
-    pserver   w + d for the rows that were sent. For each trainer, it records the stored rows that
-              other trainers have changed since the last pull
+    pserver   w + d for the rows that were sent. For each trainer, the server records which of the
+              trainer's stored rows other trainers have changed since the last pull
 
 Source: python/paddle/fluid/transpiler/geo_sgd_transpiler.py, and `GeoSgdCommunicator` in
 paddle/fluid/operators/distributed/communicator.cc. Paddle's communicator stores `old` in its own
@@ -132,9 +132,9 @@ def plan_geo_sgd(
 
 
 def with_shared_leaves(step: Cut) -> Cut:
-    """Return the step with only those parameters in `optimized` whose new values use gradients.
+    """Move parameters whose new values use no gradient from `optimized` to `frozen`.
 
-    The other parameters become `frozen`: each trainer has its own value.
+    Each trainer has its own value of these parameters.
 
     Raises:
       ConfigError: a parameter whose new value uses gradients is an integer.
@@ -155,7 +155,7 @@ def with_shared_leaves(step: Cut) -> Cut:
 
 
 def with_added_changes(step: Cut) -> Cut:
-    """Return the step with another update: new parameter = parameter + change.
+    """Replace the update of a step by: new parameter = parameter + change.
 
     The input for the change has the name of the parameter's gradient.
     """
@@ -252,14 +252,14 @@ class GeoTrainerSide:
         b = Builder(source.jaxpr)
         b.invars += [empty.get(n, v) for n, v in source.invars.items()]
 
-        # forward and backward
+        # Write forward and backward, which fill `gradients`.
         gradients: dict[str, Any] = {}
         rows, results = self._write_half(b, step, gradients, trainer_id)
         for n, gradient in gradients.items():
             if isinstance(gradient, Var):
                 b.labels[gradient] = n + GRAD
 
-        # the update, for the rows of tables and for full leaves
+        # Write the update, for rows of tables and for full leaves.
         state = {n: source.invars[n] for n in (*step.params, *step.opt_state) if n not in empty}
         new = write_update(b, step, rows.sizes, state | rows.rows, gradients)
 
@@ -320,7 +320,7 @@ class GeoTrainerSide:
         for n, t in self.tables.of.items():
             names = (n, *t.zero.state)
             types = tuple(values_at(empty, names))
-            # `geo_init` only stores the program `write`, which runs at a row's first lookup
+            # `geo_init` only stores the program `write`: it runs when a row is first looked up.
             write = initial_state_rows(startup, t.zero.state)
             args = startup.inner.invars if t.zero.state else ()
             location = self._row_location(n, trainer_id)
@@ -330,7 +330,7 @@ class GeoTrainerSide:
         return Program.written(f"trainer {trainer_id} startup", b, startup.args, startup.out, outs)
 
     def _row_location(self, table: str, trainer_id: int) -> dict[str, Any]:
-        """Return the parameters that locate a table's rows, for equations that transfer rows."""
+        """Return equation parameters that locate a table's rows on servers."""
         blocks = self.placement.blocks[table]
         names = tuple(x.name for x in blocks)
         return {**row_location(table, blocks), "names": names, **self._trainer(trainer_id)}

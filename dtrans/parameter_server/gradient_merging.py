@@ -36,7 +36,7 @@ def merging(step: Cut) -> Literal["sum", "mean", "none"]:
     enters = propagate(half.inner.eqns, seeds, {})
     for eqn in half.inner.eqns:
         if bits_of(enters, *eqn.outvars) & of_gradient:
-            # a counter, rather than a gradient, selects this value
+            # A counter selects this value, not a gradient.
             which = bits_of(enters, eqn.invars[0])
             selects_by_state = eqn.primitive.name == "select_n" and which == of_state
             if selects_by_state or eqn.primitive.name in (COND, *LOOPS):
@@ -46,8 +46,8 @@ def merging(step: Cut) -> Literal["sum", "mean", "none"]:
     for n in step.optimized:
         if not bits_of(enters, half.outvars[n]) & of_gradient and terms[n] != _Term("old", n):
             return "none"
-    # "sum" needs: new parameter = parameter + a linear function of the gradients that reads no
-    # parameter; and an optimizer state that does not depend on gradients
+    # "sum" is right under two conditions. The change of a parameter is linear in the gradients, and
+    # reads no parameter. The optimizer state does not depend on gradients.
     for n, x in terms.items():
         is_param = n in step.params
         if is_param and x not in (_Term("old", n), _Term("new", n)):

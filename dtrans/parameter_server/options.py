@@ -202,7 +202,7 @@ class BlockPlacement:
 def check_options(
     trainers: Any, mode: Any, placement: Any, on_trainer_exit: Any, batch: Any
 ) -> Batch:
-    """Check the arguments of `dtrans.pserver`; return `batch` as a record.
+    """Check the arguments of `dtrans.pserver`; return the option `batch` as a `Batch`.
 
     Raises:
       ConfigError: a value is out of range, or two options contradict each other.

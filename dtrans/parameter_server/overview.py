@@ -23,7 +23,7 @@ from dtrans.slicing.server_update import ServerVariable
 
 @dataclasses.dataclass(frozen=True)
 class VarDistributed:
-    """Array on one server (the *slice*), with the step's array that it is cut from (the *origin*).
+    """Array on one server, the *slice*; it is cut from an array of the step, the *origin*.
 
     Attributes:
       origin_name: name of the origin: `params/w`, `opt_state/0/mu/w`.
@@ -31,8 +31,8 @@ class VarDistributed:
       slice_name: name of the slice: `params/w.block0`, or the origin's name if it was not cut.
       slice_shape: shape of the slice.
       dtype: type of both arrays.
-      axis: the dimension along which the origin was cut; 0 if it was not cut. Optimizer state can
-        have a parameter's rows along another dimension than 0.
+      axis: the dimension along which the origin was cut; 0 if it was not cut. In optimizer state,
+        the rows of a parameter may be along another dimension than 0.
       offset: the first index of the slice along `axis`.
       block_id: index of the parameter's block to which the slice belongs.
       is_slice: True if the slice is smaller than its origin.
@@ -141,9 +141,9 @@ def overview_of(
     """Return the overview of the arrays on servers.
 
     Args:
-      servers: endpoint -> name -> array of the server. Arrays that a server adds for a block, such
-        as the backups of DC-ASGD, are cut like the block: `params/w.block0.trainer_1_bak` has the
-        origin `params/w.trainer_1_bak`.
+      servers: a dict for each server, by endpoint; it contains the server's arrays, by name. Arrays
+        that a server adds for a block, such as the backups of DC-ASGD, are cut like the block:
+        `params/w.block0.trainer_1_bak` has the origin `params/w.trainer_1_bak`.
       types: types of the step's arrays, by name.
       params: names of parameters.
     """

@@ -1,11 +1,11 @@
 """Placement: the server of each block of each leaf.
 
 `place` combines three rules. Row analysis finds the leaves that may be cut, Paddle's slice rule
-computes the sizes of blocks, and a dispatcher chooses the servers. Other leaves stay whole. If the
-optimizer updates several leaves together, they form a unit on one server. Each unit is placed on
-the server with the fewest bytes so far.
+computes the sizes of blocks, and a dispatcher chooses the servers. All other leaves stay whole. If
+the optimizer updates several leaves together, these leaves form a unit on one server. Each unit is
+placed on the server with the fewest bytes so far.
 
-Blocks do not depend on the dispatcher: `dispatched` places the same blocks by another one.
+Blocks do not depend on the dispatcher: `dispatched` places the same blocks with another dispatcher.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ def place(
 
     Args:
       analysis: row analysis of the update.
-      leaves: types by leaf name, in leaf order.
+      leaves: type of each leaf, by name, in leaf order.
       endpoints: the servers.
       options: rules for all leaves that are not in `buckets`.
-      buckets: number of buckets of rows by leaf (`dtrans.Rows(place="bucket")`). Each server
-        gets a contiguous range of buckets, in the order of `endpoints`.
+      buckets: for leaves with `dtrans.Rows(place="bucket")`, by name, the number of buckets. Each
+        server gets a contiguous range of buckets, in the order of `endpoints`.
 
     Raises:
       ConfigError: the dispatcher does not return one known endpoint for each block.
@@ -70,7 +70,7 @@ def place(
     free = [n for n in leaves if n not in bound and n not in buckets]
     slice_count = len(endpoints)
     if not options.slice_var_up:
-        # a separate generator, so that NumPy's global generator does not change
+        # A separate generator leaves NumPy's global generator unchanged.
         np.random.RandomState(options.seed).shuffle(free)
         slice_count = 1
     blocks = []
@@ -88,7 +88,7 @@ def place(
 
 
 def dispatched(placement: Placement, split_method: type[PSDispatcher]) -> Placement:
-    """Return a placement of the same blocks by another dispatcher.
+    """Place the blocks of a placement again, with another dispatcher.
 
     Raises:
       ConfigError: `split_method` is not a dispatcher, or does not return one known endpoint for
@@ -100,7 +100,7 @@ def dispatched(placement: Placement, split_method: type[PSDispatcher]) -> Placem
     for leaf in placement.order:
         blocks += [dataclasses.replace(b, endpoint="") for b in placement.blocks[leaf]]
     tied: list[Unit] = []
-    fixed: list[Block] = []  # blocks of buckets, whose servers no dispatcher chooses
+    fixed: list[Block] = []  # dispatchers do not choose the servers of buckets
     for leaf in placement.blocks:
         if leaf in placement.unsliced:
             # A unit is named after its first leaf, so each unit is added once.
@@ -118,12 +118,12 @@ def _assign(
     tied: Sequence[Unit],
     fixed: Sequence[Block],
 ) -> Placement:
-    """Return `old` with other servers for its blocks.
+    """Return the placement `old`, but with newly chosen servers for its blocks.
 
     Args:
       blocks: blocks whose servers the dispatcher chooses, in the order in which it gets them.
-      tied: units, each placed on the server with the fewest bytes.
-      fixed: blocks that stay on the servers that they have.
+      tied: units; each unit is placed on the server with the fewest bytes.
+      fixed: blocks that stay on their servers.
     """
     dispatcher = split_method(list(old.endpoints))
     is_balanced = isinstance(dispatcher, SizeBalanced)

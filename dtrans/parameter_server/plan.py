@@ -101,8 +101,8 @@ class ServedUpdate:
       unsent: parameters on the servers whose update uses no gradient.
       shared_state: optimizer state that belongs to no parameter. Each server that reads it has a
         copy.
-      sized: the update with additional inputs for the numbers in it that depend on the batch size.
-        Trainers send these numbers with each step. None if the update has no such number.
+      sized: the update, with inputs in place of numbers that depend on the batch size. Trainers
+        send these numbers with each step. None if the update has no such number.
       sent_values: lines of the user's code whose values trainers compute and send to the update.
       fixed_size: name of an output of the update that is valid for the traced batch size only;
         empty if the plan works with other batch sizes.
@@ -214,7 +214,7 @@ class PServerPlan(Plan):
     def for_uneven_batch(
         self, types: Sequence[jax.ShapeDtypeStruct], trainer_id: int
     ) -> tuple[ExactStep, Program]:
-        """Return the batch split and a trainer's program for a batch size with a remainder.
+        """Return the batch split and a trainer's program for a batch that cannot be split evenly.
 
         Args:
           types: types of the inputs of `main`, with the global batch.
@@ -223,7 +223,7 @@ class PServerPlan(Plan):
         return self.trainer_side.uneven(self.shared, types, trainer_id)
 
     def _cached(self, write: Callable[[int], Program], trainer_id: int) -> Program:
-        """Return `write(trainer_id)`, always the same object, since it caches its compiled code."""
+        """Return `write(trainer_id)`. All calls return one object, which caches compiled code."""
         key = write.__name__, trainer_id
         if key not in self._programs:
             self._programs[key] = dataclasses.replace(write(trainer_id), plan=self)
@@ -258,7 +258,7 @@ class PServerPlan(Plan):
         }
 
     def _input_types(self, specs: Sequence[TreeSpec]) -> dict[str, str]:
-        """Return the types of the inputs of `main` in these arguments, by name."""
+        """Return the types of the inputs of `main` that belong to these arguments, by name."""
         types = {}
         for spec in specs:
             for n in spec.names:

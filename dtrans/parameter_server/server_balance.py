@@ -15,7 +15,7 @@ from dtrans.slicing.blocks import Placement
 def bytes_by_server(
     overview: VarsDistributed, endpoints: Iterable[str]
 ) -> dict[str, dict[str, int]]:
-    """Return the bytes of parameters ("params") and optimizer state ("opt_state") by server."""
+    """Return the bytes of "params" (parameters) and "opt_state" on each server, by endpoint."""
     keys = {"Param": "params", "Optimizer": "opt_state"}
     found = {endpoint: {"params": 0, "opt_state": 0} for endpoint in endpoints}
     for row in overview:
@@ -65,7 +65,7 @@ def compare_dispatchers(
 def _state_units(
     placement: Placement, optimize_blocks: Iterable[OptimizeBlock], trainers: int
 ) -> dict[str, str]:
-    """Return the unit of each array of a server's state, by the array's name on the server."""
+    """Return, for each array of a server's state, by name, the unit to which the array belongs."""
     found: dict[str, str] = {}
     for block in optimize_blocks:
         if block.role == OPTIMIZE:
@@ -87,11 +87,11 @@ def _state_bytes(
     A server with any block needs a copy of the state that belongs to no unit.
 
     Args:
-      unit_of: state array to its unit.
+      unit_of: unit of each state array, by name.
     """
     params = {b.name for b in placement.table}
     state: dict[str, int] = {}
-    shared: dict[str, int] = {}  # by name, so that copies on several servers are counted once
+    shared: dict[str, int] = {}  # the keys are names, so that copies on several servers count once
     for row in overview:
         if row.slice_name in params:
             continue

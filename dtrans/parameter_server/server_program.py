@@ -40,9 +40,9 @@ class ServerProgramWriter:
       trainers: the number of trainers.
       sync_mode: True if an update waits for the gradients of all trainers.
       on_trainer_exit: as in `dtrans.pserver`.
-      adapt: rewrites the work of a server, for example to add delay compensation.
+      adapt: function that rewrites the work of a server, for example to add delay compensation.
       tables: leaves that trainers request by rows instead of in full.
-      sized: returns `spec` for other numbers of rows in the blocks of tables.
+      sized: function that returns `spec` for other numbers of rows in blocks of tables.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class ServerProgramWriter:
         for block in self._blocks(endpoint):
             if not block.is_table:
                 param_names.append(block.name)
-        # trainers also receive the optimizer state that their forward reads
+        # Trainers also receive the optimizer state that their forward reads.
         for n in self.spec.requested:
             if self.spec.holder_of(n) == endpoint:
                 param_names.append(n)

@@ -15,8 +15,8 @@ class MeshState:
 
     Attributes:
       params: the trainers' parameters, by name; replicated over the trainers' devices.
-      servers: endpoint -> name (`params/w.block0`, `opt_state/0/mu/w.block0`) -> array of the
-        server.
+      servers: a dict for each server, by endpoint; it contains the server's arrays, by name
+        (`params/w.block0`, `opt_state/0/mu/w.block0`).
     """
 
     params: dict[str, jax.Array]

@@ -85,7 +85,7 @@ class StepTraffic:
 
     def _trainer_cost(self) -> RoleCost:
         step, inputs = self.bytes_per_step, self.trainer.inputs
-        # a trainer stores the parameters, and in GEO-SGD also the optimizer state
+        # A trainer stores the parameters, and in GEO-SGD also the optimizer state.
         names = list(self.trainer.args[0].names)
         if self.push_every:
             names += self.trainer.args[1].names
@@ -104,7 +104,7 @@ class StepTraffic:
         )
 
     def _server_cost(self, endpoint: str, state_bytes: int) -> RoleCost:
-        # traffic with one trainer: gradients and arguments arrive, parameters are sent
+        # Add the traffic with one trainer: gradients and arguments arrive, parameters are sent.
         from_trainer = to_trainer = 0
         for b in self.placement.table:
             if b.endpoint == endpoint:
@@ -121,7 +121,8 @@ class StepTraffic:
                 to_trainer += received
                 rounds += 1
 
-        # traffic with other servers: each owner sends its part to every server of the all-reduce
+        # Add the traffic with other servers. In an all-reduce, each owner sends its partial result
+        # to all servers that take part.
         to_servers = from_servers = 0
         for values in self.rounds:
             reductions = [r for r in values if endpoint in r.over]
@@ -179,7 +180,7 @@ class StepTraffic:
 
     @property
     def _id_bytes(self) -> int:
-        """Bytes of a row's ids in a step: a communicator sends the id again with the gradient."""
+        """Bytes in a step for the id of a row; a communicator sends the id twice."""
         for eqn in self.trainer.eqns:
             if eqn.primitive is send_rows_p and "communicator" in eqn.params:
                 return 2 * ID
@@ -187,7 +188,7 @@ class StepTraffic:
 
     @cached_property
     def arguments(self) -> dict[str, dict[str, int]]:
-        """Step arguments that the update reads: name -> endpoint -> bytes sent to this server."""
+        """For each step argument that the update reads: bytes sent to each server, by endpoint."""
         found: dict[str, dict[str, int]] = {}
         for endpoint, program in self.servers.items():
             (serve,) = program.eqns

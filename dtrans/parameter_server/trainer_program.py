@@ -57,21 +57,20 @@ class TrainerCommConfig:
       trainers: the number of trainers.
       sync_mode: True if an update uses the gradients of all trainers.
       runtime_split: True if `send` and `recv` cut full leaves into blocks at run time.
-      half_async: with `runtime_split`, True if a step waits until its gradients are sent and its
-        parameters received.
+      half_async: with `runtime_split`, True if a step waits until its gradients are sent and new
+        parameters are received.
       communicator: options of the communicator, which sends and receives in the background; None if
         the step itself sends and receives.
       averages: leaves that trainers compute and servers average.
-      argument_servers: maps each argument of the step that the update reads to the servers that
-        need it.
-      state_servers: maps each array of the optimizer state that forward reads to its server.
+      argument_servers: for each step argument that the update reads, the servers that need it.
+      state_servers: for each array of the optimizer state that forward reads, its server.
       tables: leaves that trainers request by rows instead of in full.
       calls_once: True if only trainer 0 calls host callbacks.
-      scale: factor by which trainers multiply gradients. It is the number of trainers if the full
-        gradient is the sum of the trainers' gradients, since servers average.
+      scale: factor by which trainers multiply gradients. If the full gradient is the sum of the
+        trainers' gradients, the factor is the number of trainers, since servers average.
       numbers: numbers in the update that depend on the batch size; trainers send them as arguments.
-      parts: arrays of the batch. If the update reads a value that forward computes from them,
-        trainers send that value as an argument. None: such a step is an error.
+      parts: arrays of the batch. If the update reads a value that forward computes from these
+        arrays, trainers send the value as an argument. If None, such a step is an error.
     """
 
     trainers: int
@@ -89,7 +88,7 @@ class TrainerCommConfig:
     parts: tuple[str, ...] | None = None
 
     def hand_over(self, step: Cut) -> Cut:
-        """Return the step whose update takes the values that it reads from forward as inputs."""
+        """Make the values of forward that the update reads inputs of the update."""
         if self.parts is None:
             return step
         return hand_over(step, self.parts, drawn=True)
@@ -139,12 +138,12 @@ class TrainerSide:
     def uneven(
         self, shared: ExactStep, types: Sequence[jax.ShapeDtypeStruct], trainer_id: int
     ) -> tuple[ExactStep, Program]:
-        """Return the batch split and a trainer's program for a batch size with a remainder.
+        """Return the batch split and a trainer's program for a batch that cannot be split evenly.
 
         Each trainer's part of the batch is padded to `ceil(rows / trainers)` rows.
 
         Args:
-          shared: the split of batches without a remainder.
+          shared: the split of batches that can be split evenly.
           types: types of the inputs of the full step.
         """
         uneven = shared.for_types(types)
@@ -173,15 +172,15 @@ def write_trainer(
     b.invars += [empty.get(n, vars_of[n]) for n in (*step.params, *step.batch)]
     writer = TrainerCommWriter(b, placement, trainer_id, comm)
 
-    # receive the optimizer state that forward reads
+    # Receive the optimizer state that forward reads.
     writer.receive_state(subset(vars_of, comm.state_servers))
 
-    # forward and backward, with a send after each gradient
+    # Write forward and backward, with a send after each gradient.
     rounds = sort_by_rounds(placement.endpoints, trainer_id, comm.trainers)
     on_rows = writer.on_rows(step)
     results = write_trainer_half(b, step, step.results, writer.send, on_rows, rounds)
 
-    # send the arguments of the update, and receive the new parameters
+    # Send the arguments of the update, and receive the new parameters.
     for n, servers in comm.argument_servers.items():
         value: Any = vars_of.get(n)
         if n in step.numbers:
@@ -289,7 +288,7 @@ class TrainerCommWriter:
             "trainers": comm.trainers,
             "sync_mode": comm.sync_mode,
         }
-        # outputs of `send` equations; a barrier takes them as operands, so it comes after the sends
+        # Outputs of `send` equations. They are operands of a barrier, which so follows the sends.
         self.tokens: list[Var] = []
         self._tables: TableWriter | None = None
 
@@ -436,7 +435,7 @@ class TrainerCommWriter:
         return self.receive_blocks(leaves, after, barrier=barrier)
 
     def receive_full(self, leaves: Sequence[str], after: Sequence[Var]) -> dict[str, Var]:
-        """Write the `recv` of each full parameter, which the run time cuts into blocks."""
+        """Write a `recv` of each full parameter; the trainer cuts parameters when the step runs."""
         self.b.role = RPC
         new: dict[str, Var] = {}
         if not leaves:

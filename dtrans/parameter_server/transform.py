@@ -110,7 +110,7 @@ def pserver(
         has its own batches.
       mode: the update mode: `dtrans.Sync`, `dtrans.Async`, `dtrans.HalfAsync` or `dtrans.Geo`.
       placement: rules that cut leaves into blocks, and assign blocks to servers.
-      on_trainer_exit: the effect on synchronous updates if a trainer closes before the others.
+      on_trainer_exit: the effect on synchronous updates if one trainer closes early.
 
         - "drop": each later update averages the gradients of the remaining trainers, as one device
           would that sees only their rows.
@@ -163,7 +163,7 @@ def pserver(
       >>> [op.type for op in plan.trainer.ops if op.role in ("rpc", "dist")]
       ['split_byref', 'send', 'send_barrier', 'recv', 'fetch_barrier', 'concat']
     """
-    # check the options
+    # Check the options.
     main, startup = normalize_step(main, startup)
     endpoints = parse_endpoints(pservers)
     batch = check_options(trainers, mode, placement, on_trainer_exit, batch)
@@ -172,7 +172,7 @@ def pserver(
         mode, placement, on_trainer_exit, batch, trainers, len(endpoints), sparse
     )
 
-    # cut the step into forward and update, and split its batch
+    # Cut the step into forward and update, and split its batch.
     plain = cut(main)
     refuse_across(plain, TRAINERS_HAVE, may_send=isinstance(mode, Sync), remedy=SYNC_SENDS)
     parts = sent_parts(plain, batch, trainers, mode)
@@ -186,7 +186,7 @@ def pserver(
         step = cut(shared.step.program)
         on_trainer_exit = refuse_paddle_exit(on_trainer_exit, shared)
 
-    # choose the communication, and derive the update that servers run
+    # Choose the communication, and derive the update that servers run.
     comm = dataclasses.replace(trainer_comm(step, trainers, mode, batch), parts=parts)
     refuse_exchange_in_update(comm.hand_over(step))
     # If the split is proven, the outputs do not depend on the batch size.
@@ -207,7 +207,7 @@ def pserver(
         if analysis.layout(analysis.inputs[n]) is not SHARED:
             raise asks_for(output, n).refused(TRAINERS_HAVE)
 
-    # write the programs
+    # Write the programs.
     summed: tuple[str, ...] = ()
     if shared is not None and shared.reduce == "sum":
         summed = tuple(step.gradients)
@@ -263,7 +263,7 @@ def pserver(
 
 
 def served_update(step: Cut, update: UpdateSpec, comm: TrainerCommConfig) -> ServedUpdate:
-    """Return the plan's record of the update that servers run."""
+    """Return the `ServedUpdate` of a plan."""
     sent_values = []
     fixed_size = ""
     if comm.trainers > 1:
@@ -323,10 +323,9 @@ def split_batch(step: Cut, batch: Batch, trainers: int, mode: Mode) -> ExactStep
 
 
 def sent_parts(step: Cut, batch: Batch, trainers: int, mode: Mode) -> tuple[str, ...] | None:
-    """Return the batch arrays if trainers may send values computed from them to the update.
+    """Return the names of all batch arrays, or None.
 
-    Returns:
-      Names of the arrays of the batch; None if trainers may not send such values.
+    None means that trainers may not send the update values that they compute from the batch.
     """
     if isinstance(mode, Sync) and (trainers == 1 or batch.exact):
         return tuple(batch_axes(step, batch))
@@ -384,10 +383,10 @@ def refuse_paddle_exit(on_trainer_exit: str, shared: ExactStep) -> Literal["erro
 def check_arguments(
     step: Cut, parts: Sequence[str] | None, batch: Batch, trainers: int, on_trainer_exit: str
 ) -> None:
-    """Raise for an update that reads an argument which servers cannot get.
+    """Raise an error for an update that reads an argument which servers cannot get.
 
     Args:
-      parts: as returned by `sent_parts`.
+      parts: the result of `sent_parts`.
 
     Raises:
       ConfigError: `on_trainer_exit` is "paddle".
@@ -402,7 +401,7 @@ def check_arguments(
         )
     remaining = step
     if parts is not None:
-        # the step whose update takes the values that trainers compute from the batch as inputs
+        # Values that trainers compute from the batch become inputs of the update.
         remaining = hand_over(step, parts)
     axes = batch_axes(step, batch)
     if any(n in axes for n in remaining.arguments):
@@ -472,7 +471,7 @@ def communicator_for(step: Cut, options: CommunicatorConfig) -> CommunicatorConf
 
 
 def check_step(step: Cut, comm: TrainerCommConfig, on_trainer_exit: str) -> None:
-    """Raise for steps that cannot be divided between trainers and servers.
+    """Raise an error for a step that cannot be divided between trainers and servers.
 
     Raises:
       ConfigError: `merge` is used with `on_trainer_exit="paddle"`.
@@ -509,9 +508,9 @@ def compensation(
 
 
 def check_async(servers: Mapping[str, ServerPrograms]) -> None:
-    """Raise ConfigError for updates that one gradient cannot trigger.
+    """Raise ConfigError if one gradient cannot trigger a server's update.
 
-    Either they need several gradients at once, or they use no gradient.
+    Such an update needs several gradients at once, or uses no gradient.
     """
     for endpoint, programs in servers.items():
         (serve,) = programs.main.eqns

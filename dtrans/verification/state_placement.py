@@ -201,7 +201,7 @@ def place_leaves(
 
 
 def _filled(where: Array, other: Real, elements: Array, shadows: Array) -> Real:
-    """Return an array with numbers of leaves, but with `other` at the places where `where` is -1."""
+    """Return an array with numbers of leaves, but with `other` at places where `where` is -1."""
     in_leaf, at = where >= 0, np.maximum(where, 0)
     return values.choose(in_leaf, Real(elements[at], shadows[at]), other)
 

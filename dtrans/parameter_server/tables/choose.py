@@ -20,7 +20,7 @@ from dtrans.rows.analysis import RowAnalysis
 from dtrans.step.cut import Cut
 
 
-ID = 4  # bytes of a row id in a message
+ID = 4  # number of bytes of a row id in a message
 AUTO = 4  # sparse="auto" chooses a leaf if a step looks up at most 1/AUTO of the leaf's rows
 
 
@@ -31,7 +31,7 @@ class Table:
     Attributes:
       lookups: the lookups of a step.
       zero: the effect of the update on rows whose gradient is zero.
-      updates_all: True if each update runs on all rows.
+      updates_all: True if each update runs on all rows of a server's block.
       catches_up: True if an update also changes rows that no trainer looked up, and servers apply
         these changes later, before a trainer reads the row.
       limit: the maximum number of rows that servers may create; None for no limit.
@@ -58,7 +58,7 @@ class Tables:
 
     Attributes:
       of: tables by leaf name.
-      others: other leaves whose rows a step looks up: leaf name -> reason why it is no table.
+      others: for other leaves whose rows a step looks up, the reason why the leaf is no table.
     """
 
     of: Mapping[str, Table] = dataclasses.field(default_factory=dict)
@@ -143,7 +143,7 @@ def _choose_update(
     beside: Sequence[str],
     otherwise: str,
 ) -> Table:
-    """Return the record of one table; raise ConfigError for an option that it cannot have."""
+    """Return one `Table`; raise ConfigError for an option that this table cannot have."""
     zero = at_zero_gradient(analysis, name, constant_outputs(startup))
     if beside:
         moves = (*zero.moves, *(name + suffix for suffix in beside))
@@ -160,10 +160,10 @@ def _choose_update(
 
 
 def exactly_summed_leaves(step: Cut, tables: Tables, trainers: int) -> frozenset[str]:
-    """Return the leaves whose gradients are summed exactly, so that the order does not matter.
+    """Return the leaves whose gradients are added exactly, independent of the order.
 
-    Results of a plan with tables then do not depend on the placement of rows, bit for bit. Leaves
-    with more rows than an exact sum can add are not included.
+    So the bits of a plan with tables do not depend on the placement of rows. Leaves with more rows
+    than an exact sum can add are not included.
     """
     if not tables.of:
         return frozenset()
@@ -207,7 +207,7 @@ def _table(name: str, lookups: TableLookups, zero: ZeroGradient, option: Rows) -
 
 
 def _limited(name: str, table: Table, limit: int | None) -> Table:
-    """Return the table with a limit of rows.
+    """Return the table with a limit of its number of rows.
 
     Raises:
       ConfigError: the update also changes rows that no trainer looked up, so servers need all rows.
@@ -238,7 +238,7 @@ def table_notes(tables: Tables, row_bytes: Mapping[str, int], often: str = "") -
     """Return a plan's remarks on its tables.
 
     Args:
-      row_bytes: the maximum number of bytes of each table that a trainer sends and receives.
+      row_bytes: for each table, the maximum numbers of bytes that a trainer sends and receives.
       often: the interval of these transfers, such as " in 10 steps"; empty for each step.
     """
     notes = []

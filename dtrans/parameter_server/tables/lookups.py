@@ -2,22 +2,22 @@
 
 A leaf is a *table* of a step if three conditions hold:
 
-- Forward and backward read it only by *picks* of single rows by id: `emb[ids]`, `jnp.take`, an
-  embedding layer.
+- Forward and backward read the leaf only by *picks* of single rows by id: `emb[ids]`, `jnp.take`,
+  an embedding layer.
 - The ids do not depend on rows of a table.
-- Its gradient consists of zeros to which rows are added by id (a scatter-add).
+- The leaf's gradient consists of zeros to which rows are added by id (a scatter-add).
 
-Row analysis (`dtrans.rows`) finds the operations that read the leaf. The result of an elementwise
-operation on all rows (a cast, a factor) may be picked from like the leaf itself. Any other
-operation, such as a matrix product with the leaf, needs all rows, so the leaf is no table.
+Row analysis (`dtrans.rows`) finds the operations that read the leaf. Picks may also read the result
+of an elementwise operation on all rows (a cast, a factor). Any other operation, such as a matrix
+product with the leaf, needs all rows, so the leaf is no table.
 
 Autodiff creates the zeros with which a gradient begins by a broadcast, which does not read the
 leaf. A backward search from the gradient finds these zeros.
 
 Loops, branches and `jax.checkpoint` may contain picks, but a trainer needs all ids before the first
-pick. Inside a `scan`, ids are stacked along the iterations: they are an input or output of the
-`scan`, or the output of another `scan` that computes only ids. For a `cond`, the ids of all
-branches are collected. A `while` is refused, since its number of iterations is unknown.
+pick. For a `scan`, the trainer needs the ids of all iterations: they are an input or output of the
+`scan`, or the output of another `scan` that computes only ids. For a `cond`, it needs the ids of
+all branches. A leaf that a `while` reads is no table, since the number of iterations is unknown.
 """
 
 from __future__ import annotations
@@ -102,12 +102,12 @@ class Lookups:
 
     Attributes:
       tables: lookups of each table, by leaf name.
-      refused: other leaves whose rows are picked: leaf name -> reason why it is no table.
+      refused: for other leaves whose rows are picked, the reason why the leaf is no table.
       eqns: the equations of forward and backward.
       plain: the same equations, with calls inside their bodies inlined.
       flow: row analysis of `plain`.
-      numbering: additional equations that compute, outside of loops and branches, the ids that are
-        used inside.
+      numbering: additional equations, outside of loops and branches, that compute the ids of picks
+        inside.
     """
 
     tables: Mapping[str, TableLookups]
@@ -140,7 +140,7 @@ class _Zeros:
     """Zeros with which the gradients of tables begin.
 
     Attributes:
-      of: maps each array of zeros, also inside bodies, to the layout of its table.
+      of: for each array of zeros, also inside bodies, the layout of its table.
       inside: `id` of each equation whose body contains such zeros.
     """
 
@@ -273,15 +273,15 @@ def _find_zeros(
 
     Args:
       eqns: the equations of forward and backward.
-      gradient: the gradient; None if there is none.
-      shape: its shape.
-      row: its layout.
+      gradient: the gradient; None if the leaf has no gradient.
+      shape: shape of the gradient.
+      row: layout of the gradient.
       found: a record, to which this function adds the zeros.
     """
 
     def rule(eqn: JaxprEqn, outs: Sequence[bool]) -> list[bool] | None:
         name = eqn.primitive.name
-        enters = []  # outputs of the equation that are part of the gradient
+        enters = []  # outputs of the equation that are parts of the gradient
         for v, is_part in zip(eqn.outvars, outs, strict=True):
             if is_part and v.aval.shape == shape:
                 enters.append(v)
@@ -331,7 +331,7 @@ def _lookups_in(eqns: Sequence[JaxprEqn], flow: Flow) -> tuple[list[_Lookup], li
 
 
 def _note_integers(eqns: Iterable[JaxprEqn], known: dict[Any, Sequence[Var]]) -> None:
-    """Add equations that compute integers to `known`, so that bodies reuse their results."""
+    """Record equations that compute integers in `known`, so that bodies reuse their results."""
     for eqn in eqns:
         if not any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars):
             known.setdefault(_key(eqn, eqn.invars), eqn.outvars)
@@ -342,8 +342,8 @@ def _in_branches(
 ) -> tuple[list[_Lookup], list[JaxprEqn]]:
     """Return the picks of a `cond` or remat, and copies of the equations that compute their ids.
 
-    The copies run before `eqn`. They compute the ids of every branch, since ids are needed before
-    it is known which branch runs.
+    The copies run before `eqn`. They compute the ids of every branch, since the trainer needs ids
+    before it knows which branch runs.
     """
     found: list[_Lookup] = []
     extra: list[JaxprEqn] = []
@@ -361,12 +361,12 @@ def _in_branches(
 def _in_scan(
     eqn: JaxprEqn, jaxpr: Any, flow: Flow, known: dict[Any, Sequence[Var]]
 ) -> tuple[list[_Lookup], list[JaxprEqn]]:
-    """Return the picks of a `scan`, and a `scan` that computes those ids that exist only inside."""
+    """Return the picks of a `scan`, and a `scan` that computes the ids that exist only inside."""
     body, wires = opened(jaxpr), wiring(eqn)
     inside, new = _lookups_in(body.eqns, flow)
     count = len(wires.carried)
 
-    # inputs and stacked outputs of the body, which exist outside too
+    # Inputs and stacked outputs of the body also exist outside of the body.
     env: dict[Var, Atom] = {}
     for i, v in enumerate(body.invars):
         if i not in wires.carried:
@@ -379,7 +379,7 @@ def _in_scan(
     wanted = [v for v in ids if v not in env]
     extra = []
     if wanted:
-        # write another scan, which stacks the ids that exist only inside
+        # Write another scan, which stacks the ids that exist only inside.
         outvars = [*body.outvars[:count], *wanted]
         ids_body = closed_with(jaxpr, outvars=outvars, eqns=[*body.eqns, *new])
         outputs = [Var(v.aval) for v in eqn.outvars[:count]]
@@ -406,7 +406,7 @@ def _with_outer_numbers(picks: Iterable[_Lookup], env: Mapping[Var, Atom]) -> li
     """Return the picks of a body, with row ids as values outside of the body.
 
     Args:
-      env: maps variables of the body to values outside.
+      env: for variables of the body, the values outside.
     """
     found = []
     for x in picks:
@@ -425,7 +425,7 @@ def _copy_outside(
 
     Args:
       eqn: the equation.
-      env: maps variables of the body to values outside; this function adds the outputs of `eqn`.
+      env: for variables of the body, the values outside; this function adds the outputs of `eqn`.
       known: outputs of the equations outside, by `_key`.
 
     Returns:
@@ -448,7 +448,7 @@ def _key(eqn: JaxprEqn, atoms: Sequence[Atom]) -> Any:
 
 
 def _table(leaf: str, rows: int, picks: Sequence[_Lookup]) -> TableLookups:
-    """Return the lookups of a table: first the ids of reads, then the ids of added gradients."""
+    """Return the lookups of a table: ids of rows that are read, then ids of gradients."""
     reads: dict[tuple[Atom, int | None], None] = {}
     adds: dict[tuple[Atom, int | None], None] = {}
     for x in picks:
@@ -507,7 +507,7 @@ def _refusal(
 def _refused_numbers(
     eqns: Sequence[JaxprEqn], picks: Sequence[_Lookup], tables: set[Var], like: Any
 ) -> dict[str, str]:
-    """Return the tables whose row ids depend on rows of a table; table to reason."""
+    """Return the reason for each table whose row ids depend on rows of a table."""
 
     def depend(numbers: Sequence[Atom]) -> bool:
         read = set[Var]()

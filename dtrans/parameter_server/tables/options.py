@@ -63,7 +63,7 @@ class Rows:
 
 
 def check_sparse(sparse: Any) -> Mapping[str, Rows] | Literal["auto"] | None:
-    """Return the argument `sparse` with its own copy of a mapping; check its type.
+    """Check the type of the argument `sparse`, and return it; a mapping is copied.
 
     Raises:
       ConfigError: it is not None, "auto", or a mapping to `dtrans.Rows`.

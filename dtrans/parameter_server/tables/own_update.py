@@ -34,7 +34,7 @@ from dtrans.slicing.server_update import inline_update, write_server
 from dtrans.step.cut import Cut
 
 
-TRAINER = "trainer:0"  # stands for an endpoint, since a trainer's update is written like a server's
+TRAINER = "trainer:0"  # an update is written for the endpoint of a server; this is a trainer's
 REMEDY = "Leave it out of sparse, or use another optimizer for it"
 OTHER_ROWS = "with dtrans.Geo trainers update only the rows that they look up"
 
@@ -84,7 +84,7 @@ def _why_refused(table: Table, analysis: RowAnalysis, startup: Program) -> str:
 
 
 def on_servers(table: Table, analysis: RowAnalysis) -> Table:
-    """Return the record of the table for servers, whose update adds the trainers' changes."""
+    """Return the `Table` for servers, which add the trainers' changes."""
     zero = at_zero_gradient(analysis, table.lookups.leaf, {})
     return dataclasses.replace(table, zero=zero)
 

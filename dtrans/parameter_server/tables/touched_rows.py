@@ -16,7 +16,7 @@ from dtrans.rows.writer import RowRange, RowSet
 from dtrans.slicing.blocks import Block, Placement
 
 
-LEAST = 16  # minimum capacity, in rows
+LEAST = 16  # smallest capacity, in rows
 MOST = 1 << 16  # capacities in `rooms` grow up to this number of rows
 
 
@@ -34,8 +34,8 @@ class TableBlock:
       moves: True if an update also changes rows that no trainer looked up, or the optimizer state
         of such rows. Servers apply these changes later, before a trainer reads the row.
       leaf_moves: True if an update also changes such rows of the leaf itself.
-      rests: maps each state array to its initial value, if rows with the initial values do not
-        change before their first lookup; None if they change.
+      rests: if rows with the initial state do not change before their first lookup: the initial
+        value of each state array, by name. Otherwise None.
       limit: the maximum number of rows of the block that the server may create; None for no limit.
       on_trainers: True if trainers store the rows that they looked up (GEO-SGD).
       staleness: the maximum number of updates that prefetched rows may miss.
@@ -66,8 +66,8 @@ class ServedTables:
 
     Attributes:
       blocks: the server's blocks of tables, by name.
-      sized: maps a capacity for each block, by name, to a `listen_and_serv` equation with blocks of
-        these sizes.
+      sized: function of a capacity for each block, by name. It returns a `listen_and_serv` equation
+        with blocks of these sizes.
     """
 
     blocks: Mapping[str, TableBlock]
@@ -102,7 +102,7 @@ def rooms(count: int) -> Iterator[tuple[int, int, int]]:
 
 
 def resized(placement: Placement, sizes: Mapping[str, int]) -> Placement:
-    """Return a placement where each block named in `sizes` has that number of rows."""
+    """Return a placement whose blocks have the numbers of rows in `sizes`, by block name."""
 
     def resize(b: Block) -> Block:
         if b.name not in sizes:
@@ -115,7 +115,7 @@ def resized(placement: Placement, sizes: Mapping[str, int]) -> Placement:
 
 
 def mark_tables(placement: Placement, tables: Mapping[str, Any]) -> Placement:
-    """Return a placement where `is_table` is set for the blocks of tables.
+    """Set `is_table` for the blocks of tables, and return the new placement.
 
     The updates of such blocks are written for a range of rows, even if a block is the full leaf.
 

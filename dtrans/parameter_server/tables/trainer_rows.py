@@ -36,8 +36,8 @@ class _TableRows:
     """Looked-up rows of each table; implements `dtrans.rows.writer.BlockRows`.
 
     Attributes:
-      sizes: table to the number of looked-up rows.
-      uniq: table to the sorted ids of these rows.
+      sizes: for each table, the number of looked-up rows.
+      uniq: for each table, the sorted ids of these rows.
     """
 
     def __init__(self, sizes: Mapping[str, int], uniq: dict[str, Var]) -> None:
@@ -63,8 +63,8 @@ def _pick(
     """Write an equation that picks rows or adds to rows, and return its outputs.
 
     Args:
-      positions: a cache that forward and backward share. It maps row ids to their positions among
-        the fetched rows.
+      positions: a cache that forward and backward share: for each array of row ids, the array of
+        their positions among the fetched rows.
       w: writer of the program.
       eqn: an equation of the step.
       step: the row analysis of `eqn`.
@@ -102,15 +102,15 @@ class TableWriter:
       b: builder of the trainer's program.
       jaxpr: the jaxpr of the step.
       found: the lookups of the step.
-      tables: table to its variable in `jaxpr`.
-      where: table to the parameters of `prefetch` that locate its rows on servers.
+      tables: for each table, its variable in `jaxpr`.
+      where: for each table, the parameters of `prefetch` that locate the table's rows on servers.
       eqns, roles: the equations of forward and backward, with their roles.
-      state: for GEO-SGD: table to {name: variable} of the optimizer state that has a row for each
-        row of the table; these rows are fetched too. None in other modes.
+      state: in GEO-SGD, for each table, variables of its optimizer state, by name. This state has a
+        row for each row of the table; these rows are also fetched. None in other modes.
 
     Attributes:
-      sizes: table to the number of fetched rows.
-      uniq: table to the sorted ids of the fetched rows.
+      sizes: for each table, the number of fetched rows.
+      uniq: for each table, the sorted ids of the fetched rows.
       rows: the fetched rows of tables and of optimizer state, by name.
     """
 

@@ -1,9 +1,10 @@
 """Row ids before JAX truncates them to 32 bits.
 
 `emb[ids]` traces to a gather with 32-bit ids. JAX truncates 64-bit ids without a warning, so an id
-out of range can select a wrong row. Trainers must detect such ids. So the ids are computed again
-from the 64-bit values. To find these values, the search goes back through the equations that JAX
-adds for an index. They resolve negative ids, and concatenate the indices of several dimensions.
+out of range can select a wrong row. Trainers must detect such ids. So this module writes equations
+that compute the ids again from the 64-bit values. To find these values, it goes back through the
+equations that JAX adds for an index: they resolve negative ids, and concatenate the indices of
+several dimensions.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dtrans._jax import Atom, JaxprEqn, Literal, Var
 from dtrans.ir.builder import Builder
 
 
-# primitives of the equations that JAX adds between an id and the gather
+# Primitives of the equations that JAX adds between an id and the gather.
 _OF_INDEXES = frozenset(
     {"add", "lt", "select_n", "broadcast_in_dim", "reshape", "squeeze", "concatenate"}
 )
@@ -31,8 +32,8 @@ class WideNumbers:
 
     Args:
       b: builder of the trainer's program.
-      producers: the equation that computes each variable of the step, by variable.
-      read_full: maps an atom of the step to its value in the trainer's program.
+      producers: for each variable of the step, the equation that computes it.
+      read_full: function of an atom of the step that returns its value in the trainer's program.
     """
 
     def __init__(
@@ -42,9 +43,9 @@ class WideNumbers:
         self._found: dict[Var, Atom | None] = {}
 
     def component(self, atom: Atom, component: int) -> tuple[Atom, int]:
-        """Return the value, and the position in it, where a component of index vectors is computed.
+        """Return a value that contains a component of index vectors, and the component's position.
 
-        If the index vectors are a concatenation, this is the operand with the component.
+        If the index vectors are a concatenation, the value is the operand with the component.
         """
         eqn = self._producers.get(atom) if isinstance(atom, Var) else None
         if eqn is None or eqn.primitive.name != "concatenate":
@@ -64,7 +65,7 @@ class WideNumbers:
         return wide
 
     def _wide(self, atom: Atom) -> Atom | None:
-        """Return a value computed without a narrowing cast; None if it was not narrowed."""
+        """Return a value computed without a narrowing cast; None if no cast narrows it."""
         if isinstance(atom, Literal):
             return None
         if atom not in self._found:

@@ -65,7 +65,8 @@ class _Other:
 
 
 _OTHER = _Other()
-_Kind = Any  # abstract value: a number (NumPy array), `Alias` (an unchanged input), or `_Other`
+# Type of an abstract value: a number (NumPy array), `Alias` (an unchanged input), or `_Other`.
+_Kind = Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +84,7 @@ class _Condition:
     text: str
 
 
-MOST_CASES = 256  # maximum number of combinations of outcomes that `find_waiting` evaluates
+MOST_CASES = 256  # largest number of combinations of outcomes that `find_waiting` evaluates
 
 _NEUTRAL = {"sum": 0, "or": False, "and": True, "xor": False}  # neutral elements of reductions
 
@@ -100,8 +101,8 @@ class ZeroGradient:
         no such equation.
       state: arrays of the optimizer state that have a row for each row of the leaf.
       unlike: arrays in `state` whose rows are not along dimension 0.
-      rests: maps each array in `state` to its initial value, if rows with these values do not
-        change before their first lookup; None if they change.
+      rests: if rows with the initial state do not change before their first lookup: the initial
+        value of each array in `state`, by name. Otherwise None.
     """
 
     moves: tuple[str, ...]
@@ -118,8 +119,8 @@ def at_zero_gradient(analysis: RowAnalysis, leaf: str, begins: Mapping[Any, Any]
     Args:
       analysis: row analysis of the update.
       leaf: a leaf that can be cut into rows.
-      begins: maps arrays of the optimizer state to their initial number, for arrays that the init
-        fills with one number.
+      begins: for arrays of the optimizer state that the init fills with one number, this number, by
+        name.
     """
     rows = _arrays_with_rows(analysis, leaf)
     followed, moves = _moves(analysis, leaf, rows, {})
@@ -138,7 +139,7 @@ def _moves(
 
     Args:
       rows: the arrays with rows of the leaf, by name.
-      begins: array to its value, for arrays with a known value.
+      begins: for arrays that are filled with one known number, this number, by name.
     """
     followed = _follow(analysis, leaf, begins=begins)
     moves = []
@@ -149,14 +150,14 @@ def _moves(
 
 
 def find_waiting(analysis: RowAnalysis, leaf: str) -> str:
-    """Return why a row's gradients wait for a later step; empty if each step uses them at once.
+    """Return the reason why gradients of a row wait for a later step; empty if they do not wait.
 
     The update is evaluated for a row with zero gradient and unknown state, once for each outcome of
     each condition in the update. Gradients wait if an outcome decides one of two questions:
 
     - Does the new leaf, or a new state array, depend on other arrays (`optax.MultiSteps`, a
       lookahead)?
-    - Does it depend on its own old value?
+    - Does the new leaf, or a new state array, depend on its own old value?
 
     Steps that ignore the gradients of all rows (`optax.apply_if_finite`) are left out.
 
@@ -223,7 +224,7 @@ def _follow(
     """Evaluate an update for one row, and return the row's abstract values.
 
     Args:
-      begins: maps arrays of the state to their number, for arrays that are filled with one number.
+      begins: for arrays of the state that are filled with one number, this number, by name.
       assumed: assumed outcomes of conditions, by variable.
       any_gradient: True for a row with an unknown gradient; False for a gradient of zero.
     """
@@ -242,7 +243,7 @@ def _follow(
 
 
 def _skips(analysis: RowAnalysis, leaf: str, assumed: Mapping[Var, _Kind]) -> bool:
-    """Return True if, with the assumed outcomes, rows stay unchanged whatever their gradient is."""
+    """Return True if, with the assumed outcomes, no gradient changes a row."""
     followed = _follow(analysis, leaf, assumed=assumed, any_gradient=True)
     rows = _arrays_with_rows(analysis, leaf)
     return all(are_equal(followed.kind(analysis.outputs[n]), Alias(v)) for n, v in rows.items())
@@ -251,10 +252,11 @@ def _skips(analysis: RowAnalysis, leaf: str, assumed: Mapping[Var, _Kind]) -> bo
 def _decider(
     cases: Sequence[_FollowedRow], holds: Sequence[bool], text_of: Mapping[Var, str]
 ) -> str:
-    """Return the condition that decides whether cases have a property, as a text for users.
+    """Return a text that names the condition on which a property of the cases depends.
 
-    A case with the property is compared with a case without it: the pair whose assumed outcomes
-    differ least. The text is empty if all cases or no cases have the property.
+    Among all pairs of a case with the property and a case without it, the function compares the
+    pair whose assumed outcomes differ least. The text is empty if all cases or no cases have the
+    property.
 
     Args:
       holds: for each case, True if it has the property.
@@ -277,7 +279,7 @@ def _decider(
 
 
 def constant_outputs(program: Program) -> dict[str, Any]:
-    """Return the number of each output of an init that is filled with one number, by name."""
+    """Return, for the outputs of an init that are filled with one number, this number by name."""
     followed = _FollowedRow("", Flow({}), program.inner.eqns, {})
     found = {}
     for n, a in program.outvars.items():
@@ -295,13 +297,13 @@ class _FollowedRow:
       flow: the row analysis of the equations.
       eqns: the equations.
       assumed: assumed outcomes of conditions, by variable.
-      parent: for a branch, the record of the equations around it; None for an update.
-      outer: for a branch, maps its inputs to values outside of the branch.
+      parent: for a branch, the `_FollowedRow` of the equations around it; None for an update.
+      outer: for the inputs of a branch, the values outside of the branch.
 
     Attributes:
       kinds: abstract values by variable.
       counts, positions: as in `ZeroGradient`.
-      open: a condition on which rows depend, but whose outcome is not assumed; None without one.
+      open: a condition on which rows depend, and whose outcome is not assumed; else None.
       loop: description of a loop that reads rows; empty if there is none.
     """
 
@@ -327,9 +329,9 @@ class _FollowedRow:
         return isinstance(layout, RowAxis) and layout.leaf == self.leaf
 
     def kind(self, a: Atom) -> _Kind:
-        """Return what the analysis knows of an atom at the followed row.
+        """Return the abstract value of an atom at the followed row.
 
-        This is a number, an unchanged input (`Alias`), or `_Other` if the value is unknown.
+        It is a number, an unchanged input (`Alias`), or `_Other` if the value is unknown.
         """
         if isinstance(a, Literal):
             if np.ndim(a.val):
@@ -359,8 +361,8 @@ class _FollowedRow:
             for a, row in zip(eqn.invars, step.operands, strict=True):
                 if row is None or not isinstance(self.flow.layout(a), Shared):
                     continue
-                # an operand that does not come from the leaf's arrays, but differs between rows,
-                # such as an `iota`
+                # The operand does not come from the leaf's arrays, but differs between rows, such
+                # as an `iota`.
                 if not self._is_alike(a, row.axis):
                     self.positions = self.positions or _text(eqn)
             kinds = [*map(self.kind, eqn.invars)]
@@ -446,9 +448,9 @@ class _FollowedRow:
 
 
 def _conditions_are_in_operands(eqn: JaxprEqn) -> bool:
-    """Return True if the conditions that an equation depends on are found in its operands.
+    """Return True if an equation computes no condition itself, as a comparison would.
 
-    False for an equation that computes a condition itself, such as a comparison.
+    The conditions on which it depends are then found in its operands.
     """
     is_logic = eqn.primitive.name in ("and", "or", "xor", "not")
     compares = any(v.aval.dtype == bool for v in eqn.outvars) and not is_logic
