@@ -79,7 +79,7 @@ geo_init_p = communication("fake_init", lambda *args, types, **_: list(types))
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowsProgram:
-    """Function of `n` that returns a program; it computes `n` rows from ids and arguments of init."""
+    """Function of `n` that returns a program, which computes `n` rows from ids and init inputs."""
 
     write: Callable[[int], ClosedJaxpr]
 

@@ -213,7 +213,7 @@ def test_a_value_in_two_collections_is_an_error(fn):
 )
 def test_values_that_nothing_can_see_are_an_error(fn, inside):
     with pytest.raises(
-        TraceError, match=f"collected under GLOBAL_CONCAT inside {inside}; return the value from"
+        TraceError, match=f"collected under GLOBAL_CONCAT inside a {inside}; return the value from"
     ):
         read(fn, jnp.ones((4, 2)), jnp.ones((3, 4)))
 

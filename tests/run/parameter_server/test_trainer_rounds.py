@@ -119,7 +119,9 @@ def test_parts_that_do_not_fit_are_refused_before_anything_is_sent() -> None:
             job.step((params,), *(dtrans.UnevenPart(p.x, 12) for p in parts))
     local = planned("mean_loss", batch="local")
     with job_of(local, 2) as job:
-        with pytest.raises(BatchError, match="has 13 rows, which cannot be split evenly over 3 processes"):
+        with pytest.raises(
+            BatchError, match="has 13 rows, which cannot be split evenly over 3 processes"
+        ):
             job.shard_batch(*case.batch(13))
         with pytest.raises(BatchError, match="13 rows, but this plan needs equal parts"):
             job.step((params,), *parts)
