@@ -198,8 +198,8 @@ def test_every_option_between_four_trainers(tmp_path: Path) -> None:
         ),
         (
             "pserver",
-            "ConfigError: this is trainer 0 of a job with pservers; dtrans.connect() is for "
-            "mode='nccl2'",
+            "ConfigError: this process is trainer 0 of a job with pservers, but dtrans.connect() is "
+            "for mode='nccl2'; remove the call",
         ),
         (
             "unconnected",
