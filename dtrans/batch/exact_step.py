@@ -62,12 +62,12 @@ class ExactStep:
         """Text for the notes of a plan with `batch="local"`."""
         if self.proven and self.reduce == "mean":
             return f"exact: mean over {self.rows} rows"
-        why = "one device's step is the sum of the steps on parts"
-        if not self.proven:
-            why = f"one device's step depends on the whole batch ({self.reason})"
+        how = "local: each trainer computes on its own part, and the results are averaged"
+        if self.proven:
+            return f"{how}; one device's step is the sum of the steps on parts"
         return (
-            f"local: each trainer computes on its own part, and the results are averaged; {why}. "
-            "The error for batch='exact' lists the alternatives"
+            f"{how}; one device's step depends on the whole batch ({self.reason}). The error for "
+            "batch='exact' lists the alternatives"
         )
 
     @property

@@ -23,6 +23,7 @@ from dtrans._jax import (
     Atom,
     ClosedJaxpr,
     JaxprEqn,
+    Literal,
     Var,
     closed,
     constants,
@@ -34,7 +35,6 @@ from dtrans.engine.layout import PARTIAL, Gathered, Partial, ShardLayout, Shards
 from dtrans.engine.open_sums import linear_terms
 from dtrans.engine.writer import SplitWriter, written
 from dtrans.errors import BatchError
-from dtrans.ir.builder import read_from
 from dtrans.ir.cost import total_bytes
 from dtrans.ir.dataflow import (
     avals,
@@ -190,7 +190,8 @@ def trainer_step(
         for n, term in zip(graded, values, strict=False):
             (env[step.boundary[n]],) = b.bind(mark_p, term, w.read(ins[n], None), leaf=n)
         for eqn in after:
-            atoms = read_from(env, eqn.invars)
+            # unlike `read_from`, this raises KeyError for a value that no equation has computed
+            atoms = [a if isinstance(a, Literal) else env[a] for a in eqn.invars]
             env.update(zip(eqn.outvars, b.copy(eqn, atoms, avals(eqn.outvars)), strict=True))
         found: dict[str, Atom] = dict(zip(before, values[len(terms) :], strict=False))
         found |= {n: env[a] for n, a in outs.items() if n not in found and isinstance(a, Var)}

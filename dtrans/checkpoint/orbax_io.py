@@ -64,6 +64,7 @@ from dtrans.checkpoint.table_files import SavedBlock, write_tables
 from dtrans.errors import CheckpointError, ConfigError, DtransError, StateError, missing_extra
 from dtrans.ir.array_fns import words
 from dtrans.ir.program import Program
+from dtrans.ir.pytree import all_names
 from dtrans.ir.selection import values_at
 from dtrans.parameter_server.overview import VarDistributed
 from dtrans.rows.row_buckets import RowBuckets
@@ -297,10 +298,8 @@ class Checkpoint:
         """
         target = targets[0]
         row_count, found_count = target.slice_shape[0], 0
-        step = evicted = 0
-        parts: list[RowSegment] = []
-        probe_ids, probe_rows = [np.arange(0)], [_empty_rows(targets)]
         # for each saved block, its files and the column of each array in them
+        sources: list[tuple[VarDistributed, SavedBlock, dict[int, Any]]] = []
         for source in zip(*map(self._blocks, targets), strict=False):
             row, block, _ = source[0]
             columns: dict[int, Any] = {}
@@ -311,6 +310,14 @@ class Checkpoint:
             if len(columns) != len(targets):
                 return None
             found_count += _shared_rows(target, row)
+            sources.append((row, block, columns))
+        if found_count != row_count:
+            return None
+
+        step = evicted = 0
+        parts: list[RowSegment] = []
+        probe_ids, probe_rows = [np.arange(0)], [_empty_rows(targets)]
+        for row, block, columns in sources:
             step = max(step, block.about["step"])
             evicted += block.about["evicted"]
             with _read_errors(block.folder):
@@ -321,9 +328,6 @@ class Checkpoint:
                     at, local = _locate_rows(target, row, ids)
                     probe_ids.append(local)
                     probe_rows.append([x[at] for x in rows])
-        if found_count != row_count:
-            return None
-
         merged = _merge_segments(parts, targets)
         begins = None
         if eqn is not None and args is not None:
@@ -345,9 +349,9 @@ def require_path(path: Folder | None) -> Path:
     """Return the path; raise CheckpointError for None, which `latest` may return."""
     if path is None:
         raise CheckpointError(
-            "the path of the checkpoint is None, which dtrans.checkpoint.latest returns if it "
-            "finds no complete checkpoint; start with job.init(...), or pass the path of a "
-            "checkpoint"
+            "the path of the checkpoint is None, which dtrans.checkpoint.latest returns if the "
+            "folder has no complete checkpoint whose name is a number; start with job.init(...), "
+            "or pass the path of a checkpoint"
         )
     return Path(path)
 
@@ -760,9 +764,8 @@ def _sync_tree(folder: Path) -> None:
 def _types_of(main: Program) -> dict[str, str]:
     """Return the types of the arrays in params and opt_state, by name, as text."""
     types = {}
-    for spec in main.args[:2]:
-        for n in spec.names:
-            types[n] = type_of(main.inputs[n])
+    for n in all_names(main.args[:2]):
+        types[n] = type_of(main.inputs[n])
     return types
 
 

@@ -236,7 +236,7 @@ def _refuse_differing_gradients(step: Cut, options: Options) -> None:
         # local steps cannot be exact, so that the error cannot advise batch='exact'
         remedy = ""
         if options.local_sgd is None:
-            remedy = f"With batch='exact' all {options.noun}s make one update, which may"
+            remedy = "Or pass batch='exact', where one program computes both"
         refuse_across(step, f"which differs by {options.noun}", remedy=remedy)
 
 

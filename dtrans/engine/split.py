@@ -134,8 +134,8 @@ def _check(option: str, what: str, cuts: Mapping[int, int | None], values: Any) 
     for i, axis in cuts.items():
         if not 0 <= i < len(values):
             raise ConfigError(
-                f"{option} contains {what} {i}, but the program has only {len(values)} {what}s "
-                "(the first is number 0)"
+                f"{option} contains {what} {i}, but the program has only {len(values)} "
+                f"{what}{'s' * (len(values) != 1)} (the first is number 0)"
             )
         aval = values[i].aval
         if axis is not None and not (0 <= axis < aval.ndim and aval.shape[axis]):

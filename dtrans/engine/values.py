@@ -175,7 +175,7 @@ class ShardValues(abc.ABC):
             if not jnp.issubdtype(atom.aval.dtype, jnp.inexact):
                 raise ConfigError(
                     f"the step returns {short_type(atom.aval)} from dtrans.local(). The array "
-                    f"differs between {self.shards.noun}s, and integers have no mean; compute "
+                    f"differs between {self.shards.noun}s, and this type has no mean; compute "
                     "the array outside of dtrans.local()"
                 )
             (scaled,) = self.b.call(times(1 / self.shards.count), value)

@@ -203,13 +203,15 @@ def _specific(
         )
     wanted, source = replicas, "the value of replicas"
     if wanted is None:
-        wanted, source = max(1, len(slices[0])), "as in slices[0]"
+        wanted, source = len(slices[0]), "as in slices[0]"
+        if not wanted:
+            raise ConfigError("slices[0] lists no replica; list at least 1 for every stage")
     listed: list[Any] = []
     for s, (stage, count) in enumerate(zip(slices, counts, strict=True)):
         if len(stage) != wanted:
             raise ConfigError(
                 f"slices[{s}] lists {len(stage)} replicas; expected {wanted}, {source}: list the "
-                "same number for every stage, at least 1"
+                "same number for every stage"
             )
         for r, row in enumerate(stage):
             if len(row) != count:

@@ -161,10 +161,10 @@ def check_tasks(
     splits_backward = any(t.kind == "W" for t in seen)
     missing = sorted(t for t in known - seen if t.kind != "W" or splits_backward)
     if missing:
-        raise ConfigError(
-            f"the schedule {name} lacks {len(missing)} task{'s' * (len(missing) > 1)}, the first "
-            f"is {missing[0]}; add it to the order of its device"
-        )
+        what = f"the task {missing[0]}; add it"
+        if len(missing) > 1:
+            what = f"{len(missing)} tasks, the first is {missing[0]}; add each of them"
+        raise ConfigError(f"the schedule {name} lacks {what} to the order of its device")
 
 
 def topological_order(

@@ -238,5 +238,7 @@ class RowWriter:
             elif eqn.effects:  # e.g. a print; others are written when they are read
                 outputs = w.b.copy(eqn, list(map(w.read_full, eqn.invars)))
                 w.shared.update(zip(eqn.outvars, outputs, strict=True))
-        rows_of_outs = map(rows_or_none, outs)
-        return w.b.build(list(map(w.read, inner.outvars, rows_of_outs)))
+        results = []
+        for out, layout in zip(inner.outvars, outs, strict=True):
+            results.append(w.read(out, rows_or_none(layout)))
+        return w.b.build(results)

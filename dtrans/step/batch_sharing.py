@@ -103,8 +103,8 @@ class Batch:
         found: Batch = dataclasses.replace(value, kind=value.kind or kind)
         if found.kind == "micro" and not micro:
             raise ConfigError(
-                "batch='micro' needs micro-batches, which only dtrans.pipeline has; pass "
-                "batch='local': each trainer then has its own batch statistics"
+                "batch='micro' is for dtrans.pipeline only; pass batch='local': each part of the "
+                "batch then has its own batch statistics"
             )
         return found
 

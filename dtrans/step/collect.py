@@ -46,7 +46,7 @@ LOCAL_SUM = "LOCAL_SUM"
 KEYS = (GLOBAL_CONCAT, GLOBAL_MEAN, GLOBAL_SUM, LOCAL_CONCAT, LOCAL_MEAN, LOCAL_SUM)
 
 # Name of the identity primitive. Only pipelines keep it when calls are inlined
-# (`dtrans.ir.builder`).
+# (`dtrans.ir.inline`).
 COLLECT = "collect"
 
 

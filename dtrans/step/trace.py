@@ -34,6 +34,7 @@ from dtrans.ir.pytree import (
     TreeSpec,
     array_leaves,
     as_array,
+    is_array,
     unflatten_all,
 )
 from dtrans.step.capture import captures, capturing
@@ -69,7 +70,7 @@ def trace(fn: Callable[..., Any], *args: Any, name: str | None = None) -> Progra
     """
     args = tuple(as_array(a) for a in args)
     roots = argument_names(fn, len(args))
-    specs = tuple(map(TreeSpec.from_tree, args, roots))
+    specs = tuple(TreeSpec.from_tree(arg, root) for arg, root in zip(args, roots, strict=True))
     result: list[Any] = []
     mesh = current_mesh()  # `fn` may name axes of the user's mesh
 
@@ -146,8 +147,9 @@ def argument_names(fn: Callable[..., Any], count: int) -> tuple[str, ...]:
             names.append(p.name)
     if len(names) < count:
         raise TraceError(
-            f"{getattr(fn, '__name__', fn)} has {len(names)} positional parameters; dtrans.trace "
-            f"was called with {count} arguments for it"
+            f"{getattr(fn, '__name__', fn)} has {len(names)} positional "
+            f"parameter{'s' * (len(names) != 1)}; dtrans.trace was called with {count} "
+            f"argument{'s' * (count != 1)} for it"
         )
     return tuple(names[:count])
 
@@ -277,7 +279,7 @@ def _with_counts(args: Sequence[Any], out: Any) -> tuple[Any, ...] | None:
             if structure != jax.tree.structure(part):
                 continue
             for k, (before, after) in enumerate(zip(leaves, jax.tree.leaves(part), strict=True)):
-                if isinstance(before, NUMBERS) and not Static(before).same(after):
+                if _is_number(before) and not Static(before).same(after):
                     leaves[k] = as_array(before)
                     changed.add(i)
         if i in changed:
@@ -295,6 +297,11 @@ def _alike(tree: Any, other: Any) -> bool:
 
 def _alike_leaves(a: Any, b: Any) -> bool:
     """Return True for arrays of one shape, and for equal Python numbers."""
-    if isinstance(a, NUMBERS) or isinstance(b, NUMBERS):
+    if _is_number(a) or _is_number(b):
         return Static(a).same(b)
     return bool(getattr(a, "shape", None) == getattr(b, "shape", None))
+
+
+def _is_number(x: Any) -> bool:
+    """Return True for a Python number. `numpy.float64` is a subclass of `float`, but an array."""
+    return isinstance(x, NUMBERS) and not is_array(x)

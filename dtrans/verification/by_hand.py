@@ -18,8 +18,8 @@ import numpy as np
 
 from dtrans._jax import ClosedJaxpr, equations, plain_type, shard_map_of
 from dtrans.errors import ConfigError, TraceError, VerifyError
-from dtrans.ir.pytree import TreeSpec, array_leaves, as_array, is_array, unflatten_all
-from dtrans.ir.selection import subset
+from dtrans.ir.pytree import TreeSpec, all_names, array_leaves, as_array, is_array, unflatten_all
+from dtrans.ir.selection import retain
 from dtrans.step.trace import argument_names, name_result
 from dtrans.verification.check import NEAR_TIES, TRIES, Findings
 from dtrans.verification.field_values import NearTie
@@ -52,7 +52,7 @@ class StepPair:
         """Sizes of the axes of the distributed step's meshes, by name."""
         found: dict[str, int] = {}
         for mapped in _shard_maps(self.distributed):
-            found |= subset(mapped.axes, [n for n in mapped.axes if n in mapped.manual])
+            found |= retain(mapped.axes, mapped.manual)
         return found
 
 
@@ -134,10 +134,8 @@ def trace_pair(
       TraceError: the steps return different structures.
     """
     roots = argument_names(step, len(args))
-    specs = list(map(TreeSpec.from_tree, args, roots))
-    names: list[str] = []
-    for spec in specs:
-        names += spec.names
+    specs = [TreeSpec.from_tree(arg, root) for arg, root in zip(args, roots, strict=True)]
+    names = all_names(specs)
     types = list(map(plain_type, array_leaves(args)))
     title = _name_of(distributed_step)
     distributed, result = _trace(distributed_step, specs, types)

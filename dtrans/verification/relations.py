@@ -111,7 +111,8 @@ def varying_axes(x: Replicas) -> dict[str, int]:
 
 def _differs_along(grid: Array, dimension: int) -> bool:
     first, *others = np.moveaxis(grid, dimension, 0).reshape(grid.shape[dimension], -1)
-    return not all(all(map(same, first, other)) for other in others)
+    is_same = lambda other: all(same(x, y) for x, y in zip(first, other, strict=True))
+    return not all(map(is_same, others))
 
 
 # -- scaled ----------------------------------------------------------------------------------------

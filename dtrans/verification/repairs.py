@@ -327,4 +327,5 @@ def _listed(places: set[int], names: Sequence[str]) -> str:
     found = values_at(names, sorted(places))
     if len(found) <= 3:
         return ", ".join(found)
-    return f"{', '.join(found[:3])} and {len(found) - 3} others"
+    count = len(found) - 3
+    return f"{', '.join(found[:3])} and {count} other{'s' * (count > 1)}"

@@ -822,7 +822,7 @@ def plain(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         outputs = OTHERS[name](eqn.params, operands, out)
     else:
         outputs = by_jax(eqn, operands)
-    return list(map(_as_type, outputs, avals(eqn.outvars)))
+    return [_as_type(x, aval) for x, aval in zip(outputs, avals(eqn.outvars), strict=True)]
 
 
 def with_keys(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:

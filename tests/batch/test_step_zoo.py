@@ -318,6 +318,21 @@ def test_micro_batches_have_statistics_of_their_own_by_name(trainers: int) -> No
     assert abs(float(exact - other)) > 1e-4  # one device's statistics are other ones
 
 
+def test_the_note_of_a_local_sum_promises_no_error() -> None:
+    """An exact step of a sum needs no alternative."""
+    params, tx = {"w": jnp.ones(3)}, optax.sgd(0.1)
+    step = dtrans.make_train_step(lambda params, x: jnp.sum((x @ params["w"]) ** 2), tx)
+    plan = dtrans.pserver(
+        dtrans.trace(step, params, tx.init(params), jnp.ones((4, 3))),
+        dtrans.trace(lambda: (params, tx.init(params))),
+        pservers="127.0.0.1:1",
+        trainers=2,
+        batch="local",
+    )
+    (note,) = [n for n in plan.notes if n.startswith("local: ")]
+    assert note.endswith("; one device's step is the sum of the steps on parts")
+
+
 @pytest.mark.usefixtures("x64")
 def test_only_pipelines_have_micro_batches_with_statistics() -> None:
     _, given = traced("mean_loss")
@@ -329,7 +344,7 @@ def test_only_pipelines_have_micro_batches_with_statistics() -> None:
         for batch in ("micro", Batch("micro")):
             with pytest.raises(
                 ConfigError,
-                match="batch='micro' needs micro-batches, .*; pass batch='local': each",
+                match="batch='micro' is for dtrans.pipeline only; pass batch='local': each",
             ):
                 strategy(*given, batch=batch, **options)
 

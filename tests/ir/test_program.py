@@ -142,9 +142,23 @@ def test_more_arguments_than_parameters_are_refused():
 
     with pytest.raises(
         TraceError,
-        match="one has 1 positional parameters; dtrans.trace was called with 2 arguments",
+        match="one has 1 positional parameter; dtrans.trace was called with 2 arguments",
     ):
         dtrans.trace(one, jnp.ones(1), jnp.ones(1))
+
+
+def test_a_step_with_a_numpy_scalar_in_its_state_is_traced_once():
+    """`numpy.float64` is a `float`, but an array as well: it is not traced again as a count is."""
+    calls = []
+
+    def step(params, opt_state, x):
+        calls.append(1)
+        return {"w": params["w"] + x, "scale": params["scale"] * 2}, opt_state, x.sum()
+
+    params = {"w": jnp.ones(2), "scale": np.float64(1.0)}
+    program = dtrans.trace(step, params, (), jnp.ones(2))
+    assert len(calls) == 1
+    assert program.state == ("params/scale", "params/w")
 
 
 def test_two_inputs_of_one_name_are_refused():

@@ -224,7 +224,7 @@ def test_numbers_that_do_not_come_out(cluster, args, message):
             r"slices\[1\] lists 1 replicas; expected 2, as in slices\[0\]",
         ),
         ([[[D[0]], [D[1]]]], ([1], 1), r"slices\[0\] lists 2 replicas; expected 1, the value of"),
-        ([[]], ([1],), r"slices\[0\] lists 0 replicas"),
+        ([[]], ([1],), r"slices\[0\] lists no replica; list at least 1"),
         (
             [[[D[0], D[1]]]],
             ([1],),

@@ -474,8 +474,8 @@ FIRST, LAST = (F00, F01, B00, B01), (F10, B10, F11, B11)
     ("orders", "says"),
     [
         ([FIRST], "orders for 1 devices, but num_stages is 2"),
-        ([FIRST[:-1], LAST], "lacks 1 task, the first is B1@0"),
-        ([(F00, B00), LAST], "lacks 2 tasks, the first is B1@0"),
+        ([FIRST[:-1], LAST], "lacks the task B1@0; add it to the order"),
+        ([(F00, B00), LAST], "lacks 2 tasks, the first is B1@0; add each of them"),
         ([(*FIRST, F00), LAST], "has F0@0 twice"),
         ([LAST, FIRST], "has F0@1 on device 0, but its stage is on device 1"),
         (

@@ -341,6 +341,18 @@ def test_who_comes_back_to_another_server_is_refused() -> None:
         Job(2).hello(0, back=True)
 
 
+def test_a_refusal_is_forgotten_when_the_trainer_joins() -> None:
+    job = Job(1)
+    job.trainers.plan = {"loss": "right"}
+    with pytest.raises(WireError, match="trainer 0 plans something else"):
+        job.hello(0, plan={"loss": "wrong"})
+    job.hello(0, plan={"loss": "right"})
+    job.trainers.died(0, "exit code 1", 1.0)
+    assert job.trainers.lost(10.0) == {
+        0: "trainer 0 ended with exit code 1, without a goodbye to pserver 127.0.0.1:1"
+    }
+
+
 def ends_of(job: Job) -> Serving:
     """The protocol of a job's server, whose only trainer is there."""
     job.hello(0)

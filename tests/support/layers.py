@@ -8,10 +8,11 @@ A layer follows from what a test uses, its fixtures and helpers included:
 - `plan`: it traces a step and plans it.
 - `unit`: it does none of these.
 
-By day all units and plans run, and a part of the others, which changes with the date. A test that
-notices a planted fault (`tests/faults.py`) runs each day. The remainder is `soak`, and runs by
-night.
-A run that names files or tests is no sample: it has all of their tests.
+By day all tests of units and plans run, and a part of the other tests, which changes with the date.
+A test with the mark `sampled` runs some of its cases. A test that notices a planted fault
+(`tests/faults.py`) runs each day. The remainder is `soak`, and runs by night. A run that names
+files has all of their tests, whatever the date, but samples cases. A run that names a test
+(`file.py::test`) has all of its cases.
 """
 
 from __future__ import annotations

@@ -113,8 +113,7 @@ def choose_tables(
     if others and not is_auto:
         name, why = next(iter(others.items()))
         raise ConfigError(
-            f"sparse contains {name}, but trainers need more of it than single rows: {why}; leave "
-            "it out of sparse"
+            f"sparse contains {name}, which cannot be a table: {why}; leave it out of sparse"
         )
     of: dict[str, Table] = {}
     for n, lookups in found.tables.items():

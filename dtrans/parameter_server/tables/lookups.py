@@ -50,10 +50,16 @@ from dtrans._jax import (
     scan_length,
     wiring,
 )
-from dtrans.ir.dataflow import backward_slice, free_variables, needed_equations, variables
+from dtrans.ir.dataflow import (
+    backward_slice,
+    free_variables,
+    needed_equations,
+    variables,
+    variables_read,
+)
 from dtrans.ir.display import short_type
 from dtrans.ir.interpret import BackwardAnalysis, ForwardAnalysis, backward, forward
-from dtrans.ir.selection import values_at
+from dtrans.ir.selection import exclude, select, subset, values_at
 from dtrans.rows.flow import Flow, FlowPass
 from dtrans.rows.layout import SHARED, Colocated, Layout, RowAxis
 from dtrans.rows.normalize import inline_inside
@@ -214,8 +220,8 @@ def find_lookups(step: Cut, leaves: Iterable[str] | None = None) -> Lookups:
         reasons |= _refused_numbers([*eqns, *numbering], picks, set(start), step.program.jaxpr)
         if not reasons:
             break
-        refused |= reasons
-        chosen = [n for n in chosen if n not in reasons]
+        refused |= subset(reasons, select(chosen, reasons))
+        chosen = exclude(chosen, reasons)
     tables = {}
     for n in chosen:
         tables[n] = _table(n, step.program.inputs[n].shape[0], picks)
@@ -510,10 +516,7 @@ def _refused_numbers(
     """Return the reason for each table whose row ids depend on rows of a table."""
 
     def depend(numbers: Sequence[Atom]) -> bool:
-        read = set[Var]()
-        for eqn in numbers_first(eqns, numbers, like):
-            read.update(variables(eqn.invars))
-        return not tables.isdisjoint(read)
+        return not tables.isdisjoint(variables_read(numbers_first(eqns, numbers, like)))
 
     found: dict[str, str] = {}
     if depend([x.numbers for x in picks]):

@@ -217,6 +217,7 @@ class TrainerRegistry:
             known.address, known.lost, known.local = address, None, local
         self.known[k].connection = message.fields.get("connection", 0)
         self.by_address[address] = k
+        self._refused.pop(k, None)
         return ""
 
     def _check_identity(

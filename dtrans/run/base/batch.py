@@ -200,7 +200,8 @@ def check_uneven(rows: int, trainers: int, is_supported: bool) -> None:
     part = f"the batch is a dtrans.UnevenPart of {rows} rows"
     if not is_supported:
         raise BatchError(
-            f"{part}, but this plan needs equal parts; pass a multiple of {trainers} rows"
+            f"{part}, but this plan needs equal parts; pass the arrays without UnevenPart, with a "
+            f"multiple of {trainers} rows"
         )
     if rows % trainers == 0:
         raise BatchError(

@@ -105,8 +105,9 @@ class Role:
         if self.pserver_endpoints or not self.is_trainer:
             raise ConfigError(
                 "DTRANS_TRAINER_ENDPOINTS is set, which is for nccl2 mode without pservers, but "
-                f"this is a {self.kind} and DTRANS_PSERVER_ENDPOINTS is {self.pservers!r}; unset "
-                "one of the two variables"
+                f"this is a {self.kind} and DTRANS_PSERVER_ENDPOINTS is {self.pservers!r}; for a "
+                "job with pservers, unset DTRANS_TRAINER_ENDPOINTS; for nccl2 mode, unset "
+                "DTRANS_PSERVER_ENDPOINTS, and set DTRANS_ROLE=trainer"
             )
         if len(self.trainer_endpoints) != self.trainers:
             raise ConfigError(

@@ -13,8 +13,10 @@ sender. A message is dropped and counted if its step is over or its value has ar
 also dropped if the plan has no such value, or another sender or type for the value.
 
 A network may break a connection and lose messages. On the next connection the sender asks how many
-messages have arrived, and repeats the others (`dtrans.protocol.numbered_messages`). Messages that
-wait for a reconnection when the channels are closed are not repeated.
+messages have arrived, and repeats the others (`dtrans.protocol.numbered_messages`). A sender that
+closes its channels waits at most `LINGER` seconds for this, if a connection is broken. It does not
+wait for a process that has ended. A receiver that closes its channels first reports how many
+messages have arrived, so that no sender waits for it.
 """
 
 from __future__ import annotations
@@ -89,6 +91,11 @@ class _Line:
                 for message in self._messages.stored:
                     self._link.send(message)
 
+    @property
+    def awaits_reconnection(self) -> bool:
+        """True if the connection is broken, and the other process may lack messages."""
+        return self._is_broken and bool(self._messages.stored)
+
 
 class P2PChannels:
     """Channels of one process to all other processes of a pipeline.
@@ -121,6 +128,7 @@ class P2PChannels:
         self._refused: dict[int, str] = {}  # process -> reason for the last message dropped from it
         self._arrivals = Arrivals(self._refuse)
         self._heard = {k: NumberedMessages() for k in others}
+        self._addresses: dict[int, bytes] = {}  # process -> address of its last message
         self._out = ZmqTransport(self._keys, patience=math.inf)
         self._outbox: queue.SimpleQueue[tuple[int, int, int, Any] | None] = queue.SimpleQueue()
         self._failed: list[BaseException] = []
@@ -157,14 +165,30 @@ class P2PChannels:
             line_to = dict(lines.values())
             while self._send_queued(line_to):
                 # `send` and `close` wake `poll`, which then returns without an event
-                for event in self._out.poll(math.inf):
-                    k, line = lines[event.source]
-                    try:
-                        line.take(event)
-                    except WireError as e:
-                        self._refuse(k, e)
+                self._take_events(lines, math.inf)
+            self._await_reconnections(lines)
         except BaseException as e:  # the next `send` or `receive` raises it
             self._failed.append(e)
+
+    def _take_events(self, lines: Mapping[Any, tuple[int, _Line]], until: float) -> None:
+        """Wait for events of the links, and handle them."""
+        for event in self._out.poll(until):
+            k, line = lines[event.source]
+            try:
+                line.take(event)
+            except WireError as e:
+                self._refuse(k, e)
+
+    def _await_reconnections(self, lines: Mapping[Any, tuple[int, _Line]]) -> None:
+        """Wait until the messages of broken connections are repeated, at most `LINGER` seconds."""
+        now = self._out.now()
+        limit = now + LINGER
+        self._take_events(lines, now)  # a connection may have broken since the last poll
+        while (now := self._out.now()) < limit:
+            awaited = [k for k, line in lines.values() if line.awaits_reconnection]
+            if all(map(_has_ended, awaited)):
+                return
+            self._take_events(lines, min(limit, now + LOOK))
 
     def _send_queued(self, line_to: Mapping[int, _Line]) -> bool:
         """Send the queued values; return False if the queue is closed."""
@@ -224,7 +248,7 @@ class P2PChannels:
             # the error is raised only if nothing arrives for another interval.
             if has_ended:
                 watched.check(origin)
-            has_ended = bool(watched.members.why(origin) or watched.members.failure())
+            has_ended = _has_ended(origin)
         array = self._arrivals.take(name)
         if kind.impl:
             return jax.random.wrap_key_data(jnp.asarray(array), impl=kind.impl)
@@ -248,13 +272,17 @@ class P2PChannels:
         except WireError as e:
             self._refuse(origin, e)
             return
-        heard = self._heard[origin]
+        heard, self._addresses[origin] = self._heard[origin], event.address
         is_new = heard.take(message)
         if message.op == "resume" or (is_new and heard.received % REPORT_EVERY == 0):
-            report = wire.header("received", heard=heard.received)
-            self._listener.send(event.address, [report])
+            self._report(origin)
         if is_new and message.op != "resume":
             self._arrivals.hear(origin, message)
+
+    def _report(self, origin: int) -> None:
+        """Report to a process how many of its messages have arrived."""
+        report = wire.header("received", heard=self._heard[origin].received)
+        self._listener.send(self._addresses[origin], [report])
 
     def _refuse(self, origin: int, why: WireError) -> None:
         self._refused[origin] = f"; a message from it was dropped: {why}"
@@ -270,11 +298,16 @@ class P2PChannels:
 
     def close(self) -> None:
         """Close the channels, after queued values were sent or `LINGER` seconds have passed."""
+        if self._in.context.closed:
+            return
+        # the end of this connection breaks the senders' connections, so they need a last report
+        for origin in self._addresses:
+            self._report(origin)
         self._outbox.put(None)
         self._out.wake()
         self._sender.join()
         self._out.close(LINGER)
-        self._in.close()
+        self._in.close(LINGER)
         atexit.unregister(self.close)
 
 
@@ -283,6 +316,12 @@ def _look(trainer: int) -> None:
     watched = watch()
     if watched is not None:
         watched.check(trainer)
+
+
+def _has_ended(trainer: int) -> bool:
+    """Return True if a process has ended, or this one cannot continue without another process."""
+    watched = watch()
+    return watched is not None and bool(watched.members.why(trainer) or watched.members.failure())
 
 
 def on_host(value: Any) -> tuple[np.ndarray, str]:

@@ -128,10 +128,17 @@ def test_what_reads_all_rows_is_named(what: str) -> None:
     assert not lookups.tables
     assert re.search(why, lookups.refused["params/emb"])
     with pytest.raises(
-        ConfigError, match="sparse contains params/emb, .* more of it than single rows: .*" + why
+        ConfigError, match="sparse contains params/emb, which cannot be a table: .*" + why
     ):
         dtrans.pserver(step_of(loss), dtrans.trace(lambda: (PARAMS, optax.sgd(0.1).init(PARAMS))),
                        sparse={"params/emb": dtrans.Rows()})  # fmt: skip
+
+
+def test_refused_tables_are_in_the_order_of_the_leaves() -> None:
+    """The rows that choose rows are found after the leaves that are read by other equations."""
+    by_rows, _ = REFUSED["a row that a row chooses"]
+    loss = lambda p, ids: by_rows(p, ids) + p["table"][ids].sum() + (p["table"] ** 2).sum()
+    assert list(found(loss).refused) == ["params/emb", "params/table"]
 
 
 def test_a_result_that_reads_the_table_is_named() -> None:

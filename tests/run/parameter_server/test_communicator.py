@@ -741,6 +741,6 @@ def test_what_is_under_way_is_bounded_by_the_queue() -> None:
     with pytest.raises(ConfigError) as caught:
         dtrans.CommunicatorConfig(min_send_grad_num_before_recv=21)
     assert str(caught.value) == (
-        "min_send_grad_num_before_recv=21 must not exceed send_queue_size=20, because gradients "
-        "stay in the queue until parameters are received"
+        "min_send_grad_num_before_recv=21 must not exceed send_queue_size=20, because only the "
+        "answer to a request for parameters acknowledges gradients"
     )

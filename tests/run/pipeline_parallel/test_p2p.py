@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,12 +16,12 @@ import pytest
 import zmq
 from link_pair import two_links
 from relay import Relay
-from role_threads import HANG
+from role_threads import HANG, until
 
 from dtrans.protocol import token, wire
 from dtrans.protocol.collective.arrivals import ValueType
 from dtrans.run.net import zmq_transport
-from dtrans.run.pipeline_parallel.p2p import P2PChannels
+from dtrans.run.pipeline_parallel.p2p import LINGER, P2PChannels
 from dtrans.run.pipeline_parallel.value_types import value_type
 
 
@@ -157,16 +159,24 @@ def test_a_message_that_never_ends_is_not_kept(channels: list[P2PChannels]) -> N
     np.testing.assert_array_equal(second.receive(0, 1, 0, FOUR, "a value"), np.arange(4.0))
 
 
-def test_a_network_that_loses_messages_changes_no_value(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Connections break again and again, each time with the data in transit."""
-    relays: dict[str, Relay] = {}
+@pytest.fixture
+def relays(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Relay]]:
+    """The network in front of each endpoint."""
+    made: dict[str, Relay] = {}
 
     def through_relay(endpoint: str) -> str:
-        if endpoint not in relays:
-            relays[endpoint] = Relay(endpoint)
-        return relays[endpoint].address
+        if endpoint not in made:
+            made[endpoint] = Relay(endpoint)
+        return made[endpoint].address
 
     monkeypatch.setattr(zmq_transport, "tcp_address", through_relay)
+    yield made
+    for relay in made.values():
+        relay.close()
+
+
+def test_a_network_that_loses_messages_changes_no_value(relays: dict[str, Relay]) -> None:
+    """Connections break again and again, each time with the data in transit."""
     kind = ValueType((1000,), np.dtype(np.float32))
     with contextlib.ExitStack() as stack:
         first, second = stack.enter_context(two_links())
@@ -183,5 +193,35 @@ def test_a_network_that_loses_messages_changes_no_value(monkeypatch: pytest.Monk
                 np.testing.assert_array_equal(found, np.full(1000, sign * step))
         assert all(x.connections > 10 for x in relays.values())
         assert first.refusals.count == second.refusals.count == 0
-    for relay in relays.values():
-        relay.close()
+
+
+def test_what_a_broken_connection_has_lost_is_sent_before_the_links_close(
+    relays: dict[str, Relay],
+) -> None:
+    with two_links() as (first, second):
+        first.send(1, 1, 0, jnp.zeros(4))
+        second.receive(0, 1, 0, FOUR, "a value")
+        relay = relays[first._peers[1]]
+        loss, count = relay.lose(), relay.connections
+        first.send(1, 2, 0, jnp.arange(4.0))
+        assert loss.wait(HANG)
+        relay.cut()
+        until(lambda: relay.connections > count, "the next connection")
+        closing = threading.Thread(target=first.close)
+        closing.start()
+        np.testing.assert_array_equal(second.receive(0, 2, 0, FOUR, "a value"), np.arange(4.0))
+        closing.join(HANG)
+        assert not closing.is_alive()
+
+
+def test_links_do_not_wait_for_a_process_that_has_closed_its_own(
+    channels: list[P2PChannels],
+) -> None:
+    """It has said how much it received, though it reports only every few messages."""
+    first, second = channels
+    first.send(1, 1, 0, jnp.arange(4.0))
+    second.receive(0, 1, 0, FOUR, "a value")
+    second.close()
+    begun = time.monotonic()
+    first.close()
+    assert time.monotonic() - begun < LINGER / 2
