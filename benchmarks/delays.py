@@ -633,13 +633,14 @@ def findings(results: Results) -> str:
     say(
         all(first(d, SELDOM) > first(d, OFTEN) > first(d, ASYNC) for d in (IN_TURN, ONE_SLOW))
         and all(within(of(d, m), sync) for d in (IN_TURN, ONE_SLOW) for m in (SELDOM, OFTEN)),
-        "**GEO-SGD.** Less frequent exchanges cost something at first. After "
-        f"{of(IN_TURN, ASYNC).at[1]} gradients in all, the losses in turn",
-        f"are {first(IN_TURN, SELDOM):.2f} (exchanges every 10 steps) and "
-        f"{first(IN_TURN, OFTEN):.2f} (every 3),",
-        f"against {first(IN_TURN, ASYNC):.2f} in asynchronous training. These are losses of the "
-        "trainer that stepped last. At the end, less frequent exchanges cost nothing: the loss is",
-        f"{at(IN_TURN, SELDOM)} (every 10) and {at(IN_TURN, OFTEN)} (every 3) in turn, and",
+        "**GEO-SGD.** Less frequent exchanges increase the loss at first. After "
+        f"{of(IN_TURN, ASYNC).at[1]} gradients of all trainers in turn, the loss",
+        f"of asynchronous training is {first(IN_TURN, ASYNC):.2f}. With an exchange every 3 steps, "
+        f"it is {first(IN_TURN, OFTEN):.2f},",
+        f"and every 10 steps {first(IN_TURN, SELDOM):.2f}. These are losses of the "
+        "trainer that stepped last. At the end, less frequent exchanges do not increase the loss:",
+        f"it is {at(IN_TURN, SELDOM)} (every 10 steps) and {at(IN_TURN, OFTEN)} (every 3 steps) "
+        "in turn, and",
         f"{at(ONE_SLOW, SELDOM)} and {at(ONE_SLOW, OFTEN)} with one slow trainer.",
     )
     say(
@@ -649,8 +650,8 @@ def findings(results: Results) -> str:
         f"ends at {at(EIGHT, ASYNC)}.",
         f"DC-ASGD is *not* better: it ends at {at(EIGHT, CONSTANT)} (constant) and "
         f"{at(EIGHT, ADAPTIVE)} (adaptive).",
-        f"Its loss is lower than without compensation for {better(EIGHT, CONSTANT)} (constant) and "
-        f"{better(EIGHT, ADAPTIVE)} (adaptive) of {every} seeds.",
+        f"For {better(EIGHT, CONSTANT)} (constant) and {better(EIGHT, ADAPTIVE)} (adaptive) of "
+        f"{every} seeds, its loss is lower than without compensation.",
     )
     say(
         better(TWELVE, CONSTANT) == better(TWELVE, ADAPTIVE) == every,
@@ -678,9 +679,9 @@ def findings(results: Results) -> str:
         f"{quarter(CONSTANT):.2f} (constant)",
         f"and {quarter(ADAPTIVE):.2f} (adaptive), against {quarter(ASYNC):.2f} without "
         "compensation. At the end it is not better:",
-        f"{at(GENTLE, CONSTANT)} (constant) and {at(GENTLE, ADAPTIVE)} (adaptive). These losses are "
-        "lower than without compensation for",
-        f"{better(GENTLE, CONSTANT)} and {better(GENTLE, ADAPTIVE)} of {every} seeds.",
+        f"{at(GENTLE, CONSTANT)} (constant) and {at(GENTLE, ADAPTIVE)} (adaptive).",
+        f"For {better(GENTLE, CONSTANT)} (constant) and {better(GENTLE, ADAPTIVE)} (adaptive) of "
+        f"{every} seeds, the loss is lower than without compensation.",
     )
     return _checked(said)
 
@@ -725,9 +726,9 @@ def findings_beside(results: Results) -> str:
             ),
         ),
         (
-            f"At {between} it depends on the run: here"
+            f"At {between} the result depends on the run: here,"
             f" {sum(within(run, sync[between]) for runs in found[between] for run in runs)}"
-            f" of {len(means[between])} end within the spread.",
+            f" of {len(means[between])} runs end within the spread.",
             True,
         ),
     ]
@@ -764,9 +765,10 @@ def page(results: Results) -> str:
 
 <!-- Written by benchmarks/delays.py. -->
 
-Asynchronous training uses gradients of old parameters. This page measures how much worse the loss becomes, and how
-much of this delay compensation (`enable_dc_asgd`) recovers. It is a small version of the comparison in Zheng et al.,
-Asynchronous Stochastic Gradient Descent with Delay Compensation (arXiv 1609.08326):
+Asynchronous training uses gradients of old parameters. This page measures how much higher the loss
+becomes, and how much of the difference delay compensation (`enable_dc_asgd`) removes. It is a small
+version of the comparison in Zheng et al., Asynchronous Stochastic Gradient Descent with Delay
+Compensation (arXiv 1609.08326):
 
     .venv/bin/python benchmarks/delays.py --write
 
@@ -775,39 +777,44 @@ This command writes the page and its plot. Two runs on one machine gave the same
 
 ## What is compared
 
-A perceptron of {digits.PIXELS}, {HIDDEN} (tanh) and {digits.CLASSES} units learns the {digits.TRAIN_IMAGES:,}
-training images of `examples.digits` by SGD. The job has two parameter servers, to which trainers connect over loopback.
-Every mode sees {UPDATES * ROWS:,} examples, in {UPDATES:,} gradients of {ROWS} examples, at a learning rate of {RATE}
-unless the table gives another. A seed determines the initial parameters and the order of examples. A synchronous
-step is one update by the mean of 3 gradients, with 3 times the rate. The seeds {SEEDS[0]} to {SEEDS[-1]} train in one
-job, as independent rows of the same arrays.
+A perceptron of {digits.PIXELS}, {HIDDEN} (tanh) and {digits.CLASSES} units learns the
+{digits.TRAIN_IMAGES:,} training images of `examples.digits` by SGD. The job has two parameter
+servers, to which trainers connect over loopback. Every mode computes {UPDATES:,} gradients of
+{ROWS} examples each: {UPDATES * ROWS:,} examples in all. The learning rate is {RATE} if the table
+gives no rate. A seed determines the initial parameters and the order of examples. A synchronous
+step is one update with the mean of 3 gradients, at 3 times the rate. All seeds ({SEEDS[0]} to
+{SEEDS[-1]}) train in one job: each array has one independent row for each seed.
 
-Clocks do not matter. The *delay* of a gradient is the number of gradients of other trainers that the servers applied
-after its trainer had received parameters. Trainers step in turns, and the order of turns determines the delays:
+The *delay* of a gradient counts the gradients of other trainers that the servers have applied since
+the gradient's trainer received parameters. It does not depend on clocks: trainers take turns, and
+the order of turns determines the delays:
 
 - *in turn*: of n trainers, every gradient is n - 1 updates old;
-- *one slow*: the last of 3 trainers has every {ONE_SLOW.slow}th turn, and its gradients are {ONE_SLOW.oldest} updates
-  old; the other trainers share the remaining turns.
+- *one slow*: the last of 3 trainers has every {ONE_SLOW.slow}th turn, so its gradients are
+  {ONE_SLOW.oldest} updates old. The other trainers share the remaining turns.
 
-The mean delay is one less than the number of trainers, for any order. A large delay of all gradients therefore needs
-many trainers.
+In any order, the mean delay is one less than the number of trainers. So all gradients can have
+large delays only with many trainers.
 
-In the half-asynchronous mode every step waits for a communicator (`runtime_split_send_recv`, `half_async`). In
-GEO-SGD a trainer updates its own parameters. Every 3rd or 10th step exchanges changes and waits
-(`geo_sgd_block_on_pull`). A trainer thus sees its own updates at once, but the updates of other trainers later than the
-heading of the table says.
+In the half-asynchronous mode, every step waits until a communicator has sent its gradients and
+received parameters (`runtime_split_send_recv`, `half_async`). In GEO-SGD, a trainer updates its own
+parameters. After every 3rd or 10th step, it exchanges changes with the servers, and waits for the
+answer (`geo_sgd_block_on_pull`). So it sees its own updates at once. It sees other trainers'
+updates later than the delay in the table's heading.
 
-Lambda of DC-ASGD was chosen for each variant by training loss, with 16 trainers in turn and other seeds,
-{GRID_SEEDS[0]} to {GRID_SEEDS[-1]}. All runs use this lambda. The default of `dtrans.pserver` and Paddle is 1. The
-adaptive variant has a decay of {DECAY}.
+Lambda is a parameter of DC-ASGD. The benchmark has chosen one lambda for each variant, by the
+training loss of 16 trainers in turn on other seeds ({GRID_SEEDS[0]} to {GRID_SEEDS[-1]}). All runs
+use this lambda. The default of `dtrans.pserver` and Paddle is 1. The adaptive variant has a decay
+of {DECAY}.
 
 {grid(results)}
 
 ## Figures
 
-Loss is the final mean cross entropy of all training images, with the servers' parameters. The table has means over five
-seeds, and in parentheses the smallest and the largest value. A mode is in the spread of synchronous training if its
-mean lies between the smallest and the largest loss of the synchronous seeds.
+Loss is the mean cross entropy of all training images at the end, with the servers' parameters. The
+table shows the mean over five seeds, and the smallest and the largest value in parentheses. A mode
+is in the spread of synchronous training if its mean lies between the smallest and the largest loss
+of the synchronous seeds.
 
 {table(results)}
 
@@ -819,26 +826,27 @@ The plot shows the mean of five seeds, and shades the range from the smallest to
 
 {findings(results)}
 
-With one lambda for all, DC-ASGD is better only if delay limits training. The paper finds it
-better than asynchronous and synchronous SGD for residual networks on CIFAR-10 and ImageNet, and nearly as good as
-sequential SGD. Here synchronous training is as good as training on one device. The gap at 16 trainers is large because
-delayed gradients diverge at this rate.
+With one lambda for all runs, DC-ASGD is better only where delays limit training. The paper's result
+is better: for residual networks on CIFAR-10 and ImageNet, DC-ASGD beats asynchronous and
+synchronous SGD, and nearly equals sequential SGD. Here, synchronous training is as good as training
+on one device. The gap at 16 trainers is large, because training with these delays diverges at this
+rate.
 
 ## Steps that do not wait
 
-With a communicator and without `half_async`, a step uses the parameters that have arrived, and timing matters. A step
-of this model takes less time than a message, so its parameters lack the last gradients of all trainers. The
-communicator merges waiting gradients into one update with their sum. The number of waiting gradients varies, so that
-**these figures differ in each run**. The table has the mean training loss of five seeds, and for the communicator the
-mean of each of {TIMES} runs.
+With a communicator and without `half_async`, a step uses the newest parameters that have arrived,
+so timing matters. A step of this model takes less time than a message, so its parameters lack the
+last gradients of all trainers. The communicator merges queued gradients into their sum, which
+causes one update. The number of queued gradients varies, so **these figures differ in each run**.
+The table shows the mean training loss of five seeds. The last column has one mean for each of
+{TIMES} runs with a communicator.
 
 {table_beside(results)}
 
 {findings_beside(results)}
 
-The command checks the first two statements on these runs. Other runs at {RATE} ended at up to 1.3 with one slow
-trainer.
-"""
+The command fails if the first two statements do not hold for its runs. In other runs at {RATE} with
+one slow trainer, the loss was up to 1.3."""
     return filled(text)
 
 

@@ -1,8 +1,9 @@
-"""Roles of a job whose processes have ended, reported by the launcher to the servers.
+"""The launcher's report to the servers: the roles whose processes have ended.
 
-A server notices the end of a connected role by its connection. If a role ends before it connects,
-only the launcher knows. The launcher creates a folder, passes its path in the environment, and
-writes a file for each role that has ended. Servers read the folder every second.
+When a connected role ends, a server notices the end of the connection. If a role ends before it
+connects, only the launcher notices. The launcher creates a folder, passes its path in an
+environment variable, and writes a file for each role that has ended. Servers read the folder every
+second.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ VARIABLE = "DTRANS_ENDED_ROLES"
 
 
 class EndedRoles:
-    """Context manager: the folder in which a launcher reports the roles that have ended.
+    """Folder in which a launcher reports the roles that have ended; a context manager.
 
     Example:
       >>> from dtrans.run.net.ended_roles import EndedRoles, ended_roles
@@ -35,7 +36,7 @@ class EndedRoles:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variable that the launcher sets for the roles: the path of the folder."""
+        """Environment variable for the job's roles, with the path of the folder."""
         return {VARIABLE: str(self._folder.path)}
 
     def note(self, role: str, how: str) -> None:
@@ -43,11 +44,11 @@ class EndedRoles:
 
         Args:
           role: name of the role, such as "trainer 1".
-          how: exit status of its process, such as "exit code 3".
+          how: exit status of the role's process, such as "exit code 3".
         """
         new = self._folder.path / f".{role}"
         new.write_text(how)
-        # A rename is atomic, so servers never read a file that is only partly written.
+        # A rename is atomic, so no server reads an incomplete file.
         new.rename(self._folder.path / role)
 
     def __enter__(self) -> EndedRoles:
@@ -58,9 +59,9 @@ class EndedRoles:
 
 
 def ended_roles(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return each role of this job that has ended, with its exit status.
+    """Return a map from each role of this job that has ended to its exit status.
 
-    The result is empty if the job has no launcher.
+    The map is empty if the job has no launcher.
     """
     folder = environ.get(VARIABLE)
     if not folder or not os.path.isdir(folder):

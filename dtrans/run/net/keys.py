@@ -8,8 +8,8 @@ and PLAIN sends a password. The option `transport_encryption` and the address se
     "required"             CURVE         CURVE      CURVE
     "disabled"             PLAIN         PLAIN      PLAIN
 
-Both processes use the address to which one of them connects, so they select the same mechanism if
-they have the same option.
+Both processes of a connection look up the address of the listener. So they select the same
+mechanism if they have the same option.
 
 By default, HKDF derives all keys from the job's token: one X25519 key for all bound sockets, and
 one for each *user*, the name under which a process connects. Any process with the token can derive
@@ -20,8 +20,8 @@ connection is encrypted:
     trainer-0.secret, ...            secret key of each role that connects
     clients/trainer-0.public, ...    public key of each role that servers admit
 
-Servers read the folder `clients` at each handshake, so removing a file revokes the role's key. The
-role of `dtrans status` is `status`.
+Servers read the folder `clients` at each handshake. So if the user removes a file, the role can no
+longer connect. The role of `dtrans status` is `status`.
 
 Read `dtrans.run.net.sockets` next.
 """
@@ -56,7 +56,7 @@ SALT = b"dtrans"  # salt of the key derivation
 
 
 def is_local(address: str) -> bool:
-    """Return True if messages to an address never leave this host.
+    """Return True if messages to an address stay on this host.
 
     Args:
       address: an endpoint or a host, with or without ZeroMQ's `tcp://`, or ZeroMQ's `ipc://path`.
@@ -73,10 +73,11 @@ class Keys:
     """Keys of a job, and the rule that selects the connections to encrypt.
 
     Args:
-      token: the job's token; empty if it has none.
+      token: the job's token; empty if the job has no token.
       encryption: the option `transport_encryption`: "required", "auto" or "disabled".
       folder: folder of separate keys; empty to derive the keys from the token.
-      word: text appended to the token, so that the keys differ for each word.
+      word: text that is appended to the token before keys are derived. Different words give
+        different keys.
     """
 
     token: str
@@ -103,12 +104,12 @@ class Keys:
 
     @property
     def secret(self) -> str:
-        """Secret from which passwords, proofs and keys are derived."""
+        """Secret from which all passwords, proofs and keys are derived: the token and the word."""
         return self.token + self.word
 
     @property
     def setting(self) -> str:
-        """Text for errors: the options that must be the same in all processes of a job."""
+        """Text for errors: the settings of encryption, which all processes of a job must share."""
         return f"transport_encryption={self.encryption!r}" + f" and {FOLDER}" * bool(self.folder)
 
     def encrypts(self, address: str) -> bool:
@@ -118,7 +119,9 @@ class Keys:
         return self.encryption != "disabled"
 
     def check(self, who: str, address: str) -> None:
-        """Check that this process can protect a connection. Warn if the user disabled encryption.
+        """Check that this process can protect a connection.
+
+        If the connection leaves this host without encryption, warn.
 
         Args:
           who: start of errors, such as "trainer 0 connects to 10.0.0.1:6174".
@@ -156,7 +159,7 @@ class Keys:
         return _derive_secret(self.secret, "server")
 
     def server_public(self) -> bytes:
-        """Return the public key of bound sockets, with which clients authenticate a server."""
+        """Return the public key of bound sockets. Clients authenticate a server by this key."""
         if self.folder:
             return self._read(f"{SERVER}.public")
         return public_key(self.server_secret())
@@ -168,10 +171,11 @@ class Keys:
         return _derive_secret(self.secret, f"client {user}")
 
     def users_by_key(self, users: Mapping[str, str]) -> Mapping[bytes, str]:
-        """Return the admitted public keys, as in ZAP requests (32 bytes), each with its user.
+        """Return a map from each admitted public key, as 32 bytes, to its user.
 
         Args:
-          users: user name to the role that may connect under it; an empty role admits all roles.
+          users: maps each user name to the role that may connect under it. An empty role admits all
+            roles.
         """
         if not self.folder:
             return _derive_users(self.secret, tuple(users))
@@ -202,7 +206,7 @@ class Keys:
     # -- sockets ---------------------------------------------------------------------------------
 
     def guard(self, bound: zmq.Socket[Any], address: str) -> None:
-        """Require a key or a password from the clients of a socket, before it is bound.
+        """Configure a socket to require a key or a password from its clients, before `bind`.
 
         Args:
           bound: the socket.
@@ -216,12 +220,12 @@ class Keys:
             bound.setsockopt(zmq.PLAIN_SERVER, 1)
 
     def show(self, connecting: zmq.Socket[Any], address: str, user: str, role: str) -> None:
-        """Set the key or the password of a socket, before it connects.
+        """Set the key or the password that a socket presents, before it connects.
 
         Args:
           connecting: the socket.
-          address: the address to which it connects.
-          user: user name under which it connects.
+          address: the address to which the socket connects.
+          user: user name under which this process connects.
           role: role of this process, which selects the key if roles have separate keys.
         """
         if self.encrypts(address):
@@ -236,7 +240,7 @@ class Keys:
     # -- refusals --------------------------------------------------------------------------------
 
     def other_mechanism(self, address: str) -> str:
-        """Return the error text for a peer that uses the other mechanism at an address."""
+        """Return the error text for a peer that uses the other mechanism, CURVE or PLAIN."""
         encrypts = self.encrypts(address)
         others = [Keys(self.token, e) for e in ENCRYPTIONS]
         theirs = " or ".join(k.setting for k in others if k.encrypts(address) != encrypts)
@@ -267,7 +271,7 @@ class Keys:
 
 
 def public_key(secret: bytes) -> bytes:
-    """Return the public key that belongs to a secret key."""
+    """Return the public key of a secret key."""
     return bytes(zmq.curve_public(secret))
 
 
@@ -291,7 +295,7 @@ def _file_name(role: str) -> str:
 def make_folder(folder: Path, roles: Iterable[str]) -> list[Path]:
     """Generate separate keys for servers and roles, in files of mode 0600.
 
-    Existing keys are not changed.
+    The function does not change existing keys.
 
     Args:
       folder: the folder, which is created if it does not exist.
@@ -330,9 +334,9 @@ def make_folder(folder: Path, roles: Iterable[str]) -> list[Path]:
 
 
 def check_libzmq() -> None:
-    """Raise ConfigError unless libzmq encrypts with libsodium.
+    """Raise ConfigError if libzmq does not encrypt with libsodium.
 
-    libzmq can be built with tweetnacl instead, which is slow and not audited.
+    Some builds of libzmq use tweetnacl instead, which is slow and not audited.
     """
     remedy = (
         "install pyzmq's own wheel (`pip install --force-reinstall --only-binary pyzmq pyzmq`), or "
@@ -352,7 +356,7 @@ def check_libzmq() -> None:
 
 @functools.cache
 def _has_libsodium() -> bool:
-    """Return True if this process has loaded libsodium, or if this cannot be determined."""
+    """Return True if this process has loaded libsodium, or if the system does not tell."""
     if not MAPS.exists():
         return True
     names = (line.rpartition("/")[2] for line in MAPS.read_text().splitlines())

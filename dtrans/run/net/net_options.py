@@ -1,4 +1,4 @@
-"""Options of connections, and the environment variables with their defaults.
+"""Options of connections, and the environment variables that set the defaults of options.
 
 DTRANS_ALLOW_REMOTE           1 if processes may bind addresses that other hosts can connect to.
                               Launchers of jobs on several hosts set it.
@@ -21,7 +21,8 @@ def allows_remote(option: bool | None) -> bool:
     """Return True if processes may bind addresses that other hosts can connect to.
 
     Args:
-      option: the user's `allow_remote`; None to use DTRANS_ALLOW_REMOTE, by default False.
+      option: the user's `allow_remote`; None to use the value of DTRANS_ALLOW_REMOTE. If both are
+        missing, the result is False.
 
     Raises:
       ConfigError: the option is not True, False or None, or the variable is not 1 or 0.
@@ -43,8 +44,8 @@ def choose_encryption(option: str | None) -> str:
     """Return the selected encryption: "required", "auto" or "disabled".
 
     Args:
-      option: the user's `transport_encryption`; None to use DTRANS_TRANSPORT_ENCRYPTION, by default
-        "auto".
+      option: the user's `transport_encryption`; None to use the value of
+        DTRANS_TRANSPORT_ENCRYPTION. If both are missing, the result is "auto".
 
     Raises:
       ConfigError: the option or the variable has another value.

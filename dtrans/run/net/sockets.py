@@ -2,8 +2,8 @@
 
 A bound socket admits only peers with a key or the password of the job (`dtrans.run.net.keys`). A
 Unix socket also requires that the peer belongs to the same operating system user. ZeroMQ reads
-messages only from admitted peers, so nobody else can send large messages. For each connection,
-ZeroMQ sends a request on an internal socket (ZAP, RFC 27), which a thread answers.
+messages only from admitted peers, so only these peers can send large messages. For each connection,
+ZeroMQ sends a request to an internal socket (ZAP, RFC 27). A thread of this process answers it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _REFUSED = (
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
 _OTHER_MECHANISM = zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
-ZAP = "inproc://zeromq.zap.01"  # address of authentication requests (RFC 27)
+ZAP = "inproc://zeromq.zap.01"  # address to which ZeroMQ sends authentication requests (RFC 27)
 PATIENCE = 30.0  # seconds without a heartbeat after which a connection ends
 HANDSHAKE = 10.0  # timeout of a handshake in seconds
 BROKEN = 3  # consecutive failed handshakes after which `offers_curve` is called
@@ -51,9 +51,9 @@ def tcp_address(endpoint: str) -> str:
 def bound_address(endpoint: str) -> str:
     """Return the address to bind for an endpoint of this process, in ZeroMQ's notation.
 
-    If the endpoint's host is a name that resolves to loopback here, the result is a wildcard that
-    binds all addresses of this host. For example, Debian resolves the name of this host to
-    127.0.1.1, and other hosts resolve it to a network address.
+    If the endpoint's host is a name that resolves to loopback on this host, return a wildcard,
+    which binds all addresses of this host. For example, Debian resolves a host's own name to
+    127.0.1.1, and other hosts resolve the same name to a network address.
 
     Example:
       >>> from dtrans.run.net.sockets import bound_address
@@ -68,7 +68,8 @@ def bound_address(endpoint: str) -> str:
 def new_socket(context: zmq.Context[Any], kind: int, patience: float = PATIENCE) -> zmq.Socket[Any]:
     """Return a socket with dtrans's limits, for `bind` or `connect`.
 
-    Unsent messages are dropped when it is closed, unless `linger` is passed to `close`.
+    When the socket is closed, it drops unsent messages. To send them first, pass `linger` to
+    `close`.
 
     Args:
       context: the ZeroMQ context.
@@ -81,20 +82,20 @@ def new_socket(context: zmq.Context[Any], kind: int, patience: float = PATIENCE)
     # `context.term()` would wait forever if a peer disconnects just before the socket is closed.
     new.setsockopt(zmq.LINGER, 0)
     new.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE)
-    # A connecting socket needs no limits: a step ends only after answers, which bounds its queues.
-    # `limit` sets the limits of bound sockets.
+    # The queues of a connecting socket need no limits, because each step waits for answers. `limit`
+    # sets the limits of bound sockets.
     new.setsockopt(zmq.SNDHWM, 0)
     new.setsockopt(zmq.RCVHWM, 0)
     new.setsockopt(zmq.IPV6, 1)
     new.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE * 1000))
-    # A heartbeat is sent every tenth of `patience`, and the connection ends 0.9 of `patience` after
-    # the last answer. After a short outage an answer may be late, because TCP retransmits at
+    # ZeroMQ sends a heartbeat every tenth of `patience`, and ends the connection if no answer
+    # arrives for 0.9 of `patience`. This is long, because after a short outage TCP retransmits at
     # increasing intervals.
     if math.isfinite(patience):
         new.setsockopt(zmq.HEARTBEAT_IVL, max(1, int(patience * 100)))
         new.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(1, int(patience * 900)))
     if kind == zmq.ROUTER:
-        # Without it, ZeroMQ refuses a peer that reconnects before its old connection has ended.
+        # Without this option, ZeroMQ refuses a peer that reconnects before its old connection ends.
         new.setsockopt(zmq.ROUTER_HANDOVER, 1)
     if kind == zmq.DEALER:
         # The other process recognizes this socket by its id after a reconnection.
@@ -103,7 +104,7 @@ def new_socket(context: zmq.Context[Any], kind: int, patience: float = PATIENCE)
 
 
 def bind(unbound: zmq.Socket[Any], address: str, keys: Keys, reach: str = "") -> str:
-    """Bind a socket. An `Authenticator` must admit its peers.
+    """Bind a socket. The socket's context needs an `Authenticator`, which admits peers.
 
     Args:
       unbound: the socket.
@@ -137,9 +138,9 @@ def connect(unbound: zmq.Socket[Any], address: str, keys: Keys, user: str, role:
 
 @contextlib.contextmanager
 def _room_for_curve(unbound: zmq.Socket[Any], keys: Keys, address: str) -> Iterator[None]:
-    """Increase the limit of a frame's size by the bytes that CURVE adds, within the block.
+    """Increase a socket's limit for frames by the bytes that CURVE adds, in a `with` block.
 
-    The block binds or connects the socket, and ZeroMQ copies the limit at that time.
+    The block binds or connects the socket, because ZeroMQ copies the limit at that time.
     """
     limit = unbound.getsockopt(zmq.MAXMSGSIZE)
     assert isinstance(limit, int)
@@ -155,7 +156,8 @@ def limit(bound: zmq.Socket[Any], frame: int, messages: int) -> None:
 
     Args:
       bound: the socket.
-      frame: bytes of the largest frame. ZeroMQ closes the connection of a peer that sends more.
+      frame: bytes of the largest frame. ZeroMQ closes the connection of a peer that sends a larger
+        frame.
       messages: maximum length of each peer's receive queue, and of its send queue. If the receive
         queue is full, messages wait at the peer. If the send queue is full, messages are dropped.
     """
@@ -168,7 +170,7 @@ def check_host(who: str, endpoint: str, remedy: str, keys: Keys, *, allow_remote
     """Check that this process may bind an endpoint.
 
     Args:
-      who: name of this process for errors.
+      who: name of this process, for errors.
       endpoint: `host:port`.
       remedy: the option with which the user allows connections from other hosts.
       keys: keys of the job.
@@ -192,12 +194,13 @@ def check_host(who: str, endpoint: str, remedy: str, keys: Keys, *, allow_remote
 class Authenticator:
     """Thread that admits peers to the bound sockets of a context, until `close` is called.
 
-    `user_of` returns the user of a peer from the peer's messages.
+    `user_of` returns the user name of the peer that sent a message.
 
     Args:
       context: the ZeroMQ context of the bound sockets.
       keys: keys of the job.
-      users: user name to the role that may connect under it; an empty role admits all roles.
+      users: maps each user name to the role that may connect under it. An empty role admits all
+        roles.
     """
 
     def __init__(self, context: zmq.Context[Any], keys: Keys, users: Mapping[str, str]) -> None:
@@ -222,8 +225,8 @@ class Authenticator:
                 self._requests.send_multipart(
                     [version, request, status, b"", (user or "").encode(), b""]
                 )
-            # ZeroMQ closes sockets in the background, and the next authenticator may bind the
-            # address before that.
+            # The next authenticator may bind the address before ZeroMQ, in the background, has
+            # closed this socket. So the address is released here.
             self._requests.unbind(ZAP)
 
     def close(self) -> None:
@@ -236,7 +239,7 @@ class Authenticator:
 
 
 def _is_same_user(origin: str) -> bool:
-    """Return True if a peer connects by TCP, or belongs to this operating system user.
+    """Return True for a peer that connects by TCP, or runs as this operating system user.
 
     Args:
       origin: the peer's IP address, or `name:uid:gid:pid` for a peer on a Unix socket.
@@ -251,11 +254,11 @@ def _is_same_user(origin: str) -> bool:
 def _find_user(
     keys: Keys, users: Mapping[str, str], mechanism: bytes, credentials: list[bytes]
 ) -> str | None:
-    """Return the user that these credentials authenticate; None if they are wrong."""
+    """Return the user that these credentials authenticate; None if the credentials are wrong."""
     if mechanism == b"CURVE":
         try:
             return keys.users_by_key(users).get(credentials[0])
-        except ConfigError as e:  # a file in the folder of keys cannot be read
+        except ConfigError as e:  # A file in the folder of keys cannot be read.
             log.error("refused all peers, because keys cannot be read: %s", e)
             return None
     if mechanism != b"PLAIN" or len(credentials) != 2:
@@ -275,7 +278,7 @@ class Handshakes:
       address: address to which the socket connects.
 
     Attributes:
-      monitor: ZeroMQ socket from which the events are read; to be polled.
+      monitor: ZeroMQ socket from which the events are read. The caller polls it.
     """
 
     def __init__(self, connecting: zmq.Socket[Any], keys: Keys, address: str) -> None:
@@ -289,8 +292,8 @@ class Handshakes:
         """Read the next event.
 
         Returns:
-          The event. If the listener rejects this process's mechanism, key or password, the reason;
-          otherwise an empty text.
+          The event and a text. If the listener rejects this process's mechanism, key or password,
+          the text is the reason, otherwise it is empty.
         """
         found = recv_monitor_message(self.monitor)
         event = int(found["event"])
@@ -300,9 +303,9 @@ class Handshakes:
             return event, self._keys.other_mechanism(self._address)
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             return event, self._keys.other_keys(self._address)
-        # If a client has another server key, the CURVE server closes the connection without a
-        # reason. A tunnel whose server has not started does the same, but it sends no greeting,
-        # so `offers_curve` tells the two cases apart.
+        # If this process has a wrong public key of the server, the CURVE server closes the
+        # connection without a reason. A tunnel to a server that has not started also closes the
+        # connection, but sends no greeting. `offers_curve` distinguishes the two cases.
         if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and self._keys.encrypts(self._address):
             self._broken += 1
             if self._broken == BROKEN:
@@ -312,7 +315,7 @@ class Handshakes:
         return event, ""
 
     def close(self) -> None:
-        """Stop reading events. Must be called before the socket is closed."""
+        """Stop reading events. Call this method before the socket is closed."""
         self._socket.disable_monitor()
         self.monitor.close(linger=0)
 
@@ -343,10 +346,10 @@ class PeerIds:
 
     Args:
       bound: the socket, before it is bound.
-      refused: called for each refused connection.
+      refused: function that is called for each refused connection.
 
     Attributes:
-      monitor: ZeroMQ socket from which connection events are read; to be polled.
+      monitor: ZeroMQ socket from which connection events are read. The caller polls it.
     """
 
     def __init__(self, bound: zmq.Socket[Any], refused: Callable[[], None]) -> None:
@@ -354,7 +357,8 @@ class PeerIds:
         where = f"inproc://monitor.{token.new_token()}"
         bound.monitor(where, events)
         self.monitor: zmq.Socket[Any] = bound.context.socket(zmq.PAIR)
-        # without a limit: ZeroMQ's I/O thread would wait until this process reads the events
+        # The queue has no limit. With a limit, ZeroMQ's I/O thread would wait until this process
+        # reads the events.
         self.monitor.rcvhwm = 0
         self.monitor.connect(where)
         self._bound, self._refused = bound, refused
@@ -368,13 +372,14 @@ class PeerIds:
         return len(self._silent)
 
     def add(self, address: zmq.Frame) -> bool:
-        """Store the id and the connection of a peer that has sent a message.
+        """Record the connection of a peer that has sent a message.
 
         Args:
           address: first frame of the message, which is the peer's id.
 
         Returns:
-          False if the connection has ended already, so that the peer is lost after the message.
+          True if the connection is open. If it has already ended, False: the caller must treat the
+          peer as lost after this message.
         """
         # A file descriptor may be reused, so the events before the message are read first.
         self.read_monitor()
@@ -383,12 +388,13 @@ class PeerIds:
             self._silent.discard(connection)
             self._ids[connection] = peer
             return True
-        while peer in self._lost:  # it is lost after this message
+        # `take_lost` must not report the peer before this message, so the caller reports it.
+        while peer in self._lost:
             self._lost.remove(peer)
         return False
 
     def is_connected(self, peer: bytes) -> bool:
-        """Return True if a connection of a peer is open."""
+        """Return True if the peer has an open connection."""
         return peer in self._ids.values()
 
     def read_monitor(self) -> None:
@@ -413,10 +419,10 @@ class PeerIds:
             yield self._lost.pop()
 
     def close(self) -> None:
-        """Stop reading events. Must be called before the socket is closed."""
+        """Stop reading events. Call this method before the socket is closed."""
         self._bound.disable_monitor()
         self.monitor.close(linger=0)
 
 
-# default timeout of a wait for another process in seconds, as Paddle's FLAGS_rpc_deadline
+# Default timeout of a wait for another process, in seconds; the same as Paddle's FLAGS_rpc_deadline
 DEADLINE = 180.0

@@ -1,7 +1,7 @@
 """Endpoints and tokens of the jobs that this user has launched on this host.
 
-While a job runs, a launcher that has generated the job's token stores it in a folder that only this
-user can read. `dtrans status` reads the token of the job at the given endpoints from there.
+While a job runs, a launcher that has generated the job's token stores the token in a folder that
+only this user can read. `dtrans status` reads the token of the job at given endpoints from there.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def announce_job(endpoints: Sequence[str], token: str) -> Iterator[None]:
     try:
         new = folder.path / f"{FILE}.new"
         new.write_text(json.dumps({"endpoints": list(endpoints), "token": token}))
-        # A rename is atomic, so readers never see a file that is only partly written.
+        # A rename is atomic, so no reader sees an incomplete file.
         new.rename(folder.path / FILE)
         yield
     finally:
@@ -47,7 +47,7 @@ def announce_job(endpoints: Sequence[str], token: str) -> Iterator[None]:
 
 
 def token_of_job(endpoints: Sequence[str]) -> str:
-    """Return the token of this user's job at these endpoints; empty if there is none."""
+    """Return the token of this user's job at these endpoints; empty without such a job."""
     for folder in live_folders():
         # The job may end and remove its folder before the file is read.
         with contextlib.suppress(FileNotFoundError):
@@ -60,9 +60,9 @@ def token_of_job(endpoints: Sequence[str]) -> str:
 
 
 def _is_private(folder: Path) -> bool:
-    """Return True if a path is a folder, not a symbolic link, that only this user can access.
+    """Return True if a path is a folder that only this user can access. A link gives False.
 
-    All users can create folders in the temporary directory, so another user could forge one.
+    The check is needed because other users can create folders in the temporary directory, too.
     """
     found = folder.lstat()
     is_closed = stat.S_ISDIR(found.st_mode) and not stat.S_IMODE(found.st_mode) & 0o077

@@ -1,8 +1,8 @@
-"""Temporary folder of one process, which a later process removes if this process was killed.
+"""Temporary folder of one process. If the process was killed, a later process removes the folder.
 
-A process that gets SIGKILL cannot remove its folder. So each folder contains a file that its
-process locks, and the kernel releases the lock when the process ends. Before a process creates its
-folder, it removes the folders of this user whose file is not locked.
+A process that gets SIGKILL cannot remove its folder. So each process locks a file in its folder,
+and the kernel releases the lock when the process ends. Before a process creates its folder, it
+removes all folders of this user with an unlocked file.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class TempDir:
         new = self.path / f"{LOCK}.new"
         self._lock = os.open(new, os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        # The file is locked before it gets its final name, so no other process finds it unlocked.
+        # The file gets its final name only after it is locked. So no process finds it unlocked.
         new.rename(self.path / LOCK)
 
     def close(self) -> None:
@@ -51,7 +51,7 @@ class TempDir:
 
 
 def live_folders() -> list[Path]:
-    """Return the folders of live processes on this host, and remove those of ended processes."""
+    """Remove the folders of ended processes, and return the folders of live processes."""
     parent = Path(tempfile.gettempdir())
     _sweep(parent)
     return [lock.parent for lock in sorted(parent.glob(f"{PREFIX}*/{LOCK}"))]

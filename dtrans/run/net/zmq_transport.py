@@ -1,8 +1,8 @@
 """Transport of real jobs, over ZeroMQ sockets.
 
-A link is a DEALER socket. A listener is a ROUTER socket, bound to its endpoint and optionally to a
-Unix socket. ZeroMQ reports connection events on a second socket, the monitor. The transport polls
-both sockets.
+A link is a DEALER socket. A listener is a ROUTER socket that is bound to its endpoint, and
+optionally to a Unix socket. For each of them, ZeroMQ reports connection events on a second socket,
+the monitor. The transport polls both sockets.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from dtrans.run.net.sockets import (
 from dtrans.run.net.temp_dir import TempDir
 
 
-# largest timeout of a poll in seconds; ZeroMQ stores the timeout as a C int of milliseconds
+# seconds of a poll, at most, because ZeroMQ stores the timeout as a C int of milliseconds
 MAX_POLL = 3600.0
 
 
@@ -53,15 +53,16 @@ class ZmqLink:
     ) -> None:
         self._transport = transport
         self.socket = new_socket(transport.context, zmq.DEALER, transport.patience)
-        # ZeroMQ sends an empty message on the first connection, even while this process computes,
-        # so that the listener learns its id at once. It sends none after a reconnection.
+        # With this option, ZeroMQ sends an empty message on the first connection, even while this
+        # process computes. So the listener knows the link's id at once. ZeroMQ does not repeat the
+        # message after a reconnection.
         self.socket.setsockopt(zmq.PROBE_ROUTER, 1)
         self._handshakes = Handshakes(self.socket, transport.keys, address)
         self.monitor = self._handshakes.monitor
         self._changes: collections.deque[Event] = collections.deque()
         try:
             connect(self.socket, address, transport.keys, user, role)
-        except BaseException:  # `ZmqTransport.close` would wait forever for a socket left open
+        except BaseException:  # An open socket would make `ZmqTransport.close` wait forever.
             self.close()
             raise
 
@@ -72,15 +73,16 @@ class ZmqLink:
 
     @property
     def is_due(self) -> bool:
-        """True if events were read from the monitor that no caller has received yet."""
+        """True if connection events are stored that no caller has received yet."""
         return bool(self._changes)
 
     def send(self, frames: Sequence[Any], /) -> None:
         """Send a message; see `dtrans.protocol.transport.Link`."""
-        # ZeroMQ gives up a connection to a process that uses another protocol. A blocking send
-        # would then wait forever.
+        # If the other process uses another protocol, ZeroMQ gives up the connection. A blocking
+        # send would then wait forever.
         with contextlib.suppress(zmq.Again):
-            if len(frames) == 1:  # copying a header is faster than tracking the use of its memory
+            # For a single header, a copy is faster than tracking the use of its memory.
+            if len(frames) == 1:
                 self.socket.send(frames[0], zmq.NOBLOCK)
             else:
                 self.socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
@@ -92,7 +94,9 @@ class ZmqLink:
             yield self._changes.popleft()
 
     def events(self, ready: Mapping[Any, int]) -> Iterator[Event]:
-        """Yield the next message, or all pending connection events with the messages before them.
+        """Yield all pending connection events, after the messages that arrived before them.
+
+        Without connection events, yield the next message.
 
         Args:
           ready: the sockets that have data to read, as a poll returns them.
@@ -104,15 +108,15 @@ class ZmqLink:
                 yield Event("message", self, self.socket.recv_multipart(copy=False))
             return
         while self._changes:
-            # The monitor was read before the socket, so the socket has all messages that arrived
-            # before the connection ended.
+            # The monitor was read first. So the socket has all messages that arrived before the
+            # connection ended.
             while self._changes and self._changes[0].kind == "broken" and self.socket.poll(0):
                 yield Event("message", self, self.socket.recv_multipart(copy=False))
             if self._changes:
                 yield self._changes.popleft()
 
     def _read_monitor(self) -> None:
-        while int(self.monitor.get(zmq.EVENTS)) & zmq.POLLIN:  # faster than `poll`
+        while int(self.monitor.get(zmq.EVENTS)) & zmq.POLLIN:  # This check is faster than `poll`.
             event, reason = self._handshakes.take()
             if reason:
                 self._changes.append(Event("barred", self, reason=reason))
@@ -136,8 +140,8 @@ class ZmqListener:
 
     Attributes:
       endpoint: the `host:port` to which other processes connect.
-      local: path of the Unix socket; empty if it has none.
-      is_due: always False, because a listener keeps no events between two polls.
+      local: path of the Unix socket; empty if the listener has none.
+      is_due: always False, because a listener stores no events between two polls.
     """
 
     def __init__(
@@ -173,7 +177,7 @@ class ZmqListener:
 
         Args:
           endpoint: the endpoint to bind.
-          reach: endpoint to which other processes connect; empty if it is `endpoint`.
+          reach: endpoint to which other processes connect; empty to use `endpoint`.
           has_local: True to also bind a Unix socket.
         """
         host, _, port = (reach or endpoint).rpartition(":")
@@ -212,7 +216,7 @@ class ZmqListener:
             address, *frames = self.socket.recv_multipart(copy=False)
             peer = bytes(address.buffer)
             is_open = self._peers.add(address)
-            # the end of an earlier connection comes before the first message on the next one
+            # The end of an earlier connection is reported before the first message of the next one.
             for lost in self._peers.take_lost():
                 yield Event("lost", self, address=lost)
             yield _message_event(self, address, frames)
@@ -246,7 +250,7 @@ class ZmqListener:
     def _free_endpoint(self, linger: float) -> None:
         """Stop listening, and wait until another process can bind the endpoint.
 
-        The wait is needed because ZeroMQ closes listening sockets in its I/O thread.
+        ZeroMQ closes listening sockets later, in its I/O thread.
         """
         if not self._bound:
             return
@@ -259,7 +263,7 @@ class ZmqListener:
 
 
 def _message_event(listener: ZmqListener, address: zmq.Frame, frames: list[zmq.Frame]) -> Event:
-    """Return the event for a message: `connected` if it is empty, because PROBE_ROUTER sent it."""
+    """Return the event for a message. An empty message of PROBE_ROUTER gives `connected`."""
     if len(frames) == 1 and not len(frames[0]):
         return Event("connected", listener, address=bytes(address.buffer))
     return Event("message", listener, frames, bytes(address.buffer), user_of(address))
@@ -325,13 +329,14 @@ class ZmqTransport:
 
         Args:
           endpoint: `host:port`; the port `*` selects a free port.
-          users: user name to the role that may connect under it; an empty role admits all roles.
+          users: maps each user name to the role that may connect under it. An empty role admits
+            all roles.
           frame: bytes of the largest accepted frame.
-          messages: maximum length of each peer's queues.
+          messages: maximum length of each peer's receive queue, and of its send queue.
           reach: endpoint to which other processes connect; by default `endpoint`.
           name: name of the listener in errors; by default the endpoint.
           has_local: True to also bind a Unix socket.
-          keys: keys that authenticate peers; by default the transport's keys.
+          keys: keys by which peers are authenticated; by default the transport's keys.
 
         Raises:
           ConfigError: the endpoint cannot be bound.
@@ -371,12 +376,13 @@ class ZmqTransport:
             os.read(self._wake, 4096)
         found = [self._owners[x] for x in ready if x != self._wake]
         for owner in dict.fromkeys([*due, *found]):
-            if not owner.socket.closed:  # the caller may have closed it because of an earlier event
+            # The caller may have closed the link or listener because of an earlier event.
+            if not owner.socket.closed:
                 yield from owner.events(ready)
 
     def wake(self) -> None:
-        """Interrupt the poll of another thread, or the next poll if there is none now."""
-        with contextlib.suppress(BlockingIOError):  # a full pipe already interrupts the poll
+        """Interrupt the poll of another thread. If no thread polls now, interrupt the next poll."""
+        with contextlib.suppress(BlockingIOError):  # A full pipe already interrupts the poll.
             os.write(self._waker, b"+")
 
     def close(self, linger: float = 0.0) -> None:

@@ -1,21 +1,22 @@
 """Communication of a trainer that overlaps its steps: by a communicator, or by GEO-SGD.
 
-A *communicator* is a thread that sends and receives in the background. With it:
+A *communicator* is a thread that sends and receives in the background. It executes these equations:
 
-    send, send_rows  queue gradients for the thread, when they are computed
+    send, send_rows  queue gradients for the thread, as soon as they are computed
     recv             returns the parameters that the thread received last
-    prefetch         requests rows of a table, and waits for them
+    prefetch         requests rows of a table, and waits for the rows
     fetch_barrier    ends a step that receives no parameters
-    send_barrier     waits until servers have applied all queued gradients
+    send_barrier     waits until the servers have applied all queued gradients
 
 With GEO-SGD, trainers keep local copies of parameters and of table rows:
 
-    geo_init         starts without local rows of a table
+    geo_init         registers a table, without local rows
     geo_prefetch     returns local rows; requests missing rows from servers
-    geo_send         pushes the changes of parameters and rows every few steps
+    geo_send         ends a step; pushes the changes of parameters and rows every few steps
 
-The communicator owns the trainer's connections from the first of these equations on. `drain` stops
-it and releases them. Every other user of the connections calls `drain` first.
+The first of these equations starts the communicator, which then owns the trainer's connections.
+`drain` stops the communicator and releases the connections. Every other user of the connections
+calls `drain` first.
 """
 
 from __future__ import annotations
@@ -60,10 +61,10 @@ T = TypeVar("T")
 
 log = logging.getLogger("dtrans.trainer")
 
-# GEO-SGD does not merge queued pushes, since a server answers each push
+# GEO-SGD does not merge queued pushes, because it waits for an answer to each push.
 ONE_BY_ONE = CommunicatorConfig(max_merge_var_num=1, merge="sum")
 
-# primitives that a communicator executes if their equation has its options
+# Primitives of equations that a communicator executes if they have the parameter `communicator`
 OF_COMMUNICATOR = frozenset({send_p, recv_p, prefetch_p, send_rows_p, fetch_barrier_p})
 OF_GEO = frozenset({geo_send_p, geo_prefetch_p, geo_init_p})
 
@@ -72,22 +73,22 @@ class BackgroundComm:
     """Background communication of one trainer.
 
     Args:
-      connect: connects to servers.
+      connect: function that connects to servers.
       deadline: seconds that a server may take to answer.
     """
 
     def __init__(self, connect: Connect, deadline: float) -> None:
         self._connect = connect
         self._deadline = deadline
-        self._leaves: dict[str, Leaf] = {}  # the parameters to receive, by key
-        self._endpoints: set[str] = set()  # servers of tables
+        self._leaves: dict[str, Leaf] = {}  # the parameters to receive, by name of the first block
+        self._endpoints: set[str] = set()  # endpoints of the servers of tables
         self._pool = BufferPool()
         self._pending: list[tuple[Leaf, Any]] = []  # gradients of this step that are not queued yet
         self._received: dict[str, jax.Array] | None = None  # parameters for this step's `recv`s
         self._config: CommunicatorConfig = ONE_BY_ONE
         self._communicator: Communicator | None = None
         self._geo: GeoTrainer | None = None
-        # tables of the startup program, with their local rows, until GEO-SGD starts
+        # the startup program's tables and their local rows, until GEO-SGD starts
         self._tables: dict[str, tuple[Leaf, CachedRows]] = {}
         self._rules: dict[Primitive, Callable[..., Sequence[Any]]] = {
             send_p: self._send,
@@ -99,10 +100,10 @@ class BackgroundComm:
         }
 
     def prepare(self, program: Program) -> None:
-        """Collect the parameters and table servers of a program, before its first run.
+        """Collect a program's parameters and servers of tables, before its first run.
 
-        A communicator requests all parameters by one message, so it must know them at its start. If
-        a program adds parameters or servers, a running communicator is drained.
+        A communicator requests all parameters by one message, so it must know all of them when it
+        starts. If a program adds parameters or servers, stop a running communicator (`drain`).
         """
         for eqn in program.eqns:
             if "communicator" not in eqn.params:
@@ -128,7 +129,7 @@ class BackgroundComm:
     def carry_out(self, eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
         """Execute one equation; return its outputs.
 
-        Raises the error that ended the communicator's thread, if it has ended.
+        If an error has ended the communicator's thread, this method raises the error.
         """
         rule = self._rules.get(eqn.primitive)
         if rule is not None:
@@ -143,8 +144,8 @@ class BackgroundComm:
             communicator.barrier()
             return [None]
         if self._received is None:
-            # All `recv`s of a step read the same answer. It is copied, since the user may donate
-            # the arrays, but their memory belongs to the communicator.
+            # All `recv`s of a step read the same answer. The answer is copied, because the user
+            # may donate the arrays, but the answer's memory belongs to the communicator.
             newest = communicator.newest()
             self._received = dict(zip(newest, jax.device_put(list(newest.values())), strict=True))
         return [self._received[eqn.params["names"][0]]]
@@ -152,8 +153,8 @@ class BackgroundComm:
     def _queue_gradients(self, communicator: Communicator) -> None:
         """Wait until the gradients of this step are computed, then queue them.
 
-        JAX computes asynchronously. If uncomputed gradients were queued, the trainer could start
-        steps much faster than devices compute them.
+        JAX computes asynchronously. Without this wait, the trainer could dispatch steps much faster
+        than its device computes them.
         """
         pending, self._pending = self._pending, []
         self._received = None
@@ -182,13 +183,13 @@ class BackgroundComm:
         return [rows]
 
     def _fetch(self, eqn: JaxprEqn, ids: np.ndarray, rows: np.ndarray) -> None:
-        """Receive rows that this step updates, and write them into `rows`."""
+        """Receive table rows that this step trains, and write them into `rows`."""
         wanted = rows_wanted(eqn, ids, rows)
         self._start(f"trainer {eqn.params['trainer_id']}").look_up(wanted, train=True)
         put_in_place(ids, rows, wanted, eqn.params["spans"])
 
     def look_up(self, wanted: Sequence[WantedRows]) -> bool:
-        """Receive rows that no gradient will follow; return False if no communicator runs."""
+        """Receive rows for evaluation; return False and do nothing if no communicator runs."""
         if self._communicator is None:
             return False
         self._communicator.look_up(wanted, train=False)
@@ -196,7 +197,7 @@ class BackgroundComm:
 
     @property
     def keeps_running(self) -> bool:
-        """True if the communicator must keep running between steps, because GEO-SGD has started."""
+        """True if the communicator must run between steps, because GEO-SGD has started."""
         return self._geo is not None and self._communicator is not None
 
     def between(self, begin: Callable[[], Operation[T]]) -> T:
@@ -211,7 +212,7 @@ class BackgroundComm:
         """Send all queued gradients, stop the communicator, and release its connections.
 
         Args:
-          discard: drop queued gradients instead of sending them.
+          discard: True to drop the queued gradients.
         """
         communicator, self._communicator = self._communicator, None
         geo, self._geo = self._geo, None
@@ -250,7 +251,7 @@ class BackgroundComm:
     # -- GEO-SGD ---------------------------------------------------------------------------------
 
     def _geo_send(self, eqn: JaxprEqn, *values: Any) -> Sequence[Any]:
-        """End a step of GEO-SGD. With push_every=0, in the startup program, start GEO-SGD."""
+        """End a step of GEO-SGD. In the startup program (push_every=0), start GEO-SGD."""
         if not eqn.params["push_every"]:
             return self._geo_start(eqn, values)
         geo = self._require_geo()
@@ -277,7 +278,7 @@ class BackgroundComm:
         return params
 
     def _geo_init(self, eqn: JaxprEqn, *args: Any) -> Sequence[Any]:
-        """Start without local rows of a table; keep the initializer of their optimizer state."""
+        """Register a table without local rows, and the initializer of its optimizer state."""
         p = eqn.params
         of_state = eqn.replace(params={**p, "types": p["types"][1:]})
         state = None
@@ -287,7 +288,7 @@ class BackgroundComm:
         return [np.zeros(t.shape, t.dtype) for t in p["types"]]
 
     def _geo_prefetch(self, eqn: JaxprEqn, uniq: np.ndarray) -> Sequence[Any]:
-        """Return local rows and their state; fetch missing rows from servers."""
+        """Return local rows and their optimizer state, after fetching missing rows from servers."""
         geo, table = self._require_geo(), eqn.params["table"]
         local, ids = geo.rows(table), _drop_padding(uniq, geo.leaf(table))
         new = local.missing(ids)
@@ -309,7 +310,7 @@ class BackgroundComm:
 
 
 def leaf_of(eqn: JaxprEqn, t: Any) -> Leaf:
-    """Return the leaf that a `send` with one operand sends, or a `recv` with one output receives.
+    """Return the leaf that a `send` of one operand sends, or that a `recv` of one output receives.
 
     Args:
       eqn: the equation.
@@ -321,7 +322,7 @@ def leaf_of(eqn: JaxprEqn, t: Any) -> Leaf:
 
 
 def rows_wanted(eqn: JaxprEqn, uniq: np.ndarray, rows: np.ndarray) -> list[WantedRows]:
-    """Return the rows that a `prefetch` requests, by server.
+    """Return the lookup of a `prefetch` in each block of its table.
 
     Args:
       eqn: the equation.
@@ -338,5 +339,5 @@ def _drop_padding(uniq: np.ndarray, table: Leaf) -> np.ndarray:
 
 
 def as_deltas(leaf: Leaf) -> Leaf:
-    """Return a leaf whose blocks have the names of their deltas."""
+    """Return the leaf under which deltas are sent: its blocks have the names of deltas."""
     return dataclasses.replace(leaf, names=tuple(n + DELTA for n in leaf.names))

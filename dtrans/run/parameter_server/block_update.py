@@ -1,8 +1,9 @@
 """Updates of an asynchronous server, which runs its optimize blocks one by one.
 
 The lr_sched block runs once for each step of a trainer. Every other block runs when its gradients
-have arrived, on the state at that time. A block of a table updates the rows of the gradient. A
-synchronous server runs all blocks together (`dtrans.run.parameter_server.update`).
+have arrived, and updates the server's current state. A block of a table updates the rows for which
+it has a gradient. A synchronous server runs all blocks together
+(`dtrans.run.parameter_server.update`).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from dtrans.run.parameter_server.update import ServerUpdate
 
 
 State = Mapping[str, Any]
-# a compiled block: a function of the state that it only reads, and of the state that it donates
+# A compiled block. Its arguments are the state that it only reads, and the state that it donates.
 RunBlock = Callable[[State, State], dict[str, Any]]
 
 
@@ -43,18 +44,19 @@ class BlockUpdates:
     Args:
       update: the server's update.
       state: the initial values, by name.
-      memory: the rows of tables whose updates do not touch every row, by block; by default a
-        `TableMemory` for each.
+      memory: maps the name of each table's block to the memory of its rows. It contains only
+        tables whose updates do not touch every row. By default, a `TableMemory` for each block.
 
     Attributes:
-      grads: names of the gradients that each block reads, by block.
+      grads: maps the name of each block to the names of the gradients that it reads.
       state: the initial values, with tables in `memory`.
       server_tables: reports and evicts rows of tables.
       spent: names of the state whose memory an update reuses.
-      before: called before each update of a block.
+      before: function that is called before each update of a block.
 
     Raises:
-      ConfigError: a block reduces over rows of several servers, which needs all gradients at once.
+      ConfigError: a block reduces over rows of several servers. Only a synchronous server can run
+        such a block.
     """
 
     def __init__(
@@ -67,7 +69,7 @@ class BlockUpdates:
             )
         self.update = update
         self._memory = memory_of(update, state) if memory is None else memory
-        # number of updates, for tables whose updates touch every row
+        # name of a block -> number of its updates; only tables whose updates touch every row
         self._full_updates = collections.Counter[str]()
         self.server_tables = ServerTables(
             update.endpoint,
@@ -89,8 +91,8 @@ class BlockUpdates:
         self.grads: dict[str, list[str]] = {}
         for name, b in self._blocks.items():
             self.grads[name] = [g.name for g in b.grads]
-        # State that the lr_sched block replaces. The other blocks of the step still read the old
-        # values.
+        # Names of the state that the lr_sched block replaces. The other blocks of the step still
+        # read the old values.
         self._replaced: set[str] = set()
         for b in self._first:
             self._replaced.update(update.types.keys() & b.out_names)
@@ -107,7 +109,10 @@ class BlockUpdates:
         self._jitted = {b.name: self._compile(b) for b in update.blocks}
 
     def _spent_of_blocks(self) -> dict[str, list[str]]:
-        """Return the state that each block donates: it replaces it, and no other block reads it."""
+        """Return a map from each block to the state that it donates.
+
+        A block donates state that it replaces and that no other block reads.
+        """
         readers = collections.Counter(n for b in self.update.blocks for n in b.in_names)
         params = set(self.update.params)
         spent = {}
@@ -120,7 +125,7 @@ class BlockUpdates:
         """Begin a step of a trainer: run the lr_sched block.
 
         Returns:
-          New state, and the values that the other blocks of this step read, by name.
+          The new values of the state, and the values that the other blocks of this step read.
         """
         values = subset(state, self._replaced)
         new: dict[str, Any] = {}
@@ -131,13 +136,13 @@ class BlockUpdates:
         return new, values
 
     def ready(self, arrived: Collection[str], used: Collection[str]) -> list[str]:
-        """Return the blocks whose gradients have all arrived, except the blocks in `used`.
+        """Return the names of the blocks whose gradients have all arrived.
 
         A block that reads no gradient is ready when any gradient has arrived.
 
         Args:
-          arrived: names of gradients.
-          used: names of blocks.
+          arrived: names of the gradients that have arrived.
+          used: names of blocks to leave out, because this step has already updated them.
         """
         if not arrived:
             return []
@@ -148,12 +153,12 @@ class BlockUpdates:
     def apply(self, block: str, grads: State, state: State, values: State) -> dict[str, Any]:
         """Update a block; return its new state.
 
-        It waits for the computation, since the next step writes over the gradients' memory. State
-        in `spent` is donated.
+        The method waits for the computation, because the next step's gradients overwrite the
+        memory of these gradients. The update donates the state in `spent`.
 
         Args:
           block: the block's name.
-          grads: its gradients, by name.
+          grads: the block's gradients, by name.
           state: the server's state.
           values: the second result of `begin`.
         """
@@ -173,7 +178,8 @@ class BlockUpdates:
             blocks = {b.name: b for b in self.update.sized({table.name: size}).blocks}
             self._sized[block, size] = self._compile(blocks[block])
         rows = {**state, **memory.take(ids, size)}
-        # values that rows need when they catch up later, copied since the update may donate them
+        # Values with which other rows catch up later. They are copied, because the update may
+        # donate them.
         watched = {}
         for n, x in _pick(memory.reads, values, state).items():
             watched[n] = x if is_traced(x) else np.asarray(x)
@@ -195,11 +201,11 @@ class BlockUpdates:
         return np.asarray(state[name])[ids]
 
     def tables(self) -> dict[str, Any]:
-        """Return blocks of tables and their state after the last update, by name."""
+        """Return the blocks of tables, and their optimizer state, after the last update."""
         return final_arrays(self._memory)
 
     def snapshot(self, patience: float) -> dict[str, Any]:
-        """Return snapshots of the current tables, which a thread can read during updates.
+        """Return snapshots of the current tables. Another thread can read them during updates.
 
         Args:
           patience: seconds that updates wait for a reader that makes no progress.
@@ -214,18 +220,19 @@ class BlockUpdates:
         return jax.block_until_ready(run(_pick(names, grads, values, state), spent))
 
     def _compile(self, block: OptimizeBlock) -> RunBlock:
-        """Compile a block, with its spent state donated.
+        """Compile a block that donates its spent state.
 
-        Blocks with equal jaxprs differ only in names, and share one compiled function.
+        Blocks with equal jaxprs share one compiled function, because they differ only in names.
         """
         spent = self._spent.get(block.name, [])
         read = [n for n in block.in_names if n not in spent]
-        # for each operand: True if it is in `spent`, and its index in `spent` or `read`
+        # One pair for each operand: True if it is in `spent`, and its index in `spent` or `read`
         order = []
         for n in block.in_names:
             order.append((True, spent.index(n)) if n in spent else (False, read.index(n)))
         kind = (without_addresses(str(block.inner)), tuple(order))
-        # The printed jaxpr in `kind` does not contain constants, so such a block is not shared.
+        # The printed jaxpr in `kind` does not contain constants. So a block with constants does not
+        # share its function.
         key = kind if not block.jaxpr.consts else id(block)
         if key not in self._compiled:
 
@@ -246,7 +253,7 @@ class BlockUpdates:
 
 
 def _pick(names: Collection[str], *sources: State) -> dict[str, Any]:
-    """Return values by name, each from the first source that has it."""
+    """Return the values of these names. Each value is read from the first source with its name."""
     picked = {}
     for n in names:
         source = next(x for x in sources if n in x)

@@ -1,8 +1,9 @@
 """Checkpoints of one server during its job: folder and names.
 
-Trainers request checkpoints by name. When a job ends by an error, its servers save their state
-under the number of the step. They continue the user's numbers: they count steps from the job's last
-checkpoint whose name is a number, or from the checkpoint with which the job started.
+Trainers request checkpoints by name. When a job ends by an error, its servers save their state, and
+name the checkpoint after a step number. They continue the user's numbers: they add the steps since
+the job's last checkpoint whose name is a number to that number. Without such a checkpoint, they
+start from the checkpoint with which the job started.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dtrans.parameter_server.plan import PServerPlan
 
 @dataclasses.dataclass(frozen=True)
 class ServerCheckpoints:
-    """Writer of one server's parts of checkpoints, in a folder that all servers share.
+    """Writer of one server's part of each checkpoint, in a folder that all servers share.
 
     Attributes:
       folder: the folder of all checkpoints.
@@ -48,18 +49,20 @@ class ServerCheckpoints:
     def keep_last(
         self, state: Mapping[str, Any], mark: Mark, asked: Mapping[str, int]
     ) -> Path | None:
-        """Save the state of a job that ends by an error.
+        """Save the server's part of a last checkpoint when the job ends by an error.
 
-        Synchronous servers at different steps write to different folders, which are incomplete.
-        Asynchronous servers have no common step: the first one chooses the name for all.
+        If synchronous servers are at different steps, they write different checkpoints, which are
+        incomplete. Asynchronous servers have no common step: the first server to save chooses the
+        name for all servers.
 
         Args:
           state: the server's arrays, by name.
           mark: the run, and the server's step.
-          asked: the step of each checkpoint that trainers have requested, by name.
+          asked: maps the name of each checkpoint that trainers have requested to its step.
 
         Returns:
-          The checkpoint; None if the server has no arrays, so that another server writes its part.
+          The path of the checkpoint. None if the server has no arrays; another server then writes
+          its part.
         """
         assert mark.step is not None
         name = str(self._number(mark.step, asked))
@@ -68,35 +71,35 @@ class ServerCheckpoints:
             if self.endpoint not in holding:
                 return None
             name, mark = self._agreed(name, mark), dataclasses.replace(mark, step=None)
-            if name in asked:  # a trainer has requested this checkpoint after the last step
+            if name in asked:  # A trainer has already requested a checkpoint of this name.
                 return self.folder / name
         try:
             self.keep(name, state, mark)
-        except ConfigError:  # another run has written a checkpoint of this name
+        except ConfigError:  # Another run has written a checkpoint of this name.
             name = f"{name}-{mark.run[0]}"
             self.keep(name, state, mark)
         if not self.plan.sync_mode and self.endpoint == holding[0]:
-            # servers without arrays do not count steps, so this server writes their parts
+            # Servers without arrays cannot count steps, so this server writes their parts.
             for other in self.plan.servers:
                 if other not in holding:
                     dataclasses.replace(self, endpoint=other).keep(name, {}, mark)
         return self.folder / name
 
     def _number(self, step: int, asked: Mapping[str, int]) -> int:
-        """Return the user's number of a step.
+        """Convert the server's number of a step to the user's number.
 
         Args:
-          step: the server's number of the step, from 0 at the start of the job.
-          asked: the server's number of the step of each checkpoint of this job, by name.
+          step: the server's number of the step; the job starts at 0.
+          asked: maps the name of each checkpoint of this job to the server's number of its step.
         """
         numbered = [(at, int(name)) for name, at in asked.items() if name.isdecimal()]
         last_step, number = max(numbered, default=(0, self.begun))
         return number + step - last_step
 
     def _agreed(self, name: str, mark: Mark) -> str:
-        """Return the name that all servers of this run use: the first server's `name`.
+        """Return the name that all servers of this run use: the `name` of the first caller.
 
-        The name is stored as the target of a symbolic link, since links are created atomically.
+        The name is stored as the target of a symbolic link, because a link is created atomically.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         link = self.folder / f".last-of-{mark.run[0]}"

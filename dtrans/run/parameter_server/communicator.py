@@ -1,12 +1,12 @@
 """The communicator: a thread that sends and receives in the background of a trainer's steps.
 
 A step puts its gradients into a queue (`put`) and reads the newest received parameters (`newest`).
-`put` waits only while the queue is full, `newest` only for the first parameters. The thread drives
-`dtrans.protocol.trainer.traffic_loop`. It owns the transport while it runs.
+`put` waits only while the queue is full, and `newest` only for the first parameters. The thread
+runs `dtrans.protocol.trainer.traffic_loop`. It owns the transport while it runs.
 
-`barrier` waits until the received parameters contain all queued gradients. A trainer that calls it
-after every step gets the same results as without a communicator. `look_up` waits for rows of
-tables.
+`barrier` waits until the received parameters include all queued gradients. A trainer that calls
+`barrier` after every step gets the same results as without a communicator. `look_up` waits for
+table rows.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dtrans.protocol.transport import Transport
 
 T = TypeVar("T")
 
-# connects to servers; returns the transport, and the links to all servers by endpoint
+# A function that connects to servers; it returns the transport, and each server's link by endpoint.
 Connect = Callable[[Collection[str]], tuple[Transport, Mapping[str, ServerLink]]]
 
 
@@ -35,17 +35,17 @@ class Communicator:
     """Sender of gradients and receiver of parameters, in its own thread.
 
     Args:
-      connect: connects to servers. The communicator owns the transport until `stop`.
-      leaves: the parameters to receive, by keys of the caller.
+      connect: function that connects to servers. The communicator owns the transport until `stop`.
+      leaves: the parameters to receive, by the caller's keys.
       config: length of the queue, and other options.
       deadline: seconds that a server may take to answer.
       name: the trainer, for errors.
-      endpoints: servers that store rows of tables.
-      local_tables: tables with local rows on the trainer. The communicator receives only local rows
-        that other trainers have changed.
+      endpoints: endpoints of the servers that store rows of tables.
+      local_tables: tables with local rows on the trainer. From these tables, the communicator
+        receives only local rows that other trainers have changed.
 
-    Every method raises the error that ended the thread: PeerError, DeadlineError, WireError, or an
-    error of JAX.
+    If an error has ended the thread, every method raises this error: PeerError, DeadlineError,
+    WireError, or an error of JAX.
     """
 
     def __init__(
@@ -85,45 +85,45 @@ class Communicator:
     # -- calls of steps --------------------------------------------------------------------------
 
     def put(self, group: Group) -> None:
-        """Queue the gradients of a step. Waits while the queue is full."""
+        """Put the gradients of a step into the queue; wait while the queue is full."""
         self._wait_for(lambda: self._loop.has_room)
         self._loop.put(group)
         self._transport.wake()
 
     def newest(self) -> dict[str, Any]:
-        """Return the newest received parameters, by the keys of `leaves`; wait for the first.
+        """Return the newest received parameters, by the keys of `leaves`; wait for the first ones.
 
-        Their memory is reused when no reference to it is left. The value of a local table is a
-        `RowGradient` with the rows that others have changed since the last answer. So the caller
-        must read every answer.
+        When the caller has deleted its references to these arrays, their memory is reused. The
+        value of a local table is a `RowGradient` with the rows that other trainers have changed
+        since the previous answer. So the caller must read every answer.
         """
         self._wait_for(lambda: self._loop.newest is not None)
         assert self._loop.newest is not None
         return self._loop.newest[1]
 
     def received(self) -> int:
-        """Return how many queued steps the newest parameters contain; -1 before any answer."""
+        """Return the number of queued steps that the newest parameters include; -1 without any."""
         self._check()
         return self._loop.received
 
     def barrier(self) -> None:
-        """Wait until the newest parameters contain all queued steps."""
+        """Wait until the newest parameters include all queued steps."""
         self._wait_for(lambda: self._loop.is_settled)
 
     def look_up(self, wanted: Sequence[WantedRows], *, train: bool) -> None:
-        """Receive the current rows of tables.
+        """Receive current rows of tables.
 
         Args:
-          wanted: the rows of each block, with memory to write them to.
+          wanted: the rows of each block, with memory for the received values.
           train: True if this trainer will send gradients of these rows.
         """
         self._check()
         self._finish(self._loop.look_up(wanted, train=train))
 
     def between(self, begin: Callable[[], Operation[T]]) -> T:
-        """Run an operation when all queued steps are answered; return its result.
+        """Run an operation after the servers have answered all queued steps; return its result.
 
-        An error of the operation is raised here. The communicator continues.
+        If the operation fails, this method raises its error, and the communicator continues.
         """
         self._check()
         request = self._finish(self._loop.between(begin))
@@ -133,10 +133,10 @@ class Communicator:
         return result
 
     def stop(self, *, discard: bool = False) -> None:
-        """Flush the queue, wait for all answers, and stop using the transport.
+        """Flush the queue, wait for all answers, and end the thread.
 
         Args:
-          discard: drop queued gradients instead of sending them.
+          discard: True to drop the queued gradients.
         """
         self._loop.end(discard=discard)
         self._transport.wake()
@@ -145,7 +145,7 @@ class Communicator:
             self._check()
 
     def _finish(self, request: TrafficRequest) -> TrafficRequest:
-        """Wait until a request is done."""
+        """Wait until a request is done, and return it."""
         self._transport.wake()
         self._wait_for(lambda: request.done)
         return request
@@ -165,7 +165,7 @@ class Communicator:
         try:
             while not self._loop.done:
                 self._loop.turn()
-        except BaseException as e:  # the trainer's next call raises it
+        except BaseException as e:  # The trainer's next call raises the error.
             self._error = e
             self._notify()
 

@@ -1,25 +1,25 @@
 """Execution of one process's communication equations by messages to other processes.
 
-    split_byref      slices a gradient: views of its memory, without a copy
+    split_byref      slices a gradient into views of its memory, without a copy
     send             appends blocks to a server's outbox. The outbox is sent when it is full, or
                      with the message that ends the step
     send_barrier     records its servers; the message that ends the step includes the barrier
     recv             records the blocks to receive, and their locations in the parameter's memory
     fetch_barrier    sends one message to each server: the rest of its outbox, the barrier and the
-                     request for blocks. It waits for the blocks. Asynchronous steps have no
-                     fetch_barrier: this message is sent before the next equation, or at the end of
-                     the program (`settle`)
-    exchange         sends one message to the round's server, and waits for its answer
-    concat           returns the memory that holds the received blocks in sequence
-    split_ids        returns unique ids of rows, sorted and checked
+                     request for blocks. Then it waits for the blocks. Asynchronous steps have no
+                     fetch_barrier: the same message is sent before the next equation, or at the
+                     end of the program (`settle`)
+    exchange         sends this trainer's values to the round's server, and waits for the results
+    concat           returns the memory that contains the received blocks in sequence
+    split_ids        checks ids of rows, and returns them unique and sorted
     prefetch         records the rows that a step looks up (`tables.row_lookups`)
     send_rows        sends gradients of rows
-    fake_init        returns an array without table rows
+    fake_init        returns an array with 0 rows in place of a table
     init_on_use      returns placeholders of rows that are initialized on first use
                      (`tables.new_rows`)
     listen_and_serv  serves until all trainers have closed (`server`)
 
-`background` executes the equations of a communicator and of GEO-SGD. `server_connections` has the
+`background` executes the equations of a communicator and of GEO-SGD. `server_connections` opens
 connections.
 
 A gradient is sent from the memory in which XLA wrote it, without a copy. Blocks of a few KB are
@@ -76,8 +76,8 @@ T = TypeVar("T")
 class EndpointFabric:
     """Dispatcher of one process's communication equations.
 
-    Outputs of `recv` and `prefetch` are arrays that are filled later: before the next equation that
-    may read them, by `receive_rows`, or by `settle`.
+    `recv` and `prefetch` return arrays before the values have arrived. The values are written into
+    these arrays before the next equation that may read them, by `receive_rows`, or by `settle`.
 
     Args:
       deadline, patience, wait_port, allow_remote: as for `Executor`.
@@ -85,8 +85,10 @@ class EndpointFabric:
       watch: checks gradients before they are sent.
 
     Attributes:
-      keep: function that saves a server's state when trainers request a checkpoint; None without.
-      keep_last: function that saves a server's state when its job ends by an error; None without.
+      keep: function that saves a server's state when trainers request a checkpoint; None if the
+        server has no folder for checkpoints.
+      keep_last: function that saves a server's state when its job ends by an error; None if the
+        server has no folder for checkpoints.
     """
 
     def __init__(
@@ -114,7 +116,7 @@ class EndpointFabric:
         self._background = BackgroundComm(self._connections.connect, deadline)
         self._pool = BufferPool()
         self._landings: list[Landing] = []  # blocks that `recv` has recorded
-        # servers of the send_barrier of this step, until its message is sent
+        # endpoints of this step's `send_barrier`, until the message that ends the step is sent
         self._barriered: tuple[str, ...] = ()
         self._closed = False
         self._rules: dict[Primitive, Callable[[JaxprEqn, list[Any]], Sequence[Any]]] = {
@@ -134,7 +136,7 @@ class EndpointFabric:
         }
 
     def prepare(self, program: Program) -> None:
-        """Record which parameters and tables a program receives. Call it before the first run."""
+        """Record which parameters and tables a program receives, before the program's first run."""
         self._background.prepare(program)
         if program.plan is not None:
             self._connections.plan = program.plan.identity
@@ -157,10 +159,10 @@ class EndpointFabric:
             self._steps.forget_asked()
             return self._background.carry_out(eqn, values)
 
-        # consecutive `prefetch`s share one request, and so do consecutive `recv`s
+        # Consecutive `prefetch`s share one request, and so do consecutive `recv`s.
         if eqn.primitive is not prefetch_p:
             self.receive_rows()
-        if eqn.primitive is not split_ids_p:  # split_ids needs no connection
+        if eqn.primitive is not split_ids_p:  # `split_ids` needs no connection.
             self._background.drain()
         if eqn.primitive not in (recv_p, fetch_barrier_p):
             self._receive()
@@ -199,13 +201,16 @@ class EndpointFabric:
     def exchange(
         self, endpoint: str, number: int, how: Sequence[Sequence[Any]], values: Sequence[Any]
     ) -> list[Any]:
-        """Combine values of all trainers on a server; return the results.
+        """Send this trainer's values to a server, which merges all trainers' values.
 
         Args:
-          endpoint: the server.
-          number: the index of the round in the step.
-          how: for each value, how it is combined; see `dtrans.ops.rpc`.
+          endpoint: endpoint of the server.
+          number: number of the round in the step.
+          how: name and arguments of the collective that merges each value; see `dtrans.ops.rpc`.
           values: this trainer's values.
+
+        Returns:
+          The merged values.
         """
         parts = [(np.asarray(x), way) for x, way in zip(values, how, strict=True)]
         return self._connections.run(self._steps.exchange(endpoint, number, parts))
@@ -232,8 +237,8 @@ class EndpointFabric:
         if "trainers" in eqn.params:
             self._connections.identify(eqn)
         landings = self._landings
-        # Servers without a requested block are asked, too. Their answer comes when all trainers
-        # have ended the step, so that no trainer runs ahead.
+        # Servers without a requested block must answer, too. They answer when all trainers have
+        # ended the step, so that no trainer runs ahead.
         self._land(landings, eqn.params["endpoints"])
         return [rows for _, _, rows in landings]
 
@@ -241,8 +246,8 @@ class EndpointFabric:
         """Send the message that ends the step, and wait for the answers.
 
         Args:
-          landings: the blocks to receive, with memory to write them to.
-          endpoints: servers that must answer, even if they have none of the blocks.
+          landings: the blocks to receive, with memory for them.
+          endpoints: endpoints of servers that must answer, even if they have none of the blocks.
         """
         barriered, self._landings, self._barriered = self._barriered, [], ()
         self._connections.run(self._steps.request(landings, endpoints, barriered))
@@ -286,8 +291,8 @@ class EndpointFabric:
         """Run an operation with the servers between two steps; return its result.
 
         Args:
-          what: the name of the operation, for errors.
-          ask: starts the operation.
+          what: name of the operation, for errors.
+          ask: function that starts the operation.
 
         Raises:
           ConfigError: this trainer has received no parameters yet.
@@ -324,9 +329,10 @@ class EndpointFabric:
     def close(self, error: BaseException | None) -> None:
         """Leave every server. A second call does nothing.
 
+        If the trainer leaves in the middle of a synchronous step, the servers treat it as failed.
+
         Args:
-          error: the error that has ended this trainer, which servers get as the reason. A trainer
-            that leaves in the middle of a synchronous step fails, too.
+          error: the error that has ended this trainer. The servers receive it as the reason.
         """
         if self._closed:
             return
@@ -335,7 +341,7 @@ class EndpointFabric:
         try:
             self._background.drain(discard=error is not None)
         except BaseException as e:
-            # raised at the end, after the servers have got it as the reason
+            # The error is raised below, after it was sent to the servers as the reason.
             error = failed = e
         reason = None
         if error is not None:
@@ -344,11 +350,11 @@ class EndpointFabric:
             if error is None:
                 self._connections.run(self._steps.saved())
         except DtransError as e:
-            # A checkpoint could not be written. Servers have all updates, so they get no reason and
-            # end normally.
+            # A server could not write a checkpoint. All updates are complete, so the servers end
+            # without an error.
             failed = e
         if self._steps.in_step and reason is None:
-            # some servers may have this step's gradients and others may not
+            # Perhaps only some servers have received this step's gradients.
             reason = "it closed in the middle of a step"
         self._connections.close(reason)
         if failed is not None:
@@ -356,7 +362,7 @@ class EndpointFabric:
 
 
 def _check_gradients(watch: NonfiniteCheck, eqn: JaxprEqn, values: Sequence[Any]) -> None:
-    """Check the gradients that an equation sends; other equations pass.
+    """Check the gradients that an equation sends. Ignore equations that send no gradients.
 
     Raises:
       NonfiniteError: a gradient has an infinity or a NaN.
@@ -371,7 +377,7 @@ def _check_gradients(watch: NonfiniteCheck, eqn: JaxprEqn, values: Sequence[Any]
         watch.check_values([(eqn.params["table"], values[1])])
     if eqn.primitive is send_p:
         names = eqn.params["names"]
-        if len(names) != len(values):  # runtime_split: the one operand is sent as blocks
+        if len(names) != len(values):  # runtime_split: one operand is sent as several blocks
             names = [", ".join(names)]
         watch.check_values(zip(names, values, strict=True))
 
@@ -394,7 +400,7 @@ def _concat(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
 
 
 def _shared_memory(blocks: Sequence[np.ndarray]) -> np.ndarray | None:
-    """Return blocks that are contiguous in memory as one array; None if they are not."""
+    """Return one array over the memory of several blocks; None if they are not contiguous."""
     first, base = blocks[0], blocks[0].base
     if base is None:
         return None

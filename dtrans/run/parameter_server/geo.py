@@ -1,7 +1,7 @@
-"""GEO-SGD in a trainer: `dtrans.protocol.trainer.geo_steps` on JAX arrays and a communicator.
+"""GEO-SGD in a trainer: `dtrans.protocol.trainer.geo_steps` with JAX arrays and a communicator.
 
 A push contains the changes of all parameters, and of the trainer's local rows of tables
-(`dtrans.protocol.tables.cached_rows`). The answer contains the servers' parameters, and the local
+(`dtrans.protocol.tables.cached_rows`). The servers' answer contains all parameters, and those local
 rows that other trainers have changed.
 """
 
@@ -22,7 +22,7 @@ from dtrans.protocol.trainer.traffic import Group, Leaf
 
 
 class PushQueue(Protocol):
-    """Interface of a queue for the pushes of a GEO-SGD trainer (`Communicator`)."""
+    """Interface to the queue for a GEO-SGD trainer's pushes, such as a `Communicator`."""
 
     name: str
 
@@ -30,13 +30,17 @@ class PushQueue(Protocol):
         """Queue a push."""
 
     def newest(self) -> Mapping[str, Any]:
-        """Return the newest answer: parameters by their index as text, changed rows by table."""
+        """Return the newest answer.
+
+        It maps the index of each parameter, as text, to the parameter, and the name of each table
+        to the changed rows.
+        """
 
     def received(self) -> int:
-        """Return the number of pushes that the newest answer contains."""
+        """Return the number of pushes that the newest answer includes."""
 
     def barrier(self) -> None:
-        """Wait until the newest answer contains all pushes."""
+        """Wait until the newest answer includes all pushes."""
 
 
 class GeoTrainer:
@@ -44,10 +48,10 @@ class GeoTrainer:
 
     Args:
       communicator: sends pushes and receives parameters. Only this trainer uses it.
-      leaves: the parameters, with the names of their deltas.
+      leaves: one leaf for each parameter, whose blocks have the names of deltas (`as_deltas`).
       trainers: the number of trainers.
       values: the parameters at the start.
-      tables: for each table, its leaf with the names of its deltas, and its local rows.
+      tables: maps the name of each table to a leaf like those in `leaves`, and to its local rows.
     """
 
     def __init__(
@@ -68,7 +72,7 @@ class GeoTrainer:
         Args:
           values: the parameters after the step.
           every: the number of steps between two pushes.
-          block_on_pull: True to wait for the answer of each push.
+          block_on_pull: True to wait for the answer to each push.
         """
         self._steps.step(values, every, block_on_pull=block_on_pull)
         self._settle()
@@ -79,12 +83,12 @@ class GeoTrainer:
         return self._tables[table][1]
 
     def leaf(self, table: str) -> Leaf:
-        """Return the leaf of a table, with the names of its deltas."""
+        """Return the leaf of a table whose blocks have the names of deltas."""
         return self._tables[table][0]
 
     @property
     def report(self) -> list[str]:
-        """Lines for the log, with the number and bytes of the local rows of each table."""
+        """One line for the log for each table: the number of its local rows, and their bytes."""
         lines = []
         for table, (_, rows) in self._tables.items():
             lines.append(
@@ -97,7 +101,7 @@ class GeoTrainer:
         """Push the remaining changes.
 
         Raises:
-          StateError: the parameters with these changes were donated.
+          StateError: the caller has donated the parameters that contain these changes.
         """
         if self._steps.owes and any(x.is_deleted() for x in self._steps.local):
             raise StateError(
@@ -109,7 +113,7 @@ class GeoTrainer:
         self._settle()
 
     def _settle(self) -> None:
-        """Wait for answers as long as the steps need one."""
+        """Wait for answers to pushes until the next step may begin."""
         while self._steps.waits:
             self._communicator.barrier()
             self._steps.go_on()
@@ -122,11 +126,11 @@ class GeoTrainer:
         self._communicator.put([*zip(self._leaves, deltas, strict=True), *rows])
 
     def received(self) -> int:
-        """Return the number of pushes that the newest answer contains."""
+        """Return the number of pushes that the newest answer includes."""
         return self._communicator.received()
 
     def newest(self) -> Values:
-        """Return the servers' newest parameters; update local rows with the answer's rows."""
+        """Return the newest parameters; add the changed rows of the same answer to local rows."""
         newest = self._communicator.newest()
         for table, (_, rows) in self._tables.items():
             rows.pulled(newest[table])
@@ -136,7 +140,8 @@ class GeoTrainer:
 def pushed_leaves(eqn: JaxprEqn) -> list[Leaf]:
     """Return the parameters that a `geo_send` pushes, without tables."""
     p, leaves = eqn.params, []
-    # the operands after the parameters belong to tables, so `zip` stops at the shortest argument
+    # The operands after the parameters belong to tables. `zip` leaves them out, because it stops at
+    # the end of its shortest argument.
     operands = zip(p["epmap"], p["names"], p["sections"], eqn.invars, strict=False)
     for endpoints, names, rows, v in operands:
         leaves.append(Leaf(endpoints, names, rows, v.aval.shape, v.aval.dtype))
@@ -149,8 +154,8 @@ def split_push(
     """Split the operands of a `geo_send`.
 
     Returns:
-      The parameters; and for each table (name, ids, arrays). `ids` are the rows that the step has
-      looked up, `arrays` the new rows of the table and of its optimizer state.
+      The parameters, and one (name, ids, arrays) for each table. `ids` are the ids of the rows that
+      the step has looked up. `arrays` are the new values of these rows and of their state.
     """
     count = len(eqn.params["names"])
     rest, tables = iter(values[count:]), []
@@ -160,7 +165,7 @@ def split_push(
 
 
 class DeviceArithmetic:
-    """`GeoArithmetic` on JAX arrays."""
+    """`GeoArithmetic` for JAX arrays."""
 
     def copied(self, values: Values) -> Values:
         return _copied(list(values))
@@ -174,7 +179,8 @@ class DeviceArithmetic:
 
 @jax.jit
 def _copied(values: list[Any]) -> list[jax.Array]:
-    # copies, since the memory of received arrays is reused, and users may donate a step's results
+    # The values are copied, because the memory of received arrays is reused, and users may donate
+    # the results of a step.
     return [x.copy() for x in values]
 
 
@@ -182,8 +188,8 @@ def _copied(values: list[Any]) -> list[jax.Array]:
 def _pushed(trainers: int) -> Any:
     def fn(local: list[Any], old: list[Any]) -> tuple[list[Any], list[Any]]:
         deltas = [((x - o) / trainers).astype(o.dtype) for x, o in zip(local, old, strict=True)]
-        # Without the barrier, XLA may fuse the rounding of deltas away. Then `old` would differ
-        # from the value on the server.
+        # Without the barrier, XLA may leave out the rounding of the deltas. Then `old` would differ
+        # from the server's value.
         deltas = jax.lax.optimization_barrier(deltas)
         return deltas, [o + d for o, d in zip(old, deltas, strict=True)]
 

@@ -1,20 +1,20 @@
-"""Job of parameter servers in one process: trainers on a mesh of devices, servers on one each.
+"""Job of parameter servers in one process: trainers on a mesh, each server on one device.
 
     pieces of the trainer program      jit(shard_map) over the `trainers` axis: one call for all
     send                               device_put of each trainer's block to its server's device
     optimize blocks of a server        one jit per server and phase, with optimizer state donated
     all_reduce                         device_put of each server's parts to the other servers
-    recv                               device_put of each block to all trainer devices
+    recv                               device_put of each block to all devices of trainers
     split_ids, prefetch, send_rows     rows are copied through the host (`tables.mesh_tables`)
     exchange                           all-gather over the axis, then the server's computation
 
-A trainer computes from its part of the batch only. All data of other trainers reaches it through
-servers, as between processes. With fewer devices than trainers, each device runs several trainers
-in turn, by a `lax.map`. So a trainer's arithmetic does not depend on the number of devices. On one
-device, no data is copied.
+A trainer computes with its own part of the batch only. It receives results of other trainers
+through servers, as in jobs of processes, or by an `exchange`. With fewer devices than trainers,
+each device runs several trainers in turn, by a `lax.map`. So a trainer's arithmetic does not depend
+on the number of devices. On one device, no data is copied between roles.
 
-`mesh_trainers` has the compiled trainer programs; `mesh_fabric` has devices, servers and
-communication.
+`mesh_trainers` compiles the trainer programs. `mesh_fabric` places the roles on devices, updates
+the servers, and executes the communication.
 """
 
 from __future__ import annotations
@@ -61,22 +61,24 @@ from dtrans.step_meter import metered
 class MeshJob(Job):
     """A job of parameter servers in this process.
 
-    `init` and `step` are functions of a state; the job itself stores only compiled code. Results of
-    several trainers are merged. If the batch is split exactly, merged results equal those of a
-    single device. With batch="local", a result that grows with the batch is concatenated, and any
-    other floating-point result (the loss) is averaged. Results of other types, such as counts and
-    flags, get a leading axis with one row per trainer, and the caller merges them.
+    `init` and `step` are functions of a state; the job itself stores only compiled code. The job
+    merges the results of several trainers. If the plan splits the batch exactly, merged results
+    equal those of a single device. With batch="local", the job concatenates a result that grows
+    with the batch, and averages any other floating-point result, such as the loss. Results of other
+    types, such as counts and flags, get a leading axis with one row for each trainer. The caller
+    merges these rows.
 
     Args:
       plan: a synchronous plan.
-      devices: trainers use the first devices and servers the next ones, round-robin if there are
-        fewer devices than roles. The default is all devices of this process.
+      devices: the devices of the job; by default, all devices of this process. Trainers use the
+        first devices, and servers the next ones. With fewer devices than roles, roles share
+        devices.
       unsplit_inputs: with batch="local", names of batch arrays that every trainer gets in full,
         such as class weights.
       on_nonfinite: the reaction to an infinity or a NaN in a trainer's gradients: "ignore", "warn",
-        or "error", which raises before servers get the gradients.
-      donate: let updates reuse the memory of old optimizer state, and of tables. Then each state
-        can be passed to a step only once. Parameters of trainers are never donated.
+        or "error". "error" raises NonfiniteError before servers use the gradients.
+      donate: True to let updates reuse the memory of old optimizer state and of tables. Then each
+        state can be passed to a step only once. Parameters of trainers are never donated.
 
     Attributes:
       placement: the devices of trainers and servers.
@@ -128,7 +130,7 @@ class MeshJob(Job):
         self._servers = MeshServers(plan, self.placement, donate=donate, late=self.rows_are_late)
         # compiled trainer programs, by the shapes and dtypes of a batch
         self._runners: dict[tuple[Any, ...], MeshTrainerPrograms] = {}
-        # weak reference to the newest state, whose types `check` need not compare
+        # Weak reference to the newest state. `check` skips the comparison of its types.
         self._last: Any = lambda: None
 
     # -- methods of every job --------------------------------------------------------------------
@@ -159,18 +161,18 @@ class MeshJob(Job):
 
     @metered
     def step(self, state: MeshState, *batch: Any) -> tuple[Any, ...]:
-        """Take one step on a global batch; return (state, loss[, aux]).
+        """Take one step with a global batch; return (state, loss[, aux]).
 
-        The plan splits arrays of the batch over trainers. With batch="local" they are split on
-        dim 0, and every trainer gets 0-d arrays and the arrays in `unsplit_inputs` in full. The
-        trainer's id is folded into a PRNG key (`jax.random.key`), so that noise differs between
-        trainers. It then also differs from a single device's noise.
+        The plan defines how arrays of the batch are split over trainers. With batch="local", they
+        are split on dim 0, but every trainer gets 0-d arrays and the arrays in `unsplit_inputs` in
+        full. With batch="local", the job also folds each trainer's id into a PRNG key
+        (`jax.random.key`). So noise differs between trainers, and from a single device's noise.
 
         Raises:
-          BatchError: arrays differ in their number of rows; or, with batch="local", the number of
-            rows is not divisible by the number of trainers.
-          StateError: `state` belongs to another job, or an earlier step has donated its optimizer
-            state.
+          BatchError: arrays differ in their number of rows. With batch="local", this error also
+            says that the number of rows is not divisible by the number of trainers.
+          StateError: `state` belongs to another job, or an earlier step has donated the state's
+            optimizer state.
           NonfiniteError: with on_nonfinite="error", a trainer's gradients are not finite.
         """
         self.check(state)
@@ -198,11 +200,11 @@ class MeshJob(Job):
 
     @property
     def tables(self) -> MeshTables:
-        """The tables of the job, with `lookup` and `export`."""
+        """Tables of the job, for `lookup` and `export`."""
         return MeshTables(self.plan, self._last, self.check)
 
     def params(self, state: MeshState) -> Any:
-        """Return the parameters, including tables, as the pytree that `init` returned."""
+        """Return the parameters, including tables, in the pytree structure of `init`."""
         spec, rows = self.plan.main.args[0], group_by_origin(self.plan.overview)
         arrays = dict(state.params)
         for n in self._local:
@@ -212,7 +214,7 @@ class MeshJob(Job):
         return spec.unflatten_named(arrays)
 
     def opt_state(self, state: MeshState) -> Any:
-        """Return the optimizer's state, gathered from the servers, as `init` returned it."""
+        """Gather the optimizer state from the servers; return it in the structure of `init`."""
         spec, rows = self.plan.main.args[1], group_by_origin(self.plan.overview)
         return spec.unflatten([_assemble(rows[n], state.servers) for n in spec.names])
 
@@ -220,7 +222,8 @@ class MeshJob(Job):
         self._check_open()
         check_kind(state, MeshState)
         for ep, arrays in state.servers.items():
-            self.plan.servers[ep]  # raises UnknownEndpointError if the plan has no such server
+            # The lookup raises UnknownEndpointError if the plan has no such server.
+            self.plan.servers[ep]
             check_arrays(arrays.items(), donates=self.donate)
         if state is not self._last():
             check_types(state.params, self._param_types)
@@ -229,7 +232,7 @@ class MeshJob(Job):
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """The roles that write checkpoints: the servers, and trainer 0."""
+        """Roles that write checkpoints: the servers, and trainer 0."""
         return (*self.plan.servers, TRAINER)
 
     def server_arrays(self, state: MeshState, endpoint: str) -> Mapping[str, Any]:
@@ -245,16 +248,16 @@ class MeshJob(Job):
             servers[ep] = jax.device_put(scatter(self.plan, ep, params, opt_state), at)
         on_trainers = {}
         for n in self.plan.main.args[0].names:
-            # copied, so that a step does not donate arrays of the caller
+            # The array is copied, so that a step does not donate the caller's array.
             on_trainers[n] = jax.device_put(jnp.copy(arrays[n]), self.placement.replicated)
         for n in self._local:
             on_trainers[n] = self.placement.stack(on_trainers[n])
         return MeshState(on_trainers, servers)
 
     def lower(self, state: MeshState, *batch: Any) -> LoweredStep:
-        """Return the compiled pieces of trainers and phases of servers for these arguments.
+        """Return the compiled functions of a step with these arguments.
 
-        The method takes a step from a copy of the state.
+        The method takes a step with a copy of the state, and records the functions that it calls.
         """
         with recording() as parts:
             self.step(jax.tree.map(jnp.copy, state), *batch)
@@ -274,7 +277,7 @@ class MeshJob(Job):
 
     @cached_property
     def _local(self) -> frozenset[str]:
-        """Names of the parameters that trainers change themselves, so that they may differ."""
+        """Names of the parameters that each trainer changes itself; trainers may then differ."""
         main = self.plan.main
         if self.plan.trainers == 1:
             return frozenset()
@@ -282,7 +285,11 @@ class MeshJob(Job):
         return frozenset(n for n in self.plan.frozen if outputs[n] is not main.invars[n])
 
     def _shared(self, batch: Sequence[Any]) -> list[tuple[Any, Share]]:
-        """Return the arrays of a batch, each with its split over trainers. Raises BatchError."""
+        """Return the arrays of a batch, each with its split over trainers.
+
+        Raises:
+          BatchError: the arrays cannot be split over the trainers.
+        """
         trainers = self.plan.trainers
         if self.plan.shared is None:
             option = "plan.on_mesh(unsplit_inputs=(...))"
@@ -297,7 +304,7 @@ class MeshJob(Job):
         return arrays
 
     def _runner(self, arrays: Sequence[tuple[Any, Share]]) -> MeshTrainerPrograms:
-        """Return the compiled trainer program for the types of a batch."""
+        """Return the compiled trainer program for the shapes and dtypes of a batch."""
         key = tuple((x.shape, x.dtype) for x, _ in arrays)
         if key not in self._runners:
             program, merges = shared_program(self.plan, arrays)
@@ -316,8 +323,9 @@ def simulated(plan: PServerPlan) -> MeshJob:
 class LateRowsJob(MeshJob):
     """Simulated job in which table rows catch up on missed steps, as in jobs of processes.
 
-    A row without a gradient misses the step, and makes up for it before it is read. `plan.verify()`
-    traces the step of this job, and does not run it. In the trace, all rows catch up in each step.
+    A row without a gradient misses the step. Before the row is read, the server updates it for the
+    missed steps. `plan.verify()` traces the step of this job. In the trace, all rows catch up in
+    each step.
     """
 
     rows_are_late = True
@@ -367,10 +375,10 @@ def _check_unsplit(plan: PServerPlan, names: Sequence[str], unsplit_inputs: Any)
 
 
 def _assemble(rows: Sequence[VarDistributed], servers: Mapping[str, Mapping[str, Any]]) -> Any:
-    """Return a leaf, assembled from its blocks on servers.
+    """Return a leaf that is assembled from its blocks on servers.
 
     Args:
-      rows: the placement of each block.
+      rows: the placement of each block of the leaf.
       servers: the arrays of each server, by endpoint and name.
     """
     blocks = [servers[row.endpoint][row.slice_name] for row in rows]

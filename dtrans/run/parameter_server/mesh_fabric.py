@@ -48,8 +48,8 @@ from dtrans.run.parameter_server.update import CompiledUpdate, ServerUpdate
 class MeshPlacement:
     """Placement of trainers and servers on devices.
 
-    Trainers use the first devices and servers the next ones, round-robin if there are fewer devices
-    than roles. The number of trainer devices divides the number of trainers.
+    Trainers use the first devices, and servers the next ones. With fewer devices than roles, roles
+    share devices. Each device of trainers runs the same number of trainers.
 
     Args:
       devices: one device or more.
@@ -58,9 +58,9 @@ class MeshPlacement:
 
     Attributes:
       mesh: the trainers' devices, on one axis.
-      servers: for each server, by endpoint, the sharding that puts arrays on its device.
-      replicated: the sharding that copies a value to every trainer device.
-      split: the sharding that splits a value with one row per trainer over the trainer devices.
+      servers: maps the endpoint of each server to the sharding that puts arrays on its device.
+      replicated: the sharding that copies a value to every device of trainers.
+      split: the sharding that splits dim 0 of a value over the devices of trainers.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class MeshPlacement:
         self.split: Sharding = NamedSharding(self.mesh, P(AXIS)) if count > 1 else one
 
     def put_batch(self, x: Any, share: Share) -> Any:
-        """Put one array of a global batch on the trainers' devices."""
+        """Put one array of a global batch on the trainers' devices, split according to `share`."""
         if share == "key":
             x = jax.vmap(jax.random.fold_in, (None, 0))(x, jnp.arange(self.trainers))
         if isinstance(share, int):
@@ -87,7 +87,7 @@ class MeshPlacement:
         return put(x, self.replicated if share == "replicated" else self.split)
 
     def broadcast(self, x: jax.Array) -> jax.Array:
-        """Copy a server's block to every trainer device."""
+        """Copy a server's block to every device of trainers."""
         if self.mesh.size == 1:
             return put(x, self.replicated)
         devices = list(self.mesh.devices.flat)
@@ -95,25 +95,25 @@ class MeshPlacement:
         return jax.make_array_from_single_device_arrays(x.shape, self.replicated, copies)
 
     def stack(self, x: jax.Array) -> jax.Array:
-        """Stack one copy of a replicated value per trainer along a new leading axis."""
+        """Repeat a replicated value along a new leading axis, once for each trainer."""
         return jax.device_put(jnp.broadcast_to(x, (self.trainers, *x.shape)), self.split)
 
 
 def put(x: Any, where: Sharding) -> Any:
-    """Put an array on devices. Return it unchanged if it is there already, or if it is traced."""
+    """Put an array on devices. Return a traced array, or one that is there already, unchanged."""
     if isinstance(x, list):
         return jax.device_put(x, where)
     if is_traced(x):
         return x
     if isinstance(x, jax.Array) and x.sharding == where:
-        return x  # without the call of `device_put`, which takes some microseconds
+        return x  # `device_put` would return the same array, but takes some microseconds.
     return jax.device_put(x, where)
 
 
 def shards_of(x: Any) -> list[jax.Array]:
-    """Return the shards of a stacked array in the order of the trainers.
+    """Return the shards of a stacked array, in the order of the trainers.
 
-    A traced array counts as one shard.
+    For a traced array, return the array itself as the only shard.
     """
     if is_traced(x):
         return [x]
@@ -130,7 +130,7 @@ class MeshServers:
       plan: the job's plan.
       placement: the servers' devices.
       donate: as in `MeshJob`.
-      late: True if rows catch up on missed steps later (`LateRowsJob`).
+      late: True if table rows miss steps and catch up later (`LateRowsJob`).
     """
 
     def __init__(
@@ -150,11 +150,11 @@ class MeshServers:
     def update(
         self, state: dict[str, dict[str, Any]], grads: Mapping[str, Mapping[str, Any]]
     ) -> None:
-        """Run one update of every server, one level of exchanges after the other.
+        """Run one update of every server, with the exchanges between servers in increasing levels.
 
         Args:
-          state: the state of each server, by endpoint. It is replaced by the new state.
-          grads: the gradients that each server receives, by endpoint.
+          state: maps the endpoint of each server to its state; updated in place.
+          grads: maps the endpoint of each server to the gradients that it receives.
         """
         runs = {ep: self._servers[ep].run(grads[ep], arrays) for ep, arrays in state.items()}
         arrived: dict[str, Any] = dict.fromkeys(runs)
@@ -176,10 +176,10 @@ class MeshServers:
 
 
 class _MeshServer:
-    """The updates of one server on its device.
+    """Updates of one server on its device.
 
     Args:
-      update: the update of its blocks.
+      update: the update of the server's blocks.
       at: the sharding that puts arrays on its device.
       trainers: the number of trainers.
       donate: as in `MeshJob`.
@@ -190,8 +190,8 @@ class _MeshServer:
         self, update: ServerUpdate, at: Sharding, trainers: int, *, donate: bool, late: bool
     ) -> None:
         self._update, self._at, self._trainers, self._donate = update, at, trainers, donate
-        # A job's state does not record which steps rows have missed. So unless `late`, an update
-        # that changes rows without a gradient touches every row in each step.
+        # A job's state does not record which steps rows have missed. So if an update changes rows
+        # without a gradient, it touches every row in each step. With `late`, rows miss steps.
         self._tables = {}
         for n, t in update.tables.items():
             self._tables[n] = dataclasses.replace(
@@ -207,15 +207,16 @@ class _MeshServer:
                 reads.update(missed.reads)
             self._update = dataclasses.replace(update, watched=frozenset(reads))
         self._by_rows = RowUpdates(self._tables, take_padded, partial(put_padded, donate=donate))
-        self._compiled: dict[tuple[int, ...], CompiledUpdate] = {}  # by rows of each table
+        # numbers of rows of the tables -> compiled update
+        self._compiled: dict[tuple[int, ...], CompiledUpdate] = {}
 
     def run(
         self, grads: Mapping[str, Any], state: Mapping[str, Any]
     ) -> Generator[tuple[Exchange, Vectors], Vectors, dict[str, Any]]:
-        """Run a step, as `CompiledUpdate.run` does, with gradients from any devices."""
+        """Run a step like `CompiledUpdate.run`. The gradients may be on any devices."""
         local, in_trace = {}, False
         for n, x in grads.items():
-            if isinstance(x, RowGradient):  # gradients of rows stay on the host
+            if isinstance(x, RowGradient):  # Gradients of table rows stay on the host.
                 local[n] = x
                 in_trace |= is_traced(x.rows)
             else:
@@ -232,7 +233,7 @@ class _MeshServer:
     ) -> Generator[tuple[Exchange, Vectors], Vectors, dict[str, Any]]:
         """Trace a step of `RowUpdates.run`.
 
-        The ids are unknown in a trace, so rows are padded to the largest possible number.
+        Row ids are unknown in a trace, so arrays are padded to the largest possible number of rows.
         """
         gradients = {n: x for n, x in grads.items() if not isinstance(x, RowGradient)}
         inputs = dict(state)
@@ -253,7 +254,7 @@ class _MeshServer:
         return new
 
     def _sized(self, sizes: Mapping[str, int]) -> CompiledUpdate:
-        """Return the update for a number of rows of each table."""
+        """Return the compiled update for the given number of rows of each table."""
         key = tuple(sizes.values())
         if key not in self._compiled:
             update = self._update.sized(sizes) if sizes else self._update
@@ -263,13 +264,14 @@ class _MeshServer:
 
 
 def _unstack(sent: Sequence[Mapping[int, str]], grads: Mapping[str, Any]) -> dict[str, Any]:
-    """Return each trainer's gradients by name.
+    """Return the gradients of all trainers, by the name under which each trainer sends them.
 
     Args:
-      sent: for each gradient, the name under which each trainer sends it, by trainer id.
-      grads: gradients by name. Gradients of tables have an entry per trainer. Other gradients have
-        only trainer 0's entry, with the stacked shards of all trainers, or with one array that is
-        the same on all trainers.
+      sent: one dict for each gradient. It maps the id of a trainer to the name under which this
+        trainer sends the gradient.
+      grads: gradients by name. A gradient of a table has one entry for each trainer. Any other
+        gradient has only trainer 0's entry. This entry contains the stacked shards of all trainers,
+        or one array that all trainers share.
     """
     each: dict[str, Any] = {}
     for names in sent:
@@ -290,16 +292,16 @@ def _unstack(sent: Sequence[Mapping[int, str]], grads: Mapping[str, Any]) -> dic
 
 
 class MeshFabric:
-    """Communication of a startup program, which receives the servers' initial values.
+    """Communication of a startup program, in which trainers receive the servers' initial values.
 
     Args:
       placement: the devices.
-      state: the state of each server, by endpoint.
+      state: maps the endpoint of each server to its state.
 
     Attributes:
-      state: the servers' state after the program, by endpoint.
-      rules: the name of the method that executes each primitive. Names are stored because bound
-        methods would form a reference cycle, which delays the release of gradients and state.
+      state: maps the endpoint of each server to its state after the program.
+      rules: maps each primitive to the name of the method that executes it. Bound methods would
+        form a reference cycle, which delays the release of gradients and state.
     """
 
     rules: ClassVar[dict[Primitive, str]] = {
@@ -321,9 +323,9 @@ class MeshFabric:
         """Run a program; return its outputs.
 
         Args:
-          pieces: the program.
-          args: its flat arguments.
-          compute: the function that runs one piece, as for `Segments.run`.
+          pieces: the program, cut at its communication equations.
+          args: the flat arguments of the program.
+          compute: function that runs one piece (see `Segments.run`).
         """
         run = pieces.run(args, compute)
         outs: Any = None
@@ -353,11 +355,11 @@ class MeshFabric:
 
 
 class MeshStepFabric(MeshFabric):
-    """Communication of one step: gradients to servers, and rows of tables.
+    """Communication of one step: gradients to servers, updates, and rows of tables.
 
     Args:
       placement: the devices.
-      state: the state of each server, by endpoint.
+      state: maps the endpoint of each server to its state.
       plan: the job's plan.
       servers: the updates of all servers.
       trainers: the compiled trainer program.
@@ -384,7 +386,7 @@ class MeshStepFabric(MeshFabric):
         super().__init__(placement, state)
         self._plan, self._servers, self._trainers, self._watch = plan, servers, trainers, watch
         self._grads: dict[str, dict[str, Any]] = {ep: {} for ep in state}
-        # gradients to check: name, array, and True if it is stacked
+        # Gradients to check: name, array, and True if the array is stacked
         self._sent: list[tuple[str, Any, bool]] = []
 
     def _send(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
@@ -410,12 +412,12 @@ class MeshStepFabric(MeshFabric):
         return [None]
 
     def _note(self, name: str, gradient: Any, is_stacked: bool) -> None:
-        """Record a gradient for `_check_finite`, if gradients are checked."""
+        """Record a gradient for `_check_finite` if the job checks gradients."""
         if self._watch.enabled:
             self._sent.append((name, gradient, is_stacked))
 
     def _check_finite(self) -> None:
-        """Check the recorded gradients. Warns or raises NonfiniteError if one is not finite."""
+        """Check the recorded gradients; warn or raise NonfiniteError if one is not finite."""
         names, gradients, stacked = zip(*self._sent, strict=True)
         blocks = {b.gradient(0, self._plan.trainers): b.name for b in self._plan.placement.table}
         bad: dict[int | None, list[str]] = {}
@@ -431,16 +433,17 @@ class MeshStepFabric(MeshFabric):
         return self._from_host(eqn, split_ids(eqn, self._each_trainers(eqn, values)))
 
     def _prefetch(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
-        ids = itertools.chain(*self._each_trainers(eqn, values))  # the equation has one operand
+        # A `prefetch` has one operand: the ids.
+        ids = itertools.chain(*self._each_trainers(eqn, values))
         return self._from_host(eqn, prefetched(self._plan, eqn, list(ids), self.state))
 
     def _each_trainers(self, eqn: JaxprEqn, values: list[Any]) -> list[tuple[Any, ...]]:
-        """Return each trainer's operands on the host; one entry if all trainers have the same."""
+        """Return each trainer's operands on the host; one entry if all trainers share them."""
         each = list(zip(*self._trainers.on_host(eqn.invars, values), strict=True))
         return each if self._trainers.is_stacked(eqn.outvars[0]) else each[:1]
 
     def _from_host(self, eqn: JaxprEqn, results: Sequence[Any]) -> Sequence[Any]:
-        """Put the trainers' results of an equation on their devices."""
+        """Copy the results of an equation, one for each trainer, to the trainers' devices."""
         if not self._trainers.is_stacked(eqn.outvars[0]):
             return [put(results[0], self._placement.replicated)]
         stack = jnp.stack if any(map(is_traced, results)) else np.stack
@@ -449,7 +452,10 @@ class MeshStepFabric(MeshFabric):
 
 @partial(jax.jit, static_argnums=1)
 def _finite(xs: Sequence[Any], stacked: Sequence[bool]) -> list[jax.Array]:
-    """Return for each gradient if it is finite: one flag per trainer if it is stacked, else one."""
+    """Return flags for each gradient: True if it is finite.
+
+    A stacked gradient has one flag for each trainer. Any other gradient has one flag.
+    """
     found = []
     for x, is_stacked in zip(xs, stacked, strict=True):
         if not jnp.issubdtype(x.dtype, jnp.inexact):

@@ -1,16 +1,17 @@
 """Trainer program, compiled for all trainers of a mesh.
 
 A value has one of three layouts. A *replicated* value is the same on all trainers. A *stacked*
-value is a global array with one row per trainer, sharded over the trainers' mesh. A batch array is
-*split* on dim 0.
+value is a global array with one row for each trainer, sharded over the trainers' mesh. A *split*
+value is a batch array whose dim 0 is sharded over the trainers.
 
-Each piece of the program becomes one `jit(shard_map)`. A device with several trainers runs them in
-turn. Exchanges in the middle of a step are collectives over the mesh axis. They combine values in
-the order of the trainers, as a server does.
+The program is cut into pieces at its communication with servers. Each piece becomes one
+`jit(shard_map)`. A device with several trainers runs the trainers in turn. Exchanges of values in
+the middle of a step are collectives over the mesh axis. They combine values in the order of the
+trainers, as a server does.
 
-With an exact split of the batch, the plan defines how results of trainers are merged. Otherwise a
-result that grows with the batch is concatenated, and any other floating-point result (the loss) is
-averaged. Results of other types get a leading axis with one row per trainer.
+With an exact split of the batch, the plan defines how results of trainers are merged. Otherwise,
+the job concatenates a result that grows with the batch, and averages any other floating-point
+result, such as the loss. Results of other types get a leading axis with one row for each trainer.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ from dtrans.run.base.spmd import AxisSharding, on_mesh, on_one_device
 
 
 AXIS = "trainers"  # mesh axis of the devices
-TURN = "turn"  # axis of the trainers that one device runs in turn
+TURN = "turn"  # axis over the trainers of one device, which run in turn
 
 
 def _all_gather(x: jax.Array) -> list[jax.Array]:
-    """Return the values of all trainers, in their order."""
+    """Return the values of all trainers, in the order of the trainers."""
     parts = jax.lax.all_gather(jax.lax.all_gather(x, TURN), AXIS)
     return list(parts.reshape(-1, *x.shape))
 
@@ -67,10 +68,10 @@ def _exchange(*parts: Any, how: Sequence[tuple[Any, ...]], **_: Any) -> list[Any
     return results
 
 
-# primitives whose outputs differ between trainers if their ids differ
+# Primitives whose outputs differ between trainers if the trainers' row ids differ
 OF_ROWS = frozenset({split_ids_p, prefetch_p})
 
-# for each layout of a value, its sharding over the trainers of one device; None is replicated
+# Sharding of a value over the trainers of one device, by the value's layout; None is replicated
 _TURN_OF = {
     None: AxisSharding(),
     "split": AxisSharding().cut_along(0, TURN),
@@ -83,7 +84,7 @@ AMONG_TRAINERS: Rules = {exchange_p: _exchange, trainer_index_p: lambda *, over:
 def shared_program(
     plan: PServerPlan, arrays: Sequence[tuple[Any, Share]]
 ) -> tuple[Program, Mapping[str, Merge] | None]:
-    """Specialize a trainer's program for its part of a batch.
+    """Specialize a trainer's program for the types of its part of a batch.
 
     Args:
       plan: the job's plan.
@@ -91,7 +92,8 @@ def shared_program(
         number of rows need not be divisible by the number of trainers.
 
     Returns:
-      The program; and the merge of each result by name, or None if the plan does not define merges.
+      The program, and a map from each result's name to its merge. The map is None if the plan does
+      not define merges.
     """
     main, shared = plan.main, plan.shared
     is_uneven = lambda x, share: isinstance(share, int) and x.shape[share] % plan.trainers
@@ -109,11 +111,12 @@ def shared_program(
 
 
 def _merges(shared: ExactStep, rows: Mapping[str, int]) -> dict[str, Merge]:
-    """Return the merge of each result.
+    """Return a map from each result's name to its merge.
 
     Args:
       shared: the exact split of the batch.
-      rows: for uneven parts, the number of rows of each concatenated result without padding.
+      rows: maps the name of each concatenated result to its number of rows without padding; only
+        for parts of different sizes.
     """
     merges = {}
     for n, way in shared.merges.items():
@@ -131,12 +134,12 @@ class MeshTrainerPrograms:
       mesh: the trainers' devices, on one axis.
       plan: the program's plan.
       local: names of parameters that differ between trainers.
-      merges: the merge of each result, by name; None if the plan does not define merges.
+      merges: maps each result's name to its merge; None if the plan does not define merges.
 
     Attributes:
       pieces: the program, cut at its communication equations.
-      kinds: "split" or "stacked", for each value that differs between trainers.
-      outs: the program's output variables, by name.
+      kinds: maps each variable that differs between trainers to its layout: "split" or "stacked".
+      outs: maps each output's name to its variable.
       rest: the structure of the step's outputs without the parameters.
       result_names: names of the outputs that are not parameters.
 
@@ -187,7 +190,9 @@ class MeshTrainerPrograms:
         return self._kind(atom) == "stacked"
 
     def on_host(self, atoms: Sequence[Any], values: Sequence[Any]) -> list[list[np.ndarray]]:
-        """Return for each value a list with one entry per trainer, on the host unless traced.
+        """Return a list for each value: the value of each trainer.
+
+        Values are copied to the host if they are not traced.
 
         Args:
           atoms: the variables or literals of the values.
@@ -224,8 +229,8 @@ class MeshTrainerPrograms:
         ins = values_at(_TURN_OF, kinds)
         outs = [_TURN_OF["stacked"]] * len(piece.makes)
 
-        # The trainers of one device run in turn, unless the piece contains communication: then each
-        # needs values of the others, and they run under vmap.
+        # The trainers of one device run in turn. If the piece contains communication, each trainer
+        # needs values of other trainers, so all of them run under vmap.
         in_turn = not _communicates(piece)
         on_device = on_one_device(piece.fn, [(TURN, each)], ins, outs, in_turn=in_turn)
         cut, full = AxisSharding().cut_along(0, AXIS), AxisSharding()
@@ -235,7 +240,7 @@ class MeshTrainerPrograms:
     def _merger(
         self, batch: Sequence[Any], merges: Mapping[str, Merge] | None
     ) -> Callable[[list[Any]], list[Any]] | None:
-        """Return a function that merges the trainers' results; None if all are replicated."""
+        """Return a function that merges the trainers' results; None if no result needs a merge."""
         params = set(self.param_names)
         self.result_names = [n for n in self.outs if n not in params]
         if merges is not None:
@@ -254,15 +259,15 @@ class MeshTrainerPrograms:
         return _merge_each(how)
 
     def _infer_merge(self, name: str, local: Any, full: Any) -> Merge | None:
-        """Return the merge of a stacked result; None to leave it stacked.
+        """Return the merge of a stacked result; None to leave the result stacked.
 
         Args:
-          name: the result.
-          local: its type on one trainer.
-          full: its type on one device with the full batch.
+          name: name of the result.
+          local: type of the result on one trainer.
+          full: type of the result on one device with the full batch.
 
         Raises:
-          BatchError: it grows with the batch in another way than along dim 0.
+          BatchError: the result grows with the batch, but not on dim 0.
         """
         if full.shape == local.shape:
             return Merge("mean") if jnp.issubdtype(local.dtype, jnp.inexact) else None
@@ -276,7 +281,8 @@ class MeshTrainerPrograms:
     def _merge_of(self, name: str, merge: Merge) -> Merge | None:
         """Adapt the merge of a result to the result's layout.
 
-        The rows of a split result are in one array already. A replicated result needs no merge.
+        A split result is already one array with the rows of all trainers. A replicated result needs
+        no merge.
         """
         kind = self._kind(self.outs[name])
         if kind == "split":
@@ -284,7 +290,7 @@ class MeshTrainerPrograms:
         return merge if kind == "stacked" else None
 
     def results(self, values: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Merge the step's results; return them in their pytree structure, without the state."""
+        """Merge the step's results; return them in their pytree structure. Leave out the state."""
         found = values_at(values, self.result_names)
         if self.merge is not None:
             found = self.merge(found)
@@ -293,12 +299,12 @@ class MeshTrainerPrograms:
 
 
 def _communicates(piece: Compute) -> bool:
-    """Return True if a piece contains communication between trainers, or reads the trainer's id."""
+    """Return True if a piece communicates between trainers, or reads the trainer's id."""
     return not AMONG_TRAINERS.keys().isdisjoint(piece.rules)
 
 
 def _merge_each(how: Sequence[Merge | None]) -> Callable[[list[Any]], list[Any]]:
-    """Return a compiled function that merges results; a merge of None leaves a result unchanged."""
+    """Return a compiled function that merges results, and keeps a result whose merge is None."""
 
     @jax.jit
     def merge(values: list[Any]) -> list[Any]:

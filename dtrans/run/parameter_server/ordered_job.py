@@ -1,11 +1,11 @@
-"""An asynchronous job in one process, whose roles take turns in a fixed order, for `plan.verify()`.
+"""An asynchronous job in one process, whose trainers take turns, for `plan.verify()`.
 
     servers   blocks with the updates of an asynchronous server (`block_update`)
-    trainers  programs, cut at their communication; one turn is one step of one trainer
+    trainers  programs that are cut at their communication; one turn is one step of one trainer
 
-The first half of a turn looks up rows and computes gradients. The second half updates the servers
-and sends the trainer new parameters. The first half of the next trainer's turn runs in between. So
-its parameters and rows lack the updates of the turn before, as in a job of processes. With GEO-SGD,
+The first half of a turn looks up rows and computes gradients. The second half updates the servers,
+and the trainer receives new parameters. Between the two halves, the next trainer runs the first
+half of its turn. So its parameters and rows lack an update, as in a job of processes. With GEO-SGD,
 a trainer applies the servers' answer to its last push in its next step.
 
 `plan.verify()` traces `OrderedJob.step`, and compares it with a sequential replay of the same order
@@ -67,12 +67,11 @@ from dtrans.run.parameter_server.update import ServerUpdate
 
 Values = Mapping[str, Any]
 OrderedState = Mapping[str, Mapping[str, Any]]
-# a turn of a trainer: it yields once, between its two halves, and returns results by name
+# Generator of a turn: it yields once, between the two halves, and returns results by name.
 Step = Generator[None, None, Values]
 SENDS = (send_p, send_rows_p)
-ROUNDS = 2  # turns of each trainer; with GEO-SGD, turns in addition to the steps before a push
-# Largest number of local steps before a push. More steps take longer to compare, and run the same
-# code.
+ROUNDS = 2  # turns of each trainer; GEO-SGD adds the local steps before a push
+# Local steps before a push, at most. More steps take longer to compare, and run the same code.
 MOST_LOCAL_STEPS = 2
 
 
@@ -82,7 +81,7 @@ class Turn:
 
     Attributes:
       trainer: the trainer's id.
-      batch: the index of its batch in the stack of batches.
+      batch: the index of the turn's batch in the stack of batches.
       reports: True if `plan.verify()` compares the step's results.
     """
 
@@ -97,13 +96,15 @@ class Turn:
 
 @dataclasses.dataclass(frozen=True)
 class RecordedOrder:
-    """Turns of all trainers in sequence: rounds of trainers 0, 1, 2, then 2, 1, 0, and so on.
+    """Sequence of turns. Trainers take turns in the order 0, 1, 2, then 2, 1, 0, and so on.
+
+    A round is one turn of every trainer.
 
     Attributes:
       turns: the sequence.
-      rounds: the number of rounds, which is the number of turns of each trainer.
-      batches: the number of batches. In each round, trainers share one batch. With GEO-SGD each
-        trainer has a batch, and uses the next trainer's batch in the next round.
+      rounds: the number of rounds.
+      batches: the number of batches. In each round, the trainers split one batch. With GEO-SGD,
+        each trainer has a full batch, and takes the next trainer's batch in the next round.
     """
 
     turns: tuple[Turn, ...]
@@ -114,7 +115,7 @@ class RecordedOrder:
     def halves(self) -> Iterator[tuple[Turn, bool]]:
         """Yield (turn, False) for the first half of each turn, and (turn, True) for the second.
 
-        Two consecutive turns overlap, unless they belong to the same trainer.
+        Two consecutive turns of different trainers overlap.
         """
         for before, turn in itertools.pairwise((None, *self.turns)):
             assert turn is not None
@@ -128,14 +129,14 @@ class RecordedOrder:
 
     @classmethod
     def for_plan(cls, plan: PServerPlan) -> RecordedOrder:
-        """Return an order for a plan, with stale parameters, and with a push and its answer."""
+        """Return an order in which trainers use stale parameters, push, and receive an answer."""
         rounds = ROUNDS + local_steps(plan.push_every)
         turns = []
         for number in range(rounds):
             for k in range(plan.trainers)[:: -1 if number % 2 else 1]:
                 batch = (k + number) % plan.trainers if plan.push_every else number
-                # With GEO-SGD, results before the last round depend on local parameters only. They
-                # are checked by the last round's results, which depend on them.
+                # With GEO-SGD, the last round's results depend on all earlier results of the same
+                # trainer. So a comparison of the last round checks the earlier rounds, too.
                 reports = not plan.push_every or number == rounds - 1
                 turns.append(Turn(k, batch, reports))
         return cls(tuple(turns), rounds, plan.trainers if plan.push_every else rounds)
@@ -152,7 +153,7 @@ def run_to_end(step: Step) -> Values:
 
 
 def local_steps(push_every: int) -> int:
-    """Return the steps between two pushes in a recorded order; 0 if trainers send gradients."""
+    """Return the number of steps between two pushes; 0 if the trainers send gradients."""
     return min(push_every, MOST_LOCAL_STEPS)
 
 
@@ -162,9 +163,9 @@ def stacked_type(t: Any, count: int) -> jax.ShapeDtypeStruct:
 
 
 def rows_at_start(rows: int, trainer: int) -> np.ndarray:
-    """Return the ids of the table rows that a GEO-SGD trainer has at the start: every second row.
+    """Return the ids of a GEO-SGD trainer's local rows at the start: every second row.
 
-    So the trainer looks up local rows, and rows that it fetches from servers.
+    So a step looks up both local rows and rows that it fetches from servers.
     """
     return np.arange(trainer % 2, rows, 2, dtype=np.int32)
 
@@ -185,14 +186,14 @@ def initial_state(eqn: JaxprEqn, args: Sequence[Any]) -> Sequence[Any]:
 
 
 def table_types(plan: PServerPlan) -> dict[str, Any]:
-    """Return the types of tables, by name."""
+    """Return a map from each table's name to its shape and dtype."""
     return subset(plan.main.inputs, plan.tables.of)
 
 
 def part_axes(plan: PServerPlan) -> dict[str, int]:
-    """Return the dimension along which trainers split each batch array, by name.
+    """Return a map from each batch array's name to the dimension on which it is split.
 
-    With GEO-SGD, or one trainer, no array is split.
+    With GEO-SGD or with one trainer, no array is split.
     """
     if plan.push_every or plan.trainers == 1:
         return {}
@@ -215,7 +216,7 @@ def part_of_trainer(x: Any, axis: int | None, trainer: int, trainers: int) -> An
 
 
 class OrderedJob:
-    """An asynchronous plan that runs in one process, in the order of a `RecordedOrder`.
+    """Job that runs an asynchronous plan in one process, in the order of a `RecordedOrder`.
 
     A state contains the arrays of servers, the parameters that each trainer has received, and the
     arrays that trainer 0 computes itself. With GEO-SGD, trainers have some local rows of tables at
@@ -223,8 +224,8 @@ class OrderedJob:
 
     Args:
       plan: an asynchronous plan.
-      begins: arguments of the init. It computes the initial optimizer state of rows that GEO-SGD
-        trainers look up for the first time.
+      begins: arguments of the user's `init`. With GEO-SGD, they determine the initial optimizer
+        state of rows that a trainer looks up for the first time.
     """
 
     def __init__(self, plan: PServerPlan, begins: Sequence[Any] = ()) -> None:
@@ -244,7 +245,7 @@ class OrderedJob:
 
         With GEO-SGD, they include the optimizer state.
         """
-        # number of leading arguments of a trainer's program that are its state
+        # The first `count` arguments of a trainer's program are its state.
         count = 2 if self.plan.push_every else 1
         names = all_names(self.plan.trainer.args[:count])
         others = {*self.served, *self.plan.tables.of}
@@ -252,7 +253,7 @@ class OrderedJob:
 
     @cached_property
     def state_of_rows(self) -> dict[str, tuple[str, ...]]:
-        """For each table of GEO-SGD, names of the optimizer state with a row for each table row."""
+        """Names of the optimizer state with a row for each table row, by table of GEO-SGD."""
         return {n: t.zero.state for n, t in self.plan.tables.of.items() if t.on_trainers}
 
     def state_of(self, params: Any, opt_state: Any) -> OrderedState:
@@ -301,7 +302,7 @@ class OrderedJob:
             if k == 0:
                 local = subset(values, self.local)
             names = [*self.served, *self.state_of_rows]
-            if k:  # trainer 0's local arrays are in the state already
+            if k:  # The state contains trainer 0's local arrays.
                 names += self.local
             results |= {f"trainer {k}/{n}": values[n] for n in names}
         newest = {n: trainers[0].newest_of(n) for n in self.served}
@@ -311,12 +312,12 @@ class OrderedJob:
     def _take_turns(
         self, trainers: Sequence[_OrderedTrainer], batch: Sequence[Any]
     ) -> dict[str, Any]:
-        """Run all turns; return the results of the turns with `reports`, by label."""
+        """Run all turns; return the results of those turns that are compared, by label."""
         arrays: dict[str, Any] = {}
         for spec, tree in zip(self.plan.main.args[2:], batch, strict=True):
             arrays |= zip(spec.names, spec.flatten(tree), strict=True)
         results: dict[str, Any] = {}
-        steps: dict[int, Step] = {}  # turns that have begun, by trainer
+        steps: dict[int, Step] = {}  # id of a trainer -> its open turn
         for turn, ends in self.order.halves:
             k = turn.trainer
             if ends:
@@ -343,13 +344,13 @@ class OrderedJob:
             rows = [self._table(table, servers), *values_at(state["own"], names)]
             ids = rows_at_start(types[table].shape[0], number)
             local_rows[table] = TracedCachedRows(ids, rows)
-        # a trainer's program takes tables with 0 rows, since it looks rows up
+        # A trainer's program takes tables with 0 rows, because it looks up the rows.
         no_rows = {n: jnp.zeros((0, *t.shape[1:]), t.dtype) for n, t in types.items()}
         values = {**state["own"], **state["trainers"][str(number)], **no_rows}
         return _OrderedTrainer(self, number, servers, values, local_rows)
 
     def _table(self, name: str, servers: Mapping[str, _OrderedServer]) -> Any:
-        """Return a table with all rows, from its blocks on servers."""
+        """Return a table with all rows, assembled from its blocks on servers."""
         spans, rows_of_blocks = [], []
         for b in self.plan.placement.blocks[name]:
             assert b.span is not None
@@ -362,7 +363,7 @@ class OrderedJob:
 
     @cached_property
     def initial_state(self) -> dict[str, Any]:
-        """Initial optimizer state of all table rows of GEO-SGD, by name of the array."""
+        """Initial optimizer state of all rows of GEO-SGD tables, by name of the array."""
         found: dict[str, Any] = {}
         for eqn in self.plan.trainer_startup_program(0).eqns:
             if eqn.primitive is geo_init_p:
@@ -380,12 +381,13 @@ class OrderedJob:
 
 
 class _OrderedServer:
-    """One server, which reacts to messages like `dtrans.protocol.server.async_server`.
+    """One server, which updates its blocks like `dtrans.protocol.server.async_server`.
 
     Args:
       programs: the server's programs.
-      state: its arrays, by name.
-      local_rows: for each table, the ids of the rows that each trainer has at the start.
+      state: the server's arrays, by name.
+      local_rows: maps each table's name to a list: the ids of each trainer's local rows at the
+        start.
     """
 
     def __init__(
@@ -401,7 +403,7 @@ class _OrderedServer:
                 missed = MissedSteps(update, t, None) if t.moves else None
                 memory[n] = TracedMemory(t, missed, state)
         self._blocks, self._backed = BlockUpdates(update, state, memory), update.served.backed
-        # with delay compensation, the rows that each trainer has received, by trainer and block
+        # With delay compensation: (trainer, block) -> the rows that the trainer has received
         self._sent_rows: dict[tuple[int, str], RowGradient] = {}
         of_blocks = {}
         for n, t in update.tables.items():
@@ -412,9 +414,9 @@ class _OrderedServer:
         self.state: dict[str, Any] = dict(self._blocks.state)
 
     def settled(self, trainers: int) -> Values:
-        """Return the state after every trainer has received all blocks.
+        """Return the state in which every trainer has received the newest blocks.
 
-        The copies for delay compensation then equal their blocks.
+        With delay compensation, the stored copies of the blocks equal the blocks.
         """
         copies = {backup_of(n, k): self.state[n] for n in self._backed for k in range(trainers)}
         return {**self.state, **copies}
@@ -431,13 +433,13 @@ class _OrderedServer:
                 self._changed.changed(trainer, name, grads[gradient].ids)
 
     def give(self, trainer: int, name: str) -> Any:
-        """Return a block for a trainer. With delay compensation, save a copy."""
+        """Return a block for a trainer. With delay compensation, store the block as sent."""
         if name in self._backed:
             self.state[backup_of(name, trainer)] = self.state[name]
         return words(self.state[name])
 
     def give_rows(self, trainer: int, name: str, ids: Any) -> Any:
-        """Return rows of a block for a trainer. With delay compensation, save a copy."""
+        """Return rows of a block for a trainer. With delay compensation, store them as sent."""
         rows: Any = jnp.take(self.state[name], ids, 0, mode="fill", fill_value=0)
         if self.update.served.tables[name].backed:
             self._sent_rows[trainer, name] = RowGradient(ids, rows)
@@ -445,26 +447,26 @@ class _OrderedServer:
         return rows
 
     def give_changes(self, trainer: int, name: str) -> RowGradient:
-        """Return the local rows of a trainer that others have changed since its last answer."""
+        """Return the trainer's local rows that other trainers have changed since the last call."""
         ids = self._changed.take(trainer, name)
         rows: Any = jnp.take(self.state[name], ids, 0, mode="fill", fill_value=0)
         return RowGradient(ids, rows)
 
 
 class _OrderedTrainer:
-    """One trainer, which runs its program, and executes the communication by calls of servers.
+    """One trainer, which runs its program, and calls the servers in place of messages.
 
-    With GEO-SGD it is also the `PushQueue` of its `GeoTrainer`.
+    With GEO-SGD, this object is also the `PushQueue` of its `GeoTrainer`.
 
     Args:
       job: the job.
       number: the trainer's id.
-      servers: all servers, by endpoint.
-      values: its arrays at the start, by name.
-      local_rows: its local rows at the start, by table.
+      servers: maps the endpoint of each server to the server.
+      values: the trainer's arrays at the start, by name.
+      local_rows: maps each table's name to the trainer's local rows at the start.
 
     Attributes:
-      values: its arrays, by name.
+      values: the trainer's arrays, by name.
     """
 
     name = "a trainer"
@@ -479,16 +481,16 @@ class _OrderedTrainer:
     ) -> None:
         self._job, self._number, self._servers = job, number, servers
         self.values = dict(values)
-        self._sent: dict[str, dict[str, Any]] = {}  # undelivered gradients, by server and name
+        self._sent: dict[str, dict[str, Any]] = {}  # endpoint -> name -> undelivered gradient
         self._local_rows = local_rows
         self._geo: GeoTrainer | None = None
         self._tables: dict[str, tuple[Leaf, CachedRows]] = {}
         self._answer: dict[str, Any] = {}  # the servers' answer to the last push
         self._pushes = 0
-        self._pushed: list[str] = []  # names of the parameters of a push
+        self._pushed: list[str] = []  # names of the parameters that a push contains, in order
 
     def step(self, batch: Values) -> Step:
-        """Take one step; yield once, before gradients are delivered. Return results by name."""
+        """Take one step, and return its results by name. Yield once, before sending gradients."""
         arrays = {**self.values, **batch}
         program = self._job.plan.trainer_program(self._number)
         inputs = values_at(arrays, program.in_names)
@@ -501,7 +503,7 @@ class _OrderedTrainer:
         return run_to_end(self._run(program, args))
 
     def _run(self, program: Program, args: Sequence[Any]) -> Step:
-        """Run a program; yield before its gradients are delivered. Return outputs by name."""
+        """Run a program, and return its outputs by name. Yield once, before sending gradients."""
         run, rules = cut_program(program, computed=COMPUTED).run(args), self._rules()
         outs: Sequence[Any] | None = None
         while True:
@@ -518,13 +520,13 @@ class _OrderedTrainer:
             outs = rules[eqn.primitive](eqn, values)
 
     def newest_of(self, leaf: str) -> Any:
-        """Return the newest value of a parameter, from its blocks on servers."""
+        """Return the newest value of a parameter, assembled from its blocks on servers."""
         blocks = self._job.plan.placement.blocks[leaf]
         parts = [self._servers[b.endpoint].state[b.name] for b in blocks]
         return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
     def _deliver(self) -> None:
-        """Deliver sent gradients to their servers."""
+        """Let servers update their blocks with the gradients that were sent."""
         sent, self._sent = self._sent, {}
         for ep, grads in sent.items():
             self._servers[ep].take(self._number, grads)
@@ -533,10 +535,10 @@ class _OrderedTrainer:
         return self._servers[endpoint].give_rows(self._number, name, ids)
 
     def _rules(self) -> Mapping[Primitive, Callable[[JaxprEqn, Sequence[Any]], Sequence[Any]]]:
-        """Return the function that executes each communication primitive.
+        """Return a map from each communication primitive to the function that executes it.
 
-        It is not an attribute, because a reference cycle would keep tracers of a finished trace
-        alive.
+        An attribute with this map would be a reference cycle, and keep the tracers of a finished
+        trace alive.
         """
         return {
             send_p: self._send,
@@ -575,12 +577,12 @@ class _OrderedTrainer:
         spans: Sequence[Any],
         rows: RowGradient,
     ) -> None:
-        """Send each server the rows of its block.
+        """Send each server those rows that belong to its block.
 
         Args:
-          endpoints: the server of each block.
-          names: the name of each block.
-          spans: the table rows of each block.
+          endpoints: endpoint of each block's server.
+          names: name under which the rows of each block are sent.
+          spans: set of the table's rows that each block contains.
           rows: rows of the table.
         """
         for ep, name, span in zip(endpoints, names, spans, strict=True):
@@ -595,9 +597,9 @@ class _OrderedTrainer:
     # -- GEO-SGD ---------------------------------------------------------------------------------
 
     def rows_over(self) -> dict[str, Any]:
-        """Return all rows of tables and of their optimizer state, by name.
+        """Return tables and their optimizer state as arrays with all rows, by name.
 
-        Rows that are not local are zero, and have the initial optimizer state.
+        Rows that are not local are zero, and their optimizer state is the initial state.
         """
         found: dict[str, Any] = {}
         for table, local in self._local_rows.items():
@@ -607,7 +609,7 @@ class _OrderedTrainer:
         return found
 
     def _geo_prefetch(self, eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
-        """Return local rows and their state; fetch missing rows, with initial state."""
+        """Return local rows and their optimizer state, after fetching missing rows from servers."""
         (uniq,), p = values, eqn.params
         local = self._local_rows[p["table"]]
         self._tables[p["table"]] = as_deltas(leaf_of(eqn, p["types"][0])), local
@@ -621,7 +623,7 @@ class _OrderedTrainer:
     def _geo_send(self, eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
         """End a step of GEO-SGD; return the parameters of the next step."""
         p = eqn.params
-        if not p["push_every"]:  # the startup program has no step
+        if not p["push_every"]:  # In the startup program, no step has ended.
             return values
         params, rows_of_tables = split_push(eqn, values)
         if self._geo is None:
@@ -639,7 +641,7 @@ class _OrderedTrainer:
     # -- the `PushQueue` of `GeoTrainer` ---------------------------------------------------------
 
     def put(self, group: Group) -> None:
-        """Deliver a push; store the servers' answer for the next step."""
+        """Let servers apply a push, and store their answer for the next step."""
         for leaf, x in group:
             if isinstance(x, RowGradient):
                 self._send_parts(leaf.endpoints, leaf.names, leaf.spans, x)
@@ -656,15 +658,15 @@ class _OrderedTrainer:
         self._pushes += 1
 
     def received(self) -> int:
-        """Return the number of answered pushes, which is the number of pushes."""
+        """Return the number of pushes, because every push is answered at once."""
         return self._pushes
 
     def newest(self) -> Mapping[str, Any]:
-        """Return the last answer: parameters by their index as text, changed rows by table."""
+        """Return the answer to the last push. See `PushQueue.newest`."""
         return self._answer
 
     def barrier(self) -> None:
-        """Do nothing, since every push is answered at once."""
+        """Do nothing, because every push is answered at once."""
 
 
 def _fake_init(eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:

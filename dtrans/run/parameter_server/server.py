@@ -1,7 +1,7 @@
 """A parameter server as a process: its transport, signals, compiled update and checkpoints.
 
-`dtrans.protocol.server.serving` implements its protocol, and `dtrans.protocol.server.server_loop`
-drives the protocol.
+`dtrans.protocol.server.serving` handles the server's messages, and
+`dtrans.protocol.server.server_loop` waits for events and deadlines.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from dtrans.run.parameter_server.update import ServerUpdate, copy_state
 
 
 class Server:
-    """The server of a `listen_and_serv` equation.
+    """Server that runs a `listen_and_serv` equation.
 
     Args:
       update: the server's update.
       state: the initial values, by name.
-      deadline: seconds that the server, or other trainers, wait for a trainer.
-      patience: seconds without a message from another process after which it counts as dead.
+      deadline: seconds that the server or another trainer waits for a trainer.
+      patience: seconds without a message after which a connected process counts as dead.
       allow_remote: True to allow an endpoint that is not on loopback.
       keys: the token and encryption keys of the job.
-      plan: the fingerprint of the plan, by part. Trainers and other servers must have the same.
-      keep: saves a state under a name; None without a folder for checkpoints.
-      keep_last: saves the state when the job ends by an error. It returns the checkpoint, or None
-        if the server has no arrays.
+      plan: the parts of the plan's fingerprint. Processes with other parts are refused.
+      keep: function that saves a state under a name; None without a folder for checkpoints.
+      keep_last: function that saves the state when the job ends by an error. It returns the path of
+        the checkpoint, or None if the server has no arrays.
 
     Attributes:
       refusals: counts and logs refused messages.
@@ -86,7 +86,8 @@ class Server:
             ended_saves=self._ended_saves,
             ended_roles=ended_roles,
         )
-        # Dense arrays are copied, because updates donate them. `TableMemory` copies tables.
+        # All arrays except tables are copied, because updates donate them. `TableMemory` copies
+        # the tables.
         tables: set[str] = set()
         for t in update.tables.values():
             if not t.updates_all:
@@ -114,10 +115,10 @@ class Server:
             self._update.before = self._writer.wait_copied
 
     def _open_door(self, update: ServerUpdate, *, allow_remote: bool) -> ZmqListener:
-        """Bind the endpoint.
+        """Bind the server's endpoint.
 
         Raises:
-          ConfigError: it cannot be bound, or `allow_remote` does not allow it.
+          ConfigError: the endpoint cannot be bound, or `allow_remote` does not allow it.
         """
         endpoint, keys = update.endpoint, self._transport.keys
         try:
@@ -142,8 +143,8 @@ class Server:
         """Serve until every trainer has closed; return the final state.
 
         Raises:
-          DeadlineError: a trainer or another server did not connect, or kept others waiting.
-          PeerError: a trainer or another server failed, was refused, or left before the others.
+          DeadlineError: a trainer or another server did not connect in time, or was late in a step.
+          PeerError: a trainer or another server failed, was refused, or left too early.
         """
         protocol = self._protocol
         ending: Any = None
@@ -161,8 +162,8 @@ class Server:
         except BaseException as e:
             failure = e
             if ending is not None:
-                # A launcher sends SIGTERM to all roles after a failure. It is ignored here, so that
-                # this server can save its state.
+                # A launcher sends SIGTERM to all roles after a failure. The server ignores it while
+                # it saves its state.
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
             protocol.say_why(e)
             raise
@@ -171,7 +172,8 @@ class Server:
             self._loop.close(failed=failure is not None)
             if failure is not None:
                 self._save_last(failure)
-            self._transport.close()  # waits until the reason has been sent to all trainers
+            # `close` waits until the reason of the failure has been sent to all trainers.
+            self._transport.close()
             if ending is not None:
                 signal.signal(signal.SIGTERM, ending)
 
@@ -193,18 +195,19 @@ class Server:
         return len(dense) + len(tables)
 
     def _is_copied(self, name: str, x: Any) -> bool:
-        """Return True if a snapshot of an array must be copied.
+        """Return True if the snapshot of an array must be copied.
 
-        On CPU, the snapshot of an array that an update donates is a view of the donated memory.
+        On CPU, a snapshot is a view of the array's memory. If an update donates the array, the view
+        must be copied before the update.
         """
         if name not in self._update.spent or not isinstance(x, jax.Array) or is_key(x.dtype):
             return False
         return {d.platform for d in x.devices()} == {"cpu"}
 
     def _save_last(self, failure: BaseException) -> None:
-        """Save the state of a job that ends by an error, unless no step has been taken.
+        """Save the state of a job that ends by an error, if it has taken a step.
 
-        The path is logged, and added to the error as a note.
+        Write the path of the checkpoint to the log, and add the path to the error as a note.
         """
         kind = self._protocol.kind
         if self._keep_last is None:
@@ -215,7 +218,8 @@ class Server:
                 return
             mark = Mark(self._protocol.trainers.sessions, steps)
             place = self._keep_last(self._state(), mark, self._protocol.asked())
-        except Exception as e:  # not raised: the caller raises the error that has ended the job
+        except Exception as e:
+            # This error is not raised, because the caller raises the error that has ended the job.
             log.exception(
                 "pserver %s could not save its state at the end of the job", kind.endpoint
             )
@@ -238,20 +242,20 @@ class Server:
             self._writer = None
 
     def _ended_saves(self) -> Iterator[tuple[str, str]]:
-        """Yield the checkpoints that were written since the last call: (name, error or "")."""
+        """Yield (name, error text) for each checkpoint whose write ended since the last call."""
         if self._writer is not None:
             yield from self._writer.ended()
 
 
 def _snapshot(x: Any) -> Any:
-    """Return the current values of an array. XLA does not reuse the memory of a NumPy view."""
+    """Return the current values of an array; on CPU, a NumPy view of the array's memory."""
     if is_key(x.dtype):
         return copy_array(x)
     return np.asarray(x)
 
 
 def _sizes(update: ServerUpdate) -> dict[str, int]:
-    """Return the bytes of each array that a step sends or receives, by name."""
+    """Return a map from the name of each array that a step sends or receives to its bytes."""
     types = dict(update.grad_types)
     for n in (*update.params, *update.tables):
         types[n] = words_type(update.types[n])
@@ -259,7 +263,7 @@ def _sizes(update: ServerUpdate) -> dict[str, int]:
 
 
 def _decides_signals() -> bool:
-    """Return True if SIGTERM would end this process at once, and this thread can set a handler."""
+    """Return True if this thread can set signal handlers, and SIGTERM has the default handler."""
     is_main = threading.current_thread() is threading.main_thread()
     return is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 

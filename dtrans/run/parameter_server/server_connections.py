@@ -1,7 +1,7 @@
 """Connections of one trainer to its servers: opened on first use, closed with the job.
 
-Servers know a trainer by its id. The id is a parameter of the equations of the trainer's programs
-(`identify`), so connections are opened when the first such equation runs.
+A trainer tells each server its id. The id is a parameter of equations in the trainer's programs
+(`identify`). So the trainer opens connections when the first of these equations runs.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class ServerConnections:
 
     Args:
       deadline: seconds that a server's answer may take.
-      patience: seconds without a message from a server after which it counts as dead.
+      patience: seconds without a message after which a server counts as dead.
       wait_port: True to wait for servers that do not listen yet; False to raise PeerError.
       encryption: the option `transport_encryption` of `Executor`.
 
     Attributes:
-      steps: the trainer's side of the protocol, which sends its messages by these connections.
-      plan: the fingerprint of the plan, by part. Servers compare it with theirs.
+      steps: the trainer's side of the protocol. It sends messages over these connections.
+      plan: the parts of the plan's fingerprint. Servers compare them with their own parts.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class ServerConnections:
 
     @functools.cached_property
     def keys(self) -> Keys:
-        """The token and encryption keys of the job, from the environment."""
+        """Token and encryption keys of the job, from environment variables."""
         return Keys.from_environment(self._encryption)
 
     @property
@@ -84,15 +84,17 @@ class ServerConnections:
                 f"programs of trainer {me[0]}; make one Executor for each trainer"
             )
         if self._me is None and eqn.params["trainer_id"] == 0:
-            note(TRAINER, self._session)  # servers use trainer 0's session as the id of the run
+            note(
+                TRAINER, self._session
+            )  # Servers use trainer 0's session word as the id of the run.
         self._me, self.steps.sync_mode = me, eqn.params["sync_mode"]
 
     def link(self, endpoint: str) -> ServerLink:
         """Return the connection to a server. On first use, open it and wait for the welcome.
 
         Raises:
-          PeerError: the server refuses this trainer; or it does not listen, and `wait_port` is
-            False.
+          PeerError: the server refuses this trainer. If `wait_port` is False, also: no process
+            listens at the endpoint.
           DeadlineError: the server does not answer.
         """
         if endpoint in self._links:
@@ -121,7 +123,7 @@ class ServerConnections:
         return link
 
     def connect(self, endpoints: Collection[str]) -> tuple[ZmqTransport, Mapping[str, ServerLink]]:
-        """Connect to servers; return the transport, and all open connections by endpoint."""
+        """Connect to servers; return the transport, and a map from endpoints to connections."""
         for endpoint in endpoints:
             self.link(endpoint)
         return self._transport, self._links
@@ -131,7 +133,7 @@ class ServerConnections:
 
         Raises:
           DeadlineError: an answer did not arrive in time.
-          PeerError: a server refused a message, or its connection was lost.
+          PeerError: a server refused a message, or the connection to a server was lost.
         """
         self._wait(OperationWait(self._transport, self._links, operation))
         return operation.result
@@ -141,7 +143,7 @@ class ServerConnections:
             wait.turn()
 
     def close(self, reason: str | None) -> None:
-        """Leave every server and close all connections, even if one of them raises.
+        """Leave every server and close all connections, even if a server raises an error.
 
         Args:
           reason: the error that ends this trainer; None if the trainer has completed its work.
@@ -153,7 +155,7 @@ class ServerConnections:
                 stack.callback(self._leave, link, reason)
 
     def _leave(self, link: ServerLink, reason: str | None) -> None:
-        """Send `complete`, or the reason of a failure; wait for the server's acknowledgement."""
+        """Send `complete` or the reason of a failure, and wait for the server's answer."""
         if reason is not None:
             self._wait(LastWords(self._transport, link, reason))
             link.close()

@@ -1,10 +1,10 @@
 """Checkpoints that a server writes during its steps: one thread copies arrays, another one writes.
 
-The server takes a snapshot between two messages, and continues. For arrays that no update donates,
-the snapshot has references. A thread copies the arrays that the next update donates, while the
-server waits for gradients. The update waits for these copies. Without them XLA would not donate the
-arrays, and the update would write to new pages, which takes as long as 3 copies. The copies reuse
-the memory of the last snapshot.
+The server takes a snapshot between two messages, and continues. The snapshot refers to the server's
+arrays. While the server waits for gradients, a thread copies the arrays that the next update
+donates. The update waits for these copies. Without copies, XLA could not reuse the memory of these
+arrays. The update would write to new pages, which takes as long as 3 copies. The copies reuse the
+memory of the last snapshot.
 
 The second thread writes the snapshots to files. After each snapshot, it wakes the server's loop,
 which answers the trainers that requested the checkpoint.
@@ -38,10 +38,10 @@ class StateWriter:
     """Writer of a server's state, with two threads.
 
     Args:
-      keep: writes a state under a name.
+      keep: function that writes a state under a name.
       spent: arrays that updates donate, by name. The memory for their copies is allocated at the
-        start, so that saves do not wait for new pages.
-      wake: called by the writing thread when `ended` has results.
+        start, so that no snapshot waits for new pages.
+      wake: function that the writing thread calls when `ended` has results.
     """
 
     def __init__(
@@ -53,24 +53,26 @@ class StateWriter:
         )
         self._ended: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
         config: Any = jax.config
-        self._x64 = config.jax_enable_x64  # set in the new thread, which starts with the default
+        # The writing thread sets this value, because a new thread starts with the default.
+        self._x64 = config.jax_enable_x64
         self._thread: threading.Thread | None = None
         self._copier = ThreadPoolExecutor(1, "dtrans snapshots")
         self._copies: Future[dict[str, Any]] | None = None
-        self._pool = BufferPool(mmap.PAGESIZE)  # page-aligned, to write files without another copy
-        self._pending = 0  # snapshots that have begun and that `ended` has not returned yet
+        # Copies start at a page boundary, so that they are written to files without another copy.
+        self._pool = BufferPool(mmap.PAGESIZE)
+        self._pending = 0  # number of snapshots that `ended` has not returned yet
         types = {n: (x.shape, x.dtype) for n, x in spent.items()}
         self._copier.submit(_allocate, types, self._pool)
 
     def begin(
         self, name: str, state: Mapping[str, Any], mark: Mark, spent: Collection[str] = ()
     ) -> None:
-        """Start writing a state under a name.
+        """Start to write a state under a name.
 
         Args:
-          name: the checkpoint.
-          state: arrays by name. After `wait_copied`, arrays in `spent` may change; the other arrays
-            must not.
+          name: name of the checkpoint.
+          state: arrays by name. The arrays in `spent` must not change before `wait_copied`. The
+            other arrays must not change before the end of the write.
           mark: the run and the step.
           spent: names of the arrays that are NumPy views of memory that the next update donates.
         """
@@ -79,7 +81,7 @@ class StateWriter:
                 target=self._run, name="dtrans checkpoints", daemon=True
             )
             self._thread.start()
-        # the pool has memory for one snapshot, so a second one at the same time gets new memory
+        # The pool has memory for one snapshot. A second snapshot at the same time gets new memory.
         pool = BufferPool() if self._pending else self._pool
         self._pending += 1
         self._copies = self._copier.submit(_copy_spent, dict(state), frozenset(spent), pool)
@@ -92,7 +94,7 @@ class StateWriter:
             self._copies = None
 
     def ended(self) -> Iterator[tuple[str, str]]:
-        """Yield the checkpoints that were written since the last call: (name, error or "")."""
+        """Yield (name, error text) for each checkpoint whose write ended since the last call."""
         while not self._ended.empty():
             self._pending -= 1
             yield self._ended.get()
@@ -109,11 +111,11 @@ class StateWriter:
             while (due := self._due.get()) is not None:
                 name, copies, mark = due
                 self._ended.put((name, self._write(name, copies, mark)))
-                del due, copies  # free the memory before the thread waits
+                del due, copies  # This frees the memory before the thread waits.
                 self._wake()
 
     def _write(self, name: str, copies: Future[dict[str, Any]], mark: Mark) -> str:
-        """Write a state; return "", or the text of an error. An error does not end the job."""
+        """Write a state; return the text of an error, or "". An error does not end the job."""
         state: Mapping[str, Any] = {}
         try:
             state = copies.result()
@@ -137,7 +139,7 @@ def _allocate(types: Mapping[str, tuple[tuple[int, ...], Any]], pool: BufferPool
 
 
 def _copy_spent(state: dict[str, Any], spent: Collection[str], pool: BufferPool) -> dict[str, Any]:
-    """Replace the arrays in `spent` by copies in memory of the pool; return the state."""
+    """Return the state with copies of the arrays in `spent`, in memory from the pool."""
     for name in spent:
         copy = pool.take(name, state[name].shape, state[name].dtype)
         np.copyto(copy, state[name])

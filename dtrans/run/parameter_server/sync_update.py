@@ -1,12 +1,11 @@
 """State of a synchronous server, and its update, one step at a time.
 
-An update that reduces over rows runs in phases, with an exchange between servers after each phase
-except the last. The update pauses at each exchange, and continues with the vectors of the other
-servers.
+An update that reduces over rows of several servers runs in phases. Between two phases, the servers
+exchange vectors: the update pauses, and continues when the other servers' vectors have arrived.
 
 Updates of tables touch only the rows that trainers have looked up
-(`dtrans.run.parameter_server.tables`). If an update touches every row of a table, gradients are
-scattered into zeros, and the table is updated like any other block.
+(`dtrans.run.parameter_server.tables`). If an optimizer must touch every row, the update scatters
+the gradients of rows into zeros. It then updates the table like any other block.
 """
 
 from __future__ import annotations
@@ -38,17 +37,17 @@ class SyncUpdate:
     """Updates of one server.
 
     Args:
-      update: the update with the gradients of all trainers.
+      update: the server's update, which uses the gradients of all trainers.
       state: the initial values, by name.
       trainers: the number of trainers.
 
     Attributes:
       state: the arrays by name, with tables in `TableMemory`.
-      values: the parameters as NumPy arrays, from whose memory messages are sent.
+      values: the parameters as NumPy arrays. Messages are sent from their memory.
       exchange: the exchange at which the update pauses; None between updates.
       server_tables: reports and evicts rows of tables.
       spent: names of the state whose memory an update reuses.
-      before: called before each update.
+      before: function that is called before each update.
     """
 
     def __init__(self, update: ServerUpdate, state: dict[str, Any], trainers: int) -> None:
@@ -65,12 +64,12 @@ class SyncUpdate:
             lambda: self.state,
             lambda name: self._steps,
         )
-        # values of the current step that rows without a gradient need when they catch up
+        # Values of the current step with which rows without a gradient catch up later
         self._watched: dict[str, Any] = {}
         watched = itertools.chain.from_iterable(table.reads for table in self._tables.values())
         self._update = dataclasses.replace(update, watched=frozenset(watched))
         self._trainers = frozenset(range(trainers))
-        # compiled updates, by the trainers whose gradients they read and the numbers of table rows
+        # (ids of the trainers whose gradients are used, numbers of table rows) -> compiled update
         self._compiled: dict[tuple[frozenset[int], tuple[int, ...]], CompiledUpdate] = {}
         self._run: Generator[tuple[Exchange, Vectors], Vectors, dict[str, Any]] | None = None
         self._by_rows = RowUpdates(update.tables, self._take, self._put)
@@ -80,15 +79,15 @@ class SyncUpdate:
         self._publish()
 
     def begin(self, grads: Mapping[str, Any], present: frozenset[int], step: int) -> Vectors | None:
-        """Begin the update of a step, and run it to its first exchange.
+        """Begin the update of a step, and run it up to its first exchange.
 
         Args:
           grads: gradients by name.
-          present: the trainers that have not left; only their gradients are used.
+          present: ids of the trainers whose gradients the update uses.
           step: the number of the step.
 
         Returns:
-          The same as `go_on`.
+          The vectors to send to other servers; None if the update is complete.
         """
         self.before()
         compiled = lambda sizes: self._compile(present, step, sizes)
@@ -97,13 +96,13 @@ class SyncUpdate:
         return self.go_on(None)
 
     def go_on(self, arrived: Vectors | None) -> Vectors | None:
-        """Run the update to its next exchange.
+        """Run the update up to its next exchange.
 
         Args:
           arrived: the other servers' vectors of the last exchange; None at the start.
 
         Returns:
-          The vectors to send to other servers; None at the end of the update.
+          The vectors to send to other servers; None if the update is complete.
         """
         assert self._run is not None
         try:
@@ -116,8 +115,8 @@ class SyncUpdate:
             self._steps += 1
             self.state = end.value
             if self._update.exchanges:
-                # Later messages overwrite the memory of gradients and received vectors, so the
-                # computation must have read them before this method returns.
+                # Later messages overwrite the memory of gradients and received vectors. So this
+                # method waits until the computation has read them.
                 jax.block_until_ready(self.state)
             self._publish()
             return None
@@ -129,9 +128,9 @@ class SyncUpdate:
         """Return the compiled update; compile it on first use.
 
         Args:
-          present: the trainers whose gradients it reads.
+          present: ids of the trainers whose gradients the update uses.
           step: the current step, for the log.
-          sizes: the number of rows to update, by block of a table.
+          sizes: maps the name of each table's block to the number of rows to update.
         """
         key = present, tuple(sizes.values())
         if key in self._compiled:
@@ -151,7 +150,7 @@ class SyncUpdate:
         return self._compiled[key]
 
     def _publish(self) -> None:
-        """Wait until the new parameters are computed, and store them in `values`."""
+        """Store the new parameters in `values` when they are computed."""
         names = (*self._update.params, *self._update.tables)
         self.values = {n: np.asarray(words(self.state[n])) for n in names if n not in self._tables}
 
@@ -181,11 +180,11 @@ class SyncUpdate:
         return rows
 
     def tables(self) -> dict[str, Any]:
-        """Return blocks of tables and their state after the last step, by name."""
+        """Return the blocks of tables, and their optimizer state, after the last step."""
         return final_arrays(self._tables)
 
     def snapshot(self, patience: float) -> dict[str, Any]:
-        """Return snapshots of the current tables, which a thread can read during updates.
+        """Return snapshots of the current tables. Another thread can read them during updates.
 
         Args:
           patience: seconds that updates wait for a reader that makes no progress.

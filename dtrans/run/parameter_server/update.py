@@ -1,11 +1,11 @@
 """Update of one server: its optimize blocks, compiled.
 
 The blocks of `listen_and_serv` read and write values by name. The blocks between two exchanges with
-other servers form a *phase*, which is compiled as one function. So XLA sees all blocks of a phase:
-the lr_sched block, and the others, which read its outputs and not each other's. If no block reduces
-over rows, there is one phase, and an update is one call.
+other servers form a *phase*, which is compiled as one function. So XLA optimizes all blocks of a
+phase together: the lr_sched block, and the blocks that read its outputs. If no block reduces over
+rows of several servers, there is one phase, and an update is one call.
 
-Leaves stay separate arrays, because on CPU, copying them into one flat vector takes longer than the
+Each leaf stays a separate array, because on CPU, copies into one flat vector take longer than the
 optimizer.
 """
 
@@ -41,20 +41,22 @@ _Part = tuple[list[OptimizeBlock], Exchange | None]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Phase:
-    """Blocks between two exchanges. State and values are listed by name.
+    """Blocks of an update between two exchanges.
+
+    The attributes after `grads` are names of state or of values.
 
     Attributes:
       blocks: the blocks in their order.
-      begins: the exchange whose results the phase reads, if any.
-      ends: the exchange to which its last block contributes, if any.
+      begins: the exchange whose results the phase reads; None for the first phase.
+      ends: the exchange at the end of the phase; None for the last phase.
       grads: True if the phase reads gradients.
-      reads: state that the phase reads but does not donate, because a later phase reads it, or
-        because the phase does not replace it.
-      spent: state that the phase donates: it replaces the state, and no later phase reads it.
+      reads: state that the phase reads but does not donate: a later phase reads it, or the phase
+        does not replace it.
+      spent: state that the phase donates: the phase replaces it, and no later phase reads it.
       makes: state that the phase replaces.
       takes: values of earlier phases that the phase reads.
-      drops: the subset of `takes` that no later phase reads.
-      gives: values that later phases read, or that the update watches.
+      drops: values in `takes` that no later phase reads.
+      gives: values of the phase that later phases read, or that the update watches.
     """
 
     blocks: tuple[OptimizeBlock, ...]
@@ -71,11 +73,11 @@ class Phase:
     def __call__(
         self, read: Mapping[str, Any], grads: Mapping[str, Any], arrived: Vectors
     ) -> tuple[dict[str, Any], dict[str, Any], list[list[jax.Array]]]:
-        """Run the phase. The function is pure.
+        """Run the phase, as a pure function.
 
         Args:
           read: state before the step, and values of earlier phases, by name.
-          grads: trainers' gradients, by the names under which trainers send them.
+          grads: trainers' gradients, by the name under which a trainer sends each gradient.
           arrived: the vectors of the exchange `begins`.
 
         Returns:
@@ -100,7 +102,7 @@ class Phase:
                 outputs = dict(zip(self.ends.plain, outs[count:], strict=True))
             else:
                 outputs = dict(zip(block.out_names, evaluate(block.jaxpr, *inputs), strict=True))
-            # New state is kept apart, because later blocks read the state before the step.
+            # New state is stored separately, because later blocks read the state before the step.
             for n, x in outputs.items():
                 (new if n in new_names else values)[n] = x
         return new, subset(values, self.gives), packed
@@ -112,7 +114,7 @@ class ServerUpdate:
 
     Attributes:
       eqn: the server's `listen_and_serv` equation.
-      watched: names of values that `CompiledUpdate.run` returns to its caller in each step.
+      watched: names of values that `CompiledUpdate.run` also returns, in its argument `watched`.
     """
 
     eqn: JaxprEqn
@@ -135,7 +137,7 @@ class ServerUpdate:
 
     @cached_property
     def served(self) -> ServerBlocks:
-        """The blocks and tables that the server's protocol serves."""
+        """Specification of the server's blocks and tables for the protocol."""
         p = self.eqn.params
         of_tables: set[str] = set()
         tables = {}
@@ -159,10 +161,11 @@ class ServerUpdate:
         )
 
     def _served_rows(self, name: str, table: TableBlock) -> TableSpec:
-        """Return the protocol's record of a block of a table."""
+        """Return the specification of a table's block for the protocol."""
         t, gradients = self.types[name], table.gradients
         if not self.eqn.params["sync_mode"]:
-            # trainers' gradients are applied one by one, and have the same name
+            # An asynchronous server applies one trainer's gradient at a time, so all trainers use
+            # one name.
             gradients = dict.fromkeys(range(self.eqn.params["Fanin"]), *gradients.values())
         return TableSpec(
             table.rows,
@@ -182,15 +185,18 @@ class ServerUpdate:
         return {} if tables is None else tables.blocks
 
     def sized(self, sizes: Mapping[str, int]) -> ServerUpdate:
-        """Return the update for different numbers of rows.
+        """Return the same update for other numbers of table rows.
 
         Args:
-          sizes: the number of rows that it updates, by block of a table.
+          sizes: maps the name of each table's block to the number of rows that the update changes.
         """
         return dataclasses.replace(self, eqn=self.eqn.params["tables"].sized(sizes))
 
     def sent_by(self, present: Collection[int]) -> ServerUpdate:
-        """Return the update that uses only some trainers' gradients (`dtrans.slicing.mean`)."""
+        """Return the update that uses only the gradients of the trainers in `present`.
+
+        `dtrans.slicing.mean` divides by their number.
+        """
         blocks = tuple(sent_by(block, present) for block in self.blocks)
         return dataclasses.replace(
             self, eqn=self.eqn.replace(params={**self.eqn.params, "optimize_blocks": blocks})
@@ -208,13 +214,13 @@ class ServerUpdate:
 
     @cached_property
     def types(self) -> dict[str, Any]:
-        """Types of the state, by name."""
+        """Shape and dtype of each array of the state, by name."""
         names = self.eqn.params["state_names"]
         return {n: a.aval for n, a in zip(names, self.eqn.invars, strict=True)}
 
     @cached_property
     def grad_types(self) -> dict[str, Any]:
-        """Types of all trainers' gradients, by name."""
+        """Shape and dtype of each trainer's gradients, by name."""
         found: dict[str, Any] = {}
         for b in self.blocks:
             inputs = b.invars
@@ -224,12 +230,18 @@ class ServerUpdate:
 
     @cached_property
     def sent(self) -> tuple[Mapping[int, str], ...]:
-        """For each gradient of a block, the name under which each trainer sends it, by id."""
+        """One dict for each gradient that blocks read.
+
+        The dict maps the id of a trainer to the name under which this trainer sends the gradient.
+        """
         return tuple(g.sent for b in self.blocks for g in b.grads)
 
     @cached_property
     def arguments(self) -> dict[str, Mapping[int, str]]:
-        """For each step argument that blocks read, the name under which each trainer sends it."""
+        """Step arguments that blocks read, with a dict for each of them.
+
+        The dict maps the id of a trainer to the name under which this trainer sends the argument.
+        """
         found = {}
         for block in self.blocks:
             for g in block.grads:
@@ -249,13 +261,13 @@ class ServerUpdate:
 
     @cached_property
     def phases(self) -> tuple[Phase, ...]:
-        """The phases: blocks, cut after each block that takes part in an exchange.
+        """Phases of the update: blocks, cut after each block that takes part in an exchange.
 
-        The computation takes time linear in the number of blocks.
+        Computing the phases takes time linear in the number of blocks.
         """
         parts = self._parts()
         reads: list[list[str]] = []
-        last: dict[str, int] = {}  # the last phase that reads a value
+        last: dict[str, int] = {}  # name of a value -> index of the last phase that reads the value
         for i, (blocks, _) in enumerate(parts):
             reads.append(list(dict.fromkeys(n for b in blocks for n in b.in_names)))
             last |= dict.fromkeys(reads[i], i)
@@ -271,7 +283,7 @@ class ServerUpdate:
         for i, (blocks, exchange) in enumerate(parts):
             outputs = itertools.chain.from_iterable(b.out_names for b in blocks)
             makes = self.types.keys() & outputs
-            # parameters are never donated, since trainers and sockets may still read them
+            # Parameters are never donated, because trainers and sockets may still read them.
             donated = {n for n in makes if n not in params and last.get(n) == i}
             spent, read_state, takes, drops = [], [], [], []
             for n in reads[i]:
@@ -318,9 +330,9 @@ class ServerUpdate:
         return parts
 
     def _known(self, parts: Sequence[_Part]) -> dict[str, int]:
-        """Return, for each value by name, the index of the first phase in which it is known.
+        """Return a map from each value's name to the first phase that can read the value.
 
-        Results of an exchange are known in the phase after it.
+        The result of an exchange can be read in the phase after the exchange.
         """
         known: dict[str, int] = {}
         for i, (blocks, exchange) in enumerate(parts):
@@ -335,15 +347,15 @@ class ServerUpdate:
 
 
 class CompiledUpdate:
-    """A server's update, with one compiled function per phase.
+    """A server's update, with one compiled function for each phase.
 
-    Parameters are never donated, since trainers, sockets and users may still read them.
+    Parameters are never donated, because trainers, sockets and users may still read them.
 
     Args:
       update: the update.
       donate: True to reuse the memory of the old optimizer state for the new optimizer state.
-      prepare: a pure function from the argument `grads` of `run` to gradients by name. It is
-        compiled with the phases.
+      prepare: a pure function from the argument `grads` of `run` to gradients by name. Each phase
+        that reads gradients contains this function.
     """
 
     def __init__(
@@ -360,11 +372,12 @@ class CompiledUpdate:
     def run(
         self, grads: Any, state: Mapping[str, Any], watched: dict[str, Any] | None = None
     ) -> Generator[tuple[Exchange, Vectors], Vectors, dict[str, Any]]:
-        """Run a step; return the new state. With donation, only parameters of `state` stay valid.
+        """Run a step; return the new state.
 
-        At each exchange it yields the exchange and the vectors for other servers
+        At each exchange, the generator yields the exchange, and the vectors for other servers
         (`Exchange.parcels`). The caller sends the other servers' vectors into the generator
-        (`Exchange.sources`). The method does not wait until arrays are computed.
+        (`Exchange.sources`). The method does not wait until arrays are computed. With
+        donate=True, only the parameters in the argument `state` stay valid.
 
         Args:
           grads: gradients by name, or an argument for `prepare`.
@@ -377,14 +390,15 @@ class CompiledUpdate:
         # JAX refuses to trace a jitted function with compiler options
         in_trace = any(map(is_traced, state.values()))
         for n in self.update.watched:
-            if n in state:  # copied, since a phase may donate the array
+            if n in state:  # The value is copied, because a phase may donate the array.
                 seen[n] = state[n] if in_trace else np.asarray(state[n])
         for i, phase in enumerate(self.update.phases):
             new_state, gives, packed = self._run_phase(
                 i, grads, state, values, arrived, in_trace=in_trace
             )
             new |= new_state
-            for n in phase.drops:  # free their memory before the exchange
+            # Memory of values that no later phase reads is freed before the exchange.
+            for n in phase.drops:
                 del values[n]
             values |= gives
             seen |= retain(gives, self.update.watched)
@@ -432,11 +446,11 @@ class CompiledUpdate:
 
         options = None
         if "tables" in self.update.eqn.params:
-            # with these options, a row's bits do not depend on the server's other blocks
+            # With these options, a row's bits do not depend on the server's other blocks.
             options = stable_bits_options()
         return jax.jit(update, donate_argnums=2 if donate else (), compiler_options=options)
 
 
 def copy_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy the arrays of a state, so that an update can donate them."""
+    """Return a state with copies of the arrays, so that an update can donate the copies."""
     return {n: jnp.copy(x) for n, x in state.items()}

@@ -1,4 +1,4 @@
-"""Rows that a trainer's step looks up, computed from its batch before the step."""
+"""Ids of the table rows that a trainer's step looks up, computed before the step."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ from dtrans.run.base.segments import Rules, interpret
 
 
 class BatchRows:
-    """The part of a trainer's program that computes ids of table rows from the batch.
+    """Function from a batch to the ids of the table rows that a step looks up.
+
+    It consists of those equations of the trainer's program that compute the ids.
 
     Args:
-      program: the trainer's program. Its first argument is its state.
-      rules: functions for communication primitives that can be computed locally.
+      program: the trainer's program. The program's first argument is the state.
+      rules: maps communication primitives to functions that compute them in this process.
 
     Raises:
-      ConfigError: ids depend on the state, or on other processes.
+      ConfigError: the ids depend on the state, or on data from other processes.
     """
 
     def __init__(self, program: Program, rules: Rules) -> None:
@@ -54,7 +56,7 @@ class BatchRows:
     def _check(
         self, program: Program, eqns: Sequence[JaxprEqn], read: Collection[Any], rules: Rules
     ) -> None:
-        """Raise ConfigError if ids depend on the state, or on equations without a rule."""
+        """Raise ConfigError if ids depend on the state, or on communication without a rule."""
         state = [n for n in program.args[0].names if program.invars[n] in read]
         remote = [e for e in eqns if is_communication(e) and e.primitive not in rules]
         if state:
@@ -71,10 +73,10 @@ class BatchRows:
         )
 
     def __call__(self, flat: Sequence[Any]) -> list[tuple[JaxprEqn, np.ndarray]]:
-        """Return each `prefetch` equation with the ids of its rows.
+        """Return each `prefetch` equation, and the ids of the rows that it looks up.
 
         Args:
-          flat: the program's flat inputs. Inputs of the state are not read.
+          flat: the program's flat inputs. The state among them is not read.
 
         Raises:
           BatchError: an id is not a row of its table.

@@ -1,7 +1,8 @@
 """`job.tables`: lookup, export, report, changed rows and eviction of a running job's tables.
 
-`JobTables` is the interface of every job. `TrainerTables` sends requests to server processes;
-`dtrans.run.parameter_server.tables.mesh_tables` reads the arrays of a job in one process.
+`JobTables` is the interface of every job with tables. `TrainerTables` sends requests to server
+processes. `MeshTables` (`dtrans.run.parameter_server.tables.mesh_tables`) reads the arrays of a job
+in one process.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ from dtrans.protocol.trainer.trainer_steps import TrainerSteps
 
 T = TypeVar("T")
 
-CHUNK = 1 << 16  # rows of one read or write
+CHUNK = 1 << 16  # number of rows of one read or write
 NUMBERS = ("rows", "made", "bytes", "limit", "evicted", "step")  # columns of a report
 
 
 @dataclasses.dataclass(frozen=True)
 class TablesReport:
-    """Report of a job's tables, with one record per block. It prints as a table.
+    """Report of a job's tables, with one record for each block. `print` shows it as a table.
 
     Attributes:
-      blocks: one `TableReport` per block, in the order of servers.
+      blocks: one `TableReport` for each block, in the order of the servers.
 
     Example:
       >>> import dtrans
@@ -67,11 +68,11 @@ class ChangedRows:
     """Rows of a table that have changed since a step, to update an older copy of the table.
 
     Attributes:
-      step: the step of these rows. Pass it as `since` of the next call.
+      step: the step after which the rows were read. Pass it as `since` to the next call.
       ids: the increasing ids of the changed rows.
-      rows: the new rows, of shape (len(ids), *row).
-      gone: the increasing ids of rows that were evicted since. They have their initial values
-        again.
+      rows: the new values of these rows, of shape (len(ids), *row).
+      gone: the increasing ids of the rows that were evicted since. Evicted rows have their initial
+        values again.
 
     Example:
       >>> import numpy as np, dtrans
@@ -89,7 +90,7 @@ class ChangedRows:
 
 
 class JobTables(abc.ABC):
-    """Tables of a running job. The name of a table is the name of its leaf: `params/emb`.
+    """Tables of a running job. A table has the name of its leaf, such as `params/emb`.
 
     Args:
       plan: the job's plan.
@@ -128,7 +129,7 @@ class JobTables(abc.ABC):
 
     @abc.abstractmethod
     def report(self) -> TablesReport:
-        """Return the number and bytes of the rows on servers, after this trainer's last step.
+        """Return the numbers of rows on the servers, and their bytes, after this trainer's step.
 
         Raises:
           ConfigError: `init` was not called.
@@ -139,17 +140,18 @@ class JobTables(abc.ABC):
         """Return the rows that steps after `since` have changed, to update a copy of the table.
 
         With `dtrans.Rows(update="dense")`, some optimizers also change rows without a gradient.
-        With momentum, a step changes all rows that any step has looked up; with AdamW, it changes
-        all rows. The memory of the result is proportional to the number of changed rows.
+        With momentum, each step changes all rows that any earlier step has looked up. With AdamW,
+        each step changes all rows. The memory of the result is proportional to the number of
+        changed rows.
 
         Args:
           name: the table.
-          since: a step, counted from the start of the servers. With 0, the result has all changes
-            of this job. In later calls, pass the `step` of the last result.
+          since: a step number, counted from the start of the servers. With since=0, the result has
+            all changes of this job. In later calls, pass the `step` of the last result.
 
         Returns:
-          The changed rows. With asynchronous trainers, a row may be newer than `step`, and is then
-          returned again by the next call.
+          The changed rows. With asynchronous trainers, a row may be newer than `step`. The next
+          call returns such a row again.
 
         Raises:
           ConfigError: the plan has no table `name`, or `init` was not called.
@@ -158,16 +160,17 @@ class JobTables(abc.ABC):
 
     @abc.abstractmethod
     def evict(self, name: str, unused_for: int) -> int:
-        """Evict rows, with their optimizer state, that the last steps have not updated.
+        """Evict rows that the last `unused_for` steps have not updated.
 
-        When an evicted row is looked up again, it has its initial value, bit for bit, and the
-        initial optimizer state. So it may differ from the row of a single-device run. Evicted rows
-        do not count towards the table's limit.
+        The servers free the memory of these rows and of their optimizer state. When an evicted row
+        is looked up again, it has its initial value, bit for bit, and the initial optimizer state.
+        So it may differ from the row of a single-device run. Evicted rows do not count towards the
+        table's limit.
 
-        Synchronous trainers must all call it with the same arguments, between the same two steps.
-        Servers evict when all trainers have called. Asynchronous trainers call it independently,
-        and each server counts the steps of all trainers. Rows whose gradient has not arrived yet
-        are not evicted.
+        Synchronous trainers must all call this method with the same arguments, between the same
+        two steps. Servers evict rows when all trainers have called. Asynchronous trainers call the
+        method independently, and each server counts the steps of all trainers. Servers do not
+        evict rows whose gradient has not arrived yet.
 
         Args:
           name: the table.
@@ -178,25 +181,27 @@ class JobTables(abc.ABC):
           The number of evicted rows, over all servers.
 
         Raises:
-          ConfigError: the plan has no table `name`, its update changes rows that no step has looked
-            up, or `init` was not called.
-          PeerError: a server cannot initialize rows again, or a trainer continues without the call.
+          ConfigError: the plan has no table `name`, the table's update changes rows that no step
+            has looked up, or `init` was not called.
+          PeerError: a server cannot initialize rows again, or another trainer continues without
+            this call.
         """
 
     def export(self, name: str, path: str | os.PathLike[str]) -> None:
         """Write the servers' current rows of a table to a file, in chunks.
 
-        The file is one NumPy array, which `numpy.load(path, mmap_mode="r")` reads. A bfloat16 value
-        is written as two bytes. The table need not fit into memory.
+        The file contains one NumPy array; read it with `numpy.load(path, mmap_mode="r")`. A
+        bfloat16 value is written as two bytes. The table need not fit into memory.
 
         Args:
           name: the table.
-          path: the file. An existing file is replaced.
+          path: the path of the file. An existing file is replaced.
 
         Raises:
           ConfigError: the plan has no table `name`, or the file cannot be written.
         """
-        self.lookup(name, np.empty(0, int))  # raises an error before the file is replaced
+        # If a lookup is impossible, it raises an error here, before the file is replaced.
+        self.lookup(name, np.empty(0, int))
         t = self.plan.main.inputs[name]
         try:
             file = np.lib.format.open_memmap(path, "w+", dtype=t.dtype, shape=t.shape)
@@ -222,12 +227,12 @@ class JobTables(abc.ABC):
         return tables[name]
 
     def _gather(self, name: str, ids: Any, read: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-        """Return rows by ids of any shape and order.
+        """Return the rows for ids of any shape and order.
 
         Args:
           name: the table.
           ids: row ids.
-          read: returns rows for one or more increasing ids.
+          read: function from at least one increasing ids to their rows.
         """
         rows, wanted = self._table(name).lookups.rows, np.asarray(ids)
         if not wanted.size:
@@ -242,7 +247,12 @@ class AskServers(Protocol):
     """Function that sends servers a request between two steps (`Executor.between_steps`)."""
 
     def __call__(self, what: str, ask: Callable[[TrainerSteps], Operation[T]]) -> T:
-        """Return the servers' answer. `what` names the request in errors."""
+        """Return the servers' answer.
+
+        Args:
+          what: name of the request, for errors.
+          ask: function that starts the request.
+        """
 
 
 class TrainerTables(JobTables):
@@ -250,8 +260,8 @@ class TrainerTables(JobTables):
 
     Args:
       plan: the job's plan.
-      look_up: returns the servers' current rows of a table, by increasing ids.
-      ask: sends servers a request between two steps.
+      look_up: function that returns the servers' current rows of a table for increasing ids.
+      ask: function that sends servers a request between two steps.
     """
 
     def __init__(
@@ -307,12 +317,12 @@ class TrainerTables(JobTables):
             )
 
     def _blocks(self, name: str) -> list[tuple[str, str]]:
-        """Return (endpoint, name) of each block of a table."""
+        """Return the server's endpoint and the name of each block of a table."""
         self._table(name)
         return [(b.endpoint, b.name) for b in self.plan.placement.blocks[name]]
 
     def _ids_in_table(self, name: str, places: Sequence[np.ndarray]) -> np.ndarray:
-        """Return the increasing ids of rows in a table, from their ids in each block."""
+        """Convert ids in each block of a table to increasing ids in the table."""
         found = []
         for b, there in zip(self.plan.placement.blocks[name], places, strict=True):
             assert b.span is not None

@@ -1,4 +1,4 @@
-"""Memory of tables: pages are allocated on their first write, and freed when they are unused."""
+"""Memory of tables. The system allocates a page on its first write; unused pages are freed."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ class LazyArray:
         size = math.prod(shape) * np.dtype(dtype).itemsize
         self._area = mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_NOHUGEPAGE"):
-            # with huge pages, the first write of a row would allocate 2 MiB; a kernel without huge
-            # pages raises OSError
+            # With huge pages, the first write of a row would allocate 2 MiB. A kernel without huge
+            # pages raises OSError.
             with contextlib.suppress(OSError):
                 self._area.madvise(mmap.MADV_NOHUGEPAGE)
         self.array = np.frombuffer(self._area, np.uint8)[:size].view(dtype).reshape(shape)
 
     def give_back(self, unused: np.ndarray, new: np.ndarray) -> None:
-        """Free the pages that have only unused rows.
+        """Free the pages that contain only unused rows.
 
         Args:
-          unused: for each row, True if it is unused. Its values are undefined afterwards.
-          new: increasing ids of the rows that became unused since the last call.
+          unused: mask of the unused rows. The values of these rows are undefined afterwards.
+          new: increasing ids of the rows that became unused after the last call.
         """
         row, page = self.array[:1].nbytes, mmap.PAGESIZE
-        # The pages that lie completely in a run of unused rows are freed. Runs without a row in
-        # `new` were freed by an earlier call.
+        # A page is freed if it lies completely in a run of unused rows. An earlier call has freed
+        # the pages of runs without a row in `new`.
         edges = np.flatnonzero(np.diff(unused, prepend=False, append=False))
         starts, stops = edges[::2], edges[1::2]
         begins, ends = -(-starts * row // page) * page, stops * row // page * page

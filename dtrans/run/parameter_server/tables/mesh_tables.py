@@ -1,15 +1,15 @@
 """Tables on a mesh: execution of lookups between the compiled pieces of a trainer's program.
 
-    split_ids   computes the unique ids that each trainer looks up, sorted and checked, on the host
+    split_ids   checks the ids that each trainer looks up; makes them unique and sorted, on the host
     prefetch    copies rows from the devices of their servers to the trainers, through the host
     send_rows   copies gradients of rows to the host, where a server's update merges them
 
 Each block of a table is on its server's device. Trainers get a static number of rows
 (`TableLookups.size`), as in jobs of processes.
 
-In a traced step (`plan.verify()`), ids are not known. Then each of these functions is traced as an
-equation that calls it later (`dtrans.run.parameter_server.tables.traced_tables`). The number of
-rows of an update is then the largest number that trainers can look up.
+In a traced step (`plan.verify()`), ids are not known. Each of these functions is then traced as an
+equation, which calls the function later (`dtrans.run.parameter_server.tables.traced_tables`). An
+update has the largest number of rows that trainers can look up.
 """
 
 from __future__ import annotations
@@ -40,8 +40,10 @@ class MeshTables(JobTables):
 
     Args:
       plan: the job's plan.
-      newest: returns the last state of `init` or `step`; None if no reference to it is left.
-      check: raises StateError for a state of another job, or a state whose arrays were donated.
+      newest: function that returns the last state of `init` or `step`; None if the caller has
+        deleted this state.
+      check: function that raises StateError for a state of another job, or for a state with
+        donated arrays.
     """
 
     def __init__(
@@ -67,8 +69,8 @@ class MeshTables(JobTables):
         Raises:
           ConfigError: the plan has no table `name`.
           BatchError: an id is not a row of the table.
-          StateError: `state` belongs to another job; or it is left out, and the last state was
-            deleted.
+          StateError: `state` belongs to another job. Without `state`, this error says that the
+            caller has deleted the last state.
         """
         if state is None:
             state = self._newest()
@@ -104,14 +106,14 @@ class MeshTables(JobTables):
 
 
 def split_ids(eqn: JaxprEqn, ids: Sequence[Sequence[Any]]) -> list[np.ndarray]:
-    """Return the unique ids of the rows that each trainer looks up.
+    """Return the sorted unique ids of the rows that each trainer looks up.
 
     Args:
-      eqn: the `split_ids`.
-      ids: for each trainer, the operands.
+      eqn: the `split_ids` equation.
+      ids: the equation's operands of each trainer.
 
     Raises:
-      BatchError: an id that the table does not have.
+      BatchError: the table has no row with one of the ids.
     """
     found = []
     for k, operands in enumerate(ids):
@@ -138,8 +140,8 @@ def prefetched(
     Args:
       plan: the job's plan.
       eqn: the `prefetch` equation.
-      ids: for each trainer, increasing ids.
-      servers: the state of each server, by endpoint.
+      ids: increasing ids of each trainer's rows.
+      servers: maps the endpoint of each server to its state.
     """
     (t,), table = eqn.params["types"], eqn.params["table"]
     blocks = plan.placement.blocks[table]
@@ -151,7 +153,7 @@ def prefetched(
         return found
 
     def fetch(numbers: Sequence[Any], rows: Sequence[Any]) -> list[np.ndarray]:
-        # `trace_move` passes the indices of rows in place of rows, so that rows have any type
+        # `trace_move` passes indices of rows in place of rows, so that rows may have any type.
         positions: dict[str, dict[str, Any]] = {}
         for b, x in zip(blocks, rows, strict=True):
             positions.setdefault(b.endpoint, {})[b.name] = x
@@ -165,14 +167,14 @@ def prefetched(
 def rows_from(
     plan: PServerPlan, table: str, ids: np.ndarray, rows: np.ndarray, servers: Servers
 ) -> np.ndarray:
-    """Write rows of a table into `rows`, and return `rows`.
+    """Copy rows of a table from the servers' state into `rows`; return `rows`.
 
     Args:
       plan: the job's plan.
       table: the table.
-      ids: increasing ids.
-      rows: an array with len(ids) rows or more.
-      servers: the state of each server, by endpoint.
+      ids: increasing ids of the rows.
+      rows: an array with at least len(ids) rows.
+      servers: maps the endpoint of each server to its state.
     """
     for b in plan.placement.blocks[table]:
         assert b.span is not None
@@ -185,13 +187,13 @@ def rows_from(
 def sent_rows(
     plan: PServerPlan, eqn: JaxprEqn, ids: Sequence[np.ndarray], gradients: Sequence[np.ndarray]
 ) -> dict[str, dict[str, RowGradient]]:
-    """Return the gradients of rows for each server, by endpoint and gradient name.
+    """Return a map from each server's endpoint to the gradients for it, by gradient name.
 
     Args:
       plan: the job's plan.
       eqn: the `send_rows` equation.
-      ids: for each trainer, the ids of its rows.
-      gradients: for each trainer, the gradients of these rows.
+      ids: ids of each trainer's rows.
+      gradients: gradients of each trainer's rows.
     """
     sent: dict[str, dict[str, RowGradient]] = {}
     blocks = plan.placement.blocks[eqn.params["table"]]

@@ -4,11 +4,11 @@ Some optimizers also change rows without a gradient: momentum continues, moments
 On a single device, each step updates all rows. A server updates only rows with a gradient; the
 other rows *miss* the step. The server records the values that each update reads in addition to rows
 (counts, learning rates, a clipping factor). Before a row is read, it *catches up*: the server runs
-the update with a zero gradient, once for each missed step. The results equal a single device's, but
-a row's memory is read and written once instead of in each step.
+the update with a zero gradient, once for each missed step. The results equal a single device's
+results. But the server reads and writes the row's memory only once for all missed steps.
 
-A compiled program runs up to `WINDOW` missed steps of some rows. It is called several times for
-rows that have missed more.
+A compiled program runs up to `WINDOW` missed steps of some rows. For rows that have missed more
+steps, it is called several times.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ from dtrans.run.base.platforms import stable_bits_options
 from dtrans.run.parameter_server.update import ServerUpdate
 
 
-WINDOW = 256  # missed steps that one call of the compiled program runs
-# Entry of a row that no update changes before its first lookup. Such a row *rests*: it never
-# misses a step.
+WINDOW = 256  # missed steps that one call of the compiled program runs, at most
+# Number of applied steps of a *resting* row: no update changes the row before its next lookup, so
+# the row misses no steps.
 RESTS = np.iinfo(np.int64).max
-# Largest size of the records in bytes. Above it, all rows catch up, and the records are dropped.
+# Bytes of the records, at most. When they are larger, all rows catch up, and the records are
+# dropped.
 MOST_BYTES = 1 << 26
 
 Arrays = Mapping[str, Any]
@@ -44,7 +45,7 @@ class StepRecords:
     """Values that each update of a table has read in addition to rows.
 
     Args:
-      types: types of the values, by name.
+      types: shape and dtype of each value, by name.
 
     Attributes:
       first: the index of the first step with a record.
@@ -65,19 +66,19 @@ class StepRecords:
         """Record a step."""
         at = self.now - self.first
         for n, x in self._values.items():
-            if at == len(x):  # the array is full, so its length is doubled
+            if at == len(x):  # The array is full, so its length is doubled.
                 self._values[n] = np.concatenate([x, self._room(self._types[n], len(x))])
             self._values[n][at] = np.asarray(values[n])
         self.now += 1
 
     def until_now(self) -> StepRecords:
-        """Return a copy that later steps do not change. It shares the memory of the records."""
+        """Return a copy that later steps do not change. The copy shares the records' memory."""
         found = copy.copy(self)
         found._values = dict(self._values)
         return found
 
     def window(self, step: int) -> dict[str, np.ndarray]:
-        """Return the records of `WINDOW` steps from `step` on."""
+        """Return the records of at most `WINDOW` steps, from `step` on."""
         at = step - self.first
         return {n: x[at : at + WINDOW] for n, x in self._values.items()}
 
@@ -91,7 +92,7 @@ class StepRecords:
 
 
 class MissedSteps:
-    """Missed steps of the rows of a block.
+    """Missed steps of the rows of one block.
 
     Args:
       update: the server's update.
@@ -99,7 +100,7 @@ class MissedSteps:
       state: the initial values by name; None if all rows have the values of the init.
 
     Attributes:
-      reads: types of the values that an update reads in addition to rows, by name.
+      reads: shape and dtype of each value that an update reads in addition to rows, by name.
     """
 
     def __init__(self, update: ServerUpdate, table: TableBlock, state: Arrays | None) -> None:
@@ -107,7 +108,7 @@ class MissedSteps:
         self._names = table.arrays
         self.reads = _read_beside_rows(update, table)
         self._records = StepRecords(self.reads)
-        # for each row, the number of steps that are applied to it, or RESTS
+        # The number of steps that each row includes, or RESTS
         self._seen = np.zeros(table.rows, np.int64)
         if table.rests is not None:
             is_resting = True if state is None else _find_resting(table, state)
@@ -116,16 +117,16 @@ class MissedSteps:
 
     @property
     def rests(self) -> bool:
-        """True if updates do not change rows before their first lookup."""
+        """True if updates change no row before the first lookup of the row."""
         return self._table.rests is not None
 
     @property
     def seen(self) -> np.ndarray:
-        """For each row, the number of steps that are applied to it, or RESTS."""
+        """Number of steps that each row includes, or RESTS for a resting row."""
         return self._seen
 
     def until_now(self) -> MissedSteps:
-        """Return a copy whose records later steps do not change, for a thread that reads rows."""
+        """Return a copy for a thread that reads rows. Later steps do not change its records."""
         found = copy.copy(self)
         found._records = self._records.until_now()
         return found
@@ -134,45 +135,45 @@ class MissedSteps:
         """Return a copy with the same records for other rows.
 
         Args:
-          seen: for each of these rows, the number of steps that are applied to it.
+          seen: number of steps that each of these rows includes.
         """
         found = copy.copy(self)
         found._seen = seen
         return found
 
     def behind(self, ids: np.ndarray) -> np.ndarray:
-        """Return the subset of `ids` whose rows have missed steps."""
+        """Return those of the `ids` whose rows have missed steps."""
         return ids[self._seen[ids] < self._records.now]
 
     @property
     def moving(self) -> np.ndarray:
-        """For each row, True if every step changes it."""
+        """Mask of the rows that every step changes: the rows that do not rest."""
         return self._seen < RESTS
 
     def rest(self, ids: np.ndarray) -> None:
-        """Mark rows as resting until their next lookup, since they have their initial values."""
+        """Mark rows as resting, because they have their initial values again."""
         self._seen[ids] = RESTS
 
     def add(self, ids: np.ndarray, values: Arrays) -> bool:
-        """Record a step. Return True if the records are too large, so that all rows must catch up.
+        """Record a step. Return True if the records are too large, and all rows must catch up.
 
         Args:
-          ids: the rows that the step has updated.
-          values: the values that it has read in addition to rows, by name.
+          ids: ids of the rows that the step has updated.
+          values: the values that the step has read in addition to rows, by name.
         """
         self._records.add(values)
         self._seen[ids] = self._records.now
         return self._records.nbytes > MOST_BYTES
 
     def forget(self) -> None:
-        """Drop the records. All rows must have caught up."""
+        """Drop the records. Before this call, all rows must have caught up."""
         self._records.forget()
 
     def make_up(self, ids: np.ndarray, arrays: dict[str, np.ndarray]) -> None:
         """Run the missed steps of rows, in place.
 
         Args:
-          ids: the rows.
+          ids: ids of the rows.
           arrays: the block and its optimizer state, by name.
         """
         now, behind = self._records.now, self.behind(ids)
@@ -183,7 +184,7 @@ class MissedSteps:
         first = self._records.first
         for begin in range(int(seen[0] - first) // WINDOW * WINDOW + first, now, WINDOW):
             stop = min(begin + WINDOW, now)
-            # rows are sorted by `seen`, so the rows that miss steps of this window come first
+            # The rows are sorted by `seen`, so the rows that miss steps of this window come first.
             due = behind[: np.searchsorted(seen, stop)]
             due = due[self._seen[due] < stop]
             for start, end, size in rooms(len(due)):
@@ -194,16 +195,16 @@ class MissedSteps:
     def _make(
         self, ids: np.ndarray, size: int, begin: int, stop: int, arrays: dict[str, np.ndarray]
     ) -> None:
-        """Run the missed steps of one window, by the compiled program for `size` rows.
+        """Run the missed steps of one window with the compiled program for `size` rows.
 
         Args:
-          ids: the rows; at most `size`.
+          ids: ids of at most `size` rows.
           size: the number of rows of the program.
           begin: the first step of the window.
           stop: the step after the window's last step.
           arrays: the block and its optimizer state, by name.
         """
-        # padding has no missed steps
+        # The padding of `seen` marks rows without missed steps.
         seen = pad(np.maximum(self._seen[ids] - begin, 0).astype(np.int32), size, WINDOW)
         rows = {n: pad(arrays[n][ids], size) for n in self._names}
         operands = rows, seen, self._records.window(begin), int(seen.min()), stop - begin
@@ -220,12 +221,12 @@ class MissedSteps:
         Its arguments are:
 
             rows      the rows and their state, by name
-            seen      for each row, the number of the window's steps that are applied to it
+            seen      the number of the window's steps that each row includes
             records   the records of the window, by name
-            first     the index of the first step in the window to run
-            stop      the index of the step after the last
+            first     the index in the window of the first step to run
+            stop      the index in the window after the last step
 
-        It returns new rows and state, by name.
+        The function returns the new rows and state, by name.
         """
         blocks = blocks_of(self._update, self._table, size)
 
@@ -245,25 +246,26 @@ class MissedSteps:
 def at_zero_gradient(
     blocks: Sequence[OptimizeBlock], rows: Arrays, values: Arrays
 ) -> dict[str, Any]:
-    """Return a block's rows and state after an update with a zero gradient. The function is pure.
+    """Return a block's rows and state after an update with a zero gradient; a pure function.
 
     Args:
       blocks: the optimize blocks of the update, in order.
       rows: the rows and their state, by name.
-      values: the values that the update reads in addition, by name.
+      values: the values that the update reads in addition to rows, by name.
     """
     read, new = {**rows, **values}, dict[str, Any]()
     for block in blocks:
         types = block.invars
-        # The copy for delay compensation may be zero, too: it is only multiplied by the gradient.
+        # The stored values for delay compensation may be zero, too, because the update only
+        # multiplies them by the gradient.
         zeros = {g.name for g in block.grads} | {block.name + BACKUP}
         operands = []
         for n in block.in_names:
             operands.append(jnp.zeros_like(types[n].aval) if n in zeros else read[n])
         outs = dict(zip(block.out_names, evaluate(block.jaxpr, *operands), strict=True))
         new |= retain(outs, rows)
-        # Existing names take precedence: blocks read old state, and recorded values instead of
-        # outputs, since the recorded ones were reduced over all rows.
+        # Existing entries take precedence over `outs`: blocks read the old state. They also read
+        # recorded values, because the step has reduced these values over all rows.
         read = {**outs, **read}
     return {**rows, **new}
 
@@ -276,8 +278,8 @@ def blocks_of(update: ServerUpdate, table: TableBlock, size: int) -> list[Optimi
 def _read_beside_rows(update: ServerUpdate, table: TableBlock) -> dict[str, Any]:
     """Return the types of the values that a block's update reads in addition to rows, by name.
 
-    They include outputs of earlier optimize blocks that are reduced over rows. The types of these
-    outputs do not depend on the number of rows, so the update is compared for two sizes.
+    These values include outputs of earlier optimize blocks if they are reduced over rows. Such an
+    output has the same shape for every number of rows. So the function compares two sizes.
     """
     some, more = (blocks_of(update, table, size) for size in (LEAST, 2 * LEAST))
     found: dict[str, Any] = {}
@@ -294,7 +296,7 @@ def _read_beside_rows(update: ServerUpdate, table: TableBlock) -> dict[str, Any]
 
 
 def _find_resting(table: TableBlock, state: Arrays) -> np.ndarray:
-    """Return for each row of a block True if its state shows that no step has updated it."""
+    """Return a mask of a block's rows that no step has updated, according to their state."""
     found = np.ones(table.rows, bool)
     for n, number in (table.rests or {}).items():
         found &= (state[n] == number).reshape(table.rows, -1).all(1)
@@ -302,6 +304,6 @@ def _find_resting(table: TableBlock, state: Arrays) -> np.ndarray:
 
 
 def pad(rows: np.ndarray, size: int, filler: int = 0) -> np.ndarray:
-    """Pad rows to `size` with a constant."""
+    """Pad an array to `size` rows with a constant."""
     padding = np.full((size - len(rows), *rows.shape[1:]), filler, rows.dtype)
     return np.concatenate([rows, padding])

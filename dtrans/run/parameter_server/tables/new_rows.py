@@ -1,10 +1,11 @@
 """Initialization of table rows on first use, bit for bit as by the user's init.
 
-A server starts without table rows. `NewRows` is a placeholder for a block, or for optimizer state
-with a row for each row of a block. It has the array's shape and dtype, and initializes all rows
-when it is read as an array. `table_memory` initializes single rows when they are used.
+A server starts without table rows. `NewRows` is a placeholder for a block, or for an array of
+optimizer state that has a row for each row of the block. The placeholder has the array's shape and
+dtype. If it is converted to an array, it initializes all rows. `table_memory` initializes only the
+rows that are used.
 
-PRNG keys are computed separately, so that tables of equal shapes share the compiled program that
+PRNG keys are computed separately. So tables of equal shapes share the compiled program that
 initializes rows.
 """
 
@@ -25,14 +26,14 @@ from dtrans.run.base.lowered import jitted_once
 
 
 class RowMaker:
-    """Initializer of the rows of a block and of its optimizer state.
+    """Initializer of a block's rows, and of their optimizer state.
 
     Args:
       eqn: the block's `init_on_use` equation.
       args: the arguments of the init.
 
     Attributes:
-      types: types of the block, and of each array of its optimizer state.
+      types: shape and dtype of the block, and of each array of its optimizer state.
     """
 
     def __init__(self, eqn: JaxprEqn, args: Sequence[Any]) -> None:
@@ -42,7 +43,7 @@ class RowMaker:
         self._fns: dict[int, tuple[Callable[..., Sequence[Any]], list[Any]]] = {}
 
     def __call__(self, ids: np.ndarray) -> list[np.ndarray]:
-        """Return the initial rows of the block, and of each array of its optimizer state."""
+        """Return initial rows: those of the block, then those of each array of its state."""
         if not len(ids):
             return [np.empty((0, *t.shape[1:]), t.dtype) for t in self.types]
         parts = [self._initialize(ids[start:stop], size) for start, stop, size in rooms(len(ids))]
@@ -62,16 +63,16 @@ class RowMaker:
 def split_keys(jaxpr: ClosedJaxpr) -> tuple[ClosedJaxpr, ClosedJaxpr]:
     """Split an initializer of rows into a function that computes PRNG keys, and the remainder.
 
-    The first function has the equations that do not depend on ids and produce no floating-point
-    values. The second function is equal for tables of equal shapes. Floating-point equations all
-    stay in the second function, because XLA's fusions determine their bits.
+    The first function has the equations that do not depend on ids and compute no floating-point
+    values. The second function is equal for tables of equal shapes. It has all floating-point
+    equations, because the bits of their results depend on XLA's fusions.
 
     Args:
       jaxpr: a function of the ids of rows, and of the arguments of the init.
 
     Returns:
-      (keys, rows): `keys` is a function of the arguments of the init, `rows` a function of ids and
-      of the outputs of `keys`.
+      (keys, rows). The arguments of `keys` are the arguments of the init. The arguments of `rows`
+      are the ids, and the outputs of `keys`.
     """
     inner = opened(jaxpr)
     ids, *args = inner.invars
@@ -94,7 +95,7 @@ def split_keys(jaxpr: ClosedJaxpr) -> tuple[ClosedJaxpr, ClosedJaxpr]:
 
 
 class NewRows(ArrayLike):
-    """Placeholder for a block of a table, or an array of its state, without initialized rows.
+    """Placeholder for a table's block, or for an array of its state, without initialized rows.
 
     Args:
       maker: initializes rows.
@@ -110,7 +111,7 @@ class NewRows(ArrayLike):
 
 
 class KnownRows(ArrayLike):
-    """A block, or an array of its state, with all its rows and with their initializer.
+    """All rows of a block, or of an array of its state, and the initializer of these rows.
 
     Args:
       array: the rows.
@@ -126,7 +127,7 @@ class KnownRows(ArrayLike):
 
 
 def with_makers(state: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the initializers of rows to the tables of a server's state.
+    """Return a server's state whose tables also have the initializers of their rows.
 
     Args:
       state: the state, such as one from a checkpoint.

@@ -1,6 +1,6 @@
-"""Lookups of table rows on servers by a trainer.
+"""A trainer's lookups of table rows on servers.
 
-prefetch   records a lookup, or uses rows that were announced
+prefetch   records a lookup, or uses announced rows
 receive    sends one request to each server for all recorded lookups, and waits for the rows
 announce   requests the rows of a later step, without waiting
 look_up    reads rows between steps, for evaluation
@@ -23,10 +23,10 @@ from dtrans.run.parameter_server.server_connections import ServerConnections
 
 
 class RowLookups:
-    """Lookups of one trainer.
+    """Lookups of table rows of one trainer.
 
     Args:
-      connections: the connections to the servers.
+      connections: the trainer's connections to servers.
     """
 
     def __init__(self, connections: ServerConnections) -> None:
@@ -36,9 +36,10 @@ class RowLookups:
         self._pool = BufferPool()
 
     def prefetch(self, eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
-        """Return an array for the rows of a `prefetch`, which `receive` fills.
+        """Return an array for the rows of a `prefetch`.
 
-        If the rows were announced, the array has them already.
+        If the rows were announced, the array contains them. Otherwise, `receive` writes the rows
+        into the array later.
         """
         self._connections.identify(eqn)
         (uniq,) = values
@@ -58,7 +59,7 @@ class RowLookups:
         return LookedUp(table, uniq, rows, rows_wanted(eqn, uniq, rows))
 
     def receive(self) -> None:
-        """Receive the rows of all pending lookups."""
+        """Request and receive the rows of all recorded lookups."""
         pending, self._pending = self._pending, []
         if not pending:
             return
@@ -82,12 +83,13 @@ class RowLookups:
     def look_up(
         self, eqn: JaxprEqn, ids: np.ndarray, ask: Callable[[Sequence[WantedRows]], bool]
     ) -> np.ndarray:
-        """Return rows for evaluation, which no gradient will follow.
+        """Return rows for evaluation, without a later gradient.
 
         Args:
           eqn: a `prefetch` equation of the table.
-          ids: row ids, increasing.
-          ask: receives the rows by the communicator; returns False if no communicator runs.
+          ids: increasing row ids.
+          ask: function that receives the rows by the communicator. It returns False if no
+            communicator runs.
         """
         t = eqn.params["types"][0]
         rows = np.empty((len(ids), *t.shape[1:]), t.dtype)
@@ -98,11 +100,11 @@ class RowLookups:
         return rows
 
     def send_rows(self, eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
-        """Send each server the gradients of its rows.
+        """Send each server the gradients of those rows that it stores.
 
         Args:
           eqn: the `send_rows` equation.
-          values: the ids of the rows, and their gradients.
+          values: the ids of the rows, and the gradients of these rows.
         """
         self._connections.identify(eqn)
         p, (uniq, grad) = eqn.params, values

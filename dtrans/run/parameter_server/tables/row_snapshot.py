@@ -1,9 +1,9 @@
 """Copy-on-write snapshot of a block's rows, which another thread reads during updates.
 
-The reader reads the rows in increasing order, in segments. Before the server changes a row that has
-not been read, it saves a copy. The memory for saved rows is bounded: when it is full, the server
-waits for the reader. If the reader makes no progress for some time, the server ends the snapshot
-with an error and continues.
+The reader reads the rows in increasing order, in segments. Before the server changes a row that the
+reader has not read, the server saves a copy of the row. The memory for saved rows is bounded: when
+it is full, the server waits for the reader. If the reader makes no progress for some time, the
+server continues, and the reader gets an error.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from dtrans.run.parameter_server.tables.missed_steps import MissedSteps
 from dtrans.run.parameter_server.tables.new_rows import RowMaker
 
 
-SEGMENT = 8 << 20  # bytes of rows in a segment
+SEGMENT = 8 << 20  # bytes of the rows in a segment
 # Saved rows are indexed by groups of consecutive rows.
-GROUPS = 256  # largest number of groups
-LEAST = 4096  # smallest number of rows of a group
-# Smallest limit for saved rows in bytes. The limit is a twelfth of the block if that is larger.
+GROUPS = 256  # number of groups, at most
+LEAST = 4096  # number of rows of a group, at least
+# Bytes of saved rows, at most. For a block of more than 12 times this size, the limit is a twelfth
+# of the block.
 ROOM = 16 << 20
-WINDOW = 1 << 16  # largest number of rows that are copied while the lock is held
+WINDOW = 1 << 16  # number of rows that are copied while the lock is held, at most
 
 
 class SharedRows(Protocol):
-    """Interface of a block whose rows are updated while a snapshot is read (`TableMemory`)."""
+    """Interface to a block whose rows change while a snapshot is read, such as `TableMemory`."""
 
     table: TableBlock
     arrays: dict[str, np.ndarray]
@@ -44,7 +45,7 @@ class SharedRows(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the rows that exist, with their state."""
+        """Bytes of the rows that exist, and of their optimizer state."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -54,8 +55,8 @@ class _SavedRows:
     Attributes:
       ids: the increasing ids of the rows.
       changed: `changed_at` of each row.
-      seen: for each row, the number of steps that are applied to it; None if rows miss no steps.
-      rows: by name of the array, the rows among these that exist.
+      seen: number of steps that each row includes; None if rows miss no steps.
+      rows: maps the name of each array to copies of the rows. Rows that do not exist are left out.
     """
 
     ids: np.ndarray
@@ -64,7 +65,7 @@ class _SavedRows:
     rows: Mapping[str, np.ndarray]
 
     def between(self, start: int, stop: int) -> _SavedRows:
-        """Return the rows with ids from `start` up to `stop`."""
+        """Return the rows with ids from `start` to `stop` - 1."""
         a, b = np.searchsorted(self.ids, (start, stop))
         skipped = int((self.changed[:a] > 0).sum())
         count = int((self.changed[a:b] > 0).sum())
@@ -85,12 +86,12 @@ class RowSnapshot(TableRows):
 
     Args:
       memory: the block.
-      is_live: True if updates continue. Then updates save rows before they change them, and
+      is_live: True if updates continue. Then an update saves rows before it changes them, and
         `segments` can be read only once.
       patience: seconds that the server waits for a reader that makes no progress.
 
     Attributes:
-      most: the largest number of bytes of saved rows so far.
+      most: the largest number of bytes that saved rows have had so far.
     """
 
     def __init__(
@@ -107,22 +108,22 @@ class RowSnapshot(TableRows):
         self._row_bytes = sum(x[:1].nbytes for x in memory.arrays.values())
         self._room = max(ROOM, memory.nbytes // 12)
         self._group = max(LEAST, -(-self.rows // GROUPS))
-        self._at = 0  # the first row that the reader has not read
+        self._at = 0  # id of the first row that the reader has not read
         self._is_saved = np.zeros(self.rows, bool)
-        self._saved: dict[int, list[_SavedRows]] = {}  # by index of the group
+        self._saved: dict[int, list[_SavedRows]] = {}  # index of a group -> its saved rows
         self._nbytes = self.most = 0
-        self._over = ""  # the reason why the snapshot has ended
+        self._over = ""  # the reason for the end of the snapshot; empty before the end
         self._progress = threading.Condition()
 
     # -- the server ------------------------------------------------------------------------------
 
     @property
     def is_over(self) -> bool:
-        """True if the snapshot has ended: updates need not save rows for it."""
+        """True if the snapshot has ended, and updates need not save rows any more."""
         return bool(self._over)
 
     def save(self, ids: np.ndarray) -> None:
-        """Save rows that are about to change; wait while the memory for saved rows is full."""
+        """Save copies of rows before an update changes them; wait while the memory is full."""
         with self._progress:
             while not self._over:
                 due = ids[(ids >= self._at) & ~self._is_saved[ids]]
@@ -157,7 +158,7 @@ class RowSnapshot(TableRows):
         return _SavedRows(ids, changed, seen, rows)
 
     def close(self) -> None:
-        """End the snapshot. Its reader calls it when it has read all rows, or has failed."""
+        """End the snapshot. The reader calls `close` when it has read all rows, or has failed."""
         with self._progress:
             self._end(self._over or "it was read")
 
@@ -176,7 +177,7 @@ class RowSnapshot(TableRows):
         return maker(ids)
 
     def segments(self) -> Iterator[RowSegment]:
-        """Yield all rows, in increasing order.
+        """Yield the rows of the snapshot in segments, with increasing ids.
 
         Raises:
           StateError: the reader was too slow, and the server has ended the snapshot.
@@ -198,12 +199,12 @@ class RowSnapshot(TableRows):
         self.close()
 
     def _next(self, most: int) -> tuple[_SavedRows, np.ndarray]:
-        """Read the next rows, at most `most`.
+        """Read at most `most` further rows.
 
-        The lock is held while current rows are copied, and saved rows are written over the copies.
+        With the lock held, the method copies current rows, and replaces changed rows by saved rows.
 
         Returns:
-          The rows at the time of the snapshot, and the ids of rows that did not exist then.
+          The rows at the time of the snapshot, and the ids of rows that did not exist at that time.
         """
         with self._progress:
             if self._over:
@@ -231,7 +232,7 @@ class RowSnapshot(TableRows):
                     rows[n][at] = old
 
             if stop % self._group == 0 or stop == self.rows:
-                # the group is read completely, so its saved rows are not needed any more
+                # The reader has read the complete group, so the group's saved rows are dropped.
                 self._nbytes -= sum(x.nbytes for x in self._saved.pop(group, ()))
             self._at = stop
             self._progress.notify_all()
@@ -242,11 +243,11 @@ class RowSnapshot(TableRows):
     def _catch_up(self, old: _SavedRows, new: np.ndarray) -> RowSegment:
         """Run the missed steps of rows; return the rows as a segment.
 
-        If updates also change rows that do not exist yet, initialize these rows and add them.
+        If updates also change rows that do not exist yet, initialize these rows and include them.
 
         Args:
           old: rows at the time of the snapshot.
-          new: ids of rows that did not exist then.
+          new: ids of rows that did not exist at that time.
         """
         rows, missed = dict(old.rows), self._missed
         exists = old.changed > 0

@@ -1,12 +1,12 @@
 """Updates of the table rows that trainers have looked up.
 
-An update reads these rows (`take`), computes new rows, and writes them back (`put`). A server
-process stores tables in NumPy memory (`table_memory`). On a mesh, a table is an array on its
-server's device. There `put` returns a new array, which reuses the memory of the old array if that
-is donated.
+An update reads these rows (`take`), computes new rows, and writes the new rows back (`put`). A
+server process stores tables in NumPy memory (`table_memory`). On a mesh, a table is an array on its
+server's device. `put` then returns a new array. If the old array is donated, the new array reuses
+its memory.
 
-Updates, and the functions `take` and `put` on devices, are compiled for a few numbers of rows
-(`room_for`).
+Updates are compiled for a few numbers of rows only (`room_for`), and so are `take` and `put` on
+devices.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ class RowUpdates:
 
     Args:
       tables: the server's blocks of tables, by name.
-      take: returns rows of a block and of its optimizer state, padded with zeros.
-      put: stores new rows of a block and of its optimizer state; returns these arrays, by name.
+      take: function that returns rows of a block and of its optimizer state, padded with zeros.
+      put: function that stores new rows of a block and of its optimizer state. It returns these
+        arrays, by name.
     """
 
     def __init__(
@@ -47,7 +48,9 @@ class RowUpdates:
     ) -> None:
         self._tables, self._take, self._put = tables, take, put
         self._by_rows = {n: t for n, t in tables.items() if not t.updates_all}
-        self._room: dict[str, int] = {}  # number of rows in the compiled update, by block
+        self._room: dict[
+            str, int
+        ] = {}  # name of a block -> its number of rows in the compiled update
 
     def run(
         self,
@@ -57,12 +60,12 @@ class RowUpdates:
         state: Rows,
         watched: dict[str, Any] | None = None,
     ) -> Generator[tuple[Exchange, Vectors], Vectors, dict[str, Any]]:
-        """Run a step, as `CompiledUpdate.run` does.
+        """Run a step like `CompiledUpdate.run`, with gradients of table rows.
 
         Args:
-          compiled: returns the compiled update for a number of rows of each block.
+          compiled: function that returns the compiled update for a number of rows of each block.
           grads: gradients by name; a gradient of a table is a `RowGradient`.
-          present: the trainers whose gradients are used.
+          present: ids of the trainers whose gradients the update uses.
           state: the state before the step.
           watched: a dict to which the values that the update watches are added.
         """
@@ -85,13 +88,13 @@ class RowUpdates:
     def _room_for(self, ids: Mapping[str, np.ndarray]) -> dict[str, int]:
         """Return the number of rows of each block in the compiled update.
 
-        One compiled function updates all blocks. If each block's number of rows were rounded
-        separately, too many combinations would be compiled. So all numbers stay while they suffice.
-        When one block needs more rows, all blocks grow, to a fourth more than they need. A number
-        may exceed the rows of its block.
+        One compiled function updates all blocks, so each new combination of numbers is compiled.
+        To have few combinations, no number changes while all numbers suffice. When one block needs
+        more rows, the numbers of all blocks grow to a fourth more than they need. A number may be
+        larger than the block's number of rows.
 
         Args:
-          ids: the ids of the rows to update, by block.
+          ids: ids of the rows to update, by name of the block.
         """
         if not self._room:
             self._room = {n: room_for(len(x)) for n, x in ids.items()}
@@ -118,12 +121,12 @@ def take_padded(table: TableBlock, ids: np.ndarray, size: int, state: Rows) -> d
 
 
 def take_rows(table: TableBlock, ids: Any, state: Rows) -> dict[str, jax.Array]:
-    """Return rows of a block and of its state. Ids of padding give zeros."""
+    """Return rows of a block and of its state; for ids of padding, return zeros."""
     return {n: _take(state[n], ids) for n in table.arrays}
 
 
 def put_rows(table: TableBlock, ids: Any, new: Rows, state: Rows) -> dict[str, jax.Array]:
-    """Return a block and its state with new rows. Rows with ids of padding are dropped."""
+    """Return a block and its state with new rows. Drop the rows with ids of padding."""
     return {n: _put(state[n], ids, new[n]) for n in table.arrays}
 
 
@@ -137,7 +140,7 @@ def put_padded(
       ids: the ids of the rows that the update has changed.
       new: rows by name. Rows after the first len(ids) are padding.
       state: the state before the step.
-      donate: True to reuse the memory of `state`.
+      donate: True to reuse the memory of the block and of its state.
     """
     put, found = _put_donated if donate else _put, {}
     for n in table.arrays:
@@ -152,7 +155,7 @@ def read_rows(block: jax.Array, ids: np.ndarray) -> np.ndarray:
 
 
 def pad_ids(ids: np.ndarray, size: int, rows: int) -> np.ndarray:
-    """Pad ids to length `size` with the id `rows`, which no row has."""
+    """Pad ids to length `size` with the number `rows`, which is no id of a row."""
     return np.concatenate([ids, np.full(size - len(ids), rows)]).astype(np.int32)
 
 

@@ -20,9 +20,9 @@ class ServerTables:
     Args:
       endpoint: the server's endpoint.
       blocks: all blocks of tables, by name.
-      memory: the blocks whose updates do not touch every row, by name.
-      state: returns the server's state, which contains the other blocks.
-      steps: returns the number of updates of one of the other blocks.
+      memory: memory of the blocks whose updates touch only some rows, by name.
+      state: function that returns the server's state, with the blocks that are not in `memory`.
+      steps: function that returns the number of updates of a block that is not in `memory`.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class ServerTables:
         Args:
           name: the block.
           unused_for: the number of steps.
-          under_way: ids of rows whose gradient has not arrived yet; they are not evicted.
+          under_way: ids of rows whose gradient has not arrived yet. These rows are not evicted.
 
         Raises:
           StateError: the block's updates touch every row, or rows cannot be initialized again.
@@ -75,15 +75,14 @@ class ServerTables:
         return count
 
     def changed(self, name: str, since: int) -> tuple[int, np.ndarray, np.ndarray]:
-        """Return the rows that have changed since a step.
+        """Return the ids of the rows that were changed or evicted after a step.
 
         Args:
           name: the block.
-          since: the step.
+          since: the number of the step.
 
         Returns:
-          The block's current step, the ids of rows that steps after `since` have changed, and the
-          ids of rows that were evicted since.
+          The block's current step, the ids of the changed rows, and the ids of the evicted rows.
 
         Raises:
           WireError: the server has no block `name`.
@@ -103,5 +102,5 @@ class ServerTables:
             return step, *memory.changed(since)
         count = 0
         if since < step:
-            count = self._blocks[name].rows  # each step changes every row
+            count = self._blocks[name].rows  # Each step changes every row.
         return step, np.arange(count), np.arange(0)

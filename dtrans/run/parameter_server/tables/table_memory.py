@@ -4,13 +4,12 @@ Updates are compiled for a few numbers of rows
 (`dtrans.parameter_server.tables.touched_rows.room_for`). Rows, state and gradients are padded with
 zeros to such a number, and the outputs for padding are dropped.
 
-A row *exists* after its first use, when it is initialized
+A row *exists* if it is stored. It is initialized and stored on its first use in a step
 (`dtrans.run.parameter_server.tables.new_rows`). If updates also change rows without gradients,
 these rows catch up before they are read (`dtrans.run.parameter_server.tables.missed_steps`).
 
-For each row, `changed_at` records if it exists, and which step has changed it last. Rows that the
-last steps have not updated can be evicted. An evicted row has its initial value when it is used
-again.
+`changed_at` records whether each row exists, and which step has last changed the row. Rows without
+a recent update can be evicted. An evicted row has its initial value when it is used again.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from dtrans.run.parameter_server.tables.row_snapshot import RowSnapshot
 from dtrans.run.parameter_server.update import ServerUpdate
 
 
-CHUNK = 1 << 16  # rows that are compared with their initial values in one call
+CHUNK = 1 << 16  # number of rows that are compared with their initial values at once
 
 
 class TableMemory:
@@ -46,16 +45,16 @@ class TableMemory:
 
     Attributes:
       table: the block.
-      arrays: the memory of the block, and of the optimizer state with a row for each of its rows,
-        by name.
+      arrays: memory by name: of the block, and of each array of optimizer state that has a row for
+        each row of the block.
       reads: names of the values that `put` needs from each update.
       count: the number of rows that exist.
       evicted: the number of evicted rows so far.
       step: the number of updates, including those before a checkpoint.
       maker: initializes rows; None if rows cannot be initialized again.
       missed: missed steps of rows; None if updates change only rows with a gradient.
-      changed_at: for each row, positive if it exists, negative if it was evicted, and 0 before its
-        first use. The absolute value tells when it last changed (see
+      changed_at: one number for each row: positive if the row exists, negative if it was evicted,
+        and 0 before its first use. The absolute value tells when the row last changed (see
         `dtrans.checkpoint.saved_rows.RowSegment`).
     """
 
@@ -92,7 +91,7 @@ class TableMemory:
         """Store the rows of a checkpoint.
 
         Raises:
-          StateError: this job's init returns other rows than the init of the checkpoint's job.
+          StateError: this job's init and the init of the checkpoint's job return different rows.
         """
         if self.maker is not None and isinstance(saved, SavedTable):
             ids, probe = saved.probe
@@ -106,7 +105,7 @@ class TableMemory:
             self.count += len(segment.present)
 
     def _store_changed(self, initial: Sequence[np.ndarray], maker: RowMaker) -> None:
-        """Store only the rows that differ from the initial rows of `maker`."""
+        """Store only those rows that differ from the initial rows of `maker`."""
         for at in range(0, self.table.rows, CHUNK):
             ids = np.arange(at, min(at + CHUNK, self.table.rows))
             chunks = [x[ids] for x in initial]
@@ -123,8 +122,8 @@ class TableMemory:
 
         Args:
           ids: increasing ids.
-          train: True if a gradient of these rows will follow. Otherwise rows that do not exist are
-            initialized without being stored.
+          train: True if a gradient of these rows will follow; new rows are then initialized and
+            stored. If False, new rows are initialized and not stored.
         """
         rows = self.arrays[self.table.name]
         exists = self.changed_at[ids] > 0
@@ -149,10 +148,10 @@ class TableMemory:
     def put(
         self, ids: np.ndarray, new: Mapping[str, Any], values: Mapping[str, Any]
     ) -> dict[str, np.ndarray]:
-        """Store the rows of an update; return `arrays`.
+        """Store the rows that an update has computed; return `arrays`.
 
         Args:
-          ids: increasing ids.
+          ids: increasing ids of the rows.
           new: the new rows of each array, by name. Rows after the first len(ids) are padding.
           values: the update's values with the names `reads`.
         """
@@ -163,7 +162,8 @@ class TableMemory:
         self.changed_at[ids] = self.step + 1
         if self.missed is not None and self.missed.add(ids, values):
             # The records of missed steps use too much memory. All rows catch up, so that the
-            # records can be dropped. If rows change before their first use, they must exist now.
+            # records can be dropped. If updates change even rows before their first use, these
+            # rows are initialized now.
             if not self.missed.rests:
                 self._make(np.flatnonzero(self.changed_at <= 0))
             self._catch_up(np.flatnonzero(self.changed_at > 0))
@@ -173,11 +173,11 @@ class TableMemory:
     def evict(self, unused_for: int, under_way: np.ndarray) -> int:
         """Evict the rows that the last `unused_for` steps have not updated; return their number.
 
-        Evicted rows do not exist any more: their next use initializes them again.
+        Evicted rows do not exist any more. Their next use initializes them again.
 
         Args:
           unused_for: the number of steps.
-          under_way: ids of rows whose gradient has not arrived yet; they are not evicted.
+          under_way: ids of rows whose gradient has not arrived yet. These rows are not evicted.
 
         Raises:
           StateError: rows cannot be initialized again.
@@ -198,7 +198,8 @@ class TableMemory:
         is_old[under_way] = False
         gone = np.flatnonzero(is_old)
         self._before(gone)
-        # marked with the next step, since `changed` may have reported the current step already
+        # Evicted rows are marked with the next step, because a call of `changed` may have
+        # reported the current step already.
         self.changed_at[gone] = -(self.step + 2)
         if self.missed is not None:
             self.missed.rest(gone)
@@ -209,7 +210,7 @@ class TableMemory:
         return len(gone)
 
     def changed(self, since: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return ids of rows that steps after `since` have changed, and of rows evicted since."""
+        """Return the ids of the changed and of the evicted rows after the step `since`."""
         is_changed = self.changed_at > since + 1
         if self.missed is not None and since < self.step and self.table.leaf_moves:
             is_changed |= self.missed.moving
@@ -217,16 +218,16 @@ class TableMemory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the rows that exist, with their state."""
+        """Bytes of the rows that exist, and of their optimizer state."""
         return self.count * sum(x[:1].nbytes for x in self.arrays.values())
 
     def final(self) -> dict[str, ArrayLike]:
-        """Return placeholders for the block and its state after the last update, by name."""
+        """Return placeholders for the final arrays of the block and of its state, by name."""
         table = RowSnapshot(self)
         return {n: _FinalArray(self, n, table) for n in self.arrays}
 
     def snapshot(self, patience: float) -> dict[str, ArrayLike]:
-        """Return a snapshot of the block and its state, which a thread can read during updates.
+        """Return a snapshot of the block and of its state, to be read by a thread during updates.
 
         Args:
           patience: seconds that updates wait for a reader that makes no progress.
@@ -236,14 +237,14 @@ class TableMemory:
         return {n: TableArray(x, table, i) for i, (n, x) in enumerate(self.arrays.items())}
 
     def _before(self, ids: np.ndarray) -> None:
-        """Save rows in the open snapshots, before the rows change."""
+        """Save rows in all open snapshots, before an update changes the rows."""
         if self._snapshots:
             self._snapshots = [x for x in self._snapshots if not x.is_over]
             for x in self._snapshots:
                 x.save(ids)
 
     def materialize(self, name: str) -> np.ndarray:
-        """Return an array with all rows. Rows that do not exist are initialized but not stored."""
+        """Return the array of this name with all rows. Rows that do not exist are initialized."""
         self._catch_up(np.flatnonzero(self.changed_at > 0))
         new = np.flatnonzero(self.changed_at <= 0)
         if not len(new):
@@ -258,7 +259,7 @@ class TableMemory:
         return found
 
     def _make(self, ids: np.ndarray) -> None:
-        """Initialize rows that do not exist.
+        """Initialize and store rows that do not exist.
 
         Raises:
           WireError: the number of rows would exceed the table's limit.
@@ -287,7 +288,7 @@ class TableMemory:
 
 
 class _FinalArray(ArrayLike):
-    """Placeholder for a block or an array of its state, whose value has all rows."""
+    """Placeholder for a block, or for an array of its state. It converts to all rows."""
 
     def __init__(self, memory: TableMemory, name: str, table: TableRows) -> None:
         super().__init__(memory.arrays[name], table)
@@ -298,7 +299,7 @@ class _FinalArray(ArrayLike):
 
 
 def _maker_of(saved: TableRows | None, initial: Sequence[Any]) -> RowMaker | None:
-    """Return the initializer of a block's rows; None if the initial values have no initializer."""
+    """Return the initializer of a block's rows; None if rows cannot be initialized again."""
     if saved is not None:
         return None if saved.begins is None else RowMaker(saved.begins.eqn, saved.begins.args)
     if all(isinstance(x, NewRows | KnownRows) for x in initial):
@@ -308,7 +309,7 @@ def _maker_of(saved: TableRows | None, initial: Sequence[Any]) -> RowMaker | Non
 
 
 def _saved_rows(table: TableBlock, initial: Sequence[Any]) -> TableRows | None:
-    """Return the saved table from which a block and all its state start; None without one."""
+    """Return the saved table with which a block and all its state start; None without one."""
     found = {x.table if isinstance(x, ArrayLike) else None for x in initial}
     saved = found.pop()
     if found or saved is None or saved.names != table.arrays:
@@ -319,14 +320,14 @@ def _saved_rows(table: TableBlock, initial: Sequence[Any]) -> TableRows | None:
 def _pad_rows(x: np.ndarray, ids: np.ndarray, size: int) -> np.ndarray:
     """Return rows of an array, padded to `size` with zeros."""
     found = np.empty((size, *x.shape[1:]), x.dtype)
-    # mode "clip" because the default mode copies twice; the ids are valid
+    # The default mode copies twice. With valid ids, "clip" returns the same rows.
     np.take(x, ids, 0, out=found[: len(ids)], mode="clip")
     found[len(ids) :] = 0
     return found
 
 
 def _equal_bits(some: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Return for each row True if it has the same bits in both arrays."""
+    """Return a mask of the rows that have the same bits in both arrays."""
     equal = _as_bytes(some) == _as_bytes(others)
     return np.asarray(equal.all(1))
 
@@ -336,7 +337,7 @@ def _as_bytes(rows: np.ndarray) -> np.ndarray:
 
 
 def memory_of(update: ServerUpdate, state: Mapping[str, Any]) -> dict[str, TableMemory]:
-    """Return the memory of each block of a table whose updates do not touch every row, by name."""
+    """Return memory for each block of a table whose updates touch only some rows, by name."""
     memory = {}
     for n, t in update.tables.items():
         if not t.updates_all:
@@ -345,7 +346,7 @@ def memory_of(update: ServerUpdate, state: Mapping[str, Any]) -> dict[str, Table
 
 
 def final_arrays(memory: Mapping[str, TableMemory]) -> dict[str, Any]:
-    """Return placeholders for blocks and their state after the last update, by name."""
+    """Return placeholders for the final arrays of blocks and of their state, by name."""
     found: dict[str, Any] = {}
     for table in memory.values():
         found |= table.final()
@@ -353,7 +354,7 @@ def final_arrays(memory: Mapping[str, TableMemory]) -> dict[str, Any]:
 
 
 def snapshot_arrays(memory: Mapping[str, TableMemory], patience: float) -> dict[str, Any]:
-    """Return snapshots of blocks and their state, which a thread can read during updates, by name.
+    """Return snapshots of blocks and of their state, by name. A thread reads them during updates.
 
     Args:
       memory: the blocks, by name.
@@ -369,12 +370,12 @@ def scatter_rows(ids: np.ndarray, size: int, gradient: RowGradient) -> np.ndarra
     """Scatter a gradient of rows into an array of `size` rows.
 
     Args:
-      ids: the increasing ids of the array's first rows. Rows after these are zero.
+      ids: increasing ids that the first len(ids) rows of the array have. Later rows are zero.
       size: the number of rows of the array; at least len(ids).
-      gradient: gradients of some of the rows `ids`.
+      gradient: gradients of rows whose ids are a subset of `ids`.
     """
     count = len(gradient.ids)
-    if count == len(ids):  # every row has a gradient, so no search is needed
+    if count == len(ids):  # Every row has a gradient, so no search is needed.
         found = np.empty((size, *gradient.rows.shape[1:]), gradient.rows.dtype)
         found[:count], found[count:] = gradient.rows, 0
         return found

@@ -1,9 +1,9 @@
 """Local rows of GEO-SGD trainers, in a step that `plan.verify()` traces.
 
-`CachedRows` stores a trainer's local rows, and `UnseenChanges` records which of them others have
-changed. Ids are unknown in a trace (see `traced_tables`). So the state of both classes is stored as
-traced arrays. Each operation is an equation that restores the object from the arrays, calls its
-method, and returns the new state as arrays.
+`CachedRows` stores a trainer's local rows, and `UnseenChanges` records which of these rows other
+trainers have changed. Row ids are unknown in a trace (see `traced_tables`). So objects of both
+classes are stored as traced arrays. Each operation is traced as one equation. When it is evaluated,
+it restores the object from the arrays, calls the method, and returns the new arrays.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dtrans.run.parameter_server.tables.missed_steps import pad
 from dtrans.run.parameter_server.tables.row_updates import pad_ids
 
 
-# function of a `CachedRows`, of arrays of ids, and of arrays of rows
+# A function. Its arguments are a `CachedRows`, arrays of ids, and arrays of rows.
 Move = Callable[..., Sequence[Any]]
 NO_IDS = np.zeros(0, np.int32)
 
@@ -30,9 +30,12 @@ NO_IDS = np.zeros(0, np.int32)
 class TracedCachedRows(CachedRows):
     """A trainer's local rows of one table, as traced arrays.
 
+    The *row state* of a table consists of the arrays of optimizer state with a row for each table
+    row.
+
     Args:
       ids: the increasing ids of the local rows at the start.
-      rows: the table, and each array of its row state, with all rows.
+      rows: the table with all rows, followed by each array of its row state.
     """
 
     def __init__(self, ids: np.ndarray, rows: Sequence[Any]) -> None:
@@ -43,17 +46,17 @@ class TracedCachedRows(CachedRows):
         self._arrays = trace_move(begin, [pad_ids(ids, size, size)], rows, self._state_types)
 
     def missing(self, ids: Any) -> Any:
-        """Return the ids whose rows are not local, padded."""
+        """Return those of the `ids` whose rows are not local, padded."""
         (found,) = self._move(lambda local, ids: [local.missing(ids)], [ids], [], [len(ids)], [])
         return found
 
     def add(self, ids: Any, rows: Any, state: Sequence[Any] | None = None) -> None:
-        """Add rows that are not local.
+        """Add rows that are not local yet.
 
         Args:
-          ids: padded ids.
-          rows: the rows with these ids.
-          state: these rows of each array of row state.
+          ids: padded ids of the rows.
+          rows: the values of these rows.
+          state: the same rows of each array of row state.
         """
 
         def add(table: CachedRows, ids: np.ndarray, *arrays: np.ndarray) -> list[Any]:
@@ -64,12 +67,12 @@ class TracedCachedRows(CachedRows):
         self._move(add, [ids], [rows, *(state or ())], [], [])
 
     def take(self, ids: Any, size: int) -> list[Any]:
-        """Return rows with their state, padded to `size` with zeros."""
+        """Return local rows, and their rows of each array of row state, padded to `size` rows."""
         types = [((size, *shape[1:]), dtype) for shape, dtype in self._types]
         return self._move(lambda local, ids: local.take(ids, size), [ids], [], [], types)
 
     def put(self, ids: Any, new: Sequence[Any]) -> None:
-        """Store new rows and state."""
+        """Store new values of local rows and of their row state."""
 
         def put(local: CachedRows, ids: np.ndarray, *new: np.ndarray) -> list[Any]:
             local.put(ids, new)
@@ -78,7 +81,7 @@ class TracedCachedRows(CachedRows):
         self._move(put, [ids], new, [], [])
 
     def over(self, rows: Sequence[Any]) -> list[Any]:
-        """Return the table and its row state with all rows: local rows written over `rows`."""
+        """Return `rows`, the table and its row state, with local rows in place of their rows."""
 
         def over(local: CachedRows, ids: np.ndarray, *rows: np.ndarray) -> list[Any]:
             for x, here in zip(rows, local.take(local.ids, len(local)), strict=True):
@@ -119,14 +122,15 @@ class TracedCachedRows(CachedRows):
         counts: Sequence[int],
         types: Sequence[Any],
     ) -> list[Any]:
-        """Apply a function to the local rows and store them; return its outputs, padded.
+        """Call a function that may change the local rows; return its padded outputs.
 
         Args:
-          fn: a function of the `CachedRows`, of ids without padding, and of arrays of rows.
-          numbers: its arguments that are padded ids.
-          rows: its arguments that are arrays of rows.
-          counts: the padded length of each of its leading outputs, which are ids.
-          types: the shape and dtype of each other output.
+          fn: the function. Its arguments are the `CachedRows`, ids without padding, and arrays of
+            rows. Its outputs are arrays of ids, followed by arrays of rows.
+          numbers: the padded ids to pass to `fn`.
+          rows: the arrays of rows to pass to `fn`.
+          counts: the padded length of each output of ids.
+          types: the padded shape and the dtype of each output of rows.
         """
         here, size, ours = len(self._arrays), self._size, len(self._types) + 1
 
@@ -153,11 +157,11 @@ class TracedCachedRows(CachedRows):
 
 
 def _start(ids: np.ndarray, rows: Sequence[Any]) -> CachedRows:
-    """Return the `CachedRows` of a trainer that has just looked up some rows.
+    """Return the `CachedRows` of a trainer at the start of a traced step.
 
     Args:
-      ids: padded ids.
-      rows: the table and its row state, with all rows.
+      ids: padded ids of the local rows.
+      rows: the table with all rows, followed by each array of its row state.
     """
     ids = ids[ids < len(ids)]
     local = CachedRows(rows)
@@ -171,7 +175,8 @@ class TracedChanges:
     Args:
       tables: the blocks, by name.
       trainers: the number of trainers.
-      start: for each block, the ids of each trainer's local rows at the start.
+      start: maps the name of each block to a list: the ids of each trainer's local rows at the
+        start.
     """
 
     def __init__(
@@ -196,7 +201,7 @@ class TracedChanges:
         self._note(name, ids, lambda notes, ids: notes.changed(k, name, ids))
 
     def take(self, k: int, name: str) -> Any:
-        """Return the ids of the rows to send to a trainer, padded."""
+        """Return the padded ids of the changed rows to send to a trainer."""
         return self._note(name, NO_IDS, lambda notes, ids: notes.take(k, name))
 
     def _note(
@@ -220,11 +225,11 @@ class TracedChanges:
 
 
 def rows_of_table(spans: Sequence[BlockRowSet], parts: Sequence[RowGradient]) -> RowGradient:
-    """Concatenate rows of blocks to rows of their table, padded.
+    """Concatenate rows of blocks to padded rows of their table, and convert their ids.
 
     Args:
-      spans: for each block, which rows of the table it has.
-      parts: rows of each block, with padded ids within the block.
+      spans: set of the table's rows that each block contains.
+      parts: rows of each block, with padded ids in the block.
     """
     rows = sum(span.rows for span in spans)
 

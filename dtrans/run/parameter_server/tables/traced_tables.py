@@ -1,8 +1,8 @@
 """Tables in a step that `plan.verify()` traces, where ids of rows are unknown values.
 
-Functions that compute ids on the host are traced as equations, which call the functions when the
-step is evaluated (`dtrans.ops.moved_rows`). An array of ids has a static length and is increasing.
-It is padded with the table's number of rows, an id that no row has.
+Functions that compute ids on the host are traced as equations. These equations call the functions
+when the step is evaluated (`dtrans.ops.moved_rows`). An array of ids has a static length, and its
+entries increase. It is padded with the table's number of rows, which is no id of a row.
 
 Two jobs use these functions: the job on a mesh (`dtrans.run.parameter_server.mesh`), and the
 asynchronous job in a fixed order (`dtrans.run.parameter_server.ordered_job`).
@@ -36,7 +36,7 @@ Rows = Mapping[str, Any]
 
 
 class TracedMemory:
-    """Rows of a block and of its state, as traced arrays; it replaces `TableMemory` in a trace.
+    """Rows of a block and of its state, as traced arrays. It replaces `TableMemory` in a trace.
 
     Args:
       table: the block.
@@ -44,7 +44,8 @@ class TracedMemory:
       state: the initial values, by name.
 
     Attributes:
-      arrays: the block, and the optimizer state with a row for each of its rows, by name.
+      arrays: the block, and each array of optimizer state that has a row for each row of the block,
+        by name.
       reads: names of the values that `put` needs from each update.
     """
 
@@ -59,7 +60,9 @@ class TracedMemory:
         return take_rows(self._table, ids, self.arrays)
 
     def put(self, ids: Any, new: Rows, values: Rows) -> Rows:
-        """Store the rows of an update, and let other rows catch up at once; return `arrays`.
+        """Store the rows that an update has computed; return `arrays`.
+
+        Rows that miss this step catch up at once.
 
         Args:
           ids: padded ids.
@@ -86,7 +89,8 @@ def fetch_rows(eqn: JaxprEqn, uniq: Any, give: Callable[[str, str, Any], Any]) -
     Args:
       eqn: the equation.
       uniq: padded ids.
-      give: function (endpoint, name of a block, padded ids) -> rows of the block.
+      give: function that returns rows of a block. Its arguments are the server's endpoint, the
+        block's name, and padded ids in the block.
     """
     p, (t, *_) = eqn.params, eqn.params["types"]
     where = subset(p, ("epmap", "names", "spans"))
@@ -112,10 +116,10 @@ def fetch_rows(eqn: JaxprEqn, uniq: Any, give: Callable[[str, str, Any], Any]) -
 
 
 def part_of_block(span: BlockRowSet, gradient: RowGradient) -> RowGradient:
-    """Return the part of a table's gradient that belongs to a block, with ids within the block.
+    """Return the part of a table's gradient that belongs to a block, with ids in the block.
 
     Args:
-      span: the rows of the table that the block has.
+      span: set of the table's rows that the block contains.
       gradient: gradients of rows of the table.
     """
 
@@ -140,12 +144,12 @@ def gradients_with_room(
 
     Args:
       table: the block.
-      gradients: trainers' gradients, and with delay compensation the rows that they have received,
-        by name.
+      gradients: trainers' gradients by name. With delay compensation, they include the rows that
+        trainers have received.
 
     Returns:
-      The ids of the rows to update; and each of `gradients` as an array with these rows and
-      padding, by name. Rows without a gradient are zero.
+      The ids of the rows to update, and a map from the name of each gradient to an array. The array
+      has these rows and padding. A row without a gradient is zero.
     """
     if any(is_traced(x.ids) or is_traced(x.rows) for x in gradients.values()):
         return _trace_layout(table, gradients)
