@@ -1,10 +1,11 @@
-"""Page about the architecture, written from the code: imports of folders, and ways of values.
+"""Page about the architecture, written from the imports of the code and from recorded walks.
 
     python docs/architecture.py docs     writes docs/architecture.md and its drawings
 
 `make architecture` does the same.
 
-Arrows are imports of any kind, lazy and type-checking ones too. `docs/walks.py` records the walks.
+Arrows are imports of any kind, also lazy imports and imports for type checking. A walk is the way
+of one value through the files; `docs/walks.py` records the walks.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "dtrans"
 
-# from the ground up: a layer may import from those before it, and a folder from none beside it
+# from the lowest layer up: a folder imports only from folders in earlier layers
 LAYERS = (
     ("_jax", "errors", "checks", "named_object"),
     ("ir", "ops", "endpoints", "nn", "optimizers"),
@@ -73,13 +74,13 @@ def modules() -> dict[str, Path]:
 
 @functools.cache
 def nodes(path: Path) -> list[ast.AST]:
-    """Return the nodes of a file, which is parsed once: parsing takes most of the time."""
+    """Return the imports and calls of a file. The result is cached, because parsing is slow."""
     kinds = ast.ImportFrom | ast.Import | ast.Call
     return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kinds)]
 
 
 def imports(path: Path, known: Mapping[str, Path]) -> Iterator[str]:
-    """Yield the modules of the package that a file imports, at any place in it."""
+    """Yield the modules of dtrans that a file imports, at the top or inside of functions."""
     for node in nodes(path):
         if (
             isinstance(node, ast.ImportFrom)
@@ -111,7 +112,7 @@ def arrows() -> dict[str, set[str]]:
 
 
 def rank(module: str) -> tuple[int, int]:
-    """Return the layer of a module, and inside `run` the layer of its folder."""
+    """Return (layer of a module, layer of its folder inside `run` or -1)."""
     first, _, rest = module.partition(".")
     outer = next(i for i, layer in enumerate(LAYERS) if first in layer)
     inner = rest.split(".")[0]
@@ -121,10 +122,10 @@ def rank(module: str) -> tuple[int, int]:
 
 
 def climbs() -> list[str]:
-    """Return imports that go up or sideways: only the registry of jobs may have one."""
+    """Return imports that do not lead to a lower layer, except that of the registry of jobs."""
     found = []
     for module, targets in arrows().items():
-        if not module or module in ("run",):  # the faces of packages
+        if not module or module in ("run",):  # these two import from all their folders
             continue
         for target in targets:
             if not target or (module, target) == ("plan", "run.realisers"):
@@ -141,7 +142,7 @@ def climbs() -> list[str]:
 
 
 def between_folders(inside: str = "") -> list[tuple[str, str]]:
-    """Return the imports between folders as pairs; inside of `run` on request."""
+    """Return pairs (folder, imported folder); with `inside="run"`, of the folders in `run`."""
     depth = 1 if inside else 0
     found = set()
     for module, targets in arrows().items():
@@ -156,7 +157,7 @@ def between_folders(inside: str = "") -> list[tuple[str, str]]:
 
 
 def shortest(edges: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Return the arrows without those that follow from others."""
+    """Drop each arrow for which a path of other arrows leads to the same folder."""
 
     def reached(start: str, without: tuple[str, str]) -> set[str]:
         found: set[str] = set()
@@ -179,7 +180,7 @@ WIDE, HIGH, GAP, STEP = 148, 40, 22, 74
 def draw(edges: Sequence[tuple[str, str]], width: int) -> tuple[list[str], int]:
     """Draw boxes in rows, each above its imports, with arrows; return the lines and the height.
 
-    An arrow over several rows has a separate place in each, so that none crosses a box.
+    An arrow that spans several rows gets a place in each row, so that it crosses no box.
     """
     below: dict[str, list[str]] = {}
     for a, b in edges:
@@ -243,7 +244,7 @@ def draw(edges: Sequence[tuple[str, str]], width: int) -> tuple[list[str], int]:
 
 
 def drawing() -> str:
-    """Return a picture of the folders of the package, and of those in `run`."""
+    """Return a picture of the folders of dtrans, and of the folders in `run`."""
     outer, high = draw(shortest(between_folders()), 800)
     inner, inside = draw(shortest(between_folders("run")), 400)
     width = 1220
@@ -282,8 +283,8 @@ a realiser runs the plan as a job:
 Only `run` and the folders above it start processes and use devices. All other code consists of
 functions from programs to programs. There is a folder for each layer, and one for each strategy. A
 layer imports only from the layers below it. The one exception is `dtrans.plan`, which imports
-`run.realisers` when `plan.on_mesh()` is called. An arrow in the picture is an import; an import is
-left out if a path of other arrows leads to the same folder.
+`run.realisers` when `plan.on_mesh()` is called. An arrow in the picture is an import. If a path of
+other arrows leads to the same folder, the picture omits the import.
 
 ![The folders and their imports](architecture.svg)
 
@@ -293,10 +294,11 @@ left out if a path of other arrows leads to the same folder.
 
 ## Five ways through the files
 
-A profiler hook records the functions that are called with one value, while a job is planned and
-runs a step. A file passes the value on if another file calls one of its functions with it, and this
-function calls a third file with it. Each row of the drawing shows eight of these functions, in
-their order. Yellow boxes are functions of the server. {language} are left out, because all files
+A walk follows one value, such as a gradient, while a job is planned and runs a step. A profiler
+hook records the functions that are called with this value. A file *passes the value on* if one of
+its functions gets the value from a second file and calls a third file with it. All other recorded
+files only read the value. Each row of the drawing shows eight of these functions, in the order of
+their calls. Yellow boxes are functions of the server. {language} are left out, because all files
 use them. `rows` and `engine` count as one file each.
 
 ![The walks](walks.svg)
@@ -328,25 +330,25 @@ def folders() -> str:
 
 
 def recorded() -> list[tuple[Any, Any]]:
-    """Return the walks, each with its route."""
-    import walks  # imports JAX, which the tests of layers do without
+    """Record all walks; return pairs (walk, route)."""
+    import walks  # here, because it imports JAX, which the tests of layers do not need
 
     return [(walk, walk.route()) for walk in walks.WALKS]
 
 
 def walk_list(routes: Sequence[tuple[Any, Any]]) -> str:
-    """Return the list of walks: the job of each, and the numbers of its files."""
+    """Return the walks as a Markdown list: for each its job, and how many files it visits."""
     lines = []
     for walk, route in routes:
         lines.append(
-            f"- **{walk.value}**: {walk.how}. {len(route.files)} files pass it on, and "
+            f"- **{walk.value}**: {walk.how}. {len(route.files)} files pass the value on, and "
             f"{route.asked} other files read it."
         )
     return "\n".join(lines)
 
 
-BROAD = 196  # of a station
-STRIDE, TALL, BAND = BROAD + 18, 62, 118  # of stations, and from one walk to the next
+BROAD = 196  # width of a station
+STRIDE, TALL, BAND = BROAD + 18, 62, 118  # distances of stations, height, and of walks
 
 
 def walk_drawing(routes: Sequence[tuple[Any, Any]]) -> str:
@@ -373,7 +375,7 @@ def walk_drawing(routes: Sequence[tuple[Any, Any]]) -> str:
 
 
 def station_box(station: Any, x: int, y: int) -> list[str]:
-    """Return the box of a station: folder, file and function. Servers have another colour."""
+    """Return the box of a station: folder, file and function; yellow for servers."""
     folder, _, file = station.place.rpartition("/")
     fill, stroke = ("#fff8c5", "#9a6700") if station.role == "server" else ("#ddf4ff", "#1f6feb")
     function = ".".join(station.function.split(".")[-2:])

@@ -10,8 +10,8 @@
     user_meshes  removal of a user's meshes and shardings from programs
     runtime      devices and processes
 
-Tests check that no other file imports an unstable module, names a parameter of an equation, or uses
-`.jaxpr.jaxpr`. Each module imports only modules above it in this list.
+Tests check that no file outside this folder imports an unstable module, names a parameter of an
+equation, or uses `.jaxpr.jaxpr`. Each module imports only modules above it in this list.
 """
 
 from dtrans._jax.equation_params import (

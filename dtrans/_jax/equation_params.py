@@ -1,7 +1,7 @@
 """Parameters of equations with loops, branches, calls, callbacks and collectives.
 
-No other file of dtrans names such a parameter. If JAX renames one, its accessor here accepts both
-names. If the equation has neither, the accessor raises TraceError.
+No other file of dtrans names these parameters. If JAX renames a parameter, its accessor here
+accepts both names. If an equation has neither name, the accessor raises TraceError.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def with_bodies(eqn: JaxprEqn, new: Iterable[Any]) -> dict[str, Any]:
 def call_body(eqn: JaxprEqn, *, rules: bool) -> Any | None:
     """Return the body of a call that can be inlined; None for other equations.
 
-    After differentiation, custom derivative rules are not needed, so their calls are inlined too.
-    `jax.checkpoint` is not, because it keeps XLA from merging recomputed values.
+    After differentiation nobody needs custom derivative rules, so calls with such rules can be
+    inlined too. `jax.checkpoint` is not inlined: it keeps XLA from merging recomputed values.
 
     Args:
       eqn: the equation.
@@ -113,8 +113,8 @@ def scan_iterations(length: int) -> dict[str, Any]:
 
 
 def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
-    """Return the numbers of constant and of carried operands of a `scan`; the rest is scanned."""
-    if "ft_in" in eqn.params:  # from jax 0.11: a pytree for each kind of operand
+    """Return two counts for a `scan`: constant and carried operands. The others are scanned."""
+    if "ft_in" in eqn.params:  # from jax 0.11, `ft_in` has one pytree for each kind of operand
         consts, carried, _ = map(len, eqn.params["ft_in"].unpack())
         return consts, carried
     return int(param(eqn, "num_consts")), int(param(eqn, "num_carry"))
@@ -130,8 +130,8 @@ def closed_over(eqn: JaxprEqn) -> int:
 def params_besides_bodies(eqn: JaxprEqn) -> dict[str, Any]:
     """Return the parameters of an equation without its bodies.
 
-    For a `scan` of JAX 0.11 and later, the pytrees of its operands are replaced by their numbers,
-    because equal loops may have different pytrees.
+    Equal loops may have different operand pytrees. So for a `scan`, the numbers of constants and of
+    carried operands replace the pytrees.
     """
     found = {
         key: value for key, value in eqn.params.items() if "jaxpr" not in key and key != "branches"
@@ -145,7 +145,7 @@ def params_besides_bodies(eqn: JaxprEqn) -> dict[str, Any]:
 
 
 def while_counts(eqn: JaxprEqn) -> tuple[int, int]:
-    """Return the numbers of constants of a `while`'s condition and body; the rest is carried."""
+    """Return two counts for a `while`: constants of the condition, and of the body."""
     return int(param(eqn, "cond_nconsts")), int(param(eqn, "body_nconsts"))
 
 
@@ -153,10 +153,10 @@ class Wiring(NamedTuple):
     """Connections between an equation and its bodies; all values are indices.
 
     Attributes:
-      ins: for each body, the operands of the equation that its inputs read.
-      outs: for each body, the outputs of the equation that its outputs define; None for the
+      ins: for each body, the list of operands that the body's inputs read.
+      outs: for each body, the list of outputs that the body's outputs define; None for the
         condition of a `while`.
-      carried: operand -> output, for each carried value.
+      carried: operand with the first value -> output with the last value, for carried values.
       slices: operands that a scan reads slice by slice.
       stacks: outputs that a scan stacks.
     """
@@ -196,7 +196,7 @@ def wiring(eqn: JaxprEqn) -> Wiring:
 def scan_with(
     eqn: JaxprEqn, body: ClosedJaxpr, invars: Sequence[Atom], outvars: Sequence[Var]
 ) -> JaxprEqn:
-    """Return a `scan` with a new body and new stacks; its constants and carried values stay."""
+    """Return a `scan` with a new body and new stacks, and the old constants and carried values."""
     return rebuilt(eqn, [body], invars, outvars)
 
 
@@ -242,7 +242,7 @@ def _scan_trees(consts: int, carried: int, scanned: int, stacked: int) -> dict[s
 
     def loop(fixed: list[Any], carry: list[Any], parts: list[Any]) -> Any:
         def turn(carry: list[Any], parts: list[Any]) -> tuple[list[Any], list[Any]]:
-            one = sum([*fixed, *carry, *parts], 0.0)  # JAX would drop an unread constant
+            one = sum([*fixed, *carry, *parts], 0.0)  # read all, since JAX drops unread constants
             return [one] * carried, [one] * stacked
 
         return jax.lax.scan(turn, carry, parts, length=1)
@@ -255,7 +255,7 @@ def _scan_trees(consts: int, carried: int, scanned: int, stacked: int) -> dict[s
 def linear_solve(eqn: JaxprEqn, operands: Sequence[Any]) -> tuple[Any, list[Any]]:
     """Return the `solve` jaxpr of a `custom_linear_solve`, and its operands."""
     lengths, jaxprs = param(eqn, "const_lengths"), param(eqn, "jaxprs")
-    counts = [int(n) for n in lengths]  # constants of matvec, vecmat, solve and transpose_solve
+    counts = [int(n) for n in lengths]  # of matvec, vecmat, solve, transpose_solve
     first = sum(counts[:2])
     return jaxprs.solve, [*operands[first : first + counts[2]], *operands[sum(counts) :]]
 
@@ -267,7 +267,7 @@ def combiner_of(eqn: JaxprEqn) -> Any:
 
 # -- callbacks -------------------------------------------------------------------------------------
 
-CALLBACKS = ("debug_callback", "debug_print", "io_callback")  # callbacks with side effects
+CALLBACKS = ("debug_callback", "debug_print", "io_callback")  # with side effects
 
 
 def host_function(eqn: JaxprEqn) -> Callable[..., Any]:
@@ -309,8 +309,8 @@ class ShardMap:
     """Parameters of a `shard_map` equation.
 
     Attributes:
-      axes: size of each mesh axis.
-      manual: axes over which the body communicates explicitly.
+      axes: mesh axis -> size.
+      manual: the axes over which the body communicates explicitly.
       in_specs, out_specs: partition specs of operands and results.
       body: jaxpr of one device.
     """

@@ -1,7 +1,7 @@
 """Imports from outside JAX's documented API.
 
-`jax.extend` and `jax.interpreters` may change in any release. docs/longevity.md lists the use of
-each name, and a replacement.
+`jax.extend` and `jax.interpreters` may change in any release. For each imported name,
+docs/longevity.md says why dtrans needs it and what could replace it.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def closed(
     effects: set[Any] = set()
     for eqn in eqns:
         effects |= set(eqn.effects)
-    # JAX checks the number of names in the debug information; `Program` has the real names
+    # JAX checks that debug information has one name for each value; `Program` has the real names
     info = opened(like).debug_info._replace(
         arg_names=("",) * len(invars), result_paths=("",) * len(outvars)
     )
@@ -107,7 +107,7 @@ def closed_with(
 
 
 def with_equations(jaxpr: Any, eqns: Sequence[JaxprEqn]) -> Any:
-    """Return a jaxpr, open or closed as `jaxpr`, with new equations that have the same effects."""
+    """Return `jaxpr` with new equations, which must have the same effects as the old ones."""
     old: Any = jaxpr
     inner: Any = opened(old).replace(eqns=list(eqns))
     if ONE_CLASS or not isinstance(jaxpr, ClosedJaxpr):
@@ -160,9 +160,9 @@ class NamedJaxpr(HoldsJaxpr):
 def lowered_jaxpr(fn: Callable[..., Any], *args: Any) -> ClosedJaxpr:
     """Trace `fn` to a jaxpr without opaque `call_hi_primitive` equations.
 
-    JAX creates these with `jax_remat3` and `jax_custom_vjp3`, and they would hide gradients and
-    marks. `Traced.lojax`, which lowers them, is undocumented but has no underscore (0.10.2, 0.11.0,
-    head).
+    With `jax_remat3` and `jax_custom_vjp3`, JAX creates such equations, which would hide gradients
+    and marks. `Traced.lojax` lowers these. It is undocumented, but has no underscore (0.10.2,
+    0.11.0, head).
     """
     return jax.jit(fn).trace(*args).lojax.jaxpr
 
@@ -187,11 +187,11 @@ def live_part(
 
     Args:
       jaxpr: the jaxpr.
-      keep: for each output, True to keep it.
-      always: for each input, True to keep it even if it is unused.
+      keep: one flag for each output; True keeps the output.
+      always: one flag for each input; True keeps the input even if it is unused.
 
     Returns:
-      The new jaxpr; and for each input, True if it was kept.
+      The new jaxpr; and one flag for each input of the old jaxpr, True if the new jaxpr has it.
     """
     inner: Any = jaxpr
     pruned: Any

@@ -17,8 +17,8 @@ def scope_of(eqn: JaxprEqn) -> str:
 def within_scope(eqn: JaxprEqn, outer: JaxprEqn) -> JaxprEqn:
     """Return `eqn` with the name stack and traceback that it gets when call `outer` is inlined.
 
-    The name stack of the call is prepended. The traceback is that of the call. A jitted function is
-    traced once, so its own equations have the traceback of its first caller.
+    The name stack is that of the call, then that of `eqn`. The traceback is that of the call,
+    because JAX traces a jitted function once: its equations have the traceback of the first caller.
     """
     info, call = eqn.source_info, outer.source_info
     stack = call.name_stack + info.name_stack if len(call.name_stack) else info.name_stack
@@ -34,8 +34,8 @@ def from_line_of(eqn: JaxprEqn, source: JaxprEqn) -> JaxprEqn:
 def _library_of(path: str) -> str:
     """Return the library of a source file: `jax`, `jaxlib`, `optax` or `dtrans`; else "".
 
-    The file must be in the folder from which the library is imported. Names of folders alone do not
-    suffice, because a user's folder may be called `jax`.
+    The file must be in the folder from which the library is imported, since a folder of the user
+    may also be called `jax`.
     """
     for library in ("jax", "jaxlib", "optax", "dtrans"):
         spec = importlib.util.find_spec(library)
@@ -57,8 +57,7 @@ def line_of(eqn: JaxprEqn) -> str:
 def origin_of(eqn: JaxprEqn) -> str:
     """Return the function in the user's code or in optax that created an equation.
 
-    For optax, it is the transformation, such as `optax.clip_by_global_norm`: the function that
-    defines `update`.
+    In optax, this is the function that defines `update`, such as `optax.clip_by_global_norm`.
     """
     traceback = eqn.source_info.traceback
     for frame in [] if traceback is None else traceback.frames:

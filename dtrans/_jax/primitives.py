@@ -2,8 +2,8 @@
 
 A property (*fact*) holds for all equations of the primitive, unless its field has a condition.
 `tests/test_jax_primitives.py` checks each fact on numbers, and finds primitives without a record.
-About these nothing is assumed: dtrans treats their outputs as depending on all entries of the
-operands, and warns (`dtrans.errors.UnknownPrimitiveWarning`).
+If a primitive has no record, dtrans assumes that its outputs depend on all entries of the operands,
+and warns (`dtrans.errors.UnknownPrimitiveWarning`).
 
 Rules that need code are in the modules that use them, such as `dtrans.rows.rules`. Accessors of the
 parameters of loops, branches and calls are in `dtrans._jax.equation_params`.
@@ -65,14 +65,15 @@ def _two_axes(eqn: JaxprEqn) -> int:
 class PrimitiveFacts:
     """Facts about one primitive; the default of a field asserts nothing.
 
-    *Fixed* operands are the operands that a field does not name. They have any constant value.
+    Operands that a field does not name are *fixed*: the field holds for every value of them, while
+    that value does not change.
 
     Attributes:
       elementwise: an entry of an output depends only on the operands' entries at the same index.
         Operands have the shape of the outputs, or are scalars.
-      moves: operands whose entries are moved: every entry of an output is an entry of one of them,
-        selected by fixed operands and parameters. If there are as many outputs as such operands,
-        output i has entries of the i-th of them.
+      moves: the moved operands. Each entry of an output is an entry of one moved operand, selected
+        by fixed operands and parameters. If there are as many outputs as moved operands, output i
+        only has entries of the i-th moved operand.
       moves_if: returns True for equations for which `moves` holds.
       keeps_order: returns True for equations whose output has all entries of the operand in
         row-major order: a reshape, or a broadcast along new dimensions or dimensions of size 1. An
@@ -80,17 +81,17 @@ class PrimitiveFacts:
       linear_in: groups of operands. Outputs are jointly linear in the operands of a group, if the
         other operands are fixed: f(a*x + b*y) = a*f(x) + b*f(y) for real a and b, up to rounding.
       linear_if: returns True for equations for which `linear_in` holds.
-      scales_in: operands with f(c*x) = c*f(x), if every real c > 0 multiplies all of them. This
-        holds for groups of `linear_in` too, so these are not repeated.
+      scales_in: operands with f(c*x) = c*f(x) for every real c > 0 that multiplies all of them.
+        Groups of `linear_in` have this property too, and are not listed again.
       scales_if: returns True for equations for which `scales_in` holds.
-      scale_free_in: operands with f(c*x) = f(x), if a real c > 0 multiplies all of them.
-      keeps_zero: returns True for equations that return zeros if every operand is zero. Linear
-        equations also return zeros if a group is zero and fixed operands are finite.
+      scale_free_in: operands with f(c*x) = f(x) for every real c > 0 that multiplies all of them.
+      keeps_zero: returns True for equations that return zeros if every operand is zero. If one
+        group of `linear_in` is zero and fixed operands are finite, outputs are zero too.
       axes: name of the parameter with the axes of operand 0 along which entries are combined. Along
         every other axis, an index of the outputs depends only on the same index of the operands.
       last_axes: number of trailing axes along which entries are combined.
-      reduces: reduction over `axes`, which are removed, such as "sum". The same operation combines
-        partial results, except for "position" (argmax and argmin).
+      reduces: reduction, such as "sum", over `axes`; outputs do not have these axes. The same
+        operation combines partial results, except for "position" (argmax and argmin).
       flops: operations that `dtrans.ir.cost` counts. "outputs", "inputs" or "updates" (the last
         operand): 1 for each entry; "window": 1 for each output and entry of its window; "product":
         2 for each term; "none": 0.
@@ -150,7 +151,7 @@ _NOTHING = _F()
 
 # (names of primitives, their facts); no name is in two rows
 RECORDS: tuple[tuple[str, PrimitiveFacts], ...] = (
-    # entry by entry
+    # primitives that work entry by entry
     (
         "acos acosh bessel_i0e clz cos cosh digamma eq_to erfc exp exp2 igamma igamma_grad_a "
         "igammac is_finite le_to lgamma log log2 logistic lt_to nextafter not one_minus_square "
@@ -200,7 +201,7 @@ RECORDS: tuple[tuple[str, PrimitiveFacts], ...] = (
             flops="none",
         ),
     ),
-    # entries in other places
+    # primitives that move entries
     ("broadcast_in_dim expand_dims squeeze", _KEEPS_ORDER),
     (
         "reshape",
@@ -236,7 +237,7 @@ RECORDS: tuple[tuple[str, PrimitiveFacts], ...] = (
     ("scatter-add scatter-sub", _F(linear_in=((0, 2),), flops="updates")),
     ("scatter-mul", _F(linear_in=((0,),), flops="updates")),
     ("scatter-max scatter-min", _F(scales_in=(0, 2), keeps_zero=_always, flops="updates")),
-    # along axes
+    # primitives that combine entries along axes
     ("reduce_sum", _F(linear_in=((0,),), axes="axes", reduces="sum", flops="inputs")),
     ("reduce_prod", _F(axes="axes", reduces="prod", flops="inputs")),
     ("reduce_max", _F(scales_in=(0,), axes="axes", reduces="max", flops="inputs")),
@@ -256,7 +257,7 @@ RECORDS: tuple[tuple[str, PrimitiveFacts], ...] = (
     ("reduce_window_max reduce_window_min", _F(scales_in=(0,), flops="window")),
     ("reduce_window", _F(flops="window")),
     ("select_and_gather_add select_and_scatter_add", _F(linear_in=((0,),), flops="window")),
-    # matrices
+    # primitives on matrices
     ("conv_general_dilated dot_general", _F(linear_in=((0,), (1,)), flops="product")),
     ("ragged_dot_general", _F(linear_in=((0,), (1,)))),
     ("triangular_solve", _F(linear_in=((1,),), last_axes=_two_axes)),
@@ -272,7 +273,7 @@ RECORDS: tuple[tuple[str, PrimitiveFacts], ...] = (
         _NO_FLOPS,
     ),
     ("sharding_constraint", _NO_FLOPS),
-    # no facts
+    # primitives about which no field holds
     (
         "all_gather all_gather_invariant all_to_all approx_top_k axis_index cholesky_update "
         "create_token custom_linear_solve debug_callback debug_print ffi_call io_callback "
@@ -282,7 +283,7 @@ RECORDS: tuple[tuple[str, PrimitiveFacts], ...] = (
         "shard_map symmetric_product threefry2x32 tridiagonal_solve",
         _NOTHING,
     ),
-    # the facts of these are those of their bodies
+    # the bodies of these have all facts
     (" ".join((SCAN, WHILE, COND, *REMAT, *CALLS, *CUSTOM_RULES, *JIT)), _NOTHING),
 )
 FACTS: Mapping[str, PrimitiveFacts] = {
@@ -314,7 +315,7 @@ def linear_group(eqn: JaxprEqn, operands: Collection[int]) -> tuple[int, ...]:
 
 
 def scaling_operands(eqn: JaxprEqn) -> list[tuple[int, ...]]:
-    """Return groups of operands: if c > 0 multiplies a whole group, it multiplies the outputs."""
+    """Return the groups of operands with f(c*x) = c*f(x) if c > 0 multiplies a whole group."""
     facts = facts_of(eqn)
     if linear := linear_operands(eqn):
         return linear
@@ -324,7 +325,7 @@ def scaling_operands(eqn: JaxprEqn) -> list[tuple[int, ...]]:
 
 
 def moved_operands(eqn: JaxprEqn, out: int = 0) -> tuple[int, ...]:
-    """Return the operands whose entries are moved to an output; () for other equations."""
+    """Return the operands whose entries form an output; () if the equation moves no entries."""
     facts = facts_of(eqn)
     if not facts.moves or not facts.moves_if(eqn):
         return ()
@@ -341,9 +342,10 @@ def same_operand(eqn: JaxprEqn, out: int = 0) -> int | None:
 
 
 def zeros_by(eqn: JaxprEqn, zeros: Collection[int]) -> tuple[int, ...] | None:
-    """Return the operands that must be finite (and not zero, if divisors) for outputs to be zero.
+    """Return the operands that must be finite, so that the outputs are zero.
 
-    Return None if the outputs may differ from zero.
+    Divisors among these operands must also differ from zero. If the outputs may differ from zero in
+    any case, return None.
 
     Args:
       eqn: the equation.
@@ -361,7 +363,7 @@ def zeros_by(eqn: JaxprEqn, zeros: Collection[int]) -> tuple[int, ...] | None:
 
 
 def is_rearrangement(eqn: JaxprEqn) -> bool:
-    """Return True if an equation only moves entries of one operand, and is no mark of dtrans."""
+    """Return True if an equation only moves entries of its operand; False for marks of dtrans."""
     return len(eqn.invars) == 1 and moved_operands(eqn) == (0,) and not is_identity(eqn)
 
 

@@ -13,7 +13,7 @@ from dtrans.errors import TraceError
 
 
 def backends_started() -> bool:
-    """Return True if JAX has created its devices, so that processes can no longer be connected.
+    """Return True if JAX has created its devices; then it can no longer connect processes.
 
     JAX has no public function for this, but it refuses to change some options afterwards.
     """
@@ -28,7 +28,7 @@ def backends_started() -> bool:
 
 
 def is_varying(x: Any) -> bool:
-    """Return True if the type of a value says that it differs along axes of a `shard_map`."""
+    """Return True if, by its type, a value differs along axes of a `shard_map`."""
     of: Any = jax.typeof(x)
     kind = getattr(of, "manual_axis_type", None)  # from jax 0.10
     return bool(kind.varying if kind is not None else getattr(of, "vma", ()))
@@ -49,7 +49,7 @@ def gloo_scatters_wrongly() -> bool:
 
 
 def let_gloo_bind(host: str) -> bool:
-    """Make Gloo bind and publish an address of this host.
+    """Set the address of this host that Gloo binds and publishes.
 
     Call it between `jax.distributed.initialize` and the first use of a device. By default, Gloo
     uses the address of `gethostname()`, which is 127.0.1.1 on Debian, so other hosts cannot
@@ -59,7 +59,7 @@ def let_gloo_bind(host: str) -> bool:
       host: the address.
 
     Returns:
-      False if this version of JAX does not support it.
+      False if this version of JAX has no such setting.
     """
     utils: Any = multihost_utils
     try:
@@ -90,7 +90,7 @@ def bulletin_board() -> Any:
 def detected_coordinator(timeout: int) -> str:
     """Return the coordinator address that JAX detects in a cluster, `host:port`; "" if none.
 
-    JAX has no public function that detects it without connecting.
+    JAX has no public function that detects the coordinator without connecting.
     """
     utils: Any = multihost_utils
     try:

@@ -3,12 +3,12 @@
     accumulate    scan: forward, backward, add up         --> one gradient, results
     local steps   scan: forward, backward, optimize       --> parameters, optimizer state, results
 
-The scan carries parameters that trainers update locally (batch statistics), and in local steps all
-state. A random key is folded with the index of the micro-step.
+The scan carries parameters that trainers update locally (batch statistics); in local steps it
+carries all state. Random keys of the batch are folded with the index of the micro-step.
 
-Source of local steps: Stich, Local SGD Converges Fast and Communicates Little (arXiv 1805.09767).
-Source of averaging the optimizer's state too: Yu, Jin, Yang (arXiv 1905.03817). Paddle's `LocalSGD`
-(transpiler/collective.py) leaves the optimizer's state local to each trainer.
+Sources of local steps: Stich, Local SGD Converges Fast and Communicates Little (arXiv 1805.09767);
+Yu, Jin, Yang (arXiv 1905.03817), who average the optimizer's state too. Paddle's `LocalSGD`
+(transpiler/collective.py) does not average it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from dtrans.step.cut import GRAD, Cut, cut
 from dtrans.step.forward_backward import write_trainer_half
 
 
-Outputs = tuple[dict[str, Atom], dict[str, Atom]]  # (outputs by name, gradients by leaf)
+Outputs = tuple[dict[str, Atom], dict[str, Atom]]  # (output name -> value, leaf -> gradient)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,17 +45,18 @@ class MicroSteps:
 
     Attributes:
       count: the number of micro-steps.
-      reduce: the merge of their gradients: "mean" or "sum".
-      ways: the merge of each result: "mean", "sum", "max", "concat", or "same" (the value of the
-        last micro-step).
-      example_count: the result that weights means over micro-steps; the count itself is summed.
-      axes: the dimension along which each array of the batch is cut. Other arrays are not cut.
+      reduce: the merge of the gradients of micro-steps: "mean" or "sum".
+      ways: maps each result to its merge over micro-steps: "mean", "sum", "max", "concat", or
+        "same" (the value of the last micro-step).
+      example_count: the result that weights means over micro-steps; its own merge is a sum.
+      axes: maps batch arrays to the dimension along which they are cut. Other arrays are not cut.
       keys: random keys of the batch, which are folded with the index of the micro-step.
-      joined: the dimension along which "concat" concatenates a result, if not the first.
+      joined: maps results with "concat" to the dimension to concatenate; the default is 0.
       carried: parameters that trainers update locally and that the scan carries, such as batch
-        statistics. Other parameters that are updated locally start from the state before the step
-        in each micro-step, and are merged like results.
-      precomputed: the inputs of micro-steps that are computed from the full batch, if any.
+        statistics. All other locally updated parameters have in each micro-step the value from
+        before the step, and are merged like results.
+      precomputed: the inputs of micro-steps that trainers compute before the scan; None if there
+        are none.
       clip_norm: the norm to which the gradients of each micro-step are clipped, if any.
       noun: the word for a trainer in errors.
     """
@@ -106,17 +107,17 @@ def write_micro_steps(
     inputs: Mapping[str, Atom] | None = None,
     half: Callable[[Builder, Cut], Outputs] | None = None,
 ) -> Outputs:
-    """Write forward and backward of all micro-steps, on the same parameters.
+    """Write forward and backward of all micro-steps, which read the same parameters.
 
     Args:
       b: the builder to write with; it has the step's inputs.
       step: the step of a trainer.
       window: its micro-steps.
       results: the wanted outputs, in addition to parameters that trainers update locally.
-      inputs: inputs of micro-steps that replace variables of the step, by name.
-      half: writes a micro-step in place of `write_trainer_half`. It adds a variable for each of
-        `inputs`, after all other variables. It returns results and locally updated parameters by
-        name, and gradients by leaf.
+      inputs: name -> value, for inputs of micro-steps that replace inputs of the step.
+      half: writes a micro-step instead of `write_trainer_half`. It adds one variable for each of
+        `inputs` to the builder, after all other inputs. It returns a pair of dicts: results and
+        locally updated parameters by name, and gradients by leaf.
 
     Returns:
       Outputs by name, and gradients by leaf.
@@ -126,7 +127,7 @@ def write_micro_steps(
     """
     micro = cut(_micro_program(step.program, window)).with_reported()
     if not step.early:
-        # callbacks that read parameters only are called once, after all micro-steps
+        # these callbacks only read parameters: they are called once, after all micro-steps
         micro = dataclasses.replace(micro, observers=())
     source = micro.program
     vars_of = source.invars
@@ -167,7 +168,7 @@ def write_micro_steps(
 def write_local_steps(b: Builder, step: Cut, window: MicroSteps) -> dict[str, Atom]:
     """Write complete steps of one trainer, one after the other.
 
-    Arguments and errors are the same as for `write_micro_steps`.
+    Arguments and errors as for `write_micro_steps`.
 
     Returns:
       All outputs of the step by name: parameters and optimizer state after the last step.
@@ -191,7 +192,7 @@ def _micro_program(source: Program, window: MicroSteps) -> Program:
 
 
 def _write_precomputed(b: Builder, step: Cut, window: MicroSteps) -> dict[str, Atom]:
-    """Write the values of the full batch that micro-steps read; return them by name."""
+    """Write the precomputed values that micro-steps read; return them by name."""
     if window.precomputed is None:
         return {}
     source = step.program
@@ -232,7 +233,7 @@ def micro_types(
 
 
 class _Body:
-    """Micro-step as a function of arrays by name."""
+    """Micro-step as a function from input arrays to output arrays, both by name."""
 
     def __init__(self, jaxpr: ClosedJaxpr, ins: Sequence[str], outs: Sequence[str]) -> None:
         self.types = dict(zip(outs, avals(opened(jaxpr).outvars), strict=True))
@@ -244,14 +245,14 @@ class _Body:
 
 
 class _Scan:
-    """Scan over micro-steps, as a function of their inputs.
+    """Scan over micro-steps, as a function of the inputs of the scan.
 
-    It returns the merged outputs, then the carried outputs.
+    The function returns the merged outputs, then the carried outputs.
 
     Args:
       names: the inputs of a micro-step.
       body: the micro-step.
-      ways: the merge of each output.
+      ways: maps each output to its merge.
       carried: outputs that are inputs of the next micro-step.
       window: the micro-steps.
     """
@@ -277,7 +278,7 @@ class _Scan:
                 self.largest.append(n)
             else:
                 self.stacked.append(n)
-        # a sum of 16-bit floats would round away the last terms, so its type is wider
+        # sums of 16-bit floats have a wider type, so that the last terms are not rounded away
         self.sum_types = {n: sum_type(t.dtype) for n, t in body.types.items()}
 
     def __call__(self, *arrays: Any) -> list[Any]:
@@ -300,7 +301,7 @@ class _Scan:
         return outputs + values_at(state, self.carried)
 
     def _start(self) -> dict[str, jax.Array]:
-        """Return the neutral elements of sums and maxima."""
+        """Return the first values of sums and maxima: their neutral elements."""
         start: dict[str, jax.Array] = {}
         for n in self.summed:
             start[n] = jnp.zeros(self.types[n].shape, self.sum_types[n])
@@ -317,7 +318,7 @@ class _Scan:
         for n in self.summed:
             term = jnp.asarray(outputs[n]).astype(merged[n].dtype)
             if weight is not None and self.ways[n] == "mean":
-                # the mean of a micro-step without examples may be 0 / 0
+                # drop the mean of a micro-step without examples, which may be 0 / 0
                 weighted = term * weight.astype(term.dtype)
                 term = jnp.where(weight == 0, jnp.zeros_like(term), weighted)
             found[n] = merged[n] + term
@@ -326,7 +327,7 @@ class _Scan:
         return found
 
     def _finish(self, merged: Mapping[str, Any], stacks: Mapping[str, Any]) -> dict[str, Any]:
-        """Return all outputs in their types; sums become means where the rule is "mean"."""
+        """Return all outputs in their own types; divide sums whose rule is "mean"."""
         found, total = dict(merged), self._total_weight(merged)
         for n in self.summed:
             if self.ways[n] == "mean":
@@ -359,7 +360,7 @@ def _write_scan(b: Builder, step: Cut, scan: _Scan, inputs: Mapping[str, Atom]) 
       b: the builder to write with.
       step: the step of a trainer.
       scan: the scan, as a function of arrays.
-      inputs: inputs of micro-steps that replace variables of the step, by name.
+      inputs: name -> value, for inputs of micro-steps that replace inputs of the step.
     """
     atoms_of = {**step.program.invars, **inputs}
     atoms = values_at(atoms_of, scan.names)

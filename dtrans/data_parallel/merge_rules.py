@@ -1,9 +1,9 @@
-"""Merge rules of trainers' outputs: results, batch statistics, and after local steps all state.
+"""Merge rules of trainers' outputs: results, batch statistics, and all state of local steps.
 
 A rule in the user's `merge` has priority. Other rules are inferred from two traces: the step of one
 trainer, and the step on the full batch. Results that are larger in the second trace grow with the
 batch. Propagation over the equations finds the values that depend on rows of the batch, and the
-values that depend only on the number of rows. A result without a rule is an error.
+values that depend only on the number of rows. If no rule can be inferred, the plan raises an error.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def check_merge(name: str, way: str, t: Any, *, is_state: bool, options: Options
         )
     if way == "concat" and not t.ndim:
         raise ConfigError(
-            f"merge[{name!r}]='concat': the result is {t.str_short()}, without a dim 0; write "
+            f"merge[{name!r}]='concat': the result is {t.str_short()}, which has no dim 0; write "
             "'each'"
         )
     number, flag = jnp.issubdtype(t.dtype, jnp.number), jnp.issubdtype(t.dtype, jnp.bool_)
@@ -61,12 +61,12 @@ def check_merge(name: str, way: str, t: Any, *, is_state: bool, options: Options
 
 
 def infer_merges(step: Cut, options: Options, count_remedy: str = "") -> dict[str, str]:
-    """Return the merge rule of each result, and of each parameter that trainers update locally.
+    """Return output -> merge rule, for results and for parameters that trainers update locally.
 
     Args:
       step: the step of one trainer.
       options: the options.
-      count_remedy: the remedy in an error about state that depends on the number of rows.
+      count_remedy: the remedy in the error for state that depends on the number of rows.
 
     Raises:
       ConfigError: no rule is known, or the user's rule does not fit.
@@ -148,7 +148,7 @@ class _MergeRules:
         return "same"
 
     def _check_user_rule(self, name: str, way: str) -> str:
-        """Return the user's rule.
+        """Check the rule of the user for an output, and return it.
 
         Raises:
           ConfigError: the rule is "same" for state that differs between trainers.
@@ -163,7 +163,7 @@ class _MergeRules:
         return way
 
     def _check_growth(self, name: str, full: Any) -> str:
-        """Return "concat", the rule of results that grow with the batch.
+        """Check the shape of a result that grows with the batch; return its rule, "concat".
 
         Raises:
           ConfigError: the result grows along another dimension than the first.
@@ -172,7 +172,7 @@ class _MergeRules:
         if full.shape != (self.parts * t.shape[0], *t.shape[1:]):
             raise ConfigError(
                 f"{name} is {t.str_short()} on a {self.options.noun}'s part and {full.str_short()} "
-                "on the full batch; results may grow with the batch on dim 0 only; write "
+                "on the full batch, but results may only grow on dim 0; write "
                 f"merge={{{name!r}: ...}}"
             )
         return "concat"
@@ -182,7 +182,7 @@ class _MergeRules:
         options, t = self.options, self.step.program.outputs[name]
         if jnp.issubdtype(t.dtype, jnp.inexact):
             return (options.reduce.op or "mean") if name in self.step.results else "mean"
-        # integers may be counts, sums or flags: only the user knows the merge
+        # an integer may be a count, a sum or a flag, so only the user knows how to merge it
         if name in self.local_state:
             raise ConfigError(
                 f"{name} is {t.str_short()} and depends on a {options.noun}'s part of the batch; "
@@ -200,8 +200,8 @@ class _MergeRules:
         remedy = self.count_remedy if name in self.local_state else ""
         remedy = remedy or f"write merge={{{name!r}: 'sum'}} or 'max'"
         raise ConfigError(
-            f"{name} ({t.str_short()}) depends on how many rows a {self.options.noun}'s part has, "
-            f"but not on what they contain; {remedy}"
+            f"{name} ({t.str_short()}) depends on the number of rows in a {self.options.noun}'s "
+            f"part, but not on their contents; {remedy}"
         )
 
 
@@ -211,7 +211,7 @@ def _local_state(step: Cut, options: Options) -> list[str]:
 
 
 def mergeable_state(step: Cut, options: Options) -> Sequence[str]:
-    """Return the state that can have merge rules: all with local steps, else frozen leaves."""
+    """Return the state that can have merge rules: all state of local steps, else frozen leaves."""
     if options.local_sgd is not None:
         return (*step.params, *step.opt_state)
     return step.frozen
@@ -226,7 +226,7 @@ def _trace_full_batch(
       step: the step of one trainer.
       options: the options.
       parts: the number of parts of the full batch.
-      may_grow: outputs that cannot be merged without this trace.
+      may_grow: outputs that have no rule without this trace.
 
     Returns:
       The step; None if arrays have different numbers of rows and `may_grow` is empty.
@@ -287,12 +287,12 @@ def _find_batch_values(step: Cut, options: Options) -> dict[Var, int]:
     ins = program.invars
     outs = program.outvars
     if options.local_sgd is None:
-        # values computed from gradients read reduced gradients, which are equal
+        # reduced gradients are equal on all trainers, so propagation stops at gradients
         stops = dict.fromkeys(step.boundary.values(), 0)
         return propagate(inner.eqns, {ins[n]: 1 for n in step.batch}, stops)
     names = set(step.batch)
     state = {n: a for n in (*step.params, *step.opt_state) if isinstance(a := outs[n], Var)}
-    # A local step reads the state of the previous local step, so repeat until nothing changes.
+    # a local step reads the state of the step before, so repeat until no state is added
     while True:
         found = propagate(inner.eqns, {ins[n]: 1 for n in names}, {})
         more = {n for n, a in state.items() if found.get(a)}
@@ -302,7 +302,7 @@ def _find_batch_values(step: Cut, options: Options) -> dict[Var, int]:
 
 
 def _constant_way(name: str, here: Literal, there: Atom | None, parts: int, noun: str) -> str:
-    """Return the merge rule of a constant, such as a number of rows, from both traces of it."""
+    """Return the merge rule of a constant, such as a number of rows, from its two traces."""
     if not isinstance(there, Literal) or np.array_equal(here.val, there.val):
         return "same"
     if np.array_equal(parts * np.asarray(here.val), there.val):

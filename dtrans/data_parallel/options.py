@@ -33,22 +33,24 @@ class Reduce:
     """Reduction of gradients over trainers, the ranks of a sharded job, or the replicas of a stage.
 
     Attributes:
-      op: "mean", or "sum" for a loss that is a sum over the batch. For an exact batch it is
-        inferred, and may be omitted.
-      bucket_MB: the size of a bucket of gradients, reduced together; 0 reduces each separately.
-      max_buckets: the largest number of buckets, of about equal size, by EPL's rule. It replaces
-        `bucket_MB`.
+      op: "mean", or "sum" for a loss that is a sum over the batch. For an exact batch the plan
+        infers it, so leave it out.
+      bucket_MB: the size of a bucket: gradients up to this size are reduced together. 0 reduces
+        each gradient separately.
+      max_buckets: the largest number of buckets, which then have about equal sizes (EPL's rule).
+        It replaces `bucket_MB`.
       chains: the number of chains of reductions that may overlap. In a chain, each reduction waits
         for the previous one. By default XLA decides.
-      compress: "bf16" or "fp16": gradients are reduced in this type, multiplied by `compress_scale`
-        before and divided by it after. A sum that overflows becomes infinity.
-      compress_scale: see `compress`.
-      clip_local_norm: clip the gradients of each trainer to this global norm *before* the
-        reduction, as EPL does by default. (A clip in the optimizer reads reduced gradients.) All
-        reductions then wait for the last gradient.
-      clip_local_per: the scope of `clip_local_norm`. "step" clips the sum over a trainer's
-        micro-batches. "micro_batch" clips the gradients of each micro-batch, as EPL does. A
-        pipeline must then store the gradients of all micro-batches until the update.
+      compress: "bf16" or "fp16": the type in which gradients are reduced. A sum that overflows
+        becomes infinity.
+      compress_scale: a factor for compressed gradients: they are multiplied by it before the
+        reduction, and divided by it after.
+      clip_local_norm: the global norm to which the gradients of each trainer are clipped *before*
+        the reduction, as EPL does by default. (A clip in the optimizer reads reduced gradients.)
+        With it, all reductions wait for the last gradient.
+      clip_local_per: "step" applies `clip_local_norm` to the sum over a trainer's micro-batches,
+        and "micro_batch" to the gradients of each micro-batch, as EPL does. With "micro_batch", a
+        pipeline must store the gradients of all micro-batches until the update.
 
     Raises:
       ConfigError: a value is out of range, or an option lacks the option that it needs.
@@ -82,8 +84,8 @@ class Reduce:
         check_number("compress_scale", self.compress_scale, "a positive number", lambda x: x > 0)
         if self.compress is None and self.compress_scale != 1.0:
             raise ConfigError(
-                f"compress_scale={self.compress_scale!r} needs compress='bf16' or 'fp16', it is "
-                "None"
+                f"compress_scale={self.compress_scale!r} needs compress='bf16' or 'fp16', but "
+                "compress is None"
             )
         check_number(
             "clip_local_norm",
@@ -95,21 +97,21 @@ class Reduce:
         check_one_of("clip_local_per", self.clip_local_per, CLIPPED_PER)
         if self.clip_local_per != "step" and self.clip_local_norm is None:
             raise ConfigError(
-                f"clip_local_per={self.clip_local_per!r} needs clip_local_norm, it is None"
+                f"clip_local_per={self.clip_local_per!r} needs clip_local_norm, but that is None"
             )
 
     def clip_per_micro_batch(self, num_micro_batch: int) -> float | None:
-        """Return the norm to which the gradients of each micro-batch are clipped, or None."""
+        """Return the norm to which to clip the gradients of each micro-batch; None for no clip."""
         applies = num_micro_batch > 1 and self.clip_local_per == "micro_batch"
         return self.clip_local_norm if applies else None
 
     def clip_per_step(self, num_micro_batch: int) -> float | None:
-        """Return the norm to which the sum over micro-batches is clipped, or None."""
+        """Return the norm to which to clip the sum over micro-batches; None for no clip."""
         return self.clip_local_norm if self.clip_per_micro_batch(num_micro_batch) is None else None
 
     @classmethod
     def from_option(cls, value: Any) -> Reduce:
-        """Return the record for the option `reduce`, which is a record or its `op`."""
+        """Convert the option `reduce` (a `Reduce`, or its `op`) to a `Reduce`."""
         if value in ("mean", "sum"):
             return cls(value)
         check_type("reduce", value, cls, "'mean', 'sum' or a dtrans.Reduce")
@@ -128,15 +130,15 @@ class Options:
     trainers_per_node: int = 0  # 0 for reductions that are not hierarchical
     reduce: Reduce = Reduce()
     batch: Batch = Batch()
-    shared: ExactStep | None = None  # the split of an exact batch, once it is known
-    # inputs of micro-steps that are computed from the full batch
+    shared: ExactStep | None = None  # set when an exact batch is split
+    # inputs of micro-steps that trainers compute before the scan
     precomputed: PrecomputedMicroSteps | None = None
     noun: str = "trainer"  # the word for a trainer in errors
 
     def __post_init__(self) -> None:
         expected = "a positive number of trainers"
         if ":" in str(self.trainers):
-            # a list of endpoints, as Paddle's transpiler takes it
+            # the user passed endpoints, which Paddle's transpiler takes
             expected += " (endpoints are for DistributeTranspiler.transpile)"
         check_int("trainers", self.trainers, expected)
         check_name("axis_name", self.axis_name, "the name of an axis")
@@ -147,7 +149,9 @@ class Options:
         self.check_exact()
         count, reduce = self.batch.example_count, self.reduce
         if count is not None and reduce.op == "sum":
-            raise ConfigError(f"example_count={count!r} needs reduce='mean', it is {reduce.op!r}")
+            raise ConfigError(
+                f"example_count={count!r} needs reduce='mean', but reduce is {reduce.op!r}"
+            )
         if self.local_sgd is not None:
             others = {
                 f"reduce={reduce.op!r}": reduce.op == "sum",
@@ -164,12 +168,12 @@ class Options:
         check_int("trainers_per_node", node, "a number of trainers", least=0)
         if node and (self.trainers % node or not 1 < node < self.trainers):
             raise ConfigError(
-                f"trainers_per_node={node} must divide the {self.trainers} trainers into several "
-                "nodes of several trainers each"
+                f"trainers_per_node={node} does not divide the {self.trainers} trainers into two "
+                "or more nodes of two or more trainers; pass another number, or leave it out"
             )
 
     def check_exact(self) -> None:
-        """Raise ConfigError if an option needs batch='local', and the batch is exact."""
+        """Raise ConfigError if the batch is exact, but an option needs batch='local'."""
         b = self.batch
         if not b.exact:
             b.check_axes()
@@ -181,7 +185,7 @@ class Options:
         for name, value in local_options.items():
             if b.exact and value is not None:
                 raise ConfigError(
-                    f"{name}={value!r} needs batch='local', where {self.noun}s have separate "
+                    f"{name}={value!r} needs batch='local', with which {self.noun}s have separate "
                     f"results; leave {name} out for one device's results, or pass batch='local'"
                 )
 
@@ -193,7 +197,7 @@ class Options:
         return dataclasses.replace(self, batch=batch, reduce=reduce)
 
     def with_shared(self, shared: ExactStep) -> Self:
-        """Return these options for the step of one trainer of an exact batch."""
+        """Return the options with which to write the step of one trainer of an exact batch."""
         unsplit = tuple(n for n in shared.step.batch if n not in shared.axes)
         batch = dataclasses.replace(
             self.batch, kind="local", axes=0, merge=shared.merges, unsplit_inputs=unsplit
@@ -208,12 +212,12 @@ class Options:
 
     @property
     def splits_evenly(self) -> bool:
-        """True if the number of trainers must divide the batch, for local clips or micro-steps."""
+        """True if the number of trainers must divide the batch: for local clips and micro-steps."""
         return self.micro_steps > 1 or self.reduce.clip_local_norm is not None
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
-        """Named axes of the trainers, with sizes: one, or nodes and the trainers of a node."""
+        """Mesh axes as pairs (name, size): one; or over nodes, then over a node's trainers."""
         if not self.trainers_per_node:
             return ((self.axis_name, self.trainers),)
         return (

@@ -1,4 +1,4 @@
-"""Plans of data-parallel jobs: one program for all trainers, and its communication."""
+"""Plan of a data-parallel job: one program for all trainers, and its communication."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Bucket:
 
 
 def collectives(jaxpr: Any, times: int = 1) -> Iterator[tuple[JaxprEqn, int]]:
-    """Yield the collectives of a jaxpr, each with the number of its runs in a step."""
+    """Yield pairs (collective of a jaxpr, number of times that it runs in a step)."""
     for eqn in opened(jaxpr).eqns:
         if collective_of(eqn) is not None:
             yield eqn, times
@@ -57,17 +57,18 @@ class CollectivePlan(Plan):
     Attributes:
       main: the step, with calls inlined and a role for each equation.
       startup: the single-device init.
-      program: the program of every trainer, (params, opt_state, *batch) -> the step's outputs. Its
-        batch is the trainer's part.
+      program: the program of every trainer, (params, opt_state, *part of the batch) -> the outputs
+        of the step.
       options: the options: see `dtrans.nccl2`.
-      buckets: the gradients that are reduced together, in order; with local steps, the state.
-      merges: the merge rule of each result, and of each parameter that trainers update locally.
-      callers: sentences that name the callers of each host callback of the step.
+      buckets: the buckets of gradients in the order of their reductions; with local steps, buckets
+        of state.
+      merges: maps each result, and each parameter that trainers update locally, to its merge rule.
+      callers: sentences that say which trainers call each host callback of the step.
       replan: function that plans the same step with different options.
       shared: the split of an exact batch; None if each trainer takes the step on its part alone.
-      for_uneven_batch: function that returns the program for a batch that the number of trainers
-        does not divide. Its argument is the types of the step's inputs. None if every batch must
-        divide evenly.
+      for_uneven_batch: function that takes the types of the step's inputs, and returns the program
+        for a batch that the number of trainers does not divide. None if the number must divide
+        every batch.
     """
 
     main: Program
@@ -107,7 +108,7 @@ class CollectivePlan(Plan):
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
-        """Named axes of the trainers, with sizes: one, or two for hierarchical reductions."""
+        """Mesh axes as pairs (name, size): one, or two for hierarchical reductions."""
         return self.options.axes
 
     @property
@@ -126,14 +127,14 @@ class CollectivePlan(Plan):
     def function(self) -> Callable[..., Any]:
         """The program as a pure function of one trainer: (params, opt_state, *batch) -> outputs.
 
-        It runs under `jax.pmap`, `jax.vmap`, or `jax.shard_map` with `check_vma=False`, with the
-        names of `axes`; for one trainer it needs no axis. Each trainer passes its part of the
-        batch. Results are merged already, with two exceptions: for "concat" a trainer returns its
-        own rows, and for "each" its own value.
+        Call it under `jax.pmap`, `jax.vmap`, or `jax.shard_map(..., check_vma=False)`, which must
+        have the names of `axes`; with one trainer no axis is needed. Each trainer passes its part
+        of the batch. Results are merged already, with two exceptions: for "concat" a trainer
+        returns its own rows, and for "each" its own value.
 
         Raises:
           ConfigError: the function is called under a `jax.shard_map` that checks varying types. The
-            equations were traced without these types, so they run only without the check.
+            equations have no such types, because the step was traced without them.
         """
         per_trainer = realiser(self, "function")
 
@@ -160,7 +161,7 @@ class CollectivePlan(Plan):
     def for_trainers(self, trainers: int) -> CollectivePlan:
         """Return the plan for another number of trainers.
 
-        Reductions stay hierarchical only if `trainers_per_node` divides the new number.
+        If `trainers_per_node` does not divide the new number, reductions are not hierarchical.
         """
         if trainers == self.trainers:
             return self
@@ -190,11 +191,11 @@ class CollectivePlan(Plan):
 
     @cached_property
     def bytes_per_step(self) -> dict[str, int]:
-        """Bytes that each trainer passes to collectives in a step, by dtype."""
+        """Dtype -> bytes that each trainer passes to collectives in a step."""
         return self.bytes_over(*self.axis_names)
 
     def bytes_over(self, *axes: str) -> dict[str, int]:
-        """Return the bytes per step of collectives over any of these axes, by dtype."""
+        """Return dtype -> bytes that a trainer passes to collectives over `axes` in a step."""
         found: dict[str, int] = {}
         for eqn, times in collectives(self.program.jaxpr):
             if set(axes) & set(eqn.params["over"]):

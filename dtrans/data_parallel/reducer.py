@@ -2,11 +2,12 @@
 
     gradients   clipped, weighted, compressed
     all_reduce  one for each bucket. With nodes: reduce_scatter, all_reduce and all_gather. With
-                chains: each reduction waits for the previous one of its chain
-    means       restored to their type, divided by the number of trainers
+                chains: each reduction waits for the previous reduction of its chain
+    means       sums in their own type, divided by the number of trainers
 
-A `Reducer` receives each gradient when it is computed. It writes the reduction of a bucket after
-the last gradient of the bucket. After local steps it reduces parameters and optimizer state.
+A `Reducer` receives each gradient when the program computes it. After the last gradient of a
+bucket, the `Reducer` writes the bucket's reduction. After local steps it reduces parameters and
+optimizer state instead.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from dtrans.ops import all_gather_p, all_reduce_p, reduce_scatter_p
 
 @dataclasses.dataclass(frozen=True)
 class ReduceSpec:
-    """Reduction of one gradient; gradients of a bucket have equal specs.
+    """Reduction of one gradient; all gradients of a bucket have equal specs.
 
     Attributes:
       compress: the type of the reduction; None for the type in `Reduce.compress`.
@@ -55,11 +56,11 @@ def assign_buckets(
     options: Options,
     kind: Callable[[str], ReduceSpec] = lambda leaf: SAME_FOR_ALL,
 ) -> tuple[Bucket, ...]:
-    """Assign values to buckets; a bucket that is complete earlier comes first.
+    """Assign values to buckets; return the buckets in the order in which they are complete.
 
     Args:
-      values: the values to reduce by leaf, in the order in which they are computed. Leaves may
-        share a value.
+      values: leaf -> value to reduce, in the order in which the values are computed. Several leaves
+        may have one value.
       options: the options.
       kind: returns the spec of a leaf's reduction.
     """
@@ -77,7 +78,7 @@ def assign_buckets(
     for i, leaves in enumerate(groups):
         dtype = reduced[leaves[0]].aval.dtype
         itemsize = np.dtype(reduced_type(dtype, kind(leaves[0]), options)).itemsize
-        # leaves may share a value, which then counts once
+        # a value that several leaves have counts once
         sizes = {id(reduced[n]): reduced[n].aval.size for n in leaves}
         buckets.append(Bucket(f"bucket/{i}", tuple(leaves), dtype, sum(sizes.values()) * itemsize))
     return tuple(buckets)
@@ -86,9 +87,9 @@ def assign_buckets(
 def _group_leaves(
     values: Mapping[str, Atom], options: Options, kind: Callable[[str], ReduceSpec]
 ) -> list[list[str]]:
-    """Group leaves whose values have one dtype and spec, up to the size of a bucket.
+    """Group leaves for buckets: in a group, values have one dtype and one spec.
 
-    Leaves that share a value are in one group.
+    A group is not larger than a bucket may be. Leaves that have one value are in one group.
     """
     limits = bucket_sizes(avals(values.values()), options)
     open_groups: dict[Any, list[str]] = {}
@@ -113,10 +114,10 @@ def _group_leaves(
 
 
 def bucket_sizes(types: Sequence[Any], options: Options) -> dict[Any, float]:
-    """Return the largest size of a bucket in bytes, by dtype.
+    """Return dtype -> largest size of a bucket, in bytes.
 
-    With `max_buckets`, buckets are divided among dtypes in proportion to their numbers of
-    gradients; the first dtype also gets the remainder. A dtype with n buckets has the size
+    With `max_buckets`, each dtype gets a share of the buckets, in proportion to its number of
+    gradients; the first dtype also gets the remainder. If a dtype gets n buckets, their size is
     (bytes of its gradients)/(n - 1).
 
     Source of `max_buckets`: epl/communicators/coalescing.py.
@@ -145,17 +146,16 @@ def reduced_type(dtype: Any, kind: ReduceSpec, options: Options) -> Any:
 
 
 class Reducer:
-    """Writer of reductions.
+    """Writer of reductions of gradients, or of state after local steps.
 
     Args:
       b: the builder to write with.
       values: the step's gradients, as for `assign_buckets`.
       options: the options.
       example_count: the weight of this trainer, if means are weighted.
-      suffix: the suffix of names of reduced values, after the leaf.
+      suffix: names of reduced values are leaf + suffix.
       kind: as for `assign_buckets`.
-      scale: the scale of the loss, which also multiplies the gradients; None for a loss without
-        scale.
+      scale: the scale of the loss, which multiplies the gradients too; None for no scale.
 
     Attributes:
       means: the reduced values, by leaf.
@@ -196,8 +196,8 @@ class Reducer:
         self._here: set[Var] = set(b.invars)
 
     def add(self, leaf: str, grad: Atom) -> None:
-        """Add a gradient; reduce its bucket if it is complete."""
-        # leaves that share a gradient also share its reduction
+        """Add a gradient; if its bucket is complete now, reduce the bucket."""
+        # if several leaves have one gradient, it is reduced once
         self.grads[leaf] = self._of.setdefault(id(self._values[leaf]), grad)
         bucket = self.bucket_of.get(leaf)
         if bucket is None:  # gradients without elements have no bucket
@@ -243,7 +243,7 @@ class Reducer:
         if self.options.trainers == 1:
             self.means |= subset(self.grads, bucket.leaves)
             return
-        # leaves may share a variable, which is reduced once; literals cannot be keys of a dict
+        # a variable of several leaves is reduced once; literals cannot be keys of a dict
         leaf_of = {id(self.grads[n]): n for n in bucket.leaves}
         unique: dict[Var, None] = {}
         literals: list[Atom] = []
@@ -268,7 +268,7 @@ class Reducer:
             self.means |= {n: mean for n in bucket.leaves if self.grads[n] is grad}
 
     def _prepare_part(self, x: Atom, bucket: Bucket) -> Atom:
-        """Write the operations on a gradient before its reduction."""
+        """Write what precedes the reduction of a gradient: division, weight, compression."""
         b, options = self.b, self.options
         if self._divides_first(x):
             x = b.call(_divide(options.trainers), x)[0]
@@ -279,7 +279,7 @@ class Reducer:
         return x
 
     def _finish_sum(self, grad: Atom, total: Atom, bucket: Bucket) -> Atom:
-        """Write the operations on the sum of a gradient."""
+        """Write what follows the reduction of a gradient: restore its type, divide the sum."""
         b, options = self.b, self.options
         if self._compress(bucket) is not None:
             total = b.call(_restore(grad.aval.dtype, options.reduce.compress_scale), total)[0]
@@ -288,7 +288,7 @@ class Reducer:
         return total
 
     def sums(self, bucket: Bucket, sent: Sequence[Atom]) -> Sequence[Atom]:
-        """Return the sums of a bucket over trainers."""
+        """Write the sums of a bucket's values over trainers, and return them."""
         if self.options.trainers_per_node:
             return self._hierarchical_sum(bucket.name, sent)
         return self._sum(bucket.name, sent, self.options.over)
@@ -298,7 +298,7 @@ class Reducer:
         return self.kind(bucket.leaves[0]).compress or self.options.reduce.compress
 
     def _chain(self, parts: list[Atom]) -> list[Atom]:
-        """Make the next reduction of a chain depend on the previous one."""
+        """Make the operands of a reduction depend on the previous reduction of its chain."""
         if self.options.reduce.chains is None:
             return parts
         before = self._chains.get(self._reduced % self.options.reduce.chains, ())
@@ -307,7 +307,7 @@ class Reducer:
         return self.b.call(together, *parts, *before)[: len(parts)]
 
     def _divides_first(self, x: Atom) -> bool:
-        """Return True for a mean of float16 parameters: their sum may overflow."""
+        """Return True for means of float16 parameters, whose sum may overflow: divide first."""
         return (
             self.options.local_sgd is not None
             and self.example_count is None
@@ -321,9 +321,9 @@ class Reducer:
         return self.b.call(_divide(self.options.trainers), total)[0]
 
     def _by_count(self, x: Atom) -> Atom:
-        """Return a trainer's term of a weighted mean, or `x` if means are not weighted.
+        """Multiply a trainer's value by its weight in the mean; without weights, return `x`.
 
-        The weight is applied before the sum, which could overflow otherwise.
+        The multiplication precedes the sum, which might overflow otherwise.
         """
         if self.example_count is None:
             return x
@@ -343,9 +343,9 @@ class Reducer:
         return self.b.bind(all_reduce_p, *parts, op="sum", name=name, owners=(), over=tuple(over))
 
     def _hierarchical_sum(self, name: str, parts: Sequence[Atom]) -> Sequence[Atom]:
-        """Return sums over all trainers: inside nodes, across nodes, then a gather inside nodes.
+        """Write a sum inside nodes, a sum across nodes, and a gather inside nodes.
 
-        Vectors are padded to a multiple of the node's size.
+        Vectors are padded to a multiple of the number of trainers in a node.
         """
         b, (exter, inter), size = self.b, self.options.over, self.options.trainers_per_node
         flat = [b.call(_flatten(size), x)[0] for x in parts]
@@ -361,12 +361,15 @@ class Reducer:
     def reduce_results(
         self, outs: Mapping[str, Atom], merges: Mapping[str, str], before: Mapping[str, Atom]
     ) -> dict[str, Atom]:
-        """Reduce results and statistics, with one variadic reduction for each operation.
+        """Merge the results and statistics of trainers; return them by name.
+
+        There is one reduction with many operands for each operation.
 
         Args:
           outs: the outputs of a trainer, by name.
           merges: the merge rule of each output.
-          before: the state before the step, by name. "sum" of state adds up its increments.
+          before: the state before the step, by name. For state, "sum" adds the increments of all
+            trainers to it.
         """
         b, options = self.b, self.options
         b.role = DIST
@@ -414,7 +417,7 @@ class Reducer:
 def _weighted_share(x: jax.Array, example_count: jax.Array, total: jax.Array) -> jax.Array:
     wide = jnp.promote_types(jnp.promote_types(x.dtype, example_count.dtype), jnp.float32)
     part = x * (example_count.astype(wide) / total.astype(wide)).astype(x.dtype)
-    # the mean of a trainer without examples may be 0 / 0
+    # drop the mean of a trainer without examples, which may be 0 / 0
     return jnp.where(example_count == 0, jnp.zeros_like(x), part)
 
 
@@ -433,7 +436,8 @@ def clip_to_norm(norm: float) -> Callable[..., Sequence[jax.Array]]:
 def _clip_scaled_to_norm(norm: float) -> Callable[..., Sequence[jax.Array]]:
     """Return a function that clips the gradients of a scaled loss.
 
-    Its first argument is the scale. The norm is computed from the gradients divided by the scale.
+    The first argument of the function is the scale of the loss, and the clip concerns the norm of
+    gradients / scale.
     """
 
     def fn(scale: jax.Array, *grads: jax.Array) -> Sequence[jax.Array]:

@@ -1,7 +1,7 @@
-"""Inputs of each trainer on an axis, and results computed from reduced gradients.
+"""Inputs of each trainer, and results that the step computes from reduced gradients.
 
-A random key of the batch is folded with the id of the trainer, so each trainer draws different
-numbers. A result that depends on gradients (their norm) is computed from the reduced gradients.
+Random keys of the batch are folded with the id of the trainer, so each trainer draws different
+numbers. If a result depends on gradients (their norm), it is computed from the reduced gradients.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from dtrans.step.observers import refuse_twice
 def take_inputs(
     b: Builder, step: Cut, options: Options, cut: Mapping[str, Any] | None = None
 ) -> dict[Var, Var]:
-    """Add the step's inputs to a program; random keys and slices have new variables.
+    """Add the step's inputs to a program, with new variables for random keys and slices.
 
     Args:
       b: the builder of the program.
       step: the step.
       options: the options.
-      cut: the types of inputs that trainers slice.
+      cut: input -> type of a trainer's slice, for inputs that are sliced.
 
     Returns:
-      Variable of the step to new variable, for keys and slices.
+      A dict for keys and slices: variable of the step -> new variable.
     """
     replaced: dict[Var, Var] = {}
     cut = cut or {}
@@ -52,7 +52,13 @@ def take_inputs(
 
 
 def fold_keys(b: Builder, keys: Mapping[Var, Var], options: Options) -> None:
-    """Fold random keys with the id of the trainer."""
+    """Write equations that fold random keys with the id of the trainer.
+
+    Args:
+      b: the builder of the program.
+      keys: variable of the folded key -> variable of the key.
+      options: the options.
+    """
     if not keys:
         return
     (index,) = b.bind(trainer_index_p, over=options.over)
@@ -63,9 +69,9 @@ def fold_keys(b: Builder, keys: Mapping[Var, Var], options: Options) -> None:
 def write_from_gradients(
     b: Builder, step: Cut, outs: Mapping[str, Atom], means: Mapping[str, Atom]
 ) -> dict[str, Atom]:
-    """Write the results computed from reduced gradients; return them by name.
+    """Write the results that depend on reduced gradients; return them by name.
 
-    Callbacks that read gradients or outputs of the update are written too.
+    Also write callbacks that read gradients or outputs of the update.
     """
     if not step.from_gradients and not step.late:
         return {}

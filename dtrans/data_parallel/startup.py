@@ -14,7 +14,7 @@ from dtrans.ops import broadcast_p, gen_nccl_id_p
 def rendezvous_startup(plan: CollectivePlan, trainer_id: int, endpoints: Sequence[str]) -> Program:
     """Return the startup program of one trainer: arguments of init -> (params, opt_state).
 
-    Every trainer receives the state of trainer 0.
+    The program ends with a broadcast, so that all trainers have the state of trainer 0.
 
     Source: `DistributeTranspiler._transpile_nccl2`, and `ParallelExecutor::BCastParamsToDevices`
     (Paddle).

@@ -1,23 +1,23 @@
-"""nccl2 mode: data parallelism over collectives; gradients are averaged over trainers.
+"""nccl2 mode: data parallelism; trainers average gradients with collectives.
 
     forward, backward     each trainer on its part of the batch
     all_reduce            over a named axis, right after the last gradient of a bucket, so that XLA
                           can overlap it with the remaining backward pass
     optimize              unchanged, on averaged gradients: equal on every trainer
 
-All trainers run one program (SPMD). It computes one device's step on the full batch, for any step
-(`dtrans.batch`): values that mix rows of the batch are reduced where they occur. With
-`batch="local"` each trainer takes the step on its part alone, and trainers average gradients and
-results. `Batch.example_count` names a result that counts examples; these averages are then
-weighted.
+All trainers run one program (SPMD). For any step, it computes the numbers of one device on the full
+batch (`dtrans.batch`): where a value mixes rows of the batch, the program reduces over trainers.
+With `batch="local"` each trainer takes the step on its part alone, and trainers average gradients
+and results. If `Batch.example_count` names a result that counts examples, averages are weighted by
+this count.
 
 With `local_sgd` trainers take complete steps alone, and then average parameters and optimizer
-state. With every option, all trainers have the same state between steps of the job.
+state. With any option, all trainers have equal state after each step of the job.
 
 A *bucket* is a sequence of gradients of one dtype, in the order of the backward pass, up to
-`Reduce.bucket_MB`. Its reduction is one equation with many operands, so that gradients are not
-copied to one buffer. JAX lowers it to one `stablehlo.all_reduce` for each operand. XLA's combiner
-merges these again, even across buckets; XLA's flags set its thresholds.
+`Reduce.bucket_MB`. The reduction of a bucket is one equation with many operands, so that gradients
+are not copied to one buffer. JAX lowers this equation to one `stablehlo.all_reduce` for each
+operand. XLA's combiner merges these again, even across buckets, up to thresholds in XLA's flags.
 
 Source: `DistributeTranspiler._transpile_nccl2` and the fused all-reduce of ParallelExecutor
   (Paddle).
@@ -98,19 +98,20 @@ def nccl2(
       main: `dtrans.trace(step, params, opt_state, *batch)`, for any batch shape.
       startup: `dtrans.trace(init, *args)` with `init(*args) -> (params, opt_state)`.
       trainers: the number of trainers that share each batch.
-      num_micro_batch: the number of micro-steps into which each trainer cuts its part of the batch.
-        A scan adds up their gradients, which are reduced once. Values that depend on the full
-        batch, but not on parameters (a dropout mask), are computed before the scan.
+      num_micro_batch: the number of micro-batches into which each trainer cuts its part of the
+        batch. A scan adds up their gradients, and the sum is reduced once. Values that depend on
+        the full batch, but not on parameters (a dropout mask), are computed before the scan.
       local_sgd: the number of steps that each trainer takes alone before trainers average
         parameters and optimizer state (local SGD). Each step reads one part of the trainer's batch.
-        `batch.merge` must name counts in the optimizer's state, except counts of steps.
-      trainers_per_node: the number of trainers of a node, for hierarchical reductions: inside each
-        node, across nodes, then a gather inside, so that 1/n of the bytes cross nodes. Trainers are
-        then on two axes, `{axis_name}_exter` (nodes) and `{axis_name}_inter`.
+        If the optimizer's state contains counts, other than of steps, `batch.merge` must name them.
+      trainers_per_node: the number of trainers of a node, for hierarchical reductions: a reduction
+        inside each node, one across nodes, and a gather inside each node. With n trainers in a
+        node, 1/n of the bytes cross nodes. Trainers then have two axes: `{axis_name}_exter` over
+        nodes, and `{axis_name}_inter` over the trainers of a node.
       reduce: the reduction of gradients: a `dtrans.Reduce`, or its `op`, "mean" or "sum".
-      batch: "exact" computes the results of one device, for any step. With "local", each trainer
-        takes the step on its part of the batch alone. A `dtrans.Batch` also selects the arrays and
-        dimensions to cut.
+      batch: "exact" computes, for any step, the results of one device on the full batch. With
+        "local", each trainer takes the step on its part of the batch alone. A `dtrans.Batch` also
+        selects the arrays and dimensions to cut.
       axis_name: the name of the trainers' axis.
 
     Raises:
@@ -150,7 +151,7 @@ def nccl2(
 
 
 def plan_data_parallel(main: Program, startup: Program, options: Options) -> CollectivePlan:
-    """Return the plan of a step with these options."""
+    """Plan data parallelism from an options record, for `nccl2` and `plan.for_trainers`."""
     refuse_collectives(main)
     plain = cut(main).with_reported()
     check_names(plain, options)
@@ -177,7 +178,7 @@ def plan_data_parallel(main: Program, startup: Program, options: Options) -> Col
 
 
 def callers(options: Options) -> tuple[str, str]:
-    """Return the caller of callbacks in forward and backward, and the caller of other callbacks."""
+    """Return two phrases: who calls callbacks in forward and backward, and who calls the others."""
     noun = options.noun
     each = f"each {noun}, with its own values"
     if options.micro_steps > 1:
@@ -206,9 +207,9 @@ def share_step(
       main: the step as it was traced; None if it was modified, such as for 16 bits.
 
     Raises:
-      ConfigError: micro-steps or a local clip are asked for, but the step is not a sum over parts
-        of the batch.
-      GradientError: gradients are computed from other gradients, which would differ by trainer.
+      ConfigError: the options have micro-steps or a local clip, but the step is not a sum over
+        parts of the batch.
+      GradientError: a gradient depends on another gradient, which would differ by trainer.
     """
     parts = options.trainers * options.num_micro_batch
     if parts == 1 or options.local_sgd is not None or not options.batch.exact:
@@ -218,7 +219,7 @@ def share_step(
     if options.num_micro_batch == 1:
         shared = shard_step(plain, options.batch, parts, options.over, noun=options.noun)
     else:
-        # a callback that reads rows would see only the rows of a micro-step
+        # each call would see only the rows of one micro-step
         of_rows = [dataclasses.replace(x, reads=READS_BATCH) for x in plain.observers if x.rows]
         refuse_observers(of_rows, (READS_BATCH,), "micro-steps have rows of", RETURN_IT)
         shared, precomputed = _by_micro_steps(plain, options, main)
@@ -233,7 +234,7 @@ def _refuse_differing_gradients(step: Cut, options: Options) -> None:
     if options.local_sgd is None:
         refuse_nested(step, options.trainers, options.noun)
     if options.trainers > 1:
-        # local steps cannot be exact, so that the error cannot advise batch='exact'
+        # with local steps there is no batch='exact' to recommend
         remedy = ""
         if options.local_sgd is None:
             remedy = "Or pass batch='exact', where one program computes both"
@@ -267,7 +268,7 @@ def _refuse_mixed_rows(name: str, shared: ExactStep, options: Options, *, is_sum
 def _by_micro_steps(
     step: Cut, options: Options, main: Program | None
 ) -> tuple[ExactStep, PrecomputedMicroSteps | None]:
-    """Return the split of the batch over all micro-steps, and their precomputed inputs."""
+    """Split the batch over all micro-steps; return the split, and their precomputed inputs."""
     axes, parts = batch_axes(step, options.batch), options.trainers * options.num_micro_batch
     of_part = micro_types(step.program, axes, options.num_micro_batch, options.noun)
     # Prefer the step itself on each part, if the step is a sum over parts. The alternative computes
@@ -296,7 +297,7 @@ def _by_micro_steps(
 def _refuse_sized(step: Cut, full: Cut, options: Options) -> None:
     """Raise ConfigError if the update, or a result of gradients, depends on the batch or its size.
 
-    Each trainer computes such values once, after its micro-steps, and has only its own rows.
+    Each trainer computes such values once, after its micro-steps, from its own rows alone.
 
     Args:
       step: the step with a trainer's part of the batch.
@@ -316,7 +317,7 @@ def _refuse_sized(step: Cut, full: Cut, options: Options) -> None:
 
 
 def check_names(step: Cut, options: Options) -> None:
-    """Raise ConfigError for names that the step does not have, and for unfit merge rules."""
+    """Raise ConfigError for a name that the step does not have, or for an unfit merge rule."""
     state = mergeable_state(step, options)
     mergeable = (*step.results, *state)
     for name, way in options.batch.merge.items():
@@ -345,9 +346,9 @@ def check_names(step: Cut, options: Options) -> None:
 
 
 def _check_gradient_results(step: Cut) -> None:
-    """Raise GradientError for results that read derivatives other than known gradients.
+    """Raise GradientError if a result reads a derivative that is not the gradient of a leaf.
 
-    Such a derivative would not be reduced.
+    The plan would not reduce such a derivative.
     """
     source = step.program
     results = [a for n, a in source.outvars.items() if n in step.from_gradients]
@@ -361,7 +362,7 @@ def _check_gradient_results(step: Cut) -> None:
 
 
 def check_example_count(step: Cut, options: Options, name: str) -> None:
-    """Raise ConfigError for a result that cannot weight gradients."""
+    """Raise ConfigError if a result cannot be `example_count`, the weight of gradients."""
     if name not in step.results:
         raise ConfigError(
             f"example_count={name!r} is not a result of the step; name one of "
@@ -382,7 +383,7 @@ def check_example_count(step: Cut, options: Options, name: str) -> None:
 def refuse_collectives(main: Program) -> None:
     """Raise GradientError for a step with collectives, which would reduce gradients twice."""
     for eqn in equations(main.jaxpr):
-        # an integer is an axis of an array: jax.vmap turns a psum over its axis into such a sum
+        # an integer is an array dimension: jax.vmap turns a psum over its axis into such a sum
         is_local = all(isinstance(n, (int, np.integer)) for n in axes_of(eqn))
         if eqn.primitive.name == "shard_map" or not is_local:
             raise GradientError(
@@ -420,7 +421,7 @@ def write_trainer(
     source = step.program
     outs: dict[str, Atom] = source.outvars
     if options.micro_steps > 1 and options.shared is not None:
-        # other callbacks are removed here, because each micro-step would call them again
+        # remove other callbacks, which each micro-step would call again
         step = step.with_observers(STATE, UPDATE)
     b = Builder(source.jaxpr)
     b.role = FORWARD
@@ -480,7 +481,7 @@ def _write_shared_update(
     found |= zip(half.out_names, b.inline(half.jaxpr, *atoms), strict=True)
     found |= write_from_gradients(b, step, found, reducer.means)
     if options.trainers > 1:
-        # with batch='local' each trainer runs callbacks of forward and backward with its values
+        # with batch='local', each trainer runs its own callbacks of forward and backward
         call_once(b, options.over, 0 if options.shared is not None else begun)
     return found | reducer.reduce_results(found, merges, vars_of)
 

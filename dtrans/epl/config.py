@@ -1,4 +1,4 @@
-"""EPL's configuration: its keys with their defaults, and the matching options of `dtrans.pipeline`.
+"""EPL's configuration: its keys and defaults, and the options of `dtrans.pipeline` for them.
 
 A key is `category.attribute`. In contrast to EPL, unknown keys are errors, and environment
 variables are not read.
@@ -66,7 +66,7 @@ NAMES = {
 
 _FILES = "call dtrans.epl.slice_files(files, worker, replicas), which has this option"
 
-# Key without an option in `dtrans.pipeline` -> the part of an error that names the replacement.
+# Key that is no option of `dtrans.pipeline` -> replacement, as text for an error.
 ELSEWHERE = {
     "gradient_checkpoint.check_gradients": "compare the gradients with a plan without checkpoints, "
     "using plan.simulate()",
@@ -85,11 +85,11 @@ class Config:
     """EPL's configuration, with checked keys and types.
 
     Attributes:
-      settings: the keys that the user sets, with their values.
+      settings: key -> value, for keys that the user sets.
 
     Raises:
-      ConfigError: a key does not exist, a value does not have the type of the key's default, or
-        another function of dtrans replaces the key.
+      ConfigError: a key does not exist, a value has another type than the default of its key, or
+        the key has a replacement in dtrans.
 
     Source: `Config` of EPL (epl/config.py).
 
@@ -126,5 +126,5 @@ class Config:
                 )
 
     def __getitem__(self, key: str) -> Any:
-        """Return the value of a key. Raises KeyError for a key that does not exist."""
+        """Return the value of a key, or its default; raise KeyError if there is no such key."""
         return {**DEFAULTS, **self.settings}[key]

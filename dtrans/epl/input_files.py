@@ -5,9 +5,9 @@ time. The *share* of a worker is its number of replicas, divided by the greatest
 all these numbers. Files are assigned in rounds. In each round every worker in turn gets as many
 files as its share.
 
-If the number of files does not fill the last round, EPL's rule applies: every worker reads all
-files, as many times as its share. Two options replace this rule. EPL also shuffles the files of a
-worker; here they keep their order.
+If the files do not fill the last round, EPL's rule applies: every worker reads all files, and
+repeats them as many times as its share. Two options replace this rule. EPL also shuffles the files
+of a worker; here they keep their order.
 
 Source: `fetch_slice_objects_proportion_to_local_num_replicas` of EPL
   (epl/parallel/graph_editor.py).
@@ -45,8 +45,8 @@ def slice_files(
 
     Returns:
       The worker's part of the files, if all rounds are full or one of the options is set. Otherwise
-        all files, repeated as many times as the worker's share. If there are fewer files than one
-        round takes, also all files, whatever the options.
+      all files, repeated as many times as the worker's share. If there are too few files for one
+      round, the result is also all files, even with an option.
 
     Raises:
       ConfigError: `replicas` is empty or has a number below 1, the worker does not exist, or both

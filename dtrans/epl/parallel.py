@@ -1,7 +1,8 @@
-"""EPL's `Parallel`: calls `dtrans.pipeline` with a configuration in EPL's keys.
+"""EPL's `Parallel`: a call of `dtrans.pipeline` with a configuration in EPL's keys.
 
-Most keys are options of `dtrans.pipeline` under another name (`dtrans.epl.config.NAMES`). Keys for
-levels ("v0", "O1") and switches are translated. Options that EPL does not have keep their names.
+Most keys are options of `dtrans.pipeline` under another name (`dtrans.epl.config.NAMES`). Levels
+("v0", "O1") and switches are converted to values of options. Options that EPL does not have keep
+their names.
 
 Source: epl/parallel/parallel.py.
 """
@@ -46,21 +47,21 @@ def pipeline(
       main: the traced training step, (params, opt_state, *batch) -> (params, opt_state, loss, ...).
       startup: the traced init, (...) -> (params, opt_state).
       config: EPL's configuration, or a mapping of its keys to values.
-      collection: the names of the values to save with `gradient_checkpoint.type="collection"`,
-        given in the model with `jax.ad_checkpoint.checkpoint_name`.
+      collection: with `gradient_checkpoint.type="collection"`, the names of the values to save. The
+        model assigns these names with `jax.ad_checkpoint.checkpoint_name`.
       cluster: the devices and their layout. By default `Cluster()` with the value of
         `cluster.device_place_prefer_intra_node`.
       **options: options of `dtrans.pipeline` that EPL does not have, such as `replicas`, or fields
-        of its option records, such as `min_slice_size`. With `clip_local_norm` the gradients of
-        each micro-batch are clipped, as in EPL, unless `clip_local_per` is passed.
+        of its option records, such as `min_slice_size`. The default of `clip_local_per` is
+        "micro_batch", as in EPL.
 
     Returns:
       The plan of `dtrans.pipeline`.
 
     Raises:
-      ConfigError: a key or an option is out of range, unknown, or contradicts another. The message
-        names EPL's key.
-      BatchError, GradientError, TraceError: for the same reasons as `dtrans.pipeline`.
+      ConfigError: a key or an option is unknown, out of range, or contradicts another one. The
+        message has the name of EPL's key.
+      BatchError, GradientError, TraceError: as for `dtrans.pipeline`.
 
     Source: `Parallel` of EPL (epl/parallel/parallel.py).
 
@@ -103,7 +104,7 @@ def pipeline(
             "with optax.clip_by_global_norm"
         )
     if norm is not None:
-        # EPL clips the gradients of each micro-batch before it sums them
+        # EPL clips the gradients of each micro-batch before the sum over micro-batches
         options = {"clip_local_per": "micro_batch"} | options
     chosen = {name: config[key] for name, key in NAMES.items()}
     num_stages = config["pipeline.num_stages"]
@@ -129,12 +130,12 @@ def pipeline(
 
 
 def _checkpoint(kind: str, collection: Collection[str]) -> str | Collection[str]:
-    """Return the option `gradient_checkpoint` of `dtrans.StageMemory`: "", "auto" or names."""
+    """Return the value of `dtrans.StageMemory(gradient_checkpoint=...)`: "", "auto" or names."""
     check_one_of("gradient_checkpoint.type", kind, ("", "auto", "collection"))
     if kind != "collection" and collection:
         raise ConfigError(
-            f"collection is {collection!r}, but gradient_checkpoint.type is {kind!r}; set it to "
-            "'collection', or leave out the names"
+            f"collection is {collection!r}, but gradient_checkpoint.type is {kind!r}; set the type "
+            "to 'collection', or leave collection out"
         )
     if kind != "collection":
         return kind
@@ -147,7 +148,7 @@ def _checkpoint(kind: str, collection: Collection[str]) -> str | Collection[str]
 
 
 def _precision(level: str, scale: Any) -> Precision:
-    """Return the option `precision`: EPL's level O1 is float16 products with a loss scale."""
+    """Return the option `precision`; EPL's level O1 means float16 products and a loss scale."""
     check_one_of("amp.level", level.lower(), ("", "o1"))
     if not level:
         return Precision()
@@ -160,6 +161,6 @@ def _precision(level: str, scale: Any) -> Precision:
 
 
 def _level(key: str, level: str, levels: Mapping[str, Any]) -> Any:
-    """Return the option for a level; case is ignored, as in EPL."""
+    """Return the value of `levels` for a level, in upper or lower case as in EPL."""
     check_one_of(key, level.lower(), levels)
     return levels[level.lower()]

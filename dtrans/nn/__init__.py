@@ -1,4 +1,4 @@
-"""Losses and layers over embedding tables: functions of arrays that look up rows by id.
+"""Losses and layers over embedding tables, as functions that look up rows by id.
 
 bags      `embedding_bag`: sums or means of the rows in each bag
 sampled   noise-contrastive estimation, and samplers of noise classes

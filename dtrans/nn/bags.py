@@ -26,8 +26,8 @@ def embedding_bag(
     Args:
       table: an array of shape (rows, d).
       ids: the rows to look up, of shape (n,).
-      segment_ids: the bag of each id, of shape (n,), from 0 to num_segments - 1. Ids with other
-        values are ignored.
+      segment_ids: the bag of each id, of shape (n,). If its bag is not in 0 to num_segments - 1, an
+        id is ignored.
       num_segments: the number of bags.
       weights: the weight of each id in its bag, of shape (n,); 1 by default.
       mode: "sum" adds weight times row. "mean" divides this sum by the sum of the weights, "sqrtn"
@@ -72,7 +72,7 @@ def embedding_bag(
         return total
     addends = factors if mode == "mean" else factors * factors
     weight = jax.ops.segment_sum(addends, segment_ids, num_segments)
-    # the sum of an empty bag is 0, which is divided by 1 instead of 0
+    # divide by 1 instead of 0, so that an empty bag gives 0
     divisor = jnp.where(weight == 0, jnp.ones_like(weight), weight)
     if mode == "sqrtn":
         divisor = jnp.sqrt(divisor)

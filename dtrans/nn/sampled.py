@@ -1,4 +1,4 @@
-"""Noise-contrastive estimation: approximates a softmax over many classes with sampled classes.
+"""Noise-contrastive estimation: a loss over some sampled classes instead of a full softmax.
 
     loss = -log s(l - log(k q(l)))  -  sum over noise n of log(1 - s(n - log(k q(n))))
 
@@ -29,7 +29,7 @@ class Sampler:
 
     Attributes:
       draw: (key, shape) -> an array of random classes with this shape.
-      log_probability: classes -> the logarithm of the probability of each, elementwise.
+      log_probability: array of classes -> array of the logarithms of their probabilities.
     """
 
     draw: Callable[[jax.Array, Sequence[int]], jax.Array]
@@ -100,7 +100,7 @@ def custom_sampler(probabilities: Any) -> Sampler:
     def draw(key: jax.Array, shape: Sequence[int]) -> jax.Array:
         uniform = jax.random.uniform(key, tuple(shape))
         drawn = jnp.searchsorted(jnp.asarray(ends, jnp.float32), uniform, side="right")
-        # the last entry of `ends` may be less than 1 because of rounding
+        # rounding may leave the last entry of `ends` below 1
         return jnp.minimum(drawn, last)
 
     return Sampler(draw, lambda ids: jnp.asarray(logs)[ids])
@@ -121,8 +121,8 @@ def nce_loss(
       bias: the bias of each class, of shape (classes,) or (classes, 1), or None.
       x: the inputs, of shape (rows, d).
       labels: the class of each row, of shape (rows,).
-      noise: classes drawn from `sampler`, of shape (k,) to share them between all rows, or
-        (rows, k).
+      noise: classes drawn from `sampler`: of shape (k,) for one draw that all rows use, or of
+        shape (rows, k).
       sampler: the distribution from which `noise` was drawn.
 
     Returns:

@@ -26,12 +26,12 @@ from dtrans.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ClassTree:
-    """Binary tree whose leaves are classes, given by the path to each class.
+    """Binary tree whose leaves are classes, as the path from the root to each class.
 
     Attributes:
-      nodes: the inner nodes on the path to each class, of shape (classes, depth). Nodes are
-        numbered from 0, and shorter paths are padded with -1.
-      turns: the turn at each of these nodes, of the same shape: 1 for right, 0 for left.
+      nodes: the numbers of the inner nodes on the path to each class, of shape (classes, depth).
+        Numbers begin with 0, and shorter paths are padded with -1.
+      turns: the turn at each of these nodes: 1 for right, 0 for left. It has the shape of `nodes`.
     """
 
     nodes: np.ndarray
@@ -100,7 +100,7 @@ def huffman_tree(frequencies: Sequence[float] | np.ndarray) -> ClassTree:
         path, at = [], label
         while at in parent:
             at, turn = parent[at]
-            path.append((root - at, turn))  # numbers nodes from the root, which is 0
+            path.append((root - at, turn))  # number nodes from the root, which gets 0
         paths.append(path[::-1])
     return _tree(paths)
 

@@ -1,12 +1,12 @@
 """Default cuts: the dimensions along which the parameters of a layer are sharded.
 
-One pass over the equations chooses the cuts. The first of these equations that reads a parameter
-decides:
+One pass over the equations chooses the cuts. The first equation that reads a parameter, and that is
+in this table, decides the cut:
 
     dot_general    A kernel is cut along its output dimension (columns). If the other operand is
-                   already cut along the contracted dimension, the kernel is too (rows). So a
-                   second layer reads the shards of the first. A stack of kernels with a batch
-                   dimension (experts) is cut along that dimension.
+                   already cut along the contracted dimension, the kernel is cut along that
+                   dimension too (rows): a second layer reads the shards of the first. A stack of
+                   kernels with a batch dimension (experts) is cut along the batch dimension.
     convolution    A kernel is cut along its output features.
     gather         An embedding table is cut along the dimension of the ids.
     elementwise    A parameter (a bias) is cut along the dimension in which another operand is cut.
@@ -30,7 +30,7 @@ from dtrans.ir.selection import values_at
 from dtrans.rows.layout import SHARED, RowAxis, row_axes, rows_or_none
 
 
-# (index of a parameter, for each dimension of a value the parameter's dimension or None)
+# (index of a parameter; for each dimension of a value, the dimension of the parameter, or None)
 Origin = tuple[int, tuple[int | None, ...]]
 
 
@@ -47,12 +47,12 @@ def default_cuts(
       jaxpr: a forward pass, with or without gradients.
       params: indices of the inputs that are parameters.
       shards: number of shards.
-      scope: returns True if an equation is in the scope; only parameters that such equations read
-        are cut. By default all equations are in the scope.
-      cuts: given cuts: index of an input -> dimension.
+      scope: returns True if an equation is in the scope. By default all equations are. Parameters
+        that no equation in the scope reads are not cut.
+      cuts: cuts that the user chose: index of an input -> dimension.
 
     Returns:
-      The given and the default cuts: index of an input -> dimension.
+      The user's cuts and the default cuts: index of an input -> dimension.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -77,7 +77,7 @@ def default_cuts(
 
 
 class _CutChooser:
-    """Pass over equations that chooses cuts, and propagates the resulting layouts."""
+    """Pass over equations that chooses cuts, and finds the layouts of values with these cuts."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class _CutChooser:
         return self.layouts.get(a, SHARED)
 
     def origin(self, a: Atom) -> Origin | None:
-        """Return the origin of a value that is a view of a parameter which is not cut yet."""
+        """Return the origin of a value if it is a view of a parameter that has no cut yet."""
         found = None if isinstance(a, Literal) else self.origins.get(a)
         if found is None or found[0] in self.cuts:
             return None
@@ -130,7 +130,7 @@ class _CutChooser:
             self.layouts[v] = self.layout(a)
 
     def _decide(self, eqn: JaxprEqn) -> None:
-        """Cut the parameters that an equation reads, if it has one of the rules above."""
+        """Cut the parameters that an equation reads, by the table in the module docstring."""
         for i, a in enumerate(eqn.invars):
             origin = self.origin(a)
             if origin is None:
@@ -141,7 +141,7 @@ class _CutChooser:
             if dim is None:
                 continue
             self.cuts[origin[0]] = dim
-            # views of the parameter that were computed before are now cut too
+            # earlier views of the parameter are now cut too
             for v, (pos, dims) in self.origins.items():
                 if pos == origin[0] and dim in dims:
                     self.layouts[v] = cut_along(dims.index(dim))
@@ -167,7 +167,7 @@ def _axis(eqn: JaxprEqn, i: int, cuts: list[RowAxis | None]) -> int | None:
     if name == "conv_general_dilated" and i == 1 and eqn.params["feature_group_count"] == 1:
         numbers = eqn.params["dimension_numbers"]
         if cuts[0] is not None and cuts[0].axis == numbers.lhs_spec[0]:
-            return None  # the examples are sharded
+            return None  # no cut for this kernel: its examples are sharded
         return int(numbers.rhs_spec[0])
     if name == "gather" and i == 0:
         numbers = eqn.params["dimension_numbers"]
@@ -193,7 +193,7 @@ def _keeps_dimensions(eqn: JaxprEqn) -> bool:
 
 
 def _map_dimensions(eqn: JaxprEqn, dims: tuple[int | None, ...]) -> tuple[int | None, ...]:
-    """Return the parameter's dimensions of a view's output, from those of its operand."""
+    """Convert the second part of an `Origin` from an equation's operand to its output."""
     out, name = eqn.outvars[0].aval, eqn.primitive.name
     if name == "transpose":
         return tuple(values_at(dims, eqn.params["permutation"]))

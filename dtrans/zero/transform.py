@@ -138,7 +138,7 @@ def sharding(
 
 
 def plan_sharding(main: Program, startup: Program, options: ShardingOptions) -> ShardingPlan:
-    """Plan sharding from an options record; `sharding` and `for_trainers` call this function."""
+    """Plan sharding from an options record, for `sharding` and `plan.for_trainers`."""
     refuse_collectives(main)
     plain = cut(main).with_reported()
     check_names(plain, options)

@@ -361,7 +361,7 @@ def test_a_clip_of_each_micro_batch_comes_before_they_are_added_up(stage):
 
 def test_a_clip_of_each_micro_batch_needs_a_norm_and_a_plain_scale():
     with pytest.raises(
-        ConfigError, match="clip_local_per='micro_batch' needs clip_local_norm, it is None"
+        ConfigError, match="clip_local_per='micro_batch' needs clip_local_norm, but that is None"
     ):
         dtrans.Reduce(clip_local_per="micro_batch")
     with pytest.raises(
@@ -625,15 +625,15 @@ def test_clipping_before_and_after_the_sum_are_different_things():
     [
         (
             {"trainers": 1, "trainers_per_node": 2},
-            "=2 must divide the 1 trainers into several nodes",
+            "=2 does not divide the 1 trainers into two or more nodes",
         ),
         (
             {"trainers": 2, "trainers_per_node": 2},
-            "=2 must divide the 2 trainers into several nodes",
+            "=2 does not divide the 2 trainers into two or more nodes",
         ),
-        ({"trainers_per_node": 3}, "=3 must divide the 4 trainers into several nodes"),
-        ({"trainers_per_node": 4}, "=4 must divide the 4 trainers into several nodes"),
-        ({"trainers_per_node": 1}, "=1 must divide the 4 trainers into several nodes"),
+        ({"trainers_per_node": 3}, "=3 does not divide the 4 trainers into two or more nodes"),
+        ({"trainers_per_node": 4}, "=4 does not divide the 4 trainers into two or more nodes"),
+        ({"trainers_per_node": 1}, "=1 does not divide the 4 trainers into two or more nodes"),
         ({"trainers_per_node": -2}, "must be a number of trainers, it is -2"),
         (
             {"num_micro_batch": 0},
@@ -834,7 +834,7 @@ def test_what_is_made_of_the_number_of_rows_must_be_merged_by_name():
     loss = lambda p, x: (jnp.mean(x * p["w"]), jnp.ones(x.shape[:1]).sum())
     given = optax.sgd(0.1), {"w": jnp.ones(2)}, loss, True, [jnp.ones((8, 2))]
     with pytest.raises(
-        ConfigError, match=r"^aux \(float32.* depends on how many rows a trainer's part has"
+        ConfigError, match=r"^aux \(float32.* depends on the number of rows in a trainer's part"
     ):
         planned(*given, trainers=2, kind="local")
     job = planned(*given, trainers=2, merge={"aux": "sum"})[1].simulate()

@@ -1204,7 +1204,8 @@ def test_an_array_of_other_dimensions_is_refused_by_name() -> None:
     params, pair, (x, _) = jobs()
     for job in pair:
         with pytest.raises(
-            BatchError, match=r"^y has shape \(\), but the step was traced with float64\[8,3\]$"
+            BatchError,
+            match=r"^y has shape \(\), but the step was traced with float64\[8,3\]; pass an",
         ):
             job.step(job.init(params), x, 1.0)
 
@@ -1260,8 +1261,8 @@ def test_each_trainer_is_on_its_device_and_all_have_the_state() -> None:
         (dict(axis_name=""), "axis_name must be the name of an axis, it is ''"),
         (dict(axis_name=3), "axis_name must be the name of an axis, it is 3"),
         (dict(reduce="max"), "reduce must be 'mean', 'sum' or a dtrans.Reduce; it is 'max'"),
-        (dict(reduce="sum", example_count="loss"), "example_count='loss' needs reduce='mean', it "
-"is 'sum'"),
+        (dict(reduce="sum", example_count="loss"), "example_count='loss' needs reduce='mean', but "
+"reduce is 'sum'"),
         (dict(bucket_MB=-1), "bucket_MB must be a size in megabytes, 0 or more; it is -1"),
         (dict(bucket_MB=float("nan")), "bucket_MB must be a size .* it is nan"),
         (dict(bucket_MB="32"), "bucket_MB must be a size .* it is '32'"),
@@ -1271,7 +1272,7 @@ def test_each_trainer_is_on_its_device_and_all_have_the_state() -> None:
 "0"),
         (dict(compress="fp16", compress_scale="8"), "compress_scale must be a positive number, it "
 "is '8'"),
-        (dict(compress_scale=8.0), "compress_scale=8.0 needs compress='bf16' or 'fp16', it is "
+        (dict(compress_scale=8.0), "compress_scale=8.0 needs compress='bf16' or 'fp16', but compress is "
 "None"),
         (dict(unsplit_inputs="x"), "unsplit_inputs='x' must be a list of names of batch "
 "arrays"),
@@ -1290,8 +1291,8 @@ r"must have the same"),
          r"merge\['aux/n'\]='mean': its type is int32\[\]; write 'sum' or "
 r"'max' or 'each'"),
         (dict(merge={"loss": "concat"}),
-         r"merge\['loss'\]='concat': the result is float64\[\], without "
-r"a dim 0"),
+         r"merge\['loss'\]='concat': the result is float64\[\], which "
+r"has no dim 0"),
         (dict(merge={"aux/some": "sum"}),
          r"merge\['aux/some'\]='sum': its type is bool\[\]; write 'max' "
 r"or 'each'"),

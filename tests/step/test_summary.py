@@ -443,7 +443,7 @@ def test_two_writers_of_one_folder_do_not_overwrite_each_other(tmp_path):
 @pytest.mark.parametrize(
     "values, specs, message",
     [
-        ({}, [Summary("s", "scalar")], "values has no s, which specs has"),
+        ({}, [Summary("s", "scalar")], "values has no s, but specs has"),
         ({"s": 1.0, "z": 2.0}, [Summary("s", "scalar")], "no summary z"),
         (
             {"s": np.ones(2)},

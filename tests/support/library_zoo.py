@@ -135,7 +135,7 @@ def _train_state(
 
 @_case(_train_state(Classifier(), (FEATURES,)))
 def flax_train_state(value_and_grad: Any) -> Step:
-    """Flax's `TrainState`, whose count of steps begins as a number of Python's."""
+    """Flax's `TrainState`, whose count of steps begins as a Python integer."""
 
     def step(state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, jax.Array]:
         loss, grads = value_and_grad(lambda p: cross_entropy(state.apply_fn({"params": p}, x), y))(
@@ -310,7 +310,7 @@ def _logits(p: Tree, x: jax.Array) -> jax.Array:
 
 @_case(_linear)
 def without_optimizer(value_and_grad: Any) -> Step:
-    """Gradient descent by hand, as JAX's own first page has it: no optimizer state."""
+    """Gradient descent by hand, as in JAX's quickstart: no optimizer state."""
 
     def step(params: Tree, x: jax.Array, y: jax.Array) -> tuple[Tree, jax.Array]:
         loss, grads = value_and_grad(lambda p: cross_entropy(_logits(p, x), y))(params)
@@ -365,7 +365,7 @@ def _low_rank(key: jax.Array) -> Tree:
 
 @_case(_low_rank)
 def lora(value_and_grad: Any) -> Step:
-    """Low-rank adapters beside weights that stay as they are."""
+    """Low-rank adapters, with frozen weights."""
 
     def step(state: Tree, x: jax.Array, y: jax.Array) -> tuple[Tree, jax.Array]:
         base = state["base"]
@@ -382,7 +382,7 @@ def lora(value_and_grad: Any) -> Step:
 
 @_case(lambda key: {"w": (w := _linear(key)["w"]), "m": jnp.zeros_like(w)})
 def sharpness_aware(value_and_grad: Any) -> Step:
-    """Sharpness-aware minimisation: the gradient is taken where another gradient leads."""
+    """Sharpness-aware minimisation: a gradient at parameters that another gradient has changed."""
 
     def step(state: Tree, x: jax.Array, y: jax.Array) -> tuple[Tree, jax.Array]:
         loss_fn = lambda w: cross_entropy(x @ w, y)
@@ -461,7 +461,7 @@ def gan(value_and_grad: Any) -> Step:
 
 @_case(_adversaries, batch=with_noise)
 def gan_in_order(value_and_grad: Any) -> Step:
-    """The discriminator is updated first, and the generator by what the new one says."""
+    """The discriminator is updated first; then the generator, with the new discriminator."""
     return _gan(value_and_grad, in_order=True)
 
 
@@ -485,7 +485,7 @@ def transitions(rows: int, seed: int = 0) -> tuple[jax.Array, ...]:
 
 @_case(_agents, batch=transitions)
 def actor_critic(value_and_grad: Any) -> Step:
-    """DDPG: a critic, then an actor by the new critic, and targets that follow both."""
+    """DDPG: update a critic, then an actor with the new critic, then targets that follow both."""
 
     def step(
         s: Tree, seen: jax.Array, act: jax.Array, reward: jax.Array, then: jax.Array

@@ -1,8 +1,8 @@
 """Parts that all realisers share.
 
-segments        a program, cut at the equations that its fabric carries out
+segments        a program, cut into compiled pieces and communication
 spmd            one trainer's program mapped over all trainers: on a mesh, or on one device
-lowering        a program as a function of one trainer on a named axis
+lowering        a program as a function, for one trainer on a named axis
 merge           rules that merge the results of all trainers
 batch           batches that trainers share: checks, shares and padding
 state           checks of the state that is passed to a step

@@ -19,7 +19,7 @@ from dtrans.ir.array_fns import array_type
 from dtrans.ir.pytree import TreeSpec, as_array
 
 
-# The dimension that is split over the trainers, or "replicated", or "key": a PRNG key, into which
+# Dimension that is split over the trainers; or "replicated"; or "key" for a PRNG key, into which
 # each trainer folds its id.
 Share = int | str
 
@@ -31,15 +31,15 @@ def batch_arrays(
 
     Args:
       specs: the structure of each argument.
-      types: types of the arrays that the step was traced with, by name. Shapes may differ in their
-        sizes.
+      types: name -> type of the array with which the step was traced. Sizes of dimensions may
+        differ.
 
     Returns:
       The arrays, in the order of the names in `specs`.
 
     Raises:
-      BatchError: the step was traced with another number of arguments, rank or dtype.
-      TraceError: the step was traced with another structure.
+      BatchError: the number of arguments, or a rank or dtype, differs from the traced step.
+      TraceError: the structure of an argument differs from the traced step.
     """
     if len(batch) != len(specs):
         raise BatchError(f"the step takes {len(specs)} batch arguments, {len(batch)} were given")
@@ -53,12 +53,13 @@ def batch_arrays(
 
 
 def _check_type(name: str, x: Any, traced: Any) -> None:
-    """Raise BatchError unless an array has the rank and dtype that the step was traced with."""
+    """Raise BatchError if the rank or dtype of an array differs from the traced step."""
     if x.ndim != traced.ndim:
         raise BatchError(
-            f"{name} has shape {tuple(x.shape)}, but the step was traced with {traced.str_short()}"
+            f"{name} has shape {tuple(x.shape)}, but the step was traced with "
+            f"{traced.str_short()}; pass an array with {len(traced.shape)} dimensions"
         )
-    # a Python number is weakly typed: jit casts it to the float type of the traced step
+    # accept a Python number, which is weakly typed: jit casts it to the traced float type
     is_python_number = x.ndim == 0 and getattr(x, "weak_type", False)
     if is_python_number and x.dtype.kind in "biuf" and jnp.issubdtype(traced.dtype, jnp.floating):
         return
@@ -98,7 +99,7 @@ def shared_batch(
 
     Raises:
       BatchError: the arrays have different numbers of rows, or the number of trainers does not
-        divide these.
+        divide the rows.
     """
     shared = []
     for name, x in zip(names, arrays, strict=True):
@@ -108,7 +109,7 @@ def shared_batch(
 
 
 def rows_of(names: Sequence[str], shared: Sequence[tuple[Any, Share]]) -> dict[str, int]:
-    """Return the number of rows of each array that is split over the trainers."""
+    """Return name -> number of rows, for arrays that are split over the trainers."""
     rows: dict[str, int] = {}
     for name, (x, share) in zip(names, shared, strict=True):
         if isinstance(share, int):
@@ -124,17 +125,17 @@ def check_rows(
     uneven: bool = False,
     noun: str = "trainer",
 ) -> None:
-    """Check that all split arrays have the same number of rows, and that it can be split evenly.
+    """Check that all split arrays have one number of rows, and that trainers divide it evenly.
 
     Args:
       counts: number of rows of each array, by name.
       unsplit_option: the user's option with the names of unsplit arrays, for errors.
-      who: words for the trainers of this process in errors; by default, all trainers.
+      who: name of this process's trainers in errors; "" for the default, "N trainers".
       uneven: True to accept rows that cannot be split evenly.
       noun: the strategy's word for a trainer, for errors.
 
     Raises:
-      BatchError: the numbers differ, or one is not divisible by the number of trainers.
+      BatchError: the numbers of rows differ, or the number of trainers does not divide them.
     """
     rows: dict[int, str] = {}
     for name, count in counts.items():
@@ -217,16 +218,16 @@ def uneven_rows(
     part: int,
     size: int,
 ) -> list[Any]:
-    """Pad this process's part of a batch that cannot be split evenly.
+    """Pad this process's part of a batch that cannot be split evenly over trainers.
 
     Args:
-      arrays: the arrays of this process, with their shares.
+      arrays: pairs (array of this process, its share).
       rows: number of rows of the global batch.
       part: index of this process.
       size: number of rows of a part after padding.
 
     Raises:
-      BatchError: an array does not have the number of rows of this part.
+      BatchError: an array has another number of rows than this part of the batch.
     """
     here = min(max(rows - part * size, 0), size)
     padded = []
@@ -252,7 +253,7 @@ def part_types(arrays: Sequence[tuple[Any, Share]], trainers: int) -> list[jax.S
 
 
 def global_types(parts: Sequence[tuple[Any, Share]], trainers: int) -> list[jax.ShapeDtypeStruct]:
-    """Return the types of a global batch from the types of one trainer's part."""
+    """Convert the types of one trainer's part of a batch to the types of the global batch."""
     return [resize(x, share, lambda rows: rows * trainers) for x, share in parts]
 
 
@@ -260,7 +261,7 @@ def resize(x: Any, share: Share, rows: Callable[[int], int]) -> jax.ShapeDtypeSt
     """Return the type of an array with another number of rows.
 
     Args:
-      rows: maps the array's number of rows to the new one.
+      rows: function from the number of rows of `x` to the new number.
     """
     if isinstance(share, str):
         return array_type(x)

@@ -4,8 +4,8 @@
         for x, y in batches:
             state, loss = job.step(state, x, y)
 
-The iterator yields global batches. It may be a loader of NumPy arrays, a grain loader,
-`tf.data.Dataset.as_numpy_iterator()`, or a generator. Each process cuts out its part
+`loader` yields global batches. It may be any iterator of NumPy arrays: a grain loader,
+`tf.data.Dataset.as_numpy_iterator()`, or a generator. Each process cuts out its own part
 (`job.shard_batch`). On a mesh, `feed` copies batches to the devices where steps read them.
 """
 
@@ -31,18 +31,18 @@ _END = object()
 def feed(batches: Iterable[Any], job: Job, ahead: int = 2) -> Iterator[Iterator[Any]]:
     """Load batches in a thread, ahead of the steps that read them.
 
-    When the `with` block ends, the thread ends too, after the iterator has returned its current
-    batch. Loaded batches that no step has read are dropped. An error of the iterator is raised in
-    the loop, in place of its batch.
+    When the `with` block ends, `feed` drops batches that no step has read, and waits for the
+    thread. The thread ends after the iterator returns its current batch. If the iterator raises an
+    error, the loop over the loaded batches raises it.
 
     Args:
-      batches: batches of all trainers. Each is the argument of `job.step` after the state, or a
-        tuple of such arguments.
-      job: the job whose steps read them.
+      batches: iterator of global batches. A batch is the argument of `job.step` after the state, or
+        a tuple of such arguments.
+      job: the job whose steps read the batches.
       ahead: largest number of loaded batches that wait for a step.
 
     Yields:
-      This process's parts of the batches, in order: arguments, or tuples of arguments.
+      An iterator of this process's parts of the batches: arguments, or tuples of arguments.
 
     Raises:
       ConfigError: `ahead` is not a positive number.
@@ -64,7 +64,7 @@ def feed(batches: Iterable[Any], job: Job, ahead: int = 2) -> Iterator[Iterator[
     check_int("ahead", ahead, "a positive number of batches")
     ready: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(ahead)
     ended = threading.Event()
-    # jax.enable_x64 is a setting of each thread, so the loader copies the setting of its caller
+    # jax.enable_x64 is set for each thread, so the loading thread copies the setting of its caller
     wide = bool(jax.config.read("jax_enable_x64"))
 
     def load() -> None:
@@ -81,7 +81,7 @@ def feed(batches: Iterable[Any], job: Job, ahead: int = 2) -> Iterator[Iterator[
                     if ended.is_set():
                         return
             ready.put((_END, None))
-        except BaseException as e:  # `parts` raises it in the loop
+        except BaseException as e:  # passed to `parts`, which raises it in the loop
             ready.put((_END, e))
 
     def parts() -> Iterator[Any]:
@@ -101,7 +101,7 @@ def feed(batches: Iterable[Any], job: Job, ahead: int = 2) -> Iterator[Iterator[
         yield parts()
     finally:
         ended.set()
-        # the loader may wait at a full queue, so empty the queue until the loader sees `ended`
+        # the thread may wait at a full queue, so empty the queue until the thread ends
         while thread.is_alive():
             with contextlib.suppress(queue.Empty):
                 ready.get(timeout=0.02)

@@ -1,4 +1,4 @@
-"""Compiled functions of a step: recorded for `job.lower`, and compiled once if equal."""
+"""Compiled functions of a step: a record for `job.lower`, and a cache of equal functions."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import jax
 
 @dataclasses.dataclass(frozen=True)
 class LoweredStep:
-    """Lowered functions of a step, in the order in which they are called.
+    """Lowered functions of a step, in the order of their calls.
 
     Attributes:
-      parts: the results of `jax.jit(...).lower` by name, such as `trainers 0`, `127.0.0.1:6174
-        phase 0` or `stage 1 forward`.
+      parts: name -> result of `jax.jit(...).lower`. Names are `trainers 0`, `127.0.0.1:6174 phase
+        0` or `stage 1 forward`, for example.
     """
 
     parts: Mapping[str, Any]
@@ -32,7 +32,7 @@ _recorded: dict[str, Any] | None = None
 
 @contextlib.contextmanager
 def recording() -> Iterator[dict[str, Any]]:
-    """Record the functions that `call_recorded` calls in this block; yield the record."""
+    """Record calls of `call_recorded` in this block; yield a dict: name -> lowered function."""
     global _recorded
     _recorded = {}
     try:
@@ -45,7 +45,7 @@ def call_recorded(name: Callable[[], str], jitted: Callable[..., Any], *args: An
     """Call a compiled function; inside `recording`, lower it as well.
 
     Args:
-      name: returns the name in the record. It is called only inside `recording`.
+      name: function that returns the name for the record; called only inside `recording`.
     """
     if _recorded is not None and hasattr(jitted, "lower"):
         _recorded.setdefault(name(), jitted.lower(*args))
@@ -53,15 +53,15 @@ def call_recorded(name: Callable[[], str], jitted: Callable[..., Any], *args: An
 
 
 def jitted_once(fn: Callable[..., Any], *args: Any, **options: Any) -> Callable[..., Any]:
-    """Jit a function, or return an earlier jitted function with the same StableHLO and options.
+    """Jit a function; if an earlier one has the same StableHLO and options, return that instead.
 
-    Lowering takes a tenth of the time of compiling. The tables of a model often have the same
-    shape. The programs that initialise their rows are then equal, and only one is compiled.
+    Lowering takes a tenth of the time of compiling. For tables of one shape, for example, the
+    programs that initialise rows are equal, so only one is compiled.
 
     Args:
       fn: a pure function.
-      args: arguments of its calls, or their types.
-      options: `compiler_options` of `jax.jit`, of text and numbers.
+      args: example arguments of its calls, or types of arguments.
+      options: `compiler_options` of `jax.jit`, a dict of texts and numbers.
     """
     items = tuple(sorted(options.items()))
     return _jitted(_Program(jax.jit(fn).lower(*args).as_text(), items, fn))

@@ -1,4 +1,4 @@
-"""Programs as functions of one trainer on a named axis, with JAX's collectives over it."""
+"""Program as a function, for one trainer on a named axis, with JAX's collectives over the axis."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from dtrans.run.base.segments import Rules, interpret
 def per_trainer(
     program: Program, rules: Callable[[], Rules] = lambda: OVER_AXIS
 ) -> Callable[..., list[Any]]:
-    """Return a program as a function of flat arrays, for one trainer on a named axis.
+    """Return the function of flat arrays that one trainer on a named axis runs.
 
     Args:
-      rules: returns the rules of communication for one trace; by default JAX's collectives over
-        the axis.
+      rules: function that returns the rules of communication for one trace. By default these are
+        JAX's collectives over the axis.
     """
     inner = program.inner
     constants = dict(zip(inner.constvars, program.jaxpr.consts, strict=True))

@@ -14,12 +14,12 @@ from dtrans.ir.array_fns import in_one
 class Merge:
     """Rule that merges the results of all trainers.
 
-    The results are stacked on a leading dimension. There are six ways to merge them:
+    There are six ways to merge results, which are stacked on a leading dimension:
 
         "mean", "sum"   over trainers
         "same"          all trainers have one value, which is the result
-        "concat"        rows of the batch, concatenated along `axis`
-        "joined"        rows of the batch that are concatenated already, not stacked
+        "concat"        rows of the batch, which are concatenated along `axis`
+        "joined"        rows of the batch that were concatenated before, so there is no stack
         "each"          the stack itself
 
     Attributes:

@@ -20,7 +20,7 @@ Sink = Callable[[int, Mapping[str, float]], None]
 
 
 class MetricsWriter:
-    """Writer of the metrics of each step; a context manager.
+    """Writer of metrics, step by step; a context manager.
 
     Args:
       to: any number of destinations. A path that ends in `.csv` is a file. Another path is a folder
@@ -28,7 +28,7 @@ class MetricsWriter:
         metrics. The writer creates missing folders.
 
     Raises:
-      ConfigError: tensorboardX, which writes events, is not installed; or a file cannot be written.
+      ConfigError: a file cannot be written, or tensorboardX, which writes events, is not installed.
 
     Example:
       >>> import dtrans
@@ -67,7 +67,7 @@ class MetricsWriter:
             array = np.asarray(x)
             if array.size != 1:
                 raise ConfigError(
-                    f"{name} has {array.size} elements, but a metric is one number; reduce it first"
+                    f"{name} has {array.size} elements, but a metric is one number; pass the mean"
                 )
             found[name] = float(array.reshape(()))
         for sink in self._sinks:

@@ -1,12 +1,12 @@
 """Gradients with infinities or NaNs, found on the trainer that computed them.
 
-A realiser has the option `on_nonfinite`: "ignore", "warn" or "error". With the last two, each
-trainer checks its gradients before they are reduced or sent. After a reduction all trainers have
-the NaN, and its origin is lost.
+Realisers have the option `on_nonfinite`: "ignore", "warn" or "error". With "warn" and "error", each
+trainer checks its gradients before it reduces or sends them: after a reduction, all trainers would
+have the NaN, and nobody could tell which trainer computed it.
 
 With collectives, the compiled step checks each bucket before its first reduction. If a gradient is
 not finite, a host callback records this, and the step continues. A later step, or a read of the
-state, raises the error. In stage 3 of sharding, loops check the gradients that they scatter per
+state, raises the error. Loops that scatter gradients layer by layer (`dtrans.sharding`) check each
 layer.
 
 With parameter servers, trainers check gradients before they send them, so that no server receives
@@ -42,7 +42,7 @@ class NonfiniteCheck:
       reaction: "ignore", "warn" or "error".
 
     Raises:
-      ConfigError: `reaction` is none of these.
+      ConfigError: `reaction` has another value.
     """
 
     def __init__(self, reaction: str = "ignore") -> None:
@@ -56,10 +56,10 @@ class NonfiniteCheck:
         return self.reaction != "ignore"
 
     def note(self, trainer: int | None, names: Sequence[str]) -> None:
-        """Warn of gradients that are not finite, or record them for `check`.
+        """React to gradients that are not finite: warn, or record them for `check`.
 
         Args:
-          trainer: the trainer that computed them; None if `names` contain the trainer.
+          trainer: the trainer that computed the gradients; None if `names` say it.
           names: names of the gradients.
         """
         owner = "" if trainer is None else f" of trainer {trainer}"
@@ -71,10 +71,10 @@ class NonfiniteCheck:
             self._found.append(message)
 
     def check(self, *, wait: bool = False) -> None:
-        """Raise NonfiniteError if gradients were recorded.
+        """Raise NonfiniteError if `note` has recorded gradients.
 
         Args:
-          wait: True to wait for the callbacks of running steps first.
+          wait: True to wait first for the callbacks of steps that still run.
         """
         if not self.enabled:
             return
@@ -90,7 +90,7 @@ class NonfiniteCheck:
         """Check gradients before they are sent.
 
         Args:
-          named: names, which contain the trainer, and gradients.
+          named: pairs (name, gradient); names contain the trainer.
 
         Raises:
           NonfiniteError: a gradient is not finite, and the reaction is "error".
@@ -109,12 +109,12 @@ class NonfiniteCheck:
     ) -> Rules:
         """Return rules of communication that also check the operands of reductions.
 
-        They are for one trace of a program.
+        Use the result for one trace only.
 
         Args:
           rules: rules of all communication.
-          buckets: leaves of each reduction of gradients, by its name. In a hierarchy, the
-            reductions inside nodes and between nodes have one name, and only the first is checked.
+          buckets: name of a reduction of gradients -> its leaves. In a hierarchy, the reductions
+            inside nodes and between nodes have one name, and only the first is checked.
           over: the axes of the trainers.
         """
         if not self.enabled:
@@ -142,7 +142,7 @@ class NonfiniteCheck:
         floats = [x for x in xs if jnp.issubdtype(x.dtype, jnp.inexact)]
         if not floats:
             return
-        # a packed array contains several leaves, and the error names all of them
+        # the error names all leaves of an array that packs several
         names = list(leaves)
         if not len(leaves) == len(xs) == len(floats):
             names = [", ".join(leaves)] * len(floats)
@@ -158,7 +158,7 @@ class NonfiniteCheck:
 
     def _on_callback(self, names: Sequence[str], fine: Any, index: Any) -> None:
         bad = [n for n, good in zip(names, np.asarray(fine), strict=True) if not good]
-        if bad:  # under vmap, both branches run for every trainer: `cond` becomes `select`
+        if bad:  # may be empty: under vmap, all trainers run this branch
             self.note(int(index), list(dict.fromkeys(bad)))
 
 
@@ -170,6 +170,6 @@ def all_finite(x: np.ndarray) -> bool:
     """Return True if no element is an infinity or a NaN."""
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return True
-    # check the sum first, which is faster; a sum of finite elements may overflow
+    # the sum is faster to check, but may overflow: then check each element
     with np.errstate(over="ignore", invalid="ignore"):
         return bool(np.isfinite(x.sum())) or bool(np.isfinite(x).all())

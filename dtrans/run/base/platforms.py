@@ -1,8 +1,8 @@
 """Differences between platforms that affect plans and compiler options.
 
-XLA on CPUs does not overlap an all-gather with computation. XLA also rewrites a division depending
-on other equations that read the divisor. Differences that affect one collective are in its module
-of `dtrans.ops`.
+On CPUs, XLA does not overlap an all-gather with computation. Its rewrite of a division can be
+disabled there (`stable_bits_options`). A difference that affects one collective is in the module of
+this collective in `dtrans.ops`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from dtrans.zero.plan import ShardingPlan
 
 
 def resolve_for_platform(plan: CollectivePlan, platform: str = "") -> CollectivePlan:
-    """Return the plan, with options that the user left unset chosen for a platform.
+    """Return the plan with defaults for a platform, where the user left options unset.
 
-    On CPUs, loops of stage 3 do not prefetch. All-gathers do not overlap with computation there, so
-    that a prefetch would only cost the memory of a layer.
+    On CPUs, loops of stage 3 do not prefetch: since all-gathers do not overlap with computation, a
+    prefetch would only cost the memory of a layer.
 
     Args:
       platform: JAX's name of the platform: "cpu", "gpu", "tpu".
@@ -35,11 +35,12 @@ def resolve_for_platform(plan: CollectivePlan, platform: str = "") -> Collective
 
 
 def stable_bits_options() -> dict[str, str] | None:
-    """Return compiler options with which equations give the same bits in every program.
+    """Return compiler options with which an equation has the same bits in every program.
 
-    XLA's algebraic simplifier rewrites `x / s` to `x * (1 / s)` if only one equation reads `s`.
-    Adam on a server with one block would differ from Adam on a server with two, which share the
-    bias correction. The pass can be disabled on CPUs, where an optimizer is no slower without it.
+    XLA's algebraic simplifier rewrites `x / s` to `x * (1 / s)` if only one equation reads `s`. So
+    Adam on a server with one block would differ from Adam on a server with two blocks, which both
+    read the bias correction. These options disable the pass on CPUs, where an optimizer is no
+    slower without it.
 
     Returns:
       Options for `jax.jit(compiler_options=...)`; None on other platforms.

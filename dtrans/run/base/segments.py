@@ -1,14 +1,15 @@
 """Programs that communicate, cut into compiled pieces with communication between them.
 
-The equations between two communications become one jitted function. A `send` has no result, so it
-may wait: the cut moves it after later computation until `group_bytes` of gradients are ready. So
-pieces are few and large, and blocks that are ready together are sent together. All other
-communication stays where it is.
+The equations between two communications become one jitted function, a *piece*. A `send` has no
+result, so it may wait: it is moved behind later computation, until `group_bytes` of gradients are
+ready. So pieces are few and large, and blocks that are ready together are sent together. All other
+communication stays in its place.
 
 JAX dispatches pieces asynchronously. The sends of a piece come after the dispatch of the next
-piece. So the device computes while gradients are sent.
+piece, so that the device computes while gradients are sent.
 
-A fabric may pass rules with which pieces compute `split_byref` and `concat` on the device.
+A *fabric* carries out communication. Its values may be device arrays; then pieces compute
+`split_byref` and `concat` by rules that the fabric passes.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def _split_rows(x: jax.Array, *, sections: Sequence[int]) -> list[jax.Array]:
     return blocks
 
 
-# split_byref and concat as computation, for fabrics whose values are device arrays
+# rules for fabrics whose values are device arrays: pieces compute split_byref and concat
 COMPUTED: Rules = {
     split_byref_p: _split_rows,
     concat_p: lambda *blocks, axis: [jnp.concatenate(blocks, axis)],
@@ -64,10 +65,10 @@ COMPUTED: Rules = {
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Compute:
-    """Consecutive equations compiled as one function.
+    """Piece: consecutive equations that are compiled as one function.
 
     Attributes:
-      fn: a function of the values of `reads` that returns the values of `makes`.
+      fn: the function, from the values of `reads` to the values of `makes`.
       reads: variables that the equations read but do not define.
       makes: variables that the equations define, and that later steps or the caller read.
       rules: the communication primitives that the function computes by a rule.
@@ -98,7 +99,7 @@ class Segments:
     Attributes:
       program: the program.
       steps: computation and communication, in the order of execution.
-      dropped: for each step, the variables that no later step reads.
+      dropped: one entry for each step: the variables that no later step reads.
     """
 
     program: Program
@@ -110,14 +111,14 @@ class Segments:
         args: Sequence[Any],
         compute: Callable[[Compute, Sequence[Any]], Sequence[Any]] | None = None,
     ) -> Generator[tuple[JaxprEqn, list[Any]], Sequence[Any], list[Any]]:
-        """Run the program; the caller carries out its communication.
+        """Run the program; the caller of this generator carries out the communication.
 
         Args:
           args: arrays of the program's inputs.
-          compute: runs one piece; by default its jitted function.
+          compute: runs one piece; by default a call of its jitted function.
 
         Yields:
-          An equation to carry out, and its operands. The caller sends the results.
+          Pairs (equation to carry out, operands). The caller sends the results to the generator.
 
         Returns:
           The program's outputs.
@@ -143,7 +144,7 @@ class Segments:
             else:
                 outs = yield step.eqn, [read(a) for a in step.eqn.invars]
                 env.update(zip(step.eqn.outvars, outs, strict=True))
-            del outs  # `env` then has the last reference, so that `pop` frees the memory
+            del outs  # only `env` still refers to the outputs, so that `pop` frees them
             for v in dropped:
                 env.pop(v, None)
         return [read(a) for a in opened(jaxpr).outvars]
@@ -159,10 +160,10 @@ def cut_program(
     """Cut a program into pieces.
 
     Args:
-      computed: rules of the communication that pieces compute.
+      computed: rules for communication primitives that pieces compute.
       carried: primitives that the fabric carries out although they do not communicate.
-      group_bytes: send gradients when this number of bytes is ready. By default they are sent
-        before the next other communication, or at the end.
+      group_bytes: gradients are sent when this number of bytes is ready. By default they are sent
+        before the next communication that is no send, or at the end.
     """
     rules = computed or {}
     order = _order_steps(program, rules, carried, group_bytes)
@@ -191,7 +192,7 @@ def cut_program(
 def _order_steps(
     program: Program, rules: Rules, carried: Collection[Primitive], group_bytes: float
 ) -> list[list[JaxprEqn] | JaxprEqn]:
-    """Group equations into pieces, and move sends after later pieces."""
+    """Group equations into pieces, and move each send behind the next piece."""
     order: list[list[JaxprEqn] | JaxprEqn] = [[]]
     behind: list[JaxprEqn] = []  # sends of the piece before the current one
     waiting: list[JaxprEqn] = []  # sends of the current piece
@@ -213,7 +214,7 @@ def _order_steps(
             group.append(eqn)
         elif eqn.primitive in (send_p, send_rows_p, split_byref_p):
             waiting.append(eqn)
-            # a split is not counted: its blocks are counted when they are sent
+            # bytes of a split are counted when its blocks are sent
             if eqn.primitive is not split_byref_p:
                 ready += sum(a.aval.size * a.aval.dtype.itemsize for a in eqn.invars)
             if ready >= group_bytes:
@@ -234,15 +235,15 @@ def _compile_piece(
     outs: set[Var],
     rules: Rules,
 ) -> Compute:
-    """Return the equations of step `index` as one function.
+    """Return the equations of a piece, which is step `index`, as one function.
 
     Args:
-      last: the last step that reads each variable.
+      last: variable -> index of the last step that reads it.
       outs: the program's outputs.
     """
     values = dict(zip(opened(jaxpr).constvars, jaxpr.consts, strict=True))
     defined: set[Var] = set(values)
-    reads: dict[Var, None] = {}  # an ordered set
+    reads: dict[Var, None] = {}  # keys are an ordered set
     makes: list[Var] = []
     used: set[Primitive] = set()
     for eqn in eqns:
@@ -266,7 +267,7 @@ def interpret(
     """Evaluate equations one after the other, with a rule for each communication primitive.
 
     Args:
-      env: values of the variables that the equations read. Values of the equations are added.
+      env: variable -> value, for variables that the equations read. Their outputs are added.
       outs: the outputs.
 
     Returns:

@@ -3,9 +3,9 @@
     on_mesh         by `jax.shard_map`: each trainer is a device
     on_one_device   by `jax.vmap`, one call for each axis: one device simulates all trainers
 
-Trainers are arranged along named axes, which the collectives of the program name. The arguments of
-both functions include the sharding of each operand and result, an `AxisSharding`. Both return a
-function of the global arrays.
+Trainers are arranged along named axes, and the collectives of the program refer to these names.
+Both functions take an `AxisSharding` for each operand and result of the program. They return a
+function of global arrays.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ from dtrans.ir.selection import number_items, values_at
 
 
 Function = Callable[..., Sequence[Any]]
-Axes = Sequence[tuple[str, int]]  # names and sizes, the outermost first
+Axes = Sequence[tuple[str, int]]  # pairs (name, size), the outermost axis first
 
 
 @dataclasses.dataclass(frozen=True)
 class AxisSharding:
-    """Sharding of a value over named axes. Without attributes, the value is replicated.
+    """Sharding of a value over named axes.
 
-    Along an axis that no attribute names, all trainers must compute the same value.
+    Along an axis that no attribute contains, the value is replicated: all trainers must compute the
+    same value.
 
     Attributes:
-      cut: pairs of a dimension of one trainer's value, and the axes that shard it.
+      cut: pairs (dimension of one trainer's value, axes that shard the dimension).
       stacked: axes along which trainers have different values. The global array stacks them on a
         leading dimension.
       first: axes along which values may differ. The global array is the value of the first trainer.
@@ -64,9 +65,9 @@ class AxisSharding:
         return frozenset(self.stacked).union(*(names for _, names in self.cut))
 
     def cut_along(self, dim: int | None, *axes: str) -> AxisSharding:
-        """Return the sharding with a dimension sharded over these axes.
+        """Return a sharding in which these axes shard dimension `dim`.
 
-        If the axes shard another dimension so far, that dimension is no longer sharded.
+        If they have sharded another dimension, that dimension is no longer sharded.
 
         Args:
           dim: the dimension; None to return the sharding unchanged.
@@ -78,7 +79,7 @@ class AxisSharding:
         return dataclasses.replace(self, cut=(*others, (dim, axes)))
 
     def restrict_to(self, axes: Collection[str]) -> AxisSharding:
-        """Return the sharding restricted to some axes; the other axes must have size 1."""
+        """Return the sharding with only some of its axes; the others must have size 1."""
 
         def known(names: tuple[str, ...]) -> tuple[str, ...]:
             return tuple(name for name in names if name in axes)
@@ -99,14 +100,14 @@ def on_mesh(
     Args:
       fn: function of flat arrays, with collectives over the axes of the mesh.
       ins, outs: shardings of its operands and results.
-      gathered: indices of results that are all-gathered, so that every device has the full result.
+      gathered: indices of results to all-gather, so that every device has the full result.
 
     Returns:
       A function of global arrays.
     """
 
     def run_device(*args: Any) -> list[Any]:
-        # each device has one entry of a stacked array
+        # take the one entry that a device has of a stacked array
         local = []
         for x, sharding in zip(args, ins, strict=True):
             local.append(x[0] if sharding.stacked else x)
@@ -123,7 +124,7 @@ def on_mesh(
     out_specs = []
     for k, sharding in enumerate(outs):
         out_specs.append(P() if k in gathered else sharding.spec)
-    # the equations were traced without varying types, so they run only with check_vma=False
+    # the step was traced without varying types, so it fails the check of shard_map (check_vma)
     return jax.shard_map(
         run_device, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
     )
@@ -149,15 +150,15 @@ def on_one_device(
 
     Args:
       fn: function of flat arrays, with collectives over the axes.
-      axes: names and sizes of the axes, the outermost first. Other axes that shardings name are
-        ignored.
+      axes: pairs (name, size), the outermost axis first. Shardings may contain further axes, which
+        are ignored.
       ins, outs: shardings of its operands and results.
       in_turn: True to run one trainer after the other, in the memory of one trainer. The function
         must have no collectives, and its results must be cut or stacked along every axis.
 
     Returns:
-      A function of global arrays. It raises ValueError if trainers compute different values of a
-      result along an axis that its sharding does not name.
+      A function of global arrays. It raises ValueError if trainers compute different values along
+      an axis that the sharding of a result does not contain.
     """
     names = dict(axes).keys()
     ins = [sharding.restrict_to(names) for sharding in ins]
@@ -191,7 +192,7 @@ def _leading_if(is_mapped: bool) -> int | None:
 
 
 def _map_in_turn(fn: Function, in_axes: Sequence[int | None], size: int) -> Function:
-    """Map a function over the leading dimension of some operands, one call after the other."""
+    """Return a function that calls `fn` for each index of the leading dimension, in turn."""
 
     def run_all(*args: Any) -> Any:
         def run_one(parts: Sequence[Any]) -> Sequence[Any]:
@@ -211,7 +212,7 @@ def _map_in_turn(fn: Function, in_axes: Sequence[int | None], size: int) -> Func
 
 
 def _to_leading(x: Any, sharding: AxisSharding, axes: Axes) -> Any:
-    """Reshape a global array for vmap: one leading dimension for each axis that varies."""
+    """Reshape a global array for vmap: one leading dimension for each axis in `varies`."""
     sizes, cut = dict(axes), dict(sharding.cut)
     shape = values_at(sizes, sharding.stacked)
     position = number_items(sharding.stacked)
@@ -226,9 +227,9 @@ def _to_leading(x: Any, sharding: AxisSharding, axes: Axes) -> Any:
 
 
 def _from_leading(x: Any, sharding: AxisSharding, axes: Axes) -> Any:
-    """Reshape the values that vmap stacks, one leading dimension for each axis, to a global array.
+    """Reshape a result of vmap, with one leading dimension for each axis, to a global array.
 
-    This inverts `_to_leading`, for axes along which trainers have different values.
+    This inverts `_to_leading`. Along axes in `first`, the value of the first trainer is selected.
     """
     sizes, cut = dict(axes), dict(sharding.cut)
     mapped = [name for name, _ in axes if name in sharding.varies.union(sharding.first)]

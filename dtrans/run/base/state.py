@@ -1,4 +1,4 @@
-"""Checks of the state that is passed to a step: its arrays belong to this job and still exist."""
+"""Checks of the state that a user passes to a step: the arrays exist, and belong to this job."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dtrans.errors import StateError
 
 
 def missing_array(name: str) -> StateError:
-    """Return the error about a state that lacks an array of the job's state."""
+    """Return the error to raise if a state lacks an array of the job."""
     return StateError(
         f"this state belongs to another job: it lacks {name}; pass a state that init or step of "
         "this job returned"
@@ -20,7 +20,7 @@ def missing_array(name: str) -> StateError:
 
 
 def check_kind(state: Any, kind: type) -> None:
-    """Raise StateError unless a state has the class that `init` and `step` of a job return."""
+    """Raise StateError if a state is not of the class that `init` and `step` return."""
     if not isinstance(state, kind):
         raise StateError(
             f"step takes the state that init or step returned, not {type(state).__name__}"
@@ -31,10 +31,10 @@ def check_arrays(arrays: Iterable[tuple[str, Any]], *, donates: bool) -> None:
     """Raise StateError for an array that was donated before, or that would be donated twice."""
     seen: dict[int, str] = {}
     for n, x in arrays:
-        # NumPy arrays (of a checkpoint) and traced arrays cannot be donated
+        # NumPy arrays (of a checkpoint) and traced arrays cannot be donated, so skip them
         if not isinstance(x, jax.Array) or is_traced(x):
             continue
-        # JAX does not always check this, and its error does not name the array
+        # JAX does not always check this, and does not name the array
         if x.is_deleted():
             raise StateError(
                 f"a step has already used this state, and its {n} was donated to that step; use "

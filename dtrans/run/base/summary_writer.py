@@ -25,7 +25,8 @@ class SummaryWriter:
     """Writer of summaries as TensorBoard events, with tensorboardX; a context manager.
 
     Args:
-      logdir: the folder of events, which the writer creates. Each writer adds one file to it.
+      logdir: the folder of events, which the writer creates if it does not exist. Each writer adds
+        one file.
 
     Raises:
       ConfigError: tensorboardX is not installed.
@@ -46,7 +47,7 @@ class SummaryWriter:
             import tensorboardX
         except ImportError as e:
             raise missing_extra("summaries are written with tensorboardX", "summary") from e
-        # tensorboardX names a file after the current second, so two writers could share a file
+        # tensorboardX names files by the second, so two writers would use one file
         self._writer = tensorboardX.SummaryWriter(
             os.fspath(logdir), filename_suffix=f".{os.getpid()}.{next(_files)}"
         )
@@ -69,7 +70,7 @@ class SummaryWriter:
           step: index of the step.
           values: tag to value, as `merge` returns them. An image may also be [height, width,
             channels], and audio [frames] or [frames, channels].
-          specs: the summaries to write. A text is in its spec, so it needs no value.
+          specs: the summaries to write. A text needs no value: it is in its spec.
 
         Raises:
           ConfigError: a summary has no value, or a value has no summary; an array has the wrong
@@ -78,11 +79,11 @@ class SummaryWriter:
         shown = {s.tag: s for s in specs}
         missing = [t for t, s in shown.items() if s.kind != TEXT and t not in values]
         if missing:
-            raise ConfigError(f"values has no {', '.join(missing)}, which specs has; add the value")
+            raise ConfigError(f"values has no {', '.join(missing)}, but specs has; add the value")
         unknown = [t for t in values if t not in shown]
         if unknown:
             raise ConfigError(
-                f"specs has no summary {', '.join(unknown)}, which values has; add it"
+                f"specs has no summary {', '.join(unknown)}, but values has; add the summary"
             )
         for tag, s in shown.items():
             if s.kind != TEXT:
@@ -104,7 +105,8 @@ class SummaryWriter:
             wrong = int(np.sum(~np.isfinite(array)))
             if wrong:
                 raise ConfigError(
-                    f"the histogram {s.tag} of step {step} has {wrong} entries that are not finite"
+                    f"the histogram {s.tag} of step {step} has {wrong} entries that are not "
+                    "finite; leave out infinities and NaNs"
                 )
             self._writer.add_histogram(s.tag, array, step)
         elif s.kind == IMAGE:

@@ -1,4 +1,4 @@
-"""Batches of collective jobs: flattened, checked, and placed on the trainers' devices."""
+"""Batches of collective jobs: checks, and placement on the devices of trainers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dtrans.run.collective.trainers import Trainers
 
 
 class TrainerBatches:
-    """Split of a plan's batches over its trainers.
+    """Split of batches over the trainers of a plan.
 
     Args:
       plan: the plan.
@@ -33,7 +33,7 @@ class TrainerBatches:
     Attributes:
       specs: the structure of each batch argument.
       names: names of the arrays of a batch.
-      shares: for each array, the part that each trainer gets (`dtrans.run.base.batch.Share`).
+      shares: one `dtrans.run.base.batch.Share` for each array.
     """
 
     def __init__(self, plan: CollectivePlan, trainers: Trainers) -> None:
@@ -50,7 +50,7 @@ class TrainerBatches:
 
     @property
     def axes(self) -> dict[str, int]:
-        """Split dimension of each array that is split over the trainers, by name."""
+        """Array name -> dimension along which the array is split; other arrays are absent."""
         found: dict[str, int] = {}
         for name, share in zip(self.names, self.shares, strict=True):
             if isinstance(share, int):
@@ -70,7 +70,7 @@ class TrainerBatches:
         """Place arrays for a step.
 
         Raises:
-          BatchError: the number of trainers does not divide their rows.
+          BatchError: the number of trainers does not divide the rows of the arrays.
         """
         plan, trainers = self._plan, self._trainers
         option = f"dtrans.{plan.strategy}(batch=dtrans.Batch(unsplit_inputs=(...)))"
@@ -85,10 +85,10 @@ class TrainerBatches:
     # -- batches with padding --------------------------------------------------------------------
 
     def odd_rows(self, arrays: Sequence[Any], global_rows: int = 0) -> int:
-        """Return the rows of a global batch that needs padding; 0 if it needs none.
+        """Return the rows of the global batch if it needs padding; 0 if it needs none.
 
-        In a job of several processes, a process knows only its part of the batch. There, only
-        batches of `dtrans.UnevenPart`s are padded.
+        In a job of several processes, a process knows only its part of the batch. There, the job
+        pads only batches that are passed as `dtrans.UnevenPart`s.
 
         Args:
           global_rows: rows of the global batch, if this process's part is a `dtrans.UnevenPart`.

@@ -4,13 +4,13 @@
     SurvivingJob      job that continues when trainers are lost
     ClusterFabric     communication of `Executor`, which runs the job's programs one by one
 
-Every process runs the same compiled program. XLA carries out its collectives, with Gloo on CPUs and
-with NCCL on GPUs. Trainer 0's first state is broadcast to the others.
+Every process runs the same compiled program. XLA carries out the collectives of this program, with
+Gloo on CPUs and with NCCL on GPUs. All trainers start from the state of trainer 0, by a broadcast.
 `dtrans.run.distributed.connect` connects the processes, and handles their failures.
 
 All trainers must run the same collectives in the same order. They compare their programs at the
 first step, and again when the types of the batch change. If the types change for one trainer only,
-no other trainer compares: this trainer raises DeadlineError.
+the other trainers do not compare, and that trainer raises DeadlineError.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ logger = logging.getLogger(__name__)
 class ClusterTrainers(MeshTrainers):
     """Backend of processes that share one mesh; each process has some of its devices.
 
-    Each process passes its part of a batch. Process k of N passes rows k*B/N to (k+1)*B/N of the
-    global batch, or a `dtrans.UnevenPart`, and splits them over its devices. 0-d arrays, and the
-    plan's `unsplit_inputs`, must be equal in every process.
+    Each process passes its part of a batch: process k of N passes rows k*B/N to (k+1)*B/N of the
+    global batch, or a `dtrans.UnevenPart`. The backend splits these rows over the devices of the
+    process. 0-d arrays, and the plan's `unsplit_inputs`, must be equal in every process.
 
     Parameters, state and results are complete arrays on this process's first device.
     """
 
-    gathers = True  # a process cannot read results on devices of other processes
+    gathers = True  # every process must have all results on its own devices
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__(mesh)
@@ -103,7 +103,7 @@ class ClusterTrainers(MeshTrainers):
         text = fingerprint.canonical_text(startup).encode()
         digest = np.frombuffer(hashlib.sha256(text).digest(), np.uint8)
         (first,) = broadcast([digest])
-        # sum over all processes, so that each of them raises the error
+        # sum over all processes, so that all of them raise the error
         differs = np.zeros(jax.process_count(), np.int32)
         differs[jax.process_index()] = not np.array_equal(np.asarray(first), digest)
         (differs,) = all_reduce_sum(differs)
@@ -111,8 +111,8 @@ class ClusterTrainers(MeshTrainers):
             others = [f"trainer {k}" for k in np.flatnonzero(differs)]
             verb, has = ("disagrees", "it has") if len(others) == 1 else ("disagree", "they have")
             raise PeerError(
-                f"{' and '.join(others)} {verb} with trainer 0 about how training starts: {has} "
-                "another init"
+                f"{' and '.join(others)} {verb} with trainer 0 about the first state: {has} "
+                "another init; start all trainers with one script"
             )
 
     def check_step(self, program: Program, split: Sequence[str], merges: Mapping[str, str]) -> None:
@@ -137,7 +137,8 @@ class ClusterTrainers(MeshTrainers):
 class SurvivingJob(Job):
     """Job that continues with the surviving trainers (`connect(on_trainer_loss="drop")`).
 
-    A step that fails is repeated from the same state, so no step donates its state.
+    If trainers end during a step, the job repeats the step from the same state. So steps do not
+    donate their state.
 
     Attributes:
       plan: the plan for the surviving trainers.
@@ -159,7 +160,7 @@ class SurvivingJob(Job):
     def step(self, state: CollectiveState, *batch: Any) -> tuple[Any, ...]:
         self._check_open()
         self._job.check(state)
-        # check the batch first: an error inside the step would leave the other trainers waiting
+        # check the batch first: an error inside the step would leave other trainers waiting
         self._job.arrays(batch)
         return self._run_with_survivors(lambda job: job.step(job.place_state(state), *batch))
 
@@ -203,7 +204,7 @@ class SurvivingJob(Job):
         return self._job.sharding_of(name)
 
     def _run_with_survivors(self, run: Callable[[CollectiveJob], Any]) -> Any:
-        """Run a function of the job; if trainers end, repeat it with the surviving trainers."""
+        """Call `run` with the job; if trainers end, repeat the call with a job of the survivors."""
         while True:
             if len(trainer_devices()) != self.plan.trainers:
                 self._job = job_of(self.plan, donate=False, on_nonfinite=self._on_nonfinite)
@@ -228,19 +229,19 @@ class SurvivingJob(Job):
 
 @realises(CollectivePlan, "cluster")
 def on_cluster(plan: CollectivePlan, *, donate: bool, on_nonfinite: str = "ignore") -> Job:
-    """Return the job of this process's trainers; unset options get the platform's default.
+    """Return a job of all connected trainers; unset options get the platform's default.
 
     Raises:
       ConfigError: the plan is for another number of trainers, or it is sharded and
         `connect(on_trainer_loss="drop")` was called.
     """
-    # call this before trainer_devices(): it also adopts a jax.distributed job of the user
+    # before trainer_devices(), because connected() also adopts a jax.distributed job of the user
     drop = connected().on_trainer_loss == "drop"
     devices = trainer_devices()
     if drop and isinstance(plan, ShardingPlan):
         raise ConfigError(
-            "a sharded job cannot continue without lost ranks, because they had the only copy "
-            'of their slices; connect without on_trainer_loss="drop", and continue from a '
+            "a sharded job cannot continue when it loses ranks, because each rank has the only "
+            'copy of its slices; connect without on_trainer_loss="drop", and continue from a '
             "checkpoint"
         )
     if plan.trainers not in (len(devices), jax.device_count()):
@@ -273,7 +274,7 @@ def local_piece(x: Any) -> Any:
 
 
 class ClusterFabric:
-    """Communication of one process that runs the programs of an nccl2 job."""
+    """Communication of an `Executor` that runs the programs of an nccl2 job, one by one."""
 
     def __init__(
         self, *, deadline: float, patience: float, allow_remote: bool, encryption: str | None
@@ -327,8 +328,8 @@ class ClusterFabric:
         ins = []
         for name in program.in_names:
             ins.append(rows if name in parts else replicated)
-        # Outputs may differ between trainers. They are declared replicated, so that each process
-        # reads the copy on its own device.
+        # Outputs are declared replicated, even if they differ between trainers: so each process
+        # reads the output of its own trainer.
         mapped = on_mesh(per_trainer(program), mesh, ins, [replicated] * len(program.out_names))
         return jax.jit(mapped), [NamedSharding(mesh, sharding.spec) for sharding in ins]
 
@@ -340,10 +341,10 @@ def _parts(program: Program) -> list[str]:
 
 
 def axes_of(program: Program, trainers: int) -> dict[str, int]:
-    """Return the axes of a program's trainers, with their sizes.
+    """Return axis name -> size, for the axes of a program's trainers.
 
-    The equations of a program contain the sizes of all axes but one. The number of trainers
-    determines the remaining size.
+    The equations of a program contain the sizes of all axes except one. The number of trainers
+    determines the size of that axis.
 
     Raises:
       StateError: the program is for another number of trainers.
@@ -368,7 +369,7 @@ def axes_of(program: Program, trainers: int) -> dict[str, int]:
 
 
 def is_of_cluster(program: Program) -> bool:
-    """Return True if a program communicates by collectives only: XLA compiles all of it."""
+    """Return True if all communication of a program is collective, so that XLA compiles it."""
     kinds = {e.primitive for e in program.eqns}
     return any(map(_is_over_trainers, program.eqns)) and kinds.isdisjoint(
         (send_p, recv_p, exchange_p)
@@ -376,5 +377,5 @@ def is_of_cluster(program: Program) -> bool:
 
 
 def _is_over_trainers(eqn: JaxprEqn) -> bool:
-    """Return True if an equation names the axes of the trainers."""
+    """Return True for an equation with the axes of trainers as a parameter."""
     return collective_of(eqn) is not None or eqn.primitive is trainer_index_p

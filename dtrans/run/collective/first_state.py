@@ -1,8 +1,8 @@
 """First state of a collective job, computed by its startup program.
 
 If the plan slices the state, the startup program is compiled with sharded outputs. Each device
-computes its slice, and does not store the full leaf. Initialisers that cannot be partitioned, such
-as an orthogonal matrix or a permutation, still need the memory of a full leaf.
+computes its slice, without storing the full leaf. An initialiser that XLA cannot partition, such as
+an orthogonal matrix or a permutation, still needs the memory of a full leaf.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class FirstState:
         self.program: Program = plan.startup if owned is None else owned.startup(plan.startup)
 
     def arrays(self, *args: Any) -> dict[str, Any]:
-        """Compute the arrays of the state by name, placed, from the arguments of init."""
+        """Compute the first state from the arguments of init; return placed arrays by name."""
         flat = self.program.flatten(*args)
         compute = self._compute_slices if self._plan.cuts else self._compute_replicas
         found = compute(flat)
@@ -53,7 +53,7 @@ class FirstState:
         if trainers.mesh is not None:
             args = jax.device_put(args, trainers.mesh.local_devices[0])
         outputs = self.program.compiled(*args)
-        # init may return one array twice, but an array can be donated only once
+        # copy an array that init returns twice: it can be donated only once
         if self._donate:
             outputs = list(map(jnp.copy, outputs))
         return trainers.replicate(outputs)
@@ -75,13 +75,13 @@ class FirstState:
 
     @cached_property
     def _opened(self) -> ClosedJaxpr:
-        """Startup program with its constants as first inputs: rank 0 broadcasts them too."""
+        """Startup program, with its constants as first inputs so that rank 0 broadcasts them."""
         inner = self.program.inner
         return closed([], [], [*inner.constvars, *inner.invars], inner.outvars, inner.eqns, inner)
 
     @cached_property
     def compiled(self) -> Any:
-        """Jitted function: flat arrays, constants first -> padded and sharded arrays."""
+        """Jitted function from constants and flat arguments to padded and sharded arrays."""
         names, run = self.program.out_names, jaxpr_as_fun(self._opened)
         cuts, trainers = self._plan.cuts, self._trainers
 

@@ -53,7 +53,7 @@ class CollectiveJob(Job):
       plan: the plan.
       trainers: the backend.
       donate: True if a step may reuse the memory of its state.
-      on_nonfinite: the reaction to a trainer's gradients that are not finite: "ignore", "warn" or
+      on_nonfinite: the reaction if a trainer's gradients are not finite: "ignore", "warn" or
         "error".
     """
 
@@ -74,7 +74,7 @@ class CollectiveJob(Job):
         self.first_state = FirstState(plan, trainers, donate=donate)
         self._rest = without(without(plan.main.out, plan.main.args[0]), plan.main.args[1])
         self._last: list[Any] = []  # types of the last batch that passed all checks
-        # jit flattens the state in C++: flattening it in Python would cost more than a small step
+        # the state is a pytree, because jit flattens it in C++, which is faster than Python
         self._jitted = jax.jit(self._traced, donate_argnums=0 if donate else ())
         self._uneven: dict[int, Any] = {}  # global rows -> jitted step for padded batches
 
@@ -83,7 +83,7 @@ class CollectiveJob(Job):
     def init(self, *args: Any) -> CollectiveState:
         """Compute the first state from the arguments of `init`.
 
-        In a job of several processes, trainer 0's state is broadcast.
+        In a job of several processes, trainer 0 broadcasts its state.
         """
         self._check_open()
         return self._state.state(self.first_state.arrays(*args))
@@ -92,9 +92,9 @@ class CollectiveJob(Job):
     def step(self, state: CollectiveState, *batch: Any) -> tuple[Any, ...]:
         """Run one step on all trainers.
 
-        Arrays of the batch are split over the trainers on dimension 0. 0-d arrays, and the plan's
-        `unsplit_inputs`, are replicated. Each trainer folds its id into a PRNG key
-        (`jax.random.key`).
+        The job splits each array of the batch over the trainers, along the dimension of its rows.
+        0-d arrays, and the plan's `unsplit_inputs`, are replicated. With `batch="local"` each
+        trainer folds its id into random keys (`jax.random.key`).
 
         Args:
           state: the state that `init` or the last step returned.
@@ -106,7 +106,7 @@ class CollectiveJob(Job):
 
         Raises:
           BatchError: arrays have different numbers of rows, or the number of trainers does not
-            divide these.
+            divide the rows and the plan cannot pad them.
           StateError: the state belongs to another job, or an earlier step donated it.
           NonfiniteError: gradients of an earlier step are not finite, and on_nonfinite="error".
           PeerError: another trainer has ended, or runs another program.
@@ -120,8 +120,7 @@ class CollectiveJob(Job):
             try:
                 new, rest = step(state, arrays)
             except ValueError as e:
-                # the state may be on other devices, such as after a restore; checking this in each
-                # step would cost more
+                # only after a restore may the state be on other devices, so steps do not check it
                 if "incompatible devices" not in str(e):
                     raise
                 new, rest = step(self.place_state(state), arrays)
@@ -177,11 +176,11 @@ class CollectiveJob(Job):
         program: Program | None = None,
         types: Mapping[str, Any] | None = None,
     ) -> tuple[CollectiveState, list[Any]]:
-        """Run a step of all trainers; `jax.jit` traces it once for each batch shape.
+        """Run a step of all trainers; `jax.jit` traces this method once for each batch shape.
 
         Args:
-          program: a trainer's program for a padded batch; by default the program of the plan.
-          types: single-device types of the outputs of that program, without padding.
+          program: a trainer's program for a padded batch; by default the plan's program.
+          types: for a padded batch, the single-device types of the outputs, without padding.
         """
         if program is None:
             program = self._program(state, arrays)
@@ -191,7 +190,7 @@ class CollectiveJob(Job):
         layout = StepLayout(self.plan.axes, sliced, tuple(self.batches.shares), ways, self._rules)
         run = self.trainers.map_program(program, layout)
         values = dict(zip(program.out_names, run(*state_arrays.values(), *arrays), strict=True))
-        # padding is in the last rows of a result: drop these
+        # drop the last rows of results, which are padding
         for (way, axis), name in zip(ways, program.out_names, strict=True):
             if way == "concat" and types is not None:
                 merge = Merge("joined", axis or 0, types[name].shape[axis or 0])
@@ -209,7 +208,7 @@ class CollectiveJob(Job):
         return self.watch.rules(OVER_AXIS, leaves, self.plan.axis_names)
 
     def _way(self, name: str) -> tuple[str, int | None]:
-        """Return the rule that merges an output, and its dimension (`StepLayout.ways`)."""
+        """Return the entry of `StepLayout.ways` for an output: its merge rule, and a dimension."""
         axis = self._state.slice_axis(name)
         if axis is not None:
             return "slice", axis
@@ -290,7 +289,7 @@ class CollectiveJob(Job):
     def slice_axis(self, name: str) -> int | None:
         """Return the sliced dimension of an array of the state; None for a replicated array.
 
-        Slices are spread over the last axis of the mesh. The global array concatenates them.
+        The last axis of the mesh shards this dimension of the global array.
         """
         return self._state.slice_axis(name)
 
@@ -324,7 +323,7 @@ class CollectiveJob(Job):
 
 
 def _check_reduces_finite(plan: CollectivePlan, on_nonfinite: str) -> None:
-    """Raise ConfigError if a plan reduces no gradients, or if its gradients may overflow."""
+    """Raise ConfigError if a plan reduces no gradients, or lets them overflow (loss scaling)."""
     reason = ""
     if plan.trainers == 1:
         reason = (

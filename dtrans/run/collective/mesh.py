@@ -31,7 +31,7 @@ class MeshTrainers(Trainers):
     """
 
     run_id = THIS_PROCESS
-    gathers = False  # True to all-gather results whose rows are spread over the trainers
+    gathers = False  # True to all-gather results whose rows are on several devices
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh: Mesh = mesh
@@ -119,7 +119,7 @@ def mesh_of(plan: CollectivePlan, devices: Sequence[jax.Device]) -> Mesh:
 
 
 def _put(x: Any, where: NamedSharding) -> Any:
-    """Place an array; skip `jax.device_put`, which takes time, if it is there already."""
+    """Place an array; if it is there already, skip `jax.device_put`, which takes time."""
     if isinstance(x, jax.Array) and x.sharding == where:
         return x
     return jax.device_put(x, where)

@@ -1,6 +1,6 @@
 """Backend of trainers simulated on one device: `jit(vmap)` over their axes.
 
-It serves tests, notebooks, and plans for more devices than the machine has.
+Use it for tests and notebooks, and for plans for more devices than the machine has.
 """
 
 from __future__ import annotations

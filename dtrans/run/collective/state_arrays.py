@@ -1,4 +1,4 @@
-"""State of a collective job: its arrays by name, their types and their slices."""
+"""State of a collective job: names, types and slices of its arrays."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class StateArrays:
         return types
 
     def slice_axis(self, name: str) -> int | None:
-        """Return the dimension that is sliced over the last axis; None for a replicated array."""
+        """Return the dimension along which an array is sliced; None for a replicated array."""
         cut = self._plan.cuts.get(name)
         return None if cut is None else cut.axis
 

@@ -25,13 +25,12 @@ class StepLayout:
     """Layout of a step's inputs and outputs over trainers.
 
     Attributes:
-      axes: the axes of the trainers, with their sizes.
-      sliced: for each array of the state, the dimension of its slices; None for a replicated array.
-      shares: for each array of the batch, the part that each trainer gets
-        (`dtrans.run.base.batch.Share`).
-      ways: for each output, the rule that merges it, and a dimension. `same`: all trainers have one
-        value. `first`: the value of the first trainer. `concat`: rows, which are concatenated.
-        `each`: one value per trainer, stacked. `slice`: slices of the state.
+      axes: the axes of the trainers, as pairs (name, size).
+      sliced: one entry for each array of the state: the sliced dimension, or None.
+      shares: one `Share` for each array of the batch (`dtrans.run.base.batch`).
+      ways: one pair (merge rule, dimension or None) for each output. `same`: all trainers have one
+        value. `first`: the value of the first trainer. `concat`: rows along the dimension. `each`:
+        one value for each trainer, stacked. `slice`: slices of the state.
       rules: returns the rules of communication for one trace.
     """
 
@@ -48,7 +47,7 @@ class StepLayout:
 
     @property
     def ins(self) -> list[AxisSharding]:
-        """Shardings of the state's arrays, then of the batch's arrays."""
+        """Shardings of the inputs: arrays of the state, then of the batch."""
         state = [slice_sharding(axis, self.names) for axis in self.sliced]
         return [*state, *(part_sharding(share, self.names) for share in self.shares)]
 
@@ -87,9 +86,9 @@ class Trainers(abc.ABC):
     Attributes:
       mesh: the devices of the trainers; None if one device simulates all.
       run_id: the default tag of the run's checkpoints.
-      here: number of trainers whose part of the batch this process passes.
-      part: index of this process's part of a batch, and number of parts.
-      who: words for the trainers of this process in errors; "" for "N trainers".
+      here: number of trainers for which this process passes rows of the batch.
+      part: (index of this process's part of the batch, number of parts).
+      who: name of this process's trainers in errors; "" for the default, "N trainers".
     """
 
     mesh: Mesh | None
@@ -117,8 +116,8 @@ class Trainers(abc.ABC):
     def check_start(self, startup: ClosedJaxpr) -> None:  # noqa: B027
         """Check that all processes have the same startup program.
 
-        It is called only if each process computes its own slices. Replicated state is broadcast, so
-        it needs no check.
+        The job calls this only if each process computes its own slices. If the state is replicated,
+        trainer 0 broadcasts it, and no check is needed.
         """
 
     def check_step(  # noqa: B027
@@ -127,7 +126,7 @@ class Trainers(abc.ABC):
         """Check that all processes are about to run the same program."""
 
     def unshard(self, x: Any, axis: int | None, size: int) -> Any:
-        """Return the full array in this process, from slices and without padding.
+        """Gather a global array; return it in this process, without padding.
 
         Args:
           x: the global array.
@@ -143,7 +142,7 @@ class Trainers(abc.ABC):
         return tree
 
     def step_context(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the context that a step runs in."""
+        """Return the context in which to run a step."""
         return contextlib.nullcontext()
 
     @abc.abstractmethod

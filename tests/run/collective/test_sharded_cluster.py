@@ -142,7 +142,7 @@ def paths(plan: Any) -> dict[str, str]:
         ),
         (
             "init",
-            "PeerError: trainer 1 disagrees with trainer 0 about how training starts: it has "
+            "PeerError: trainer 1 disagrees with trainer 0 about the first state: it has "
             "another init",
         ),
     ],
@@ -155,7 +155,7 @@ def test_what_is_refused(two: Any, what: str, message: str) -> None:
 def test_a_job_that_would_go_on_without_its_slices_is_refused(tmp_path: Path) -> None:
     for of in outcome(2, tmp_path, "drop"):
         assert dict(of["said"].tolist())["drop"].startswith(
-            "ConfigError: a sharded job cannot continue without lost ranks"
+            "ConfigError: a sharded job cannot continue when it loses ranks"
         )
 
 
