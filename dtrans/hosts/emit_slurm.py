@@ -217,7 +217,7 @@ def _head(title: str, parts: EmitParts, asks: list[str], *, remote: bool = True)
 
 
 def _observers(parts: EmitParts) -> list[str]:
-    """Return the lines that print the `dtrans status` command, and set its endpoint if needed."""
+    """Return the lines that print the `dtrans status` command, and set its endpoint."""
     lines, shown = [], f"${{{parts.variable}//,/ }}"
     if parts.observed:
         first = f"${{{parts.variable}%%:*}}:$((port + 1))"

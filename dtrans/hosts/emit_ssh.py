@@ -1,6 +1,6 @@
 """Emitter of a POSIX shell script that starts the roles of a table by ssh.
 
-The script holds each remote shell's standard input open, and sends the token as its first line.
+The script holds each remote shell's standard input open. The first line of this input is the token.
 When the script ends for any reason, the standard input closes, and the remote shell ends its role.
 """
 

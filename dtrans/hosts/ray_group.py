@@ -6,7 +6,7 @@ Trainers and servers have separate placement groups, because a placement group h
 
 A wait for calls ends with an error when an actor ends. Roles notice each other's failures, so the
 first error may be a `PeerError` of a role that has not failed itself. The driver then waits a few
-seconds for the failure that caused it, as `dtrans launch` does.
+seconds for the failure that caused the `PeerError`, as `dtrans launch` does.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def driver_environment(bundle: Mapping[str, float], devices: int) -> dict[str, s
         if value is not None:
             found[name.upper()] = str(int(value)) if isinstance(value, bool) else str(value)
     flags = [x for x in found.get("XLA_FLAGS", "").split() if not x.startswith(DEVICE_COUNT)]
-    # a flag of the driver, for virtual devices of its on_mesh, must not apply to the roles
+    # the driver's flag for virtual devices (on_mesh) must not apply to the roles
     found |= {"XLA_FLAGS": " ".join(flags), "JAX_NUM_CPU_DEVICES": str(devices)}
     if not has_accelerator(bundle):
         found["JAX_PLATFORMS"] = "cpu"

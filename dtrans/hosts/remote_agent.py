@@ -65,11 +65,11 @@ def main() -> None:
 
 
 def look(order: dict[str, Any]) -> dict[str, Any]:
-    """Return the facts about this host that `host_check` needs.
+    """Return the facts about this host that `dtrans.hosts.host_check` needs.
 
     Args:
-      order: `address`, to which other hosts connect, or "" to resolve `name`. `ports`, the number
-        of free ports to choose. The paths `directory` and `script`.
+      order: `address`, to which other hosts connect ("" to resolve `name`); `ports`, the number of
+        free ports to choose; and the paths `directory` and `script`.
     """
     found: dict[str, Any] = {
         "versions": versions(),
@@ -174,7 +174,7 @@ def start(order: dict[str, Any], stdin: IO[bytes]) -> None:
         child.reap()
         guard.remove(child)
     # If the launcher was lost, the agent itself has ended the role. A note of this end would hide
-    # the loss of the connection from the launcher.
+    # from the launcher that the connection was lost.
     if not is_lost:
         note(ended=child.returncode)
 

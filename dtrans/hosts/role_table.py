@@ -663,7 +663,7 @@ class _Links:
         return float(max(self.out.max(), self.into.max()))
 
     def with_server(self, j: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the bytes out of each host's link, and into it, if the host had server j."""
+        """Return the bytes that each host would send, and receive, if it had server j."""
         sent, received = (x / self.trainers for x in self.servers[j])
         others = self.trainers - self.on
         out = self.out - self.on * sent + others * received
