@@ -50,9 +50,9 @@ SHAPES: Mapping[str, tuple[int, ...]] = {
 WHY: Mapping[str, str] = {
     "embedding": "the last block has fewer rows than the others",
     "few": "fewer rows than servers",
-    "half": "bfloat16, whatever the others are",
-    "kernel": "of a convolution",
-    "one_row": "nothing to cut",
+    "half": "in bfloat16 also if the other leaves are in float64",
+    "kernel": "the kernel of a convolution",
+    "one_row": "one row, which cannot be cut",
     "scalar": "no rows",
 }
 
@@ -196,8 +196,10 @@ class _SlowState(NamedTuple):
 
 
 def slow_in_state(tx: Any) -> Any:
-    """`optax.lookahead` with the slow parameters in the state, where each lives beside the rows of
-    its fast one."""
+    """`optax.lookahead` with the slow parameters in the optimizer state.
+
+    So a server stores the same rows of a fast leaf and of its slow leaf.
+    """
 
     def init(params: Any) -> _SlowState:
         return _SlowState(tx.init(optax.LookaheadParams.init_synced(params)), params)
@@ -504,19 +506,19 @@ REFUSED: Mapping[str, Refusal] = {
     "sophia": Refusal(
         lambda: optax.contrib.sophia(0.1),
         "the loss as a function of parameters (`obj_fn`), for Hutchinson's estimate of the Hessian",
-        "a `hessian_diagonal_fn` that makes do with gradients",
+        "a `hessian_diagonal_fn` that needs only gradients",
         "hutchinson needs obj_fn",
     ),
     "hutchinson_estimator_diag_hessian": Refusal(
         optax.contrib.hutchinson_estimator_diag_hessian,
         "the loss as a function of parameters (`obj_fn`)",
-        "another estimate",
+        "an estimate of the Hessian from gradients",
         "hutchinson needs obj_fn",
     ),
     "sam, opaque_mode=True": Refusal(
         lambda: optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1), opaque_mode=True),
         "a function that makes gradients (`grad_fn`)",
-        "`sam(opaque_mode=False)`, which takes as many steps of the job instead",
+        "`sam(opaque_mode=False)`, which takes several steps of the job for one update",
         "opaque_mode=True needs grad_fn in its update",
     ),
     "dpsgd": Refusal(
@@ -591,7 +593,8 @@ leaves need one round. A norm of values that were scaled by these norms needs a 
 each round a step waits once for other servers, however many values are reduced. A value is a single
 number, or at most as large as a row.
 
-The following numbers are from a small model on {SERVERS} servers, with the finest cuts:
+The following numbers are from a small model on {SERVERS} servers, cut into blocks of at least one
+row:
 
 {{model}}
 
@@ -620,10 +623,10 @@ REFUSALS = """
 ## Refused
 
 Servers have the gradients, the parameters and the optimizer state. `dtrans.make_train_step` passes
-these three to an optimizer, and raises an error for an optimizer that needs more. `dtrans.pserver`
-and `dtrans.pipeline` refuse a step that passes the loss to an update. `dtrans.nccl2` accepts such a
-step, and computes the numbers of one device: `tx.update(grads, opt_state, params, value=loss,
-grad=grads, value_fn=...)`.
+these three to an optimizer, and raises an error for an optimizer that needs more. Your own step can
+pass the loss: `tx.update(grads, opt_state, params, value=loss, grad=grads, value_fn=...)`. For such
+a step, `dtrans.pserver` and `dtrans.pipeline` raise an error. `dtrans.nccl2` computes the numbers
+of one device.
 
 | optimizer | needs | use |
 | --- | --- | --- |

@@ -32,21 +32,22 @@ To compute the results of one device, trainers must exchange values in some step
 ([exact.md](exact.md)). `print(plan)` lists the exchanges of your step; this table lists them for 45
 steps.
 
-The tests run each step on two trainers, and on three trainers that do not divide the batch. They
-compare parameters, optimizer state and results with one device, within 1e-12 in 64 bits. Strategies
-are nccl2 mode, sharding stages 1 to 3, synchronous parameter servers and pipelines with two stages.
-`make docs` generates the table, for {TRAINERS} trainers or micro-batches and {ROWS} rows.
+The tests run each step on two trainers, and on three trainers with a batch that cannot be split
+evenly. They compare parameters, optimizer state and results with one device, within 1e-12 in 64
+bits. Strategies are nccl2 mode, sharding stages 1 to 3, synchronous parameter servers and pipelines
+with two stages. `make docs` generates the table, for {TRAINERS} trainers or micro-batches and
+{ROWS} rows.
 
 | column | meaning |
 | --- | --- |
-| alone | reduction by which the steps of the parts become the step of one device; "no" if they \
-exchange values |
+| alone | reduction that turns the losses and gradients of the parts into those of one device; \
+"no" if trainers must exchange values |
 | exchanged | collectives in addition to those for gradients and results, with the bytes of each \
 trainer |
-| servers | number of rounds in which servers exchange these values, including results; "exact" \
-if there are none |
+| servers | number of rounds in which trainers exchange these values, and results, through \
+servers; "exact" if no round is needed |
 | pipeline | number of values that are computed for the full batch before the micro-batches; \
-"exact" if there are none |
+"exact" if no value is needed |
 
 | step | description | alone | exchanged | servers | pipeline |
 | --- | --- | --- | --- | --- | --- |
