@@ -136,7 +136,7 @@ def _fills_linearly(eqn: JaxprEqn) -> bool:
 
 
 def _writes_updates(eqn: JaxprEqn) -> bool:
-    """Return True for `x.at[i].set`; `x.at[i].apply` uses the same primitive."""
+    """Return True for `x.at[i].set`, but not for `x.at[i].apply`, which uses the same primitive."""
     return eqn.params["update_jaxpr"] is None
 
 
@@ -283,7 +283,7 @@ RECORDS: tuple[tuple[str, PrimitiveFacts], ...] = (
         "shard_map symmetric_product threefry2x32 tridiagonal_solve",
         _NOTHING,
     ),
-    # the bodies of these have all facts
+    # no facts here: analyses enter the bodies
     (" ".join((SCAN, WHILE, COND, *REMAT, *CALLS, *CUSTOM_RULES, *JIT)), _NOTHING),
 )
 FACTS: Mapping[str, PrimitiveFacts] = {

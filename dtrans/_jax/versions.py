@@ -1,7 +1,7 @@
 """Versions of JAX with which dtrans was tested.
 
-pyproject.toml requires the oldest one. A version newer than the newest tested one may work, so
-dtrans only warns.
+pyproject.toml requires the oldest of these versions. A newer JAX than the newest of them may work,
+so dtrans only warns.
 """
 
 from __future__ import annotations

@@ -203,8 +203,8 @@ def shard_alone(step: Cut, batch: Batch, parts: int, name: str) -> ExactStep:
 def parts_error(step: Cut, shared: ExactStep, name: str, kind: str = "local") -> ConfigError:
     """Return the error for a step that has parts which would have to communicate.
 
-    `name` says what the parts are, e.g. "micro-batches". `kind` is the `batch` that the error
-    proposes.
+    `name` says what the parts are, e.g. "micro-batches". `kind` is the value of `batch` that the
+    error proposes.
     """
     return ConfigError(
         f"batch is 'exact', but {step.program.name} needs values of the whole batch "

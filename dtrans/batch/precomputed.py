@@ -158,7 +158,7 @@ class Precomputed:
 
 
 def with_rows_first(main: Program, axes: Mapping[str, int]) -> Program:
-    """Return a step that takes the rows of batch arrays as dimension 0, and transposes the arrays.
+    """Return a step that takes batch arrays with rows as dimension 0, and transposes them.
 
     Args:
       main: the step.

@@ -210,7 +210,7 @@ def micro_types(
 
     Args:
       source: the step of a trainer.
-      axes: the dimension along which each array of the batch is cut.
+      axes: maps batch arrays to the dimension along which they are cut.
       count: the number of micro-steps.
       noun: the word for a trainer in errors.
 

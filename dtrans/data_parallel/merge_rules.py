@@ -57,7 +57,7 @@ def check_merge(name: str, way: str, t: Any, *, is_state: bool, options: Options
         if not is_state:
             others.append("same" if options.micro_steps > 1 else "each")
         choices = " or ".join(map(repr, others or ["same"]))
-        raise ConfigError(f"merge[{name!r}]={way!r}: its type is {t.str_short()}; write {choices}")
+        raise ConfigError(f"merge[{name!r}]={way!r}: {name} is {t.str_short()}; write {choices}")
 
 
 def infer_merges(step: Cut, options: Options, count_remedy: str = "") -> dict[str, str]:

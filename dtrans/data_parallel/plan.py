@@ -208,7 +208,7 @@ class CollectivePlan(Plan):
 
     @cached_property
     def rows(self) -> list[tuple[str, str, str, str]]:
-        """Table of buckets: name, leaves, type, bytes."""
+        """Rows of the plan's table: for each bucket its name, leaves, type and bytes."""
         rows = []
         for b in self.buckets:
             leaves = ", ".join(b.leaves[:3])
@@ -219,7 +219,7 @@ class CollectivePlan(Plan):
 
     @cached_property
     def notes(self) -> list[str]:
-        """Remarks that are printed below the table of the plan."""
+        """Remarks to print below the table of the plan."""
         notes = [] if self.shared is None else list(self.shared.notes)
         moved = _listed(self.bytes_per_step) or "nothing"
         names = " and ".join(self.axis_names)

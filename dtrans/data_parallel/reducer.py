@@ -436,7 +436,7 @@ def clip_to_norm(norm: float) -> Callable[..., Sequence[jax.Array]]:
 def _clip_scaled_to_norm(norm: float) -> Callable[..., Sequence[jax.Array]]:
     """Return a function that clips the gradients of a scaled loss.
 
-    The first argument of the function is the scale of the loss, and the clip concerns the norm of
+    The first argument of the function is the scale of the loss. The function clips by the norm of
     gradients / scale.
     """
 

@@ -219,7 +219,7 @@ def share_step(
     if options.num_micro_batch == 1:
         shared = shard_step(plain, options.batch, parts, options.over, noun=options.noun)
     else:
-        # each call would see only the rows of one micro-step
+        # refuse callbacks that read rows: a call would only see the rows of one micro-step
         of_rows = [dataclasses.replace(x, reads=READS_BATCH) for x in plain.observers if x.rows]
         refuse_observers(of_rows, (READS_BATCH,), "micro-steps have rows of", RETURN_IT)
         shared, precomputed = _by_micro_steps(plain, options, main)

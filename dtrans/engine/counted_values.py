@@ -1,4 +1,4 @@
-"""Pieces that a shard computes alone, because the value depends only on counters and fills.
+"""Pieces that a shard computes alone, because a value depends only on counters and fills.
 
 Positions (`iota`), masks (`iota < n`), constants that were broadcast, and random bits are *counted*
 values. A shard computes its piece directly, without a gather and without the full value.

@@ -90,7 +90,7 @@ class Shards:
 
         Args:
           axis: sharded axis.
-          size: number of entries along it.
+          size: number of entries along the axis.
           entries: global indices, as returned by `Shards.entries`.
         """
         plain = cut_along(axis)

@@ -14,9 +14,9 @@ from dtrans.ops import all_reduce_p
 def merge_reductions(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
     """Merge all-reduces that have equal parameters and do not depend on each other.
 
-    The *level* of an equation is the largest number of all-reduces on a path from an input to it.
-    Equations are sorted by level, and the all-reduces of a level are merged. Bodies of loops and
-    branches stay unchanged.
+    The *level* of an equation is the largest number of all-reduces on a path from an input to this
+    equation. Equations are sorted by level, and the all-reduces of a level are merged. Bodies of
+    loops and branches stay unchanged.
     """
     inner = opened(jaxpr)
     levels = _levels(inner.eqns)

@@ -1,8 +1,9 @@
 """Open sums: partial sums whose all-reduce is delayed, because a linear equation reads them.
 
-Suppose that one linear equation reads a partial sum, and that its output is not larger than the
-sum. Then each shard runs this equation on its term, and the output is a partial sum again. So if an
-input enters several products, its gradients are added first, and then reduced once.
+Suppose that only one equation reads a partial sum, that this equation is linear, and that its
+output is not larger than the sum. Then each shard runs the equation on its term, and the output is
+a partial sum again. So if an input enters several products, its gradients are added first, and then
+reduced once.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def open_operands(
       eqn: the equation.
       ins: layout of each operand.
       terms: values to leave as partial sums (`linear_terms`). A linear equation that computes such
-        a value runs on terms; the first shard has its replicated operands as terms.
+        a value runs on terms; its replicated operands become terms of the first shard.
 
     Returns:
       The indices; None if open sums must be reduced before this equation.

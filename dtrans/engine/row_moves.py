@@ -129,7 +129,7 @@ class _Rows:
     def _move(self, size: int, entries: np.ndarray, target: np.ndarray, free: np.ndarray) -> Move:
         slots = np.full(target.shape, -1)
         for i, local_entries in enumerate(entries):
-            place = np.full(size + 1, -1)  # index -1, the last, stands for padding
+            place = np.full(size + 1, -1)  # the last entry stands for padding
             place[np.where(local_entries < 0, size, local_entries)] = np.arange(len(local_entries))
             place[size] = -1
             slots[i] = place[np.where(target[i] < 0, size, target[i])]

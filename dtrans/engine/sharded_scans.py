@@ -25,7 +25,7 @@ from dtrans.rows.layout import RowAxis, row_axes
 def sharded_iterations(
     eqn: JaxprEqn, ins: Sequence[ShardLayout]
 ) -> tuple[RowAxis, list[bool]] | None:
-    """Return how the iterations of a scan are sharded; None if they depend on each other.
+    """Return the sharding of a scan's iterations; None if iterations depend on each other.
 
     Args:
       eqn: the loop.
@@ -89,7 +89,7 @@ def _adds_to(eqn: JaxprEqn, value: Var) -> bool:
 
 
 def mask_padding(body: Any, consts: int, added: Sequence[bool]) -> ClosedJaxpr:
-    """Add an input to the body of a scan; an iteration adds no terms if it is False (padding)."""
+    """Add a flag as an input of a scan's body; if it is False (padding), no terms are added."""
     flat = inline_calls(body, rules=True)
     b = Builder(flat)
     ins = [b.input(v.aval) for v in opened(flat).invars]

@@ -122,7 +122,7 @@ def split(
 
 
 def _output(computed: ShardLayout, axis: int | None, a: Atom, shards: Shards) -> ShardLayout:
-    """Return the layout of an output that is sharded along `axis`; -1 keeps its computed axis."""
+    """Return the layout of an output: sharded along `axis`; -1 for its computed axis."""
     if axis == -1:
         axis = computed.axis if isinstance(computed, RowAxis) else None
     if axis is None:

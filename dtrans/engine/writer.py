@@ -517,7 +517,7 @@ def _is_moved_or_cast(eqn: JaxprEqn) -> bool:
 
 
 def _with_an_operand(jaxpr: ClosedJaxpr, operand: Atom) -> ClosedJaxpr:
-    """Return a body with a new first input that no equation reads."""
+    """Return a body with an additional first input, which no equation reads."""
     return closed_with(jaxpr, invars=[Var(operand.aval), *opened(jaxpr).invars])
 
 

@@ -190,8 +190,8 @@ class Builder:
         Args:
           eqn: the equation.
           atoms: its new operands.
-          types: types of the outputs. By default they stay; they are inferred if the type of an
-            operand differs, or a parameter.
+          types: types of the outputs. By default they stay, unless the type of an operand or a
+            parameter differs: then they are inferred.
           params: changed parameters.
         """
         if types is None and not params and avals(atoms) == avals(eqn.invars):
@@ -237,7 +237,7 @@ class Builder:
 
         Arguments are those of `copy_with_bodies`; `outvars` are its output variables.
         """
-        if eqn.primitive.name in REMAT:  # its body is an open jaxpr, without constants
+        if eqn.primitive.name in REMAT:  # a remat body has no constants
             (body,) = new
             inner, body_constants = opened(body), [self.constant(c) for c in constants(body)]
             first = [*body_constants, *first]

@@ -82,7 +82,7 @@ def producers_of(eqns: Iterable[JaxprEqn]) -> dict[Var, JaxprEqn]:
 
 
 def variables_read(eqns: Iterable[JaxprEqn], outputs: Iterable[Atom] = ()) -> list[Var]:
-    """Return the variables among the operands of equations and `outputs`, once each, in order."""
+    """Return the distinct variables in `outputs` and among the operands of equations, in order."""
     return list(dict.fromkeys(variables([*all_operands(eqns), *outputs])))
 
 

@@ -181,7 +181,7 @@ def digest(text: str) -> str:
 
 
 def table(rows: Mapping[str, Any]) -> str:
-    """Return a part with a line `name value` for each row; its digest if it is too long."""
+    """Return a part: a line `name value` for each row, or the digest of lines that are too long."""
     text = "\n".join(f"{name} {value}" for name, value in rows.items())
     if len(text) <= LONGEST:
         return text

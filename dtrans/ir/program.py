@@ -331,8 +331,8 @@ class Program(NamedJaxpr):
     @cached_property
     def _family(self) -> dict[Signature, Program]:
         """Cache: signature -> program. All specialized programs of one trace share it."""
-        # A call never has weak types (`jnp.asarray(0.5)` at the trace), and strong types lead to
-        # other equations. So a program with weak types is not the program for its own signature.
+        # Inputs of a trace may have weak types (a Python number), inputs of a call never do, and
+        # strong types lead to other equations. So a program with weak types fits no call.
         return {} if _has_weak_types(self.inner) else {self._signature: self}
 
     # -- showing it ------------------------------------------------------------------------------

@@ -111,7 +111,7 @@ def _broadcast(eqn: JaxprEqn, fact: Fact, component: Entry) -> Known:
     (x,), dims, shape = eqn.invars, eqn.params["broadcast_dimensions"], eqn.params["shape"]
     inner = component
     if component is not None and len(shape) - 1 not in dims:
-        inner = None  # all components are the same
+        inner = None  # all components have the same fact
     elif component is not None and x.aval.shape[-1] == 1:
         inner = 0
     known = known_of(fact, inner)

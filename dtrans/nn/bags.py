@@ -26,8 +26,8 @@ def embedding_bag(
     Args:
       table: an array of shape (rows, d).
       ids: the rows to look up, of shape (n,).
-      segment_ids: the bag of each id, of shape (n,). If its bag is not in 0 to num_segments - 1, an
-        id is ignored.
+      segment_ids: the bag of each id, of shape (n,). Ids whose bag is not in 0 to num_segments - 1
+        are ignored.
       num_segments: the number of bags.
       weights: the weight of each id in its bag, of shape (n,); 1 by default.
       mode: "sum" adds weight times row. "mean" divides this sum by the sum of the weights, "sqrtn"

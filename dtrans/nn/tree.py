@@ -6,7 +6,7 @@ the right is sigmoid(w x + b).
 
 Source: Morin and Bengio, 2005. Paddle's `hierarchical_sigmoid` has the same complete tree
 (paddle/fluid/operators/math/matrix_bit_code.h, `SimpleCode`). `ClassTree.nodes` and
-`ClassTree.turns` correspond to its `path_table` and `path_code`.
+`ClassTree.turns` correspond to Paddle's `path_table` and `path_code`.
 """
 
 from __future__ import annotations

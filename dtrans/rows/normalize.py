@@ -81,7 +81,7 @@ def inline_inside(eqn: JaxprEqn) -> JaxprEqn:
 
 
 def normalise(jaxpr: ClosedJaxpr, flow: Flow, roots: Mapping[str, str]) -> ClosedJaxpr | None:
-    """Split the equations of an update as described above; return None if nothing changes.
+    """Split the branches and loops of an update; return None if nothing changes.
 
     Args:
       jaxpr: the update.
@@ -183,7 +183,7 @@ class _Rewriter:
         return self.b.copy(eqn, ins, types, **with_bodies(eqn, pruned))
 
     def both_sides(self, eqn: JaxprEqn, atoms: Sequence[Atom]) -> list[Atom]:
-        """Write the equations of all branches, and select one result."""
+        """Write the equations of all branches, and select the outputs of one branch."""
         which, *operands = atoms
         sides = [self.b.inline(branch, *operands) for branch in bodies(eqn)]
         if len(sides) == 1:

@@ -100,7 +100,7 @@ class BucketRows:
         self._start = Start(lambda b: b.call(_all_numbers(rows))[0])
 
     def of(self, row: RowAxis) -> Slice:
-        """Return the slice of a value that has these rows."""
+        """Return the slice of a value for these rows; `row` is the layout of the value."""
         return Slice(row.axis, self._start, self._rows.rows).widened(row.width)
 
     def inside(self, b: Builder) -> BucketRows:
@@ -114,7 +114,7 @@ class BucketRows:
 
 @functools.cache
 def _all_numbers(rows: RowBuckets) -> Callable[[], jax.Array]:
-    """Return a function () -> ids of all rows of the block."""
+    """Return a function without arguments that returns the ids of all rows of the block."""
     return lambda: numbers_at(rows)(jnp.arange(rows.rows, dtype=jnp.int32))
 
 

@@ -24,7 +24,7 @@ class Step:
     """One way to run an equation on a block of rows.
 
     Attributes:
-      operands: layout of the rows that are read of each operand; None for the full operand.
+      operands: for each operand, the layout of the rows to read; None for the full operand.
       outs: layout of each output.
       reduce: if the equation reduces over rows, the operation that combines the results of blocks.
       params: function from the output types on the block to changed parameters of the equation.
@@ -192,7 +192,7 @@ def _along(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
 
 
 def _stack(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
-    """Stack along a new axis; if the new axis comes before the row axis, that moves by one."""
+    """Stack along a new axis; a new axis before the row axis moves the row axis by one."""
     row = _one(ins)
     if row is None:
         return None

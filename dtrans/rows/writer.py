@@ -64,7 +64,7 @@ class RowRange:
         return self.stop - self.start
 
     def of(self, row: RowAxis) -> Slice:
-        """Return the slice of a value that has these rows."""
+        """Return the slice of a value for these rows; `row` is the layout of the value."""
         return Slice(row.axis, self.start * row.width, self.rows * row.width)
 
     def inside(self, b: Builder) -> RowRange:

@@ -6,10 +6,10 @@ the wanted parts of operands (`dtrans.rows.parts`). Then the equations are writt
 for its wanted parts. If an equation has no rule (a QR decomposition, a permutation, a loop), its
 outputs are computed in full and then sliced.
 
-The full value is not computed for zeros, ones and constants, and for `jax.random.normal`, `uniform`
-and `truncated_normal` with the default generator (`dtrans.rows.random_bits`). Scaling, reshaping,
-transposing and concatenating preserve this, and it holds for optimizer state that depends on such
-arrays. Orthogonal initialisers compute the full leaf.
+No full value is computed for zeros, ones and constants, and for `jax.random.normal`, `uniform` and
+`truncated_normal` with the default generator (`dtrans.rows.random_bits`). The same holds for arrays
+that are scaled, reshaped, transposed or concatenated from these, and for optimizer state that
+depends on these. Orthogonal initialisers compute the full leaf.
 
 The traversal is a loop because recursion would be too deep: the init of a deep model splits one key
 a thousand times in a row.
@@ -199,8 +199,8 @@ class _Plan:
     def _is_full(self, var: Var) -> bool:
         """Return True if a value is computed in full.
 
-        So it is if the full value is wanted, or if the wanted parts together are more than twice
-        as large.
+        A value is computed in full if a full value is wanted, or if the wanted parts together are
+        more than twice as large.
         """
         if None in self._wanted.get(var, ()):
             return True

@@ -32,7 +32,7 @@ class ServerSpec:
       units: the units of the server, with their programs.
       computed: shared values that the server computes.
       crossings: cross-server values that the server reads.
-      inputs: inputs of the update that shared values depend on; units have further inputs.
+      inputs: inputs of the update on which shared values depend; units have further inputs.
       shared_state: names of the shared state that the server stores.
     """
 

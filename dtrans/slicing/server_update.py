@@ -61,7 +61,7 @@ class ServerVariable:
 
     @property
     def origin(self) -> str:
-        """Name of the full value."""
+        """Name of the full value, to which the variable belongs."""
         return self.beside or self.of
 
     def cut(self, aval: Any) -> Any:

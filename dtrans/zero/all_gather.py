@@ -84,7 +84,7 @@ class Gatherer(SliceWriter):
         self._gathered_leaves: dict[int, Atom] = {}  # id of a window -> gathered leaf
         # (value, ids of windows) or (slice, dtype) -> value
         self._derived: dict[tuple[Any, ...], Atom] = {}
-        self._emitted = 0  # number of equations that are written
+        self._emitted = 0  # number of equations passed to `emit` so far
         self._at = 0  # index of the equation that is being written
         self._next = 0  # index of the next window to gather
         self._begun = 0  # number of windows that have begun
@@ -182,7 +182,7 @@ class Gatherer(SliceWriter):
                 break
             before = self._next - self.how.prefetch
             anchor = self._anchors[max(0, before)] if self._anchors else self._last
-            # users set prefetch=0 to save memory: gather after the last full gradient is freed
+            # prefetch=0 saves memory: wait until the last full gradient is scattered, and so freed
             if self.how.prefetch == 0 and self.last_scattered is not None:
                 anchor, self.last_scattered = self.last_scattered, None
             with self.communicating():
@@ -279,10 +279,10 @@ class Gatherer(SliceWriter):
           wires: maps inputs and outputs of the body to operands and outputs of its equation.
 
         Returns:
-          The body. If the loop prefetches its first layer, also the gather of that layer.
+          The body; and the gather of its first layer if the loop prefetches that layer, else None.
         """
         outvars = self.inner.outvars
-        # a variable may be returned twice: as a slice and as a full value
+        # a body may return one variable twice: as a slice and as a full value
         full_ends = []
         for k, a in enumerate(outvars):
             if k not in sliced or not isinstance(a, Var):

@@ -283,7 +283,7 @@ def _choose_state_row(
 
 
 def _choose_axis(shape: tuple[int, ...], degree: int, first: int = 0) -> int | None:
-    """Return the dimension to cut, `first` or later; None if padding would double each length."""
+    """Return the dimension to cut, `first` or later; None if padding would more than double it."""
     if len(shape) <= first:
         return None
     if shape[first] >= degree:
@@ -337,7 +337,7 @@ def _choose_layer_axes(step: Cut, axes: Mapping[str, int], degree: int) -> dict[
         for n, axis in tried.items():
             if largest.get(n, 0) < smallest.get(n, math.inf):
                 best[n], smallest[n] = axis, largest.get(n, 0)
-        # If loops gather only parts of a leaf that is cut along its default dimension, keep that.
+        # keep the default dimension of a leaf, if with it loops gather only parts of the leaf
         following: dict[str, int] = {}
         for n in tried:
             if first > 1 or smallest[n] == vars_of[n].aval.size:

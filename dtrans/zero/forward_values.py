@@ -1,7 +1,7 @@
 """Forward values that an update reads: the loss, statistics of activations, counts of rows.
 
-A rank's update has slices of parameters, and the rank's part of the batch. If it computed `x @ w`
-from the slices, the sum over ranks would mix different rows of the batch. So the forward pass
+A rank's update has slices of parameters, and the rank's part of the batch. If the update computed
+`x @ w` from slices, the sum over ranks would mix different rows of the batch. So the forward pass
 computes such values from full parameters, and hands them to the update
 (`dtrans.step.handed_values`).
 

@@ -49,7 +49,10 @@ class LiveRange:
 
     @property
     def dtype(self) -> Any:
-        """Type in which to gather: the only type that readers need if smaller, else the leaf's."""
+        """Type in which to gather the leaf.
+
+        If all readers need one type that is smaller than the leaf's own, it is this type.
+        """
         leaf_dtype = self.leaf.aval.dtype
         if len(self.dtypes) != 1:
             return leaf_dtype
@@ -147,5 +150,5 @@ class LiveRanges:
 
 
 def is_cast(eqn: JaxprEqn) -> bool:
-    """Return True if an equation changes only the type."""
+    """Return True if an equation only changes the type of its operand."""
     return eqn.primitive.name == "convert_element_type"

@@ -321,7 +321,7 @@ class _LowWriter:
         (product,) = self.b.copy(eqn, operands, [out.aval.update(dtype=dtype)], **params)
         self._low[out] = product
         self.b.call(converted(out.aval.dtype), product)
-        # readers of the product read the cast instead, and messages show the line of the product
+        # the cast gets the output variable and the source line of the product
         self.b.eqns[-1] = self.b.eqns[-1].replace(outvars=[out], source_info=eqn.source_info)
 
     def low(self, atom: Atom) -> Atom:
@@ -371,13 +371,16 @@ class _LowWriter:
 def _lower_body(
     body: Any, dtype: Any, params: Sequence[bool], hoist: Sequence[bool]
 ) -> tuple[Any, list[bool]]:
-    """Rewrite the products of a body to 16 bits; return it, and True for each 16-bit input.
+    """Rewrite the products of a body to 16 bits.
 
     Args:
       body: the body.
       dtype: the type of products.
       params: for each input, True if it is a parameter.
       hoist: for each input, True if a cast of the input may move out of the body.
+
+    Returns:
+      The new body; and one flag for each input, True if the input now has 16 bits.
     """
     inner = opened(body)
     b = Builder(body)
@@ -478,7 +481,7 @@ def next_scale(s: LossScaling) -> Callable[..., tuple[jax.Array, ...]]:
 
 
 def unscale(g: jax.Array, scale: jax.Array) -> jax.Array:
-    """Divide a gradient by the scale, in at least 32 bits: a scale may overflow float16."""
+    """Divide a gradient by the scale, in at least 32 bits, because a scale may overflow float16."""
     wide = jnp.promote_types(g.dtype, jnp.float32)
     return (g.astype(wide) / scale.astype(wide)).astype(g.dtype)
 

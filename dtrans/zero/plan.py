@@ -1,4 +1,4 @@
-"""Plan of sharding: one program for all ranks, the state of a rank, and the bytes it sends."""
+"""Plan of sharding: one program for all ranks, the state of a rank, and bytes of collectives."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class ShardingPlan(CollectivePlan):
 
     @cached_property
     def notes(self) -> list[str]:
-        """Remarks that are printed below the table of the plan."""
+        """Remarks to print below the table of the plan."""
         notes = [] if self.shared is None else list(self.shared.notes)
         stored = ", ".join(f"{count:,} bytes of {kind}" for kind, count in self.memory().items())
         notes.append(f"each rank holds {stored}")

@@ -110,7 +110,7 @@ class RankLayout:
         return cls(options, merges, slices, half, gathers)
 
     def for_update(self, planned: Cut, again: Cut) -> RankLayout:
-        """Return the same layout for a batch of another size, with the update of that size.
+        """Return this layout for a batch of another size, with the update traced at that size.
 
         Args:
           planned: the step of this layout.
@@ -166,7 +166,7 @@ class RankLayout:
         compress: dict[str, str] = {}
         dtype = self.options.precision.dtype
         if dtype is not None:
-            # a loop that scatters gradients of layers reduces them in 16 bits already
+            # loops that scatter gradients already reduce in 16 bits
             compress = dict.fromkeys(low_gradients(step, COMPRESSED[dtype]) - layers, dtype)
         return scatter_specs(self.slices.leaves, layers, compress, self.replicated, self.groups)
 

@@ -109,7 +109,7 @@ class SlicedBodies:
     Attributes:
       passed: operands that the bodies take as slices: index of the operand -> layout in the body.
       wanted: outputs that are slices of gradients: index of the output -> layout in the body.
-      bodies: the analysis of each body, whose subclass `Gatherer` also writes the body.
+      bodies: the analysis of each body; a `Gatherer` if the body is also written.
     """
 
     passed: Mapping[int, RowAxis]
@@ -319,7 +319,7 @@ class SliceAnalysis(SplitWriter):
             and isinstance(picks, Var)
             and (picks in self.local or self._row(picks))
         ):
-            return found  # ranks take different branches, so a gather in one would never complete
+            return found  # ranks may take different branches: gathers would never complete
         for k in wires.ins[0]:
             row, less = self._row(eqn.invars[k]), int(k in wires.slices)
             if row is not None and k not in wires.carried and row.axis >= less:

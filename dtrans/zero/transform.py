@@ -185,7 +185,7 @@ def _write_uneven(
 ) -> Program:
     """Return a rank's program for a batch that the number of ranks does not divide.
 
-    The state keeps the planned slices.
+    The state is stored in the planned slices, as for other batches.
 
     Raises:
       BatchError: the update of the padded step needs other slices.

@@ -1,9 +1,9 @@
 """Optimize half of a rank, on its slices: one program for all ranks.
 
-The engine writes it (`dtrans.engine`). Sliced leaves, their gradients and their state are inputs
-with a sharded dimension. If an update mixes rows (a product of matrices, a sort), the engine
-gathers its operands. A reduction over rows becomes an all-reduce. Independent all-reduces are
-merged into one equation.
+The engine (`dtrans.engine`) writes the program. Sliced leaves, their gradients and their state are
+inputs with a sharded dimension. If an equation mixes rows (a product of matrices, a sort), the
+engine gathers the operands. A reduction over rows becomes an all-reduce. Independent all-reduces
+are merged into one equation.
 """
 
 from __future__ import annotations

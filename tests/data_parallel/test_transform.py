@@ -1214,7 +1214,7 @@ def test_an_array_of_other_dimensions_is_refused_by_name() -> None:
 def test_devices_that_are_none_are_refused(devices: Any) -> None:
     _, (_, job), _ = jobs()
     given = [jax.devices()[0]] * 2 if isinstance(devices, str) else devices
-    with pytest.raises(ConfigError, match="^devices is .*, expected different jax.Device objects"):
+    with pytest.raises(ConfigError, match="^devices is .*, expected jax.Device objects, each once"):
         job.plan.on_mesh(given)
 
 
@@ -1288,13 +1288,13 @@ r"have the same state"),
         (dict(merge={"params/mean": "concat"}), r"merge\['params/mean'\]='concat': every trainer "
 r"must have the same"),
         (dict(merge={"aux/n": "mean"}),
-         r"merge\['aux/n'\]='mean': its type is int32\[\]; write 'sum' or "
+         r"merge\['aux/n'\]='mean': aux/n is int32\[\]; write 'sum' or "
 r"'max' or 'each'"),
         (dict(merge={"loss": "concat"}),
          r"merge\['loss'\]='concat': the result is float64\[\], which "
 r"has no dim 0"),
         (dict(merge={"aux/some": "sum"}),
-         r"merge\['aux/some'\]='sum': its type is bool\[\]; write 'max' "
+         r"merge\['aux/some'\]='sum': aux/some is bool\[\]; write 'max' "
 r"or 'each'"),
         (dict(example_count="count"),
          "example_count='count' is not a result of the step; name one of loss, "

@@ -125,7 +125,7 @@ def check_rows(
     uneven: bool = False,
     noun: str = "trainer",
 ) -> None:
-    """Check that all split arrays have one number of rows, and that trainers divide it evenly.
+    """Check that all split arrays have the same number of rows, and that it can be split evenly.
 
     Args:
       counts: number of rows of each array, by name.

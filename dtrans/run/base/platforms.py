@@ -1,8 +1,8 @@
 """Differences between platforms that affect plans and compiler options.
 
-On CPUs, XLA does not overlap an all-gather with computation. Its rewrite of a division can be
-disabled there (`stable_bits_options`). A difference that affects one collective is in the module of
-this collective in `dtrans.ops`.
+On CPUs, XLA does not overlap an all-gather with computation, and its rewrite of divisions can be
+disabled (`stable_bits_options`). A difference that affects one collective is in the module of this
+collective in `dtrans.ops`.
 """
 
 from __future__ import annotations

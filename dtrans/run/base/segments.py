@@ -243,7 +243,7 @@ def _compile_piece(
     """
     values = dict(zip(opened(jaxpr).constvars, jaxpr.consts, strict=True))
     defined: set[Var] = set(values)
-    reads: dict[Var, None] = {}  # keys are an ordered set
+    reads: dict[Var, None] = {}  # a dict, as an ordered set
     makes: list[Var] = []
     used: set[Primitive] = set()
     for eqn in eqns:

@@ -72,7 +72,7 @@ class ClusterTrainers(MeshTrainers):
     Parameters, state and results are complete arrays on this process's first device.
     """
 
-    gathers = True  # every process must have all results on its own devices
+    gathers = True  # each process needs all results on its own device
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__(mesh)

@@ -120,7 +120,7 @@ class CollectiveJob(Job):
             try:
                 new, rest = step(state, arrays)
             except ValueError as e:
-                # only after a restore may the state be on other devices, so steps do not check it
+                # a state is on other devices only after a restore, so steps do not check this
                 if "incompatible devices" not in str(e):
                     raise
                 new, rest = step(self.place_state(state), arrays)

@@ -27,7 +27,7 @@ class MeshTrainers(Trainers):
     """Trainers on the devices of a mesh.
 
     Args:
-      mesh: the axes of the plan.
+      mesh: a mesh of devices, with the axes of the plan.
     """
 
     run_id = THIS_PROCESS
@@ -85,7 +85,7 @@ def on_mesh(
     are_devices = all(isinstance(d, jax.Device) for d in mesh_devices)
     count = len(mesh_devices)
     if not are_devices or len({*mesh_devices}) < count:
-        raise ConfigError(f"devices is {mesh_devices}, expected different jax.Device objects")
+        raise ConfigError(f"devices is {mesh_devices}, expected jax.Device objects, each once")
     if isinstance(plan, ShardingPlan) and devices is not None and count != plan.trainers:
         o = plan.options
         raise ConfigError(

@@ -5,7 +5,7 @@
     optimize              each rank updates its leaves (`dtrans.zero.by_leaf.update`)
     all_gather            parameters, packed by owner
 
-It is for optimizers that mix rows, which is expensive on slices (Muon). With `partition="rows"`
+Use this for optimizers that mix rows, which is expensive on slices (Muon). With `partition="rows"`
 every rank gathers each matrix and iterates on all matrices. Here each rank iterates only on the
 matrices that it owns. If loads are uneven, bins contain padding. `dtrans.zero.by_leaf.assign`
 chooses the owners. The state contains bins (`opt_state/bins/float32`) instead of the arrays that
@@ -191,7 +191,7 @@ class LeafOwners:
 
     @cached_property
     def unpack_state(self) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-        """Function that adds to a dict with bins the arrays that are packed in these bins."""
+        """Function that takes a dict with bins, and adds the arrays that these bins pack."""
         run: Any = jax.jit(self.state.unpack)
 
         def unpack_state(arrays: Mapping[str, Any]) -> dict[str, Any]:

@@ -51,7 +51,7 @@ class BinSlot:
         return math.prod(self.shape)
 
     def overlap(self, part: BinPart) -> range:
-        """Return the positions of a rank's bin that belong to both the array and a part."""
+        """Return the positions in a rank's bin at which the array and a part overlap."""
         if part.bin != self.bin:
             return range(0)
         return range(max(self.start, part.start), min(self.start + self.size, part.stop))

@@ -51,7 +51,7 @@ class OwnerWriter:
 
     Args:
       analysis: the row analysis of one device's optimize half.
-      owner: maps each leaf to its rank; leaves that are not updated may have none.
+      owner: maps each leaf to its rank; a leaf that is not updated may be absent.
       options: the options.
       root: the prefix of the names of the bins of state.
       ready: the leaves in the order in which the backward pass computes their gradients. The
