@@ -28,7 +28,7 @@ from dtrans.ir.builder import Builder, read_from
 from dtrans.ir.dataflow import avals, backward_slice
 from dtrans.ir.inline import eliminate_dead, inline_calls
 from dtrans.ir.program import FORWARD, Program
-from dtrans.ir.pytree import TreeSpec
+from dtrans.ir.pytree import TreeSpec, all_names
 from dtrans.ir.selection import values_at
 from dtrans.step.capture import value_and_grad_p
 from dtrans.step.collect import COLLECT
@@ -143,7 +143,7 @@ class Precomputed:
         fixed = tuple(n for n in self.fixed if ins[n] in used)
         args = (*program.args[2:], TreeSpec(jax.tree.structure(fixed), fixed))
         inner = opened(unordered)
-        invars = [ins[n] for spec in args for n in spec.names]
+        invars = values_at(ins, all_names(args))
         values = constants(unordered)
         ordered = closed(inner.constvars, values, invars, inner.outvars, inner.eqns, unordered)
         jaxpr = eliminate_dead(ordered)

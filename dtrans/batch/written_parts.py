@@ -38,7 +38,7 @@ from dtrans.ir.dataflow import avals, backward_slice, bits_of, producers_of, pro
 from dtrans.ir.fingerprint import value_digests
 from dtrans.ir.inline import eliminate_dead
 from dtrans.ir.program import FORWARD, Program, is_communication
-from dtrans.ir.pytree import TreeSpec, is_under
+from dtrans.ir.pytree import TreeSpec, all_names, is_under
 from dtrans.ir.selection import values_at
 from dtrans.rows.layout import SHARED, RowAxis
 from dtrans.step.capture import captured
@@ -286,7 +286,7 @@ def _sized(flat: FlatStep, part: Program, spots: Sequence[Spot]) -> set[Spot]:
 def _free(flat: FlatStep, fixed: Collection[str]) -> list[Spot]:
     """Return positions of values that depend on no trained parameter, but enter one that does."""
     p = flat.program
-    batch = {n for spec in p.args[2:] for n in spec.names}
+    batch = set(all_names(p.args[2:]))
     trained: dict[Var, int] = {}
     for n, v in zip(p.in_names, flat.inner.invars, strict=True):
         if n not in batch and n not in fixed:

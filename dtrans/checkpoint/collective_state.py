@@ -26,6 +26,7 @@ from dtrans.checkpoint.pserver_state import TRAINER, check_names, check_type
 from dtrans.data_parallel.plan import CollectivePlan
 from dtrans.data_parallel.state import CollectiveState
 from dtrans.errors import StateError
+from dtrans.ir.pytree import all_names
 from dtrans.ir.selection import subset
 from dtrans.parameter_server.overview import VarDistributed
 from dtrans.zero.plan import ShardingPlan
@@ -85,7 +86,7 @@ def _bin_slots(plan: CollectivePlan) -> Mapping[str, BinSlot]:
 
 def _types(plan: CollectivePlan) -> dict[str, Any]:
     """Return the single-device type of each array of the state, by name."""
-    step = {n: plan.main.inputs[n] for spec in plan.main.args[:2] for n in spec.names}
+    step = subset(plan.main.inputs, all_names(plan.main.args[:2]))
     return step | {n: jax.typeof(x) for n, x in plan.extra_state.items()}
 
 

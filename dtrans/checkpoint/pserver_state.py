@@ -27,7 +27,7 @@ from dtrans.checkpoint.assemble import (
 )
 from dtrans.errors import ConfigError, StateError
 from dtrans.ir.program import Program
-from dtrans.ir.pytree import TreeSpec, unflatten_all
+from dtrans.ir.pytree import TreeSpec, all_names, unflatten_all
 from dtrans.ir.selection import subset
 from dtrans.parameter_server.overview import VarDistributed
 from dtrans.parameter_server.plan import PServerPlan
@@ -146,11 +146,7 @@ def server_state(
 
 def step_rows(main: Program, who: str = "") -> list[VarDistributed]:
     """Return a slice for each array of params and opt_state: the full array, saved by `who`."""
-    found = []
-    for spec in main.args[:2]:
-        for n in spec.names:
-            found.append(full_slice(n, main.inputs[n], who))
-    return found
+    return [full_slice(n, main.inputs[n], who) for n in all_names(main.args[:2])]
 
 
 def trainer_rows(plan: PServerPlan) -> list[VarDistributed]:

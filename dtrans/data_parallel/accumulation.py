@@ -292,9 +292,9 @@ class _Scan:
             keys = {n: jax.random.fold_in(values[n], index) for n in self.window.keys}
             outputs = self.body({**values, **state, **keys, **part})
             merged = self._merge(merged, outputs)
-            return (merged, _select(outputs, self.carried)), _select(outputs, self.stacked)
+            return (merged, subset(outputs, self.carried)), subset(outputs, self.stacked)
 
-        start = self._start(), _select(values, self.carried)
+        start = self._start(), subset(values, self.carried)
         (merged, state), stacks = jax.lax.scan(run_micro_step, start, (jnp.arange(count), parts))
         found = self._finish(merged, stacks)
         outputs = values_at(found, self.ways)
@@ -347,10 +347,6 @@ class _Scan:
             return self.window.count
         examples = merged[self.window.example_count]
         return jnp.where(examples == 0, jnp.ones_like(examples), examples)
-
-
-def _select(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    return subset(values, names)
 
 
 def _write_scan(b: Builder, step: Cut, scan: _Scan, inputs: Mapping[str, Atom]) -> dict[str, Atom]:

@@ -14,6 +14,7 @@ from dtrans.costs import Costs, RoleCost, program_flops
 from dtrans.errors import ConfigError
 from dtrans.ir.cost import nbytes, total_bytes
 from dtrans.ir.program import Program
+from dtrans.ir.pytree import all_names
 from dtrans.ops import collective_of
 from dtrans.plan import Plan, realiser
 
@@ -184,7 +185,7 @@ class CollectivePlan(Plan):
             sent += times * total_bytes(eqn.invars)
             received += times * total_bytes(eqn.outvars)
             rounds += times
-        names = [n for spec in self.program.args[:2] for n in spec.names]
+        names = all_names(self.program.args[:2])
         state = sum(nbytes(self.program.inputs[n]) for n in names)
         flops = program_flops(self.program)
         return Costs([RoleCost("trainer", self.trainers, state, sent, received, rounds, flops)])

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from dtrans._jax import Atom, Var
 from dtrans.data_parallel.options import Options
 from dtrans.ir.builder import Builder, read_from
-from dtrans.ir.dataflow import avals, backward_slice
+from dtrans.ir.dataflow import avals, backward_slice, outputs_of
 from dtrans.ir.pytree import is_under
 from dtrans.ir.selection import values_at
 from dtrans.ops import trainer_index_p
@@ -78,7 +78,7 @@ def write_from_gradients(
     inner = step.program.inner
     boundary = {v: means[n] for n, v in step.boundary.items() if n in means}
     env: dict[Var, Atom] = dict(boundary)
-    here = {v for e in b.eqns for v in e.outvars}
+    here = set(outputs_of(b.eqns))
     wanted = values_at(outs, step.from_gradients)
     for i in step.late:
         wanted += inner.eqns[i].invars

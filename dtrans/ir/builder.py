@@ -86,9 +86,9 @@ class Builder:
         self.invars.append(Var(aval))
         return self.invars[-1]
 
-    def inputs(self, avals: Iterable[Any]) -> list[Var]:
+    def inputs(self, types: Iterable[Any]) -> list[Var]:
         """Append an input for each type; return the new variables."""
-        return [self.input(aval) for aval in avals]
+        return [self.input(aval) for aval in types]
 
     def constant(self, value: Any) -> Var:
         """Add a constant array and return its variable."""

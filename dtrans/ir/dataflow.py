@@ -81,6 +81,11 @@ def producers_of(eqns: Iterable[JaxprEqn]) -> dict[Var, JaxprEqn]:
     return {v: e for e in eqns for v in e.outvars}
 
 
+def producer_positions(eqns: Iterable[JaxprEqn]) -> dict[Var, int]:
+    """Return the position of the equation that computes each variable."""
+    return {v: i for i, e in enumerate(eqns) for v in e.outvars}
+
+
 def variables_read(eqns: Iterable[JaxprEqn], outputs: Iterable[Atom] = ()) -> list[Var]:
     """Return the distinct variables in `outputs` and among the operands of equations, in order."""
     return list(dict.fromkeys(variables([*all_operands(eqns), *outputs])))

@@ -158,10 +158,15 @@ def _digest_of(digests: Mapping[Any, str], atom: Atom) -> str:
     return digests[atom]
 
 
+def output_digests(half: Any) -> dict[str, str]:
+    """Return a digest of the computation of each named output of a `dtrans._jax.NamedJaxpr`."""
+    digests = value_digests(half.jaxpr, half.in_names)
+    return {name: _digest_of(digests, a) for name, a in half.outvars.items()}
+
+
 def output_digest(half: Any) -> str:
     """Return one digest of all named outputs of a `dtrans._jax.NamedJaxpr`."""
-    digests = value_digests(half.jaxpr, half.in_names)
-    lines = [f"{n} {_digest_of(digests, a)}" for n, a in half.outvars.items()]
+    lines = [f"{name} {text}" for name, text in output_digests(half).items()]
     return digest("\n".join(lines))
 
 

@@ -43,7 +43,7 @@ from dtrans.ir import display, fingerprint
 from dtrans.ir.builder import Builder
 from dtrans.ir.dataflow import avals, variables_read
 from dtrans.ir.op_list import Op, check_names, list_ops, name_values
-from dtrans.ir.pytree import TreeSpec, as_array
+from dtrans.ir.pytree import TreeSpec, all_names, as_array
 from dtrans.ir.selection import values_at
 
 
@@ -142,7 +142,7 @@ class Program(NamedJaxpr):
     @cached_property
     def in_names(self) -> tuple[str, ...]:
         """Name of each input array."""
-        return tuple(n for spec in self.args for n in spec.names)
+        return tuple(all_names(self.args))
 
     @cached_property
     def out_names(self) -> tuple[str, ...]:

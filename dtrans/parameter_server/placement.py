@@ -127,9 +127,7 @@ def _assign(
     """
     dispatcher = split_method(list(old.endpoints))
     is_balanced = isinstance(dispatcher, SizeBalanced)
-    balanced = SizeBalanced(old.endpoints)
-    if isinstance(dispatcher, SizeBalanced):
-        balanced = dispatcher
+    balanced = dispatcher if isinstance(dispatcher, SizeBalanced) else SizeBalanced(old.endpoints)
     blocks_of: dict[str, list[Block]] = {n: [] for n in old.blocks}
     for b in fixed:
         blocks_of[b.leaf].append(b)

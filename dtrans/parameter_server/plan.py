@@ -20,7 +20,7 @@ from dtrans.errors import ConfigError, UnknownEndpointError
 from dtrans.ir import fingerprint
 from dtrans.ir.display import short_type
 from dtrans.ir.program import Program
-from dtrans.ir.pytree import TreeSpec
+from dtrans.ir.pytree import TreeSpec, all_names
 from dtrans.ir.selection import number_items
 from dtrans.parameter_server.dispatch import HashName, PSDispatcher, RoundRobin, SizeBalanced
 from dtrans.parameter_server.options import BlockPlacement, Geo, Mode, Sync
@@ -260,9 +260,8 @@ class PServerPlan(Plan):
     def _input_types(self, specs: Sequence[TreeSpec]) -> dict[str, str]:
         """Return the types of the inputs of `main` that belong to these arguments, by name."""
         types = {}
-        for spec in specs:
-            for n in spec.names:
-                types[n] = short_type(self.main.inputs[n])
+        for n in all_names(specs):
+            types[n] = short_type(self.main.inputs[n])
         return types
 
     # -- state of servers ------------------------------------------------------------------------

@@ -29,11 +29,11 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
-from dtrans._jax import JaxprEqn, Var, equations, jaxprs_in_params, line_of, without_mesh
+from dtrans._jax import JaxprEqn, equations, jaxprs_in_params, line_of, without_mesh
 from dtrans.batch.exact_step import ExactStep, batch_axes, full_type, shard_alone, shard_step
 from dtrans.endpoints import parse_endpoints
 from dtrans.errors import ConfigError, GradientError, TraceError
-from dtrans.ir.dataflow import bits_of, needed_equations, propagate
+from dtrans.ir.dataflow import bits_of, needed_equations, outputs_of, propagate
 from dtrans.ir.program import DIST, Program, is_communication
 from dtrans.ir.selection import subset
 from dtrans.ops import CommunicatorConfig
@@ -418,10 +418,7 @@ def refuse_exchange_in_update(step: Cut) -> None:
     exchanges = [e for e in eqns if is_communication(e) or _has_exchange(e)]
     if not exchanges:
         return
-    starts: dict[Var, int] = {}
-    for e in exchanges:
-        starts |= dict.fromkeys(e.outvars, 1)
-    depends = propagate(eqns, starts, {})
+    depends = propagate(eqns, dict.fromkeys(outputs_of(exchanges), 1), {})
     readers = [e for e in eqns if bits_of(depends, *e.invars)]
     line = next(filter(None, map(line_of, [*exchanges, *readers])), "an unknown line")
     raise GradientError(

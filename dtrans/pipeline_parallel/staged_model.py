@@ -11,7 +11,7 @@ import jax
 
 from dtrans._jax import Var
 from dtrans.errors import BatchError
-from dtrans.ir.dataflow import variables
+from dtrans.ir.dataflow import outputs_of, variables
 from dtrans.ir.program import Program
 from dtrans.ir.pytree import all_names, is_under
 from dtrans.ir.selection import retain, values_at
@@ -175,7 +175,7 @@ def _in_low_precision(
     jaxpr, origin = low_products(forward.jaxpr, amp, params)
     lowered = dataclasses.replace(forward, jaxpr=jaxpr)
     stages = values_at(stage_of, origin)
-    known = {v for e in forward.eqns for v in e.outvars}
+    known = set(outputs_of(forward.eqns))
     first: dict[Var, int] = {}  # value -> the first stage that reads it
     for i, eqn in reversed(list(enumerate(lowered.eqns))):
         # A cast that several stages read runs on the first of these stages.

@@ -46,7 +46,7 @@ from dtrans._jax import (
 )
 from dtrans.ir.array_fns import converted
 from dtrans.ir.builder import Builder, extract_part, read_from
-from dtrans.ir.dataflow import avals, variables_read
+from dtrans.ir.dataflow import avals, producer_positions, variables_read
 from dtrans.ir.inline import inline_calls
 from dtrans.ir.selection import number_items, values_at
 from dtrans.rows.layout import SHARED, Layout, RowAxis, leaves_of
@@ -257,7 +257,7 @@ class _Branch:
     def __init__(self, branch: ClosedJaxpr) -> None:
         self.branch = branch
         self.inner = opened(branch)
-        self.producers = {v: i for i, e in enumerate(self.inner.eqns) for v in e.outvars}
+        self.producers = producer_positions(self.inner.eqns)
         self.operand = number_items(self.inner.invars)
 
     def needed(self, wanted: Sequence[int]) -> tuple[list[int], set[int]]:

@@ -21,7 +21,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from dtrans._jax import Atom, JaxprEqn, Literal, Var
-from dtrans.ir.dataflow import propagate
+from dtrans.ir.dataflow import producer_positions, propagate
 from dtrans.ops import EXACT
 from dtrans.ops.exact_sum import DIGITS, part_type
 from dtrans.rows.analysis import RowAnalysis
@@ -66,7 +66,7 @@ class ExchangeRounds:
         self.analysis = analysis
         self._exact = exact
         self.eqns: Sequence[JaxprEqn] = analysis.half.eqns
-        self.producers = {v: i for i, e in enumerate(self.eqns) for v in e.outvars}
+        self.producers = producer_positions(self.eqns)
         self.crossings: dict[Var, CrossServerValue] = {}
         self.eqns_of: dict[str, list[int]] = {}
         self._at_home: dict[Var, int] = {}

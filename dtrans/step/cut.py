@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, NamedJaxpr, Var, line_of, origin_of
+from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, NamedJaxpr, Var, line_of, origin_of
 from dtrans.errors import BatchError, GradientError, OptimizerError
 from dtrans.ir.builder import extract_part
 from dtrans.ir.dataflow import (
@@ -27,7 +27,7 @@ from dtrans.ir.dataflow import (
     propagate,
     variables,
 )
-from dtrans.ir.fingerprint import number, value_digests
+from dtrans.ir.fingerprint import output_digests, value_digests
 from dtrans.ir.inline import eliminate_dead
 from dtrans.ir.program import BACKWARD, FORWARD, OPTIMIZE, Program
 from dtrans.ir.selection import invert, values_at
@@ -226,16 +226,8 @@ class OptimizeHalf(NamedJaxpr):
 
     def differing_outputs(self, other: OptimizeHalf) -> list[str]:
         """Return the outputs that `other`, the half for another batch size, computes otherwise."""
-        mine, theirs = self._output_digests(), other._output_digests()
+        mine, theirs = output_digests(self), output_digests(other)
         return [name for name, digest in mine.items() if digest != theirs.get(name)]
-
-    def _output_digests(self) -> dict[str, str]:
-        """Return a digest of the computation of each output."""
-        digests = value_digests(self.jaxpr, self.in_names)
-        found = {}
-        for name, atom in self.outvars.items():
-            found[name] = number(atom) if isinstance(atom, Literal) else digests[atom]
-        return found
 
     def differing_line(self, other: OptimizeHalf, name: str) -> str:
         """Return the source line of the first equation that `other` lacks.

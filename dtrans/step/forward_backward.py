@@ -8,7 +8,7 @@ from typing import Protocol
 from dtrans._jax import Atom, JaxprEqn, Var
 from dtrans.errors import GradientError
 from dtrans.ir.builder import Builder
-from dtrans.ir.dataflow import backward_slice
+from dtrans.ir.dataflow import backward_slice, producer_positions
 from dtrans.ir.selection import values_at
 from dtrans.step.cut import Cut, asks_for
 
@@ -58,17 +58,9 @@ def ready_order(step: Cut) -> list[str]:
 
     Leaves whose gradient is an input or a constant are last.
     """
-    producer = _producers(step.program.eqns)
+    positions = producer_positions(step.program.eqns)
     last = len(step.program.eqns)
-    return sorted(step.gradients, key=lambda n: _position(step.gradients[n], producer, last))
-
-
-def _producers(eqns: Sequence[JaxprEqn]) -> dict[Var, int]:
-    """Return the position of the equation that computes each value."""
-    found: dict[Var, int] = {}
-    for i, eqn in enumerate(eqns):
-        found |= dict.fromkeys(eqn.outvars, i)
-    return found
+    return sorted(step.gradients, key=lambda n: _position(step.gradients[n], positions, last))
 
 
 def _position(atom: Atom, producers: Mapping[Var, int], default: int) -> int:
@@ -151,7 +143,7 @@ def write_trainer_half(
       name.
     """
     eqns, roles, wanted = half_equations(step, results)
-    computed = _producers(eqns)
+    computed = producer_positions(eqns)
     leaves_of: dict[Var, list[str]] = {}
     not_computed: list[str] = []  # leaves whose gradient is an input or a constant
     for leaf, atom in step.gradients.items():
@@ -161,7 +153,7 @@ def write_trainer_half(
             not_computed.append(leaf)
     if arrange is not None:
         eqns, roles = arrange(eqns, roles, wanted)
-    producers = _producers(eqns)
+    producers = producer_positions(eqns)
     outs = {n: step.program.outvars[n] for n in (*results, *step.frozen)} | dict(step.handed)
     if writer is None:
         half_writer: HalfWriter = _Copies(b)

@@ -46,6 +46,7 @@ from dtrans.ir.dataflow import (
     backward_slice,
     bits_of,
     is_zero_array,
+    producer_positions,
     propagate,
     variables,
 )
@@ -109,7 +110,7 @@ class OpenStep(HoldsJaxpr):
     @cached_property
     def producers(self) -> dict[Var, int]:
         """Position of the equation that computes each value."""
-        return {v: i for i, e in enumerate(self.eqns) for v in e.outvars}
+        return producer_positions(self.eqns)
 
     @cached_property
     def derived(self) -> list[bool]:

@@ -42,6 +42,7 @@ from dtrans._jax import (
     scope_of,
 )
 from dtrans.errors import GradientError, TraceError
+from dtrans.ir.array_fns import array_type
 from dtrans.ir.dataflow import backward_slice, bits_of, propagate, variables
 from dtrans.ir.inline import inline_calls
 from dtrans.ir.program import Program
@@ -386,7 +387,7 @@ class Applied:
     ) -> None:
         self._spec = _state_spec(main) if main.takes_one_state else main.args[0]
         types = values_at(main.inputs, self._spec.names)
-        self._types = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in types]
+        self._types = list(map(array_type, types))
         self._fn, self._unpacked = weakref.ref(fn), unpacked
         self._known: dict[Any, tuple[tuple[str, ...], Callable[..., list[Any]], Any]] = {}
 

@@ -37,7 +37,7 @@ from dtrans._jax import (
     shard_map_of,
     wiring,
 )
-from dtrans.ir.selection import subset, values_at
+from dtrans.ir.selection import retain, values_at
 from dtrans.verification import field_values as values
 from dtrans.verification.complex_rules import COMPLEX, is_of_complex
 from dtrans.verification.exact_rules import EXACT_SUMS
@@ -289,7 +289,7 @@ class World:
             raise UnfollowedError("it is a shard_map within another")
         sharded = shard_map_of(eqn)
         # Along automatic axes the body sees global values, so only manual axes have ranks.
-        axes = subset(sharded.axes, [n for n in sharded.axes if n in sharded.manual])
+        axes = retain(sharded.axes, sharded.manual)
         world = self._enter(self.inner(axes))
         arguments: list[Ranked] = []
         for x, spec in zip(operands, sharded.in_specs, strict=True):

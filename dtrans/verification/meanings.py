@@ -72,11 +72,6 @@ class Meaning:
     factor: Fraction = Fraction(1)
     is_copy: bool = False
 
-    @property
-    def is_exact(self) -> bool:
-        """True if the value is right whatever reads it."""
-        return self.kind is Kind.EXACT and self.factor == 1
-
 
 NOTHING = Meaning(Kind.NONE, "no piece, partial sum or copy of a value of the step")
 COPIES = Meaning(Kind.NONE, "copies on the ranks that differ")

@@ -35,7 +35,7 @@ from dtrans._jax import JaxprEqn, Literal, Var, resized
 from dtrans.engine.layout import cut_along
 from dtrans.errors import UnknownPrimitiveWarning
 from dtrans.ir.builder import Builder
-from dtrans.ir.dataflow import variables_read
+from dtrans.ir.dataflow import outputs_of, variables_read
 from dtrans.ir.program import BACKWARD, FORWARD
 from dtrans.ir.selection import values_at
 from dtrans.rows.analysis import RowAnalysis, analyse
@@ -355,7 +355,7 @@ def summed_gradients(
 
     Loops may compute these gradients as slices.
     """
-    computed = {v for e in eqns for v in e.outvars}
+    computed = set(outputs_of(eqns))
     unread = computed.difference(variables_read(eqns, step.program.inner.outvars))
     found: dict[Var, str] = {}
     for leaf, g in step.gradients.items():

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from dtrans._jax import Atom, JaxprEqn, Var
 from dtrans.ir.builder import Builder
-from dtrans.ir.dataflow import all_operands, needed_equations
+from dtrans.ir.dataflow import all_operands, needed_equations, outputs_of
 from dtrans.ir.pytree import unused_name
 from dtrans.ir.selection import values_at
 from dtrans.rows.analysis import analyse
@@ -69,7 +69,7 @@ class GradientResults:
         """Return variable -> name, for the inputs of the half; fill `others`."""
         names: dict[Var, Name] = {v: Gradient(n) for n, v in step.boundary.items()}
         names |= {v: n for n, v in step.program.invars.items() if n in step.params}
-        computed = {v for e in eqns for v in e.outvars}
+        computed = set(outputs_of(eqns))
         reads = all_operands(eqns)
         inputs: dict[Var, Name] = {}
         for a in (*reads, *wanted):

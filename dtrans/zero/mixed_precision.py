@@ -281,7 +281,7 @@ class _LowWriter:
 
     def read(self, atom: Atom) -> Atom:
         """Return the value of an atom in the rewritten program."""
-        return atom if isinstance(atom, Literal) else self.env.get(atom, atom)
+        return read_from(self.env, [atom])[0]
 
     def emit(self, eqn: JaxprEqn, *, rewrite: bool) -> None:
         """Write an equation.

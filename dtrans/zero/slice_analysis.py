@@ -46,6 +46,7 @@ from dtrans.engine.rules import Strategy, strategy_of
 from dtrans.engine.writer import SplitWriter
 from dtrans.errors import UnknownPrimitiveWarning
 from dtrans.ir.builder import Builder
+from dtrans.ir.dataflow import producer_positions
 from dtrans.ir.selection import values_at
 from dtrans.ops import LAYERS
 from dtrans.rows.layout import SHARED, RowAxis, rows_or_shared
@@ -156,7 +157,7 @@ class SliceAnalysis(SplitWriter):
         self.b, self.pieces = b, Pieces(b, self.shards)
         self.eqns, self.roles = eqns, roles
         self.slice_inputs, self.how, self.local = inputs, how, inputs.local
-        self._position = {v: i for i, e in enumerate(eqns) for v in e.outvars}
+        self._position = producer_positions(eqns)
         self._producers = {v: eqns[i] for v, i in self._position.items() if v not in self.local}
         self.scattering = scatter_flow(eqns, inputs.wanted, self.local, ends, inputs.summed)
 

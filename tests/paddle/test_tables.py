@@ -125,7 +125,7 @@ def test_both_modes_have_tables(name: str) -> None:
         ),
         (
             {"params/fc_w": Embedding()},
-            "sparse contains params/fc_w, but trainers need more of it than single rows",
+            "sparse contains params/fc_w, which cannot be a table: ",
         ),
         (
             {"params/table": Embedding()},

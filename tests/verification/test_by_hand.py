@@ -367,7 +367,7 @@ def _constrained(mesh: Any) -> Any:
         ),
         (
             lambda mesh: sgd_step,
-            r"has no shard_map in its jaxpr, so XLA .*; write .* with jax.shard_map",
+            r"has no shard_map in its jaxpr: XLA .*\. Write .* with jax.shard_map",
         ),
     ],
     ids=["jit with shardings", "constraint", "one device"],

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from dtrans._jax import Atom, JaxprEqn, Var
 from dtrans.ir.builder import Builder
-from dtrans.ir.dataflow import avals, variables
+from dtrans.ir.dataflow import avals, producers_of, variables
 from dtrans.ir.program import DIST, FORWARD, RPC, is_communication
 from dtrans.ops import geo_prefetch_p, prefetch_p, split_ids_p
 from dtrans.parameter_server.tables.lookups import Lookups, RowPick, TableLookups, numbers_first
@@ -126,13 +126,10 @@ class TableWriter:
         state: Mapping[str, Mapping[str, Var]] | None = None,
     ) -> None:
         rows = _TableRows({n: t.size for n, t in found.tables.items()}, {})
-        producers: dict[Var, JaxprEqn] = {}
-        for eqn in eqns:
-            producers |= dict.fromkeys(eqn.outvars, eqn)
         pick = functools.partial(_pick, {})
         # `outside` may return the variable itself, since it was written before it is read.
         self.writer = RowWriter(
-            b, found.flow, rows, producers, outside=lambda var: var, special=pick
+            b, found.flow, rows, producers_of(eqns), outside=lambda var: var, special=pick
         )
         self.b, self.uniq, self.sizes = b, rows.uniq, rows.sizes
         self._tables, self._where, self._state = found.tables, where, state

@@ -42,6 +42,7 @@ from dtrans._jax import (
     opened,
     origin_of,
 )
+from dtrans.ir.dataflow import producers_of
 from dtrans.ir.folding import Alias, are_equal, fold, is_number, number_by_jax
 from dtrans.ir.interpret import ForwardAnalysis, enter
 from dtrans.ir.program import Program
@@ -320,7 +321,7 @@ class _FollowedRow:
         self.kinds: dict[Var, _Kind] = {}
         self.counts = self.positions = self.loop = ""
         self.open: _Condition | None = None
-        self._producers = {v: e for e in eqns for v in e.outvars}
+        self._producers = producers_of(eqns)
         self._parent, self._outer = parent, outer or {}
 
     def is_row(self, a: Atom) -> bool:

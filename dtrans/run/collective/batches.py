@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from dtrans.data_parallel.plan import CollectivePlan
-from dtrans.ir.pytree import is_under
+from dtrans.ir.pytree import all_names, is_under
 from dtrans.run.base.batch import (
     Share,
     batch_arrays,
@@ -39,7 +39,7 @@ class TrainerBatches:
     def __init__(self, plan: CollectivePlan, trainers: Trainers) -> None:
         self._plan, self._trainers = plan, trainers
         self.specs = plan.main.args[2:]
-        self.names = [n for spec in self.specs for n in spec.names]
+        self.names = all_names(self.specs)
         self.shares: list[Share]
         if plan.shared is not None and plan.trainers > 1:
             self.shares = [plan.shared.axes.get(n, "replicated") for n in self.names]

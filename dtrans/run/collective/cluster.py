@@ -30,9 +30,10 @@ from jax.sharding import Mesh, NamedSharding
 from dtrans._jax import ClosedJaxpr, JaxprEqn
 from dtrans.data_parallel.plan import CollectivePlan
 from dtrans.data_parallel.state import CollectiveState
-from dtrans.errors import ConfigError, PeerError, StateError
+from dtrans.errors import ConfigError, StateError
 from dtrans.ir import fingerprint
 from dtrans.ir.program import Program
+from dtrans.ir.pytree import all_names
 from dtrans.job import Job
 from dtrans.ops import broadcast_p, collective_of, exchange_p, recv_p, send_p, trainer_index_p
 from dtrans.plan import realises
@@ -49,6 +50,7 @@ from dtrans.run.distributed.multihost import (
     all_reduce_sum,
     broadcast,
     check_consistent,
+    disagreement,
     local_shard,
     peers,
     to_global_array,
@@ -108,12 +110,8 @@ class ClusterTrainers(MeshTrainers):
         differs[jax.process_index()] = not np.array_equal(np.asarray(first), digest)
         (differs,) = all_reduce_sum(differs)
         if differs.any():
-            others = [f"trainer {k}" for k in np.flatnonzero(differs)]
-            verb, has = ("disagrees", "it has") if len(others) == 1 else ("disagree", "they have")
-            raise PeerError(
-                f"{' and '.join(others)} {verb} with trainer 0 about the first state: {has} "
-                "another init; start all trainers with one script"
-            )
+            init_differs = "another init; start all trainers with one script"
+            raise disagreement(np.flatnonzero(differs), "the first state", init_differs)
 
     def check_step(self, program: Program, split: Sequence[str], merges: Mapping[str, str]) -> None:
         check_consistent(program, split, merges)
@@ -336,7 +334,7 @@ class ClusterFabric:
 
 def _parts(program: Program) -> list[str]:
     """Return the names of the batch arrays that are split over the trainers."""
-    state = {n for spec in program.args[:2] for n in spec.names}
+    state = set(all_names(program.args[:2]))
     return [n for n, t in program.inputs.items() if n not in state and t.ndim]
 
 

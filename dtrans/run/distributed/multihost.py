@@ -10,7 +10,7 @@ import contextlib
 import functools
 import hashlib
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -199,13 +199,24 @@ def _check_equal(words: Mapping[int, Sequence[str]], i: int, difference: str) ->
       i: the index of the word.
       difference: the words after "it has" or "they have" in the error.
     """
-    others = [f"trainer {k}" for k, theirs in words.items() if theirs[i] != words[0][i]]
+    others = [k for k, theirs in words.items() if theirs[i] != words[0][i]]
     if others:
-        verb, has = ("disagrees", "it has") if len(others) == 1 else ("disagree", "they have")
-        raise PeerError(
-            f"{' and '.join(others)} {verb} with trainer 0 about what is being trained: {has} "
-            f"{difference}"
-        )
+        raise disagreement(others, "what is being trained", difference)
+
+
+def disagreement(trainers: Iterable[int], subject: str, difference: str) -> PeerError:
+    """Return the error for trainers that differ from trainer 0.
+
+    Args:
+      trainers: ids of the trainers that differ.
+      subject: the words after "about" in the error.
+      difference: the words after "it has" or "they have" in the error.
+    """
+    names = [f"trainer {k}" for k in trainers]
+    verb, has = ("disagrees", "it has") if len(names) == 1 else ("disagree", "they have")
+    return PeerError(
+        f"{' and '.join(names)} {verb} with trainer 0 about {subject}: {has} {difference}"
+    )
 
 
 _rounds: dict[tuple[int, ...], int] = {}  # number of calls among some trainers

@@ -33,7 +33,7 @@ from dtrans.data_parallel.reducer import assign_buckets
 from dtrans.errors import ConfigError
 from dtrans.ir.builder import Builder
 from dtrans.ir.program import DIST, FORWARD, Program
-from dtrans.ir.pytree import TreeSpec, tuple_of, without
+from dtrans.ir.pytree import TreeSpec, all_names, tuple_of, without
 from dtrans.ir.selection import number_items, subset, values_at
 from dtrans.rows.analysis import analyse
 from dtrans.step.cut import GRAD, Cut, Name, OptimizeHalf
@@ -131,7 +131,7 @@ class LeafOwners:
         inputs = dict(zip(names, b.invars, strict=True))
         bins = {n: Var(t) for n, t in self.state.types.items()}
         inputs |= bins
-        b.invars[:] = [inputs[n] for spec in self.args for n in spec.names]
+        b.invars[:] = values_at(inputs, all_names(self.args))
         return {**bins}
 
     def reducer(
