@@ -28,7 +28,7 @@ OUTPUTS = -1  # value of `NumberPlace.eqn` for a number that the update returns
 
 @dataclasses.dataclass(frozen=True)
 class NumberPlace:
-    """Operand of an update that is a batch-size number.
+    """Place, in an update, of a number that depends on the batch size.
 
     Attributes:
       eqn: position of the equation in the update, or `OUTPUTS`.

@@ -217,7 +217,7 @@ def part_of_batch(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class UnevenPart:
-    """One process's rows of a batch whose size the number of trainers does not divide.
+    """Rows of one process, from a batch that cannot be split evenly over the trainers.
 
     `job.shard_batch` returns it. Each trainer has `ceil(rows / trainers)` rows; the last trainers
     have fewer, or none.

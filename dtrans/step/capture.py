@@ -133,7 +133,7 @@ def _captured(program: Program) -> Program:
 
 
 def _with_loss(traced: Program) -> Program:
-    """Trace a step again with its loss as one equation, also when shapes change later."""
+    """Trace a step again with its loss as one equation; later traces for new shapes do the same."""
     function: Any = dataclasses.replace(traced.specializer, captures=True)  # type: ignore[type-var]
     result: Program = function(list(map(array_type, traced.inputs.values())))
     return result
@@ -142,8 +142,8 @@ def _with_loss(traced: Program) -> Program:
 def _with_counters_first(program: Program) -> Program:
     """Let the update read results of the loss that no batch array enters (a counter, a split key).
 
-    Their equations are copied to the front of the equation `value_and_grad`. The loss function
-    keeps them, too: dead code elimination removes those that it does not need.
+    The equations of these results are copied, and run before the equation `value_and_grad`. The
+    loss function also keeps them; dead code elimination removes those that it does not need.
     """
     flat = inline_calls(program.jaxpr, keep=("loss", "loss_seed", COLLECT))
     inner = opened(flat)

@@ -1,7 +1,7 @@
 """Collections: values of every micro-batch and replica, merged by a rule.
 
-`collect` marks values with a rule, one identity primitive each (as `dtrans.step.marks` marks
-gradients). On one device a mark does nothing. A pipeline reads the marks (`collected`), and
+`collect` marks each value with a rule: it binds an identity primitive, as `dtrans.step.marks` does
+for gradients. On one device a mark does nothing. A pipeline reads the marks (`collected`), and
 replaces a marked output by one merged value (`merged`):
 
 - LOCAL_* merges the micro-batches of the first replica, in their order.

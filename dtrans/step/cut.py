@@ -167,7 +167,7 @@ class Cut:
         return _half_from_gradients(self, list(map(str, range(len(read)))), read)
 
     def with_observers(self, reads: str, as_: str) -> Cut:
-        """Return the step with `Observer.reads` set to `as_` in each observer that has `reads`."""
+        """Change `Observer.reads` from `reads` to `as_` in all observers; return the new step."""
         observers = list(self.observers)
         for i, x in enumerate(observers):
             if x.reads == reads:

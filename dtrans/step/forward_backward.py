@@ -14,7 +14,7 @@ from dtrans.step.cut import Cut, asks_for
 
 
 def refuse_nested(step: Cut, trainers: int, noun: str = "trainer") -> None:
-    """Raise GradientError for several trainers if gradients depend on another derivative.
+    """Raise GradientError if there are several trainers, and gradients depend on a derivative.
 
     Each trainer would use the inner derivative for its part of the batch.
 
@@ -134,9 +134,10 @@ def write_trainer_half(
       step: the step.
       results: outputs to compute, as for `half_equations`.
       on_gradient: function of a leaf and its gradient, called right after the gradient's equation.
-      writer: returns the writer of the equations. Its arguments are the equations, their roles, and
-        each wanted value with the position of its equation. The default copies the equations.
-      arrange: reorders the equations and their roles (`Arrange`).
+      writer: function that returns the writer of the equations. Its arguments are the equations,
+        their roles, and (position of its equation, value) for each value to compute. By default,
+        equations are copied.
+      arrange: function that reorders the equations and their roles (`Arrange`).
 
     Returns:
       The results, the values for the update (`Cut.handed`) and the `Cut.frozen` parameters, by

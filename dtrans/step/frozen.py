@@ -1,4 +1,4 @@
-"""Removal of updates that never change their leaf, which constant folding finds.
+"""Removal of updates that never change their leaf; constant folding finds these updates.
 
     optax.set_to_zero, optax.masked, optax.multi_transform     the update adds zeros
     jax.lax.stop_gradient                                      the gradient and the moments are zero

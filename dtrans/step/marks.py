@@ -152,7 +152,7 @@ def make_train_step(
       returned unchanged, and `tx` does not get them: call `tx.init` on the other leaves.
 
     Raises:
-      OptimizerError: the optimizer needs the loss, or the loss function. The step raises it.
+      OptimizerError: raised by the step, if the optimizer needs the loss or the loss function.
 
     Example:
       >>> import jax.numpy as jnp, optax, dtrans

@@ -7,7 +7,7 @@ The state may be a flax `TrainState`, an nnx or Equinox model with its optimizer
 models. Each leaf has a kind, which dataflow decides, not its name:
 
     parameter    forward reads the leaf, and the leaf's gradient enters its new value
-    constant     the step returns the leaf unchanged, and forward or nothing reads it
+    constant     the step returns the leaf unchanged; forward reads the leaf, or no equation does
     statistics   the batch enters the new value, but no gradient does: running means, or a count of
                  rows that no other state reads
     key          a typed random key, which the step splits
@@ -97,8 +97,9 @@ def split_step(program: Program) -> Program:
         more = ", ..." if len(kinds) > 6 else ""
         raise GradientError(
             f"{program.name} is not a training step: no gradient was found. Its state has the "
-            f"leaves {found}{more}, but none that a loss reads and its derivative updates. Take "
-            "gradients with dtrans.value_and_grad in place of jax.value_and_grad"
+            f"leaves {found}{more}, but no parameter: a leaf that a loss reads, and that the "
+            "derivative of the loss updates. Take gradients with dtrans.value_and_grad in place of "
+            "jax.value_and_grad"
         )
     params = {n for n, kind in kinds.items() if kind != OPTIMIZER}
     return program.rewritten(lambda other: _split_program(other, params))
@@ -322,7 +323,7 @@ def mismatch(name: str, wanted: str | None, have: str | None) -> str:
 
 
 def leaf_types(tree: Any) -> dict[str, str]:
-    """Return a dict whose keys are paths of arrays below the pytree's root, with their types."""
+    """Return the type of each array of a pytree, as a dict; the keys are paths below the root."""
     types = {}
     for name, x in zip(TreeSpec.from_tree(tree).names, array_leaves(tree), strict=True):
         types[name] = f"{x.dtype}{list(x.shape)}"
@@ -446,7 +447,7 @@ class Applied:
 
 
 def _move_to_job(arrays_of_job: Mapping[str, Any], arrays: Sequence[Any]) -> list[Any]:
-    """Copy arrays to the devices of the job's arrays, if they are committed to other devices."""
+    """Copy each array onto the job's devices if it is committed to other devices."""
     sharding = next((x.sharding for x in arrays_of_job.values()), None)
     if sharding is None:
         return list(arrays)

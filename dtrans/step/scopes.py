@@ -93,8 +93,8 @@ def replicate(device_count: int | None = None, name: str | None = None) -> Itera
     Source: `epl.replicate` (epl/strategies/replicate.py).
 
     Args:
-      device_count: number of devices that share the batch of one replica. The number of replicas is
-        multiplied by it. It must be equal in all scopes of a model.
+      device_count: number of devices that share the batch of one replica, so a job has this many
+        times more replicas. It must be equal in all scopes of a model.
       name: name of the stage, also used in messages and plans.
 
     Raises:

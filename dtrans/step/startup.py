@@ -158,7 +158,7 @@ def _mismatch(
 
 
 def _renamed(spec: TreeSpec, names: Sequence[str]) -> tuple[Any, ...]:
-    """Return the leaves of a spec; in place of the arrays' names it has `names`, in order."""
+    """Return the leaves of a spec, with `names` in place of the names of its arrays."""
     remaining = iter(names)
     leaves = list(spec.leaves)
     for i, leaf in enumerate(leaves):

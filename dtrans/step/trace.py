@@ -57,7 +57,7 @@ def trace(fn: Callable[..., Any], *args: Any, name: str | None = None) -> Progra
       name: name of the program; the name of the function by default.
 
     Raises:
-      TraceError: `fn` takes fewer positional arguments, or returns a leaf that is not an array.
+      TraceError: `fn` has too few positional parameters, or returns a leaf that is not an array.
 
     Example:
       >>> import jax, jax.numpy as jnp, dtrans

@@ -231,7 +231,7 @@ class _HandComparison:
         self.found.try_ranges(compare, drawn=len(self.arrays) < len(self.pair.inputs))
 
     def _compare(self, rng: np.random.Generator, range_: BatchRange) -> None:
-        """Compare both steps at one random point; draw another point if it has a near tie."""
+        """Compare both steps at one random point; if the point has a near tie, draw another."""
         inputs = self.pair.inputs
         for _ in range(TRIES):
             arrays = random_arrays(inputs, rng, range_, self.arrays)

@@ -45,7 +45,7 @@ from dtrans.verification.state_placement import (
 )
 
 
-STEPS = (0, 1, 2, 5)  # numbers of one-device steps after which the steps are compared
+STEPS = (0, 1, 2, 5)  # compare at the states of one device after these numbers of steps
 TRIES = 5  # number of random points that are tried if every point has a near tie
 NEAR_TIES = "a near tie at every point that was tried"
 

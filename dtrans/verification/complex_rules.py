@@ -1,4 +1,4 @@
-"""Rules of primitives on complex numbers, which are pairs of field elements: the field GF(p**2).
+"""Rules of primitives on complex numbers: pairs of field elements, which form the field GF(p**2).
 
 Modulo p = 2**61 - 1 no square is -1, so the pairs a + bi are a field, in which conjugation is
 exact. `exp`, `abs` and `log` combine hashes of real numbers; other functions are hashes of both
@@ -81,7 +81,7 @@ def _squared_length(x: Complex) -> Real:
 
 
 def _hashed(name: str, *xs: Real, shadow: Array) -> Real:
-    """Return the hash with which the rule of the real primitive `name` evaluates this primitive."""
+    """Return the hash that the rule of the real primitive `name` returns."""
     return values.hashed((name, []), *xs, shadow=shadow)
 
 

@@ -85,7 +85,7 @@ def _multiply(x: Operand, y: Operand) -> Array:
 
 
 def power(x: Array, n: int) -> Array:
-    """Return x**n for an integer, by squaring; a negative power of zero is zero."""
+    """Return x**n for an integer n, by squaring; a negative power of zero is zero."""
     if n < 0:
         return power(inverse(x), -n)
     found = np.ones_like(x)

@@ -62,7 +62,7 @@ def ties_by_elements() -> Iterator[None]:
 class Real:
     """Array of floats.
 
-    Invariant: inf, -inf and NaN each have one constant element, which stands next to such a shadow.
+    Invariant: each of the shadows inf, -inf and NaN has a constant element.
 
     Attributes:
       elements: elements of the field, uint64.

@@ -6,8 +6,8 @@
     multiple  an exact or partial value times a number, such as the sum of several means
     none      any other value
 
-An exact value is right. Before a nonlinear equation reads them, a partial sum must be reduced, and
-a multiple must be divided.
+An exact value is right. The job must reduce a partial sum, and divide a multiple, before a
+nonlinear equation reads the value.
 """
 
 from __future__ import annotations
@@ -322,8 +322,8 @@ def _ordered_on_mesh(starts: Sequence[float], size: int, axes: Mapping[str, int]
 def _sums_over(parts: Sequence[Array], axes: Mapping[str, int] | None) -> Iterator[Array]:
     """Yield the sums of parts that may be a step value.
 
-    Without axes, it is the sum of all parts. Otherwise sums over each set of mesh axes are
-    computed, and a sum is yielded if all groups of ranks have the same sum.
+    Without axes, this is the sum of all parts. Otherwise the parts are summed over each set of mesh
+    axes, and the sum is yielded if all groups of ranks have the same sum.
     """
     if len({x.shape for x in parts}) != 1:
         return

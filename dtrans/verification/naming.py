@@ -109,9 +109,10 @@ class _Walk:
     # -- the region of values without a meaning --------------------------------------------------
 
     def _region(self, last: int) -> set[int]:
-        """Return the computation `last`, and earlier ones whose values without a meaning it reads.
+        """Return `last`, and the computations before it that form a region without meanings.
 
-        It may read them through other values without a meaning.
+        Each of these has an output without a meaning, which another computation in the region
+        reads.
         """
         found = {last}
         waiting = self._sources(last)
@@ -123,7 +124,7 @@ class _Walk:
         return found
 
     def _recovers(self, number: int) -> bool:
-        """Return True if a value with a meaning is computed from a value without one."""
+        """Return True if the job computes a value with a meaning from a computation's outputs."""
         waiting, seen = [number], set()
         while waiting:
             one = waiting.pop()

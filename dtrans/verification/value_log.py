@@ -68,7 +68,7 @@ class ValueLog:
 
     Attributes:
       computations: the computations, in order.
-      overflows: True if computations are missing, because they have more than `MOST_NUMBERS`.
+      overflows: True if the log has `MOST_NUMBERS` numbers, so that later computations are missing.
     """
 
     def __init__(self) -> None:
