@@ -24,7 +24,7 @@ def _type_of(x: Any, size: int, axis: int) -> Any:
 
 
 def _over_axis(*xs: Any, over: tuple[str, ...], axis: int, **_: Any) -> Sequence[Any]:
-    """Reduce and scatter; on CPUs before JAX 0.12, reduce and slice, because Gloo has a bug."""
+    """Reduce and scatter; before JAX 0.12 reduce and slice on CPUs, because Gloo has a bug."""
     scatter = partial(jax.lax.psum_scatter, axis_name=over, scatter_dimension=axis, tiled=True)
     if not gloo_scatters_wrongly():
         return [scatter(x) for x in xs]

@@ -10,23 +10,23 @@
 Here `...` is trainer_id, trainers, sync_mode.
 
 `send` sends one gradient's blocks to their servers and does not wait. `send_barrier` announces that
-all gradients of this step were sent. `recv` receives the newest blocks of one parameter: in sync
-mode, the blocks after the update by all trainers' gradients. `fetch_barrier` acknowledges that the
-blocks have arrived; without blocks it only identifies the trainer.
+all gradients of this step were sent. `recv` receives the newest blocks of one parameter. In sync
+mode, these are the blocks after the update with all trainers' gradients. `fetch_barrier`
+acknowledges that blocks have arrived. Without a `recv` before, it only identifies the trainer.
 
 `sections` lists the numbers of rows of a leaf's blocks. With it, the operand of `send` and the
 result of `recv` are full leaves, which are split and joined when the program runs (Paddle's
-`runtime_split_send_recv`). With `communicator`, both run in the background: `send` appends to a
-queue, in which gradients may be merged (`merge`), and `recv` returns the last received value.
-`send_barrier` waits until the queue is drained and the updated parameters have arrived. A step
-whose leaves are all tables receives nothing, and has a `fetch_barrier` after its last `send`.
+`runtime_split_send_recv`). With `communicator`, `send` and `recv` work in the background: `send`
+appends to a queue, in which gradients may be merged (`merge`), and `recv` returns the last received
+value. `send_barrier` waits until the queue is drained and the updated parameters have arrived. A
+step whose leaves are all tables receives nothing, and has a `fetch_barrier` after its last `send`.
 
 The second `send` belongs to GEO-SGD (`geo_send_p`). Its operands are parameters that the program
-has updated. In every `push_every`-th step their changes are sent to the servers, and the results
-include the changes of other trainers. In a startup program `push_every` is 0, and the initial
-values are registered. `tables` lists names of tables, each with a number of arrays. The operands of
-a table are the ids of the rows that the step has looked up, and the updated rows and optimizer
-state. The trainer stores them (`dtrans.ops.lookup`).
+has updated. In every `push_every`-th step the trainer sends their changes to the servers. The
+results include changes of other trainers. In a startup program `push_every` is 0: the trainer then
+records initial values. `tables` lists names of tables, each with a number of arrays. The operands
+of a table are the ids of the rows that the step has looked up, the updated rows, and their
+optimizer state. The trainer stores these rows (`dtrans.ops.lookup`).
 
 `exchange` is a collective among trainers in the middle of a synchronous step, through a server.
 `how` lists, for each operand, the name of the collective and its parameters, such as
@@ -51,7 +51,7 @@ from dtrans.ops.collective import COLLECTIVES
 from dtrans.ops.primitive import communication, token
 
 
-DELTA = ".delta"  # suffix of the change of a block in GEO-SGD
+DELTA = ".delta"  # name suffix for the change of a block in GEO-SGD
 MAX_MERGED = 1000  # largest number of steps whose gradients may be merged
 
 
@@ -60,23 +60,23 @@ class CommunicatorConfig:
     """Options of the communicator, which sends gradients and receives parameters in the background.
 
     Attributes:
-      max_merge_var_num: largest number of steps whose gradients are merged into one message, if
-        steps are faster than sending.
+      max_merge_var_num: if steps are faster than sending, the communicator merges gradients of
+        several steps into one message: the largest number of these steps.
       send_queue_size: largest number of steps whose gradients wait in the queue; a step blocks
         while the queue is full.
       min_send_grad_num_before_recv: number of sends before parameters are received again.
       independent_recv_thread: True to continue sending while parameters are received.
       merge: reduction of merged gradients, "sum" or "mean". "auto" is "sum" if the update is linear
-        in the gradient (SGD): one update by the sum then equals several updates. Otherwise "auto"
-        is "mean". If updates depend on a count of gradients (`optax.MultiSteps`), gradients are
-        never merged.
+        in the gradient (SGD): one update with the sum then equals several updates. For all other
+        updates "auto" is "mean". If updates depend on a count of gradients (`optax.MultiSteps`),
+        gradients are never merged.
 
     Raises:
       ConfigError: a value is out of range.
 
     Source: the environment variables `FLAGS_communicator_*` of
-    paddle/fluid/operators/distributed/communicator.h. `merge` replaces its `is_sgd_optimizer`, and
-    its defaults depend on the number of processors.
+    paddle/fluid/operators/distributed/communicator.h. `merge` replaces Paddle's
+    `is_sgd_optimizer`. Paddle's defaults depend on the number of processors.
 
     Example:
       >>> import dtrans
@@ -162,10 +162,10 @@ def _exchange(*parts: Any, how: Sequence[tuple[Any, ...]], trainers: int, **_: A
 def exchanged(
     way: Sequence[Any], parts: Sequence[Any], mine: Callable[[Any, int], Any], xp: Any = jnp
 ) -> Any:
-    """Return a trainer's result of an `exchange`.
+    """Return one trainer's result of an `exchange`.
 
     Args:
-      way: name and parameters of the collective.
+      way: name and parameters of the collective, as `way_of` returns them.
       parts: parts of all trainers, in order.
       mine: function of (array, dimension) that returns this trainer's piece.
       xp: module of the arrays, `jnp` or `np`.

@@ -1,11 +1,11 @@
-"""Split of a leaf into its blocks, and concatenation of blocks to a leaf.
+"""Split of a leaf into its blocks, and the inverse: concatenation of blocks.
 
     blocks... = split_byref X      [sections]
     X         = concat blocks...   [axis=0]
 
-Realisers avoid copies for both. In processes, a block of a gradient is a view of its buffer, and a
-received block is written into the rows of its parameter. On a mesh, both are part of compiled
-programs.
+Realisers avoid copies for both primitives. In processes, a block of a gradient is a view of the
+gradient's buffer. A received block is written into the rows of its parameter. On a mesh, both
+primitives are part of compiled programs.
 
 Source: paddle/fluid/operators/distributed_ops/split_byref_op.cc.
 """

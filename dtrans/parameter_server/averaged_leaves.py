@@ -1,8 +1,8 @@
 """Leaves without gradients, such as batch statistics, that servers average over trainers.
 
 By default each trainer keeps its own value of such a leaf, and the leaf is in `Cut.frozen`. If
-servers average the leaf, each trainer sends its value in place of a gradient, and the update
-returns the mean of these values. So the leaf is cut into blocks, sent, merged and received like a
+servers average the leaf, each trainer sends the leaf in place of a gradient, and the update returns
+the mean of these values. So the leaf is cut into blocks, sent, merged and received like a
 parameter. Asynchronous servers do not combine values of several trainers: the newest value that
 arrives replaces the old value.
 """

@@ -305,8 +305,8 @@ class GeoTrainerSide:
     def startup(self, trainer_id: int) -> Program:
         """Return a trainer's startup program.
 
-        It receives parameters from the servers, and computes the other leaves by the init. Tables
-        begin without rows.
+        The program receives parameters from the servers, and computes all other leaves as the init
+        does. Tables begin without rows.
         """
         step, startup = with_shared_leaves(self.step), self.init
         empty = empty_types(self.tables, step.program.inputs)

@@ -286,11 +286,11 @@ class PServerPlan(Plan):
         return imbalance([sum(sizes.values()) for sizes in self.server_bytes.values()])
 
     def compare(self, *split_methods: type[PSDispatcher]) -> dict[str, float]:
-        """Return the `balance` that this plan would have with other dispatchers, by their names.
+        """Return, for each of several dispatchers, by name, the `balance` of a plan that uses it.
 
         The optimizer state of a block is on the block's server. State that belongs to no parameter,
-        such as a step count, is counted on every server that has a block. (A real plan has it only
-        on the servers that read it, so its balance can differ slightly.)
+        such as a step count, is counted on every server that has a block. In a plan, only servers
+        that read such state store it, so `plan.balance` can differ slightly.
 
         Args:
           split_methods: subclasses of `PSDispatcher`; by default RoundRobin, HashName and
@@ -371,7 +371,7 @@ class PServerPlan(Plan):
 
 
 class _Servers(dict[str, ServerPrograms]):
-    """Dict from endpoint to programs, whose error for an unknown endpoint lists all endpoints."""
+    """Dict of programs by endpoint; its error for an unknown endpoint lists all endpoints."""
 
     def __missing__(self, endpoint: str) -> ServerPrograms:
         raise UnknownEndpointError(

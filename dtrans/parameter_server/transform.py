@@ -116,7 +116,8 @@ def pserver(
           would that sees only their rows.
         - "paddle": as Paddle 1.8 does in one outcome of a race. The last gradient of the closed
           trainer is used in one more update, and later counts as zero; the sum is still divided by
-          `trainers`. (In the other outcome it is used forever: `dtrans.ops.listen_and_serv`.)
+          `trainers`. (In the other outcome, all later updates use this gradient:
+          `dtrans.ops.listen_and_serv`.)
         - "error": the job ends with a `PeerError` that names the trainer.
 
         A trainer that fails, or closes in the middle of a step, always ends a synchronous job. A
@@ -130,10 +131,11 @@ def pserver(
           leaves without gradients, such as batch statistics. `dtrans.Batch(merge=...)` maps names
           of these leaves, or prefixes, to "own" (this default) or "mean": servers average them, or
           use the newest value in asynchronous modes.
-      sparse: tables, which trainers request by rows instead of in full: leaf name to `dtrans.Rows`.
-        A trainer requests the rows of its batch before forward, and sends their gradients. With
-        `dtrans.Geo` it stores the rows, and sends their changes. "auto" chooses the leaves that a
-        step reads by rows only, if it looks up at most a fourth of their rows. None: no tables.
+      sparse: tables, which trainers request by rows instead of in full: a dict of `dtrans.Rows` by
+        leaf name. A trainer requests the rows of its batch before forward, and sends their
+        gradients. With `dtrans.Geo`, a trainer stores the rows, and sends their changes. "auto"
+        chooses each leaf that a step reads by rows only, if the step looks up at most a fourth of
+        the rows. None: no tables.
 
     Raises:
       ConfigError: an option is out of range, or a leaf in `sparse` cannot be a table. Also raised
@@ -195,7 +197,7 @@ def pserver(
     step = comm.server_update(step)
     check_step(step, comm, on_trainer_exit)
 
-    # choose tables and place blocks; row analysis finds which rows each value of the update needs
+    # Choose tables and place blocks. Row analysis finds the rows that a value of the update needs.
     analysis = analyse(step.optimize, step.optimized)
     startup = match_startup(step, startup)
     tables = choose_tables(step, analysis, startup, sparse, moving_suffixes(mode))

@@ -123,7 +123,7 @@ def compressed(x: Array) -> Array:
 
 
 def is_random(x: Array) -> Array:
-    """Return a mask: True for an element that is neither a small integer nor the negative of one."""
+    """Return a mask: True if an element is neither a small integer nor the negative of one."""
     return (x >= SMALL) & (x < P - SMALL)
 
 

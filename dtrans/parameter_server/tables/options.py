@@ -26,16 +26,16 @@ class Rows:
         - None: allowed if "dense" and "lazy" are equal (plain SGD, Adagrad).
       place: assignment of rows to servers. "range": each server has a contiguous range of rows, as
         for all other leaves (`dtrans.BlockPlacement`). "bucket": row n is in bucket n % buckets,
-        and each server has a contiguous range of buckets, so adjacent rows are on different
-        servers.
+        and each server has a contiguous range of buckets. So a server has rows from all parts of
+        the table.
       buckets: the number of buckets; a table with fewer rows has one bucket for each row.
       limit: the maximum number of rows that all servers together may create; each server may create
         its share. A step that looks up more rows raises an error that names the table. None: no
         limit.
       staleness: the number of updates that prefetched rows (`job.prefetch`) may miss. If a trainer
         calls `job.prefetch` at least this many steps ahead, its rows miss exactly this many
-        updates. 0: servers send rows again that changed since the prefetch, so results are the same
-        as without prefetch.
+        updates. 0: a server sends a row again if the row changed since the prefetch, so results are
+        the same as without prefetch.
 
     Raises:
       ConfigError: a value is out of range.

@@ -34,7 +34,7 @@ from dtrans.slicing.server_update import inline_update, write_server
 from dtrans.step.cut import Cut
 
 
-TRAINER = "trainer:0"  # an update is written for the endpoint of a server; this is a trainer's
+TRAINER = "trainer:0"  # an update is written for an endpoint: a server's, or this for a trainer
 REMEDY = "Leave it out of sparse, or use another optimizer for it"
 OTHER_ROWS = "with dtrans.Geo trainers update only the rows that they look up"
 

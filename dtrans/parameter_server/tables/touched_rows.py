@@ -29,7 +29,7 @@ class TableBlock:
       name: name of the block.
       span: the rows of the table that are in the block.
       arrays: names of the block, and of the state arrays that have a row for each row of the block.
-      gradients: trainer id -> name under which this trainer sends its gradient of the block.
+      gradients: for each trainer id, the name under which the trainer sends gradients of the block.
       updates_all: True if each update runs on all rows.
       moves: True if an update also changes rows that no trainer looked up, or the optimizer state
         of such rows. Servers apply these changes later, before a trainer reads the row.

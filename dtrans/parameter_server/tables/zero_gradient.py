@@ -160,7 +160,8 @@ def find_waiting(analysis: RowAnalysis, leaf: str) -> str:
       lookahead)?
     - Does the new leaf, or a new state array, depend on its own old value?
 
-    Steps that ignore the gradients of all rows (`optax.apply_if_finite`) are left out.
+    Outcomes in which a step ignores the gradients of all rows (`optax.apply_if_finite`) do not
+    count.
 
     Conditions are booleans that all rows share, and comparisons of integers of the row, such as its
     step count. Not detected: a factor that is zero in some steps, if it is computed rather than
