@@ -15,8 +15,8 @@ class RoleCost:
 
     Attributes:
       role: name of the role: `trainer`, `127.0.0.1:6174`, `stage 0`.
-      count: number of processes or devices with this role. All further attributes are for one of
-        these.
+      count: number of processes or devices with this role. All further attributes are for one
+        process or device.
       state_bytes: bytes of state between steps.
       sent: bytes sent in a step. A collective counts as sending its operands; the bytes on a link
         depend on its algorithm.

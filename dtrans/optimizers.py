@@ -47,7 +47,8 @@ def rowwise_adagrad(
 ) -> optax.GradientTransformation:
     """Return Adagrad with one accumulator for each row.
 
-    For a leaf of shape (rows, ...) the accumulators have shape (rows,). A scalar has a scalar one.
+    For a leaf of shape (rows, ...), the accumulators have shape (rows,). For a scalar, the
+    accumulator is a scalar.
 
     Args:
       learning_rate: a number or a schedule.

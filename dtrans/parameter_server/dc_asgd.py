@@ -125,7 +125,7 @@ def _gradient(block: Block) -> str:
 def _compensated_update(
     update: OptimizeBlock, blocks: Sequence[Block], work: ServerWork, delay: DelayCompensation
 ) -> OptimizeBlock:
-    """Extend an optimize block: it first corrects its gradients for their delay."""
+    """Extend an optimize block by equations that first correct its gradients for their delay."""
     b = Builder(update.jaxpr)
     inputs = {n: b.input(v.aval) for n, v in update.invars.items()}
     values: dict[str, Any] = dict(inputs)  # the loop below corrects the gradients

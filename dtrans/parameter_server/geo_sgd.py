@@ -5,8 +5,8 @@ store their own copy of the parameters. `old` is the trainer's copy of the serve
 
     push   every n-th `send` computes d = (local - old) / trainers and sends d. The server computes
            w + d for each block, and the trainer sets old = old + d
-    pull   a later `send` receives the server's value. It returns local + (server - old), and sets
-           old = server
+    pull   a later `send` receives the server's value. This `send` returns local + (server - old),
+           and sets old = server
 
 So a trainer never waits, and it receives the changes of other trainers some steps later. With one
 trainer, the server's parameters equal the trainer's. A trainer that closes pushes its last changes.

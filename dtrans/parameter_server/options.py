@@ -102,7 +102,8 @@ class Async:
         if self.delay is not None and self.communicator is not None:
             raise ConfigError(
                 "delay and communicator are both set; with a communicator a step does not wait, "
-                "so the server cannot know which parameters it used: use dtrans.HalfAsync"
+                "so the server cannot know which parameters the step used; use "
+                "mode=dtrans.HalfAsync(delay=...)"
             )
 
 

@@ -96,7 +96,7 @@ class TrainerCommConfig:
     def server_update(self, step: Cut) -> Cut:
         """Return the step with the update that servers run.
 
-        It has inputs for the values that trainers send, and it averages `averages`.
+        This update has inputs for the values that trainers send, and it averages `averages`.
         """
         return add_averages(self.numbers.taken_by(self.hand_over(step)), self.averages)
 
@@ -288,7 +288,7 @@ class TrainerCommWriter:
             "trainers": comm.trainers,
             "sync_mode": comm.sync_mode,
         }
-        # Outputs of `send` equations. They are operands of a barrier, which so follows the sends.
+        # The outputs of `send` equations are operands of a barrier, so that it follows the sends.
         self.tokens: list[Var] = []
         self._tables: TableWriter | None = None
 

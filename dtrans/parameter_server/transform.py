@@ -13,8 +13,8 @@ correct the gradient for its delay (`dtrans.parameter_server.dc_asgd`). GEO-SGD 
 Only servers store the optimizer state. Each server computes only its own rows of the single-device
 init (`dtrans.slicing.partial_init`).
 
-The job computes the numbers of one device on the global batch. If that needs values of the whole
-batch within a step, such as batch statistics, trainers communicate in `exchange` equations
+The job computes the numbers of one device on the global batch. If a step needs values of the whole
+batch before its end, such as batch statistics, trainers communicate in `exchange` equations
 (`dtrans.parameter_server.exchange_rounds`).
 
 Source: python/paddle/fluid/transpiler/distribute_transpiler.py (`transpile`, `get_trainer_program`,

@@ -165,8 +165,8 @@ def part_of(x: Any, number: int, count: int, axis: int, name: str, trainers: int
 
     Args:
       name: name of the array in errors.
-      trainers: number of trainers in all processes. If they do not divide the rows, the result is
-        an `UnevenPart`. 0 if parts must be equal.
+      trainers: number of trainers in all processes. If this number does not divide the rows, the
+        result is an `UnevenPart`. 0 if parts must be equal.
 
     Raises:
       BatchError: `count` does not divide the rows, and `trainers` is 0.

@@ -87,7 +87,8 @@ def capture_loss(fun: Callable[[Any], Any], arguments: Any, has_aux: bool) -> tu
 
     traced: Any = jax.make_jaxpr(on_arrays)(*flat)
     inner = opened(traced)
-    # If `fun` closes over values of the step, they become operands; arrays stay constants.
+    # `fun` may close over values of the step, which become operands, and over arrays, which stay
+    # constants.
     around: dict[Var, Any] = {}
     arrays: dict[Var, Any] = {}
     for v, c in zip(inner.constvars, constants(traced), strict=True):

@@ -45,7 +45,7 @@ LOCAL_MEAN = "LOCAL_MEAN"
 LOCAL_SUM = "LOCAL_SUM"
 KEYS = (GLOBAL_CONCAT, GLOBAL_MEAN, GLOBAL_SUM, LOCAL_CONCAT, LOCAL_MEAN, LOCAL_SUM)
 
-# Name of the identity primitive. Only pipelines keep it when calls are inlined
+# Name of the identity primitive. When calls are inlined, only pipelines keep the primitive
 # (`dtrans.ir.inline`).
 COLLECT = "collect"
 

@@ -3,9 +3,9 @@
     trainer half    parameters, batch            ->  loss, aux, gradients
     optimize half   gradients, parameters, state ->  new parameters, new state
 
-Gradients are marked or inferred (`dtrans.step.gradients`), then checked: every path from an input
-to new parameters and state must pass through a gradient. This module alone decides where a step is
-cut.
+Gradients are marked or inferred (`dtrans.step.gradients`). The update should read forward and
+backward only through gradients: other derivatives are an error, and other values are recorded as a
+`Need`. This module alone decides where a step is cut.
 """
 
 from __future__ import annotations
@@ -376,7 +376,7 @@ class _Cutter:
         for name in self.s.params:
             before, after = self.s.vars[name], self.s.outs[name]
             bits = bits_of(enters, after)
-            # Each trainer splits its own copy of a random key, so the optimizer need not do it.
+            # Each trainer splits its own copy of a random key, so the new key is not an update.
             is_key = jnp.issubdtype(before.aval.dtype, jax.dtypes.extended)
             is_new_key = is_key and not bits & by_gradient
             # Servers do not know the batch size, so trainers count rows.

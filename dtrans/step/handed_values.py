@@ -29,7 +29,7 @@ def hand_over(step: Cut, parts: Collection[str], *, drawn: bool = False) -> Cut:
 
     Args:
       step: the step.
-      parts: names of batch arrays. Values of forward that depend on them become inputs.
+      parts: names of batch arrays. Values of forward that depend on these arrays become inputs.
       drawn: True to make inputs of two other kinds of values, too: values that trainers
         communicate, and values that depend on the trainer's index (random numbers, say).
     """

@@ -35,7 +35,8 @@ def _mark_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, leaf: str) -> 
 mark_p = new_identity("gradient", jvp=_mark_jvp)
 
 # Name of an identity primitive that marks where the backward pass starts: loss scaling multiplies
-# this cotangent. Only mixed precision keeps it when calls are inlined (`dtrans.ir.inline`).
+# this cotangent. When calls are inlined, only mixed precision keeps the primitive
+# (`dtrans.ir.inline`).
 SEED = "loss_seed"
 
 

@@ -1,7 +1,7 @@
 """Host callbacks of a step: `jax.debug.print`, `jax.debug.callback`, `io_callback`.
 
 An `Observer` is an equation with an effect. The kind of its operands decides which program of a job
-can call it with the values that one device would have:
+can call the callback with the values of one device:
 
     state       parameters and constants, which trainers store
     forward     values of forward and backward: trainers compute them, and reduce partial sums

@@ -61,7 +61,7 @@ def is_train_state_step(program: Program, startup: Program | None) -> bool:
 
     If the step returns a new first argument, and nothing like its second argument, the answer is
     True. If it also returns a value like its second argument, this argument is optimizer state or a
-    batch array: an autoencoder returns a value like its input. It is a batch array if two
+    batch array: an autoencoder returns a value like its input. The argument is a batch array if two
     conditions hold. `startup` returns the first argument alone, and the loss reads all leaves of
     the second argument that the step changes.
     """

@@ -5,7 +5,7 @@
     with dtrans.replicate():
         loss = decode(params, h, y)
 
-A scope is EPL's taskgraph. It writes a text into the name stack of the equations traced within it.
+A scope is EPL's taskgraph. Equations that are traced in a scope have a text in their name stack.
 `jit`, `grad`, `vmap`, `remat` and inlining keep the name stack, and the equations are unchanged.
 The text is `dtrans.<kind>[<place>:<name>:<devices>]`:
 

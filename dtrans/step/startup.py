@@ -66,8 +66,8 @@ def normalize_step(
 def with_numbers(startup: Program, state: Sequence[TreeSpec]) -> Program:
     """Make Python numbers in the result of init static leaves, if they are static in the step.
 
-    An Equinox module has Python numbers among its leaves, such as the rate of a dropout. If the
-    step changes a number (a count of steps), it is an array. All other numbers are static.
+    An Equinox module has Python numbers among its leaves, such as the rate of a dropout. A number
+    that the step changes (a count of steps) is an array. All other numbers are static.
 
     Args:
       startup: the startup program.

@@ -303,5 +303,5 @@ def _alike_leaves(a: Any, b: Any) -> bool:
 
 
 def _is_number(x: Any) -> bool:
-    """Return True for a Python number. `numpy.float64` is a subclass of `float`, but an array."""
+    """Return True for a Python number, but not for a `numpy.float64`: it is treated as an array."""
     return isinstance(x, NUMBERS) and not is_array(x)

@@ -1,9 +1,9 @@
 """Verification without tolerance, for `plan.verify()` and `dtrans.verify`.
 
-Two programs are evaluated in a finite field, where arithmetic has no rounding errors, at random
-points. If they differ at one point, they are different; if they are equal at all points, they are
-equal with a probability close to 1. A *job* is the distributed program, the *step* is the
-one-device program.
+Two programs are evaluated at random points of a finite field, where arithmetic has no rounding
+errors. If their outputs differ at one point, the programs are different. If their outputs are equal
+at all points, the programs are equal with a probability close to 1. A *job* is the distributed
+program, the *step* is the one-device program.
 
     field             arithmetic modulo the prime 2**61 - 1, on NumPy arrays
     rationals         a float as the simplest rational number that rounds to it

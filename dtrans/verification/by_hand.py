@@ -63,7 +63,7 @@ def verify(
     points: int = 3,
     seed: int = 0,
 ) -> Report:
-    """Check without tolerance that a step with `jax.shard_map` computes a one-device step.
+    """Check without tolerance that a step with `jax.shard_map` equals a one-device step.
 
     Both functions take the same global arguments and return the same structure. Both are traced,
     and evaluated in a finite field for all ranks (docs/verify_shard_map.md). Nothing is compiled,

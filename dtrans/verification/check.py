@@ -235,7 +235,7 @@ class Comparison:
         all have the norm at which it clips; later states have no tie.
 
         Returns:
-          The outputs by name; None if they could not be computed.
+          The outputs by name; None if near ties prevent this.
         """
         for _ in range(TRIES):
             with contextlib.suppress(NearTie):

@@ -5,8 +5,9 @@ exact. `exp`, `abs` and `log` combine hashes of real numbers; other functions ar
 parts.
 
 The field lacks most roots of unity, so an fft multiplies each dimension by a keyed random matrix
-instead. The result is linear and treats the rows of a batch separately, like an fft. But an inverse
-fft does not undo it: two programs that are equal only for this reason are reported as different.
+instead. The result is linear and treats the rows of a batch separately, like an fft. But the rule
+of an inverse fft does not undo the rule of an fft: two programs that are equal only because an
+inverse fft undoes an fft are reported as different.
 """
 
 from __future__ import annotations

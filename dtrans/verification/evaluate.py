@@ -415,7 +415,7 @@ def run_cond(world: World, eqn: JaxprEqn, operands: Sequence[Ranked]) -> list[Ra
 def run_reduce(world: World, eqn: JaxprEqn, operands: Sequence[Ranked]) -> list[Ranked]:
     """Evaluate a generic `reduce`: combine rows one after the other.
 
-    The body of the equation combines two numbers. It is evaluated with arrays in their place.
+    The body of the equation, which combines two numbers, is evaluated with arrays of numbers.
     """
     half, axes, body = len(operands) // 2, eqn.params["dimensions"], combiner_of(eqn)
     stacks = [_reduced_in_front(x, axes) for x in operands[:half]]

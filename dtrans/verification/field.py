@@ -28,8 +28,8 @@ _32 = np.uint64(32)
 CHUNK = 1 << 14  # number of elements that are multiplied at once
 LIMB = 21  # number of bits of a limb: three limbs represent an element
 SHORT = 16  # number of bits of a limb in longer sums: float64 adds 2**19 products exactly
-# Products in a sum. The sum of two limbs has 22 bits, a product of two such sums 44, and float64
-# adds 2**9 products of 44 bits exactly.
+# Largest number of products in a sum. The sum of two limbs has 22 bits, so a product of two such
+# sums has 44 bits, and float64 adds 2**9 of these products exactly.
 LONGEST = 1 << 9
 
 

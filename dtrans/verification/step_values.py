@@ -1,4 +1,4 @@
-"""Index of a step's values: given an array, it finds the value, slice or partial sum that is equal.
+"""Index of a step's values, which finds the value, slice or partial sum that equals an array.
 
 The values of the step depend on a random point, so a single element identifies the value in which
 it occurs, and its position there. Small integers and other constants are not random, and identify
@@ -30,7 +30,7 @@ from dtrans.verification.value_log import Computation, ValueLog, elements_of_val
 SMALL = 1 << 20  # elements below SMALL, and their negatives, are treated as integers
 MOST_CUTS = 40  # largest number of terms of a sum; a term of a longer sum adds up several rows
 MOST_TERMS = 1 << 22  # largest total of numbers in all partial sums
-CANDIDATES = 24  # largest number of values with one element that are compared with an array
+CANDIDATES = 24  # if many values contain an element of an array, only so many are compared with it
 
 # Primitives that are linear in each of two operands if the other operand is constant.
 _BILINEAR = ("mul", "dot_general")
