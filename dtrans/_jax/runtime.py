@@ -13,9 +13,9 @@ from dtrans.errors import TraceError
 
 
 def backends_started() -> bool:
-    """Return True if JAX has created its devices; then it can no longer connect processes.
+    """Return True if JAX has created its devices; then JAX can no longer connect processes.
 
-    JAX has no public function for this, but it refuses to change some options afterwards.
+    JAX has no public function for this test. With devices, it refuses to change some options.
     """
     config: Any = jax.config
     had = config.jax_num_cpu_devices

@@ -111,7 +111,7 @@ class WrittenParts:
         if not adds_up(found) or found.takes_index > self.numbered:
             raise BatchError(
                 f"{full_step.name} needs communication for a batch of these shapes, but not for "
-                "the batch with which it was planned; make a new plan for this batch"
+                "the batch for which it was planned; make a new plan for this batch"
             )
         part = found.program
         b = Builder(part.jaxpr)

@@ -43,8 +43,8 @@ class Reduce:
         for the previous one. By default XLA decides.
       compress: "bf16" or "fp16": the type in which gradients are reduced. A sum that overflows
         becomes infinity.
-      compress_scale: a factor for compressed gradients: they are multiplied by it before the
-        reduction, and divided by it after.
+      compress_scale: the factor by which compressed gradients are multiplied before the
+        reduction, and divided after the reduction.
       clip_local_norm: the global norm to which the gradients of each trainer are clipped *before*
         the reduction, as EPL does by default. (A clip in the optimizer reads reduced gradients.)
         With it, all reductions wait for the last gradient.

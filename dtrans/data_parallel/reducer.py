@@ -368,8 +368,8 @@ class Reducer:
         Args:
           outs: the outputs of a trainer, by name.
           merges: the merge rule of each output.
-          before: the state before the step, by name. For state, "sum" adds the increments of all
-            trainers to it.
+          before: the state before the step, by name. For a variable of the state, "sum" adds the
+            increments of all trainers to the value in `before`.
         """
         b, options = self.b, self.options
         b.role = DIST

@@ -4,7 +4,8 @@ If a program is differentiated later, it must keep these calls. The engine rewri
 the derivative rule for one shard, and writes a new call of both. Layouts of derivatives:
 
     jvp   a tangent has the layout of its primal
-    vjp   the cotangent of a sharded value is sharded, that of a replicated value is a partial sum
+    vjp   the cotangent of a sharded value is sharded,
+          the cotangent of a replicated value is a partial sum
 
 Calls inside of a rule are inlined, so a second derivative differentiates the rule itself. The new
 `custom_vjp` saves its operands as residuals, and its backward pass runs the forward rule again.
@@ -84,7 +85,7 @@ class _Call:
         return fn
 
     def jvp(self, *args: Any) -> list[Any]:
-        """Map operands, and tangents of the differentiable ones, to outputs and their tangents."""
+        """Map operands and tangents of differentiable operands to outputs and their tangents."""
         operands, tangents = args[: len(self.types)], args[len(self.types) :]
         outs, found = jax.jvp(
             self._outs(operands), values_at(operands, self.floats), list(tangents)
@@ -92,7 +93,7 @@ class _Call:
         return [*outs, *values_at(found, self.float_outs)]
 
     def vjp(self, *args: Any) -> list[Any]:
-        """Map operands, and cotangents of outputs, to cotangents of the differentiable operands."""
+        """Map operands and cotangents of outputs to cotangents of differentiable operands."""
         operands, cotangents = args[: len(self.types)], args[len(self.types) :]
         outs, pull = jax.vjp(self._outs(operands), *values_at(operands, self.floats))
         return list(pull(_with_zeros(outs, self.float_outs, cotangents)))

@@ -225,7 +225,7 @@ def _gather(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
     """Return the strategy of a gather.
 
     The sharded dimension may be a dimension of the indices, or a batch dimension of the operand.
-    Or the indices look up single entries of it, or each slice contains all of it.
+    Or the indices look up single entries of that dimension, or each slice contains all of it.
     """
     (x, indices), (found, of) = avals(eqn.invars), ins
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
@@ -268,7 +268,7 @@ def _scatter(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
     """Return the strategy of a scatter.
 
     The sharded dimension may be a dimension of the indices, or a batch dimension of the operand.
-    Or the indices write single entries of it, or each window covers all of it.
+    Or the indices write single entries of that dimension, or each window covers all of it.
     """
     x, indices, updates = avals(eqn.invars)
     numbers = eqn.params["dimension_numbers"]

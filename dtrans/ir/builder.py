@@ -1,8 +1,8 @@
 """Construction of jaxprs from equations of other jaxprs.
 
-`Builder` writes a new jaxpr, usually from a jaxpr that `inline_calls` flattened. It copies
-equations of the old jaxpr with other operands, and adds new equations. Output types are inferred
-by the primitive's own rule. The new jaxpr contains only the constants that it reads. Equations are
+`Builder` writes a new jaxpr, usually from a jaxpr that `inline_calls` flattened. The builder copies
+equations of the old jaxpr with other operands, and adds new equations. Output types are inferred by
+the primitive's own rule. The new jaxpr contains only the constants that it reads. Equations are
 never mutated, and copies keep their source information.
 """
 

@@ -1,6 +1,6 @@
 """Inlining of calls, and dead code elimination.
 
-After both, every value that an output depends on is at the top level, or in a loop or branch.
+Then every value that an output depends on is at the top level, or in a loop or branch.
 """
 
 from __future__ import annotations

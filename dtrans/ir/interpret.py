@@ -1,10 +1,11 @@
 """Drivers of dataflow analyses: one forward, one backward.
 
-An analysis attaches a *fact* to each value, such as its sharding. It is a record of pure functions:
-`rule` computes the facts of one equation's outputs, and `join` merges the facts that a value has in
-several branches or iterations. The drivers also enter the bodies of `scan`, `while`, `cond`, remat,
-calls and custom derivative rules. They evaluate the body of a loop repeatedly, until the facts of
-the carried values *settle*: a further iteration leaves them unchanged.
+An analysis attaches a *fact* to each value, such as its sharding. The analysis is a record of pure
+functions: `rule` computes the facts of one equation's outputs, and `join` merges the facts that a
+value has in several branches or iterations. The drivers also enter the bodies of `scan`, `while`,
+`cond`, remat, calls and custom derivative rules. The drivers evaluate the body of a loop
+repeatedly, until the facts of the carried values *settle*: a further iteration leaves them
+unchanged.
 
 Facts form a lattice. `join(a, b)` is at or above `a` and `b`, and every chain of facts is finite,
 so every loop settles.

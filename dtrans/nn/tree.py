@@ -31,7 +31,7 @@ class ClassTree:
     Attributes:
       nodes: the numbers of the inner nodes on the path to each class, of shape (classes, depth).
         Numbers begin with 0, and shorter paths are padded with -1.
-      turns: the turn at each of these nodes: 1 for right, 0 for left. It has the shape of `nodes`.
+      turns: an array with the shape of `nodes`: the turn at each node, 1 for right, 0 for left.
     """
 
     nodes: np.ndarray

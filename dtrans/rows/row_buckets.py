@@ -2,8 +2,8 @@
 
 Row `n` is in bucket `n % count`, and a block of the leaf has the buckets `start` to `stop`. When
 blocks are added or removed, whole buckets move. In many tables the most frequent rows have the
-lowest ids. With ranges of rows, one block would have all of these; with buckets, each block has
-some.
+lowest ids. With ranges of rows, one block would have all frequent rows; with buckets, each block
+has some.
 
 A block has its rows in increasing order: row `n` is at index
 `n // count * (stop - start) + n % count - start`.

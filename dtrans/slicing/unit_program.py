@@ -217,7 +217,7 @@ class _UnitLevels:
         return w.writer.env[var]
 
     def _from_earlier(self, level: int, var: Var) -> str | None:
-        """Return the name of a value that an earlier level computes, and add it to its outputs.
+        """Return the name of an earlier level's value, and add the value to that level's outputs.
 
         If no earlier level computes the value, return None.
         """

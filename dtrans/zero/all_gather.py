@@ -10,11 +10,12 @@ JAX has differentiated the step before this rewrite: backward equations read the
 a prefetch of k, a gather is written k windows ahead.
 
 `dtrans.zero.slice_analysis` finds the values that can be computed as slices. A loop over layers
-takes slices of the stacked layers, gathers one layer in each iteration, and returns its results as
+takes slices of the stacked layers, gathers one layer in each iteration, and returns results as
 slices. A penalty such as sum(w ** 2) is computed on slices, and then summed over ranks. The loop
-that computes gradients of layers scatters them (`dtrans.zero.scatter_flow`). So no rank stores the
-stack of gathered layers, or the stack of full gradients. With a prefetch, the loop gathers the
-first leaf of the next layer while it computes the current layer (`dtrans.zero.prefetch`).
+that computes gradients of layers also scatters these (`dtrans.zero.scatter_flow`). So no rank
+stores the stack of gathered layers, or the stack of full gradients. With a prefetch, the loop
+gathers the first leaf of the next layer while it computes the current layer
+(`dtrans.zero.prefetch`).
 
 Source: stage 3 of ZeRO (arXiv 1910.02054); in Paddle, `_shard_parameter` of
 auto_parallel_sharding.py, which broadcasts whole variables for each operator that reads them.
@@ -333,8 +334,8 @@ def _segment(
 ) -> list[LiveRange]:
     """Return the next windows to gather together, from the start of `windows`.
 
-    They all begin in the forward pass, or all in the backward pass. The list is empty if the slice
-    of the first window's leaf cannot be computed yet.
+    All returned windows begin in the forward pass, or all in the backward pass. The list is empty
+    if the slice of the first window's leaf cannot be computed yet.
 
     Args:
       windows: the windows whose leaves are not gathered yet.

@@ -1,7 +1,8 @@
 """Choice of the leaves that are cut over the ranks of a sharding axis, and of their dimensions.
 
 Every rank has the same number of rows of a leaf. If the degree does not divide the rows, the last
-ones are *padding*. Padding is zero in the first state. Gathers drop padding, and norms omit it.
+rows of the last ranks are *padding*. Padding is zero in the first state. Gathers drop padding, and
+norms omit it.
 
 A leaf is cut along its first dimension. If that dimension is shorter than the number of ranks (the
 kernel of a convolution), the leaf is cut along its longest other dimension. If loops read a stack

@@ -1,7 +1,7 @@
 """Results that a step computes from sliced gradients: a norm, a count of non-finite numbers.
 
-The equations of these results form an optimize half, so that the engine rewrites them for slices as
-it rewrites an update (`dtrans.zero.update`).
+The equations of these results form an optimize half, which the engine rewrites for slices like the
+optimize half of an update (`dtrans.zero.update`).
 """
 
 from __future__ import annotations

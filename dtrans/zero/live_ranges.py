@@ -74,7 +74,7 @@ class LiveRanges:
 
     Attributes:
       derived: maps a derived value to the equation that computes it.
-      windows: the windows by their start.
+      windows: all windows, sorted by their first equation.
     """
 
     def __init__(

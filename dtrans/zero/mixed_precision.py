@@ -2,7 +2,7 @@
 
     dot_general f32 x f32      becomes    convert, dot_general in 16 bits, convert back
 
-If only products read a weight, sharding converts its slices before it gathers them, so the gather
+If only products read a weight, ranks convert slices of the weight before the gather, which then
 sends half as many bytes. For this, a cast is written as early as possible: before a transpose, and
 before a loop over layers. Sums, norms, softmax, the loss and the updated parameters have 32 bits.
 
@@ -224,7 +224,7 @@ def low_products(
       params: inputs that are parameters.
 
     Returns:
-      The new function, and for each of its equations the index of the equation it comes from.
+      The new function, and for each new equation the index of the old equation from which it comes.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -337,7 +337,7 @@ class _LowWriter:
     def _convert(self, atom: Var) -> Atom:
         eqn = self._producers.get(atom)
         if eqn is not None and is_rearrangement(eqn) and len(eqn.outvars) == 1:
-            # cast the operand instead: if it is a parameter, its slice is cast before the gather
+            # cast the operand instead: if that is a parameter, its slice is cast before the gather
             operand = self.low(self.read(eqn.invars[0]))
             return self.b.copy(eqn, [operand], [atom.aval.update(dtype=jnp.dtype(self.dtype))])[0]
         if eqn is not None and _widens(eqn, self.dtype):

@@ -1,9 +1,9 @@
 """Programs that communicate, cut into compiled pieces with communication between them.
 
 The equations between two communications become one jitted function, a *piece*. A `send` has no
-result, so it may wait: it is moved behind later computation, until `group_bytes` of gradients are
-ready. So pieces are few and large, and blocks that are ready together are sent together. All other
-communication stays in its place.
+result, so the send may wait: it is moved behind later computation, until `group_bytes` of gradients
+are ready. So pieces are few and large, and blocks that are ready together are sent together. All
+other communication stays in its place.
 
 JAX dispatches pieces asynchronously. The sends of a piece come after the dispatch of the next
 piece, so that the device computes while gradients are sent.

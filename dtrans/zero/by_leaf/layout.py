@@ -11,8 +11,8 @@ matrices that it owns. If loads are uneven, bins contain padding. `dtrans.zero.b
 chooses the owners. The state contains bins (`opt_state/bins/float32`) instead of the arrays that
 are packed in them.
 
-In stage 1 gradients are scattered after the backward pass. In stage 2 they are scattered in parts:
-a part is scattered as soon as all its gradients are computed.
+In stage 1 gradients are scattered after the backward pass. In stage 2 bins are scattered in parts:
+a part is scattered as soon as all gradients in this part are computed.
 
 Source: the sharding pass of Paddle (auto_parallel_sharding.py), which moves whole variables to and
 from owners, one by one.

@@ -1,8 +1,8 @@
 """Bins: vectors that pack the arrays of each rank, with one length for all ranks.
 
 All ranks run one program, so an array has the same shape on every rank. But ranks own arrays of
-different shapes. These are concatenated into vectors, one for each dtype, and padded with zeros to
-the length of the longest:
+different shapes. So each rank's arrays are concatenated into vectors, one for each dtype, and the
+vectors are padded with zeros to the length of the longest:
 
     rank 0    w1 w1 w1 w1 b1 b1
     rank 1    w2 w2 w2 b2  0  0
@@ -111,7 +111,7 @@ class Bins:
           types: the arrays, or their types, by name.
           owner: the rank of each array.
           ranks: the number of ranks.
-          root: the start of the bins' names; the dtype is their end.
+          root: names of bins are `root`, a slash, and the dtype.
 
         Raises:
           ConfigError: an array has a type that cannot be concatenated, such as a random key.
@@ -129,7 +129,7 @@ class Bins:
             places[n] = BinSlot(name, owner[n], bin_loads[owner[n]], tuple(t.shape), t.dtype)
             bin_loads[owner[n]] += places[n].size
             dtypes[name] = t.dtype
-        # collectives refuse arrays without elements, so a bin has at least one
+        # collectives refuse empty arrays, so a bin has at least one element
         bin_types = {n: ShapedArray((max(1, *x),), dtypes[n]) for n, x in loads.items()}
         return cls(ranks, places, bin_types)
 
@@ -164,7 +164,7 @@ class Bins:
         return found
 
     def arrays_in(self, part: BinPart) -> list[str]:
-        """Return the arrays that a part contains, entirely or in pieces; none if it is padding."""
+        """Return the arrays that a part contains, entirely or in pieces; [] for padding."""
         return [n for n, p in self.places.items() if p.overlap(part)]
 
     # -- from arrays to bins ---------------------------------------------------------------------

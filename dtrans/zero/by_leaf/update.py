@@ -240,7 +240,7 @@ class OwnerWriter:
     # -- branches --------------------------------------------------------------------------------
 
     def _switch(self, level: int, names: Sequence[str]) -> Callable[..., Any]:
-        """Return the function of a level: it takes the index of the rank, and runs that branch.
+        """Return the function of a level, which takes the index of a rank and runs its branch.
 
         Args:
           level: the level.
@@ -360,7 +360,7 @@ def pack_bins(b: Builder, bins: Bins, atoms: Mapping[str, Atom]) -> dict[str, At
 
 
 def _split(shapes: Sequence[tuple[int, ...]], x: Any) -> list[Any]:
-    """Split a vector into the arrays in it."""
+    """Split a vector into arrays with these shapes."""
     found, start = [], 0
     for shape in shapes:
         size = ShapedArray(shape, x.dtype).size
