@@ -99,7 +99,7 @@ class Job(abc.ABC):
         """
 
     def prefetch(self, *batch: Any) -> bool:
-        """Announce a later batch, so that a trainer can request its rows of tables early.
+        """Announce a later batch, so that a trainer can request rows of tables for the batch early.
 
         Only trainers of synchronous parameter servers request rows (docs/tables.md). The results
         of steps do not change.

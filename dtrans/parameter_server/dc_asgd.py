@@ -52,9 +52,10 @@ def compensate(
     leaves: Collection[str],
     averages: Sequence[str] = (),
 ) -> ServerWork:
-    """Return a server's work whose updates correct each gradient for its delay.
+    """Change the updates of a server: they first correct each gradient for its delay.
 
     Args:
+      work: the server's updates, and the arrays that it stores.
       units: the server's blocks.
       trainers: the number of trainers.
       delay: the options of the compensation.

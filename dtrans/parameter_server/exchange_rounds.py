@@ -1,9 +1,9 @@
 """Rounds of all-reduces within a step: trainers exchange values through the servers.
 
 Some steps need values of the whole batch before the gradients are complete (`dtrans.batch`): a
-masked mean sums the masks of all rows, and batch normalisation needs their statistics. Trainers are
-connected to servers only. So in a round every trainer sends its values to one server, which reduces
-them and answers with the result. The servers take turns.
+masked mean needs the masks of all rows, and batch normalisation needs statistics of all rows.
+Trainers are connected to servers only. So in a round every trainer sends its values to one server,
+which reduces them and answers with the result. The servers take turns.
 
 Independent values share a round: round n contains the values that depend on the results of n
 earlier rounds. This minimises the number of rounds. Equations are sorted by the round after which

@@ -88,7 +88,7 @@ class TrainerCommConfig:
     parts: tuple[str, ...] | None = None
 
     def hand_over(self, step: Cut) -> Cut:
-        """Make the values of forward that the update reads inputs of the update."""
+        """Turn the values of forward that the update reads into inputs of the update."""
         if self.parts is None:
             return step
         return hand_over(step, self.parts, drawn=True)
@@ -163,7 +163,7 @@ def write_trainer(
 ) -> Program:
     """Return the program of one trainer: (params, *batch) -> (params, loss[, aux])."""
     if comm.gradients_per_update == 1:
-        # An update uses one trainer's gradient, so host callbacks may read it on that trainer.
+        # Each update uses one trainer's gradient, so callbacks on this trainer may read it.
         step = step.with_observers(GRADIENTS, READS_BATCH)
     source = step.program
     vars_of = source.invars
@@ -212,7 +212,7 @@ def out_names(step: Cut) -> tuple[str, ...]:
 
 
 def without_rows(aval: Any) -> Any:
-    """Return the type of an array with the same row shape and no rows."""
+    """Return the type of an array with zero rows of the same shape."""
     return aval.update(shape=(0, *aval.shape[1:]))
 
 

@@ -179,7 +179,7 @@ def pserver(
     refuse_across(plain, TRAINERS_HAVE, may_send=isinstance(mode, Sync), remedy=SYNC_SENDS)
     parts = sent_parts(plain, batch, trainers, mode)
     check_arguments(plain, parts, batch, trainers, on_trainer_exit)
-    check_callbacks(plain, trainers, mode, in_geo=sparse is None)
+    check_callbacks(plain, trainers, mode, has_tables=sparse is not None)
     shared = split_batch(plain, batch, trainers, mode)
     if isinstance(mode, Geo):
         return plan_geo_sgd(plain, startup, endpoints, options)
@@ -283,16 +283,12 @@ def served_update(step: Cut, update: UpdateSpec, comm: TrainerCommConfig) -> Ser
     )
 
 
-def check_callbacks(step: Cut, trainers: int, mode: Mode, *, in_geo: bool) -> None:
-    """Raise GradientError for host callbacks that read values which no trainer has.
-
-    Args:
-      in_geo: True if the plan has no tables. Trainers of GEO-SGD then run the full step, and have
-        all values.
-    """
+def check_callbacks(step: Cut, trainers: int, mode: Mode, *, has_tables: bool) -> None:
+    """Raise GradientError for host callbacks that read values which no trainer has."""
     if trainers > 1:
         check_observers(step.program, step.observers)
-    if isinstance(mode, Geo) and in_geo:
+    # Without tables, trainers of GEO-SGD run the full step, so they have all values.
+    if isinstance(mode, Geo) and not has_tables:
         return
     remedy = (
         "take it out of the step, and print job.params(state) between steps; or use dtrans.nccl2"

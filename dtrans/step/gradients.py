@@ -13,8 +13,8 @@ calls `jax.grad`, this module infers the gradient of `params/w`. It is the value
 A leaf may have several such values, marked or inferred, if the update reads only their sum: an
 unrolled accumulation over micro-batches, say. The first value that is linear in all of them is then
 the gradient, and the additions belong to the backward pass. Otherwise several values are an error,
-which lists them. A loop of several updates is another error. It is suspected if the output of a
-loop becomes the new parameter, and nothing after the loop reads the old parameter.
+which lists them. A loop of several updates is another error. Such a loop is suspected if its output
+becomes the new parameter, and nothing after the loop reads the old parameter.
 
 A loop over micro-batches may also return other values (a count of tokens, the loss). So
 `derivatives` is a set of values, not of equations.

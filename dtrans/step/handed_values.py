@@ -3,8 +3,8 @@
 After the cut, an update contains all equations that it needs, including equations of forward.
 `hand_over` removes the equations of forward, and their values become inputs of the update
 (`Cut.handed`). A server needs this because it has no rows of the batch, and a rank because it has
-slices of parameters. It also saves time if the update would repeat a loop of forward: XLA merges
-equal equations, but not equal loops.
+slices of parameters. `hand_over` also saves time if the update would repeat a loop of forward: XLA
+merges equal equations, but not equal loops.
 
 Invariant: afterwards an equation of the update that reads the batch also reads a gradient or
 optimizer state.
@@ -25,13 +25,13 @@ from dtrans.step.cut import Cut, Gradient, OptimizeHalf
 
 
 def hand_over(step: Cut, parts: Collection[str], *, drawn: bool = False) -> Cut:
-    """Make values of forward inputs of the optimize half (`Cut.handed`), and return the new step.
+    """Turn values of forward into inputs of the optimize half (`Cut.handed`); return the new step.
 
     Args:
       step: the step.
       parts: names of batch arrays. Values of forward that depend on these arrays become inputs.
-      drawn: True to make inputs of two other kinds of values, too: values that trainers
-        communicate, and values that depend on the trainer's index (random numbers, say).
+      drawn: True to include two other kinds of values: those that trainers communicate, and those
+        that depend on the trainer's index (random numbers, say).
     """
     half = step.optimize
     values = _forward_values(step, parts, drawn)

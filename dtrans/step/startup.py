@@ -140,8 +140,8 @@ def _mismatch(
     """Return a clause about the first difference between init's result and the step's state.
 
     Args:
-      order: two keys of init's result, of params and of opt_state; empty if the result does not
-        have two parts.
+      order: the keys of params and of opt_state in init's result; empty if the result does not have
+        two parts.
       types_by_key: types of the leaves of each part, by path.
       wanted: types of the leaves of params and of opt_state, by path.
       roots: names of the step's first two arguments.

@@ -105,7 +105,7 @@ class Report:
         return not self.skipped and not self.unfollowed
 
     def merge(self, other: Report) -> Report:
-        """Return one report from this report, and that of another step of the same job."""
+        """Combine this report with the report of another step of the same job."""
         both = lambda one, two: tuple(dict.fromkeys((*one, *two)))
         skipped = both(self.skipped, other.skipped)
         compared = [n for n in both(self.compared, other.compared) if n not in skipped]

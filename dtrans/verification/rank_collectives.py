@@ -94,7 +94,7 @@ def _smaller(x: Any, y: Any) -> Any:
 
 
 def mapped(fn: Callable[..., Any], *xs: Any) -> Any:
-    """Apply a NumPy function that only moves entries to values of one kind.
+    """Apply a NumPy function to values of one kind; the function may only move entries.
 
     It is applied to the elements and to the shadows of floats, and to the words of random keys.
     """

@@ -176,7 +176,8 @@ def _multiple(x: Any, factor: Fraction) -> Any:
     if isinstance(x, Real):
         return scaled(x, factor)
     if isinstance(x, np.ndarray):
-        # The remainder may be dropped: no repair makes the integer right if there is one.
+        # If the division has a remainder, no repair makes the integer right, so it does not matter
+        # that the remainder is dropped.
         return x * factor.numerator // factor.denominator
     return x
 

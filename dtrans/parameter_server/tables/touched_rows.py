@@ -33,7 +33,7 @@ class TableBlock:
       updates_all: True if each update runs on all rows.
       moves: True if an update also changes rows that no trainer looked up, or the optimizer state
         of such rows. Servers apply these changes later, before a trainer reads the row.
-      leaf_moves: True if an update also changes such rows of the leaf itself.
+      leaf_moves: True if an update also changes rows of the leaf that no trainer looked up.
       rests: if rows with the initial state do not change before their first lookup: the initial
         value of each state array, by name. Otherwise None.
       limit: the maximum number of rows of the block that the server may create; None for no limit.

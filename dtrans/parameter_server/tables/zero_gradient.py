@@ -405,7 +405,7 @@ class _FollowedRow:
                 self._set_open(a, (False, True), eqn)
 
     def _set_open(self, a: Atom, outcomes: Sequence[Any], eqn: JaxprEqn | None) -> None:
-        """Set `open`, unless it is set or the outcome of the condition is known."""
+        """Set `open` to a condition if `open` is None, and the condition's outcome is unknown."""
         if self.open is not None or isinstance(a, Literal) or isinstance(self.kind(a), np.ndarray):
             return
         values = tuple(np.asarray(x, a.aval.dtype) for x in outcomes)
