@@ -6,16 +6,16 @@
     instructions     a step as a list of instructions: run a program, move a value
     slots            the numbered slots that instructions read and write
     step_builder     collects the instructions of a step
-    micro_batch      makes a program of a micro-batch a function of the global batch
-    compile_step     writes the instructions of the tasks of the schedule
+    micro_batch      converts a micro-batch's program to a function of the global batch
+    compile_step     writes the instructions of the schedule's tasks
     compile_update   writes the instructions of the update, and of merges of results
-    state            the state between steps: created, checked, and converted to the user's pytree
-    processes        the methods that differ between one process and several; one process
-    cluster          several processes
+    state            the state between steps: creation, checks, conversion to the user's pytree
+    processes        methods that depend on the number of processes; jobs of one process
+    cluster          jobs of several processes
     p2p              channels between processes
     value_types      the types of the values that processes send
     profile          measures the times of tasks, and the memory of saved values
 
 One thread of a process dispatches all instructions in the order of the schedule. Devices execute
-them asynchronously.
+the instructions asynchronously.
 """

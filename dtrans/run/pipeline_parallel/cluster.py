@@ -1,14 +1,15 @@
-"""Pipeline in several processes: each runs some stages, with all their replicas, on its devices.
+"""Pipeline in several processes. Each process runs some stages, with all replicas of these stages.
 
 The processes are the trainers of `dtrans.connect()`. With N processes and S stages, process k runs
 the stages k*S/N to (k+1)*S/N - 1. All processes have the same list of instructions, and each
-executes the instructions of its stages. Values that cross from one process to another are sent over
+process executes the instructions of its own stages. Processes send values to each other over
 channels (`dtrans.run.pipeline_parallel.p2p`).
 
 Each process calls `step` with its part of the batch: process k has rows k*B/N to (k+1)*B/N - 1 of a
-global batch of B rows. A stage reads arrays of the global batch. So each process sends its part of
-an array to the processes whose stages read it (tokens to the first, labels to the last). Process 0
-also computes the precomputed values, and sends them to the processes whose stages read them.
+global batch of B rows. But a stage reads arrays of the global batch. So each process sends its part
+of an array to the processes whose stages read the array. For example, tokens go to the first
+process, and labels to the last. Process 0 also computes the precomputed values, and sends them to
+the processes whose stages read them.
 """
 
 from __future__ import annotations
@@ -44,18 +45,19 @@ from dtrans.run.pipeline_parallel.state import StateLayout
 from dtrans.run.pipeline_parallel.value_types import value_type, value_types
 
 
-_jobs = itertools.count()  # numbers the jobs of this process; all processes create them in order
-PRECOMPUTER = 0  # the process that computes precomputed values, because it runs stage 0
+# Numbers of the jobs of this process. All processes create their jobs in the same order.
+_jobs = itertools.count()
+PRECOMPUTER = 0  # the process that computes precomputed values: the process of stage 0
 
 
 @realises(PipelinePlan, "cluster")
 def cluster_job(plan: PipelinePlan, *, donate: bool) -> PipelineJob:
     """Return the job of this process in a pipeline over the processes of `dtrans.connect()`.
 
-    It differs from `plan.on_mesh()` in two ways. `step` takes this process's part of the batch, but
-    returns all results in every process. The state has only the arrays of this process's stages.
-    `params` and `opt_state` gather the arrays of all processes, so all processes must call them
-    together.
+    The job differs from the job of `plan.on_mesh()` in three ways. `step` takes this process's part
+    of the batch, and returns all results in every process. A state contains only the arrays of this
+    process's stages. `params` and `opt_state` gather the arrays of all processes, so all processes
+    must call these methods together.
     """
     cluster = connected()
     stages, count, me = plan.options.num_stages, cluster.trainers, cluster.trainer_id
@@ -84,7 +86,7 @@ def cluster_job(plan: PipelinePlan, *, donate: bool) -> PipelineJob:
 
 
 class ConnectedProcesses(OneProcess):
-    """Several processes of a pipeline job, as one of them sees them.
+    """One process of a pipeline job of several processes.
 
     Args:
       at: the placement of this process's stages.
@@ -101,7 +103,7 @@ class ConnectedProcesses(OneProcess):
         self.run_id, self.saves = cluster.run, self.me == 0
         o = at.plan.options
         self._unsplit = {n for n in at.plan.batch if is_under(n, o.batch.unsplit_inputs)}
-        # values that must be equal in all processes
+        # Options and parts of the plan that must be equal in all processes
         self._same = {f.name: repr(getattr(o, f.name)) for f in dataclasses.fields(o)}
         self._same |= at.plan.model.merges
         self._same["orders"] = repr(at.plan.schedule.orders)
@@ -111,8 +113,8 @@ class ConnectedProcesses(OneProcess):
         self._links = P2PChannels(cluster, str(next(_jobs)))
         self._types: dict[StepProgram, Mapping[int, ValueType]] = {}
         self._types_of_step: Mapping[int, ValueType] = {}  # the entry of `_types` for this step
-        # A message is named by its round and by a key in the round. Each step is a round, and so is
-        # each call of `params` or `opt_state`.
+        # The name of a message consists of a round and a key in the round. Each step is a round, and
+        # so is each call of `params` or `opt_state`.
         self._round = 0
 
     def process_of(self, stage: int) -> int:
@@ -163,7 +165,7 @@ class ConnectedProcesses(OneProcess):
         for n in () if program.values is None else program.values.read:
             readers.setdefault(n, set()).add(PRECOMPUTER)
 
-        # send this process's parts; smaller keys are used for instructions and results
+        # Send this process's parts. Instructions and results use smaller keys.
         keys = itertools.count(len(program.instructions) + len(program.results))
         split: dict[str, int] = {}
         for n, x in arrays.items():
@@ -173,13 +175,13 @@ class ConnectedProcesses(OneProcess):
             others = readers.get(n, set()) - {self.me}
             part = x
             if others and isinstance(x, np.ndarray):
-                # sending is asynchronous, and the caller may write to a NumPy array meanwhile
+                # Sending is asynchronous. The array is copied, because the caller may write to it.
                 part = np.array(x)
             for k in others:
                 self._links.send(k, self._round, split[n], part)
         self._check_arguments(arrays, keys)
 
-        # receive the parts of other processes, for arrays that stages of this process read
+        # Receive the other processes' parts of the arrays that this process's stages read.
         gathered = dict(arrays)
         for n, key in split.items():
             if self.me in readers.get(n, ()):
@@ -204,12 +206,12 @@ class ConnectedProcesses(OneProcess):
         Args:
           program: the step.
           values: the program of precomputed values.
-          arrays: the arrays of the batch; complete if this process reads them.
-          state: (place, name) -> array, for the state that this process stores.
-          readers: value -> the processes that read it.
-          keys: unused keys for messages, the same in all processes.
+          arrays: the arrays of the batch. An array that this process reads is complete.
+          state: maps (place, name) to an array, for the state that this process stores.
+          readers: maps each value's name to the processes that read the value.
+          keys: unused keys for messages. All processes use them in the same order.
         """
-        # send the state on which the values depend to the process that computes them
+        # Send the state that the values depend on to the process that computes the values.
         gathered = dict(state)
         for n in values.args[-1].names:
             place, key = self.at.first_place(n), next(keys)
@@ -238,8 +240,8 @@ class ConnectedProcesses(OneProcess):
         """Check that arguments of the update have equal values in all processes.
 
         Args:
-          arrays: the batch that this process passed to `step`.
-          keys: unused keys for messages, the same in all processes.
+          arrays: the batch that the user passed to `step` in this process.
+          keys: unused keys for messages. All processes use them in the same order.
 
         Raises:
           PeerError: a process passed a different value.
@@ -262,13 +264,13 @@ class ConnectedProcesses(OneProcess):
                     )
 
     def _receive_part(self, origin: int, key: int, name: str, mine: Any) -> Any:
-        """Return the part of an array that process `origin` passed to `step`.
+        """Return process `origin`'s part of an array of the batch.
 
         Args:
           origin: the process.
           key: the key of the message.
           name: the name of the array.
-          mine: the part of this process.
+          mine: this process's part of the array.
         """
         if origin == self.me:
             return mine
@@ -282,7 +284,7 @@ class ConnectedProcesses(OneProcess):
         return x
 
     def _share(self, name: str, x: Any) -> Share:
-        """Return how an array of the batch is divided over processes; see `share_of`."""
+        """Return the split of an array of the batch over processes; see `share_of`."""
         return share_of(name, x, self.count, self._unsplit)
 
     # -- a step ----------------------------------------------------------------------------------
@@ -315,16 +317,16 @@ class ConnectedProcesses(OneProcess):
         return found
 
     def _receive(self, origin: int, key: int, kind: ValueType, what: str) -> Any:
-        """Receive a value of this round: see `P2PChannels.receive`."""
+        """Receive a value of the current round. See `P2PChannels.receive`."""
         return self._links.receive(origin, self._round, key, kind, what)
 
     def _broadcast(self, origin: int, key: int, kind: ValueType, name: str, x: Any) -> Any:
-        """Send a value from one process to all others, and return it.
+        """Send a value from one process to all others; return the value in every process.
 
         Args:
-          origin: the process that sends.
+          origin: the process that sends the value.
           key, kind, name: the key, type and name of the value.
-          x: the value; ignored in other processes than `origin`.
+          x: the value in process `origin`. Other processes ignore this argument.
         """
         if origin != self.me:
             return jax.device_put(self._receive(origin, key, kind, name))
@@ -335,7 +337,7 @@ class ConnectedProcesses(OneProcess):
 
 
 class _LocalDevices(StageBackend):
-    """Backend with the devices of this process's stages; values of other stages are not moved.
+    """Backend with the devices of this process's stages. It does not move other stages' values.
 
     Args:
       grids: the devices of each stage of this process.
@@ -377,6 +379,6 @@ class _LocalDevices(StageBackend):
         at = self._local(stage)
         if at is not None:
             return self._on.compiled(fn, at, ins, outs, donated)
-        # This process never runs it, but `value_types` needs the types of its outputs.
+        # This process never runs the function, but `value_types` needs the types of its outputs.
         stand_in = OneDevice(self.replicas, [self._shards[stage % self._stages]])
         return stand_in.compiled(fn, 0, ins, outs, donated)

@@ -2,12 +2,13 @@
 
 The list is written once for each batch shape, in this order:
 
-    1. transfers of parameters to stages that read but do not store them
+    1. transfers of parameters to stages that read the parameters but do not store them
     2. zeros for the sums of gradients
     3. the tasks of the schedule: programs of micro-batches, and transfers between stages
     4. the update, and merges of results (`dtrans.run.pipeline_parallel.compile_update`)
 
-A slot is emptied after the last instruction that reads it, so that memory follows the schedule.
+Each slot is emptied after the last instruction that reads the slot. So the peak memory depends on
+the schedule.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ def compile_step(
     Args:
       at: the placement of the plan.
       programs: the programs of the stages for this batch.
-      batch: name -> type, for the arrays of the global batch and precomputed values.
-      values: the program of precomputed values, if any.
+      batch: shape and dtype of each array of the global batch and each precomputed value, by name.
+      values: the program of precomputed values; None if there are none.
     """
     d = StepBuilder(at, programs, batch, Slots(at, programs, batch))
     slots = d.slots
@@ -77,9 +78,9 @@ def compile_step(
 
 
 def _send_params(d: StepBuilder) -> None:
-    """Write transfers of parameters to stages that read but do not store them."""
+    """Write transfers of parameters to stages that read the parameters but do not store them."""
     if d.at.host is not None:
-        return  # with `offload`, each task fetches the parameters that it reads
+        return  # With `offload`, each task fetches the parameters that it reads.
     plan, sent = d.at.plan, set()
     for s in d.programs.stages:
         for n in s.params:
@@ -91,7 +92,7 @@ def _send_params(d: StepBuilder) -> None:
 
 
 def _fetch_state(d: StepBuilder, p: Program, s: StagePrograms) -> None:
-    """Write transfers from the host of the state that a program reads, for a single task."""
+    """Write transfers of the state that one task's program reads, from the host to the stage."""
     for n in p.in_names:
         if n in s.state:
             stored, there = d.slots.state(s.index, n), d.slots.shared_state(s.index, n)
@@ -138,7 +139,7 @@ def _write_backward(d: StepBuilder, s: StagePrograms, task: Task) -> None:
 
 
 def _write_weights(d: StepBuilder, s: StagePrograms, task: Task) -> None:
-    """Write the program that computes the gradients of weights for a micro-batch."""
+    """Write the computation of the gradients of weights for a micro-batch."""
     if s.weights is not None:
         _write_task(d, s.weights, s, task, lambda n: d.slots.output(s, n, task.micro))
 
@@ -153,14 +154,14 @@ _TASKS: dict[str, Callable[[StepBuilder, StagePrograms, Task], None]] = {
 def _write_task(
     d: StepBuilder, p: Program, s: StagePrograms, task: Task, slot_of: Callable[[str], int]
 ) -> None:
-    """Write the run of a micro-batch's program.
+    """Write the instruction that runs a program of a micro-batch.
 
     Args:
       d: the builder of the step.
       p: the program.
-      s: its stage.
+      s: the stage of the program.
       task: the task of the schedule.
-      slot_of: output of `p` -> its slot.
+      slot_of: function from the name of an output of `p` to the slot of the output.
     """
     if not p.out_names:
         return
@@ -170,7 +171,7 @@ def _write_task(
     makes = list(map(slot_of, p.out_names))
     if is_numbered(d.at, p, d.batch):
         reads.append(d.slots.number(s.index, task.micro))
-    # the memory of the old sums of gradients is reused for the new sums
+    # The new sums of gradients reuse the memory of the old sums.
     donated = [i for i, n in enumerate(p.in_names) if n in s.sums and n in p.outputs]
     fn = lambda: of_micro_batch(d.at, p, d.batch)
     d.run(p, fn, s.index, reads, makes, str(task), task=task, donated=donated)

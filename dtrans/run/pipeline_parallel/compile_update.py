@@ -1,4 +1,4 @@
-"""Compilation of the end of a step: the instructions of the update, and of merges of results."""
+"""Compilation of the end of a step: instructions for the update, and for merges of results."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class _UpdateValues:
 
     Attributes:
       d: the builder of the step.
-      name_of: input of the update's program -> its name.
-      kinds: value of the update's program -> its sharding over replicas.
+      name_of: maps each input variable of the update's program to its name.
+      kinds: maps each variable of the update's program to its sharding over replicas.
     """
 
     d: StepBuilder
@@ -46,35 +46,35 @@ class _UpdateValues:
 
     @cached_property
     def _constants(self) -> dict[Var, Any]:
-        """The constants of the update's program."""
+        """Constants of the update's program, by variable."""
         program = self.d.at.plan.update.placed.program
         return dict(zip(program.inner.constvars, constants(program.jaxpr), strict=True))
 
     def constant(self, a: Atom) -> Any | None:
-        """Return the value of an output that is a constant; None for other outputs."""
+        """Return the value of a constant output of the update; None for any other output."""
         if isinstance(a, Literal):
             return np.asarray(a.val, a.aval.dtype)
         return self._constants.get(a)
 
     def slot(self, v: Var, stage: int) -> int:
-        """Return the slot of a value on a stage."""
+        """Return the slot that contains a value of the update on a stage."""
         at, slots = self.d.at, self.d.slots
         plan, placed, n = at.plan, at.plan.update.placed, self.name_of.get(v)
 
-        # values that the update computes
+        # Values that the update computes.
         if n is None:
             return slots.slot(
                 self.kinds[v].cut_along(placed.cuts.get(v), SPLIT), "update", stage, v
             )
 
-        # arguments of the step
+        # Arguments of the step.
         home = placed.home[n]
         if n in plan.update.arguments:
             if at.host is None:
                 return slots.array(stage, n)
             return slots.slot(self.kinds[v], "argument on the host", stage, n)
 
-        # state; parameters are shared by all stages of a device
+        # State. All stages of a device share the parameters.
         is_state = n in plan.state
         if is_state and home is None:
             return slots.state(stage, n)
@@ -85,14 +85,14 @@ class _UpdateValues:
         if is_state:
             return slots.state(at.place(n, stage), n)
 
-        # sums of gradients
+        # Sums of gradients.
         leaf, _, micro = plan.update.sums[n]
         name = "sum" if at.host is None else "sum on the host"
         return slots.slot(at.update_kind(n), name, stage, leaf, micro)
 
 
 def write_update(d: StepBuilder) -> tuple[StateSlots, ResultSlots]:
-    """Write the update; return the slots of the new state, and of results of the update."""
+    """Write the update; return the slots of the new state, and the slots of its results."""
     placed = d.at.plan.update.placed
     inner = placed.program.inner
     name_of = dict(zip(inner.invars, placed.program.in_names, strict=True))
@@ -113,7 +113,7 @@ def write_update(d: StepBuilder) -> tuple[StateSlots, ResultSlots]:
 
 
 def _sums_to_host(d: StepBuilder) -> None:
-    """Write transfers of the sums of gradients to the host, if `offload` is set."""
+    """Write transfers of the sums of gradients to the host if `offload` is set."""
     if d.at.host is None:
         return
     kind = d.at.per_replica
@@ -124,7 +124,7 @@ def _sums_to_host(d: StepBuilder) -> None:
 
 
 def _arguments_to_host(values: _UpdateValues) -> None:
-    """Write transfers of the update's arguments to the host, if `offload` is set."""
+    """Write transfers of the update's arguments to the host if `offload` is set."""
     d = values.d
     if d.at.host is None:
         return
@@ -148,8 +148,8 @@ def _send(
     Args:
       values: the values of the update.
       v: the value.
-      stage: the stage that has it.
-      targets: (value, stage that has it) -> the stages that read it.
+      stage: the stage that has the value.
+      targets: maps a value and the stage that has it to the stages that read it.
     """
     d = values.d
     for target in targets.get((v, stage), ()):
@@ -160,7 +160,13 @@ def _send(
 
 
 def _write_piece(values: _UpdateValues, piece: StagePart, later: Sequence[StagePart]) -> None:
-    """Write the run of a piece of the update; `later` are the pieces that run after it."""
+    """Write the instruction that runs a piece of the update.
+
+    Args:
+      values: the values of the update.
+      piece: the piece.
+      later: the pieces that run after this piece.
+    """
     d = values.d
     donated = _donated(values, piece, later) if d.at.donate else ()
     reads = [values.slot(v, piece.place) for v in piece.reads]
@@ -180,8 +186,8 @@ def _write_piece(values: _UpdateValues, piece: StagePart, later: Sequence[StageP
 def _donated(values: _UpdateValues, piece: StagePart, later: Sequence[StagePart]) -> list[int]:
     """Return the positions of the operands whose memory a piece may reuse.
 
-    An operand is donated if it is old state, the piece computes its new value, and no later piece
-    reads the old value.
+    An operand is donated if it is old state, the piece computes the new state, and no later piece
+    reads the old state.
     """
     plan = values.d.at.plan
     name_of_new: dict[Var, str] = {}
@@ -247,8 +253,8 @@ def write_results(d: StepBuilder) -> tuple[ResultSlots, StateSlots]:
     """Write the merges of results over micro-batches and replicas.
 
     Returns:
-      The slots of results, and the slots of state that the forward pass computes (batch
-        statistics).
+      The slots of results, and the slots of state that the forward pass computes, such as batch
+        statistics.
     """
     plan, slots = d.at.plan, d.slots
     results: ResultSlots = {}
@@ -274,7 +280,7 @@ def write_results(d: StepBuilder) -> tuple[ResultSlots, StateSlots]:
 
 
 def _move_home(d: StepBuilder, name: str, slot: int, kind: AxisSharding, stage: int) -> int:
-    """Write the transfer of a merged parameter to the stage that stores it; return the new slot.
+    """Write the transfer of a merged parameter to the stage that stores it; return its slot there.
 
     Args:
       d: the builder of the step.
@@ -291,10 +297,10 @@ def _move_home(d: StepBuilder, name: str, slot: int, kind: AxisSharding, stage: 
 
 
 def _kinds(at: StagePlacement, name_of: Mapping[Var, str]) -> dict[Any, AxisSharding]:
-    """Return value of the update -> its sharding over replicas.
+    """Return a map from each variable of the update to its sharding over replicas.
 
-    A value differs between replicas if one of its operands does. Outputs of collectives such as an
-    all-reduce are equal on all replicas.
+    A value differs between replicas if one of its operands differs. Outputs of collectives such as
+    an all-reduce are equal on all replicas.
     """
     program = at.plan.update.placed.program
     kinds: dict[Any, AxisSharding] = {v: at.update_kind(n) for v, n in name_of.items()}
@@ -308,6 +314,6 @@ def _kinds(at: StagePlacement, name_of: Mapping[Var, str]) -> dict[Any, AxisShar
         kinds |= dict.fromkeys(eqn.outvars, EACH if differs else SAME)
     for n, a in program.outvars.items():
         if isinstance(a, Var):
-            # Results are equal on all replicas, and so is state unless it is sliced.
+            # Results are equal on all replicas. State is equal or sliced.
             kinds[a] = at.state_kind(n)
     return kinds

@@ -1,4 +1,4 @@
-"""Instructions of a pipelined step. They read and write values in numbered slots.
+"""Instructions of a pipelined step, which read and write values in numbered slots.
 
 RunStage    runs a compiled program on a stage
 Transfer    moves a value from one stage to another
@@ -22,7 +22,7 @@ class RunStage:
     Attributes:
       stage: the stage.
       fn: the compiled program.
-      reads, makes: the slots of its operands, and of its outputs.
+      reads, makes: the slots of the program's operands, and of its outputs.
       what: a name for display.
       task: the task of the schedule that the program runs; None for other programs.
     """
@@ -40,8 +40,8 @@ class Transfer:
     """Transfer of a value to another slot, on another stage or on the host.
 
     Attributes:
-      source, target: the slots from which and to which the value is copied.
-      origin, stage: the stages that send and receive the value.
+      source, target: the slot from which the value is copied, and the slot that receives it.
+      origin, stage: the stage that sends the value, and the stage that receives it.
       kind: the sharding of the value on the receiving stage.
       what: a name for display.
       to_host: True if the value goes to the memory of the receiving host, not to its devices.
@@ -72,15 +72,16 @@ class StepProgram:
     """Step of a pipeline as a list of instructions.
 
     Attributes:
-      instructions: (instruction, slots to empty after it), in order.
+      instructions: pairs of an instruction and the slots to empty after it, in order.
       size: the number of slots.
-      inputs: (place, name) -> slot, for the arrays of the state and of the batch.
-      fixed: slot -> value, for constants: indices of micro-batches, constant outputs of the update.
-      state: (place, name) -> slot, for the arrays of the new state.
-      results: name of a result -> (slot, sharding, the stage that computes it).
-      saved: (stage, micro-batch) -> the slots of values saved from forward to backward.
-      in_flight: slot -> stage, for the slots that contain values of a single micro-batch.
-      values: the program of precomputed values, if micro-batches read any.
+      inputs: maps (place, name) of each array of the state and of the batch to its slot.
+      fixed: maps the slot of each constant to its value: indices of micro-batches, and constant
+        outputs of the update.
+      state: maps (place, name) of each array of the new state to its slot.
+      results: maps each result's name to (slot, sharding, the stage that computes the result).
+      saved: maps (stage, micro-batch) to the slots of the values saved from forward to backward.
+      in_flight: maps each slot that contains a value of a single micro-batch to the value's stage.
+      values: the program of precomputed values; None if micro-batches read none.
     """
 
     instructions: tuple[tuple[Instruction, tuple[int, ...]], ...]
@@ -95,5 +96,5 @@ class StepProgram:
 
     @property
     def lines(self) -> list[str]:
-        """A line of text for each instruction, equal in all processes of a job."""
+        """One line of text for each instruction. All processes of a job have the same lines."""
         return [f"{type(ins).__name__} {ins.stage} {ins.what}" for ins, _ in self.instructions]

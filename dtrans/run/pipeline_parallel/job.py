@@ -1,4 +1,4 @@
-"""Job of a pipeline: `init` returns the first state, and `step` the next one."""
+"""Job of a pipeline: `init` returns the first state, and `step` the next state."""
 
 from __future__ import annotations
 
@@ -49,13 +49,16 @@ class PipelineJob(Job):
         self._programs: dict[Any, StepProgram] = {}
         self.run_id, self.saves = processes.run_id, processes.saves
         self._shown: dict[str, Any] = {}
-        # weak reference to the last state that `step` returned, which needs no checks
+        # Weak reference to the last state that `step` returned. This state needs no checks.
         self._last: Any = lambda: None
 
     # -- the interface for users -----------------------------------------------------------------
 
     def init(self, *args: Any) -> PipelineState:
-        """Return the first state; each stage computes its part. Takes the arguments of `init`."""
+        """Return the first state, from the arguments of the user's `init`.
+
+        Each stage computes its own part of the state.
+        """
         self._check_open()
         return self._layout.init(*args)
 
@@ -63,16 +66,17 @@ class PipelineJob(Job):
     def step(self, state: PipelineState, *batch: Any) -> tuple[Any, ...]:
         """Run one step; return the new state and the results of the step, such as the loss.
 
-        In a job of one process `batch` is the global batch. In a job of N processes it is this
-        process's part, 1/N of the rows. The job cuts the arrays of the global batch along dim 0,
-        first over replicas and then into micro-batches. Two kinds of arrays are not cut: 0-d
-        arrays, and the plan's `unsplit_inputs`. They must be equal in all processes. The indices of
-        the replica and of the micro-batch are folded into PRNG keys.
+        In a job of one process, `batch` is the global batch. In a job of N processes, it is this
+        process's part: 1/N of the rows. The job cuts the rows of the global batch over replicas,
+        and then cuts each replica's rows into micro-batches. The rows of an array are its dim 0, or
+        the dimension in `plan.axes`. Two kinds of arrays are not cut: 0-d arrays, and the plan's
+        `unsplit_inputs`. They must be equal in all processes. The job folds the indices of the
+        replica and of the micro-batch into PRNG keys.
 
         Raises:
-          BatchError: the number of rows is not a multiple of micro-batches times replicas, or
+          BatchError: the number of rows is not a multiple of num_micro_batch times replicas, or
             differs between processes.
-          StateError: the state belongs to another job, or an earlier step donated its memory.
+          StateError: the state belongs to another job, or an earlier step has donated its memory.
         """
         program, env = self.prepare(state, *batch)
         self.execute(program, env)
@@ -89,21 +93,21 @@ class PipelineJob(Job):
         return {n: self.plan.axes.get(n, 0) for n in split}
 
     def params(self, state: PipelineState) -> Any:
-        """Return the parameters as the pytree that `init` returns.
+        """Return the parameters in the pytree structure of `init`.
 
-        In a job of several processes all must call this method together.
+        In a job of several processes, all processes must call this method together.
         """
         return self._tree(0, state.params)
 
     def opt_state(self, state: PipelineState) -> Any:
-        """Return the optimizer's state as the pytree that `init` returns.
+        """Return the optimizer's state in the pytree structure of `init`.
 
-        In a job of several processes all must call this method together.
+        In a job of several processes, all processes must call this method together.
         """
         return self._tree(1, state.opt_state)
 
     def _tree(self, i: int, arrays: Mapping[str, Any]) -> Any:
-        """Return argument `i` of the step as a pytree, gathered from the arrays of all processes.
+        """Gather argument `i` of the step from all processes, and return it as a pytree.
 
         Args:
           i: 0 for the parameters, 1 for the optimizer's state.
@@ -122,9 +126,9 @@ class PipelineJob(Job):
         return self._layout.from_step(arrays_of(self.plan.main, params, opt_state))
 
     def lower(self, state: PipelineState, *batch: Any) -> LoweredStep:
-        """Return the programs of each stage that `step` compiles for these arguments.
+        """Return the programs that each stage compiles for a step with these arguments.
 
-        The method runs a step on a copy of the state. All processes must call it together.
+        The method runs a step on a copy of the state. All processes must call the method together.
         """
         with recording() as parts:
             self.step(jax.tree.map(jnp.copy, state), *batch)
@@ -132,10 +136,10 @@ class PipelineJob(Job):
 
     @property
     def summaries(self) -> dict[str, Any]:
-        """Tag -> merged value, for the summaries of the last step (`dtrans.summary`).
+        """Merged values of the last step's summaries (`dtrans.summary`), by tag.
 
-        Texts are left out. `writer.write(i, job.summaries, job.plan.shown.summaries)` writes them
-        to TensorBoard.
+        Summaries of text are left out. To write summaries to TensorBoard, call
+        `writer.write(i, job.summaries, job.plan.shown.summaries)`.
         """
         collected, found = self.plan.shown.collected, {}
         for s in self.plan.shown.summaries:
@@ -147,24 +151,25 @@ class PipelineJob(Job):
         return found
 
     def scheduled(self, name: str) -> PipelineJob:
-        """Return a job with another schedule that reuses the compiled programs of this job.
+        """Return a job with another schedule. It reuses the compiled programs of this job.
 
         Raises:
-          ConfigError: the schedule is unknown, or needs different programs: it has another number
-            of chunks, or splits the backward pass. Or the job has several processes.
+          ConfigError: the schedule is unknown, or the job has several processes. Or the schedule
+            needs different programs: it has another number of chunks, or splits the backward pass
+            and this job's schedule does not.
         """
         self.processes.check_reorder(name)
         return PipelineJob(OneProcess(dataclasses.replace(self.at, plan=self.plan.scheduled(name))))
 
     def close(self) -> None:
-        """End the job, and close its channels to other processes. Also called at exit."""
+        """End the job, and close its channels to other processes."""
         super().close()
         self.processes.close()
 
     # -- a step, in parts ------------------------------------------------------------------------
 
     def prepare(self, state: PipelineState, *batch: Any) -> tuple[StepProgram, list[Any]]:
-        """Return the instructions of a step, and a list of slots that contains its inputs."""
+        """Return the instructions of a step, and the list of slots, filled with its inputs."""
         main, update = self.plan.main, self.plan.update
         arrays = batch_arrays(main.args[2:], batch, main.inputs)
         local = dict(zip(self.plan.batch, arrays, strict=True))
@@ -194,7 +199,7 @@ class PipelineJob(Job):
         return program, env
 
     def _program_for(self, arrays: Mapping[str, Any]) -> StepProgram:
-        """Return the instructions of a step for a batch of the shapes and types of `arrays`."""
+        """Return the instructions of a step for a batch with the shapes and dtypes of `arrays`."""
         key = tuple((x.shape, x.dtype) for x in arrays.values())
         if key not in self._programs:
             batch = self.processes.global_types(arrays)
@@ -217,8 +222,8 @@ class PipelineJob(Job):
         """Execute the instructions of this process.
 
         Args:
-          program: the step.
-          env: the value in each slot; changed by the instructions.
+          program: the instructions of the step.
+          env: the value in each slot; updated in place.
           look: a function that is called after each instruction, before slots are emptied.
         """
         for number, (ins, empty) in enumerate(program.instructions):
@@ -236,7 +241,7 @@ class PipelineJob(Job):
         self.processes.share_results(program, env)
 
     def collect(self, program: StepProgram, env: list[Any]) -> tuple[Any, ...]:
-        """Return the new state and the results of a step that was executed."""
+        """Return the new state and the results of an executed step."""
         new_arrays = {}
         for (place, n), slot in program.state.items():
             if place in self.at.mine:
@@ -252,7 +257,7 @@ class PipelineJob(Job):
         return (new, *result_of(self._rest, values_at(values, self._rest.names)))
 
     def _merged(self, name: str, x: Any, kind: AxisSharding) -> Any:
-        """Return a result; if the replicas have different values, merge them."""
+        """Return a result. If the replicas have different values, merge the values."""
         if not kind.stacked:
             return x
         way = self.plan.model.merges[name]
@@ -264,7 +269,7 @@ class PipelineJob(Job):
 
     @cached_property
     def _rest(self) -> TreeSpec:
-        """The results of the step without its state."""
+        """Pytree structure of the step's results, without the state."""
         main = self.plan.main
         return without(without(main.out, main.args[0]), main.args[1])
 

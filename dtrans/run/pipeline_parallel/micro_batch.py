@@ -15,7 +15,8 @@ from dtrans.run.pipeline_parallel.stage_placement import StagePlacement
 def is_numbered(at: StagePlacement, p: Program, batch: Mapping[str, Any]) -> bool:
     """Return True if a program needs the index of the micro-batch.
 
-    It needs the index if it reads rows of the batch, or a PRNG key.
+    A program needs the index if it reads rows of the batch, or a PRNG key, and there are several
+    micro-batches.
     """
     if at.plan.options.num_micro_batch == 1:
         return False
@@ -26,15 +27,15 @@ def is_numbered(at: StagePlacement, p: Program, batch: Mapping[str, Any]) -> boo
 def of_micro_batch(
     at: StagePlacement, p: Program, batch: Mapping[str, Any]
 ) -> Callable[..., Sequence[Any]]:
-    """Return a function that selects the rows of a micro-batch, and runs a program on them.
+    """Return a function that selects the rows of a micro-batch, and runs a program on these rows.
 
-    Its arguments are the inputs of the program, with arrays of the global batch (of one replica).
-    If the program `is_numbered`, the index of the micro-batch is an additional, last argument.
+    The function's arguments are the inputs of the program. Its arrays of the batch have all rows of
+    one replica. If the program `is_numbered`, the last argument is the index of the micro-batch.
 
     Args:
       at: the placement of the plan.
       p: a program of a micro-batch.
-      batch: name -> type, for the arrays of the global batch and precomputed values.
+      batch: shape and dtype of each array of the global batch and each precomputed value, by name.
     """
     one, names, types, o = per_trainer(p), p.in_names, p.inputs, at.plan.options
     split = {i for i, n in enumerate(names) if n in batch and at.is_split(n, batch[n])}

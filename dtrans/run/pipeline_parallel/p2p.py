@@ -1,22 +1,22 @@
 """Channels between the processes of a pipeline: a connection from each process to every other.
 
-Every process binds one listening socket, and publishes its address on the board of the job
-(`dtrans.run.distributed.board`). A message contains the step of its value and the index of the
-value in the step, so values may arrive in any order (`dtrans.protocol.collective.arrivals`).
-Sending never blocks: a thread waits until a value is computed, and sends it in messages
-(`dtrans.protocol.wire`). Receiving raises DeadlineError after a deadline, with the name of the
-sender.
+Every process binds one listening socket, and publishes the socket's address on the board of the job
+(`dtrans.run.distributed.board`). A message contains a step, and the key of a value in this step. So
+values may arrive in any order (`dtrans.protocol.collective.arrivals`). `send` never blocks: a
+thread waits until a value is computed, and sends the value in messages (`dtrans.protocol.wire`).
+`receive` raises DeadlineError after a deadline; the error names the sender.
 
-Messages are authenticated. The processes share a secret from the board and the job's token. The key
-or password of each connection is derived from both (`dtrans.run.net.keys`), and identifies the
-sender. A message is dropped and counted if its step is over or its value has arrived before. It is
-also dropped if the plan has no such value, or another sender or type for the value.
+Messages are authenticated. The processes share a secret from the board, and the job's token. The
+key or password of each connection is derived from both (`dtrans.run.net.keys`), and identifies the
+sender. A receiver drops and counts a message if its step is over, or if its value has arrived
+before. It also drops a message if the plan has no such value, or another sender or type for it.
 
-A network may break a connection and lose messages. On the next connection the sender asks how many
-messages have arrived, and repeats the others (`dtrans.protocol.numbered_messages`). A sender that
-closes its channels waits at most `LINGER` seconds for this, if a connection is broken. It does not
-wait for a process that has ended. A receiver that closes its channels first reports how many
-messages have arrived, so that no sender waits for it.
+A network may break a connection and lose messages. After the reconnection, the sender asks the
+receiver how many messages have arrived, and repeats the others
+(`dtrans.protocol.numbered_messages`). If a connection is broken when a sender closes its channels,
+the sender waits at most `LINGER` seconds for the reconnection. It does not wait for a process that
+has ended. When a receiver closes its channels, it first reports how many messages have arrived, so
+that no sender waits for it.
 """
 
 from __future__ import annotations
@@ -48,16 +48,17 @@ from dtrans.run.net.zmq_transport import ZmqTransport
 
 
 logger = logging.getLogger(__name__)
-LINGER = 10.0  # seconds for which `close` waits until sent values have left this process
+LINGER = 10.0  # seconds in which `close` waits until all values are sent, at most
 MISSED = "run the same pipeline"  # end of an error about a process that did not connect in time
-LOOK = 0.2  # seconds between two checks of a waiting receiver for failures
-AHEAD = 256  # messages that are queued here for each sender; more wait at the sender
-# Messages between two reports of a receiver. The sender stores about as many, of 4 MiB at most.
+LOOK = 0.2  # seconds between two checks whether an awaited process has ended
+AHEAD = 256  # messages of each sender that are queued in this process; more wait at the sender
+# Messages between two reports of a receiver. The sender stores about as many messages, of at most
+# 4 MiB each.
 REPORT_EVERY = 4
 
 
 class _Line:
-    """One process's link to another, and the messages that the other process may lack."""
+    """A link to another process, and the messages that this other process may lack."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
@@ -65,7 +66,7 @@ class _Line:
         self._is_broken = False
 
     def send(self, op: str, frames: Sequence[Any], **fields: Any) -> None:
-        """Send a message, or store it until the connection is resumed."""
+        """Store a message until its receipt is reported; send it on an unbroken connection."""
         message = [wire.header(op, **fields, **self._messages.stamp()), *frames]
         self._messages.store(message)
         if not self._is_broken:
@@ -102,7 +103,7 @@ class P2PChannels:
 
     Args:
       cluster: this process's membership of the distributed job.
-      name: the name of the channels, which differs between the jobs of a process.
+      name: the name of the channels. Each job of a process has another name.
     """
 
     def __init__(self, cluster: Membership, name: str) -> None:
@@ -113,7 +114,7 @@ class P2PChannels:
         users = {link: f"trainer {k}" for link, k in self._links.items()}
         hosts = all_gather_text(cluster, f"links/{name}/hosts", this_host(), MISSED, _look)
         address = address_of(cluster, list(hosts.values()), coordinator())
-        # infinite patience: a process that computes for a long time does not read its messages
+        # The patience is infinite, because a process that computes for long reads no messages.
         self._in = ZmqTransport(self._keys, patience=math.inf)
         try:
             self._listener = address.open_door(
@@ -125,7 +126,7 @@ class P2PChannels:
             self._in.close()
             raise
         self.refusals = Refusals(logger)
-        self._refused: dict[int, str] = {}  # process -> reason for the last message dropped from it
+        self._refused: dict[int, str] = {}  # process -> why its last dropped message was dropped
         self._arrivals = Arrivals(self._refuse)
         self._heard = {k: NumberedMessages() for k in others}
         self._addresses: dict[int, bytes] = {}  # process -> address of its last message
@@ -145,7 +146,7 @@ class P2PChannels:
     # -- sending ---------------------------------------------------------------------------------
 
     def send(self, to: int, step: int, key: int, value: Any) -> None:
-        """Queue a value, which is sent when it is computed.
+        """Put a value into the queue. A thread sends the value when it is computed.
 
         Raises:
           PeerError: an earlier value could not be sent.
@@ -164,14 +165,14 @@ class P2PChannels:
                     lines[link] = k, _Line(link)
             line_to = dict(lines.values())
             while self._send_queued(line_to):
-                # `send` and `close` wake `poll`, which then returns without an event
+                # `send` and `close` wake `poll`, which then returns without an event.
                 self._take_events(lines, math.inf)
             self._await_reconnections(lines)
-        except BaseException as e:  # the next `send` or `receive` raises it
+        except BaseException as e:  # The next `send` or `receive` raises the error.
             self._failed.append(e)
 
     def _take_events(self, lines: Mapping[Any, tuple[int, _Line]], until: float) -> None:
-        """Wait for events of the links, and handle them."""
+        """Wait for events of the links until a time, and handle the events."""
         for event in self._out.poll(until):
             k, line = lines[event.source]
             try:
@@ -180,10 +181,11 @@ class P2PChannels:
                 self._refuse(k, e)
 
     def _await_reconnections(self, lines: Mapping[Any, tuple[int, _Line]]) -> None:
-        """Wait until the messages of broken connections are repeated, at most `LINGER` seconds."""
+        """Wait until broken connections are resumed, at most `LINGER` seconds."""
         now = self._out.now()
         limit = now + LINGER
-        self._take_events(lines, now)  # a connection may have broken since the last poll
+        # A connection may have broken since the last poll.
+        self._take_events(lines, now)
         while (now := self._out.now()) < limit:
             awaited = [k for k, line in lines.values() if line.awaits_reconnection]
             if all(map(_has_ended, awaited)):
@@ -244,8 +246,8 @@ class P2PChannels:
                 continue
             if watched is None:
                 continue
-            # Values that a process sent before it ended may arrive after the news of its end. So
-            # the error is raised only if nothing arrives for another interval.
+            # The last values of a process may arrive after the report of its end. So the error is
+            # raised only if no message arrives for another interval.
             if has_ended:
                 watched.check(origin)
             has_ended = _has_ended(origin)
@@ -255,7 +257,7 @@ class P2PChannels:
         return array
 
     def _hear_until(self, until: float) -> bool:
-        """Wait until messages arrive, and handle them; return False if none arrived by `until`."""
+        """Wait until messages arrive, and handle them. Return False if none arrived in time."""
         has_heard = False
         while not has_heard and self._in.now() < until:
             for event in self._in.poll(until):
@@ -265,7 +267,7 @@ class P2PChannels:
         return has_heard
 
     def _hear(self, event: Event) -> None:
-        """Handle a message; a malformed message is dropped and counted."""
+        """Handle a message; drop and count a malformed message."""
         origin = self._links[event.user]
         try:
             message = wire.parse(event.frames)
@@ -297,10 +299,10 @@ class P2PChannels:
             ) from self._failed[0]
 
     def close(self) -> None:
-        """Close the channels, after queued values were sent or `LINGER` seconds have passed."""
+        """Close the channels, after at most `LINGER` seconds for queued values."""
         if self._in.context.closed:
             return
-        # the end of this connection breaks the senders' connections, so they need a last report
+        # This call breaks the senders' connections. A last report tells them what has arrived.
         for origin in self._addresses:
             self._report(origin)
         self._outbox.put(None)
@@ -312,22 +314,22 @@ class P2PChannels:
 
 
 def _look(trainer: int) -> None:
-    """Raise PeerError if a process for which this one waits has ended."""
+    """Raise PeerError if the process that this process waits for has ended."""
     watched = watch()
     if watched is not None:
         watched.check(trainer)
 
 
 def _has_ended(trainer: int) -> bool:
-    """Return True if a process has ended, or this one cannot continue without another process."""
+    """Return True if a process has ended, or if another ended process stops this process."""
     watched = watch()
     return watched is not None and bool(watched.members.why(trainer) or watched.members.failure())
 
 
 def on_host(value: Any) -> tuple[np.ndarray, str]:
-    """Copy a value to the host; return it with the implementation of its PRNG keys.
+    """Copy a value to the host; return the copy, and the PRNG implementation of keys.
 
-    PRNG keys are returned as their data. For other arrays the implementation is "".
+    For PRNG keys, the copy contains the key data. For other arrays, the implementation is "".
     """
     impl = ""
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):

@@ -1,6 +1,6 @@
 """Methods of a pipeline job that depend on the number of processes, for a job of one process.
 
-`dtrans.run.pipeline_parallel.cluster` overrides them for jobs of several processes.
+`dtrans.run.pipeline_parallel.cluster` overrides these methods for jobs of several processes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dtrans.run.pipeline_parallel.stage_placement import StagePlacement
 
 
 class OneProcess:
-    """Job whose stages all run in this process.
+    """The only process of a pipeline job: it runs all stages.
 
     Args:
       at: the placement of the plan.
@@ -28,7 +28,7 @@ class OneProcess:
     Attributes:
       part: (index of this process's part of the batch, number of parts).
       run_id: the identifier of the job's run.
-      saves: True if this process saves the arrays that all processes have.
+      saves: True if this process writes those arrays to checkpoints that all processes have.
     """
 
     part = (0, 1)
@@ -39,10 +39,10 @@ class OneProcess:
         self.at = at
 
     def global_types(self, arrays: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return name -> type, for the arrays of the global batch.
+        """Return the shape and dtype of each array of the global batch, by name.
 
         Args:
-          arrays: the batch that this process passed to `step`.
+          arrays: the batch that the user passed to `step` in this process.
         """
         return {n: array_type(x) for n, x in arrays.items()}
 
@@ -53,7 +53,7 @@ class OneProcess:
 
         Args:
           program: the instructions of this process.
-          types: name -> type, for the arrays of the state and of the global batch.
+          types: shape and dtype of each array of the state and of the global batch, by name.
         """
 
     def gather_batch(
@@ -61,24 +61,24 @@ class OneProcess:
     ) -> Mapping[str, Any]:
         """Return the arrays of the global batch that this process reads, and precomputed values.
 
-        Arrays that no stage of this process reads are returned unchanged.
+        The method returns other arrays of the batch unchanged.
 
         Args:
-          program: the step.
-          arrays: the batch that this process passed to `step`.
-          state: (place, name) -> array, for the state that this process stores.
+          program: the instructions of the step.
+          arrays: the batch that the user passed to `step` in this process.
+          state: maps (place, name) to an array, for the state that this process stores.
         """
         return {**arrays, **self.precompute(program, arrays, state)}
 
     def precompute(
         self, program: StepProgram, arrays: Mapping[str, Any], state: Mapping[tuple[int, str], Any]
     ) -> dict[str, Any]:
-        """Compute the precomputed values of the global batch on stage 0; return name -> value.
+        """Compute the precomputed values of the global batch on stage 0; return them by name.
 
         Args:
-          program: the step.
+          program: the instructions of the step.
           arrays: the arrays of the global batch.
-          state: (place, name) -> array, for the state that the values depend on.
+          state: maps (place, name) to an array, for the state that the values depend on.
         """
         values = program.values
         if values is None:
@@ -90,7 +90,7 @@ class OneProcess:
         return dict(zip(values.out_names, outputs, strict=True))
 
     def move(self, number: int, ins: Transfer, env: list[Any]) -> None:
-        """Carry out this process's part of a transfer.
+        """Execute this process's part of a transfer.
 
         Args:
           number: the index of the instruction.
@@ -107,7 +107,7 @@ class OneProcess:
 
         Args:
           names: the names of the arrays.
-          arrays: name -> array, for the arrays that this process stores.
+          arrays: the arrays that this process stores, by name.
         """
         return arrays
 

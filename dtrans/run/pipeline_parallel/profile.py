@@ -3,8 +3,9 @@
     measured    runs a step, and adds up the sizes of live buffers after each instruction
     timed       runs a step with one thread for each device, and reads the clock around each task
 
-The thread of a device in `timed` waits for the operands of a task, starts the clock, and waits for
-its outputs. So tasks are not dispatched asynchronously, and a timed step is slower than `job.step`.
+In `timed`, each device has a thread, which waits for the operands of a task, starts the clock, and
+waits for the task's outputs. So tasks are not dispatched asynchronously, and a timed step is slower
+than `job.step`.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ class Measured:
     """Peak memory of a step for values between forward and backward.
 
     Attributes:
-      peak: for each device, the most micro-batches with saved values at a time. A micro-batch
-        counts once for each stage on the device.
-      peak_bytes: for each device, the most bytes of saved and transferred values at a time.
+      peak: largest number of micro-batches with saved values at a time, on each device. A
+        micro-batch counts once for each stage on the device.
+      peak_bytes: largest size in bytes of saved and transferred values at a time, on each device.
     """
 
     peak: tuple[int, ...]
@@ -41,7 +42,7 @@ class Measured:
 def measured(
     job: PipelineJob, state: PipelineState, *batch: Any
 ) -> tuple[tuple[Any, ...], Measured]:
-    """Run a step; return the outputs of `job.step`, and the measured peak memory."""
+    """Run a step and measure it; return the outputs of `job.step`, and the peak memory."""
     program, env = job.prepare(state, *batch)
     count, device_of = job.plan.options.num_stages, job.plan.device_of
     peak, peak_bytes = [0] * count, [0] * count
@@ -54,7 +55,9 @@ def measured(
         for stage, micro in begun:
             is_saved = any(env[slot] is not None for slot in program.saved[stage, micro])
             now[device_of(stage)] += is_saved
-        seen: set[int] = set()  # ids of arrays, because several slots may contain the same array
+        seen: set[int] = (
+            set()
+        )  # id() of each array, because several slots may contain the same array
         for slot, stage in program.in_flight.items():
             x = env[slot]
             if x is not None and id(x) not in seen:
@@ -68,7 +71,7 @@ def measured(
 
 
 def timed(job: PipelineJob, state: PipelineState, *batch: Any) -> tuple[tuple[Any, ...], Play]:
-    """Run a step; return the outputs of `job.step`, and the times of its tasks.
+    """Run a step and time it; return the outputs of `job.step`, and the times of its tasks.
 
     Times are in seconds from the start of the first task.
 
@@ -92,7 +95,7 @@ def timed(job: PipelineJob, state: PipelineState, *batch: Any) -> tuple[tuple[An
 
 
 class _Threads:
-    """Threads that execute a step: each device has a thread for its instructions, in order."""
+    """Threads that execute a step: each device's thread runs the device's instructions."""
 
     def __init__(self, job: PipelineJob, program: StepProgram, env: list[Any]) -> None:
         self.job, self.env = job, env
@@ -104,8 +107,8 @@ class _Threads:
         self.waits: list[
             list[int]
         ] = []  # for each instruction, the instructions that write its operands
-        # Each pair of devices also has a thread for the transfers between them. So devices compute
-        # during a transfer, as they do with an asynchronous link.
+        # Each pair of devices also has a thread for the transfers between these devices. So devices
+        # compute during a transfer, as with asynchronous transfers.
         self.of_thread: dict[Any, list[int]] = {}
         for i, ins in enumerate(self.list):
             self.waits.append([writer[s] for s in ins.reads if s in writer])
@@ -140,10 +143,10 @@ class _Threads:
                     return
                 self._carry_out(self.list[i])
                 self.done[i].set()
-        except BaseException as e:  # `run` raises it when all threads have ended
+        except BaseException as e:  # `run` raises the error when all threads have ended.
             self.failed.append(e)
         finally:
-            # wake threads that wait for this one, so that they end after a failure
+            # Wake the threads that wait for this thread, so that they also end after a failure.
             for i in mine:
                 self.done[i].set()
 

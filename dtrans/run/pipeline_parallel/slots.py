@@ -17,15 +17,15 @@ from dtrans.run.pipeline_parallel.stage_placement import StagePlacement
 
 
 class Slots:
-    """Slots of a step. The first request for a value assigns the next number to it.
+    """Slots of a step. The first request for a value's slot assigns the next number to the value.
 
     Args:
       at: the placement of the plan.
       programs: the programs of a micro-batch.
-      batch: name -> type, for the arrays of the global batch and precomputed values.
+      batch: shape and dtype of each array of the global batch and each precomputed value, by name.
 
     Attributes:
-      kinds: slot -> the sharding of its value.
+      kinds: maps each slot to the sharding of its value.
       inputs, fixed: as in `StepProgram`.
     """
 
@@ -55,7 +55,7 @@ class Slots:
     # -- inputs and constants of a step ----------------------------------------------------------
 
     def state(self, place: int, name: str) -> int:
-        """Return the slot of an array of the state in a place (see `stage_placement`)."""
+        """Return the slot of a state's array in a place (see `stage_placement`)."""
         found = self.slot(self._at.state_kind(name), "state", place, name)
         self.inputs[place, name] = found
         return found
@@ -69,13 +69,13 @@ class Slots:
         return self.slot(SAME, "copy", device, name)
 
     def shared_state(self, stage: int, name: str) -> int:
-        """Return the slot of optimizer state that every stage stores, on one stage."""
+        """Return the slot of one stage's copy of optimizer state that every stage stores."""
         if self._at.host is None:
             return self.state(stage, name)
         return self.slot(SAME, "copy", self._at.plan.device_of(stage), name)
 
     def array(self, stage: int, name: str) -> int:
-        """Return the slot of an array of the batch that a stage reads."""
+        """Return the slot of a batch array that a stage reads."""
         device = self._at.plan.device_of(stage)
         kind = self._at.batch_kind(name, self._batch[name])
         found = self.slot(kind, "batch", device, name)
@@ -90,7 +90,7 @@ class Slots:
         return found
 
     def constant(self, value: Any, stage: int, name: str) -> int:
-        """Return the slot of a constant output of the update."""
+        """Return the slot of an output of the update that is a constant."""
         found = self.slot(SAME, "constant", stage, name)
         self.fixed[found] = self._at.state_backend.put(value, stage, SAME)
         return found
@@ -104,9 +104,9 @@ class Slots:
         return self.slot(kind, "value", stage, name, micro)
 
     def sum_of(self, stage: int, leaf: str, micro: int | None) -> int:
-        """Return the slot of a stage's sum of gradients of a leaf.
+        """Return the slot of the sum of a leaf's gradients on a stage.
 
-        If each micro-batch is clipped, each has a slot for its own gradient.
+        If the gradients of each micro-batch are clipped, return the micro-batch's own slot.
         """
         index = None if self._at.plan.options.clip_of_each is None else micro
         return self.slot(self._at.sum_kind(leaf), "sum", stage, leaf, index)
@@ -134,7 +134,7 @@ class Slots:
         return self.value(s.index, name, micro)
 
     def in_flight(self) -> dict[int, int]:
-        """Return slot -> stage, for the slots that contain values of a single micro-batch."""
+        """Return a map to stages from all slots that contain values of a single micro-batch."""
         kinds = ("value", "cotangent", "back")
         return {slot: key[1] for key, slot in self._numbers.items() if key[0] in kinds}
 
@@ -142,7 +142,9 @@ class Slots:
 def with_releases(
     instructions: Sequence[Instruction], stay: Collection[int]
 ) -> tuple[tuple[Instruction, tuple[int, ...]], ...]:
-    """Return each instruction with the slots to empty after it, which no later one reads.
+    """Return each instruction with the slots to empty after it.
+
+    No later instruction reads these slots.
 
     Args:
       instructions: the instructions.
@@ -153,7 +155,8 @@ def with_releases(
     for ins in reversed(instructions):
         slots = dict.fromkeys((*ins.reads, *ins.makes))
         found.append((ins, tuple(slot for slot in slots if slot not in wanted)))
-        # before this instruction, the slots that it writes contain older values
+        # Before this instruction, the slots that it writes contain older values, which this
+        # instruction overwrites.
         wanted.difference_update(ins.makes)
         wanted.update(ins.reads)
     return tuple(reversed(found))

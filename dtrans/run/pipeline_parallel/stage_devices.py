@@ -1,15 +1,15 @@
-"""Backends of a pipeline's stages: a grid of devices for each stage, or one device for all.
+"""Backends of a pipeline: a grid of devices for each stage, or one device for all stages.
 
 A value on a stage has one of these shardings over the replicas of the stage:
 
     SAME             one value for all replicas
     EACH             one value for each replica, stacked along a new leading dimension
-    ROWS             rows of the batch: of B rows over R replicas, the first B/R belong to replica 0
+    ROWS             an array of the batch whose rows are divided over the replicas, in order
     FIRST            all replicas compute the same value, and replica 0 returns it
-    cut_along(axis)  an array that is cut along a dimension, one slice for each replica
+    cut_along(axis)  an array that is cut along a dimension; each replica has one slice
 
-In a split stage, a value may also be cut along a dimension over the shards (mesh axis SPLIT). With
-one replica and one shard there is no mesh, and programs are compiled unchanged.
+In a split stage, a value may also be cut along a dimension over the stage's shards (mesh axis
+SPLIT). With one replica and one shard there is no mesh, and programs are compiled unchanged.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ROWS, FIRST = AxisSharding().cut_along(0, AXIS), AxisSharding(first=(AXIS,))
 
 
 def cut_along(axis: int) -> AxisSharding:
-    """Return the sharding of an array that is cut along a dimension over replicas."""
+    """Return the sharding of an array that is cut over replicas along a dimension."""
     return SAME.cut_along(axis, AXIS)
 
 
@@ -44,7 +44,7 @@ class StageBackend(abc.ABC):
 
     Attributes:
       replicas: the number of replicas of each stage.
-      known: (key of a function, its shardings) -> compiled function.
+      known: maps the key and the shardings of a function to the compiled function.
     """
 
     def __init__(self, replicas: int) -> None:
@@ -57,7 +57,7 @@ class StageBackend(abc.ABC):
 
     @abc.abstractmethod
     def startup(self, jaxpr: ClosedJaxpr, stage: int) -> Function:
-        """Return a compiled function that computes a stage's part of the first state."""
+        """Return a compiled function that computes one stage's part of the first state."""
 
     @abc.abstractmethod
     def compiled(
@@ -71,7 +71,7 @@ class StageBackend(abc.ABC):
         """Compile a function of one replica for all replicas of a stage.
 
         Args:
-          fn: a function of flat arrays for one replica. Its collectives are over the axis AXIS.
+          fn: a function of one replica's flat arrays. Its collectives use the mesh axis AXIS.
           stage: the stage.
           ins, outs: the shardings of operands and outputs.
           donated: the positions of operands whose memory the function may reuse.
@@ -92,7 +92,7 @@ class OnDevices(StageBackend):
 
     def put(self, x: Any, stage: int, kind: AxisSharding) -> Any:
         sharding = self.sharding(stage, kind)
-        # device_put takes 65 microseconds even if the array is already placed like this
+        # `device_put` takes 65 microseconds, even if the array already has this sharding.
         if isinstance(x, jax.Array) and x.sharding == sharding:
             return x
         return jax.device_put(x, sharding)
@@ -156,7 +156,7 @@ class OneDevice(StageBackend):
     ) -> Function:
         sizes = ((AXIS, self.replicas), (SPLIT, self._shards[stage % len(self._shards)]))
         axes = [(name, size) for name, size in sizes if size > 1]
-        # an output that is not cut is computed by all shards, and the first shard returns it
+        # All shards compute an output that is not cut, and the first shard returns it.
         results = []
         for kind in outs:
             if SPLIT not in kind.varies:
@@ -166,7 +166,7 @@ class OneDevice(StageBackend):
 
 
 class Host(OneDevice):
-    """Backend of the host's memory, where `offload` stores and updates parameters."""
+    """Backend of the host's memory, in which `offload` stores and updates the state."""
 
     def __init__(self, replicas: int) -> None:
         super().__init__(replicas)

@@ -1,9 +1,9 @@
 """Placement of a plan on devices: the places of its state, and the shardings of its arrays.
 
-A *place* is an index that identifies a copy of an array of the state. For a parameter it is the
-index of the device (or of its row of replicas), because all stages of a device share the parameter.
-For optimizer state it is the index of the stage. State that every stage stores (a step count) has a
-copy in each place.
+A *place* is an index that identifies one stored copy of an array of the state. All stages of a
+device share parameters, so the place of a parameter is the index of a device. With replicas, it is
+the index of a row of devices. The place of optimizer state is the index of a stage. State that
+every stage stores, such as a step count, has a copy in each place.
 """
 
 from __future__ import annotations
@@ -50,36 +50,36 @@ class StagePlacement:
 
     @cached_property
     def host(self) -> Host | None:
-        """The backend of the host's memory if `offload` is set, else None."""
+        """Backend of the host's memory; None if `offload` is not set."""
         if not self.plan.options.memory.offload:
             return None
         return Host(self.backend.replicas)
 
     @property
     def state_backend(self) -> StageBackend:
-        """The backend that stores state between steps."""
+        """Backend that stores the state between steps."""
         return self.host or self.backend
 
     def put(self, move: Transfer, x: Any) -> Any:
-        """Place a value on the receiver of a transfer."""
+        """Place a value on the devices or the host that receive a transfer."""
         backend = self.state_backend if move.to_host else self.backend
         return backend.put(x, move.stage, move.kind)
 
     # -- state -----------------------------------------------------------------------------------
 
     def place(self, name: str, stage: int) -> int:
-        """Return the place of a stage's array of the state."""
+        """Return the place of the copy of a state's array that a stage uses."""
         return self.plan.device_of(stage) if name in self.plan.model.homes else stage
 
     def first_place(self, name: str) -> int:
-        """Return the place of an array of the state; 0 if every stage stores it."""
+        """Return the place of a state's array; 0 if every stage stores the array."""
         home = self.plan.home(name)
         if home is None:
             return 0
         return self.place(name, home)
 
     def state_kind(self, name: str) -> AxisSharding:
-        """Return the sharding of an array of the state over replicas and shards."""
+        """Return the sharding of a state's array over replicas and shards."""
         over_replicas = SAME
         axis = self.plan.update.slice_axis(name)
         if axis is not None and self.plan.options.replicas > 1:
@@ -90,7 +90,7 @@ class StagePlacement:
 
     @property
     def per_replica(self) -> AxisSharding:
-        """The sharding of values that differ between replicas."""
+        """Sharding of values that differ between replicas."""
         return EACH if self.plan.options.replicas > 1 else SAME
 
     def sum_kind(self, leaf: str) -> AxisSharding:
@@ -108,7 +108,7 @@ class StagePlacement:
         """Return the sharding of a result that is merged over micro-batches."""
         if is_replicated(self.plan.model.merges[name]) or self.plan.options.replicas == 1:
             return SAME
-        # all replicas compute the same new state
+        # All replicas compute the same new state.
         return FIRST if name in self.plan.model.homes else EACH
 
     # -- batches ---------------------------------------------------------------------------------
@@ -118,7 +118,7 @@ class StagePlacement:
         return bool(x.shape) and not is_under(name, self.plan.options.batch.unsplit_inputs)
 
     def is_key(self, name: str, x: Any) -> bool:
-        """Return True for a PRNG key into which the index of each micro-batch is folded."""
+        """Return True for a PRNG key that the job makes different in each micro-batch."""
         is_one = not x.shape and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
         return is_one and not is_under(name, self.plan.options.batch.unsplit_inputs)
 

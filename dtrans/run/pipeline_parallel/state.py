@@ -1,4 +1,4 @@
-"""State of a pipeline job: its creation and checks, and conversion to the user's pytree."""
+"""State of a pipeline job: creation, checks, and conversion to the user's pytree."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class PipelineState:
     """State of a pipeline job: a pytree of arrays, each on the devices of its stage.
 
     Attributes:
-      params, opt_state: name -> array. If every stage stores an array (a step count), this is the
-        copy of stage 0.
-      extra: "name@stage" -> the copy of another stage.
+      params, opt_state: arrays by name. If every stage stores an array (a step count), these dicts
+        contain the copy of stage 0.
+      extra: copies of other stages, by "name@stage".
     """
 
     params: dict[str, jax.Array]
@@ -41,7 +41,7 @@ class PipelineState:
 
 @dataclasses.dataclass(frozen=True)
 class StateLayout:
-    """Conversions between a `PipelineState`, a dict (place, name) -> array, and the user's state.
+    """Conversions between a `PipelineState`, a dict of arrays by (place, name), and user's state.
 
     Attributes:
       at: the placement of the plan.
@@ -51,7 +51,10 @@ class StateLayout:
 
     @cached_property
     def _entries(self) -> list[tuple[str, str, tuple[int, str]]]:
-        """(field of `PipelineState`, key in it, (place, name)), for each array of this process."""
+        """One entry for each array of this process.
+
+        An entry is (a field of `PipelineState`, the key in this field, (place, name)).
+        """
         plan, found = self.at.plan, []
         for part, spec in zip(("params", "opt_state"), plan.update.program.args[:2], strict=True):
             for n in spec.names:
@@ -63,7 +66,10 @@ class StateLayout:
         return found
 
     def init(self, *args: Any) -> PipelineState:
-        """Return the first state; each stage computes its part. Takes the arguments of `init`."""
+        """Return the first state, from the arguments of the user's `init`.
+
+        Each stage computes its own part of the state.
+        """
         at, plan, backend = self.at, self.at.plan, self.at.state_backend
         flat = plan.startup.flatten(*args)
         found: dict[tuple[int, str], Any] = {}
@@ -74,20 +80,21 @@ class StateLayout:
             fn = backend.startup(_startup_of(plan, names), stage)
             arrays = fn(*(backend.put(x, stage, SAME) for x in flat))
             for n, x in zip(names, arrays, strict=True):
-                # a copy, because a state may be donated, and `init` may return one array twice
+                # The array is copied, because a state may be donated, and `init` may return one
+                # array twice.
                 padded = self._padded(n, jnp.copy(x))
                 found[at.place(n, stage), n] = backend.put(padded, stage, at.state_kind(n))
         return self.state(found)
 
     def state(self, arrays: Mapping[tuple[int, str], Any]) -> PipelineState:
-        """Return the state that contains `arrays`: (place, name) -> array."""
+        """Return the state with the given arrays, whose keys are (place, name)."""
         parts: dict[str, dict[str, Any]] = {"params": {}, "opt_state": {}, "extra": {}}
         for part, key, at in self._entries:
             parts[part][key] = arrays[at]
         return PipelineState(**parts)
 
     def arrays(self, state: PipelineState) -> dict[tuple[int, str], Any]:
-        """Return (place, name) -> array, for the arrays of a state.
+        """Return the arrays of a state, by (place, name).
 
         Raises:
           StateError: the state belongs to a job of another plan.
@@ -101,32 +108,32 @@ class StateLayout:
         return found
 
     def check(self, arrays: Mapping[tuple[int, str], Any]) -> None:
-        """Check the types of the arrays of a state.
+        """Check the shapes and dtypes of a state's arrays.
 
         Raises:
-          StateError: an array has another type than in the plan.
+          StateError: an array has another shape or dtype than in the plan.
         """
         for (_, n), x in arrays.items():
             check_types({n: x}, {n: self.types[n]})
 
     def put(self, arrays: Mapping[tuple[int, str], Any]) -> dict[tuple[int, str], Any]:
-        """Check the arrays of a state, and place them on the devices of their stages.
+        """Check the arrays of a state, and place each array on the devices of its stage.
 
         Raises:
-          StateError: an array has another type than in the plan.
+          StateError: an array has another shape or dtype than in the plan.
         """
         self.check(arrays)
         return {at: self._put(at, x) for at, x in arrays.items()}
 
     def from_step(self, arrays: Mapping[str, Any]) -> PipelineState:
-        """Return the state that contains `arrays`: name in the user's step -> array."""
+        """Return the state with the given arrays, whose keys are names in the user's step."""
         rows = _rows_by_name(self.at.plan)
         found = {}
         for _, _, at in self._entries:
             full, part = rows.get(at[1], (at[1], None))
             x = jnp.asarray(arrays[full])
             if part is None:
-                x = jnp.copy(x)  # the state may be donated
+                x = jnp.copy(x)  # A step may donate the state.
             else:
                 x = jax.lax.slice_in_dim(x, part.first, part.stop, axis=part.axis)
             found[at] = self._put(at, self._padded(at[1], x))
@@ -136,7 +143,7 @@ class StateLayout:
         return self.at.state_backend.put(x, at[0], self.at.state_kind(at[1]))
 
     def _padded(self, name: str, x: Any) -> Any:
-        """Return an array of the state with the padding that the plan gives it."""
+        """Return an array of the state with the plan's padding."""
         padding = self.at.plan.padded(name)
         if padding is None:
             return x
@@ -144,13 +151,13 @@ class StateLayout:
 
     @cached_property
     def types(self) -> dict[str, Any]:
-        """Name -> type with padding, for the arrays of a state."""
+        """Shape with padding and dtype of each array of a state, by name."""
         types = self.at.plan.types
         return {n: jax.eval_shape(partial(self._padded, n), t) for n, t in types.items()}
 
 
 def _rows_by_name(plan: PipelinePlan) -> dict[str, tuple[str, Any]]:
-    """Return name of rows -> (name of their stack, the rows)."""
+    """Return a map from each name of rows to the name of their stack, and the rows."""
     found = {}
     for n, runs in plan.model.stacks.items():
         for rows in runs:
@@ -183,7 +190,7 @@ def tree_of(plan: PipelinePlan, spec: TreeSpec, array_of: Callable[[str], Any]) 
     Args:
       plan: the plan.
       spec: the structure of the pytree.
-      array_of: name -> array of the state.
+      array_of: function from a name to an array of the state.
     """
     leaves = []
     for n in spec.names:

@@ -1,4 +1,4 @@
-"""Builder of a step: collects its slots and instructions."""
+"""Builder of a step, which collects slots and instructions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class StepBuilder:
     Attributes:
       at: the placement of the plan.
       programs: the programs of a micro-batch.
-      batch: name -> type, for the arrays of the global batch and precomputed values.
+      batch: shape and dtype of each array of the global batch and each precomputed value, by name.
       slots: the slots that were requested so far.
       instructions: the instructions that were written so far.
     """
@@ -50,9 +50,9 @@ class StepBuilder:
 
         Args:
           key: a key that identifies the function in the plan.
-          fn: returns the function for one replica; called only if the key was not compiled yet.
+          fn: returns the function for one replica. It is called only before the first compilation.
           stage: the stage that runs the function.
-          reads, makes: the slots of its operands, and of its outputs.
+          reads, makes: the slots of the function's operands, and of its outputs.
           what: a name for display.
           task: the task of the schedule that the function runs; None for other functions.
           donated: the positions of operands whose memory the function may reuse.
@@ -79,8 +79,8 @@ class StepBuilder:
         """Write an instruction that moves a value to another slot.
 
         Args:
-          source, target: the slots from which and to which the value is copied.
-          stages: the stages that send and receive the value.
+          source, target: the slot from which the value is copied, and the slot that receives it.
+          stages: the stage that sends the value, and the stage that receives it.
           kind: the sharding of the value on the receiving stage.
           what: a name for display.
           to_host: True if the value goes to the memory of the receiving host.

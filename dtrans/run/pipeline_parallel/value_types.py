@@ -1,6 +1,6 @@
-"""Types of the values that processes send each other in a step, found by abstract evaluation.
+"""Types of the values that processes send each other in a step, from abstract evaluation.
 
-A receiver compares the type in a message with the expected type before it allocates memory.
+Before a receiver allocates memory, it compares the type in a message with the expected type.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from dtrans.run.pipeline_parallel.instructions import StepProgram, Transfer
 def value_types(
     program: StepProgram, types: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[int, ValueType]:
-    """Return key -> type, for each transfer and each result of a step.
+    """Return the type of the value of each transfer and of each result, by the value's key.
 
-    The key of a transfer is the index of its instruction. Results have the following integers.
+    The key of a transfer is the index of its instruction. The keys of results are the integers
+    after the last instruction.
 
     Args:
-      program: the step.
-      types: name -> type, for the arrays of the state and of the global batch.
+      program: the instructions of the step.
+      types: shape and dtype of each array of the state and of the global batch, by name.
     """
     env: list[Any] = [None] * program.size
     for slot, x in program.fixed.items():
@@ -42,7 +43,7 @@ def value_types(
             found[number] = value_type(env[ins.source])
             continue
         reads = values_at(env, ins.reads)
-        # all micro-batches run the same function on equal types, so it is evaluated once
+        # All micro-batches run the same function with equal types, so it is evaluated only once.
         key = (ins.fn, *((x.shape, x.dtype) for x in reads))
         if key not in known:
             known[key] = jax.eval_shape(ins.fn, *reads)
@@ -58,7 +59,7 @@ def value_type(x: Any, *, any_size: bool = False) -> ValueType:
 
     Args:
       x: the array, or its abstract value.
-      any_size: True to allow any size of each dimension.
+      any_size: True if the sender may choose the size of each dimension.
     """
     impls: list[str] = []
 
