@@ -1,48 +1,48 @@
 """Assignment of the equations of a forward pass to the stages of a pipeline.
 
 The equations are ordered in a row, and the row is cut into consecutive stages
-(`dtrans.pipeline_parallel.balance`). The row follows the program, with one exception: casts and
-reshapes of parameters, and values that depend on no micro-batch (masks, `iota`), move to just
-before their first reader. Otherwise a cast of all parameters at the top of the loss would put all
-parameters on the first stage. A second row also moves elementwise equations that read only inputs.
-The row whose slowest stage is faster is used.
+(`dtrans.pipeline_parallel.balance`). The row follows the program, with one exception. Casts and
+reshapes of parameters, and equations that depend on no micro-batch (masks, `iota`), move to just
+before their first reader. Otherwise, a cast of all parameters at the beginning of the loss would
+put all parameters on the first stage. A second row also moves elementwise equations that read only
+inputs. Both rows are cut, and the row with the faster slowest stage is used.
 
-The cost of a stage is its floating-point operations, plus `flops_per_byte` for each byte that it
-sends to the next stage. It sends each value once, also a value that it only forwards (a skip
-connection). Three kinds of values are not sent:
+The cost of a stage is its number of floating-point operations, plus `flops_per_byte` for each byte
+that the stage sends to the next stage. A stage sends each value once. It also forwards values that
+only later stages read (skip connections). Three kinds of values are not sent:
 
   - inputs of the step: each stage that reads an input receives it with the batch
   - values that depend on no micro-batch: each stage that reads them computes them
   - results of the step: they stay on the stage that computes them
 
-Every stage gets at least one equation with a cost, if the program has that many. Between two
+If the program has enough equations with a cost, every stage gets at least one of them. Between two
 equations with a cost, the cut is made where the fewest bytes cross it. On a tie, the equations
-between them are on the stage of their readers.
+without a cost are on the stage of their readers.
 
 Policies:
 
-  BALANCE_FLOPS    Minimizes the cost of the slowest stage, sending included. Exact. If sending is
-                   expensive, a stage may get almost no work.
+  BALANCE_FLOPS    Finds the cut with the least cost of the slowest stage, with the cost of
+                   sending. If sending is expensive, a stage may get almost no work.
   REPEATED_LAYERS  Each stage gets the same number of repeated blocks
                    (`dtrans.pipeline_parallel.repeated_blocks`). Equations before the blocks are on
                    the first stage, equations after the blocks on the last. EPL's rule. Raises
-                   ConfigError if the number of blocks is not a multiple of the stages.
-  BALANCE_OP_NUM   Each stage gets the same number of equations. EPL's rule, but with exactly the
-                   requested number of stages.
+                   ConfigError if the number of blocks is not a multiple of the number of stages.
+  BALANCE_OP_NUM   Each stage gets the same number of equations. EPL's rule, but the number of
+                   stages is always the requested number.
   HEURISTIC        The default. Among the cuts that nearly balance the operations of stages, it
                    takes the cut that sends the fewest bytes
-                   (`dtrans.pipeline_parallel.balance.balanced`). It does not cut repeated blocks,
-                   unless the slowest stage then does more than `SLACK` times the work. If the
-                   number of blocks is a multiple of the stages, and blocks cost about the same, it
-                   acts as REPEATED_LAYERS.
+                   (`dtrans.pipeline_parallel.balance.balanced`). It cuts only between repeated
+                   blocks, if the slowest stage then does at most `SLACK` times the work. It gives
+                   the cut of REPEATED_LAYERS if all blocks cost about the same, and their number is
+                   a multiple of the number of stages.
 
-EPL has no cost model, and avoids cutting blocks only if their number is a multiple of the stages
-(epl/parallel/planner.py).
+EPL has no cost model. It avoids cutting blocks only if their number is a multiple of the number of
+stages (epl/parallel/planner.py).
 
-Scopes of the user (`dtrans.step.scopes`) override all policies. An equation outside of all scopes
-goes to the stage of the last scope before it, with two limits: not before the stages of its
-operands, and not after the stages of its readers. Values computed from inputs alone go to the first
-stage that reads them. This is EPL's rule of minimum and maximum.
+Scopes in the user's model (`dtrans.step.scopes`) override all policies. An equation outside of all
+scopes goes to the stage of the last scope before it. But its stage is never before the stages of
+its operands, and never after the stages of its readers. Values that are computed from inputs alone
+go to the first stage that reads them. This is EPL's rule of minimum and maximum.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ from dtrans.step.scopes import Scope, scopes_of
 
 POLICIES = ("HEURISTIC", "REPEATED_LAYERS", "BALANCE_FLOPS", "BALANCE_OP_NUM")
 
-# Floating-point operations that a device does while it sends one byte: 100 Gflop/s over 10 GB/s.
-# For an accelerator on a fast link the number is several hundred.
+# Floating-point operations that a device does while it sends one byte: 100 Gflop/s divided by 10
+# GB/s. For an accelerator on a fast link, the number is several hundred.
 FLOPS_PER_BYTE = 10.0
 
 
@@ -82,9 +82,9 @@ class StageCost:
     """Cost of a stage's forward pass for one micro-batch.
 
     Attributes:
-      equations: the number of equations.
+      equations: the number of equations of the stage.
       flops: the floating-point operations of these equations.
-      sends: the bytes sent to the next stage, including values that the stage only forwards.
+      sends: the bytes that the stage sends to the next stage, including values that it forwards.
     """
 
     equations: int
@@ -105,13 +105,14 @@ def stages_of(
     The stage of an equation is never before the stages of its operands.
 
     Args:
-      forward: the loss function, not differentiated, with inlined calls
+      forward: the jaxpr of the loss function, before differentiation, with inlined calls
         (`dtrans.ir.inline.inline_calls`).
       num_stages: the number of stages; each gets at least one equation.
-      policy: one of `POLICIES`. None: the user's scopes if there are any, else HEURISTIC.
+      policy: one of `POLICIES`. With None, the user's scopes determine the stages; without scopes,
+        the policy is HEURISTIC.
       flops_per_byte: the floating-point operations that a device does while it sends one byte.
-      batch: the inputs that differ between micro-batches. A value that depends on none of these
-        inputs is recomputed by each stage that reads it. None: all inputs.
+      batch: the inputs that differ between micro-batches; None if all inputs do. Each stage
+        recomputes the values that it reads if they depend on none of these inputs.
 
     Raises:
       ConfigError: the forward pass has fewer equations than `num_stages`. The policy is unknown, or
@@ -161,7 +162,7 @@ def stages_of(
     rule = contiguous
     if policy in (None, "HEURISTIC"):
         rule = balanced
-    # cut the equations in each candidate order, and keep the cut whose slowest stage is faster
+    # Cut the equations in each candidate order, and take the cut with the fastest slowest stage.
     cuts = []
     for order in _orders(forward, costs, batch):
         row = _Row(forward, costs, order, flops_per_byte, batch)
@@ -196,8 +197,8 @@ def stage_costs(
     """
     count = max(stage_of, default=0) + 1
     equations, work, sends = [0] * count, [0] * count, [0] * count
-    first: dict[Var, int] = {}  # value -> the stage that computes it
-    last: dict[Var, int] = {}  # value -> the last stage that reads it
+    first: dict[Var, int] = {}  # value -> the stage that computes the value
+    last: dict[Var, int] = {}  # value -> the last stage that reads the value
     for eqn, stage in zip(forward.jaxpr.eqns, stage_of, strict=True):
         equations[stage] += 1
         work[stage] += flops(eqn)
@@ -217,12 +218,12 @@ Rule: TypeAlias = Callable[[Sequence[float], Sequence[float], int], tuple[int, .
 
 
 class _Row:
-    """Equations of a program in one order, which `cut` divides into consecutive parts.
+    """Equations of a program in a candidate order. `cut` divides them into consecutive parts.
 
     Args:
       forward: the program.
       costs: the floating-point operations of each equation of the program.
-      order: the order of the row: indices of equations in the program.
+      order: indices in the program of the equations, in the order of the row.
       flops_per_byte: the cost of sending one byte, in floating-point operations.
       batch: as for `stages_of`.
 
@@ -259,7 +260,7 @@ class _Row:
         self.crossing = [flops_per_byte * alive for alive in itertools.accumulate(changes[:count])]
 
     def stages(self, starts: Sequence[int]) -> tuple[int, ...]:
-        """Return the stage of each equation of the program, if stage s begins at `starts[s]`."""
+        """Return the stage of each equation of the program for a cut at the positions `starts`."""
         stages = [0] * len(self.order)
         parts = part_of_each(starts, len(self.order))
         for position, part in zip(self.order, parts, strict=True):
@@ -272,12 +273,12 @@ class _Row:
         return [sum(self.costs[a:b]) for a, b in itertools.pairwise(bounds)]
 
     def slowest(self, starts: Sequence[int]) -> float:
-        """Return the cost of the slowest part, sending included."""
+        """Return the cost of the slowest part, including the cost of sending."""
         sent = [*values_at(self.crossing, starts[1:]), 0.0]
         return max(map(sum, zip(self.work(starts), sent, strict=True)))
 
     def cut(self, parts: int, rule: Rule, blocks: Blocks | None = None) -> tuple[int, ...]:
-        """Cut the row into `parts` parts, and return the position in the row where each begins.
+        """Cut the row into parts, and return the position in the row at which each part begins.
 
         Args:
           parts: the number of parts.
@@ -294,8 +295,8 @@ class _Row:
             return tuple(
                 values_at(positions, rule(costs, values_at(self.crossing, positions), parts))
             )
-        # The rules take time quadratic in the number of candidate cuts. Between two consecutive
-        # units with a cost, only the cheapest cut is a candidate (the earliest on ties).
+        # The time of the rules is quadratic in the number of candidate cuts. So between two
+        # consecutive units with a cost, only the cheapest cut is a candidate (on ties the first).
         best = [0]
         for a, b in itertools.pairwise(paid):
             best.append(min(positions[a + 1 : b + 1], key=lambda i: (self.crossing[i], i)))
@@ -308,7 +309,7 @@ def _reads(eqn: JaxprEqn) -> list[Var]:
 
 
 def _of_batch(forward: ClosedJaxpr, batch: Collection[Var] | None) -> set[Var]:
-    """Return all values that depend on an input in `batch`, these inputs included."""
+    """Return the inputs in `batch`, and all values that depend on these inputs."""
     inputs = forward.jaxpr.invars if batch is None else batch
     return set(propagate(forward.jaxpr.eqns, dict.fromkeys(inputs, 1), {}))
 
@@ -316,10 +317,10 @@ def _of_batch(forward: ClosedJaxpr, batch: Collection[Var] | None) -> set[Var]:
 def _orders(
     forward: ClosedJaxpr, costs: Sequence[int], batch: Collection[Var] | None
 ) -> list[list[int]]:
-    """Return the candidate orders of the equations; operands precede their readers in each.
+    """Return the candidate orders of the equations. In each order, operands precede their readers.
 
     The first order moves equations without a cost, and equations that depend on no micro-batch, to
-    just before their first reader. The second also moves elementwise equations on inputs.
+    just before their first reader. The second order also moves elementwise equations on inputs.
     """
     eqns = forward.jaxpr.eqns
     dependent = _of_batch(forward, batch)
@@ -337,12 +338,12 @@ def _late(eqns: Sequence[JaxprEqn], movable: Sequence[bool]) -> list[int]:
     """Return an order in which each movable equation directly precedes its first reader."""
     producer: dict[Var, int] = {}
     operands: list[list[int]] = []
-    moves: list[bool] = []  # an equation moves only if all its operands move
+    moves: list[bool] = []  # An equation moves only if all its operands move.
     for i, eqn in enumerate(eqns):
         operands.append(values_at(producer, select(_reads(eqn), producer)))
         moves.append(not eqn.effects and movable[i] and all(values_at(moves, operands[i])))
         producer |= dict.fromkeys(eqn.outvars, i)
-    # index of the first reader of each equation; len(eqns) if nothing reads it
+    # Index of the first reader of each equation; len(eqns) if no equation reads its outputs
     reader = [len(eqns)] * len(eqns)
     for i in reversed(range(len(eqns))):
         if not moves[i] or reader[i] == len(eqns):
@@ -358,7 +359,7 @@ def _late(eqns: Sequence[JaxprEqn], movable: Sequence[bool]) -> list[int]:
 def _heuristic(row: _Row, parts: int, best: tuple[int, ...]) -> tuple[int, ...]:
     """Return a cut between repeated blocks, or `best`.
 
-    `best` is returned if there are no repeated blocks, or if it is clearly better balanced.
+    The result is `best` if there are no repeated blocks, or if `best` is clearly better balanced.
 
     Args:
       row: the equations.
@@ -372,7 +373,7 @@ def _heuristic(row: _Row, parts: int, best: tuple[int, ...]) -> tuple[int, ...]:
     starts = row.cut(parts, balanced, blocks)
     near = lambda mine, other: max(row.work(mine)) <= SLACK * max(row.work(other))
 
-    # if all blocks cost about the same, users expect the same number of blocks on each stage
+    # If all blocks cost about the same, users expect the same number of blocks on each stage.
     each = blocks.costs(row.costs)
     if len(blocks) % parts == 0 and max(each) <= SLACK * min(each):
         even = _even(blocks, parts)
@@ -393,7 +394,7 @@ def _even(blocks: Blocks, parts: int) -> tuple[int, ...]:
 def _repeated(row: _Row, parts: int) -> tuple[int, ...]:
     """Return the starts of parts with equal numbers of repeated blocks.
 
-    The blocks are the best repeated blocks whose number is a multiple of `parts`.
+    The function uses the best repeated blocks whose number is a multiple of `parts`.
 
     Raises:
       ConfigError: no number of repeated blocks is a multiple of `parts`.
@@ -416,10 +417,10 @@ def _repeated(row: _Row, parts: int) -> tuple[int, ...]:
 
 
 def scoped_stages(forward: ClosedJaxpr) -> tuple[int, ...] | None:
-    """Return the stage of each equation as the user's scopes determine it.
+    """Return the stage of each equation according to the user's scopes.
 
     Each scope is a stage, in the order in which scopes first appear. In a model with `replicate`
-    scopes, `split` scopes are stages too. Returns None if the model has no `replicate` scope.
+    scopes, `split` scopes are stages, too. If the model has no `replicate` scope, return None.
 
     Raises:
       ConfigError: a scope reads a value of a later scope, or scopes are nested.
@@ -450,7 +451,7 @@ def scoped_stages(forward: ClosedJaxpr) -> tuple[int, ...] | None:
     fixed = [None if s is None else number[s.key] for s in scopes]
     _check_order(eqns, fixed, named)
 
-    # walk back over the equations, and find the first stage that reads an output of each
+    # Walk back over the equations, and find the first stage that reads an output of each one.
     readers: dict[Var, int] = {}
     first = [len(named)] * len(eqns)
     for i in reversed(range(len(eqns))):
@@ -461,7 +462,7 @@ def scoped_stages(forward: ClosedJaxpr) -> tuple[int, ...] | None:
         for a in _reads(eqns[i]):
             readers[a] = min(bound, readers.get(a, bound))
 
-    # walk forward, with EPL's rule of minimum and maximum for equations outside of all scopes
+    # Walk forward, with EPL's rule of minimum and maximum for equations outside of all scopes.
     stage: dict[Var, int] = {}
     of_scope: set[Var] = set()
     stages: list[int] = []

@@ -1,9 +1,10 @@
 """Choice of the number of stages for `num_stages="auto"`.
 
-If the model has `dtrans.replicate` scopes, each scope is a stage. Otherwise the schedule is
-simulated with the estimated costs of stages for each possible number. More stages do less work
-each, but the pipeline takes longer to fill and to drain. The least number within a factor of
-`balance.SLACK` of the fastest is chosen, because each stage takes a device.
+If the model has `dtrans.replicate` scopes, each scope is a stage. Otherwise, the schedule is
+simulated for each possible number of stages, with the estimated costs of the stages. With more
+stages, each stage has less work, but the pipeline takes longer to fill and to drain. Each stage
+needs a device. So the result is the least number whose duration is within a factor of
+`balance.SLACK` of the shortest duration.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ def auto_stages(forward: ForwardPass, o: PipelineOptions) -> tuple[PipelineOptio
 
     Args:
       forward: the forward pass to cut.
-      o: the options; their `num_stages` is ignored.
+      o: the options. The function ignores `num_stages`.
 
     Raises:
-      ConfigError: the number of scopes is not a multiple of `chunks`, or the policy is
-        REPEATED_LAYERS, which needs a given number of stages.
+      ConfigError: the number of scopes is not a multiple of `chunks`. Or the policy is
+        REPEATED_LAYERS, which needs a number of stages from the user.
     """
     if loops_of(forward):
         forward, _ = split_scans(forward, split_iterations(forward))
@@ -60,13 +61,16 @@ def auto_stages(forward: ForwardPass, o: PipelineOptions) -> tuple[PipelineOptio
 
 
 def _most(forward: ForwardPass, o: PipelineOptions) -> int:
-    """Return the most stages to try: limited by the devices and by the equations with a cost."""
+    """Return the largest number of stages to try.
+
+    The number of devices and the number of equations with a cost limit it.
+    """
     work = sum(flops(e) > 0 for e in forward.eqns) or 1
     return max(1, min(_devices(o.stages.cluster, o.replicas), work // o.chunks))
 
 
 def _devices(cluster: Cluster, replicas: int) -> int:
-    """Return the most stages that the devices of one replica allow."""
+    """Return the largest number of stages for which there are enough devices."""
     if cluster.slices is not None:  # [stage][replica][device]
         return len(cluster.slices)
     if cluster.layout == "all":
@@ -87,6 +91,6 @@ def _makespan(forward: ForwardPass, o: PipelineOptions, timetable: Schedule) -> 
     work, backward = [], []
     for cost in stage_costs(forward.jaxpr, stage_of, batch):
         work.append(cost.flops + rate * cost.sends)
-        # a backward pass computes two products for each product of the forward pass
+        # A backward pass computes two matrix products for each product of the forward pass.
         backward.append(2 * work[-1])
     return float(timetable.makespan(work, backward, work))

@@ -2,13 +2,13 @@
 
 There are two exact rules (`contiguous` and `balanced`), and EPL's balance of op counts
 (`partition_balance`). A *unit* is an entry of the list: in a pipeline, an equation or a block of
-equations. A *part* is a run of units. `crossing` is the cost of a cut: in a pipeline, the cost of
-sending the bytes that cross it.
+equations. A *part* consists of consecutive units. `crossing` contains the costs of cuts: in a
+pipeline, the cost of sending the bytes that cross a cut.
 
 Each function returns the first unit of each part: `(0, 3, 5)` means units 0 to 2, 3 to 4, and 5 to
-the end. It returns exactly the requested number of parts, each with at least one unit, or raises.
-EPL's original may return fewer parts (three parts for six equal units in four stages), which leaves
-a device idle.
+the end. The result has exactly the requested number of parts, each with at least one unit. If this
+is impossible, the function raises ConfigError. EPL's original may return fewer parts (three parts
+for six equal units in four stages), which leaves a device idle.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ import numpy as np
 from dtrans.errors import ConfigError
 
 
-# Ratio of costs up to which a choice counts as equally fast as the best, so that other criteria
-# decide between them.
+# A cost of at most this many times the best cost counts as equally good, so that other criteria
+# decide.
 SLACK = 1.1
 
 
 def contiguous(costs: Sequence[float], crossing: Sequence[float], parts: int) -> tuple[int, ...]:
     """Cut a list of units into parts so that the cost of the slowest part is minimal.
 
-    Exact, in O(parts * units^2). A part of the units i to j - 1 costs
+    The result is exact, in O(parts * units^2). A part of the units i to j - 1 costs
     `sum(costs[i:j]) + crossing[j]`: its work, plus the transfer of its output to the next part.
-    Ties are broken in this order: least total crossing; most even work (least sum of squares);
-    earliest cuts, compared from the last part backwards.
+    Ties are broken by these criteria, in order: least total crossing; most even work (least sum of
+    squares); earliest cuts, compared from the last part backwards.
 
     Args:
       costs: the cost of each unit, at least 0.
@@ -66,10 +66,11 @@ def contiguous(costs: Sequence[float], crossing: Sequence[float], parts: int) ->
 def balanced(costs: Sequence[float], crossing: Sequence[float], parts: int) -> tuple[int, ...]:
     """Cut a list of units into parts of nearly balanced work, with the least total crossing.
 
-    Exact. Two limits define "nearly balanced". The upper limit of a part's work is `SLACK` times
-    the least possible work of the slowest part. The lower limit is half of the greatest possible
-    work of the lightest part, among cuts within the upper limit. Ties are broken by parts that
-    begin with the most expensive units (a layer begins with its product), then by even work.
+    The result is exact. Two limits define "nearly balanced". The upper limit of a part's work is
+    `SLACK` times the least possible work of the slowest part. Among the cuts within this limit, the
+    lightest part has a greatest possible work. Half of this work is the lower limit. On ties, parts
+    that begin with the most expensive units are preferred, because a layer begins with its matrix
+    product. The last criterion is even work.
 
     Arguments, result and errors are the same as for `contiguous`.
 
@@ -97,7 +98,7 @@ def balanced(costs: Sequence[float], crossing: Sequence[float], parts: int) -> t
 
 
 def _sent(costs: Sequence[float], crossing: Sequence[float]) -> Any:
-    """Return an array with the cost of a cut in front of each unit; 0 at both ends of the list."""
+    """Return an array of the costs of all cuts, with 0 at both ends of the list."""
     if len(crossing) != len(costs):
         raise ConfigError(
             f"crossing has {len(crossing)} entries; expected one for each of the {len(costs)} units"
@@ -110,7 +111,7 @@ def _sent(costs: Sequence[float], crossing: Sequence[float]) -> Any:
 
 
 def _work(costs: Sequence[float]) -> Callable[[int], Any]:
-    """Return `work(stop)`: an array whose entry `start` is the work of the units start:stop."""
+    """Return a function of `stop` that returns an array: the work of the units start:stop."""
     done = np.concatenate([[0.0], np.cumsum(np.asarray(costs, float))])
     return lambda stop: done[stop] - done[:stop]
 
@@ -120,8 +121,9 @@ def _extreme(
 ) -> float:
     """Return the best possible cost of the worst part, over all cuts into `parts` parts.
 
-    With `best=np.minimum, worst=np.maximum`, this is the least possible cost of the slowest part.
-    With `best=np.maximum, worst=np.minimum`, it is the greatest possible cost of the lightest part.
+    With `best=np.minimum, worst=np.maximum`, the result is the least possible cost of the slowest
+    part. With `best=np.maximum, worst=np.minimum`, it is the greatest possible cost of the lightest
+    part.
 
     Args:
       units, parts: the number of units, and of parts.
@@ -142,7 +144,7 @@ def _extreme(
 def _best(
     units: int, parts: int, fits: Callable[[int], Any], *keys: Callable[[int], Any]
 ) -> tuple[int, ...]:
-    """Return the starts of the best cut whose parts all fit.
+    """Return the starts of the best cut into allowed parts.
 
     The best cut has the least sum of the first key over its parts. Ties are broken by the sum of
     the next key.
@@ -150,11 +152,11 @@ def _best(
     Args:
       units, parts: the number of units, and of parts.
       fits: `fits(stop)` is an array; entry `start` is True if the units start:stop may be a part.
-      keys: `key(stop)` is an array; entry `start` is the key of the part start:stop. Or one number
-        for all starts.
+      keys: functions. `key(stop)` is an array; entry `start` is the key of the part start:stop. It
+        may also be one number for all starts.
     """
-    # dynamic programming over (part, stop): `totals[k, stop]` is the sum of key k for the best cut
-    # of the units before `stop`
+    # Dynamic programming over (part, stop): `totals[k, stop]` is the sum of key k for the best cut
+    # of the units before `stop`.
     totals = np.full((len(keys), units + 1), np.inf)
     totals[:, 0] = 0.0
     came_from = np.zeros((parts, units + 1), int)
@@ -171,7 +173,7 @@ def _best(
             for k, key in enumerate(keys):
                 now[k, stop] = (totals[k, :stop] + key(stop))[left[0]]
         totals = now
-    # trace the best cut back from its end
+    # Trace the best cut back from its end.
     starts = [units]
     for part in reversed(range(parts)):
         starts.append(int(came_from[part, starts[-1]]))
@@ -179,12 +181,12 @@ def _best(
 
 
 def partition_balance(weights: Sequence[int], parts: int) -> tuple[int, ...]:
-    """Balance op counts as EPL does: fill the parts in order, each up to the same size.
+    """Balance op counts by EPL's rule: fill the parts in order, each up to the same size.
 
-    The size is the least that needs no more than `parts` parts. There are two differences from EPL
-    (epl/parallel/partitioner.py, `partition_balance`). A part ends early if there are only as many
-    units left as parts; EPL then returns fewer parts than requested. Weights are not scaled and
-    rounded to 0..100 as in EPL.
+    The size is the least size for which `parts` parts suffice. There are two differences from EPL
+    (epl/parallel/partitioner.py, `partition_balance`). If the remaining units are only as many as
+    the remaining parts, the current part ends; EPL would return fewer parts than requested. EPL
+    also scales the weights and rounds them to 0..100.
 
     Raises:
       ConfigError: there are fewer units than parts, or a weight is negative.

@@ -1,7 +1,7 @@
 """Assignment of a job's devices to the stages and replicas of a pipeline.
 
-Each stage gets a grid of devices, an array of shape [replica, device]. A row of the grid lists the
-devices that one replica of the stage uses. A layout fills the grids:
+Each stage gets a grid of devices: an array of shape [replica, device]. A row of the grid lists the
+devices that one replica of the stage uses. A *layout* is a rule that fills the grids:
 
 - `auto`: takes devices in order, replica by replica, and stage by stage within a replica. The
   stages of one replica are neighbours, so activations cross short links. The replicas of one stage
@@ -10,9 +10,9 @@ devices that one replica of the stage uses. A layout fills the grids:
 - `all`: gives all devices to one stage.
 - `specific`: uses grids that the user wrote.
 
-Devices are ordered by host (`process_index`), in one of two orders. The first order lists all
-devices of one host before the devices of the next host. The second order takes the first device of
-every host, then the second of every host. Devices outside of all grids stay idle, and
+There are two orders of devices; the host of a device is its `process_index`. The first order lists
+all devices of one host before the devices of the next host. The second order takes the first device
+of every host, then the second of every host. Devices outside of all grids stay idle, and
 `VirtualDevices.idle` lists them.
 
 Source: `Cluster` and its layouts of EPL (epl/cluster.py).
@@ -36,7 +36,7 @@ LAYOUTS = ("auto", "all", "specific", "aware_row")
 
 
 class VirtualDevices(tuple[np.ndarray[Any, Any], ...]):
-    """Tuple of the grids of all stages, each an array of devices of shape [replica, device].
+    """Tuple with the grid of each stage: an array of devices of shape [replica, device].
 
     Attributes:
       idle: the devices of the cluster that are in no grid, in the cluster's order.
@@ -53,12 +53,12 @@ class VirtualDevices(tuple[np.ndarray[Any, Any], ...]):
 
     @property
     def replicas(self) -> int:
-        """The number of replicas of the model."""
+        """Number of replicas of the model."""
         return len(self[0])
 
     @property
     def notes(self) -> list[str]:
-        """A remark that lists the idle devices; an empty list if no device is idle."""
+        """List with one remark, which names the idle devices; empty if no device is idle."""
         if not self.idle:
             return []
         subject = "1 device is" if len(self.idle) == 1 else f"{len(self.idle)} devices are"
@@ -73,8 +73,9 @@ class Cluster:
       layout: "auto": take devices in order, replica by replica, and stage by stage within a
         replica. "all": give all devices to one stage. "specific": use the grids in `slices`.
         "aware_row": take devices machine by machine, so that the replicas of a stage are
-        neighbours. Each process must then have one device, and each stage one device per replica.
-      devices: all devices, without repetition; by default `jax.devices()`. A device is any hashable
+        neighbours. Each process must then have one device, and each replica of a stage uses one
+        device.
+      devices: all devices, each one once; by default `jax.devices()`. A device is any hashable
         object with a `process_index`, the number of its host.
       slices: the devices as [stage][replica][device], for "specific".
       prefer_intra_node: for "auto" and "all": take all devices of a host before the devices of the
@@ -85,7 +86,7 @@ class Cluster:
         or a device is listed twice.
 
     Source: `Cluster` of EPL (epl/cluster.py), and `cluster.device_place_prefer_intra_node` of its
-    configuration. EPL's "all" ignores that option and always takes hosts in order.
+    configuration. EPL's "all" ignores this option, and always takes the hosts in order.
 
     Example:
       >>> import dataclasses
@@ -130,12 +131,12 @@ class Cluster:
           device_counts: the number of devices that one replica of each stage uses.
           replicas: the number of replicas of the model; by default the number that uses all
             devices.
-          use_all: raise ConfigError if any device stays idle.
+          use_all: True to raise ConfigError if a device stays idle.
 
         Raises:
-          ConfigError: there are too few devices, `use_all` is set and devices stay idle, or
-            `slices` has different sizes. Without `replicas`, also if the number of devices is not a
-            multiple of the number that one replica uses.
+          ConfigError: there are too few devices, `slices` has different sizes, or a device stays
+            idle in spite of `use_all`. Without `replicas`, this error also says that the number of
+            devices is not a multiple of the number that one replica uses.
         """
         counts = list(device_counts)
         if not counts or min(counts) < 1:
@@ -160,7 +161,7 @@ class Cluster:
 def _auto(
     cluster: Cluster, devices: list[Any], counts: list[int], replicas: int | None
 ) -> list[np.ndarray[Any, Any]]:
-    """Return grids that take devices in order, replica by replica, then stage by stage."""
+    """Return grids of the layout "auto": devices in order, replica by replica."""
     replicas = _replicas(cluster, len(devices), counts, replicas)
     following = iter(_ordered(devices, cluster.prefer_intra_node))
     stages: list[list[list[Any]]] = [[] for _ in counts]
@@ -193,7 +194,7 @@ def _specific(
 ) -> list[np.ndarray[Any, Any]]:
     """Return the grids of `cluster.slices`, after checks of their sizes and devices."""
     assert cluster.slices is not None
-    # rows may be NumPy arrays, to which `listed += row` below would add elementwise
+    # Rows are converted to lists, because `listed += row` would add a NumPy array elementwise.
     slices = [list(map(list, stage)) for stage in cluster.slices]
     known = set(devices)
     if len(slices) != len(counts):
@@ -233,7 +234,7 @@ def _specific(
 def _aware_row(
     cluster: Cluster, devices: list[Any], counts: list[int], replicas: int | None
 ) -> list[np.ndarray[Any, Any]]:
-    """Return grids that take devices machine by machine, all replicas of a stage together."""
+    """Return grids of the layout "aware_row": machine by machine, all replicas of a stage."""
     for process, its_devices in _hosts(devices).items():
         if len(its_devices) > 1:
             raise ConfigError(
@@ -255,7 +256,7 @@ def _aware_row(
             f"machines have {sizes} processes; use layout='auto'"
         )
     replicas = _replicas(cluster, len(devices), counts, replicas)
-    # the machine of process 0 comes first, because process 0 writes checkpoints and summaries
+    # The machine of process 0 comes first, because process 0 writes checkpoints and summaries.
     first = min(devices, key=lambda d: d.process_index)
     rows = sorted(machines.values(), key=lambda row: first not in row)
     following = iter([[device] for row in rows for device in row])
@@ -267,7 +268,8 @@ _RULES = {"auto": _auto, "all": _all, "specific": _specific, "aware_row": _aware
 
 def _grid(rows: Sequence[Sequence[Any]]) -> np.ndarray[Any, Any]:
     """Return an array of devices with shape [replica, device]."""
-    # filled row by row, because `np.array` would turn devices that are tuples into a dimension
+    # The grid is filled row by row, because `np.array` would convert devices that are tuples to a
+    # dimension.
     grid = np.empty((len(rows), len(rows[0])), dtype=object)
     for r, row in enumerate(rows):
         grid[r, :] = row
@@ -294,7 +296,7 @@ def _replicas(cluster: Cluster, total: int, counts: list[int], replicas: int | N
 
 
 def _hosts(devices: Iterable[Any]) -> dict[int, list[Any]]:
-    """Return the devices of each host, in order; hosts in the order of their first devices."""
+    """Return a map from each host to its devices. Hosts are in the order of their first devices."""
     hosts: dict[int, list[Any]] = {}
     for device in devices:
         hosts.setdefault(device.process_index, []).append(device)
@@ -302,16 +304,22 @@ def _hosts(devices: Iterable[Any]) -> dict[int, list[Any]]:
 
 
 def _ordered(devices: Iterable[Any], host_by_host: bool) -> list[Any]:
-    """Return all devices host by host; if False, the first of every host, then the second."""
+    """Return all devices in one of two orders.
+
+    Args:
+      devices: the devices.
+      host_by_host: True for all devices of a host before those of the next host. False for the
+        first device of every host, then the second of every host.
+    """
     hosts = _hosts(devices).values()
     if host_by_host:
         return list(itertools.chain(*hosts))
-    columns = itertools.zip_longest(*hosts)  # hosts may have different numbers of devices
+    columns = itertools.zip_longest(*hosts)  # Hosts may have different numbers of devices.
     return [d for column in columns for d in column if d is not None]
 
 
 def _machine(device: Any) -> Hashable:
-    """Return a key of a device's machine: JAX's slice index if it has one, else its process."""
+    """Return a key of a device's machine: its slice index in JAX, or else its process."""
     index = getattr(device, "slice_index", None)
     if index is None:
         return ("process", device.process_index)

@@ -1,6 +1,6 @@
 """Forward pass of a micro-batch: the loss function of a step as one flat list of equations.
 
-    prelude    equations that precede the loss function: split a key, cast parameters
+    prelude    equations before the loss function, such as a split of a key or a cast of parameters
     eqns       equations of the loss function, and later equations that read its results
     diff       inputs with respect to which the loss is differentiated
 
@@ -48,18 +48,19 @@ class ForwardPass(HoldsJaxpr):
     """Forward pass of a step for one micro-batch.
 
     Attributes:
-      step: the step, captured (`dtrans.step.capture`) and cut.
-      jaxpr: the equations. Its inputs are the keys of `sources`; its outputs are the loss, then
-        `results`.
-      diff: input of `jaxpr` -> the leaf whose gradient is the derivative by this input.
-      sources: input of `jaxpr` -> its value in the step: an input of the step, or an output of the
-        prelude.
+      step: the captured step (`dtrans.step.capture`), cut into its two halves.
+      jaxpr: the equations. The inputs of the jaxpr are the keys of `sources`. Its outputs are the
+        loss, followed by `results`.
+      diff: maps an input of `jaxpr` to a leaf. The derivative with respect to this input is the
+        leaf's gradient.
+      sources: maps an input of `jaxpr` to its value in the step: an input of the step, or an output
+        of the prelude.
       prelude: the equations of the step that compute the values of `sources`.
       loss: the value to differentiate.
-      results: name -> value, for results of the step that the forward pass computes. They include
-        updated state (batch statistics) and values of summaries, named by `summary_name`.
+      results: results of the step that the forward pass computes, by name. They include updated
+        state, such as batch statistics, and values of summaries, which `summary_name` names.
       summaries: the summaries of the step (`dtrans.summary`).
-      collected: name of a result or summary -> its collection (`dtrans.collect`).
+      collected: maps the name of a result or summary to its collection (`dtrans.collect`).
     """
 
     step: Cut
@@ -75,19 +76,19 @@ class ForwardPass(HoldsJaxpr):
     def write_prelude(
         self, b: Builder, wanted: Sequence[Atom], inputs: Mapping[Var, Atom]
     ) -> list[Atom]:
-        """Write the equations of the prelude that compute `wanted`, and return the new values.
+        """Write the equations of the prelude that compute `wanted`; return the values in `b`.
 
         Args:
           b: the builder to write to.
           wanted: values of the prelude.
-          inputs: input of the step -> its value in `b`.
+          inputs: maps each input of the step to its value in `b`.
         """
         eqns = needed_equations(opened(self.prelude).eqns, wanted)
         return b.inline_part(self.prelude, inputs, eqns, wanted)
 
     @property
     def micro_batch_inputs(self) -> list[Var]:
-        """The inputs that differ between micro-batches."""
+        """Inputs of the jaxpr that differ between micro-batches."""
         return [v for v, a in self.sources.items() if not self.is_state(a)]
 
     def is_state(self, value: Atom) -> bool:
@@ -95,7 +96,7 @@ class ForwardPass(HoldsJaxpr):
         return not select(self.inputs_of([value]), self.step.batch)
 
     def inputs_of(self, wanted: Sequence[Atom]) -> list[str]:
-        """Return the names of the step's inputs on which values of the prelude depend."""
+        """Return the names of those inputs of the step that values of the prelude depend on."""
         names = dict(zip(self.step.program.inner.invars, self.step.program.in_names, strict=True))
         _, leaves = backward_slice(self.prelude.jaxpr.eqns, wanted)
         return values_at(names, select(names, leaves))
@@ -105,14 +106,14 @@ def forward_pass(step: Cut) -> ForwardPass:
     """Return the forward pass of a captured step.
 
     Raises:
-      GradientError: the step uses gradients that `dtrans.value_and_grad` did not return.
+      GradientError: the step uses gradients that were not computed with `dtrans.value_and_grad`.
     """
     source = step.program
     inner, outs, ins = source.inner, source.outvars, source.invars
     eqn = loss_of(source)
     at = inner.eqns.index(eqn)
 
-    # find the equations outside of the loss function that results and host callbacks need
+    # Find the equations outside of the loss function that results and host callbacks need.
     from_forward = [n for n in step.frozen if outs[n] is not ins[n]]
     names = exclude([*step.results, *from_forward], step.from_gradients)
     wanted: list[Atom] = values_at(outs, names)
@@ -120,7 +121,7 @@ def forward_pass(step: Cut) -> ForwardPass:
         wanted += inner.eqns[i].invars
     needed = sorted({*backward_slice(inner.eqns, wanted)[0], *step.early, at})
 
-    # the loss function, once with the marks of `dtrans.collect` and once without
+    # Inline the loss function, once with the marks of `dtrans.collect` and once without.
     marked = inline_calls(eqn.params["loss"], keep=(COLLECT,), rules=True)
     body = inline_calls(eqn.params["loss"], rules=True)
     loss_body = opened(body)
@@ -128,8 +129,8 @@ def forward_pass(step: Cut) -> ForwardPass:
     differentiated, others = operands_of(eqn.replace(params={**eqn.params, "loss": body}))
     _check(step, eqn, count, needed, at)
 
-    # Outside of the loss function its results have other variables than inside. Equations that
-    # follow it are rewritten to read the variables inside.
+    # The results of the loss function have different variables inside and outside of the function.
+    # Later equations are rewritten to read the variables inside.
     env: dict[Var, Atom] = dict(zip(eqn.outvars[:count], loss_body.outvars, strict=True))
     after = propagate(inner.eqns, dict.fromkeys(eqn.outvars, 1), {})
     eqns = list(loss_body.eqns)
@@ -138,7 +139,7 @@ def forward_pass(step: Cut) -> ForwardPass:
         if i != at and (any(map(after.get, late.outvars)) or i in step.early):
             eqns.append(late.replace(invars=read_from(env, late.invars)))
 
-    # results, including the values of summaries; the equations of summaries are removed
+    # Collect the results, including values of summaries, and remove the equations of summaries.
     shown = summaries(closed([], [], [], [], eqns, body))
     results = dict(zip(names, read_from(env, values_at(outs, names)), strict=True))
     results |= {summary_name(s.tag): s.atom for s in shown if s.atom is not None}
@@ -146,7 +147,7 @@ def forward_pass(step: Cut) -> ForwardPass:
     plain = [e for e in eqns if e.primitive is not summary_p]
     eqns = live_equations(plain, [loss, *results.values()])
 
-    # collect the inputs and constants of the loss function, and of the equations that follow it
+    # Collect the inputs and constants of the loss function, and of the later equations.
     step_constants = dict(zip(inner.constvars, constants(source.jaxpr), strict=True))
     constant_of = dict(zip(loss_body.constvars, constants(body), strict=True))
     sources: dict[Var, Atom] = {**differentiated, **others}
@@ -190,12 +191,12 @@ def _collected(
     outs: Mapping[str, Atom],
     shown: Sequence[Summary],
 ) -> dict[str, str]:
-    """Return the collection of each result and summary that was passed to `dtrans.collect`.
+    """Return a map from each result and summary passed to `dtrans.collect` to its collection.
 
     Args:
       marked: the loss function with the marks of `dtrans.collect`.
       eqn: the equation of the step that calls the loss function.
-      outs: name -> value, for the results of the step.
+      outs: the results of the step, by name.
       shown: the summaries of the step.
     """
     keys = collected(marked)

@@ -1,8 +1,8 @@
 """Tick tables and Gantt charts of pipeline schedules, simulated or measured.
 
-A chart has a row for each device and a bar for each task. A bar shows the number of its micro-batch
-if the number fits. Idle time is grey. One image may contain several charts, such as the plan and
-the measured run.
+A chart has a row for each device and a bar for each task. If the number of the task's micro-batch
+fits, the bar shows it. Idle time is grey. One image may contain several charts, such as the plan
+and the measured run.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 Ticks: TypeAlias = Sequence[Sequence[Task | None]]
 
-# Kind of task -> its title, and its colour for each chunk; the last two colours are dark. Kinds
-# differ in lightness too, so that charts can be read in black and white.
+# Kind of task -> its title, and its colour for each chunk. The last two colours are dark. Kinds
+# also differ in lightness, so that charts can be read in black and white.
 KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "F": ("forward", ("#a6d0ec", "#6aaada", "#3478b4", "#1d4a76")),
     "B": ("backward", ("#f7ad69", "#e07f2a", "#b1560f", "#7a3906")),
@@ -43,11 +43,12 @@ def text(title: str, ticks: Ticks) -> str:
     """Return the tick table of a schedule as text.
 
     `F3` is the forward task of micro-batch 3, and `.` is an idle tick. If devices have several
-    model stages, `F3@5` is the forward task at model stage 5. Lines are wrapped at 120 characters.
+    model stages, `F3@5` is the forward task of micro-batch 3 at model stage 5. Lines are wrapped at
+    120 characters.
 
     Args:
       title: the first line.
-      ticks: the task of each device in each tick, as [device][tick]; None if idle.
+      ticks: the task of each device in each tick, as [device][tick]; None for an idle tick.
     """
     table = [list(map(str, range(len(ticks[0]))))]
     for row in ticks:
@@ -65,7 +66,7 @@ def text(title: str, ticks: Ticks) -> str:
 
 
 def html(title: str, ticks: Ticks) -> str:
-    """Return the tick table of a schedule as coloured HTML; see `text` for the arguments."""
+    """Return the tick table of a schedule as coloured HTML. For the arguments, see `text`."""
     rows = []
     for device, row in enumerate(ticks):
         cells = []
@@ -112,15 +113,15 @@ def draw(
 ) -> None:
     """Draw Gantt charts into an image file, one panel for each play.
 
-    Times in a panel count from its first task. In an SVG file each bar is a group with an id such
-    as `play0-F3-stage1`.
+    The times of a panel count from the panel's first task. In an SVG file, each bar is a group with
+    an id such as `play0-F3-stage1`.
 
     Args:
-      path: the file; its suffix selects the format: .svg, .png, or another that matplotlib writes.
-      plays: a title and timed tasks for each panel. The bubble is added to the title.
-      num_devices: the number of rows, if it exceeds the number of devices with a task.
-      unit: the unit of time: one for all panels, or one for each. Panels with equal units share a
-        scale.
+      path: the file. Its suffix selects the format: .svg, .png, or another format of matplotlib.
+      plays: a title and timed tasks for each panel. The function adds the bubble to the title.
+      num_devices: the least number of rows; by default, the number of devices with a task.
+      unit: the unit of time: one for all panels, or one for each panel. Panels with equal units
+        share a scale.
 
     Raises:
       ConfigError: matplotlib is not installed, the file cannot be written, or `plays` has no tasks.
@@ -135,11 +136,11 @@ def draw(
     from matplotlib.patches import Patch
 
     devices = max(num_devices, *(play.num_devices for _, play in panels))
-    # pyplot is avoided, because it looks for a window system and changes global state
+    # This code does not use pyplot, which looks for a window system and changes global state.
     figure = Figure(figsize=(12, 0.6 + len(panels) * (0.75 + 0.3 * devices)), layout="constrained")
     grid = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
 
-    # the scale of each unit: the longest makespan of its panels
+    # The scale of each unit is the longest makespan of its panels.
     longest: dict[str, float] = {}
     for unit_of_panel, (_, play) in zip(units, panels, strict=True):
         so_far = longest.get(unit_of_panel, 0.0)
@@ -164,11 +165,11 @@ def draw(
         fontsize=9,
     )
 
-    # An SVG file contains text as text. It has no date and a fixed salt, so that two runs write
-    # the same file.
+    # An SVG file stores text as text. It has no date and a fixed salt, so that two runs write equal
+    # files.
     metadata = {"Date": None} if file.suffix.lower() == ".svg" else None
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "dtrans"}):
-        figure.draw_without_rendering()  # computes the widths of axes, which `_bars` reads
+        figure.draw_without_rendering()  # This computes the widths of axes, which `_bars` reads.
         for i, (axes, (_, play)) in enumerate(zip(grid, panels, strict=True)):
             _bars(axes, i, play, devices)
         try:
@@ -215,7 +216,7 @@ def _lay_out(axes: Axes, title: str, devices: int, longest: float, unit: str) ->
     axes.set_xlabel(f"time ({unit})" if unit else "time", fontsize=9)
     axes.set_ylabel("device", fontsize=9)
     axes.set_xlim(0, longest or 1)
-    axes.set_ylim(devices - 0.5, -0.5)  # device 0 on top
+    axes.set_ylim(devices - 0.5, -0.5)  # Device 0 is on top.
     axes.set_yticks(range(devices))
     axes.tick_params(labelsize=8)
     axes.tick_params(axis="y", length=0)
@@ -223,7 +224,7 @@ def _lay_out(axes: Axes, title: str, devices: int, longest: float, unit: str) ->
 
 
 def _bars(axes: Axes, panel: int, play: Play, devices: int) -> None:
-    """Draw the bars of a panel, with the number of the micro-batch in bars that are wide enough."""
+    """Draw the bars of a panel. Wide bars contain the number of the micro-batch."""
     figure = axes.get_figure()
     assert figure is not None
     points_per_time = axes.get_window_extent().width * 72 / figure.dpi / axes.get_xlim()[1]
@@ -238,7 +239,7 @@ def _bars(axes: Axes, panel: int, play: Play, devices: int) -> None:
         bar.set_gid(f"play{panel}-{t.task.kind}{t.task.micro}-stage{t.task.stage}")
         width, number = duration * points_per_time, str(t.task.micro)
         bar.set_linewidth(min(0.5, width / 5))
-        # the width of a digit is about 0.65 times the font size
+        # The width of a digit is about 0.65 times the font size.
         if width >= 0.65 * _TEXT * len(number) + 2:
             axes.text(
                 left + duration / 2,

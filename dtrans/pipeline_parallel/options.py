@@ -23,17 +23,19 @@ SPLIT = "split"  # mesh axis of the shards of a split stage
 
 @dataclasses.dataclass(frozen=True)
 class Stages:
-    """Options that determine the stages of a pipeline and their devices.
+    """Options that determine the stages of a pipeline, and the devices of the stages.
 
     Attributes:
-      policy: the rule that cuts the model. "HEURISTIC" (the default) cuts between layers if that is
-        nearly as fast as the best cut. "BALANCE_FLOPS" minimizes the time of the slowest stage.
+      policy: the rule that cuts the model. "HEURISTIC" (the default) cuts between layers if such a
+        cut is nearly as fast as the best cut. "BALANCE_FLOPS" minimizes the time of the slowest
+        stage.
         "REPEATED_LAYERS" gives each stage the same number of layers. "BALANCE_OP_NUM" gives each
         stage the same number of equations. Scopes in the model (`dtrans.replicate`) override the
         policy.
       flops_per_byte: the floating-point operations that a device does while it sends one byte; see
         `FLOPS_PER_BYTE`.
-      chunks: the number of stages on each device, for the schedule "Interleaved"; 2 by default.
+      chunks: the number of stages on each device. Only for the schedule "Interleaved", with the
+        default 2.
       cluster: the assignment of devices to stages and replicas.
 
     Raises:
@@ -64,22 +66,23 @@ class StageMemory:
 
     Attributes:
       sharding_stage: 0: each replica of a stage stores the whole optimizer state. 1: each replica
-        stores a slice of it. 2: each replica also stores only a slice of the gradients, which are
-        then reduce-scattered after each micro-batch.
+        stores a slice of the optimizer state. 2: each replica also stores only a slice of the
+        gradients. The replicas then reduce-scatter the gradients after each micro-batch.
       min_slice_size: leaves with fewer elements are not sliced.
-      gradient_checkpoint: the values that a stage saves from forward to backward; it recomputes all
-        others. "" (the default): all residuals. "auto": only values received from other stages. A
-        collection of names given with `jax.ad_checkpoint.checkpoint_name`: these values and the
-        received values. Values that depend only on random numbers (a dropout mask) are always
-        saved.
-      last_checkpointed_stage: the last stage to which `gradient_checkpoint` applies; -1 for all.
+      gradient_checkpoint: the values that a stage saves from forward to backward. The stage
+        recomputes all other residuals. "" (the default): all residuals. "auto": only values
+        received from other stages. A collection of names: received values, and the values with
+        these names (`jax.ad_checkpoint.checkpoint_name`). Values that depend only on random
+        numbers, such as a dropout mask, are always saved.
+      last_checkpointed_stage: the last stage to which `gradient_checkpoint` applies; -1 for all
+        stages.
       update_groups: the number of groups of about equal size into which each stage divides its
         update. Groups run one after the other, which lowers the peak memory.
       offload: True if the host stores the parameters and the optimizer state, and computes the
         update. A stage then fetches parameters for each task.
-      precision: the precision of matrix products: a `dtrans.Precision`, or its `dtype`. With "bf16"
-        matrix products and their operands are in 16 bits, forward and backward. "fp16" needs a
-        fixed loss scale: `dtrans.Precision("fp16", loss_scaling=1024)`.
+      precision: the precision of matrix products: a `dtrans.Precision`, or the value of its
+        `dtype`. With "bf16", matrix products and their operands have 16 bits, forward and
+        backward. "fp16" needs a fixed loss scale: `dtrans.Precision("fp16", loss_scaling=1024)`.
 
     Raises:
       ConfigError: a value is out of range, `offload` is combined with `sharding_stage`, or the loss
@@ -138,14 +141,15 @@ class StageMemory:
 
 @dataclasses.dataclass(frozen=True)
 class PipelineOptions:
-    """The checked options of a pipeline plan: see `dtrans.pipeline`.
+    """Checked options of a pipeline plan. For the other options, see `dtrans.pipeline`.
 
     Attributes:
       num_stages: the number of devices of one replica.
       schedule: the name of the schedule.
       splits_backward: True if separate tasks (W) compute the gradients of weights.
       chunks: the number of stages on each device.
-      concat_axes: result -> the dimension along which its micro-batches are concatenated, if not 0.
+      concat_axes: maps a result's name to the dimension along which the values of its micro-batches
+        are concatenated, if this is not 0.
     """
 
     num_stages: int
@@ -181,23 +185,23 @@ class PipelineOptions:
 
     @property
     def precision(self) -> Precision:
-        """The precision of matrix products."""
+        """Precision of matrix products."""
         return Precision.from_option(self.memory.precision)
 
     @property
     def loss_scale(self) -> float:
-        """The factor by which the loss is multiplied before it is differentiated."""
+        """Factor by which the loss is multiplied before the differentiation."""
         return 1.0 if self.precision.scaling is None else self.precision.scaling.initial
 
     @property
     def local(self) -> PipelineOptions:
-        """These options for `batch="micro"`: each micro-batch computes the step independently."""
+        """Copy of the options with `batch="micro"`, for independent micro-batches."""
         reduce = dataclasses.replace(self.reduce, op=self.reduce.op or "mean")
         batch = dataclasses.replace(self.batch, kind="local")
         return dataclasses.replace(self, batch=batch, reduce=reduce)
 
     def with_exact_step(self, shared: ExactStep) -> PipelineOptions:
-        """Return these options with the merge rules of an exact step."""
+        """Return a copy of the options with the merge rules of an exact step."""
         merge = {}
         for n, rule in shared.merges.items():
             if rule in ("mean", "sum") or n in shared.step.results:
@@ -209,17 +213,17 @@ class PipelineOptions:
 
     @property
     def model_stages(self) -> int:
-        """The number of stages of the model: `num_stages` devices with `chunks` stages each."""
+        """Number of stages of the model: `num_stages` devices with `chunks` stages each."""
         return self.num_stages * self.chunks
 
     @property
     def parts(self) -> int:
-        """The number of parts into which the global batch is cut: micro-batches of all replicas."""
+        """Number of micro-batches of all replicas, into which the global batch is cut."""
         return self.replicas * self.num_micro_batch
 
     @cached_property
     def over_replicas(self) -> Options:
-        """The options of `dtrans.nccl2` with replicas as trainers, for reductions over replicas."""
+        """Options of `dtrans.nccl2` for reductions over replicas, in place of trainers."""
         norm = self.reduce.clip_per_step(self.num_micro_batch)
         reduce = dataclasses.replace(self.reduce, clip_local_norm=norm, clip_local_per="step")
         return Options(
@@ -228,14 +232,14 @@ class PipelineOptions:
 
     @property
     def clip_of_each(self) -> float | None:
-        """The norm to which the gradients of each micro-batch are clipped; None without this clip.
+        """Norm to which the gradients of each micro-batch are clipped; None without this clip.
 
-        With this clip, stages store the gradients of each micro-batch until the update. Without it
-        they store the sum over micro-batches.
+        With this clip, stages store the gradients of each micro-batch until the update. Without it,
+        stages store only the sum over micro-batches.
         """
         return self.reduce.clip_per_micro_batch(self.num_micro_batch)
 
     @cached_property
     def over_parts(self) -> Options:
-        """The options for merging results over the micro-batches of all replicas."""
+        """Options for merging results over the micro-batches of all replicas."""
         return dataclasses.replace(self.over_replicas, num_micro_batch=self.num_micro_batch)

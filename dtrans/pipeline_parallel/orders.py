@@ -1,6 +1,6 @@
 """Orders of the tasks of named schedules, and checks of user-written orders.
 
-An order is the sequence of tasks that one device runs. Orders of all devices form a schedule if
+An order is the sequence of tasks that one device runs. The orders of all devices form a schedule if
 each task appears once, on the device of its stage, and the devices do not deadlock.
 
 All named schedules except PreferForward are variants of 1F1B (one forward, one backward). A device
@@ -33,10 +33,11 @@ def _alternate(
 def _one_stage_per_device(
     warm_up: Callable[[int, int, int], int],
 ) -> Callable[[int, int, int], Iterator[tuple[Task, ...]]]:
-    """Return a function that yields the 1F1B order of each device, with one stage per device.
+    """Return a function that yields the 1F1B order of each device, with one stage on each device.
 
     Args:
-      warm_up: (device, num_stages, num_micro_batch) -> the number of forwards in the warm-up.
+      warm_up: function from (device, num_stages, num_micro_batch) to the number of forwards in the
+        device's warm-up.
     """
 
     def orders(num_stages: int, num_micro_batch: int, chunks: int) -> Iterator[tuple[Task, ...]]:
@@ -54,13 +55,13 @@ def _tasks(kind: str, stages: Iterable[int], micros: Iterable[int]) -> list[Task
 
 
 def _interleaved(num_stages: int, num_micro_batch: int, chunks: int) -> Iterator[tuple[Task, ...]]:
-    """Yield the order of each device for several chunks per device.
+    """Yield the order of each device for several chunks on each device.
 
     Micro-batches are divided into rounds. A device runs the tasks of a round chunk by chunk. With
-    fewer than `num_stages` micro-batches in a round, devices would be idle between two chunks, so a
+    fewer than `num_stages` micro-batches in a round, devices would be idle between two chunks. So a
     remainder is spread over the rounds. The warm-up of a device has the forwards of the longest
-    round for all chunks but one. It has two more for each later device, because an activation and
-    its cotangent each pass that device.
+    round for all chunks except one, and one more forward. For each later device, it has two more
+    forwards, because an activation and its cotangent each pass the later device.
     """
     num_rounds = max(1, num_micro_batch // num_stages)
     edges = [i * num_micro_batch // num_rounds for i in range(num_rounds + 1)]
@@ -83,8 +84,8 @@ _one_forward_one_backward = _one_stage_per_device(lambda device, stages, micros:
 def _zero_bubble(num_stages: int, num_micro_batch: int, chunks: int) -> Iterator[tuple[Task, ...]]:
     """Yield the 1F1B order of each device, with W tasks inserted.
 
-    On device d, the W of a micro-batch runs d micro-batches after its B. So all devices have
-    residuals of equally many micro-batches in memory.
+    On device d, the W of a micro-batch runs d micro-batches after its B. So all devices store
+    residuals of the same number of micro-batches.
     """
     for device, order in enumerate(_one_forward_one_backward(num_stages, num_micro_batch, chunks)):
         weights = _tasks("W", [device], range(num_micro_batch))
@@ -103,7 +104,8 @@ ALIASES = {"GPipe": "PreferForward", "1F1B": "PreferBackward", "ZB-H1": "ZeroBub
 ORDERS: dict[str, Callable[[int, int, int], Iterator[tuple[Task, ...]]]] = {
     "PreferForward": _one_stage_per_device(lambda device, stages, micros: micros),
     "PreferBackward": _one_forward_one_backward,
-    # one more forward in the warm-up, except on the last device: its backwards wait for no transfer
+    # The warm-up has one more forward. On the last device it has not, because no backward of this
+    # device waits for a transfer.
     "PreferBackwardOptimizer": _one_stage_per_device(
         lambda device, stages, micros: stages - device + (device < stages - 1)
     ),
@@ -122,7 +124,7 @@ def check_tasks(
     num_model_stages: int,
     num_micro_batch: int,
 ) -> None:
-    """Check that `orders` contain each task once, on the device of its stage.
+    """Check that the orders contain each task once, on the device of the task's stage.
 
     Args:
       name: the name of the schedule, for errors.
@@ -170,7 +172,7 @@ def check_tasks(
 def topological_order(
     name: str, orders: Sequence[Sequence[Task]], num_model_stages: int
 ) -> tuple[Task, ...]:
-    """Return the tasks of all devices in one sequence, with each task after its operands.
+    """Return the tasks of all devices in one sequence, in which operands precede their task.
 
     Raises:
       ConfigError: the orders deadlock.

@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from dtrans.step.summary import Summary
 
 
-# A plan notes unequal stages if the slowest does more than this many times the work of the fastest.
-# Six equal layers in four stages (2, 2, 1, 1) have a ratio of 2, which needs no note.
+# A plan has a note about unequal stages if the slowest stage does more than this many times the
+# work of the fastest stage. Six equal layers in four stages (2, 2, 1, 1) have a ratio of 2, which
+# needs no note.
 LOPSIDED = 2.5
 
 
@@ -41,13 +42,13 @@ class Stage:
 
     Attributes:
       index: the index of the stage, from 0.
-      ops: the number of equations in its part of the loss function.
-      params: the parameters that it stores.
-      flops: the floating-point operations of its forward pass for one micro-batch.
+      ops: the number of equations in the stage's part of the loss function.
+      params: the parameters that the stage stores.
+      flops: the floating-point operations of the stage's forward pass for one micro-batch.
       sends: the bytes sent to the next stage for one micro-batch.
       saves: the bytes saved from forward to backward for one micro-batch.
-      peak: the most micro-batches in flight on its device, counted once for each stage on the
-        device.
+      peak: the largest number of micro-batches in flight on the stage's device. A micro-batch
+        counts once for each stage on the device.
       stores: the bytes of parameters and optimizer state on each device of the stage.
     """
 
@@ -67,9 +68,8 @@ class ShownValues:
 
     Attributes:
       summaries: the summaries of the forward pass (`dtrans.summary`).
-      collected: result or summary -> its collection (`dtrans.collect`).
-      hidden: the summaries that a pipeline does not compute, because they read gradients or the
-        update.
+      collected: maps the name of a result or summary to its collection (`dtrans.collect`).
+      hidden: the summaries that read gradients or the update. A pipeline does not compute them.
     """
 
     summaries: tuple[Summary, ...]
@@ -88,11 +88,11 @@ class PipelinePlan(Plan):
       schedule: the tasks of each device, in order.
       model: the model, cut into stages.
       step_programs: the programs of each stage, for a micro-batch of the traced batch.
-      update: the update, from sums of gradients to new parameters.
+      update: the update, which computes new parameters from sums of gradients.
       shared: the exact step of a micro-batch; None with `batch="micro"`.
       values: the program that computes precomputed values from the whole batch; None if
         micro-batches read no such values.
-      axes: array of the batch -> the dimension of its rows, if not 0.
+      axes: maps an array of the batch to the dimension of its rows, if this is not 0.
       shown: the summaries and collections of the step.
       callers: a note for each host callback of the step, which names the stage that calls it.
     """
@@ -132,12 +132,12 @@ class PipelinePlan(Plan):
 
     @property
     def batch(self) -> tuple[str, ...]:
-        """The names of the arrays of a batch."""
+        """Names of the arrays of a batch."""
         return tuple(all_names(self.main.args[2:]))
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """The arguments of the step that the update reads, directly or in precomputed values."""
+        """Arguments of the step that the update reads, directly or by precomputed values."""
         reads, types = {*self.update.arguments}, self.main.inputs
         if self.values is not None and not reads <= {*self.batch}:
             reads |= {n for n in self.values.read if not types[n].ndim}
@@ -145,12 +145,12 @@ class PipelinePlan(Plan):
 
     @property
     def state(self) -> tuple[str, ...]:
-        """The names of the arrays of the state, as stages store them."""
+        """Names of the arrays of the state that stages store."""
         return tuple(all_names(self.update.program.args[:2]))
 
     @cached_property
     def types(self) -> dict[str, Any]:
-        """Name -> type without padding, for the arrays of `state` and `batch`."""
+        """Shape without padding and dtype of each array of `state` and `batch`, by name."""
         found = omit(self.main.inputs, self.model.stacks)
         for n, runs in self.model.stacks.items():
             for rows in runs:
@@ -162,18 +162,18 @@ class PipelinePlan(Plan):
         return self.update.placed.home[name]
 
     def device_of(self, stage: int) -> int:
-        """Return the index of the device (or of its row of replicas) that runs a stage."""
+        """Return the index of the device, or of the row of replicas, that runs a stage."""
         return stage % self.options.num_stages
 
     def specialize(self, types: Sequence[jax.ShapeDtypeStruct]) -> StepPrograms:
-        """Return the programs of the same stages for a batch of different shapes.
+        """Return the programs of the same stages for a batch of other shapes.
 
         Args:
-          types: the type of each input of the step, with the global batch.
+          types: the shape and dtype of each input of the step, with the global batch.
 
         Raises:
-          BatchError: the update was planned for another type of an argument, or `dtrans.pipeline`
-            would refuse this batch.
+          BatchError: the plan's update expects another shape or dtype of an argument, or
+            `dtrans.pipeline` would refuse this batch.
         """
         type_of = dict(zip(self.model.captured.in_names, types, strict=True))
         for n in self.update.arguments:
@@ -187,9 +187,9 @@ class PipelinePlan(Plan):
         return self.model.specialize(types, planned)
 
     def values_for(self, batch: Mapping[str, jax.ShapeDtypeStruct]) -> Program | None:
-        """Return the program of precomputed values for a batch of these types.
+        """Return the program of precomputed values for a batch of the given shapes and dtypes.
 
-        None if the plan has no precomputed values.
+        If the plan has no precomputed values, return None.
         """
         if self.values is None:
             return None
@@ -201,7 +201,7 @@ class PipelinePlan(Plan):
 
         Raises:
           ConfigError: the schedule is unknown, or needs different programs: it has another number
-            of chunks, or splits the backward pass.
+            of chunks, or only one of the two schedules splits the backward pass.
         """
         o, planned = self.options, self.schedule
         chunks = o.chunks if o.chunks > 1 else None
@@ -218,7 +218,7 @@ class PipelinePlan(Plan):
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
-        """The summary of each stage: its work, its state and the bytes that it sends."""
+        """Summary of each stage: the stage's work, its state, and the bytes that it sends."""
         found = []
         for s in self.step_programs.stages:
             types = {**s.forward.inputs, **s.forward.outputs}
@@ -243,7 +243,7 @@ class PipelinePlan(Plan):
         return Costs(found)
 
     def device_bytes(self, name: str) -> int:
-        """Return the bytes that an array of the state takes on each device of its stage."""
+        """Return the bytes of a state's array on each device of the array's stage."""
         t = self.update.program.inputs[name]
         if name not in self.model.cuts.state:
             return nbytes(t)
@@ -252,9 +252,10 @@ class PipelinePlan(Plan):
         return nbytes(t) // t.shape[axis] * -(-t.shape[axis] // self.model.cuts.shards[home])
 
     def padded(self, name: str) -> tuple[int, int] | None:
-        """Return (dimension, padded size) for an array of the state that is cut along a dimension.
+        """Return (dimension, padded size) for a state's array that is cut along a dimension.
 
-        It is cut over the shards of its stage or over the replicas. None if it is not cut.
+        The array is cut over the shards of its stage, or over the replicas. If the array is not
+        cut, return None.
         """
         axis = self.model.cuts.state.get(name)
         if axis is not None:
@@ -272,7 +273,7 @@ class PipelinePlan(Plan):
 
     @property
     def rows(self) -> list[tuple[str, ...]]:
-        """The table of stages."""
+        """Rows of the table of stages."""
         found = []
         for s in self.stages:
             more = f", ... ({len(s.params)})" if len(s.params) > 3 else ""
@@ -310,7 +311,7 @@ def _cost_of_stage(plan: PipelinePlan, stage: Stage, programs: StagePrograms) ->
     o, p = plan.options, programs
     types = {**p.forward.inputs, **p.forward.outputs}
     floats = {n for n, t in types.items() if jnp.issubdtype(t.dtype, jnp.inexact)}
-    # cotangents of floating-point values are sent in the opposite direction
+    # The stage also sends cotangents of the floating-point values that it has received.
     sent = _total_bytes(types, [*p.sends, *select(p.receives, floats)])
     received = _total_bytes(types, [*p.receives, *select(p.sends, floats)])
     work = sum(program_flops(q) for q in (p.forward, p.backward, p.weights) if q is not None)

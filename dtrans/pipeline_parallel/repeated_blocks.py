@@ -1,20 +1,20 @@
-"""Repeated blocks: the layers of a model, found as repetitions in its list of equations.
+"""Repeated blocks: the layers of a model, which are repetitions in the model's list of equations.
 
-Two rules find them:
+Two rules find repeated blocks:
 
   - equal equations: runs of equations that repeat with a fixed period. Two equations are equal if
     their primitives, their parameters (including inner jaxprs) and their types are equal. The
     bounds of slices are ignored, so that an unrolled loop over stacked layers counts as repeated.
     Any equation of a period could begin a block. The blocks begin where the fewest bytes cross from
-    block to block. On ties they begin as late as possible, because the first layer of a model often
-    differs at its beginning.
+    block to block. On ties, they begin as late as possible, because the first layer of a model
+    often begins differently.
   - name scopes: sibling scopes (`jax.named_scope`) that contain the same number of equations of
-    each primitive; shapes may differ. Equations between two scopes belong to the first of them.
+    each primitive; shapes may differ. Equations between two scopes belong to the first scope.
     Source: EPL, `find_repeated_blocks` (epl/parallel/planner.py), which demands four scopes of
     twenty ops.
 
-If there are several candidates, the best covers the most work. Ties are broken by the number of
-blocks, then in favour of scopes, because the user wrote them.
+Of several candidates, the best one covers the most work. On ties, the candidate with more blocks is
+better. The last criterion prefers scopes, because the user wrote them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Blocks:
     """Consecutive repeated blocks in a list of equations.
 
     Attributes:
-      starts: the index of the first equation of each block; a block ends where the next begins.
+      starts: the index of the first equation of each block. A block ends where the next one begins.
       stop: the index after the last equation of the last block.
       how: the rule that found the blocks: "equal equations" or "name scopes".
     """
@@ -50,7 +50,7 @@ class Blocks:
         return len(self.starts)
 
     def costs(self, costs: Sequence[float]) -> tuple[float, ...]:
-        """Return the cost of each block, given the cost of each equation."""
+        """Return the cost of each block from the costs of all equations."""
         bounds = itertools.pairwise([*self.starts, self.stop])
         return tuple(sum(costs[a:b]) for a, b in bounds)
 
@@ -58,11 +58,11 @@ class Blocks:
 def repeated_blocks(
     eqns: Sequence[JaxprEqn], costs: Sequence[float], crossing: Sequence[float], at_least: int = 2
 ) -> list[Blocks]:
-    """Return all ways to divide equations into repeated blocks, the best first.
+    """Return all divisions of equations into repeated blocks, the best division first.
 
     Args:
       eqns: the equations.
-      costs: the cost of each equation; blocks that cost nothing are left out.
+      costs: the cost of each equation. Blocks without a cost are left out.
       crossing: the cost of a cut in front of each equation.
       at_least: the least number of blocks.
 
@@ -84,8 +84,8 @@ def repeated_blocks(
     work: dict[Blocks, float] = {}
     for blocks in _equal(eqns, np.asarray(crossing, float), at_least):
         work[blocks] = float(done[blocks.stop] - done[blocks.starts[0]])
-    # Equations between two scopes do not count as work of the blocks. Otherwise two equal layers at
-    # both ends of a model would seem to cover the whole model.
+    # Equations between two scopes do not count as work of the blocks. Otherwise, two equal layers
+    # at both ends of a model would seem to cover the whole model.
     for blocks, members in _scoped(eqns, at_least):
         work[blocks] = float(sum(values_at(costs, members)))
     order = lambda b: (-work[b], -len(b), b.how != "name scopes", b.starts)
@@ -96,18 +96,18 @@ def repeated_blocks(
 
 
 def _equal(eqns: Sequence[JaxprEqn], crossing: Any, at_least: int) -> Iterator[Blocks]:
-    """Yield the runs of equations that repeat, for every period."""
+    """Yield the runs of repeated equations for every period."""
     known: dict[Any, int] = {}
     kinds = np.array([known.setdefault(signature(eqn), len(known)) for eqn in eqns], int)
     for period in range(1, len(eqns) // at_least + 1):
-        # find runs in which each equation equals the equation one period later
+        # Find runs in which each equation equals the equation one period later.
         same = np.concatenate([[0], kinds[:-period] == kinds[period:], [0]]).astype(int)
         edges = np.flatnonzero(np.diff(same))
         for first, past in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
             count, spare = divmod(past - first + period, period)
             if count < at_least:
                 continue
-            # choose the start with the least crossing between blocks; on ties the last one
+            # Choose the start with the least crossing between blocks; on ties, the last start.
             least, start = np.inf, first
             for begin in range(first, first + spare + 1):
                 sent = crossing[begin + period : begin + count * period : period].sum()
@@ -118,8 +118,8 @@ def _equal(eqns: Sequence[JaxprEqn], crossing: Any, at_least: int) -> Iterator[B
 
 
 def signature(eqn: JaxprEqn) -> tuple[Any, ...]:
-    """Return a key of an equation's primitive, parameters and types; variables are ignored."""
-    # JAX creates new function objects for the rules of custom derivatives at each call
+    """Return a key of an equation's primitive, parameters and types, without its variables."""
+    # JAX creates new function objects for the rules of custom derivatives at each call.
     has_rules = eqn.primitive.name.startswith("custom_")
     params = []
     for key, value in sorted(eqn.params.items()):
@@ -136,12 +136,12 @@ _BOUNDS = ("start_indices", "limit_indices")
 
 
 def _plain(value: Any) -> Any:
-    """Return a hashable value to compare in place of an equation's parameter."""
+    """Return a hashable value that represents an equation's parameter in comparisons."""
     if is_jaxpr(value):
         return _body(value)
     if isinstance(value, (tuple, list)):
         return tuple(map(_plain, value))
-    if callable(value):  # JAX creates new function objects at each call
+    if callable(value):  # JAX creates new function objects at each call.
         return getattr(value, "__qualname__", type(value).__name__)
     try:
         hash(value)
@@ -151,7 +151,7 @@ def _plain(value: Any) -> Any:
 
 
 def _body(jaxpr: Any) -> tuple[Any, ...]:
-    """Return a key of an inner jaxpr: its equations, and their operands by number."""
+    """Return a key of an inner jaxpr: its equations, with numbers in place of variables."""
     inner = opened(jaxpr)
     number: dict[Var, int] = {}
     read = lambda a: str(a) if isinstance(a, Literal) else number[a]
@@ -170,7 +170,7 @@ def _body(jaxpr: Any) -> tuple[Any, ...]:
 
 
 def _scoped(eqns: Sequence[JaxprEqn], at_least: int) -> Iterator[tuple[Blocks, list[int]]]:
-    """Yield sibling scopes with the same equations: the blocks, and all indices of equations."""
+    """Yield the blocks of sibling scopes with the same equations, and the indices of equations."""
     members: dict[tuple[str, ...], list[int]] = {}
     for i, eqn in enumerate(eqns):
         path = tuple(p for p in scope_of(eqn).split("/") if p)

@@ -4,15 +4,15 @@ The rule by which a result is merged (its *way*) is one of these:
 
     mean, sum, max    reduces over micro-batches, then over replicas
     concat            concatenates rows in the order of the batch: all micro-batches of replica 0,
-                      then of replica 1, ...
-    same              returns the value of the last micro-batch
-    each              returns one value for each replica
-    GLOBAL_MEAN, ...  merges by the collection of `dtrans.collect`; LOCAL_* collections return the
-                      value of replica 0
-    stack             returns all values as [replica, micro-batch, ...], for `dtrans.summary`
+                      then all micro-batches of replica 1, ...
+    same              takes the value of the last micro-batch
+    each              keeps one value for each replica
+    GLOBAL_MEAN, ...  merges by the collection of `dtrans.collect`; with a LOCAL_* collection, the
+                      result is the value of replica 0
+    stack             stacks all values as [replica, micro-batch, ...], for `dtrans.summary`
 
 Source: `merge_outputs` of EPL (epl/parallel/parallel.py), with two differences. EPL puts the first
-micro-batch last in a concatenation, and reduces means and sums of any shape to scalars.
+micro-batch last in a concatenation. EPL also reduces means and sums of any shape to scalars.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def results_program(
 
     Args:
       stage: the stage.
-      merges: result -> the way to merge it.
+      merges: maps each result to its way.
       o: the options.
       like: the jaxpr of the forward pass.
     """
@@ -62,7 +62,7 @@ def results_program(
     b = Builder(like)
     b.role = FORWARD
 
-    # merge over the micro-batches of a replica
+    # Merge over the micro-batches of a replica.
     ins: list[str] = []
     local: dict[str, Atom] = {}
     over_replicas: dict[str, str] = {}
@@ -83,7 +83,7 @@ def results_program(
         if way in REDUCED:
             over_replicas[n] = way
 
-    # merge over replicas
+    # Merge over replicas.
     reduced = Reducer(b, {}, o.over_replicas, None).reduce_results(local, over_replicas, {})
     merged_results = local | reduced
     jaxpr = b.build(values_at(merged_results, stage.results))
@@ -91,7 +91,7 @@ def results_program(
 
 
 def is_replicated(way: str) -> bool:
-    """Return True if all replicas have the same value after a merge in this way."""
+    """Return True if a merge in this way gives all replicas the same value."""
     return way in REDUCED or way in ("GLOBAL_MEAN", "GLOBAL_SUM")
 
 
@@ -142,10 +142,10 @@ def _merged(way: str, name: str, axis: int) -> Callable[..., Any]:
 
 
 def check_state(merges: Mapping[str, str], params: Sequence[str], o: PipelineOptions) -> None:
-    """Raise ConfigError if state is merged by "sum".
+    """Raise ConfigError if the user merges state by "sum".
 
-    Each micro-batch computes new state from the state before the step. A sum would count that state
-    once for each micro-batch.
+    Each micro-batch computes new state from the state before the step. A sum would count the old
+    state once for each micro-batch.
     """
     for n in params:
         if merges.get(n) == "sum" and o.parts > 1:

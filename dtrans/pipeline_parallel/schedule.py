@@ -1,21 +1,21 @@
 """Schedules of a pipeline: the order in which each device runs its tasks.
 
-A step sends `num_micro_batch` micro-batches through the model stages. A task is one micro-batch at
-one stage: F is its forward pass and B its backward pass. If a schedule splits the backward pass, B
-computes the cotangents of inputs, and W computes the gradients of weights.
+A step sends `num_micro_batch` micro-batches through the model stages. A task is the forward pass
+(F) or the backward pass (B) of one micro-batch at one stage. If a schedule splits the backward
+pass, B computes the cotangents of inputs, and a third task (W) computes the gradients of weights.
 
 The dependencies between tasks are the same in all schedules (`Schedule.needs`), so the orders
-define a schedule completely. The number of micro-batches in flight follows from the orders alone.
-Makespan and bubble are computed by a simulation with the costs of tasks (`Schedule.play`). The
-sequence in which one process dispatches all tasks comes from a simulation in which every task takes
-one tick.
+define a schedule completely. The number of micro-batches in flight depends on the orders only.
+A simulation with the costs of tasks (`Schedule.play`) computes the duration of a step (the
+*makespan*) and the share of idle time (the *bubble*). A second simulation, in which every task
+takes one tick, gives the sequence in which one process dispatches all tasks.
 
     orders    orders of the named schedules, and checks of user-written orders
     task      tasks, their dependencies, and the simulation
     gantt     tables and charts
 
-All schedules run backward tasks by ascending micro-batch. So gradients are always summed in the
-same order, and all schedules compute the same numbers.
+All schedules run the backward tasks of a stage in the order of the micro-batches. So gradients are
+always summed in the same order, and all schedules compute the same numbers.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from dtrans.pipeline_parallel.task import (
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Schedule:
-    """Order of the tasks of each device of a pipeline. `schedule` returns the named schedules.
+    """Order of the tasks on each device of a pipeline. `schedule` returns the named schedules.
 
     Model stage k is on device `k % num_stages`.
 
@@ -87,7 +87,7 @@ class Schedule:
 
     @property
     def num_model_stages(self) -> int:
-        """The number of model stages: `num_stages * chunks`."""
+        """Number of model stages: `num_stages * chunks`."""
         return self.num_stages * self.chunks
 
     @cached_property
@@ -117,7 +117,9 @@ class Schedule:
         return needs(task, self.num_model_stages)
 
     def dependencies(self, task: Task) -> tuple[Task, ...]:
-        """Return the tasks that a task waits for: its operands, and the task before it.
+        """Return the tasks that a task waits for.
+
+        They compute the task's operands, or precede the task in the order of its device.
 
         Raises:
           ConfigError: the task is not in the schedule.
@@ -135,7 +137,7 @@ class Schedule:
 
         Raises:
           ConfigError: a count is not a positive int. A task is missing, appears twice, is unknown,
-            or is on another device than its stage. Only some B tasks have a W task. The orders
+            or is not on the device of its stage. Only some B tasks have a W task. The orders
             deadlock.
         """
         for what in ("num_stages", "num_micro_batch", "chunks"):
@@ -143,11 +145,11 @@ class Schedule:
         check_tasks(
             self.name, self.orders, self.num_stages, self.num_model_stages, self.num_micro_batch
         )
-        assert self._ordered  # the property raises if the orders deadlock
+        assert self._ordered  # The property raises ConfigError if the orders deadlock.
 
     @cached_property
     def _position(self) -> dict[Task, tuple[int, int]]:
-        """Task -> its device, and its index in the order of the device."""
+        """Maps each task to its device, and to its index in the order of the device."""
         found = {}
         for device, order in enumerate(self.orders):
             for i, task in enumerate(order):
@@ -156,7 +158,7 @@ class Schedule:
 
     @cached_property
     def _ordered(self) -> tuple[Task, ...]:
-        """All tasks, each after its dependencies."""
+        """All tasks in one sequence, in which dependencies precede their task."""
         return topological_order(self.name, self.orders, self.num_model_stages)
 
     # -- costs -----------------------------------------------------------------------------------
@@ -167,15 +169,16 @@ class Schedule:
         """Simulate a step: each device starts its next task when the operands have arrived.
 
         Args:
-          forward: the time that all chunks of one device take to run the forward pass of one
-            micro-batch, in any unit. Or a sequence with the time of each model stage.
+          forward: the time of the forward pass of one micro-batch, in any unit. A number is the
+            time of all chunks of one device together. A sequence has the time of each model stage.
           backward: the time of the complete backward pass, in the same form.
-          weight: the time of W, in the same form, if the backward pass is split. B then takes
-            `backward - weight`, so that all schedules do the same work.
-          transfer: the time of a transfer between devices; the sender computes meanwhile.
+          weight: the time of W, in the same form. Without a split of the backward pass, it is
+            ignored. With a split, B takes `backward - weight`, so that all schedules do the same
+            work.
+          transfer: the time of a transfer between devices. The sender computes during a transfer.
 
         Returns:
-          The timed tasks, sorted by start, then device. If all costs are ints, times are exact:
+          The timed tasks, sorted by start, then by device. If all costs are ints, times are exact:
             ints, or fractions if the costs are not multiples of `chunks`.
 
         Raises:
@@ -190,7 +193,7 @@ class Schedule:
     def makespan(
         self, forward: Costs = 1, backward: Costs = 2, weight: Costs = 1, transfer: float = 0
     ) -> Time:
-        """Return the duration of a step. See `play` for the arguments; exact if all are ints.
+        """Return the duration of a step. For the arguments, see `play`. Ints give an exact result.
 
         Example:
           >>> schedule("PreferBackward", 2, 2).makespan()
@@ -202,7 +205,7 @@ class Schedule:
 
     @cached_property
     def bubble(self) -> Fraction:
-        """The share of time in which devices are idle, at the default costs of `play`.
+        """Share of time in which devices are idle, at the default costs of `play`.
 
         `play(...).bubble` is the share at other costs.
         """
@@ -210,18 +213,19 @@ class Schedule:
 
     @cached_property
     def peak(self) -> tuple[int, ...]:
-        """The most micro-batches in flight on each device, counted once for each of its chunks.
+        """Largest number of micro-batches in flight on each device.
 
-        A micro-batch is in flight from the start of its F to the end of its B. If the backward pass
-        is split, it is in flight to the end of its W. The device stores its residuals in that time.
+        A micro-batch counts once for each chunk of the device. It is in flight from the start of
+        its F to the end of its B. With a split backward pass, it is in flight to the end of its W.
+        The device stores the micro-batch's residuals in this time.
         """
         return tuple(peak_in_flight(order, self.splits_backward) for order in self.orders)
 
     def sequence(self) -> tuple[Task, ...]:
         """Return all tasks in the order in which one process dispatches them.
 
-        It is the order in which the tasks run if every task takes one tick. In a tick, it is the
-        order of devices.
+        This is the order in which the tasks run if every task takes one tick. Tasks of the same
+        tick are in the order of their devices.
         """
         return tuple(t.task for t in self._ticked)
 
@@ -234,9 +238,10 @@ class Schedule:
 
     @cached_property
     def _ticked(self) -> Play:
-        """The simulation in which every task takes one tick."""
-        tick = self.chunks  # `play` divides the costs of a device by its chunks
-        kinds = 2 if self.splits_backward else 1  # the backward cost of `play` includes W
+        """Simulation in which every task takes one tick."""
+        tick = self.chunks  # `play` divides the costs of a device by its number of chunks.
+        # The argument `backward` of `play` includes the cost of W.
+        kinds = 2 if self.splits_backward else 1
         return self.play(forward=tick, backward=kinds * tick, weight=tick)
 
     # -- tables and charts -----------------------------------------------------------------------
@@ -248,7 +253,7 @@ class Schedule:
 
     @property
     def title(self) -> str:
-        """A line with the name, the size, the bubble and the peak."""
+        """Line with the name, the size, the bubble and the peak."""
         peak = " ".join(map(str, self.peak))
         return f"{self.name}: {self._size}, bubble {self.bubble}, peak in flight {peak}"
 
@@ -259,14 +264,14 @@ class Schedule:
         *,
         unit: str | Sequence[str] | None = None,
     ) -> None:
-        """Draw a Gantt chart into an image file: of this schedule, or of the given plays.
+        """Draw a Gantt chart of this schedule, or of the given plays, into an image file.
 
         Args:
-          path: the file; its suffix selects the format: .svg, .png, ...
+          path: the file. Its suffix selects the format: .svg, .png, ...
           plays: a title and timed tasks for each panel, for example the plan and the measured run.
-            By default one panel with this schedule at the default costs of `play`.
-          unit: the unit of time: one for all panels, or one for each. Panels with equal units share
-            a scale.
+            The default is one panel: this schedule at the default costs of `play`.
+          unit: the unit of time: one for all panels, or one for each panel. Panels with equal units
+            share a scale.
 
         Raises:
           ConfigError: matplotlib is not installed, the file cannot be written, or `plays` has no
@@ -304,31 +309,31 @@ def schedule(
 ) -> Schedule:
     """Return a named schedule for `num_stages` devices.
 
-    In this list S is the number of devices, M the number of micro-batches and s the index of a
+    In this list, S is the number of devices, M the number of micro-batches, and s the index of a
     device. The *bubble* is the share of idle time at the default costs of `Schedule.play`. The
-    *peak* is the most micro-batches in flight on device s. The bubble of the first three schedules
-    is (S - 1) / (M + S - 1).
+    *peak* is the largest number of micro-batches in flight on device s. The bubble of the first
+    three schedules is (S - 1) / (M + S - 1).
 
     - PreferForward (GPipe): all forwards, then all backwards. Peak M. Hides transfers best.
     - PreferBackward (1F1B): a backward as soon as its operands have arrived. Peak min(M, S - s).
       EPL's default.
     - PreferBackwardOptimizer: PreferBackward with one more forward in the warm-up of each device
-      except the last, which hides a part of the transfers. Peak min(M, S - s + 1), on the last
-      device 1.
-    - Interleaved: 1F1B with several model stages on each device. For M >= S the bubble is
+      except the last device. The additional forward hides a part of the transfers. Peak
+      min(M, S - s + 1); on the last device 1.
+    - Interleaved: 1F1B with several model stages on each device. For M >= S, the bubble is
       (S - 1) / (chunks x M + S - 1). It has more micro-batches in flight than PreferBackward, and
-      `chunks` times the transfers. M need not be a multiple of S as in Megatron-LM.
-    - ZeroBubble (ZB-H1): 1F1B with a split backward pass. W runs s micro-batches after its B, in
-      time that would be idle otherwise. For M >= S the bubble is (S - 1) / (3M + S - 1). Peak
-      min(M, S).
+      `chunks` times as many transfers. In contrast to Megatron-LM, M need not be a multiple of S.
+    - ZeroBubble (ZB-H1): 1F1B with a split backward pass. The W of a micro-batch runs s
+      micro-batches after its B, in otherwise idle time. For M >= S, the bubble is
+      (S - 1) / (3M + S - 1). Peak min(M, S).
 
     Args:
-      name: one of the names above, in upper or lower case. The result has the name before the
-        parentheses.
+      name: one of the names above, in upper or lower case. If it is a name in parentheses, the
+        schedule has the name in front of the parentheses.
       num_stages: the number of devices.
       num_micro_batch: the number of micro-batches of a step.
-      chunks: the number of model stages on each device: at least 2 for Interleaved (the default is
-        2), and 1 for all other schedules.
+      chunks: the number of model stages on each device. For Interleaved, at least 2, which is the
+        default. For all other schedules, 1.
 
     Raises:
       ConfigError: the name is unknown, or a number is out of range.

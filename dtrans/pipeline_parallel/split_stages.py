@@ -1,10 +1,10 @@
-"""Tensor parallelism inside a stage: programs of one shard of a stage with `dtrans.split` scopes.
+"""Tensor parallelism inside a stage: the programs of one shard of a split stage.
 
-The devices of a split stage are called *shards*. All shards have complete copies of the batch, of
-the results, and of values received from and sent to other stages. A parameter inside the scope may
-be cut: each shard then stores a piece of the parameter, of its gradient and of its optimizer state.
-Residuals are cut or complete, as the forward program of a shard computes them.
-`dtrans.engine.split` rewrites the equations for pieces.
+A *split stage* contains `dtrans.split` scopes, and each of its devices is a *shard*. All shards
+have complete copies of the batch, of the results, and of values that the stage receives or sends. A
+parameter inside the scope may be cut: each shard then stores a piece of the parameter, of its
+gradient and of its optimizer state. Residuals may also be cut: each shard saves the residuals that
+its forward program computes. `dtrans.engine.split` rewrites the equations for pieces.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class Cuts:
 
     Attributes:
       shards: the number of shards of each stage; 1 for a stage that is not split.
-      state: parameter or array of the optimizer's state -> the dimension along which it is cut.
+      state: the dimension along which each cut array is cut, by name: of parameters, and of the
+        optimizer's state.
     """
 
     shards: tuple[int, ...]
@@ -49,7 +50,7 @@ def shards_of(forward: ForwardPass, stage_of: Sequence[int], o: PipelineOptions)
         numbers, or an option excludes split scopes.
     """
     count = [1] * o.model_stages
-    named: dict[int, str] = {}  # stage -> one of its split scopes, for errors
+    named: dict[int, str] = {}  # stage -> one of the stage's split scopes, for errors
     for scope, s in zip(scopes_of(list(forward.eqns)), stage_of, strict=True):
         if scope is None or scope.kind != "split":
             continue
@@ -110,8 +111,8 @@ def cuts_of(
     if not params:
         return Cuts(tuple(shards), {})
 
-    # an array of optimizer state is cut with its parameter if it has an entry for each row that is
-    # cut
+    # An array of optimizer state is cut like its parameter if it has an entry for each row that is
+    # cut.
     analysis = analyse(step.optimize, step.params, {n: d for n, d in params.items() if d})
     plain = analyse(step.optimize, step.params)
     state = dict(params)
@@ -133,9 +134,9 @@ def _is_split(eqn: object) -> bool:
 def split_stages(
     stages: Sequence[StagePrograms], cuts: Cuts
 ) -> tuple[tuple[StagePrograms, ...], dict[tuple[int, str], int]]:
-    """Return the programs of one shard of each stage, and the dimension of each cut value.
+    """Return the programs of one shard of each stage, and the dimensions of cut values.
 
-    The keys of the second result are (stage, name).
+    The second result maps (stage, name of a value) to the dimension along which the value is cut.
     """
     sharded: list[StagePrograms] = []
     values: dict[tuple[int, str], int] = {}
@@ -164,9 +165,9 @@ def _split(
       p: a program of the stage.
       s: the stage.
       cuts: the cut parameters.
-      values: value -> dimension, for the cut outputs of earlier programs of the stage. The cut
-        outputs of this program are added.
-      replicated: the outputs that each shard must have in full.
+      values: maps the cut outputs of earlier programs of the stage to their dimensions. The
+        function adds the cut outputs of this program.
+      replicated: the outputs that must be complete on each shard.
     """
     sums = {n: cuts.state[leaf] for n, leaf in s.sums.items() if leaf in cuts.state}
     params = retain(cuts.state, s.params)
@@ -187,19 +188,26 @@ def _split(
 def split_update(
     placed: PlacedUpdate, cuts: Cuts, sums: Mapping[str, tuple[str, int, int | None]]
 ) -> PlacedUpdate:
-    """Return the update with the pieces of one shard of each split stage; `sums` as in `Update`."""
+    """Return the update in which the pieces of a split stage are those of one shard.
+
+    Args:
+      placed: the update on complete arrays.
+      cuts: the cut parameters and optimizer state.
+      sums: see `Update`.
+    """
     inner = placed.program.inner
-    dims: dict[Var, int] = {}  # value -> the dimension along which it is cut
+    dims: dict[Var, int] = {}  # value -> the dimension along which the value is cut
     for v, n in zip(inner.invars, placed.program.in_names, strict=True):
         leaf = sums[n][0] if n in sums else n
         if leaf in cuts.state:
             dims[v] = cuts.state[leaf]
-    # output -> its dimension, or None if each shard needs it in full
+    # output -> its dimension; None if it must be complete on each shard
     new: dict[Var, int | None] = {}
     for n, a in placed.program.outvars.items():
         if isinstance(a, Var):
             new[a] = cuts.state.get(n)
-    sent = {(v, origin) for v, origin, _ in placed.sends}  # a sent value must be complete
+    # Values that a stage sends must be complete.
+    sent = {(v, origin) for v, origin, _ in placed.sends}
     pieces: list[StagePart] = []
     for p in placed.pieces:
         if cuts.shards[p.place] == 1:

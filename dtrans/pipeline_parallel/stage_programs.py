@@ -5,12 +5,12 @@
                 -> cotangents of received values, sums of gradients
     weights     residuals of forward and backward, sums of gradients -> sums of gradients
 
-Each stage is differentiated by itself (`dtrans.pipeline_parallel.stage_vjp`). Its *residuals* are
-the values of the forward pass that its derivative reads.
+Each stage is differentiated separately (`dtrans.pipeline_parallel.stage_vjp`). The *residuals* of a
+stage are the values of its forward pass that its derivative reads.
 
 A stage sends values only to the next stage. If a later stage reads a value (a skip connection), the
-stages in between forward it. Its cotangent returns through the same stages, and each stage that
-reads the value adds its part.
+stages in between forward the value. The value's cotangent returns through the same stages, and each
+stage that reads the value adds its part of the cotangent.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class StagePrograms:
       weights: the program that computes the gradients of weights; None if the backward program
         computes them.
       params: the parameters that the stage reads.
-      state: the arrays of the optimizer's state that the stage reads; every stage stores them.
-      sums: name of a sum of gradients -> its leaf. If each micro-batch is clipped, these are the
-        gradients of one micro-batch instead of sums.
-      cotangents: name of a cotangent -> name of its value.
+      state: the arrays of the optimizer's state that the stage reads. Every stage stores them.
+      sums: maps the name of each sum of gradients to its leaf. If the gradients of each micro-batch
+        are clipped, these are one micro-batch's gradients instead of sums.
+      cotangents: maps the name of each cotangent to the name of its value.
       batch: the arrays of the batch that the stage reads.
-      receives, sends: the values from the previous stage, and for the next stage.
+      receives, sends: the values from the previous stage, and the values for the next stage.
       results: the results of the step that the stage computes.
-      eqns: the number of equations in its part of the loss function.
+      eqns: the number of equations in the stage's part of the loss function.
     """
 
     index: int
@@ -74,12 +74,12 @@ class StagePrograms:
 
     @property
     def leaves(self) -> tuple[str, ...]:
-        """The leaves whose gradients the stage computes."""
+        """Leaves whose gradients the stage computes."""
         return tuple(self.sums.values())
 
     @property
     def saved(self) -> tuple[str, ...]:
-        """The residuals and received values that the stage saves from forward to backward."""
+        """Residuals and received values that the stage saves from forward to backward."""
         candidates = {*self.forward.out_names, *self.receives}
         candidates -= {*self.params, *self.state, *self.batch}
         reads = dict.fromkeys(self.backward.in_names)
@@ -91,11 +91,11 @@ class StagePrograms:
 def program_of(
     name: str, jaxpr: ClosedJaxpr, ins: Sequence[str], outs: Sequence[str], role: str
 ) -> Program:
-    """Return a program from a dict of inputs to a dict of outputs.
+    """Return a program with one dict of inputs and one dict of outputs.
 
     Args:
       name: the name of the program.
-      jaxpr: its equations.
+      jaxpr: the equations of the program.
       ins, outs: the names of the inputs and outputs of `jaxpr`.
       role: the role of all equations.
     """
@@ -104,7 +104,8 @@ def program_of(
     outvars = dict(zip(outs, inner.outvars, strict=True))
     arg = TreeSpec.from_tree(dict(zip(ins, avals(inner.invars), strict=True)))
     out = TreeSpec.from_tree(dict(zip(outs, avals(inner.outvars), strict=True)))
-    # pytrees of dicts are sorted by key, so the inputs and outputs of the jaxpr are reordered
+    # The entries of a dict are sorted by key in a pytree, so the inputs and outputs of the jaxpr
+    # are reordered.
     ordered_ins = values_at(invars, arg.names)
     ordered_outs = values_at(outvars, out.names)
     ordered = closed_with(jaxpr, invars=ordered_ins, outvars=ordered_outs)
@@ -116,9 +117,9 @@ class StageProgramWriter:
 
     Args:
       forward: the forward pass.
-      stage_of: the stage of each equation, not before the stages of its operands.
+      stage_of: the stage of each equation. It is never before the stages of the operands.
       o: the options.
-      scatter: leaf -> slices, for gradients that are reduce-scattered over replicas.
+      scatter: maps each leaf whose gradient is reduce-scattered over replicas to its slices.
     """
 
     def __init__(
@@ -135,7 +136,7 @@ class StageProgramWriter:
         self.count = max(stage_of) + 1
         eqns = forward.eqns
         # Each stage recomputes values that depend on no micro-batch (a mask, a transposed weight).
-        # For all other values, `home` is the stage that computes the value, and `last` the last
+        # For all other values, `home` is the stage that computes the value, and `last` is the last
         # stage that reads it.
         self.dependent = propagate(eqns, dict.fromkeys(forward.micro_batch_inputs, 1), {})
         self.home: dict[Var, int] = {}
@@ -147,7 +148,8 @@ class StageProgramWriter:
                 for operand in variables(e.invars):
                     last[operand] = max(s, last.get(operand, s))
 
-        # The values that each stage sends. The `@` in their names excludes names of arguments.
+        # The values that each stage sends. Their names contain `@`, so that they differ from names
+        # of arguments.
         self.crossing: list[list[Var]] = []
         self.names: dict[Var, str] = {}
         for k in range(self.count):
@@ -158,7 +160,7 @@ class StageProgramWriter:
 
         self.active = propagate(eqns, dict.fromkeys(forward.diff, 1), {})
         self.loss_at = self._home_of(forward.loss, 0)
-        # results that depend on no micro-batch are returned by the last stage
+        # The last stage returns the results that depend on no micro-batch.
         self.results_of: list[list[str]] = [[] for _ in range(self.count)]
         for n, a in forward.results.items():
             self.results_of[self._home_of(a, self.count - 1)].append(n)
@@ -168,7 +170,7 @@ class StageProgramWriter:
         return self.home.get(a, default) if isinstance(a, Var) else default
 
     def differentiable(self, v: Atom) -> bool:
-        """Return True if a value may have a cotangent: it depends on parameters and is a float."""
+        """Return True if a value may have a cotangent: a float that depends on parameters."""
         return (
             isinstance(v, Var)
             and bool(self.active.get(v))
@@ -186,13 +188,13 @@ class StageProgramWriter:
         results = self.results_of[s]
         local = [i for i, at in enumerate(self.stage_of) if at == s]
 
-        # the equations of the stage
+        # The equations of the stage.
         outs = [v for v in sent if self.home[v] == s]
         outputs: list[Atom] = [*outs, *values_at(f.results, results)]
         wanted = [*outputs, f.loss] if self.loss_at == s else outputs
         body, reads, operands = self._body(local, received, wanted)
 
-        # inputs: arrays of the step, then values from the previous stage
+        # The inputs: arrays of the step, followed by values from the previous stage.
         sources = values_at(f.sources, reads)
         step_names, types = f.inputs_of(sources), f.step.program.inputs
         params = tuple(select(step_names, f.step.params))
@@ -202,7 +204,8 @@ class StageProgramWriter:
         ins = [*step_ins, *map(names.__getitem__, received)]
         in_types = [*map(types.__getitem__, step_ins), *avals(received)]
 
-        # derivative of sent values and the loss, with respect to `diff` and received values
+        # The derivatives of sent values and of the loss, with respect to `diff` and to received
+        # values.
         diff = select(reads, f.diff)
         back = list(filter(self.differentiable, received))  # cotangents for the previous stage
         front = list(filter(self.differentiable, sent))  # cotangents from the next stage
@@ -223,14 +226,14 @@ class StageProgramWriter:
             self._checkpoints(s),
         )
 
-        # forward: a residual that is also another output keeps the name of that output
+        # The forward program. A residual that is also another output has the name of this output.
         out_names = [*map(names.__getitem__, outs), *results]
         residuals = vjp.names_of_saved(out_names, ins)
         outvars = dict(zip([*out_names, *residuals], opened(vjp.forward).outvars, strict=True))
         forward_jaxpr = vjp.with_outputs([*outvars.values()])
         forward = program_of(f"forward of stage {s}", forward_jaxpr, ins, [*outvars], FORWARD)
 
-        # backward
+        # The backward program.
         leaves = tuple(values_at(f.diff, diff))
         sums = {unused_name(n + GRAD, types): n for n in leaves}
         cotangents = {v: names[v] + GRAD for v in (*front, *back)}
@@ -303,12 +306,11 @@ class StageProgramWriter:
         operands: Sequence[Var],
         leaves: Sequence[str],
     ) -> ClosedJaxpr:
-        """Return the backward pass of a stage; outputs are cotangents, then sums of gradients.
+        """Return the backward pass of a stage. Its outputs are cotangents and sums of gradients.
 
         Args:
           vjp: the differentiated stage.
-          has_loss: True if the stage computes the loss; the cotangent of the loss is the loss
-            scale.
+          has_loss: True if the stage computes the loss, whose cotangent is the loss scale.
           ahead: the differentiable sent values that the stage computes.
           through: the differentiable sent values that the stage only forwards.
           backs: the received values with a cotangent.
@@ -331,7 +333,8 @@ class StageProgramWriter:
         with_parts = select(backs, operands)
         back = dict(zip(with_parts, grads[len(leaves) :], strict=True))
 
-        # If a value is read here and also forwarded, its cotangent is the sum of two parts.
+        # If the stage reads a value and also forwards it, the value's cotangent is the sum of two
+        # parts.
         outs: list[Atom] = []
         for v in backs:
             if v in passing and v in back:
@@ -351,13 +354,13 @@ class StageProgramWriter:
         return b.build(outs)
 
     def _sum_type(self, leaf: str) -> Any:
-        """Return the type of the sum of a leaf's gradients."""
+        """Return the shape and dtype of the sum of a leaf's gradients."""
         param = self.forward.step.program.inputs[leaf]
         wide = ShapedArray(param.shape, sum_type(param.dtype))
         return self.scatter[leaf].rank_type(wide) if leaf in self.scatter else wide
 
     def _scattered(self, b: Builder, grads: Mapping[str, Atom]) -> list[Atom]:
-        """Reduce-scatter the gradients in `scatter`, one collective for each type and dimension."""
+        """Reduce-scatter the gradients in `scatter`, by one collective for a dtype and dimension."""
         found = dict(grads)
         kinds: dict[Any, list[str]] = {}
         for n in grads:
@@ -379,12 +382,12 @@ class StageProgramWriter:
     def _checkpoints(self, s: int) -> Collection[str] | None:
         """Return the names of the values that a stage with checkpoints saves.
 
-        None if the stage has no checkpoints and saves all residuals.
+        If the stage has no checkpoints, it saves all residuals, and the result is None.
         """
         names, end = self.o.memory.gradient_checkpoint, self.o.memory.last_checkpointed_stage
         if not names or (end >= 0 and s > end):
             return None
-        if isinstance(names, str):  # "auto" saves received values only
+        if isinstance(names, str):  # "auto" saves only received values.
             return ()
         return names
 
@@ -407,14 +410,14 @@ def _split_backward(
       s: the stage.
       jaxpr: the backward pass.
       ins, outs: the names of the inputs and outputs of `jaxpr`.
-      cotangents: the number of cotangents, which are the first outputs.
+      cotangents: the number of cotangents. They are the first outputs.
     """
     inner = opened(jaxpr)
     eqns = inner.eqns
     back, grads = inner.outvars[:cotangents], inner.outvars[cotangents:]
 
-    # Values of the first program that the second program reads. Constants are not among them,
-    # because recomputing them is cheaper than storing them.
+    # The second program reads these values of the first program. It recomputes constants, because
+    # this is cheaper than storing them.
     first = needed_equations(eqns, back)
     computed: set[Var] = set()
     for eqn in first:
@@ -464,7 +467,7 @@ def _cast(dtype: Any, scale: float) -> Callable[[jax.Array], jax.Array]:
 
 
 def sums_of(programs: Sequence[StagePrograms]) -> dict[str, Any]:
-    """Return leaf -> the type of the sum of its gradients."""
+    """Return the shape and dtype of each leaf's sum of gradients, by leaf."""
     types: dict[str, Any] = {}
     for p in programs:
         outputs = (p.weights or p.backward).outputs

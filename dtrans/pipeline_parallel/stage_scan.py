@@ -1,12 +1,14 @@
 """Scanned layers: a `lax.scan` over stacked parameters, cut into one scan for each stage.
 
-First each iteration becomes a scan of one iteration, and the equations are assigned to stages. Then
-the iterations of each stage are merged into one scan over its rows of the stacked parameters.
+First, each iteration becomes a scan of one iteration, and the equations are assigned to stages.
+Then the iterations of each stage are merged into one scan over the stage's rows of the stacked
+parameters.
 
 A *stack* is a parameter with one row for each layer. Each stage stores its rows of the stack as a
-parameter with its own name (`params/w.block1`), and its rows of the optimizer state. The update is
-written for blocks of rows, as for parameter servers (`dtrans.slicing.server_update`). If the update
-does not work row by row (Muon), one stage stores the whole stack, and all stages read it.
+parameter with a separate name (`params/w.block1`), and the same rows of the optimizer state. The
+update is written for blocks of rows, as for parameter servers (`dtrans.slicing.server_update`). If
+the update does not work row by row (Muon), one stage stores the whole stack, and all stages read
+it.
 """
 
 from __future__ import annotations
@@ -48,10 +50,11 @@ from dtrans.slicing.server_update import inline_update, write_server
 from dtrans.step.cut import Cut, Gradient, Name, OptimizeHalf
 
 
-# For each scan to cut: the first iteration of each part, then the total number of iterations.
+# One tuple for each scan to cut: the first iteration of each part, then the number of iterations
 ScanSplits = tuple[tuple[int, ...], ...]
 
-# For each equation after scans were split: (index of the equation before, index of the part).
+# The origin of each equation after scans were split: (index of the original equation, index of its
+# part)
 Origins = list[tuple[int, int]]
 
 
@@ -60,8 +63,8 @@ class StageRows:
     """Rows of a stack, or of its optimizer state, that one stage stores under its own name.
 
     Attributes:
-      name: the name of the rows.
-      part: the rows.
+      name: the name under which the stage stores the rows.
+      part: the slice of the stack that contains the rows.
     """
 
     name: str
@@ -83,7 +86,7 @@ def loops_of(forward: ForwardPass) -> list[int]:
 
 
 def split_iterations(forward: ForwardPass) -> ScanSplits:
-    """Return the splits that put every iteration into a separate scan."""
+    """Return the splits with a separate scan for every iteration."""
     lengths = [scan_length(forward.eqns[i]) for i in loops_of(forward)]
     return tuple(tuple(range(length + 1)) for length in lengths)
 
@@ -91,7 +94,7 @@ def split_iterations(forward: ForwardPass) -> ScanSplits:
 def split_scans(forward: ForwardPass, splits: ScanSplits) -> tuple[ForwardPass, Origins]:
     """Split the scans of a forward pass; return the new forward pass and its `Origins`.
 
-    Equations that are not split have part 0.
+    The part of an equation that is not split is 0.
     """
     if not splits:
         return forward, [(i, 0) for i in range(len(forward.eqns))]
@@ -100,7 +103,8 @@ def split_scans(forward: ForwardPass, splits: ScanSplits) -> tuple[ForwardPass, 
     b.invars += forward.inner.invars
     origin: Origins = []
     for i, eqn in enumerate(forward.eqns):
-        if i not in parts or len(parts[i]) == 2:  # not a scan, or it has one part
+        # The equation is not a scan, or the scan has one part.
+        if i not in parts or len(parts[i]) == 2:
             b.keep(eqn)
             origin.append((i, 0))
             continue
@@ -111,7 +115,7 @@ def split_scans(forward: ForwardPass, splits: ScanSplits) -> tuple[ForwardPass, 
 
 
 def _write_parts(b: Builder, eqn: JaxprEqn, bounds: Sequence[int]) -> Iterator[int]:
-    """Write a scan as several scans; yield the index of each part after writing its equations.
+    """Write a scan as several scans. Yield the index of a part after its equations are written.
 
     Args:
       b: the builder to write to.
@@ -133,8 +137,8 @@ def _write_parts(b: Builder, eqn: JaxprEqn, bounds: Sequence[int]) -> Iterator[i
         for j, rows in stacked.items():
             rows.append(outputs[j])
         if k == last:
-            # The carry of the last part is the carry of the whole scan, so it gets its variables.
-            # The stacked outputs of all parts are concatenated.
+            # The last part's carry is the carry of the whole scan, so it gets the variables of the
+            # whole scan. The stacked outputs of all parts are concatenated.
             outs = list(eqn.outvars)
             for j in stacked:
                 outs[j] = outputs[j]
@@ -145,12 +149,12 @@ def _write_parts(b: Builder, eqn: JaxprEqn, bounds: Sequence[int]) -> Iterator[i
 
 
 def merge_iterations(forward: ForwardPass, origin: Origins, stage_of: Sequence[int]) -> ScanSplits:
-    """Return the splits such that each stage has one part of each scan.
+    """Return the splits in which each stage has at most one part of each scan.
 
     Args:
       forward: the forward pass before scans were split.
-      origin: the origins of the equations after `split_iterations`.
-      stage_of: the stages of the equations after `split_iterations`.
+      origin: the origins of the equations after the splits of `split_iterations`.
+      stage_of: the stages of these equations.
     """
     stage_at = _stages_by_origin(origin, stage_of)
     found = []
@@ -168,12 +172,12 @@ def stages_of_parts(
     origin: Origins,
     stage_of: Sequence[int],
 ) -> tuple[int, ...]:
-    """Return the stage of each equation after scans were split by `merge_iterations`.
+    """Return the stage of each equation after the splits of `merge_iterations`.
 
     Args:
       splits: the splits that `merge_iterations` returned.
       forward: the forward pass before scans were split.
-      parts_origin: the origins of the equations after these splits.
+      parts_origin: the origins of the equations after `splits`.
       origin, stage_of: as for `merge_iterations`.
     """
     stage_at = _stages_by_origin(origin, stage_of)
@@ -186,7 +190,7 @@ def stages_of_parts(
 
 
 def _stages_by_origin(origin: Origins, stage_of: Sequence[int]) -> dict[tuple[int, int], int]:
-    """Return origin -> the last stage of the equations with this origin."""
+    """Return a map from each origin to the last stage of the equations with this origin."""
     found: dict[tuple[int, int], int] = {}
     for key, s in zip(origin, stage_of, strict=True):
         found[key] = max(s, found.get(key, s))
@@ -197,13 +201,13 @@ def _stages_by_origin(origin: Origins, stage_of: Sequence[int]) -> dict[tuple[in
 
 
 def stage_rows(forward: ForwardPass, stage_of: Sequence[int]) -> dict[str, tuple[StageRows, ...]]:
-    """Return stack -> its rows, for stacks that several stages read, each only its rows."""
+    """Return the rows of each stack that several stages read, if each reads only its rows."""
     step = forward.step
     analysis: RowAnalysis | None = None
     word = _word_for_rows(step)
     found: dict[str, tuple[StageRows, ...]] = {}
     for v, leaf in forward.diff.items():
-        # skip a stack that only one stage reads, or that is read other than by slices of rows
+        # Skip a stack that only one stage reads, or that an equation reads without slicing rows.
         runs: dict[Any, int] = {}
         for e, s in zip(forward.eqns, stage_of, strict=True):
             if v in e.invars:
@@ -213,13 +217,13 @@ def stage_rows(forward: ForwardPass, stage_of: Sequence[int]) -> dict[str, tuple
         if v in forward.inner.outvars or not _is_alone(forward, v, leaf):
             continue
 
-        # skip a stack whose slices do not cover each row exactly once
+        # Skip a stack whose slices do not cover each row exactly once.
         ordered = sorted(runs)
         bounds = [0, *(stop for _, stop in ordered)]
         if ordered != list(itertools.pairwise(bounds)) or bounds[-1] != v.aval.shape[0]:
             continue
 
-        # skip a stack whose update does not work row by row
+        # Skip a stack whose update does not work row by row.
         analysis = analysis or analyse(step.optimize, step.params)
         if leaf in analysis.groups:
             continue
@@ -241,7 +245,7 @@ def _is_alone(forward: ForwardPass, v: Var, leaf: str) -> bool:
 
 
 def _word_for_rows(step: Cut) -> str:
-    """Return the word in names of rows: "block", with underscores if a name contains it already."""
+    """Return the word for names of rows: "block", with underscores if a name contains "block"."""
     word = "block"
     while any(f".{word}" in n for n in step.program.in_names):
         word += "_"
@@ -249,7 +253,7 @@ def _word_for_rows(step: Cut) -> str:
 
 
 def _run(eqn: JaxprEqn) -> tuple[int, int] | None:
-    """Return (start, stop) if an equation slices rows from its operand, else None."""
+    """Return the (start, stop) of an equation that slices rows from its operand, else None."""
     if eqn.primitive.name != "slice" or eqn.params["strides"] is not None:
         return None
     if isinstance(eqn.invars[0], Literal):
@@ -265,8 +269,8 @@ class Unstacked:
     """Forward pass whose parameters are rows of stacks.
 
     Attributes:
-      forward: the forward pass; its step has the same rows as parameters.
-      rows: stack -> its rows, for parameters and for the optimizer's state.
+      forward: the forward pass. In its step, rows of stacks are separate parameters.
+      rows: maps each stack, a parameter or an array of the optimizer's state, to its rows.
       stage_of: the stage of each equation.
     """
 
@@ -282,8 +286,8 @@ def unstack_params(
 
     Args:
       forward: the forward pass with split scans.
-      rows: stack -> its rows.
-      stage_of: the stage of each equation, if known.
+      rows: maps each stack to its rows.
+      stage_of: the stage of each equation, if the stages are known.
     """
     if not rows:
         return Unstacked(forward, {}, tuple(stage_of))
@@ -291,7 +295,7 @@ def unstack_params(
     every = {**rows, **state}
     step = _step_of_rows(forward.step, every, half)
 
-    # inputs: the rows replace the stack
+    # The inputs: rows replace the stacks.
     leaf_var = invert(forward.diff)
     row_var: dict[tuple[Atom, tuple[int, int]], Var] = {}
     diff, sources = dict(forward.diff), dict(forward.sources)
@@ -303,7 +307,7 @@ def unstack_params(
             row_var[v, (r.part.first, r.part.stop)] = new
             diff[new], sources[new] = r.name, step.program.invars[r.name]
 
-    # equations: remove slices of stacks, whose outputs are inputs now
+    # The equations: slices of stacks are removed, because their outputs are inputs now.
     eqns: list[JaxprEqn] = []
     left: list[int] = []
     renamed: dict[Var, Atom] = {}
@@ -333,7 +337,7 @@ def unstack_params(
 def _half_of_blocks(
     step: Cut, rows: Mapping[str, tuple[StageRows, ...]]
 ) -> tuple[OptimizeHalf, dict[str, tuple[StageRows, ...]]]:
-    """Return the optimize half for rows, and array of the optimizer's state -> its rows.
+    """Return the optimize half for rows, and the rows of each array of the optimizer's state.
 
     The new half is the program of a single parameter server that stores all rows as blocks.
     """
@@ -355,7 +359,7 @@ def _half_of_blocks(
     placement = Placement(("here",), blocks, analysis.groups)
     work = write_server(analyse_update(analysis, placement), "here")
 
-    # inputs: parameters and optimizer state as the server stores them, then gradients
+    # The inputs: parameters and optimizer state as the server stores them, then gradients.
     b = Builder(step.optimize.jaxpr)
     state: dict[str, list[StageRows]] = {}
     values: dict[str, Atom] = {}
@@ -385,7 +389,7 @@ def _step_of_rows(step: Cut, rows: Mapping[str, tuple[StageRows, ...]], half: Op
 
     Args:
       step: the step with stacks.
-      rows: stack -> its rows.
+      rows: maps each stack to its rows.
       half: the optimize half for rows.
     """
     source = step.program
@@ -393,7 +397,8 @@ def _step_of_rows(step: Cut, rows: Mapping[str, tuple[StageRows, ...]], half: Op
     b = Builder(source.jaxpr)
     b.role = FORWARD
 
-    # inputs: rows; they are concatenated first, so that the equations of the step need no change
+    # The inputs: rows. They are concatenated first, so that the equations of the step need no
+    # change.
     specs = []
     invars: dict[str, Var] = {}
     for names in (step.params, step.opt_state):
@@ -416,7 +421,7 @@ def _step_of_rows(step: Cut, rows: Mapping[str, tuple[StageRows, ...]], half: Op
         b.role = role
         b.keep(eqn)
 
-    # outputs: the new stacks, cut into rows
+    # The outputs: the new stacks, cut into rows.
     new: dict[str, Atom] = dict(outs)
     for n, runs in rows.items():
         out = new.pop(n)
@@ -427,7 +432,7 @@ def _step_of_rows(step: Cut, rows: Mapping[str, tuple[StageRows, ...]], half: Op
     args, out_spec = (*specs, *source.args[2:]), tuple_of(*specs, results)
 
     def row_names(names: Iterable[str]) -> dict[str, str]:
-        """Return new name -> old name, where the names of its rows replace the name of a stack."""
+        """Return a map from new names to old names. Names of rows replace the name of a stack."""
         found = {}
         for n in names:
             for r in rows.get(n, ()):

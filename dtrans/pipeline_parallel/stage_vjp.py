@@ -1,14 +1,14 @@
 """Derivative of a stage: the residuals that its forward pass saves, and its backward pass.
 
 Each stage is differentiated separately, with `jax.vjp`. The *residuals* are the values of the
-forward pass that the derivative reads. They are saved, with three exceptions. Inputs of the stage
-are read again. Literals are part of the program. Values that depend only on parameters and
-optimizer state (a cast weight) are recomputed.
+forward pass that the derivative reads. A stage saves its residuals, with three exceptions. It reads
+inputs of the stage again. Literals are part of the program. It recomputes values that depend only
+on parameters and optimizer state, such as a cast weight.
 
 With checkpoints, a stage saves only these values, and recomputes all other residuals:
 
   - values with a requested name (`jax.ad_checkpoint.checkpoint_name`)
-  - outputs of equations with effects, which must not run twice
+  - outputs of equations with effects, because these equations must not run twice
   - outputs of collectives
   - values that depend only on random numbers, so that a mask is not drawn twice
 """
@@ -45,22 +45,22 @@ class StageVjp:
     """Forward and backward pass of a stage.
 
     Args:
-      prelude: (inputs of the step) -> values of `reads`.
-      body: (reads, operands) -> (outs, and the loss if the stage computes it): the equations of
-        the stage.
+      prelude: jaxpr that computes the values of `reads` from inputs of the step.
+      body: jaxpr with the equations of the stage. Its inputs are `reads` and `operands`. Its
+        outputs are `outs`, and the loss if the stage computes the loss.
       reads: the inputs of the forward pass that the stage reads.
       received: the values from the previous stage.
       operands: the received values that the stage reads.
       wrt: the variables in `reads` and `operands` with respect to which to differentiate.
       ahead: the outputs to differentiate.
       outs: the outputs that the stage returns.
-      in_types: the types of the inputs: arrays of the step (state first), then `received`.
+      in_types: shape and dtype of each input: arrays of the step (state first), then `received`.
       n_state: the number of inputs that are parameters or optimizer state.
-      checkpoints: the names of values to save; None saves all residuals.
+      checkpoints: the names of values to save; None to save all residuals.
 
     Attributes:
-      forward: (inputs of the step, received) -> (outs, saved).
-      backward: (residuals, cotangents of `ahead`) -> cotangents of `wrt`.
+      forward: jaxpr from (inputs of the step, `received`) to (`outs`, `saved`).
+      backward: jaxpr from (residuals, cotangents of `ahead`) to cotangents of `wrt`.
       saved: the residuals that `forward` returns.
     """
 
@@ -79,7 +79,7 @@ class StageVjp:
         checkpoints: Collection[str] | None,
     ) -> None:
         self.in_types = in_types
-        position: dict[Atom, int] = {}  # output of `body` -> its index
+        position: dict[Atom, int] = {}  # output of `body` -> index of the output
         for i, a in enumerate(opened(body).outvars):
             if isinstance(a, Var):
                 position[a] = i
@@ -106,8 +106,8 @@ class StageVjp:
         self._source = traced
         self._residuals: list[Atom] = list(inner.outvars[count:])
 
-        # Residuals that depend on no array of the batch are recomputed instead of saved. Residuals
-        # that depend on an equation with an effect are saved: the equation must not run twice.
+        # Residuals that depend on no array of the batch are recomputed. But residuals that depend
+        # on an equation with an effect are saved, because the equation must not run twice.
         ins: set[Atom] = {*inner.invars}
         residuals = exclude(variables(self._residuals), ins)
         varying = dict.fromkeys(inner.invars[n_state:], 1)
@@ -138,9 +138,9 @@ class StageVjp:
     def names_of_saved(self, outs: Sequence[str], ins: Collection[str]) -> list[str]:
         """Return a name for each saved value.
 
-        If a saved value is also an output, it has the name of the output. But if an input has the
-        same name (the output is the new value of a parameter), the saved value is numbered. All
-        other saved values are numbered too.
+        If a saved value is also an output, it has the name of the output. All other saved values
+        are numbered. A saved value is also numbered if an input has the name of the output, because
+        the output is the new value of a parameter.
 
         Args:
           outs: the names of the outputs.
@@ -157,13 +157,13 @@ class StageVjp:
         return names
 
     def with_outputs(self, outvars: Sequence[Atom]) -> ClosedJaxpr:
-        """Return the forward pass with other outputs."""
+        """Return the forward pass with the given outputs."""
         return closed_with(self.forward, outvars=outvars)
 
     def write_backward(
         self, b: Builder, inputs: Sequence[Atom], saved: Sequence[Atom], cotangents: Sequence[Atom]
     ) -> list[Atom]:
-        """Write the backward pass, and return the cotangents of `wrt`.
+        """Write the backward pass; return the cotangents of `wrt`.
 
         Args:
           b: the builder to write to.
@@ -181,7 +181,7 @@ class StageVjp:
 def _barriers(
     inner: Jaxpr, wanted: Sequence[Var], ins: Collection[Atom], names: Collection[str]
 ) -> list[Var]:
-    """Return the values to save so that `wanted` can be recomputed from them and from `ins`.
+    """Return the values to save. The residuals are recomputed from these values and the inputs.
 
     The module docstring lists the kinds of values that are saved.
 
@@ -201,7 +201,7 @@ def _barriers(
     arrays = [v for v in inner.invars if not jnp.issubdtype(v.aval.dtype, jax.dtypes.prng_key)]
     origin = propagate(inner.eqns, dict.fromkeys(arrays, other), seeds)
 
-    # walk back from `wanted` to the first value that must be saved
+    # Walk back from `wanted`, on each path to the first value that must be saved.
     found: dict[Var, None] = {}
     seen: set[Atom] = set()
     stack: list[Atom] = list(wanted)

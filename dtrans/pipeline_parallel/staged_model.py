@@ -1,4 +1,4 @@
-"""The model cut into stages, and the programs of these stages for any batch size."""
+"""Stages of a model, and the programs of the stages for any batch size."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class StepPrograms:
 
     Attributes:
       stages: the programs of each stage, for one micro-batch.
-      cuts: (stage, name of a value) -> the dimension along which the shards of a split stage cut
-        the value.
-      results: for each stage, the program that merges its results; None if it has no results.
+      cuts: maps (stage, name of a value) to the dimension along which the stage's shards cut the
+        value. Only split stages have cut values.
+      results: the program that merges each stage's results; None for a stage without results.
     """
 
     stages: tuple[StagePrograms, ...]
@@ -44,7 +44,7 @@ class StepPrograms:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StagedModel:
-    """The step of a micro-batch, and its assignment to stages.
+    """The step of a micro-batch, and the assignment of its equations to stages.
 
     `specialize` writes the programs of the stages for a batch size.
 
@@ -52,12 +52,13 @@ class StagedModel:
       captured: the step of a micro-batch, with its loss as one equation (`dtrans.step.capture`).
       options: the options of the plan.
       stage_of: the stage of each equation of the forward pass.
-      homes: parameter -> the stage that stores it.
-      users: parameter -> the stages that compute its gradient.
-      cuts: the shards of split stages, and the state that they cut.
+      homes: maps each parameter to the stage that stores it.
+      users: maps each parameter to the stages that compute its gradient.
+      cuts: the shards of split stages, and the state that the shards cut.
       scan_splits: the iterations that each stage runs, for each scan over layers.
-      stacks: array of the state -> its rows, for stacked parameters with rows on several stages.
-      merges: result, or state that the forward pass updates -> the way to merge it.
+      stacks: maps each array of the state with rows on several stages to its rows.
+      merges: maps each result, and each array of state that the forward pass updates, to the way in
+        which its values are merged.
     """
 
     captured: Program
@@ -73,11 +74,11 @@ class StagedModel:
     def specialize(
         self, types: Sequence[jax.ShapeDtypeStruct], planned: Mapping[str, Any]
     ) -> StepPrograms:
-        """Return the programs of the stages for a batch of these types.
+        """Return the programs of the stages for a batch with the given shapes and dtypes.
 
         Args:
-          types: the types of the inputs of the step, with the global batch.
-          planned: name -> the type for which the step was planned.
+          types: shape and dtype of each input of the step, with the global batch.
+          planned: shape and dtype of each input in the plan, by name.
 
         Raises:
           BatchError: the number of rows is not a multiple of micro-batches times replicas, or the
@@ -120,14 +121,14 @@ def micro_batch_of(
     Args:
       step: the traced or captured step, for a batch of any size.
       o: the options.
-      types: the types of the inputs of the step, with the global batch.
+      types: shape and dtype of each input of the step, with the global batch.
 
     Raises:
-      BatchError: arrays of the batch have different numbers of rows, or a number that is not a
-        multiple of micro-batches times replicas.
+      BatchError: arrays of the batch have different numbers of rows, or the number of rows is not a
+        multiple of num_micro_batch times replicas.
     """
     batch = set(all_names(step.args[2:]))
-    rows: dict[int, str] = {}  # number of rows -> the first array with this number
+    rows: dict[int, str] = {}  # number of rows -> the first array with this number of rows
     micro_types = []
     for n, t in zip(step.in_names, types, strict=True):
         shape = t.shape
@@ -158,7 +159,7 @@ def write_stages(
 
     Args:
       forward: the forward pass.
-      stage_of: the stage of each of its equations.
+      stage_of: the stage of each equation of the forward pass.
       o: the options.
     """
     scatter = slices_of_sums(forward.step, o) if o.memory.sharding_stage == 2 else {}
@@ -176,7 +177,7 @@ def _in_low_precision(
     lowered = dataclasses.replace(forward, jaxpr=jaxpr)
     stages = values_at(stage_of, origin)
     known = set(outputs_of(forward.eqns))
-    first: dict[Var, int] = {}  # value -> the first stage that reads it
+    first: dict[Var, int] = {}  # value -> the first stage that reads the value
     for i, eqn in reversed(list(enumerate(lowered.eqns))):
         # A cast that several stages read runs on the first of these stages.
         if known.isdisjoint(eqn.outvars):
@@ -193,6 +194,6 @@ def step_programs(
     cuts: Cuts,
     o: PipelineOptions,
 ) -> StepPrograms:
-    """Return the programs of one shard of each stage, and the programs that merge results."""
+    """Return the programs of each stage, or of one shard of it, and the merges of results."""
     results = tuple(results_program(s, merges, o, forward.jaxpr) for s in stages)
     return StepPrograms(*split_stages(stages, cuts), results)

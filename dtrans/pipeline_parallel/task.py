@@ -25,7 +25,7 @@ Time: TypeAlias = float | Fraction
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Task:
-    """Task of one micro-batch at one model stage; as text, `F3@1` is F of micro-batch 3 at stage 1.
+    """Task of one micro-batch at one model stage. `F3@1` is F of micro-batch 3 at stage 1.
 
     Attributes:
       kind: "F" for forward, "B" for backward, "W" for gradients of weights.
@@ -42,7 +42,7 @@ class Task:
 
 
 def needs(task: Task, num_model_stages: int) -> tuple[Task, ...]:
-    """Return the tasks that compute the operands of a task; see `Schedule.needs`."""
+    """Return the tasks that compute the operands of a task. See `Schedule.needs`."""
     kind, k, m = task.kind, task.stage, task.micro
     if kind == "F" and k == 0:
         return ()
@@ -65,7 +65,7 @@ class TimedTask(NamedTuple):
 
 
 class Play(tuple[TimedTask, ...]):
-    """Timed tasks of a step, simulated by `Schedule.play` or measured, in any unit of time.
+    """Timed tasks of a step, simulated by `Schedule.play` or measured. The unit of time is free.
 
     Example:
       >>> from dtrans.pipeline_parallel.task import Task
@@ -79,12 +79,12 @@ class Play(tuple[TimedTask, ...]):
 
     @property
     def num_devices(self) -> int:
-        """The number of devices: the highest device index among the tasks, plus 1."""
+        """Number of devices: the highest device index of a task, plus 1."""
         return max((t.device for t in self), default=-1) + 1
 
     @property
     def makespan(self) -> Time:
-        """The time from the first start to the last end; exact if the times are exact."""
+        """Time from the first start to the last end. Exact times give an exact result."""
         if not self:
             return 0
         first = min(t.start for t in self)
@@ -92,9 +92,9 @@ class Play(tuple[TimedTask, ...]):
 
     @property
     def bubble(self) -> Fraction | float:
-        """The share of time in which devices are idle: 1 - busy / (devices x makespan).
+        """Share of time in which devices are idle: 1 - busy / (devices x makespan).
 
-        Exact if the times are exact; 0 if the makespan is 0.
+        Exact times give an exact result. If the makespan is 0, the bubble is 0.
         """
         busy = sum((t.end - t.start for t in self), Fraction(0))
         available: Time = self.num_devices * self.makespan
@@ -116,10 +116,10 @@ def task_costs(
     backward: Costs,
     weight: Costs,
 ) -> dict[str, list[Time]]:
-    """Return, for each kind of task, its cost at each model stage.
+    """Return a map from each kind of task to its cost at each model stage.
 
     Args:
-      num_stages, chunks: the number of devices, and of model stages on each.
+      num_stages, chunks: the number of devices, and the number of model stages on each device.
       splits_backward: True if W tasks compute the gradients of weights.
       forward, backward, weight: as for `Schedule.play`.
     """
@@ -140,7 +140,7 @@ def task_costs(
 
 
 def _by_stage(what: str, costs: Costs, num_stages: int, chunks: int) -> list[Time]:
-    """Return the cost of each model stage; a single number is divided by the chunks of a device."""
+    """Return the cost of each model stage. A single number is divided by the number of chunks."""
     count = num_stages * chunks
     if not isinstance(costs, Iterable):
         return [_part(checked_cost(what, costs), chunks)] * count
@@ -154,7 +154,7 @@ def _by_stage(what: str, costs: Costs, num_stages: int, chunks: int) -> list[Tim
 
 
 def _part(cost: float, chunks: int) -> Time:
-    """Return `cost / chunks`; exact (an int or a fraction) if the cost is an int."""
+    """Return `cost / chunks`. An int gives an exact result: an int or a fraction."""
     if not isinstance(cost, int):
         return cost / chunks
     if cost % chunks:
@@ -181,7 +181,7 @@ def play_tasks(
     Args:
       tasks: the tasks of all devices, each after its operands.
       num_stages: the number of devices.
-      costs: kind of task -> its cost at each model stage.
+      costs: maps each kind of task to its cost at each model stage.
       transfer: the time of a transfer between devices.
     """
     free: list[Time] = [0] * num_stages
@@ -201,7 +201,7 @@ def play_tasks(
 
 
 def peak_in_flight(order: Sequence[Task], splits_backward: bool) -> int:
-    """Return the most micro-batches in flight on a device, counted once for each chunk."""
+    """Return the largest number of micro-batches in flight on a device. See `Schedule.peak`."""
     last = "W" if splits_backward else "B"
     now = most = 0
     for task in order:
@@ -212,7 +212,7 @@ def peak_in_flight(order: Sequence[Task], splits_backward: bool) -> int:
 
 
 def tick_table(ticked: Play, num_stages: int) -> tuple[tuple[Task | None, ...], ...]:
-    """Return the task of each device in each tick, as [device][tick]; None if idle.
+    """Return the task of each device in each tick, as [device][tick]; None for an idle tick.
 
     Args:
       ticked: tasks that take one tick each.

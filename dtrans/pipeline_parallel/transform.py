@@ -1,6 +1,6 @@
 """`pipeline`: rewrites a training step into the programs of stages, and a schedule.
 
-It runs these steps, each in the module on the right:
+It runs these steps. The module of each step is on the right:
 
 capture the loss function before it is differentiated           dtrans.step.capture
 derive the step of a micro-batch, and merge rules of results    dtrans.batch
@@ -83,7 +83,7 @@ from dtrans.step.startup import match_startup, normalize_step
 from dtrans.zero.mixed_precision import check_scale
 
 
-# Name of the axis of micro-batches while a step is analysed. No mesh has this axis, because
+# Name of the axis of micro-batches in the analysis of a step. No mesh has this axis, because
 # micro-batches run one after the other.
 PARTS = ("parts",)
 
@@ -107,24 +107,25 @@ def pipeline(
 
     The batch is cut into micro-batches, which flow through the stages. The step must compute its
     gradients with `dtrans.value_and_grad` (as `dtrans.make_train_step` does), because the loss
-    function is cut before it is differentiated. By default the job computes the same numbers as
+    function is cut before it is differentiated. By default, the job computes the same numbers as
     the step on one device with the whole batch.
 
     Args:
       main: the traced training step, (params, opt_state, *batch) -> (params, opt_state, loss, ...).
       startup: the traced init, (...) -> (params, opt_state).
-      num_stages: the number of devices of one replica. Each runs one stage, or `stages.chunks`
-        stages. "auto": the number of `dtrans.replicate` scopes in the model; without scopes, the
-        number with the fastest simulated step (`dtrans.pipeline_parallel.auto_stages`).
+      num_stages: the number of devices of one replica. Each device runs one stage, or
+        `stages.chunks` stages. "auto": the number of `dtrans.replicate` scopes in the model.
+        Without scopes, "auto" is about the number with the fastest simulated step
+        (`dtrans.pipeline_parallel.auto_stages`).
       num_micro_batch: the number of micro-batches into which a replica cuts its part of the batch.
-        The parameters are updated once for all of them.
-      schedule: the order of tasks on each device: a `dtrans.Schedule`, or the name of one.
+        A step updates the parameters once, with the gradients of all micro-batches.
+      schedule: the order of tasks on each device: a `dtrans.Schedule`, or the name of a schedule.
         "PreferForward" or "GPipe": all forwards, then all backwards. "PreferBackward" or "1F1B":
         backwards as early as possible. "PreferBackwardOptimizer": one more micro-batch in flight,
         which hides transfers. "Interleaved": several stages on each device. "ZeroBubble" or
         "ZB-H1": gradients of weights fill idle time.
-      replicas: the number of copies of the pipeline that share the batch. The replicas of a stage
-        reduce their gradients.
+      replicas: the number of copies of the pipeline. Each copy gets a part of the batch, and the
+        replicas of a stage reduce their gradients.
       stages: the rule that chooses the stages, and their devices: a `dtrans.Stages`.
       memory: options that reduce the memory of stages: a `dtrans.StageMemory`.
       reduce: the reduction of gradients over micro-batches and the replicas of a stage: a
@@ -132,17 +133,17 @@ def pipeline(
         (EPL's `clip_after_allreduce`).
       batch: "exact", "micro" (or "local", a synonym), or a `dtrans.Batch` without `example_count`.
         "exact": the job computes the numbers of one device. Values of the whole batch that depend
-        on no parameter are computed before the micro-batches (`dtrans.batch.precomputed`). A step
-        whose micro-batches do not add up to the whole batch raises ConfigError. "micro": each
-        micro-batch computes the step independently, with its own batch statistics. Each computes
-        the stored statistics from their values before the step. `Batch.merge` determines how
-        results are merged.
+        on no parameter are computed before the micro-batches (`dtrans.batch.precomputed`). If the
+        micro-batches do not add up to the whole batch, this function raises ConfigError. "micro":
+        each micro-batch computes the step independently, with its own batch statistics. Each
+        micro-batch updates stored statistics from their values before the step. `Batch.merge`
+        determines how results are merged.
 
     Raises:
       ConfigError: an option is out of range, or the loss has fewer equations than stages. Scopes
         contradict each other. The micro-batches of an exact step do not add up.
       BatchError: the batch cannot be divided into micro-batches of equal size.
-      GradientError: gradients were not computed with `dtrans.value_and_grad`, or in a loop.
+      GradientError: the step computes gradients without `dtrans.value_and_grad`, or in a loop.
       TraceError: `startup` does not return the state that `main` takes.
 
     Source: `Parallel` of EPL (epl/parallel/parallel.py), its schedulers
@@ -196,7 +197,7 @@ def devices_of_scopes(main: Program) -> int:
     Each of these devices computes a part of a replica's batch.
 
     Raises:
-      ConfigError: scopes have different numbers.
+      ConfigError: two scopes have different device counts.
     """
     counts = {s.device_count or 1: s for s in scopes_within(main.jaxpr) if s.kind == "replicate"}
     if len(counts) > 1:
@@ -211,7 +212,7 @@ def devices_of_scopes(main: Program) -> int:
 def _timetable(
     option: str | Schedule, num_stages: int, num_micro_batch: int, chunks: int | None
 ) -> Schedule:
-    """Return the named schedule, or check the sizes of the user's schedule and return it.
+    """Return the named schedule, or the user's schedule after a check of its sizes.
 
     Args:
       option: the option `schedule`.
@@ -243,9 +244,10 @@ def plan_pipeline(
       startup: the traced init.
       o: the options.
       timetable: the schedule.
-      auto: True to choose the number of stages, and ignore the number in `o` and `timetable`.
+      auto: True to choose the number of stages. The function then ignores the numbers of stages in
+        `o` and `timetable`.
     """
-    # the step of the global batch
+    # The step of the global batch.
     refuse_collectives(main)
     original, axes = cut(main), {}
     refuse_across(original, STAGES_HAVE, may_send=True)
@@ -258,15 +260,15 @@ def plan_pipeline(
         o = dataclasses.replace(o, batch=batch)
         main = with_rows_first(main, axes)
 
-    # the step of a micro-batch
+    # The step of a micro-batch.
     try:
         traced = micro_batch_of(main, o, _types(main))
     except DtransError:
-        # A step that loops over micro-batches itself cannot be traced for fewer rows. `captured`
-        # raises a clearer error for such a loop.
+        # A step that itself loops over micro-batches cannot be traced for fewer rows. For such a
+        # loop, `captured` raises a clearer error.
         captured(main)
         raise
-    # not captured, because `_merges` needs the equations of the loss
+    # This step is not captured, because `_merges` needs the equations of the loss.
     plain = cut(traced).with_reported()
     refuse_across(plain, STAGES_HAVE, may_send=True)
     refuse_loss_in_update(captured(main if o.batch.exact else traced))
@@ -278,8 +280,8 @@ def plan_pipeline(
         collecting = part = captured(traced)
         step = cut(part).with_reported()
     else:
-        # The written step of a micro-batch has lost the marks of `dtrans.collect` outside of the
-        # loss, so they are read from the step of the global batch.
+        # The step of a micro-batch that was written has lost the marks of `dtrans.collect` outside
+        # of the loss. So the marks are read from the step of the global batch.
         collecting = captured(main)
         precompute, step = written.precompute_program(captured(main)), shared.step
         part, values = step.program, precompute if precompute.out_names else None
@@ -287,7 +289,7 @@ def plan_pipeline(
     check_names(step, o.over_parts)
     startup = match_startup(step, startup)
 
-    # the forward pass of a micro-batch, and the choice of stages
+    # The forward pass of a micro-batch, and the choice of stages.
     forward = forward_pass(step)
     if o.precision.scaling is not None:
         check_scale(o.precision.scaling, forward.loss.aval.dtype, main.name)
@@ -298,16 +300,16 @@ def plan_pipeline(
     if shared is None:
         check_state(merges, step.params, o)
     forward, stage_of, splits, rows = _assign_stages(forward, o)
-    step = forward.step  # its parameters are now rows of stacked layers
+    step = forward.step  # Its parameters are now rows of stacked layers.
 
-    # the programs of stages, and of the update
+    # The programs of stages, and of the update.
     stages = write_stages(forward, stage_of, o)
     homes, users = _homes(stages, step)
     cuts = cuts_of(step, stages, shards_of(forward, stage_of, o), users)
     hidden = (x for x in original.observers if not x.calls and x.reads not in EARLY)
     caller = "its stage, for each micro-batch" if o.parts > 1 else "its stage"
     return PipelinePlan(
-        main=original.program,  # the step of the global batch, with the role of each equation
+        main=original.program,  # The step of the global batch, with the role of each equation
         startup=startup,
         options=o,
         schedule=timetable,
@@ -323,7 +325,7 @@ def plan_pipeline(
 
 
 def check_callbacks(step: Cut, o: PipelineOptions) -> None:
-    """Raise an error if a host callback needs a value that no stage has.
+    """Raise an error if a host callback reads a value that no stage has.
 
     Args:
       step: the step of the global batch.
@@ -342,7 +344,7 @@ def check_callbacks(step: Cut, o: PipelineOptions) -> None:
 def _check_reads(step: Cut, o: PipelineOptions) -> None:
     """Raise an error if the update reads rows of the batch, or the loss reads optimizer state.
 
-    Optimizer state that belongs to no leaf (a step counter) is allowed in the loss.
+    The loss may read optimizer state that belongs to no leaf, such as a step counter.
 
     Args:
       step: the step of a micro-batch.
@@ -366,21 +368,21 @@ def shared_by(
 ) -> tuple[ExactStep | None, WrittenParts | None]:
     """Return the exact step of a micro-batch, and the precomputed values that it reads.
 
-    Both are None with `batch="micro"`, or if the batch is not cut.
+    With `batch="micro"`, or if the batch is not cut, both results are None.
 
     Args:
       main: the step of the global batch.
       part: the traced step of a micro-batch.
       o: the options.
-      axes: array of the batch -> 0, the dimension along which it is cut.
+      axes: maps each array of the batch that is cut to 0, the dimension of the cut.
 
     Raises:
       ConfigError: the micro-batches do not add up to the whole batch, even with precomputed values.
     """
     if not o.batch.exact or o.parts == 1:
         return None, None
-    # The user chose the clip and the loss scale for gradients of the traced step. The gradients of
-    # a step that `shard_by_parts` writes are smaller. So the traced step is used if it is exact.
+    # The user has chosen the clip and the loss scale for gradients of the traced step. A step that
+    # `shard_by_parts` writes has smaller gradients. So if the traced step is exact, it is used.
     if o.reduce.clip_local_norm is not None or o.precision.scaling is not None:
         alone = shard_step(
             cut(without_effects(part)).with_reported(),
@@ -398,7 +400,8 @@ def shared_by(
     for n in plain.opt_state:
         if n in plain.state_read or n not in leaves:
             replicated.append(n)
-    # If outputs depend on the batch size, `shard_by_parts` also needs the step of a micro-batch.
+    # If the step's outputs depend on the batch size, `shard_by_parts` also needs the step of a
+    # micro-batch.
     is_sized = plain.differing_outputs(cut(part).with_reported())
     shared, written = shard_by_parts(
         captured(main),
@@ -424,8 +427,8 @@ def _assign_stages(
     """Assign equations to stages, and split scans over layers.
 
     Returns:
-      The forward pass with split scans, the stage of each of its equations, the splits, and stack
-        -> its rows.
+      The forward pass with split scans, the stage of each of its equations, the splits, and the
+        rows of each stack.
     """
 
     def stages_for(f: ForwardPass) -> tuple[int, ...]:
@@ -439,7 +442,7 @@ def _assign_stages(
 
     if o.model_stages == 1 or not loops_of(forward):
         return forward, stages_for(forward), (), {}
-    # assign iterations one by one, then merge the iterations of each stage into one scan
+    # Assign iterations one by one, and then merge the iterations of each stage into one scan.
     single, origin = split_scans(forward, split_iterations(forward))
     by_iteration = stages_for(single)
     splits = merge_iterations(forward, origin, by_iteration)
@@ -473,16 +476,16 @@ def _check_checkpoint_names(forward: ForwardPass, o: PipelineOptions) -> None:
 def _merges(
     plain: Cut, part: Program, forward: ForwardPass, o: PipelineOptions, *, shared: bool
 ) -> dict[str, str]:
-    """Return result -> the way to merge its values of micro-batches.
+    """Return a map from each result to the way in which its values of micro-batches are merged.
 
-    The user chooses the way with `Batch.merge` or `dtrans.collect`. Otherwise it is inferred.
+    The user chooses the way with `Batch.merge` or `dtrans.collect`. Otherwise, it is inferred.
 
     Args:
-      plain: the traced step of a micro-batch, in which the loss is not one equation, so that the
-        operands of results are visible.
+      plain: the traced step of a micro-batch. Its loss is not one equation, so that the operands of
+        results are visible.
       part: the captured step, which has the marks of `dtrans.collect`.
       forward: the forward pass.
-      o: the options. For an exact step, `batch.merge` has the ways to merge.
+      o: the options. For an exact step, `batch.merge` contains the ways.
       shared: True if the step is exact.
     """
     step = forward.step
@@ -526,7 +529,7 @@ def _merges(
         count_remedy="each micro-batch would count separately; count outside of the step",
     )
     for n in forward.results:
-        # State that `infer_merges` gave no merge depends on no micro-batch, so all micro-batches
+        # State without a merge from `infer_merges` depends on no micro-batch, so all micro-batches
         # compute the same value. Other results without a merge are summaries, whose values are
         # stacked.
         merges.setdefault(n, "same" if n in step.params else STACK)
@@ -537,7 +540,7 @@ def _merges(
 
 
 def _collected_outside(part: Program, step: Cut) -> dict[str, str]:
-    """Return result -> its collection, for `dtrans.collect` calls outside of the loss."""
+    """Return the collection of each result that `dtrans.collect` marks outside of the loss."""
     flat = inline_calls(part.jaxpr, keep=(COLLECT,))
     inner = flat.jaxpr
     around = [e for e in inner.eqns if e.primitive is not value_and_grad_p]
@@ -558,10 +561,10 @@ def _collected_outside(part: Program, step: Cut) -> dict[str, str]:
 def _homes(
     stages: Sequence[StagePrograms], step: Cut
 ) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
-    """Return parameter -> the stage that stores it, and parameter -> the stages with its gradient.
+    """Return the stage that stores each parameter, and the stages that compute its gradient.
 
-    A parameter is stored on the first stage that computes its gradient. A parameter without a
-    gradient is stored on the first stage that reads it, or on stage 0 if no stage does.
+    The first stage that computes a parameter's gradient stores the parameter. A parameter without a
+    gradient is stored on the first stage that reads it. If no stage reads it, stage 0 stores it.
     """
     homes: dict[str, int] = {}
     users: dict[str, tuple[int, ...]] = {}

@@ -1,11 +1,11 @@
-"""Update of a pipelined step: from the sums of gradients to new parameters.
+"""Update of a pipelined step, which computes new parameters from sums of gradients.
 
 The update is written as a training step. Its batch consists of the sums of gradients over
 micro-batches, and of the arguments that the update reads, such as a learning rate. It adds the sums
-of the stages that share a leaf, divides them by the number of micro-batches, and marks them as
-gradients. The transforms for training steps can then rewrite it. Replicas reduce gradients as in
-nccl2 mode, or store slices of the optimizer state as in sharding. The last step cuts the update by
-stage (`dtrans.pipeline_parallel.update_by_stage`).
+of all stages that share a leaf, divides the total by the number of micro-batches, and marks the
+result as a gradient. So the transforms for training steps can rewrite the update. Replicas reduce
+gradients as in nccl2 mode, or store slices of the optimizer state as in sharding. Finally, the
+update is cut by stage (`dtrans.pipeline_parallel.update_by_stage`).
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Update:
       placed: the program of one replica's update, cut into pieces.
       layout: the slices of the state that replicas store; None if each replica stores the whole
         state.
-      sums: input of the program -> (leaf, stage, micro-batch), for inputs that are sums of
-        gradients computed by a stage. The micro-batch is None for the sum over all micro-batches.
+      sums: maps each input that is a stage's sum of gradients to (leaf, stage, micro-batch). The
+        micro-batch is None for the sum over all micro-batches.
     """
 
     placed: PlacedUpdate
@@ -61,19 +61,20 @@ class Update:
 
     @property
     def program(self) -> Program:
-        """The program of the update, before it is cut into pieces.
+        """Program of the update, before it is cut into pieces.
 
-        (params, opt_state, sums and arguments) -> (params, opt_state, results of gradients)
+        Its inputs are (params, opt_state, sums and arguments). Its outputs are (params, opt_state,
+        results of gradients).
         """
         return self.placed.program
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """The arguments of the step, and precomputed values, that the update reads on any stage."""
+        """Arguments of the step, and precomputed values, that a stage's update reads."""
         return tuple(exclude(self.program.args[2].names, self.sums))
 
     def slice_axis(self, name: str) -> int | None:
-        """Return the dimension along which replicas slice an array; None if they do not."""
+        """Return the dimension along which replicas slice an array; None if it is not sliced."""
         if self.layout is None or name not in self.layout.cuts:
             return None
         return self.layout.cuts[name].axis
@@ -92,17 +93,17 @@ def update_of(
 
     Args:
       step: the step, captured and cut.
-      sums: leaf -> the type of the sum of its gradients.
-      homes: parameter -> the stage that stores it.
-      users: parameter -> the stages that compute its gradient.
-      cuts: the shards of split stages, and the state that they cut.
-      rows: stack -> its rows, which stages store as parameters.
+      sums: shape and dtype of each leaf's sum of gradients, by leaf.
+      homes: maps each parameter to the stage that stores it.
+      users: maps each parameter to the stages that compute its gradient.
+      cuts: the shards of split stages, and the state that the shards cut.
+      rows: maps each stack to its rows, which stages store as parameters.
       o: the options.
     """
     types = step.program.inputs
     micros = [None] if o.clip_of_each is None else range(o.num_micro_batch)
 
-    # `inputs` is `Update.sums`; `parts` has the names of a leaf's sums, as [micro-batch][stage]
+    # `inputs` is `Update.sums`. `parts` has the names of a leaf's sums, as [micro-batch][stage].
     inputs: dict[str, tuple[str, int, int | None]] = {}
     parts: dict[str, list[list[str]]] = {}
     for n in sums:
@@ -115,7 +116,7 @@ def update_of(
                 inputs[name] = (n, s, m)
                 parts[n][m or 0].append(name)
 
-    # the update of one replica
+    # The update of one replica.
     full_sums = {n: t.update(shape=types[n].shape) for n, t in sums.items()}
     step_of_sums = cut(_step_of_sums(step, full_sums, parts, rows, o)).with_reported()
     layout = None
@@ -131,7 +132,8 @@ def update_of(
         group = lambda leaf: ReduceSpec(group=homes[leaf])
         program = write_trainer(step_of_sums, o.over_replicas, {}, group)
 
-    # cut by stage: the stage of a leaf has its optimizer state; every stage has all other state
+    # Cut the update by stage. The stage of a leaf has the leaf's optimizer state. Every stage has
+    # all other state.
     leaf_of = leaves_of_state(step.optimize, step.params)
     home: dict[str, int | None] = dict.fromkeys(step.opt_state)
     home |= {n: homes[leaf] for n, leaf in leaf_of.items()}
@@ -147,15 +149,14 @@ def update_of(
 
 
 def arguments_of(step: Cut) -> tuple[str, ...]:
-    """Return the arguments of the step that the update reads, or a result computed from
-    gradients."""
+    """Return the arguments that the update reads, or that a result of gradients reads."""
     of_results = values_at(step.program.outvars, step.from_gradients)
     _, leaves = backward_slice(step.program.eqns, of_results, step.boundary.values())
     return tuple(n for n in step.batch if n in step.arguments or step.program.invars[n] in leaves)
 
 
 def slices_of_sums(step: Cut, o: PipelineOptions) -> dict[str, Sliced]:
-    """Return leaf -> slices, for gradients that are reduce-scattered with `sharding_stage=2`."""
+    """Return the slices of each leaf whose gradient is reduce-scattered (`sharding_stage=2`)."""
     if o.replicas == 1:
         return {}
     least = o.memory.min_slice_size
@@ -168,9 +169,9 @@ def _apply_groups(
 ) -> dict[str, int]:
     """Assign each array of the state to an update group of its stage.
 
-    Groups are consecutive leaves of a stage, with about equal numbers of elements. The source
-    (epl/runtime/optimizer_helper.py) divides all variables of the job instead, and its last group
-    is the largest.
+    A group consists of consecutive leaves of a stage. All groups have about equal numbers of
+    elements. The source (epl/runtime/optimizer_helper.py) divides all variables of the job instead,
+    and its last group is the largest.
     """
     group: dict[str, int] = {}
     for s in range(o.model_stages):
@@ -192,13 +193,13 @@ def _on_sliced_sums(
 ) -> Program:
     """Return the update of a replica that stores only slices of the sums of gradients.
 
-    Stages reduce-scatter the gradients of each micro-batch, so the update does not reduce them.
+    The update reduces no gradients, because stages reduce-scatter them in each micro-batch.
 
     Args:
-      step: the update on complete sums, as a step.
+      step: the update of complete sums, as a step.
       layout: the slices.
       sums: as in `Update`.
-      parts: leaf -> the names of its sums, as [micro-batch][stage].
+      parts: maps each leaf to the names of its sums, as [micro-batch][stage].
       o: the options.
     """
     leaves = layout.slices.leaves
@@ -228,13 +229,13 @@ def _step_of_sums(
     rows: Mapping[str, Sequence[StageRows]],
     o: PipelineOptions,
 ) -> Program:
-    """Return the update as a training step: (params, opt_state, sums and arguments) -> ...
+    """Return the update as a training step of (params, opt_state, sums and arguments).
 
     Args:
       step: the step.
-      sums: leaf -> the type of the complete sum of its gradients.
+      sums: shape and dtype of each leaf's complete sum of gradients, by leaf.
       parts: as for `_on_sliced_sums`.
-      rows: stack -> its rows.
+      rows: maps each stack to its rows.
       o: the options.
     """
     source = step.program
@@ -249,7 +250,7 @@ def _step_of_sums(
     spec = TreeSpec.from_tree(types)
     inputs = dict(zip(spec.names, b.inputs(values_at(types, spec.names)), strict=True))
 
-    # gradients: sum over stages, clip each micro-batch, sum over micro-batches, mark
+    # The gradients: sum over stages, clip each micro-batch, sum over micro-batches, mark.
     totals: dict[str, list[Atom]] = {}
     for n, by_micro in parts.items():
         totals[n] = [_total(b, list(map(inputs.__getitem__, names))) for names in by_micro]
@@ -263,7 +264,7 @@ def _step_of_sums(
     for n, mean in _means(b, step, totals, o):
         (grads[n],) = b.bind(mark_p, mean, vars_of[n], leaf=n)
 
-    # the optimize half
+    # The optimize half.
     b.role = OPTIMIZE
     half = step.optimize
     read = {**vars_of, **subset(inputs, arguments)}
@@ -273,7 +274,7 @@ def _step_of_sums(
     found: dict[str, Atom] = subset(vars_of, (*step.params, *step.opt_state))
     found |= zip(half.out_names, b.inline(half.jaxpr, *atoms), strict=True)
     for n, a in found.items():
-        # State may be donated to the next step. It must not share memory with an input.
+        # The next step may donate the state, so the state must not share memory with an input.
         if a in inputs.values():
             (found[n],) = b.call(jnp.copy, a)
     found |= _of_gradients(b, step, grads, rows, {vars_of[n]: inputs[n] for n in arguments})
@@ -287,12 +288,12 @@ def _means(
 ) -> Iterator[tuple[str, Atom]]:
     """Yield each leaf and its gradient: the mean (or sum) over micro-batches.
 
-    The gradient is zero if the loss does not read the leaf.
+    If the loss does not read the leaf, the gradient is zero.
 
     Args:
       b: the builder to write to.
       step: the step.
-      parts: leaf -> values whose total is the sum of its gradients.
+      parts: maps each leaf to values whose total is the sum of its gradients.
       o: the options.
     """
     count = o.num_micro_batch if o.reduce.op == "mean" else 1
@@ -316,14 +317,14 @@ def _of_gradients(
     rows: Mapping[str, Sequence[StageRows]],
     arguments: Mapping[Var, Atom],
 ) -> dict[str, Atom]:
-    """Write the results that are computed from gradients; return name -> value.
+    """Write the results that are computed from gradients; return their values by name.
 
     Args:
       b: the builder to write to.
       step: the step.
-      grads: leaf -> its gradient.
-      rows: stack -> its rows.
-      arguments: variable of an argument in the step -> its value in `b`.
+      grads: maps each leaf to its gradient.
+      rows: maps each stack to its rows.
+      arguments: maps the variable of each argument of the step to its value in `b`.
 
     Raises:
       GradientError: a result also depends on a result of the loss function.

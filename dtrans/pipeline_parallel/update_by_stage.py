@@ -1,11 +1,11 @@
-"""The update cut by stage: pieces of the program that each run on one stage.
+"""The update, cut by stage: each piece of the program runs on one stage.
 
 A *place* is a stage of the pipeline. Each input of the update is in one place, or in every place.
-*Shared* values depend only on inputs that every place has (a step count). The *hub* is the last
-place; it computes values that depend on several places (a global norm). The operands of an equation
-determine where it runs:
+*Shared* values depend only on inputs that every place has, such as a step count. The *hub* is the
+last place. It computes values that depend on several places, such as a global norm. The operands of
+an equation determine its place:
 
-    operands (besides shared values)   place of the equation
+    operands (except shared values)    place of the equation
     in one place                       this place
     in several places                  the hub
     in the hub and one other place     the other place, if it has more bytes of the operands, or if
@@ -16,7 +16,7 @@ So Adam becomes one piece for each place. A clip by the global norm becomes thre
 squared norms in each place, the norm in the hub, the update in each place.
 
 EPL places optimizer operations by a fixpoint of minima over consumers and maxima over inputs
-(epl/ir/graph.py, `_fix_map_operations_to_taskgraph`). Here one pass is enough.
+(epl/ir/graph.py, `_fix_map_operations_to_taskgraph`). In dtrans, one pass is enough.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class StagePart(HoldsJaxpr):
 
     Attributes:
       place: the place.
-      jaxpr: (reads) -> makes.
+      jaxpr: the equations of the piece, from `reads` to `makes`.
       reads, makes: the inputs and outputs of the piece, as variables of the program. A variable in
         `reads` is an input of the program, or an output of an earlier piece in any place.
     """
@@ -63,10 +63,10 @@ class PlacedUpdate:
     Attributes:
       program: the program.
       pieces: the pieces, in an order in which they can run.
-      sends: (variable, from place, to place), for each value that a different place reads.
-      home: input -> its place; None if every place has it.
-      out_at: output -> its place; None if every place has it.
-      cuts: variable -> the dimension along which the shards of a split stage cut it.
+      sends: one (variable, from place, to place) for each value that a different place reads.
+      home: maps each input to its place, or to None if every place has the input.
+      out_at: maps each output to its place, or to None if every place has the output.
+      cuts: maps each variable that the shards of a split stage cut to the dimension of the cut.
     """
 
     program: Program
@@ -84,20 +84,20 @@ def place(
 
     Args:
       program: the program.
-      home: input -> its place; None if every place has it.
-      out_at: output -> the place that needs it; None if every place needs it.
-      places: the number of places; the last is the hub.
+      home: maps each input to its place, or to None if every place has the input.
+      out_at: maps each output to the place that needs it, or to None if every place needs it.
+      places: the number of places. The last place is the hub.
     """
     return _Placer(program, home, out_at, places).placed()
 
 
 def grouped(placed: PlacedUpdate, group: Mapping[str, int]) -> PlacedUpdate:
-    """Split pieces so that each computes the outputs of one group; the last group runs first.
+    """Split pieces so that each piece computes the outputs of one group. The last group runs first.
 
     Args:
       placed: the program in pieces.
-      group: output -> its group. Values without a group, and values that several groups need, are
-        computed before the groups.
+      group: maps each output to its group. Values without a group, and values that several groups
+        need, are computed before all groups.
     """
     group_of: dict[Var, int] = {}
     for n, a in placed.program.outvars.items():
@@ -122,7 +122,7 @@ def _split_piece(
     for v in piece.makes:
         outs[group_of.get(v)].append(v)
 
-    # the common part: outputs without a group, and equations that several groups need
+    # The common part: outputs without a group, and equations that several groups need.
     needs = {g: set(backward_slice(eqns, outs[g])[0]) for g in groups}
     times = Counter(itertools.chain(*needs.values()))
     shared: list[Atom] = list(outs[None])
@@ -131,7 +131,7 @@ def _split_piece(
             shared += eqns[i].outvars
     common = set(backward_slice(eqns, shared)[0])
 
-    # outputs of the common part: outputs of the piece, and values that a group reads
+    # The outputs of the common part: outputs of the piece, and values that a group reads.
     read: set[Atom] = set()
     for i in times.keys() - common:
         read.update(variables(eqns[i].invars))
@@ -155,7 +155,7 @@ def _part(jaxpr: ClosedJaxpr, at: int, which: Sequence[int], makes: Sequence[Var
 
 
 class _Placer:
-    """Working state of `place`: the place of each value, then the pieces and transfers."""
+    """Working state of `place`: first the place of each value, then pieces and transfers."""
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ class _Placer:
         inner = program.inner
         self.eqns = inner.eqns
         self.producer: dict[Var, int] = {}
-        # value -> its place; None for shared values
+        # value -> place of the value; None for shared values
         self.at: dict[Var, int | None] = {v: home[n] for n, v in program.invars.items()}
         users = self._users()
         for i, (eqn, wanted) in enumerate(zip(self.eqns, users, strict=True)):
@@ -183,14 +183,13 @@ class _Placer:
             self.at |= dict.fromkeys(eqn.outvars, at)
             self.producer |= dict.fromkeys(eqn.outvars, i)
         self.sends: dict[tuple[Var, int, int], None] = {}
-        # (value or equation, place) -> its level: the number of transfers that precede it on the
-        # longest path
+        # (value or equation, place) -> level: the largest number of transfers on a path to it
         self.level: dict[tuple[Var, int], int] = {}
         self.done: dict[tuple[int, int], int] = {}
         self.wanted: dict[int, dict[int, list[int]]] = {}  # level -> place -> equations
 
     def _larger(self, eqn: JaxprEqn) -> bool:
-        """Return True if an equation reads more bytes from other places than from the hub."""
+        """Return True if an equation reads more bytes from the other place than from the hub."""
         size = {True: 0, False: 0}
         for a in variables(eqn.invars):
             if self.at.get(a) is not None:
@@ -198,7 +197,7 @@ class _Placer:
         return size[False] > size[True]
 
     def _users(self) -> list[set[int | None]]:
-        """Return, for each equation, the places of the program's outputs that depend on it."""
+        """Return the places of those outputs that depend on an equation, for each equation."""
         wanted: dict[Var, set[int | None]] = {}
         for v, place in self._ends():
             wanted.setdefault(v, set()).add(place)
@@ -211,7 +210,7 @@ class _Placer:
         return users[::-1]
 
     def _ends(self) -> list[tuple[Var, int]]:
-        """Return (output, place) for each place that needs an output of the program."""
+        """Return one (output, place) for each place that needs an output of the program."""
         found: list[tuple[Var, int]] = []
         for n, a in self.program.outvars.items():
             at = self.out_at[n]
@@ -222,7 +221,7 @@ class _Placer:
         return found
 
     def physical(self, at: int) -> int:
-        """Return the index of a place, which is the last place for `HUB`."""
+        """Return the index of a place. The index of `HUB` is that of the last place."""
         return self.places - 1 if at == HUB else at
 
     def placed(self) -> PlacedUpdate:
@@ -237,16 +236,18 @@ class _Placer:
         return PlacedUpdate(self.program, tuple(pieces), tuple(self.sends), self.home, self.out_at)
 
     def _schedule(self, var: Var, p: int) -> None:
-        """Add the equations and transfers that are needed to have a value in a place."""
+        """Add the equations and transfers that bring a value to a place."""
         stack: list[tuple[Var, int]] = [(var, p)]
-        while stack:  # depth-first; a long update would exceed the limit of Python's recursion
+        # The search is depth-first, with an explicit stack, because a long update would exceed
+        # Python's recursion limit.
+        while stack:
             v, q = stack[-1]
             if (v, q) in self.level:
                 stack.pop()
                 continue
             at = self.at.get(v)
             here = q if at is None else self.physical(at)
-            if v not in self.producer:  # an input, or a constant
+            if v not in self.producer:  # The value is an input or a constant.
                 self.level[v, here] = 0
             elif (v, here) not in self.level:
                 number = self.producer[v]
@@ -268,12 +269,12 @@ class _Placer:
             stack.pop()
 
     def _piece(self, p: int, which: Sequence[int], ends: set[tuple[Var, int]]) -> StagePart:
-        """Return a piece with the equations `which`, whose outputs are the values read elsewhere.
+        """Return a piece with the equations `which`. Its outputs are the values read elsewhere.
 
         Args:
           p: the place of the piece.
           which: the indices of the equations.
-          ends: (output, place), as `_ends` returns.
+          ends: the result of `_ends`.
         """
         mine = set(which)
         needed: set[Atom] = {v for v, q in ends if q == p}

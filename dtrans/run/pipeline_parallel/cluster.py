@@ -113,8 +113,8 @@ class ConnectedProcesses(OneProcess):
         self._links = P2PChannels(cluster, str(next(_jobs)))
         self._types: dict[StepProgram, Mapping[int, ValueType]] = {}
         self._types_of_step: Mapping[int, ValueType] = {}  # the entry of `_types` for this step
-        # The name of a message consists of a round and a key in the round. Each step is a round, and
-        # so is each call of `params` or `opt_state`.
+        # The name of a message consists of a round and a key in the round. Each step is a round.
+        # Each call of `params` or `opt_state` is also a round.
         self._round = 0
 
     def process_of(self, stage: int) -> int:

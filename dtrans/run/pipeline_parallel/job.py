@@ -155,8 +155,8 @@ class PipelineJob(Job):
 
         Raises:
           ConfigError: the schedule is unknown, or the job has several processes. Or the schedule
-            needs different programs: it has another number of chunks, or splits the backward pass
-            and this job's schedule does not.
+            needs different programs: it has another number of chunks, or only one of the two
+            schedules splits the backward pass.
         """
         self.processes.check_reorder(name)
         return PipelineJob(OneProcess(dataclasses.replace(self.at, plan=self.plan.scheduled(name))))
