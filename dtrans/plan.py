@@ -72,8 +72,8 @@ def with_recipe(transform: Callable[P, PlanT]) -> Callable[P, PlanT]:
     def run(*args: P.args, **options: P.kwargs) -> PlanT:
         plan = transform(*args, **options)
         recipe = PlanRecipe(run, inspect.signature(transform).bind(*args, **options).arguments)
-        # The recipe is no field of the dataclass: `dataclasses.replace` would copy it to a plan
-        # that another call would return.
+        # The recipe is no field of the dataclass: `dataclasses.replace` would copy it to a changed
+        # plan, which the call in the recipe does not return.
         object.__setattr__(plan, "recipe", recipe)
         return plan
 

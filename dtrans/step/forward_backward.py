@@ -14,7 +14,7 @@ from dtrans.step.cut import Cut, asks_for
 
 
 def refuse_nested(step: Cut, trainers: int, noun: str = "trainer") -> None:
-    """Raise GradientError if there are several trainers, and gradients depend on a derivative.
+    """Raise GradientError if several trainers compute gradients from an inner derivative.
 
     Each trainer would use the inner derivative for its part of the batch.
 

@@ -280,7 +280,7 @@ class _Walk:
         return dataclasses.replace(stack, text=f"a term of {stack.text}")
 
     def _relations_of(self, number: int) -> list[Meaning]:
-        """Return the meanings of a computation's outputs, without those that name no step value."""
+        """Return those meanings of a computation's outputs that refer to a step value."""
         return [m for m in self._meanings_of(number) if m.of is not None]
 
     def _has_meaning(self, number: int) -> bool:
