@@ -40,7 +40,7 @@ class JobReport:
 
     @property
     def elsewhere(self) -> float:
-        """Seconds between steps without the wait for batches, mostly for results of steps."""
+        """Seconds between steps, without waiting for batches: the loop mostly waits for results."""
         return self.seconds - self.in_step - self.waiting
 
     @property
