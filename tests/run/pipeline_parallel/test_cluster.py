@@ -48,7 +48,7 @@ def test_two_processes_make_the_numbers_of_one_device(
             np.testing.assert_allclose(process[n], x, rtol=1e-12, atol=1e-12, err_msg=n)
         said = dict(process["said"])
         assert "expected a multiple of 2, the number of processes" in said["odd"]
-        assert said["rows"].startswith("BatchError: trainers must give parts of one size; of ")
+        assert said["rows"].startswith("BatchError: trainers must give parts of one size; rows of ")
         assert "trainer 0 gives 1, trainer 1 gives 2; split the batch" in str(said["rows"])
         assert "has 1 rows in each of 2 processes, together 2; expected a multi" in said["few"]
     # each holds its own part: beside the count of steps, nothing is held by both
