@@ -215,7 +215,7 @@ def parts_error(step: Cut, shared: ExactStep, name: str, kind: str = "local") ->
 
 
 def batch_axes(step: Cut, batch: Batch) -> dict[str, int]:
-    """Return batch array -> dimension of its rows; omit arrays that are not sharded.
+    """Map each sharded batch array to the dimension of its rows.
 
     Raises:
       ConfigError: an array does not have the dimension; or `batch.axes` is a tuple whose length

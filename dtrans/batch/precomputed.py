@@ -158,7 +158,7 @@ class Precomputed:
 
 
 def with_rows_first(main: Program, axes: Mapping[str, int]) -> Program:
-    """Return a step that takes batch arrays with rows as dimension 0, and transposes them.
+    """Return a step whose batch arrays have rows as dimension 0; the step first transposes them.
 
     Args:
       main: the step.
@@ -220,7 +220,7 @@ class FlatStep:
 
     @property
     def operands(self) -> dict[Var, Atom]:
-        """Input of the loss function -> value of the step that is passed to it."""
+        """Value of the step that is passed to each input of the loss function."""
         atoms = () if self.loss is None else self.loss.invars
         return dict(zip(opened(self.body).invars, atoms, strict=True))
 
@@ -230,7 +230,7 @@ class FlatStep:
         return of.eqns[spot.eqn].outvars[spot.out]
 
     def without_loss(self, outs: Sequence[Var]) -> tuple[ClosedJaxpr, Collection[Var]]:
-        """Return a jaxpr for `outs`, values of the step or of its loss; and its free variables."""
+        """Return a jaxpr that computes `outs`, and its free variables; the loss is inlined."""
         body, operands = opened(self.body), self.operands
         inlined = _with_operands(operands, body.eqns)
         eqns = [*self.inner.eqns[: self.at], *inlined, *self.inner.eqns[self.at + 1 :]]

@@ -59,7 +59,7 @@ from dtrans.step.marks import mark_p
 
 @dataclasses.dataclass(frozen=True)
 class PartScale:
-    """Scaling exponents: an output of the user's step is trainers**exponent times its term.
+    """Exponents: an output of the user's step is trainers**exponent times that of the derived step.
 
     Attributes:
       gradients: exponent of all gradients: 0 (to sum over trainers) or 1 (to average).
@@ -202,7 +202,7 @@ class _Pairing:
         return [power(*p) for p in outs]
 
     def ratio(self, here: Any, there: Any) -> Power:
-        """Return the exponent of two paired constants."""
+        """Return the exponent with which `here` is trainers**exponent times `there`, its pair."""
         if here.dtype == object or here.shape != there.shape:
             raise _NoScaleError
         if np.array_equal(here, there, equal_nan=here.dtype.kind in "fc"):
@@ -322,7 +322,7 @@ def _together(several: Sequence[Sequence[Power]]) -> list[Power]:
 
 
 def _producers(inner: Any) -> dict[Atom, tuple[JaxprEqn, int]]:
-    """Return variable -> (equation that computes it, index of the output)."""
+    """Map each variable to a pair (equation that computes it, index of the output)."""
     producers: dict[Atom, tuple[JaxprEqn, int]] = {}
     for eqn in inner.eqns:
         producers |= {v: (eqn, i) for i, v in enumerate(eqn.outvars)}

@@ -154,7 +154,7 @@ def trainer_step(
     )
     ours = [*step.results, *(n for n in step.frozen if outs[n] is not ins[n])]
     opened = [n for n in before if n in step.results or (open_state and n in ours)]
-    # a sum from a loop that the update reads is reduced once, after the loop
+    # if the update reads a sum from a loop, reduce the sum once, after the loop
     of_loops = set(outputs_of(e for e in half if e.primitive.name in LOOPS))
     ends = [*terms, *values_at(outs, opened)]
     ends += [v for v in crossing if v in of_loops]

@@ -73,7 +73,7 @@ class WrittenParts:
 
     @property
     def rows(self) -> dict[str, int]:
-        """Name -> 0 (row dimension), for precomputed values whose rows are divided among parts."""
+        """Precomputed values whose rows are divided among parts: name -> 0, the row dimension."""
         count = len(self.values.spots) + self.numbered
         names = (f"{ROOT}/{i}" for i in range(count))
         return {n: 0 for n in names if n not in self.full}
@@ -284,7 +284,10 @@ def _sized(flat: FlatStep, part: Program, spots: Sequence[Spot]) -> set[Spot]:
 
 
 def _free(flat: FlatStep, fixed: Collection[str]) -> list[Spot]:
-    """Return positions of values that depend on no trained parameter, but enter one that does."""
+    """Find untrained values that trained equations read, or that are outputs; return positions.
+
+    A value or equation is *trained* if it depends on a trained parameter.
+    """
     p = flat.program
     batch = set(all_names(p.args[2:]))
     trained: dict[Var, int] = {}

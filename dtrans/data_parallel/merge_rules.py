@@ -61,7 +61,7 @@ def check_merge(name: str, way: str, t: Any, *, is_state: bool, options: Options
 
 
 def infer_merges(step: Cut, options: Options, count_remedy: str = "") -> dict[str, str]:
-    """Return output -> merge rule, for results and for parameters that trainers update locally.
+    """Return the merge rule of each result, and of each parameter that trainers update locally.
 
     Args:
       step: the step of one trainer.
@@ -201,7 +201,7 @@ class _MergeRules:
         remedy = remedy or f"write merge={{{name!r}: 'sum'}} or 'max'"
         raise ConfigError(
             f"{name} ({t.str_short()}) depends on the number of rows in a {self.options.noun}'s "
-            f"part, but not on their contents; {remedy}"
+            f"part, but not on the contents of rows; {remedy}"
         )
 
 

@@ -192,11 +192,11 @@ class CollectivePlan(Plan):
 
     @cached_property
     def bytes_per_step(self) -> dict[str, int]:
-        """Dtype -> bytes that each trainer passes to collectives in a step."""
+        """Bytes of each dtype that a trainer passes to collectives in a step."""
         return self.bytes_over(*self.axis_names)
 
     def bytes_over(self, *axes: str) -> dict[str, int]:
-        """Return dtype -> bytes that a trainer passes to collectives over `axes` in a step."""
+        """Return by dtype the bytes that a trainer passes to collectives over `axes` in a step."""
         found: dict[str, int] = {}
         for eqn, times in collectives(self.program.jaxpr):
             if set(axes) & set(eqn.params["over"]):

@@ -114,7 +114,7 @@ def _group_leaves(
 
 
 def bucket_sizes(types: Sequence[Any], options: Options) -> dict[Any, float]:
-    """Return dtype -> largest size of a bucket, in bytes.
+    """Map each dtype to the largest size of its buckets, in bytes.
 
     With `max_buckets`, each dtype gets a share of the buckets, in proportion to its number of
     gradients; the first dtype also gets the remainder. If a dtype gets n buckets, their size is

@@ -209,7 +209,7 @@ def share_step(
     Raises:
       ConfigError: the options have micro-steps or a local clip, but the step is not a sum over
         parts of the batch.
-      GradientError: a gradient depends on another gradient, which would differ by trainer.
+      GradientError: a gradient depends on another gradient, which would differ between trainers.
     """
     parts = options.trainers * options.num_micro_batch
     if parts == 1 or options.local_sgd is not None or not options.batch.exact:
@@ -308,8 +308,9 @@ def _refuse_sized(step: Cut, full: Cut, options: Options) -> None:
         name, line = found
         raise ConfigError(
             f"num_micro_batch={options.num_micro_batch}: {name} of {step.program.name} depends on "
-            f"gradients and on rows of the batch, or their number ({line}), which differ by "
-            f"{options.noun}; divide inside the loss function, or leave num_micro_batch out"
+            f"gradients and on rows of the batch, or their number ({line}), and each "
+            f"{options.noun} has other rows; divide inside the loss function, or leave "
+            "num_micro_batch out"
         )
 
 
@@ -370,9 +371,9 @@ def check_example_count(step: Cut, options: Options, name: str) -> None:
         )
     t = step.program.outputs[name]
     if t.shape != ():
-        raise ConfigError(f"example_count={name!r} must be a scalar, it is {t.str_short()}")
+        raise ConfigError(f"example_count={name!r} is {t.str_short()}; expected a scalar")
     if not jnp.issubdtype(t.dtype, jnp.number):
-        raise ConfigError(f"example_count={name!r} must be a number, it is {t.str_short()}")
+        raise ConfigError(f"example_count={name!r} is {t.str_short()}; expected a number")
     if name in step.from_gradients:
         raise ConfigError(
             f"example_count={name!r} is computed from gradients, which it must weight; return a "

@@ -182,7 +182,7 @@ def best_local(
 
 @functools.cache
 def argmax_marks(size: int) -> Callable[[Array, Array, Array], Array]:
-    """Return a function (local best, global best, position) -> mark of a shard.
+    """Return a function (local best, global best, position) that computes the mark of a shard.
 
     The result of argmax or argmin is the lowest mark of all shards. If a shard has the global best
     entry, its mark is the position of that entry; otherwise it is the largest integer. A NaN wins,

@@ -69,7 +69,7 @@ class WrittenBody:
 
 
 def moved_bytes(eqns: Iterable[JaxprEqn]) -> dict[str, int]:
-    """Return primitive name -> bytes that one shard communicates.
+    """Map the name of each primitive to the bytes that one shard communicates with it.
 
     For an all-gather, these are the bytes of its output; for other collectives, of the operands.
     """
@@ -131,9 +131,9 @@ def plan_loop(
 
 
 def _cut_before(eqn: JaxprEqn, plan: LoopPlan) -> dict[int, RowAxis]:
-    """Return operand index -> layout, for replicated operands that the body only reads as pieces.
+    """Find the replicated operands that the body only reads as pieces: index -> layout.
 
-    So the operand can be cut once before the loop, instead of in each iteration.
+    The caller cuts such an operand once before the loop, instead of in each iteration.
     """
     wires = wiring(eqn)
     found: dict[int, RowAxis] = {}

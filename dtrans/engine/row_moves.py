@@ -53,8 +53,8 @@ class RowMoves:
     Attributes:
       operands: layout in which each operand is read.
       outs: layout of each output.
-      params: function from the output types on a shard to changed parameters. With these, the
-        equation runs on pieces before the moves; None if there is nothing to run.
+      params: takes the output types on a shard; returns the changed parameters with which the
+        equation runs on pieces before the moves. None if the equation does not run.
       moves: the move of each output.
     """
 

@@ -46,7 +46,7 @@ class Strategy:
       operands: layout in which each operand is read; None for the full value.
       outs: layout of each output, after the reduction if there is one.
       reduce: reduction of the outputs over shards, e.g. "sum"; "" if there is none.
-      params: function from the output types on a shard to changed parameters of the equation.
+      params: takes the output types on a shard; returns the changed parameters of the equation.
       write: key of the writer in `dtrans.engine.strategy_writers` that replaces the equation by
         others; "" to run the equation itself on the operands.
       at: for the writers "pick" and "put": the index component along the sharded dimension.
@@ -178,7 +178,7 @@ def _as_rows(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
 
 
 def _reshape(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
-    """Reshape pieces; a piece without padding is treated as one run of entries."""
+    """Reshape pieces. If no piece has padding, treat each piece as one run of entries."""
     (row,) = ins[:1]
     if not isinstance(row, RowAxis) or not isinstance(eqn.invars[0].aval.dtype, np.dtype):
         return None

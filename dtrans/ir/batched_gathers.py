@@ -112,7 +112,7 @@ def _rewritten(jaxpr: Any, numbers: Facts[Fact]) -> Any:
 
 
 def _without_unread(jaxpr: ClosedJaxpr, old: Any) -> ClosedJaxpr:
-    """Drop equations that only the replaced gathers read; other dead equations stay."""
+    """Drop equations whose outputs only replaced gathers read; other dead equations stay."""
     inner = opened(jaxpr)
     unread = set(outputs_of(old.eqns))
     unread.difference_update(variables_read(old.eqns, old.outvars))

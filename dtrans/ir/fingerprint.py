@@ -159,7 +159,7 @@ def _digest_of(digests: Mapping[Any, str], atom: Atom) -> str:
 
 
 def output_digests(half: Any) -> dict[str, str]:
-    """Return a digest of the computation of each named output of a `dtrans._jax.NamedJaxpr`."""
+    """Map the name of each output of a `dtrans._jax.NamedJaxpr` to a digest of its computation."""
     digests = value_digests(half.jaxpr, half.in_names)
     return {name: _digest_of(digests, a) for name, a in half.outvars.items()}
 
@@ -228,7 +228,7 @@ def differences(
 
 
 def _named_lines(text: str) -> dict[str, str]:
-    """Return the lines of a part as a dict: first word -> rest of the line."""
+    """Return the lines of a part as a dict from the first word to the rest of the line."""
     rows = {}
     for line in text.splitlines():
         name, _, value = line.partition(" ")

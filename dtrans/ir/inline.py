@@ -1,6 +1,7 @@
 """Inlining of calls, and dead code elimination.
 
-Then every value that an output depends on is at the top level, or in a loop or branch.
+After both passes, every value that an output depends on is at the top level, or in a loop or
+branch.
 """
 
 from __future__ import annotations

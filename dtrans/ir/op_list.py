@@ -53,7 +53,7 @@ def list_ops(jaxpr: NamedJaxpr, roles: Sequence[str], names: Mapping[Var, str]) 
 
 
 def name_values(jaxpr: NamedJaxpr, labels: Mapping[Var, str]) -> dict[Var, str]:
-    """Return variable -> unique name, for every variable: its label, or else a number."""
+    """Map every variable to a unique name: its label, or else a number."""
     inner = jaxpr.inner
     in_names = set(jaxpr.in_names)
     names: dict[Var, str] = {v: f"const/{i}" for i, v in enumerate(inner.constvars)}

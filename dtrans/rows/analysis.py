@@ -100,7 +100,7 @@ class RowAnalysis:
 
     @cached_property
     def state_of(self) -> dict[str | None, tuple[str, ...]]:
-        """Home -> names of its arrays of optimizer state; None -> names of shared state."""
+        """Names of the optimizer state of each home; the key None has the names of shared state."""
         new = set(self.outputs) - set(self.params)
         found: dict[str | None, tuple[str, ...]] = {None: ()}
         for var, name in self.input_names.items():
@@ -162,7 +162,7 @@ def analyse(
 
 
 def leaves_of_state(half: OptimizeHalf, params: Sequence[str]) -> dict[str, str]:
-    """Return array of optimizer state -> leaf on whose server it is; omit shared state."""
+    """Map each array of optimizer state to the leaf on whose server it is; omit shared state."""
     found: dict[str, str] = {}
     for leaf, names in analyse(half, params).state_of.items():
         if leaf is not None:
@@ -226,7 +226,7 @@ def _settled(
 
 
 def _groups(bound: Sequence[Colocated], params: Sequence[str]) -> dict[str, Group]:
-    """Return leaf -> group; leaves that share an entry of `bound` are in one group."""
+    """Map each bound leaf to its group: leaves that share an entry of `bound` are in one group."""
     parent: dict[str, str] = {}
 
     def find(leaf: str) -> str:

@@ -104,7 +104,7 @@ class BucketRows:
         return Slice(row.axis, self._start, self._rows.rows).widened(row.width)
 
     def inside(self, b: Builder) -> BucketRows:
-        """Return the same rows for a body that `b` writes."""
+        """Return an object with these rows for use in a body, whose builder is `b`."""
         return BucketRows(self._rows)
 
     def operands(self) -> Sequence[Atom]:

@@ -27,7 +27,7 @@ class Step:
       operands: for each operand, the layout of the rows to read; None for the full operand.
       outs: layout of each output.
       reduce: if the equation reduces over rows, the operation that combines the results of blocks.
-      params: function from the output types on the block to changed parameters of the equation.
+      params: takes the output types on the block; returns the changed parameters of the equation.
       bodies: for a loop or branch, the `dtrans.rows.flow.Flow` of each body.
       ends: for a loop or branch, the layouts of each body's outputs.
     """

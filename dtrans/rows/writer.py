@@ -68,7 +68,7 @@ class RowRange:
         return Slice(row.axis, self.start * row.width, self.rows * row.width)
 
     def inside(self, b: Builder) -> RowRange:
-        """Return this range."""
+        """Return this range, which is the same inside a body."""
         return self
 
     def operands(self) -> Sequence[Atom]:

@@ -147,7 +147,7 @@ class Placement:
 
     @cached_property
     def units(self) -> dict[str, tuple[Unit, ...]]:
-        """Endpoint -> units of that server, in leaf order."""
+        """Units of each server (endpoint), in leaf order."""
         found: dict[str, list[Unit]] = {ep: [] for ep in self.endpoints}
         for leaf, blocks in self.blocks.items():
             if leaf not in self.groups:
@@ -161,7 +161,7 @@ class Placement:
 
     @cached_property
     def unsliced(self) -> dict[str, str]:
-        """Leaf that cannot be sliced -> the reason."""
+        """Leaves that cannot be sliced, each with the reason."""
         return {n: g.reason or TIED for n, g in self.groups.items()}
 
     @cached_property

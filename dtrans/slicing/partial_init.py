@@ -199,8 +199,8 @@ class _Plan:
     def _is_full(self, var: Var) -> bool:
         """Return True if a value is computed in full.
 
-        A value is computed in full if a full value is wanted, or if the wanted parts together are
-        more than twice as large.
+        This is so if the full value is wanted, or if the wanted parts together have more than twice
+        the size of the full value.
         """
         if None in self._wanted.get(var, ()):
             return True

@@ -61,7 +61,7 @@ class ServerVariable:
 
     @property
     def origin(self) -> str:
-        """Name of the full value, to which the variable belongs."""
+        """Name of the full value from which the rows of the variable come."""
         return self.beside or self.of
 
     def cut(self, aval: Any) -> Any:
@@ -205,7 +205,8 @@ def _write_shared(
 ) -> tuple[dict[int, LevelProgram], dict[Var, str]]:
     """Write the programs that compute a server's shared values.
 
-    Return level -> program, and shared value -> name for those that units or later levels read.
+    Return two dicts: the program of each level; and the name of each shared value that units or
+    later levels read.
     """
     analysis, level_of = rounds.analysis, rounds.shared
     writers: dict[int, LevelWriter] = {}
@@ -251,7 +252,7 @@ def _write_shared(
 def _joins(
     spec: UpdateSpec, server: ServerSpec, endpoint: str
 ) -> dict[int, list[CrossServerValue]]:
-    """Return level -> cross-server values whose parts a server combines or exchanges."""
+    """Return for each level the cross-server values whose parts a server combines or sends."""
     found: dict[int, list[CrossServerValue]] = {}
     for var, crossing in spec.rounds.crossings.items():
         if endpoint not in spec.over[var]:

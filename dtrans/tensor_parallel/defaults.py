@@ -193,7 +193,7 @@ def _keeps_dimensions(eqn: JaxprEqn) -> bool:
 
 
 def _map_dimensions(eqn: JaxprEqn, dims: tuple[int | None, ...]) -> tuple[int | None, ...]:
-    """Convert the second part of an `Origin` from an equation's operand to its output."""
+    """Convert the dimensions in an `Origin` from an equation's operand to its output."""
     out, name = eqn.outvars[0].aval, eqn.primitive.name
     if name == "transpose":
         return tuple(values_at(dims, eqn.params["permutation"]))

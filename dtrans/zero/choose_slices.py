@@ -174,7 +174,7 @@ def choose_slices(
 
 
 def _choose_axes(step: Cut, degree: int, in_layers: bool, planned: Slices | None) -> dict[str, int]:
-    """Return leaf -> dimension to cut, for each leaf that can be cut.
+    """Map each leaf that can be cut to the dimension to cut.
 
     Arguments as for `choose_slices`.
     """
@@ -352,7 +352,7 @@ def _choose_layer_axes(step: Cut, axes: Mapping[str, int], degree: int) -> dict[
 def summed_gradients(
     step: Cut, eqns: Sequence[JaxprEqn], leaves: Collection[str]
 ) -> dict[Var, str]:
-    """Return gradient -> leaf, for the gradients that only the update reads.
+    """Map each gradient that only the update reads to its leaf.
 
     Loops may compute these gradients as slices.
     """

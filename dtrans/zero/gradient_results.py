@@ -66,7 +66,7 @@ class GradientResults:
     def _name_inputs(
         self, step: Cut, b: Builder, eqns: Sequence[JaxprEqn], wanted: Sequence[Atom]
     ) -> dict[Var, Name]:
-        """Return variable -> name, for the inputs of the half; fill `others`."""
+        """Map each input of the half to its name; fill `others`."""
         names: dict[Var, Name] = {v: Gradient(n) for n, v in step.boundary.items()}
         names |= {v: n for n, v in step.program.invars.items() if n in step.params}
         computed = set(outputs_of(eqns))

@@ -86,7 +86,7 @@ def rematerialize_layers(analysis: SliceAnalysis, wanted: Collection[Atom]) -> l
 
 
 def _readers_of(eqns: Sequence[JaxprEqn]) -> Mapping[Var, list[tuple[int, int]]]:
-    """Return value -> list of pairs (index of an equation that reads it, index of the operand)."""
+    """Map each value to its reads: pairs (index of the equation, index of the operand)."""
     readers: dict[Var, list[tuple[int, int]]] = {}
     for i, eqn in enumerate(eqns):
         for k, a in enumerate(eqn.invars):

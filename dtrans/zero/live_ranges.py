@@ -51,7 +51,7 @@ class LiveRange:
     def dtype(self) -> Any:
         """Type in which to gather the leaf.
 
-        If all readers need one type that is smaller than the leaf's own, it is this type.
+        If all readers need one type that is smaller than the leaf's own, gather that type.
         """
         leaf_dtype = self.leaf.aval.dtype
         if len(self.dtypes) != 1:

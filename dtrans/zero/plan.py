@@ -92,7 +92,7 @@ class ShardingPlan(CollectivePlan):
         return {**found, "padding": padding}
 
     def traffic(self) -> dict[tuple[str, str], int]:
-        """Return (primitive, axis) -> bytes of the collectives in a step.
+        """Return the bytes of the collectives in a step; keys are pairs (primitive, axis).
 
         A gather counts the bytes of its output, and a reduction the bytes of its input: a gather of
         all parameters has the size of the model. In a ring of N ranks, a link carries (N - 1)/N of

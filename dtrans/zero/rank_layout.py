@@ -142,7 +142,7 @@ class RankLayout:
     # -- gradients -------------------------------------------------------------------------------
 
     def layer_gradients(self, step: Cut) -> dict[Var, str]:
-        """Return gradient -> leaf, for the gradients that loops scatter layer by layer."""
+        """Map each gradient that loops scatter layer by layer to its leaf."""
         options = self.options
         if options.stage == 1 or self._weights_or_clips or options.reduce.compress is not None:
             return {}

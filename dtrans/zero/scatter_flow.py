@@ -90,7 +90,7 @@ class ScatterFlow:
 
 
 def makers_of(eqns: Sequence[JaxprEqn]) -> dict[Var, tuple[int, JaxprEqn]]:
-    """Return value -> (index of the equation that computes it, equation)."""
+    """Map each value to a pair (index of the equation that computes it, equation)."""
     return {v: (i, e) for i, e in enumerate(eqns) for v in e.outvars}
 
 

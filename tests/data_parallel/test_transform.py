@@ -1299,12 +1299,12 @@ r"or 'each'"),
         (dict(example_count="count"),
          "example_count='count' is not a result of the step; name one of loss, "
 "aux/n, aux/rows"),
-        (dict(example_count="aux/rows"), r"example_count='aux/rows' must be a scalar, it is "
-r"float64\[8\]"),
+        (dict(example_count="aux/rows"), r"example_count='aux/rows' is float64\[8\]; "
+"expected a scalar"),
         (dict(example_count="out4"), "example_count='out4' is computed from gradients, which it "
 "must weight"),
-        (dict(example_count="aux/some"), r"example_count='aux/some' must be a number, it is "
-r"bool\[\]"),
+        (dict(example_count="aux/some"), r"example_count='aux/some' is bool\[\]; "
+"expected a number"),
     ],
 )  # fmt: skip
 def test_an_option_that_cannot_be_is_refused_by_name(options: Any, message: str) -> None:

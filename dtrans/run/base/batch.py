@@ -109,7 +109,7 @@ def shared_batch(
 
 
 def rows_of(names: Sequence[str], shared: Sequence[tuple[Any, Share]]) -> dict[str, int]:
-    """Return name -> number of rows, for arrays that are split over the trainers."""
+    """Return the number of rows of each array that is split over the trainers, by name."""
     rows: dict[str, int] = {}
     for name, (x, share) in zip(names, shared, strict=True):
         if isinstance(share, int):
@@ -261,7 +261,7 @@ def resize(x: Any, share: Share, rows: Callable[[int], int]) -> jax.ShapeDtypeSt
     """Return the type of an array with another number of rows.
 
     Args:
-      rows: function from the number of rows of `x` to the new number.
+      rows: takes the number of rows of `x`, and returns the new number.
     """
     if isinstance(share, str):
         return array_type(x)

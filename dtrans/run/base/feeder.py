@@ -81,7 +81,7 @@ def feed(batches: Iterable[Any], job: Job, ahead: int = 2) -> Iterator[Iterator[
                     if ended.is_set():
                         return
             ready.put((_END, None))
-        except BaseException as e:  # passed to `parts`, which raises it in the loop
+        except BaseException as e:  # the error goes to `parts`, which raises it in the loop
             ready.put((_END, e))
 
     def parts() -> Iterator[Any]:

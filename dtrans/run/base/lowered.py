@@ -53,7 +53,7 @@ def call_recorded(name: Callable[[], str], jitted: Callable[..., Any], *args: An
 
 
 def jitted_once(fn: Callable[..., Any], *args: Any, **options: Any) -> Callable[..., Any]:
-    """Jit a function; if an earlier one has the same StableHLO and options, return that instead.
+    """Jit a function; reuse an earlier jitted function that has equal StableHLO and options.
 
     Lowering takes a tenth of the time of compiling. For tables of one shape, for example, the
     programs that initialise rows are equal, so only one is compiled.

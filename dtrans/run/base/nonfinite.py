@@ -158,7 +158,7 @@ class NonfiniteCheck:
 
     def _on_callback(self, names: Sequence[str], fine: Any, index: Any) -> None:
         bad = [n for n, good in zip(names, np.asarray(fine), strict=True) if not good]
-        if bad:  # may be empty: under vmap, all trainers run this branch
+        if bad:  # `bad` may be empty: under vmap, all trainers run this branch
             self.note(int(index), list(dict.fromkeys(bad)))
 
 

@@ -50,7 +50,7 @@ class TrainerBatches:
 
     @property
     def axes(self) -> dict[str, int]:
-        """Array name -> dimension along which the array is split; other arrays are absent."""
+        """Dimension along which each array is split, by name; other arrays are absent."""
         found: dict[str, int] = {}
         for name, share in zip(self.names, self.shares, strict=True):
             if isinstance(share, int):

@@ -339,7 +339,7 @@ def _parts(program: Program) -> list[str]:
 
 
 def axes_of(program: Program, trainers: int) -> dict[str, int]:
-    """Return axis name -> size, for the axes of a program's trainers.
+    """Return the size of each axis of a program's trainers, by name.
 
     The equations of a program contain the sizes of all axes except one. The number of trainers
     determines the size of that axis.

@@ -54,7 +54,7 @@ class LeafOwners:
       owner: the rank of each leaf, in the order in which leaves were assigned.
       loads: for each rank, the number of elements of the parameters that it owns.
       grads, state: the bins of gradients and of the optimizer's state.
-      slices: the row analysis of the update; no leaf is cut.
+      slices: the choice to cut no leaf, with the row analysis of the update.
       half: the optimize half of a rank.
       args: the arguments of the step, with state in bins.
       out: the outputs of the step: parameters, state in bins, and the rest.
@@ -267,7 +267,7 @@ def _concatenate(*xs: jax.Array) -> jax.Array:
 
 
 def _scattered_parts(bins: Bins, options: ShardingOptions) -> dict[str, BinPart]:
-    """Return name -> part, for the parts into which `bucket_MB` cuts the bins."""
+    """Return by name the parts into which `bucket_MB` cuts the bins."""
     return {p.name: p for p in bins.parts(options.reduce.bucket_MB * 2**20)}
 
 

@@ -212,7 +212,7 @@ class Bins:
         return jax.lax.slice(bins[p.bin], (p.start,), (p.start + p.size,)).reshape(p.shape)
 
     def from_parts(self, parts: Mapping[BinPart, Any]) -> dict[str, Any]:
-        """Extract all arrays from parts of the bins of all ranks."""
+        """Extract all arrays from `parts`, which together contain the bins of all ranks."""
         found = {}
         for n, p in self.places.items():
             rows = []

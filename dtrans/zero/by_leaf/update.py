@@ -211,7 +211,7 @@ class OwnerWriter:
         return [f"new {n}" for n in (*self.params.types, *self.state.types)]
 
     def _sums(self, level: int) -> dict[tuple[str, Any], list[CrossServerValue]]:
-        """Return (operation, dtype) -> values that ranks reduce after a level."""
+        """Return the values that ranks reduce after a level; keys are pairs (operation, dtype)."""
         found: dict[tuple[str, Any], list[CrossServerValue]] = {}
         for c in self.reduced.get(level, ()):
             found.setdefault((c.op, c.var.aval.dtype), []).append(c)
