@@ -5,7 +5,7 @@ The equations are ordered in a row, and the row is cut into consecutive stages
 reshapes of parameters, and equations that depend on no micro-batch (masks, `iota`), move to just
 before their first reader. Otherwise, a cast of all parameters at the beginning of the loss would
 put all parameters on the first stage. A second row also moves elementwise equations that read only
-inputs. Both rows are cut, and the row with the faster slowest stage is used.
+inputs. Both rows are cut, and the cut whose slowest stage takes less time is used.
 
 The cost of a stage is its number of floating-point operations, plus `flops_per_byte` for each byte
 that the stage sends to the next stage. A stage sends each value once. It also forwards values that
@@ -31,10 +31,10 @@ Policies:
                    stages is always the requested number.
   HEURISTIC        The default. Among the cuts that nearly balance the operations of stages, it
                    takes the cut that sends the fewest bytes
-                   (`dtrans.pipeline_parallel.balance.balanced`). It cuts only between repeated
-                   blocks, if the slowest stage then does at most `SLACK` times the work. It gives
-                   the cut of REPEATED_LAYERS if all blocks cost about the same, and their number is
-                   a multiple of the number of stages.
+                   (`dtrans.pipeline_parallel.balance.balanced`). If the slowest stage then does at
+                   most `SLACK` times the work, it cuts only between repeated blocks. If all blocks
+                   cost about the same, and their number is a multiple of the number of stages, it
+                   gives the cut of REPEATED_LAYERS.
 
 EPL has no cost model. It avoids cutting blocks only if their number is a multiple of the number of
 stages (epl/parallel/planner.py).
@@ -162,7 +162,8 @@ def stages_of(
     rule = contiguous
     if policy in (None, "HEURISTIC"):
         rule = balanced
-    # Cut the equations in each candidate order, and take the cut with the fastest slowest stage.
+    # Cut the equations in each candidate order, and take the cut whose slowest stage takes the
+    # least time.
     cuts = []
     for order in _orders(forward, costs, batch):
         row = _Row(forward, costs, order, flops_per_byte, batch)
@@ -223,7 +224,7 @@ class _Row:
     Args:
       forward: the program.
       costs: the floating-point operations of each equation of the program.
-      order: indices in the program of the equations, in the order of the row.
+      order: index in the program of each equation of the row.
       flops_per_byte: the cost of sending one byte, in floating-point operations.
       batch: as for `stages_of`.
 

@@ -66,11 +66,11 @@ def contiguous(costs: Sequence[float], crossing: Sequence[float], parts: int) ->
 def balanced(costs: Sequence[float], crossing: Sequence[float], parts: int) -> tuple[int, ...]:
     """Cut a list of units into parts of nearly balanced work, with the least total crossing.
 
-    The result is exact. Two limits define "nearly balanced". The upper limit of a part's work is
-    `SLACK` times the least possible work of the slowest part. Among the cuts within this limit, the
-    lightest part has a greatest possible work. Half of this work is the lower limit. On ties, parts
-    that begin with the most expensive units are preferred, because a layer begins with its matrix
-    product. The last criterion is even work.
+    The result is exact. Two limits define "nearly balanced". A part has at most `SLACK` times the
+    least possible work of the slowest part. A part has at least half of the greatest possible work
+    of the lightest part, over all cuts within the first limit. On ties, parts that begin with the
+    most expensive units are preferred, because a layer begins with its matrix product. The last
+    criterion is even work.
 
     Arguments, result and errors are the same as for `contiguous`.
 
@@ -111,7 +111,7 @@ def _sent(costs: Sequence[float], crossing: Sequence[float]) -> Any:
 
 
 def _work(costs: Sequence[float]) -> Callable[[int], Any]:
-    """Return a function of `stop` that returns an array: the work of the units start:stop."""
+    """Return a function `work`. `work(stop)[start]` is the work of the units start:stop."""
     done = np.concatenate([[0.0], np.cumsum(np.asarray(costs, float))])
     return lambda stop: done[stop] - done[:stop]
 

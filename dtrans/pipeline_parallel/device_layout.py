@@ -82,8 +82,8 @@ class Cluster:
         next host. If False, take the first device of every host, then the second of every host.
 
     Raises:
-      ConfigError: the layout is unknown, `slices` is given without "specific" or missing with it,
-        or a device is listed twice.
+      ConfigError: the layout is unknown, or a device is listed twice. Or the layout is "specific"
+        without `slices`, or another layout with `slices`.
 
     Source: `Cluster` of EPL (epl/cluster.py), and `cluster.device_place_prefer_intra_node` of its
     configuration. EPL's "all" ignores this option, and always takes the hosts in order.
@@ -135,7 +135,7 @@ class Cluster:
 
         Raises:
           ConfigError: there are too few devices, `slices` has different sizes, or a device stays
-            idle in spite of `use_all`. Without `replicas`, this error also says that the number of
+            idle in spite of `use_all`. Or there is no argument `replicas`, and the number of
             devices is not a multiple of the number that one replica uses.
         """
         counts = list(device_counts)

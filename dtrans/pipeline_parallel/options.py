@@ -28,10 +28,9 @@ class Stages:
     Attributes:
       policy: the rule that cuts the model. "HEURISTIC" (the default) cuts between layers if such a
         cut is nearly as fast as the best cut. "BALANCE_FLOPS" minimizes the time of the slowest
-        stage.
-        "REPEATED_LAYERS" gives each stage the same number of layers. "BALANCE_OP_NUM" gives each
-        stage the same number of equations. Scopes in the model (`dtrans.replicate`) override the
-        policy.
+        stage. "REPEATED_LAYERS" gives each stage the same number of layers. "BALANCE_OP_NUM" gives
+        each stage the same number of equations. Scopes in the model (`dtrans.replicate`) override
+        the policy.
       flops_per_byte: the floating-point operations that a device does while it sends one byte; see
         `FLOPS_PER_BYTE`.
       chunks: the number of stages on each device. Only for the schedule "Interleaved", with the

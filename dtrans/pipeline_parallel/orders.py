@@ -104,8 +104,8 @@ ALIASES = {"GPipe": "PreferForward", "1F1B": "PreferBackward", "ZB-H1": "ZeroBub
 ORDERS: dict[str, Callable[[int, int, int], Iterator[tuple[Task, ...]]]] = {
     "PreferForward": _one_stage_per_device(lambda device, stages, micros: micros),
     "PreferBackward": _one_forward_one_backward,
-    # The warm-up has one more forward. On the last device it has not, because no backward of this
-    # device waits for a transfer.
+    # Each device except the last one has one more forward in its warm-up. The last device needs
+    # none, because its backwards wait for no transfer.
     "PreferBackwardOptimizer": _one_stage_per_device(
         lambda device, stages, micros: stages - device + (device < stages - 1)
     ),

@@ -5,7 +5,7 @@ The rule by which a result is merged (its *way*) is one of these:
     mean, sum, max    reduces over micro-batches, then over replicas
     concat            concatenates rows in the order of the batch: all micro-batches of replica 0,
                       then all micro-batches of replica 1, ...
-    same              takes the value of the last micro-batch
+    same              takes the value of the last micro-batch of each replica
     each              keeps one value for each replica
     GLOBAL_MEAN, ...  merges by the collection of `dtrans.collect`; with a LOCAL_* collection, the
                       result is the value of replica 0

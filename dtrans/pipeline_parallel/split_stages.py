@@ -34,8 +34,8 @@ class Cuts:
 
     Attributes:
       shards: the number of shards of each stage; 1 for a stage that is not split.
-      state: the dimension along which each cut array is cut, by name: of parameters, and of the
-        optimizer's state.
+      state: maps each cut array, of the parameters or of the optimizer's state, to the dimension of
+        the cut.
     """
 
     shards: tuple[int, ...]

@@ -360,7 +360,7 @@ class StageProgramWriter:
         return self.scatter[leaf].rank_type(wide) if leaf in self.scatter else wide
 
     def _scattered(self, b: Builder, grads: Mapping[str, Atom]) -> list[Atom]:
-        """Reduce-scatter the gradients in `scatter`; those of a dtype and dimension together."""
+        """Reduce-scatter gradients, with one collective for each dtype and dimension."""
         found = dict(grads)
         kinds: dict[Any, list[str]] = {}
         for n in grads:

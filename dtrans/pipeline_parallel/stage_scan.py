@@ -75,7 +75,7 @@ class StageRows:
 
 
 def loops_of(forward: ForwardPass) -> list[int]:
-    """Return the indices of the scans to cut: forward scans over stacks that have a gradient."""
+    """Return the indices of the scans to cut: forward scans over stacks with a gradient."""
     found = []
     for i, eqn in enumerate(forward.eqns):
         if eqn.primitive.name == SCAN and not is_reversed(eqn) and scan_length(eqn) > 1:
@@ -201,7 +201,7 @@ def _stages_by_origin(origin: Origins, stage_of: Sequence[int]) -> dict[tuple[in
 
 
 def stage_rows(forward: ForwardPass, stage_of: Sequence[int]) -> dict[str, tuple[StageRows, ...]]:
-    """Return the rows of each stack that several stages read, if each reads only its rows."""
+    """Return a map from stacks to rows, for each stack whose rows several stages divide."""
     step = forward.step
     analysis: RowAnalysis | None = None
     word = _word_for_rows(step)
@@ -432,7 +432,7 @@ def _step_of_rows(step: Cut, rows: Mapping[str, tuple[StageRows, ...]], half: Op
     args, out_spec = (*specs, *source.args[2:]), tuple_of(*specs, results)
 
     def row_names(names: Iterable[str]) -> dict[str, str]:
-        """Return a map from new names to old names. Names of rows replace the name of a stack."""
+        """Return a map from each new name to the old name. The new names name rows, not stacks."""
         found = {}
         for n in names:
             for r in rows.get(n, ()):

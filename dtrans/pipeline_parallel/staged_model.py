@@ -139,8 +139,8 @@ def micro_batch_of(
     if len(rows) > 1 and o.parts > 1:
         listed = " and ".join(f"{n} has {count}" for count, n in rows.items())
         raise BatchError(
-            f"{listed} rows; expected equal numbers, because arrays of the batch are cut into "
-            "micro-batches along dim 0. If every micro-batch reads a whole array, name the array "
+            f"{listed} rows; expected equal numbers, because the rows of every array of the batch "
+            "are cut into micro-batches. If every micro-batch reads a whole array, name the array "
             "in dtrans.Batch(unsplit_inputs=...)"
         )
     for count, n in rows.items():

@@ -65,7 +65,7 @@ class TimedTask(NamedTuple):
 
 
 class Play(tuple[TimedTask, ...]):
-    """Timed tasks of a step, simulated by `Schedule.play` or measured. The unit of time is free.
+    """Timed tasks of a step, in any unit of time. They are simulated or measured.
 
     Example:
       >>> from dtrans.pipeline_parallel.task import Task

@@ -115,7 +115,7 @@ def pipeline(
       startup: the traced init, (...) -> (params, opt_state).
       num_stages: the number of devices of one replica. Each device runs one stage, or
         `stages.chunks` stages. "auto": the number of `dtrans.replicate` scopes in the model.
-        Without scopes, "auto" is about the number with the fastest simulated step
+        Without scopes, "auto" is the least number whose simulated step is nearly the fastest
         (`dtrans.pipeline_parallel.auto_stages`).
       num_micro_batch: the number of micro-batches into which a replica cuts its part of the batch.
         A step updates the parameters once, with the gradients of all micro-batches.

@@ -103,7 +103,7 @@ class BackgroundComm:
         """Collect a program's parameters and servers of tables, before its first run.
 
         A communicator requests all parameters by one message, so it must know all of them when it
-        starts. If a program adds parameters or servers, stop a running communicator (`drain`).
+        starts. If the program adds parameters or servers, this method stops the communicator.
         """
         for eqn in program.eqns:
             if "communicator" not in eqn.params:
@@ -203,7 +203,7 @@ class BackgroundComm:
     def between(self, begin: Callable[[], Operation[T]]) -> T:
         """Run an operation in the communicator's thread, after all pushes are answered.
 
-        Call it only if `keeps_running`.
+        Call this method only if `keeps_running` is True.
         """
         assert self._communicator is not None
         return self._communicator.between(begin)

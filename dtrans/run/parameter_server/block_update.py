@@ -102,9 +102,8 @@ class BlockUpdates:
         self._tables: dict[str, TableBlock] = {}
         for t in update.tables.values():
             self._tables |= dict.fromkeys(t.gradients.values(), t)
-        self._sized: dict[
-            tuple[str, int], RunBlock
-        ] = {}  # compiled blocks of tables, by (block, rows)
+        # (name of a table's block, number of rows) -> compiled block
+        self._sized: dict[tuple[str, int], RunBlock] = {}
         self._compiled: dict[Any, Callable[..., Any]] = {}
         self._jitted = {b.name: self._compile(b) for b in update.blocks}
 

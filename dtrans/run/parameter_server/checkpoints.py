@@ -1,9 +1,9 @@
 """Checkpoints of one server during its job: folder and names.
 
-Trainers request checkpoints by name. When a job ends by an error, its servers save their state, and
-name the checkpoint after a step number. They continue the user's numbers: they add the steps since
-the job's last checkpoint whose name is a number to that number. Without such a checkpoint, they
-start from the checkpoint with which the job started.
+Trainers request checkpoints by name. When a job ends by an error, its servers save their state in a
+last checkpoint. Its name is a step number that continues the user's numbers: the number of an
+earlier checkpoint, plus the steps since then. The earlier checkpoint is the last one of this job
+whose name is a number, or else the checkpoint with which the job started.
 """
 
 from __future__ import annotations

@@ -22,9 +22,9 @@
 `background` executes the equations of a communicator and of GEO-SGD. `server_connections` opens
 connections.
 
-A gradient is sent from the memory in which XLA wrote it, without a copy. Blocks of a few KB are
-packed into one frame. A received block is copied once, from ZeroMQ's frame into the parameter's
-memory, which JAX uses without a copy.
+A gradient is sent without a copy, from the memory in which XLA wrote the gradient. Blocks of a few
+KB are packed into one frame. A received block is copied once, from ZeroMQ's frame to the
+parameter's memory. JAX uses this memory without a copy.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ class GeoTrainer:
 
     @property
     def report(self) -> list[str]:
-        """One line for the log for each table: the number of its local rows, and their bytes."""
+        """Log lines: for each table, the number of local rows, and their size in bytes."""
         lines = []
         for table, (_, rows) in self._tables.items():
             lines.append(

@@ -1,8 +1,8 @@
 """Job of parameter servers in one process: trainers on a mesh, each server on one device.
 
-    pieces of the trainer program      jit(shard_map) over the `trainers` axis: one call for all
+    pieces of the trainer program      jit(shard_map) over the `trainers` axis of the mesh
     send                               device_put of each trainer's block to its server's device
-    optimize blocks of a server        one jit per server and phase, with optimizer state donated
+    optimize blocks of a server        one jit for each server and phase; it donates optimizer state
     all_reduce                         device_put of each server's parts to the other servers
     recv                               device_put of each block to all devices of trainers
     split_ids, prefetch, send_rows     rows are copied through the host (`tables.mesh_tables`)
@@ -169,8 +169,8 @@ class MeshJob(Job):
         (`jax.random.key`). So noise differs between trainers, and from a single device's noise.
 
         Raises:
-          BatchError: arrays differ in their number of rows. With batch="local", this error also
-            says that the number of rows is not divisible by the number of trainers.
+          BatchError: arrays differ in their number of rows. Or, with batch="local", the number of
+            rows is not divisible by the number of trainers.
           StateError: `state` belongs to another job, or an earlier step has donated the state's
             optimizer state.
           NonfiniteError: with on_nonfinite="error", a trainer's gradients are not finite.

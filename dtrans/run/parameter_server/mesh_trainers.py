@@ -6,8 +6,8 @@ value is a batch array whose dim 0 is sharded over the trainers.
 
 The program is cut into pieces at its communication with servers. Each piece becomes one
 `jit(shard_map)`. A device with several trainers runs the trainers in turn. Exchanges of values in
-the middle of a step are collectives over the mesh axis. They combine values in the order of the
-trainers, as a server does.
+the middle of a step are collectives over the mesh axis. They combine values in the same order as a
+server: the order of the trainers.
 
 With an exact split of the batch, the plan defines how results of trainers are merged. Otherwise,
 the job concatenates a result that grows with the batch, and averages any other floating-point

@@ -5,8 +5,8 @@
 
 The first half of a turn looks up rows and computes gradients. The second half updates the servers,
 and the trainer receives new parameters. Between the two halves, the next trainer runs the first
-half of its turn. So its parameters and rows lack an update, as in a job of processes. With GEO-SGD,
-a trainer applies the servers' answer to its last push in its next step.
+half of its turn. So the next trainer's parameters and rows lack an update, as in a job of
+processes. With GEO-SGD, a trainer applies the servers' answer to a push in its next step.
 
 `plan.verify()` traces `OrderedJob.step`, and compares it with a sequential replay of the same order
 (`dtrans.run.replays`).

@@ -205,7 +205,7 @@ class Server:
         return {d.platform for d in x.devices()} == {"cpu"}
 
     def _save_last(self, failure: BaseException) -> None:
-        """Save the state of a job that ends by an error, if it has taken a step.
+        """Save the state if the job has taken a step, and then ends by an error.
 
         Write the path of the checkpoint to the log, and add the path to the error as a note.
         """

@@ -84,9 +84,8 @@ class ServerConnections:
                 f"programs of trainer {me[0]}; make one Executor for each trainer"
             )
         if self._me is None and eqn.params["trainer_id"] == 0:
-            note(
-                TRAINER, self._session
-            )  # Servers use trainer 0's session word as the id of the run.
+            # Servers use trainer 0's session word as the id of the run.
+            note(TRAINER, self._session)
         self._me, self.steps.sync_mode = me, eqn.params["sync_mode"]
 
     def link(self, endpoint: str) -> ServerLink:

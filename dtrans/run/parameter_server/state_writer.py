@@ -2,9 +2,9 @@
 
 The server takes a snapshot between two messages, and continues. The snapshot refers to the server's
 arrays. While the server waits for gradients, a thread copies the arrays that the next update
-donates. The update waits for these copies. Without copies, XLA could not reuse the memory of these
-arrays. The update would write to new pages, which takes as long as 3 copies. The copies reuse the
-memory of the last snapshot.
+donates. The update waits for these copies. Without them, XLA could not reuse the memory of the
+arrays: the update would write to new pages, which takes as long as three copies. The copies reuse
+the memory of the last snapshot.
 
 The second thread writes the snapshots to files. After each snapshot, it wakes the server's loop,
 which answers the trainers that requested the checkpoint.

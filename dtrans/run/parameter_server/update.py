@@ -47,8 +47,8 @@ class Phase:
 
     Attributes:
       blocks: the blocks in their order.
-      begins: the exchange whose results the phase reads; None for the first phase.
-      ends: the exchange at the end of the phase; None for the last phase.
+      begins: the exchange before the phase; None for the first phase.
+      ends: the exchange after the phase; None if no exchange follows.
       grads: True if the phase reads gradients.
       reads: state that the phase reads but does not donate: a later phase reads it, or the phase
         does not replace it.

@@ -55,9 +55,8 @@ def measured(
         for stage, micro in begun:
             is_saved = any(env[slot] is not None for slot in program.saved[stage, micro])
             now[device_of(stage)] += is_saved
-        seen: set[int] = (
-            set()
-        )  # id() of each array, because several slots may contain the same array
+        # id() of each counted array, because several slots may contain the same array
+        seen: set[int] = set()
         for slot, stage in program.in_flight.items():
             x = env[slot]
             if x is not None and id(x) not in seen:

@@ -69,7 +69,7 @@ class MeshTables(JobTables):
         Raises:
           ConfigError: the plan has no table `name`.
           BatchError: an id is not a row of the table.
-          StateError: `state` belongs to another job. Without `state`, this error says that the
+          StateError: `state` belongs to another job. Or there is no argument `state`, and the
             caller has deleted the last state.
         """
         if state is None:

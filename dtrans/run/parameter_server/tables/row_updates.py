@@ -48,9 +48,8 @@ class RowUpdates:
     ) -> None:
         self._tables, self._take, self._put = tables, take, put
         self._by_rows = {n: t for n, t in tables.items() if not t.updates_all}
-        self._room: dict[
-            str, int
-        ] = {}  # name of a block -> its number of rows in the compiled update
+        # name of a block -> number of its rows in the compiled update
+        self._room: dict[str, int] = {}
 
     def run(
         self,
