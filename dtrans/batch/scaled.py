@@ -144,7 +144,7 @@ class _Pairing:
         self.scaled = scaled
 
     def powers(self, pair: Sequence[ClosedJaxpr], ins: Sequence[Power]) -> list[Power]:
-        """Return the exponents of the outputs of two paired jaxprs, given those of their inputs."""
+        """Compute exponents of outputs of two paired jaxprs from the exponents of inputs."""
         here, there = map(opened, pair)
         if len(here.invars) != len(there.invars):
             raise _NoScaleError

@@ -178,7 +178,7 @@ def plan_data_parallel(main: Program, startup: Program, options: Options) -> Col
 
 
 def callers(options: Options) -> tuple[str, str]:
-    """Return two phrases: who calls callbacks in forward and backward, and who calls the others."""
+    """Return two phrases: who calls callbacks in forward and backward, and who calls all others."""
     noun = options.noun
     each = f"each {noun}, with its own values"
     if options.micro_steps > 1:

@@ -74,7 +74,7 @@ class _Call:
         return _in_types(self.jaxpr)
 
     def _outs(self, operands: Sequence[Any]) -> Callable[..., list[Any]]:
-        """Return the call as a function of the differentiable operands; the others are fixed."""
+        """Return the call as a function of differentiable operands; other operands are fixed."""
 
         def fn(*floats: Any) -> list[Any]:
             args = list(operands)

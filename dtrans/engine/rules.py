@@ -7,7 +7,7 @@ module adds rules for gathers and scatters along the sharded dimension, argmax, 
 reshapes.
 
 The layouts of operands may conflict. Then there is one strategy for each sharded operand: it keeps
-the layout of that operand and converts the other operands. A last strategy gathers all operands.
+the layout of that operand and converts all other operands. A last strategy gathers all operands.
 `choose` returns the strategy that communicates the fewest bytes. Sharded inputs of the program are
 large, so `choose` gathers them only if no other strategy exists.
 """

@@ -48,7 +48,7 @@ def total_bytes(atoms: Iterable[Atom]) -> int:
 
 
 def flops(eqn: JaxprEqn) -> int:
-    """Return the floating-point operations of one equation, with those of its bodies.
+    """Count the floating-point operations of one equation, its bodies included.
 
     EPL counts a dense layer in the same way: 2*m*n*k for the product and m*n for the bias
     (epl/profiler/flops.py).

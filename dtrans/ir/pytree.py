@@ -202,9 +202,10 @@ def check_integers(name: str, leaf: Any) -> None:
 
 
 def partition(tree: Any, keep: Any) -> tuple[Any, Any]:
-    """Split a pytree into two: the leaves for which `keep` is true, and the others.
+    """Split a pytree into two: leaves for which `keep` returns True, and all other leaves.
 
-    Each result has the structure of `tree`, with None for each leaf that the other result has.
+    Each result has the structure of `tree`, with None in place of the leaves that are in the other
+    result.
     """
     selected = jax.tree.map(lambda x: x if keep(x) else None, tree)
     others = jax.tree.map(lambda x: None if keep(x) else x, tree)

@@ -97,7 +97,7 @@ def sendable(x: Layout) -> bool:
 
 
 def binding(layouts: Iterable[Layout]) -> list[Colocated]:
-    """Return the layouts that bind leaves: those with a reason or with several leaves."""
+    """Return the layouts that bind leaves: layouts with a reason or with several leaves."""
     found = []
     for x in layouts:
         if isinstance(x, Colocated) and (x.reason or len(x.leaves) > 1):

@@ -27,7 +27,7 @@ from dtrans.rows.slices import Slice, Start
 
 @dataclasses.dataclass(frozen=True)
 class RowBuckets:
-    """Rows of a block: those in buckets `start` to `stop`.
+    """Rows of a block: the rows in buckets `start` to `stop`.
 
     Attributes:
       start, stop: range of buckets.

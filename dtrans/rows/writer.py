@@ -88,7 +88,7 @@ class RowRange:
         return ids - self.start
 
     def among(self, ids: np.ndarray) -> slice:
-        """Return the slice of sorted `ids` with those in this range."""
+        """Return the slice of sorted `ids` that selects the ids in this range."""
         return slice(*np.searchsorted(ids, (self.start, self.stop)).tolist())
 
     @property

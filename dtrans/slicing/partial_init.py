@@ -77,9 +77,9 @@ def write_rows(
 ) -> list[Atom]:
     """Write the equations of an init for the rows with given ids.
 
-    The rows equal those of the full outputs bit for bit. Ids may repeat. If `makes_rows` is False
-    for an output, that output is computed in full, and its rows are gathered. For an id out of
-    bounds, the result is some row.
+    The rows equal the rows of the full outputs bit for bit. Ids may repeat. If `makes_rows` is
+    False for an output, that output is computed in full, and its rows are gathered. For an id out
+    of bounds, the result is some row.
 
     Args:
       b, jaxpr: as in `write_parts`.

@@ -79,7 +79,7 @@ class AxisSharding:
         return dataclasses.replace(self, cut=(*others, (dim, axes)))
 
     def restrict_to(self, axes: Collection[str]) -> AxisSharding:
-        """Return the sharding with only some of its axes; the others must have size 1."""
+        """Return the sharding with `axes` only; all other axes must have size 1."""
 
         def known(names: tuple[str, ...]) -> tuple[str, ...]:
             return tuple(name for name in names if name in axes)

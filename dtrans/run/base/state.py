@@ -20,7 +20,7 @@ def missing_array(name: str) -> StateError:
 
 
 def check_kind(state: Any, kind: type) -> None:
-    """Raise StateError if a state has another class than those that `init` and `step` return."""
+    """Raise StateError if a state does not have the class that `init` and `step` return."""
     if not isinstance(state, kind):
         raise StateError(
             f"step takes the state that init or step returned, not {type(state).__name__}"
