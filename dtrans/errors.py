@@ -108,6 +108,20 @@ class PeerError(DtransError, RuntimeError):
     """Error: another role refused a request, failed, or has a different plan."""
 
 
+class LostPeerError(PeerError):
+    """Error: the connection to another role ended, or its process did.
+
+    In a job with cuts (`job.serve(state, cuts=10)`) the launcher starts the role again.
+
+    Attributes:
+      role: the lost role: "trainer 1", or "pserver " and its endpoint.
+    """
+
+    def __init__(self, message: str, role: str = "") -> None:
+        super().__init__(message)
+        self.role = role
+
+
 class DeadlineError(PeerError, TimeoutError):
     """Error: a role waited for another role longer than its deadline."""
 
@@ -117,6 +131,27 @@ class CheckpointError(PeerError):
 
     After a failed save the job continues, and a new save may be requested.
     """
+
+
+class Rewound(DtransError):
+    """Signal: after the loss of a process, all roles of the job went back to a cut.
+
+    `job.steps` handles it, and repeats the steps after the cut. A loop that calls `job.step`
+    catches it and continues from `state`.
+
+    Attributes:
+      step: the number of steps before the cut.
+      state: the trainer's state after these steps.
+      epoch: number of times that the job has gone back.
+    """
+
+    def __init__(self, step: int, state: Any, epoch: int) -> None:
+        super().__init__(
+            f"a process was lost, and all roles went back to step {step}; use "
+            "job.steps(state, batch_of_step, stop=steps), which repeats the steps, or catch "
+            "dtrans.Rewound and continue from its state"
+        )
+        self.step, self.state, self.epoch = step, state, epoch
 
 
 @contextlib.contextmanager

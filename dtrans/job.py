@@ -20,12 +20,48 @@ import jax
 
 from dtrans._jax import without_mesh
 from dtrans.checks import check_int
-from dtrans.errors import StateError
+from dtrans.errors import ConfigError, Rewound, StateError
 from dtrans.ir.program import Program
 from dtrans.step import one_state
 from dtrans.step.batch_sharing import part_of_batch
 from dtrans.step.hyperparameters import replace_hyperparameters
 from dtrans.step_meter import JobReport, StepMeter
+
+
+BatchOfStep = Callable[[int], Sequence[Any]]  # step number -> batch arguments
+
+
+def _numbered_steps(
+    job: Job, state: Any, batch_of: BatchOfStep, numbers: tuple[int, int], ahead: int
+) -> Iterator[tuple[Any, ...]]:
+    """Run numbered steps. After a loss, repeat the steps since the cut.
+
+    Args:
+      job: the job.
+      state: the state before the first step.
+      batch_of: returns the batch of a step.
+      numbers: the number of the job's first step, and the end of the numbers.
+      ahead: as in `Job.steps`.
+    """
+    start, stop = numbers
+    while True:
+        batches = map(batch_of, range(start + job.step_count, stop))
+        try:
+            yield from _steps_ahead(job, state, batches, ahead)
+        except Rewound as e:
+            state = e.state
+        else:
+            return
+
+
+def _numbers(start: int, stop: int | None) -> tuple[int, int]:
+    """Return `start` and `stop`; raise ConfigError if `stop` is missing."""
+    if stop is None:
+        raise ConfigError(
+            "batches is a function of the step number, so job.steps needs the number after the "
+            "last step: job.steps(state, batches, stop=1000)"
+        )
+    return start, stop
 
 
 def _steps_ahead(
@@ -51,99 +87,15 @@ _ON_DEVICES = {
 }  # fmt: skip
 
 
-class Job(abc.ABC):
-    """Plan that runs: `init`, `step`, and functions of a state.
-
-    Jobs with parameter servers have two more members. `roles` lists the roles of this process that
-    write to checkpoints. `server_arrays(state, endpoint)` returns the arrays of a server.
+class StateFunctions(abc.ABC):
+    """Functions of the state of a job.
 
     Attributes:
       plan: the plan that the job runs.
     """
 
     plan: Any
-    _closed = False
     _functions: weakref.WeakKeyDictionary[Any, one_state.Applied] | None = None
-
-    part = (0, 1)  # index of this process's part of a global batch, and the number of parts
-    takes_uneven_parts = False  # True if a part may be a `dtrans.UnevenPart`
-    batches_ahead = 1  # default of the argument `ahead` of `steps`
-    is_driver = False  # True if actors run the steps, save and restore
-    run_id: str  # default tag of the run's checkpoints
-    saves = True  # True if this process saves the replicated arrays
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        """Wrap the methods in `_ON_DEVICES`, so that they run outside the caller's mesh."""
-        super().__init_subclass__(**options)
-        for name in _ON_DEVICES & vars(cls).keys():
-            setattr(cls, name, without_mesh(vars(cls)[name]))
-
-    @abc.abstractmethod
-    def check(self, state: Any) -> None:
-        """Raise StateError if `state` is from another job, or was donated."""
-
-    @abc.abstractmethod
-    def init(self, *args: Any) -> Any:
-        """Return the initial state; the arguments are those of the user's `init`."""
-
-    @abc.abstractmethod
-    def step(self, state: Any, *batch: Any) -> tuple[Any, ...]:
-        """Run one step.
-
-        Args:
-          state: the state.
-          *batch: the batch arguments of the step.
-
-        Returns:
-          The new state, then the step's other results in order, such as the loss.
-        """
-
-    def prefetch(self, *batch: Any) -> bool:
-        """Announce a later batch, so that a trainer can request rows of tables for the batch early.
-
-        Only trainers of synchronous parameter servers request rows (docs/tables.md). The results
-        of steps do not change.
-
-        Args:
-          *batch: the batch arguments of the step.
-
-        Returns:
-          True if a trainer requested rows.
-        """
-        return False
-
-    def steps(
-        self, state: Any, batches: Iterable[Sequence[Any]], ahead: int | None = None
-    ) -> Iterator[tuple[Any, ...]]:
-        """Run a step for each batch, and pass each batch to `prefetch` some steps earlier.
-
-        Args:
-          state: the state before the first step.
-          batches: for each step, a tuple of the step's batch arguments. The loop reads each batch
-            `ahead` steps before its step.
-          ahead: number of steps between `prefetch` and `step` of a batch. Default: `batches_ahead`,
-            which is the staleness of the plan's tables, or 1.
-
-        Yields:
-          The results of `step`.
-
-        Raises:
-          ConfigError: `ahead` is not a positive integer.
-
-        Example:
-          >>> import jax.numpy as jnp, optax, dtrans
-          >>> tx, x = optax.sgd(0.5), jnp.eye(2)
-          >>> step = dtrans.make_train_step(lambda w, x: jnp.mean((x @ w) ** 2), tx)
-          >>> init = lambda: (jnp.ones(2), tx.init(jnp.ones(2)))
-          >>> plan = dtrans.pserver(dtrans.trace(step, *init(), x), dtrans.trace(init),
-          ...                       pservers="127.0.0.1:6174", trainers=1)
-          >>> job = plan.simulate()
-          >>> [float(loss) for state, loss in job.steps(job.init(), [(x,)] * 3)]
-          [1.0, 0.25, 0.0625]
-        """
-        ahead = self.batches_ahead if ahead is None else ahead
-        check_int("ahead", ahead, "a number of steps", least=1)
-        return _steps_ahead(self, state, batches, ahead)
 
     @abc.abstractmethod
     def params(self, state: Any) -> Any:
@@ -161,53 +113,6 @@ class Job(abc.ABC):
           TraceError: the structure differs from the structure of the step's arguments.
           StateError: an array has another shape or dtype.
         """
-
-    @cached_property
-    def meter(self) -> StepMeter:
-        """Counter and timer of the steps."""
-        return StepMeter()
-
-    def report(self) -> JobReport:
-        """Return steps per second, seconds by activity, and the plan's costs, as a table."""
-        return self.meter.report(self.plan.costs())
-
-    def trace(self, directory: str | os.PathLike[str]) -> AbstractContextManager[None]:
-        """Trace the steps of a `with` block with JAX's profiler, each with its index.
-
-        Args:
-          directory: output folder. Its subfolder `plugins/profile/<time>/` contains
-            `perfetto_trace.json.gz`, for ui.perfetto.dev, and files for TensorBoard's profiler.
-        """
-        return self.meter.trace(directory)
-
-    def shard_batch(self, *batch: Any) -> tuple[Any, ...]:
-        """Return this process's part of a global batch, to pass to `step`.
-
-        Process k of N gets rows k*B/N to (k+1)*B/N of each array in `cut_axes()`, and all other
-        arrays in full. A single process gets the global batch. If the number of trainers does not
-        divide the rows, and `takes_uneven_parts` is True, a part is a `dtrans.UnevenPart`.
-
-        Args:
-          *batch: the batch arguments of the step: pytrees of NumPy or JAX arrays.
-
-        Raises:
-          BatchError: the number of processes does not divide the rows, or the structure differs
-            from the step's.
-        """
-        if self.part[1] == 1:
-            return batch
-        trainers = self.plan.trainers if self.takes_uneven_parts else 0
-        specs = self.plan.main.args[2:]
-        return part_of_batch(specs, batch, self.cut_axes(), self.part, trainers)
-
-    def place(self, *batch: Any) -> tuple[Any, ...]:
-        """Return `shard_batch(*batch)`; a job on a mesh also copies the part to its devices."""
-        return self.shard_batch(*batch)
-
-    def cut_axes(self) -> Mapping[str, int]:
-        """Return, for each batch array that is split, by name, the dimension of the split."""
-        shared = getattr(self.plan, "shared", None)
-        return _cut_on_dim_0(self.plan.main) if shared is None else shared.axes
 
     def gather(self, state: Any) -> Any:
         """Convert the job's state to (params, opt_state), or the one state, of a single device.
@@ -309,6 +214,171 @@ class Job(abc.ABC):
         """Convert the result of `_leaves` to leaves of a single device; JAX traces this method."""
         return leaves
 
+
+class Job(StateFunctions):
+    """Plan that runs: `init`, `step`, and functions of a state.
+
+    Jobs with parameter servers have two more members. `roles` lists the roles of this process that
+    write to checkpoints. `server_arrays(state, endpoint)` returns the arrays of a server.
+
+    Attributes:
+      plan: the plan that the job runs.
+    """
+
+    _closed = False
+
+    part = (0, 1)  # index of this process's part of a global batch, and the number of parts
+    takes_uneven_parts = False  # True if a part may be a `dtrans.UnevenPart`
+    batches_ahead = 1  # default of the argument `ahead` of `steps`
+    is_driver = False  # True if actors run the steps, save and restore
+    run_id: str  # default tag of the run's checkpoints
+    saves = True  # True if this process saves the replicated arrays
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Wrap the methods in `_ON_DEVICES`, so that they run outside the caller's mesh."""
+        super().__init_subclass__(**options)
+        for name in _ON_DEVICES & vars(cls).keys():
+            setattr(cls, name, without_mesh(vars(cls)[name]))
+
+    @abc.abstractmethod
+    def check(self, state: Any) -> None:
+        """Raise StateError if `state` is from another job, or was donated."""
+
+    @abc.abstractmethod
+    def init(self, *args: Any) -> Any:
+        """Return the initial state; the arguments are those of the user's `init`."""
+
+    @abc.abstractmethod
+    def step(self, state: Any, *batch: Any) -> tuple[Any, ...]:
+        """Run one step.
+
+        Args:
+          state: the state.
+          *batch: the batch arguments of the step.
+
+        Returns:
+          The new state, then the step's other results in order, such as the loss.
+        """
+
+    def prefetch(self, *batch: Any) -> bool:
+        """Announce a later batch, so that a trainer can request rows of tables for the batch early.
+
+        Only trainers of synchronous parameter servers request rows (docs/tables.md). The results
+        of steps do not change.
+
+        Args:
+          *batch: the batch arguments of the step.
+
+        Returns:
+          True if a trainer requested rows.
+        """
+        return False
+
+    def steps(
+        self,
+        state: Any,
+        batches: Iterable[Sequence[Any]] | BatchOfStep,
+        ahead: int | None = None,
+        *,
+        start: int = 0,
+        stop: int | None = None,
+    ) -> Iterator[tuple[Any, ...]]:
+        """Run a step for each batch, and pass each batch to `prefetch` some steps earlier.
+
+        If servers write cuts (`job.serve(state, cuts=10)`), pass a function of the step number.
+        After the loss of a process, the steps since the cut are repeated, and their results are
+        yielded again, with the same bits.
+
+        Args:
+          state: the state before the first step.
+          batches: for each step, a tuple of the step's batch arguments. They are read `ahead`
+            batches early. Or a function that returns this tuple for the number of a step.
+          ahead: number of steps between `prefetch` and `step` of a batch. Default: `batches_ahead`.
+          start: for a function, the number of the job's first step.
+          stop: for a function, the number after the last step.
+
+        Yields:
+          The results of `step`.
+
+        Raises:
+          ConfigError: `ahead` is not a positive integer; or `stop` is missing for a function, or
+            set for an iterable.
+          Rewound: a process was lost, and `batches` is not a function.
+
+        Example:
+          >>> import jax.numpy as jnp, optax, dtrans
+          >>> tx, x = optax.sgd(0.5), jnp.eye(2)
+          >>> step = dtrans.make_train_step(lambda w, x: jnp.mean((x @ w) ** 2), tx)
+          >>> init = lambda: (jnp.ones(2), tx.init(jnp.ones(2)))
+          >>> plan = dtrans.pserver(dtrans.trace(step, *init(), x), dtrans.trace(init),
+          ...                       pservers="127.0.0.1:6174", trainers=1)
+          >>> job = plan.simulate()
+          >>> [float(loss) for state, loss in job.steps(job.init(), [(x,)] * 3)]
+          [1.0, 0.25, 0.0625]
+        """
+        ahead = self.batches_ahead if ahead is None else ahead
+        check_int("ahead", ahead, "a number of steps", least=1)
+        if callable(batches):
+            return _numbered_steps(self, state, batches, _numbers(start, stop), ahead)
+        if stop is not None or start:
+            raise ConfigError(
+                "start and stop are for a function of the step number, but batches is "
+                f"{type(batches).__name__}; leave them out, or pass a function"
+            )
+        return _steps_ahead(self, state, batches, ahead)
+
+    @property
+    def step_count(self) -> int:
+        """Number of steps that the job has taken, from which `steps` continues to count."""
+        return self.meter.steps
+
+    @cached_property
+    def meter(self) -> StepMeter:
+        """Counter and timer of the steps."""
+        return StepMeter()
+
+    def report(self) -> JobReport:
+        """Return steps per second, seconds by activity, and the plan's costs, as a table."""
+        return self.meter.report(self.plan.costs())
+
+    def trace(self, directory: str | os.PathLike[str]) -> AbstractContextManager[None]:
+        """Trace the steps of a `with` block with JAX's profiler, each with its index.
+
+        Args:
+          directory: output folder. Its subfolder `plugins/profile/<time>/` contains
+            `perfetto_trace.json.gz`, for ui.perfetto.dev, and files for TensorBoard's profiler.
+        """
+        return self.meter.trace(directory)
+
+    def shard_batch(self, *batch: Any) -> tuple[Any, ...]:
+        """Return this process's part of a global batch, to pass to `step`.
+
+        Process k of N gets rows k*B/N to (k+1)*B/N of each array in `cut_axes()`, and all other
+        arrays in full. A single process gets the global batch. If the number of trainers does not
+        divide the rows, and `takes_uneven_parts` is True, a part is a `dtrans.UnevenPart`.
+
+        Args:
+          *batch: the batch arguments of the step: pytrees of NumPy or JAX arrays.
+
+        Raises:
+          BatchError: the number of processes does not divide the rows, or the structure differs
+            from the step's.
+        """
+        if self.part[1] == 1:
+            return batch
+        trainers = self.plan.trainers if self.takes_uneven_parts else 0
+        specs = self.plan.main.args[2:]
+        return part_of_batch(specs, batch, self.cut_axes(), self.part, trainers)
+
+    def place(self, *batch: Any) -> tuple[Any, ...]:
+        """Return `shard_batch(*batch)`; a job on a mesh also copies the part to its devices."""
+        return self.shard_batch(*batch)
+
+    def cut_axes(self) -> Mapping[str, int]:
+        """Return, for each batch array that is split, by name, the dimension of the split."""
+        shared = getattr(self.plan, "shared", None)
+        return _cut_on_dim_0(self.plan.main) if shared is None else shared.axes
+
     @abc.abstractmethod
     def lower(self, state: Any, *batch: Any) -> Any:
         """Lower `step` for these arguments, like `jax.jit(...).lower`."""
@@ -341,7 +411,7 @@ def _cut_on_dim_0(main: Program) -> dict[str, int]:
     return axes
 
 
-def _on_one_device(job: Job, state: Any, names: Collection[str]) -> dict[str, Any]:
+def _on_one_device(job: StateFunctions, state: Any, names: Collection[str]) -> dict[str, Any]:
     """Return leaves of a state by name, on the first device of this process."""
     found: dict[str, Any] = {}
     for spec, tree_of in zip(job.plan.main.args, (job.params, job.opt_state), strict=False):
@@ -352,7 +422,7 @@ def _on_one_device(job: Job, state: Any, names: Collection[str]) -> dict[str, An
     return {n: jax.device_put(found[n], device) for n in names}
 
 
-def _applied(job: Job, fn: Callable[..., Any]) -> one_state.Applied:
+def _applied(job: StateFunctions, fn: Callable[..., Any]) -> one_state.Applied:
     """Return a compiled function of the parameters, from the cache of the job."""
     if job._functions is None:
         job._functions = weakref.WeakKeyDictionary()

@@ -6,9 +6,10 @@ ones are in brackets):
 
     trainer to server                                  server to trainer
     hello          trainer, trainers, session, order   welcome   step, local
-                   [, sync_mode, plan, nonce,                    [, proof, heard]
+                   [, sync_mode, plan, nonce,                    [, proof, heard, epoch]
                    heard, connection,
-                   back, local]
+                   back, local, epoch]
+                                                       rewind    epoch
     send           step, pieces + frames[, steps]      blocks    step, pieces + frames
     send_barrier   step                                waiting   reason
     recv           step[, blocks, changed]             refuse    reason[, last]
@@ -39,7 +40,7 @@ ones are in brackets):
     server to server                                   and back
     peer           endpoint, order, layout             welcome, waiting, refuse
                    [, on_trainer_exit, plan, nonce,
-                   back]
+                   back, epoch]
     partials       step, level, pieces + frames        refuse
 
     trainer 0 to trainer (nccl2 mode)                  and back
@@ -64,6 +65,11 @@ receiver refuses a process with another plan. `proof` is derived from `nonce` an
 Messages between a trainer and a server, between two servers, and of pipelines also have `number`
 and `heard`. With these fields a new connection resumes a broken one
 (`dtrans.protocol.numbered_messages`). Messages in `UNCOUNTED` have no number.
+
+Epochs (`dtrans.protocol.epochs`): `epoch` in a greeting is the smallest epoch that its sender takes
+part in. A server stores a greeting of a later epoch until it is in that epoch. It answers a trainer
+of an earlier epoch with `rewind`. When a server begins an epoch, it also sends `rewind` to the
+trainers of the previous epoch.
 
 End of a job: a trainer sends `complete`, receives `goodbye`, and answers with its own `goodbye`. A
 server ends when it has received this answer. It also ends if the trainer's connection broke and the
@@ -126,7 +132,7 @@ import numpy as np
 from dtrans.errors import WireError
 
 
-VERSION = 3
+VERSION = 4
 # bytes of arrays in a message, at most: larger messages take longer to allocate than to copy
 MESSAGE_BYTES = 4 << 20
 SMALL = 16 << 10  # bytes; smaller blocks share a frame, because a copy is cheaper than a frame
@@ -156,6 +162,7 @@ FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "peer": {"endpoint": str, "order": str, "layout": str},
     "partials": {"step": int, "level": int, "pieces": list},
     "welcome": {"step": int, "local": str},
+    "rewind": {"epoch": int},
     "blocks": {"step": int, "pieces": list},
     "exchanged": {"step": int, "round": int, "values": list, "pieces": list},
     "rows": {"step": int, "table": str, "pieces": list},
@@ -192,7 +199,7 @@ FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
 OPTIONAL: dict[str, dict[str, type | tuple[type, ...]]] = {
     "hello": {
         **{"sync_mode": bool, "plan": dict, "nonce": str},
-        **{"back": bool, "local": bool, "connection": int},
+        **{"back": bool, "local": bool, "connection": int, "epoch": int},
     },
     "send": {"steps": int, "blocks": list},
     "send_barrier": {"blocks": list},
@@ -209,8 +216,8 @@ OPTIONAL: dict[str, dict[str, type | tuple[type, ...]]] = {
     "evicted": {"request": int},
     "status": {"request": int},
     "status_report": {"request": int},
-    "peer": {"on_trainer_exit": str, "plan": dict, "nonce": str, "back": bool},
-    "welcome": {"proof": str},
+    "peer": {"on_trainer_exit": str, "plan": dict, "nonce": str, "back": bool, "epoch": int},
+    "welcome": {"proof": str, "epoch": int},
     "refuse": {"last": bool, "late": bool, "proof": str},
     "meet": {"nonce": str},
     "doing": {"steps": int},
@@ -222,7 +229,7 @@ NUMBERS: dict[str, type | tuple[type, ...]] = {"number": int, "heard": int}
 
 # Messages without a number. They belong to one connection. `abort` has no number, because the
 # server must process it even if an earlier message is missing.
-UNCOUNTED = ("hello", "peer", "welcome", "waiting", "abort")
+UNCOUNTED = ("hello", "peer", "welcome", "waiting", "rewind", "abort")
 
 # messages that may have the field `then`
 FOLLOWED = ("send", "send_barrier")

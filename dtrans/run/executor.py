@@ -30,6 +30,7 @@ from dtrans.ops import (
     prefetch_p,
     trainer_index_p,
 )
+from dtrans.protocol.epochs import Epochs
 from dtrans.protocol.trainer.operation import Operation
 from dtrans.protocol.trainer.trainer_steps import TrainerSteps
 from dtrans.run.base.batch import on_one_device
@@ -38,7 +39,9 @@ from dtrans.run.base.segments import Compute, Rules, Segments, cut_program
 from dtrans.run.collective.cluster import ClusterFabric, is_of_cluster
 from dtrans.run.net.net_options import allows_remote, choose_encryption
 from dtrans.run.net.sockets import DEADLINE, PATIENCE
+from dtrans.run.parameter_server.cuts import ServerCuts
 from dtrans.run.parameter_server.fabric import EndpointFabric
+from dtrans.run.parameter_server.server_connections import ServerConnections
 from dtrans.run.parameter_server.state_writer import Keep, KeepLast
 from dtrans.run.parameter_server.tables.batch_rows import BatchRows
 
@@ -121,14 +124,21 @@ class Executor:
     ) -> None:
         watch = NonfiniteCheck(on_nonfinite)
         allow_remote = allows_remote(allow_remote)
-        self._fabric = EndpointFabric(
+        self._connections = functools.partial(
+            ServerConnections,
             deadline=deadline,
             patience=patience,
             wait_port=wait_port,
-            allow_remote=allow_remote,
             encryption=choose_encryption(transport_encryption),
+        )
+        self._new_fabric = functools.partial(
+            EndpointFabric,
+            deadline=deadline,
+            patience=patience,
+            allow_remote=allow_remote,
             watch=watch,
         )
+        self._fabric = self._new_fabric(self._connections())
         self._cluster = ClusterFabric(
             deadline=deadline,
             patience=patience,
@@ -237,7 +247,7 @@ class Executor:
     def exchange(
         self, endpoint: str, number: int, ways: Sequence[Sequence[Any]], values: Sequence[Any]
     ) -> list[Any]:
-        """Reduce or gather values of all trainers of a synchronous job, through a server.
+        """Merge values of all trainers of a synchronous job on a server; return the results.
 
         All trainers must call it between the same two steps, with the same `ways`.
 
@@ -246,9 +256,6 @@ class Executor:
           number: the index of the round in the step.
           ways: for each value, how it is merged; see `dtrans.ops.rpc`.
           values: this trainer's values.
-
-        Returns:
-          The merged values.
         """
         return _put_on_device(self._fabric.exchange(endpoint, number, ways, values))
 
@@ -283,14 +290,36 @@ class Executor:
         """
         return self._fabric.between(what, ask)
 
-    def set_checkpoints(self, save: Keep, save_last: KeepLast | None = None) -> None:
+    def connect(self, epochs: Epochs | None, epoch: int) -> None:
+        """Connect to the servers of an epoch at the next program; keep compiled programs.
+
+        Args:
+          epochs: the job's epochs (`dtrans.protocol.epochs`).
+          epoch: the smallest possible number of the epoch.
+        """
+        self._fabric.abandon()
+        self._fabric = self._new_fabric(self._connections(epochs=epochs, epoch=epoch))
+        for program in self._pieces:
+            self._fabric.prepare(program)
+        self._interrupted = None
+
+    @property
+    def step_count(self) -> int:
+        """Number of steps of the job, as its servers count them; 0 before a connection."""
+        return self._fabric.connections.step_count
+
+    def set_checkpoints(
+        self, save: Keep | None, save_last: KeepLast | None, cuts: ServerCuts | None
+    ) -> None:
         """Set the functions by which a server of this executor saves its state.
 
         Args:
-          save: saves a snapshot when trainers request a checkpoint.
+          save: saves a snapshot when trainers request a checkpoint; None to refuse requests.
           save_last: saves the state when the job fails; None to drop the state.
+          cuts: writes and reads cuts; None if the job ends when a process is lost.
         """
-        self._fabric.keep, self._fabric.keep_last = save, save_last
+        fabric = self._fabric
+        fabric.keep, fabric.keep_last, fabric.cuts = save, save_last, cuts
 
     def close(self, error: BaseException | None = None) -> None:
         """Tell the servers that this trainer has finished. Later calls do nothing.

@@ -5,18 +5,16 @@ Environment variables name the role (`dtrans.Role.from_env`). `dtrans.Executor` 
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import resource
 from collections.abc import Sequence
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
 
-from dtrans.batch.exact_step import ExactStep
 from dtrans.checkpoint.orbax_io import load_orbax
 from dtrans.checkpoint.pserver_state import (
     TRAINER,
@@ -27,31 +25,26 @@ from dtrans.checkpoint.pserver_state import (
     scatter,
 )
 from dtrans.checkpoint.runs import run_of
-from dtrans.checks import check_one_of
-from dtrans.errors import BatchError, ConfigError, StateError
-from dtrans.ir.array_fns import array_type
+from dtrans.checks import check_int, check_one_of
+from dtrans.errors import ConfigError, Rewound, StateError
 from dtrans.ir.cost import nbytes
-from dtrans.ir.program import Program
-from dtrans.ir.pytree import all_names
-from dtrans.ir.selection import values_at
+from dtrans.ir.selection import subset
 from dtrans.job import Job
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.plan import realises
-from dtrans.run.base.batch import Share, batch_arrays, check_uneven, resize, uneven_rows
+from dtrans.protocol.epochs import NewEpoch
 from dtrans.run.base.lowered import LoweredStep, recording
-from dtrans.run.base.merge import Merge
-from dtrans.run.distributed.multihost import PARTS_DIFFER
 from dtrans.run.distributed.role import Role
 from dtrans.run.executor import Executor
+from dtrans.run.net.epoch_folder import EpochFolder
 from dtrans.run.parameter_server.checkpoints import ServerCheckpoints
+from dtrans.run.parameter_server.cuts import ServerCuts, check_cuts
+from dtrans.run.parameter_server.state_writer import Keep, KeepLast
+from dtrans.run.parameter_server.step_results import merge_results
 from dtrans.run.parameter_server.tables.job_tables import TrainerTables
 from dtrans.run.parameter_server.tables.new_rows import with_makers
-from dtrans.step.batch_sharing import without_parts
+from dtrans.run.parameter_server.trainer_calls import TrainerCalls
 from dtrans.step_meter import metered
-
-
-RESULTS = -1  # index of the round that merges results; it precedes the rounds of the next step
-ADD = ("all_reduce", "sum")
 
 
 class RoleJob(Job):
@@ -75,6 +68,7 @@ class RoleJob(Job):
             )
         self.plan, self.role = plan, role
         self._executor = Executor(**options)
+        self._epochs = EpochFolder.from_environment(role.name)
 
     @property
     def run_id(self) -> str:  # type: ignore[override]
@@ -95,22 +89,6 @@ class RoleJob(Job):
         )
 
 
-class _StepCall(NamedTuple):
-    """Call of a trainer's program for one step.
-
-    Attributes:
-      program: the trainer's program.
-      batch: the program's arguments after its state.
-      shared: the exact split of the batch over trainers; None if the plan has none.
-      rows: number of rows of the global batch if parts are uneven, else 0.
-    """
-
-    program: Program
-    batch: tuple[Any, ...]
-    shared: ExactStep | None
-    rows: int
-
-
 class TrainerJob(RoleJob):
     """Job of one trainer.
 
@@ -122,6 +100,18 @@ class TrainerJob(RoleJob):
     """
 
     _step_count = 0
+    _init_args: tuple[Any, ...] | None = None
+    _rewind_to: int | None = None  # smallest number of an epoch that this trainer must enter
+
+    def __init__(self, plan: PServerPlan, role: Role, options: dict[str, Any]) -> None:
+        super().__init__(plan, role, options)
+        self._calls = TrainerCalls(plan, role.trainer_id)
+        if self._epochs is not None:
+            self._executor.connect(self._epochs, self._epochs.current().number)
+
+    @property
+    def step_count(self) -> int:
+        return self._step_count
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -145,8 +135,18 @@ class TrainerJob(RoleJob):
 
     def init(self, *args: Any) -> tuple[Any, ...]:
         self._check_open()
+        self._init_args = args
+        while True:
+            try:
+                return self._receive_first(args)
+            except NewEpoch as e:
+                self._executor.connect(self._epochs, e.number)
+
+    def _receive_first(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the state that the servers have now, for the arguments of the user's `init`."""
         startup = self.plan.trainer_startup_program(self.role.trainer_id)
         first = self._executor.run(startup, *args)
+        self._step_count = self._executor.step_count
         # `first` is (params, opt_state) with GEO-SGD, else params, which may also be a tuple
         if isinstance(first, tuple) and self.plan.push_every:
             return first
@@ -166,12 +166,46 @@ class TrainerJob(RoleJob):
         Args:
           state: the state that `init` or `step` returned last.
           batch: this trainer's part of each batch argument, from `shard_batch`.
+
+        Raises:
+          Rewound: in a job with cuts, a process was lost. `steps` handles it.
         """
         self.check(state)
-        call = self._call(batch)
-        outputs = self._merge_results(self._executor.run(call.program, *state, *call.batch), call)
+        if self._rewind_to is not None:
+            raise self._rewind(state, self._rewind_to)
+        call = self._calls(batch)
+        try:
+            outputs = self._executor.run(call.program, *state, *call.batch)
+            outputs = merge_results(self.plan, self._executor.exchange, outputs, call)
+        except NewEpoch as e:
+            raise self._rewind(state, e.number) from None
         self._step_count += 1
         return (tuple(outputs[: len(state)]), *outputs[len(state) :])
+
+    def _rewind(self, state: tuple[Any, ...], epoch: int) -> Rewound:
+        """Connect to the servers of a new epoch; return the exception with its first state.
+
+        Args:
+          state: a state of this job, with the leaves that servers do not have.
+          epoch: the smallest possible number of the epoch.
+
+        Raises:
+          StateError: the state is not from `init`.
+        """
+        if self._init_args is None:
+            raise StateError(
+                "a process was lost, and all roles go back to a cut, but this trainer's state is "
+                "not from job.init(...); create it by job.init, which receives the servers' state"
+            )
+        self._executor.connect(self._epochs, epoch)
+        (params,) = self.init(*self._init_args)
+        self._rewind_to = None
+        spec = self.plan.main.args[0]
+        leaves = dict(zip(spec.names, spec.flatten(params), strict=True))
+        old = dict(zip(spec.names, spec.flatten(state[0]), strict=True))
+        leaves |= subset(old, self.plan.frozen)
+        epoch = 0 if self._epochs is None else self._epochs.current().number
+        return Rewound(self._step_count, (spec.unflatten_named(leaves),), epoch)
 
     def prefetch(self, *batch: Any) -> bool:
         """Request the table rows that a later step looks up, without waiting for them.
@@ -201,89 +235,9 @@ class TrainerJob(RoleJob):
         self._check_open()
         if not self.plan.tables.of or not self.plan.sync_mode:
             return False
-        call = self._call(batch)
+        call = self._calls(batch)
         self._executor.announce(call.program, *call.batch)
         return True
-
-    def _call(self, batch: Sequence[Any]) -> _StepCall:
-        """Return the call for a batch: its program and arguments."""
-        arrays, rows = without_parts(batch)
-        if rows:
-            return self._uneven_call(arrays, rows)
-        program = self.plan.trainer_program(self.role.trainer_id)
-        return _StepCall(program, arrays, self.plan.shared, 0)
-
-    @cached_property
-    def _uneven_programs(self) -> dict[int, tuple[Program, ExactStep]]:
-        """Maps the rows of an uneven batch to the batch's program and exact split."""
-        return {}
-
-    def _uneven_call(self, batch: Sequence[Any], rows: int) -> _StepCall:
-        """Return the call for an unevenly split batch, with padded arguments.
-
-        The padding gives each trainer the same number of rows, and does not affect results.
-
-        Args:
-          batch: this trainer's part of each batch argument.
-          rows: number of rows of the global batch.
-        """
-        plan, main, k = self.plan, self.plan.main, self.role.trainer_id
-        check_uneven(rows, plan.trainers, self.takes_uneven_parts)
-        assert plan.shared is not None
-        specs = main.args[2:]
-        names = all_names(specs)
-        shares: list[Share] = [plan.shared.axes.get(n, "replicated") for n in names]
-        arrays = list(zip(batch_arrays(specs, batch, main.inputs), shares, strict=True))
-        padded = uneven_rows(names, arrays, rows, k, -(-rows // plan.trainers))
-
-        # one program for each number of rows
-        if rows not in self._uneven_programs:
-            state = values_at(main.inputs, all_names(main.args[:2]))
-            types = list(map(array_type, state))
-            types += [resize(x, share, lambda _: rows) for x, share in arrays]
-            shared, program = plan.for_uneven_batch(types, k)
-            program = dataclasses.replace(program, plan=plan)
-            self._uneven_programs[rows] = program, shared
-        program, shared = self._uneven_programs[rows]
-
-        by_name = dict(zip(names, padded, strict=True))
-        args = tuple(spec.unflatten_named(by_name) for spec in specs)
-        return _StepCall(program, args, shared, rows)
-
-    def _merge_results(self, outputs: Any, call: _StepCall) -> Any:
-        """Replace this trainer's results by results for the full batch, which a server merges.
-
-        Raises:
-          BatchError: trainers used parts of different sizes. Servers have applied the update
-            already.
-        """
-        plan, shared, out = self.plan, call.shared, self.plan.trainer.out
-        if shared is None or not plan.sync_mode:
-            return outputs
-        params = plan.main.args[0].names
-        merges = {n: w for n, w in shared.merges.items() if w != "same" and n not in params}
-        if not merges:
-            return outputs
-
-        # the sizes of the parts are gathered with the results, so that one exchange is enough
-        ways: list[Sequence[Any]] = [("all_gather", 0)]
-        for n, way in merges.items():
-            ways.append(("all_gather", shared.joined[n]) if way == "concat" else ADD)
-        values = dict(zip(out.names, out.flatten(outputs), strict=True))
-        size = np.array([[call.rows, _part_rows(self.plan.main, call)]], np.int32)
-        server = next(iter(plan.servers))
-        operands = [size, *values_at(values, merges)]
-        sizes, *found = self._executor.exchange(server, RESULTS, ways, operands)
-        _check_parts(sizes.tolist())
-
-        for (n, way), x in zip(merges.items(), found, strict=True):
-            if way == "concat":
-                x = Merge("joined", shared.joined[n], call.rows or None)(x)
-            if way == "mean":
-                # divided by the number of trainers in this step, since some may have left
-                x = x / len(sizes)
-            values[n] = x
-        return out.unflatten_named(values)
 
     @property
     def tables(self) -> TrainerTables:
@@ -324,6 +278,13 @@ class TrainerJob(RoleJob):
                 f"{self.plan.frozen[0]} is only on trainers, so servers cannot save it; save with "
                 "dtrans.checkpoint.save after the job has ended"
             )
+        try:
+            self._save(name, wait=wait)
+        except NewEpoch as e:
+            # The next step goes back to the cut, and then this step and its save are repeated.
+            self._rewind_to = e.number
+
+    def _save(self, name: str, *, wait: bool) -> None:
         servers = tuple(self.plan.servers)
         between = partial(self._executor.between_steps, f"checkpoint {name}")
         between(lambda to: to.saved())  # wait for an earlier save with wait=False
@@ -388,35 +349,6 @@ class TrainerJob(RoleJob):
         return LoweredStep(parts)
 
 
-def _part_rows(main: Program, call: _StepCall) -> int:
-    """Return the number of rows of this trainer's part; 0 if the batch is not split."""
-    names = all_names(main.args[2:])
-    arrays = batch_arrays(main.args[2:], call.batch, main.inputs)
-    axes = {} if call.shared is None else call.shared.axes
-    for n, x in zip(names, arrays, strict=True):
-        if n in axes:
-            return int(x.shape[axes[n]])
-    return 0
-
-
-def _check_parts(sizes: Sequence[Sequence[int]]) -> None:
-    """Raise BatchError if trainers used parts of different sizes.
-
-    Args:
-      sizes: two numbers for each trainer: the rows of the global batch (0 if trainers divide them
-        evenly), and the rows of the trainer's part.
-    """
-    if len({*map(tuple, sizes)}) > 1:
-        parts = []
-        for rows, part in sizes:
-            parts.append(f"{part} of {rows}" if rows else str(part))
-        raise BatchError(
-            f"{PARTS_DIFFER}; they gave {', '.join(parts)} rows, so the servers' update is a mean "
-            "over unequal parts; continue from a checkpoint, and split batches by "
-            "job.shard_batch(*batch)"
-        )
-
-
 def _memory_bytes() -> int:
     """Return the bytes that this process may use: the machine's memory, or the process's limit."""
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -467,6 +399,7 @@ class ServerJob(RoleJob):
         checkpoints: str | os.PathLike[str] | None = None,
         on_failure: str | None = None,
         init: Sequence[Any] | None = None,
+        cuts: int | None = None,
     ) -> dict[str, Any]:
         """Serve until every trainer has closed.
 
@@ -480,6 +413,10 @@ class ServerJob(RoleJob):
           init: the arguments of `init`, if the state comes from a checkpoint. Then table rows with
             their initial values need no memory, and other rows can be evicted
             (`job.tables.evict`).
+          cuts: number of steps between two cuts, to which the job goes back after the loss of a
+            process. They are written if `dtrans launch --restarts` started the job. A new cut
+            waits until the previous one is written. Then the step count of the job starts from the
+            number of the restored checkpoint.
 
         Steps are counted from the last `job.save` whose name is a number. Without one, they are
         counted from the number of the restored checkpoint, or from 0.
@@ -489,7 +426,8 @@ class ServerJob(RoleJob):
 
         Raises:
           ConfigError: on_failure="save" without a folder, or with a plan that does not support
-            checkpoints; or `checkpoints` is set, and orbax is not installed.
+            checkpoints; or `checkpoints` is set, and orbax is not installed. Also raised for
+            `cuts` with a plan whose state cuts cannot contain.
           DeadlineError, PeerError: the job has failed.
         """
         self._check_open()
@@ -500,24 +438,41 @@ class ServerJob(RoleJob):
             raise ConfigError(
                 'on_failure="save" needs a folder: job.serve(state, checkpoints=folder)'
             )
+        first_step, written = self._number_of_restored, None
+        if cuts is not None:
+            check_int("cuts", cuts, "a number of steps", least=1)
+            check_cuts(self.plan)
+        if cuts is not None and self._epochs is not None:
+            load_orbax()
+            endpoint = self.role.current_endpoint
+            written = ServerCuts(self._epochs, self.plan, endpoint, cuts, first_step)
+            first_step = 0  # the step count starts from it
+        saves: tuple[Keep | None, KeepLast | None] = None, None
         if checkpoints is not None:
-            self._set_checkpoints(Path(checkpoints), on_failure)
+            saves = self._checkpoints(Path(checkpoints), on_failure, first_step)
+        self._executor.set_checkpoints(*saves, written)
         program = self.plan.servers[self.role.current_endpoint].main
         final: dict[str, Any] = self._executor.run(program, state)
         return final
 
-    def _set_checkpoints(self, folder: Path, on_failure: str | None) -> None:
-        load_orbax()
-        first_step = 0
+    @property
+    def _number_of_restored(self) -> int:
+        """The number of the restored checkpoint; 0 without one, or if its name is no number."""
         if self.restored is not None and self.restored.name.isdecimal():
-            first_step = int(self.restored.name)
+            return int(self.restored.name)
+        return 0
+
+    def _checkpoints(
+        self, folder: Path, on_failure: str | None, first_step: int
+    ) -> tuple[Keep, KeepLast | None]:
+        """Return the functions that save the state when trainers request it, and at a failure."""
+        load_orbax()
         endpoint = self.role.current_endpoint
         checkpoints = ServerCheckpoints(folder, self.plan, endpoint, first_step)
         saves_last = on_failure == "save" or (on_failure is None and has_checkpoints(self.plan))
         if saves_last:
             check_plan(self.plan)
-        keep_last = checkpoints.keep_last if saves_last else None
-        self._executor.set_checkpoints(checkpoints.keep, keep_last)
+        return checkpoints.keep, checkpoints.keep_last if saves_last else None
 
     def step(self, state: Any, *batch: Any) -> NoReturn:
         raise ConfigError(

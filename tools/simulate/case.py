@@ -168,6 +168,8 @@ class Case:
       guests: processes that connect to the job without being a part of it.
       is_followed: True if the processes of roles that end without an error start a second job on
         the same endpoints.
+      cuts: number of steps between two cuts of the servers; 0 for a job that ends when a role is
+        lost. A job with cuts has a launcher.
     """
 
     seed: int
@@ -193,6 +195,7 @@ class Case:
     requests: tuple[Request, ...] = ()
     guests: tuple[Guest, ...] = ()
     is_followed: bool = False
+    cuts: int = 0
 
     @property
     def sync_mode(self) -> bool:
@@ -291,6 +294,8 @@ class Case:
             text += f"\n  {event.time:.3f} s  {_describe(event)}"
         for line in (*self.guests, *self.requests):
             text += f"\n  {line}"
+        if self.cuts:
+            text += f"\n  cuts every {self.cuts} steps"
         return text + "\n  the same job again on the same endpoints" * self.is_followed
 
 
@@ -369,7 +374,44 @@ def drawn(seed: int) -> Case:
         case = dataclasses.replace(case, ahead=ahead, staleness=stale, moves_rows=moves)
     case = _with_guests(r, dataclasses.replace(case, requests=_requests(r, case)))
     case = _with_later_processes(r, _with_garbled_message(r, case))
-    return _with_short_breaks(r, case)
+    return _with_cuts(r, _with_short_breaks(r, case))
+
+
+def _with_cuts(r: Random, case: Case) -> Case:
+    """Turn some synchronous cases into jobs with cuts, whose roles are lost and start again."""
+    if not case.sync_mode or r.random() < 0.6:
+        return case
+    steps = (r.randint(1, 12),) * case.trainers
+    if r.random() < 0.15:
+        steps = tuple(r.randint(0, 12) for _ in range(case.trainers))
+    case = dataclasses.replace(
+        case,
+        steps=steps,
+        on_trainer_exit="drop",
+        rounds=case.rounds if len(set(steps)) == 1 else 0,
+        deadline=60.0,
+        table=0,
+        ahead=0,
+        staleness=0,
+        moves_rows=False,
+        requests=(),
+        guests=(),
+        is_followed=False,
+        cuts=r.randint(1, 4),
+    )
+    events = tuple(_event_of_cuts(r, case) for _ in range(r.choice([0, 1, 1, 2, 2, 3, 4])))
+    return dataclasses.replace(case, events=events)
+
+
+def _event_of_cuts(r: Random, case: Case) -> Event:
+    """Return a random event of a job with cuts. Deaths are the most frequent."""
+    servers = [f"pserver {ep}" for ep in case.endpoints]
+    roles = [f"trainer {k}" for k in range(case.trainers)] + servers
+    kind = r.choice(["crash", "crash", "crash", "stop", "pause", "cut"])
+    time, seconds = r.random() * (1.0 + 1.5 * _span(case)), 10 ** r.uniform(-2, 1.3)
+    if kind == "cut":
+        return Event(kind, time, r.choice(_lines(case)), seconds)
+    return Event(kind, time, r.choice(roles), 0.0 if kind == "crash" else seconds)
 
 
 def _with_short_breaks(r: Random, case: Case) -> Case:

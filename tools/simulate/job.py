@@ -8,6 +8,7 @@ from random import Random
 
 from tools.simulate.case import COMMUNICATING, Case, Event, Guest
 from tools.simulate.clock import Clock
+from tools.simulate.launcher import SimulatedLauncher
 from tools.simulate.network import Network, drawn_delay
 from tools.simulate.noise_maker import NoiseMaker
 from tools.simulate.process import Process
@@ -40,6 +41,9 @@ class SimulatedJob:
         self.case, self.random, self.clock = case, Random(case.seed), Clock()
         delay = drawn_delay(self.random, case.delay)
         self.network = Network(self.clock, delay, case.patience)
+        self.launcher: SimulatedLauncher | None = None
+        if case.cuts:
+            self.launcher = SimulatedLauncher(case, self.clock, self.random, self._new_role)
         self.servers = {ep: self._server(ep) for ep in case.endpoints}
         self.trainers = [self._trainer(k) for k in range(case.trainers)]
         self.guests = [self._guest(guest) for guest in case.guests]
@@ -60,6 +64,14 @@ class SimulatedJob:
         if self.case.mode in COMMUNICATING:
             kind = GeoSgdTrainer if self.case.mode == "geo" else CommunicatingTrainer
         return kind(self.case, k, self.clock, self.random, self.network, origin)
+
+    def _new_role(self, name: str) -> SimulatedServer | SimulatedTrainer:
+        """Return a new process for a role of a job with cuts."""
+        kind, _, which = name.partition(" ")
+        terms = self.clock, self.random, self.network
+        if kind == "pserver":
+            return SimulatedServer(self.case, which, *terms, launcher=self.launcher)
+        return SimulatedTrainer(self.case, int(which), *terms, launcher=self.launcher)
 
     def _guest(self, guest: Guest) -> SimulatedTrainer | NoiseMaker:
         if guest.kind == "noise":
@@ -90,6 +102,9 @@ class SimulatedJob:
 
     def run(self) -> None:
         """Run until all processes have ended, or until the time limit of a job that hangs."""
+        if self.launcher is not None:
+            self._run_launcher(self.launcher)
+            return
         for role in self.roles:
             self.clock.at(self.random.random() * 0.2, functools.partial(_start, role))
         for guest, process in zip(self.case.guests, self.guests, strict=True):
@@ -105,6 +120,28 @@ class SimulatedJob:
         self._running = [*self.roles, *self.guests]
         # The limit allows several consecutive waits that last until their deadline.
         self.clock.run(10 * max(self.case.deadline, 30.0) + 400.0, self._is_over)
+
+    def _run_launcher(self, launcher: SimulatedLauncher) -> None:
+        """Run a job with cuts, whose events affect the current process of a role."""
+        launcher.begin()
+        for event in self.case.events:
+            self.clock.at(event.time, functools.partial(self._affect, launcher, event))
+        self.clock.run(1000.0, lambda: launcher.is_over)
+        self.servers = {ep: launcher.roles[f"pserver {ep}"] for ep in self.case.endpoints}
+        self.trainers = [launcher.roles[f"trainer {k}"] for k in range(self.case.trainers)]
+
+    def _affect(self, launcher: SimulatedLauncher, event: Event) -> None:
+        role = launcher.roles.get(event.who)
+        if role is None:
+            self._disturb(event)
+        elif event.kind == "crash":
+            role.kill()
+        else:
+            role.pause(event.seconds)
+            if event.kind == "stop" and event.seconds > self.network.patience:
+                rest, patience = event.seconds - self.network.patience, self.network.patience
+                break_all = functools.partial(self.network.break_all, event.who, rest)
+                self.clock.at(self.clock.now + patience, break_all)
 
     def _follow(self, role: SimulatedServer | SimulatedTrainer) -> None:
         """Start a role of the second job, after the same process has ended the first job."""

@@ -107,8 +107,7 @@ def faults(
             one = np.concatenate([had[n] for n in case.tables])[ids]
             if len(t.pulled) > step + 1 and rows.tobytes() != one.tobytes():
                 yield f"{t.name} looked up {rows} for step {step}, but one device has {one}"
-        for i, found in enumerate(t.reduced):
-            step, number = divmod(i, case.rounds)
+        for step, number, found in t.reduced:
             total = functools.reduce(
                 np.add, [_part(k, step, number) for k, n in enumerate(case.steps) if n > step]
             )

@@ -28,6 +28,7 @@ class Process:
       begun: True if it was started.
       spent: virtual seconds spent by the current step.
       when_ended: function that is called after the process has ended without an error.
+      when_over: function that is called when the process has ended or was killed; None without one.
     """
 
     def __init__(self, name: str, clock: Clock) -> None:
@@ -44,6 +45,7 @@ class Process:
         self._wakes: float | None = None
         self._is_due = False  # True if a step must be taken even without an event
         self.when_ended: Callable[[], None] = lambda: None
+        self.when_over: Callable[[], None] | None = None
 
     @property
     def there(self) -> bool:
@@ -118,6 +120,12 @@ class Process:
             return
         self.killed, self.killed_at = True, self.clock.now
         self.close()
+        if self.when_over is not None:
+            self.when_over()
+
+    def start(self) -> None:
+        """Start the work of the role."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Close the connections. Messages that were sent still arrive."""
@@ -132,6 +140,8 @@ class Process:
         self.close()
         if error is None:
             self.when_ended()
+        if self.when_over is not None:
+            self.when_over()
 
     def _schedule(self) -> None:
         if (self._queue or self._is_due) and not self._scheduled and self.there:

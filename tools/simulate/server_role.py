@@ -6,15 +6,18 @@ import logging
 from collections.abc import Callable
 from random import Random
 
+from dtrans.protocol.epochs import Epoch, NewEpoch
 from dtrans.protocol.refusals import Refusals
 from dtrans.protocol.server.async_server import AsyncServer
+from dtrans.protocol.server.epoch_gate import EpochGate
 from dtrans.protocol.server.server_loop import ServerLoop
 from dtrans.protocol.server.serving import Serving
 from dtrans.protocol.server.sync_server import SyncServer
 from dtrans.protocol.server.trainer_registry import TrainerRegistry
 from tools.simulate.case import Case
 from tools.simulate.clock import Clock
-from tools.simulate.network import Network, SimulatedTransport
+from tools.simulate.launcher import SimulatedEpochs, SimulatedLauncher
+from tools.simulate.network import Network, SimulatedListener, SimulatedTransport
 from tools.simulate.process import Process
 from tools.simulate.storage import SimulatedStorage
 from tools.simulate.updates import SimulatedBlocks, SimulatedUpdate, served
@@ -36,22 +39,39 @@ class SimulatedServer(Process):
         random: Random,
         network: Network,
         prefix: str = "",
+        launcher: SimulatedLauncher | None = None,
     ) -> None:
         super().__init__(f"{prefix}pserver {endpoint}", clock)
         self.endpoint = endpoint
+        self._case, self._random, self._launcher = case, random, launcher
+        self._transport = SimulatedTransport(network, self)
+        self._listener: SimulatedListener | None = None
+        self._written: list[str] = []  # checkpoints whose writes have ended
+        self._begin_epoch(Epoch())
+
+    def _begin_epoch(self, epoch: Epoch) -> None:
+        """Create the state machines of an epoch."""
+        case, endpoint, random = self._case, self.endpoint, self._random
         blocks = served(case, endpoint)
         work: Callable[[], None] = lambda: self.spend(random.expovariate(1.0) * 0.01)
         trainers = TrainerRegistry(blocks, deadline=case.deadline, plan={"init": "one"})
-        self._transport = SimulatedTransport(network, self)
-        self._has_local = case.moves
-        self._written: list[str] = []  # checkpoints whose writes have ended
-        self._loop = ServerLoop(self._transport, trainers, ended_saves=self._ended_writes)
+        launcher = self._launcher
+        self._loop = ServerLoop(
+            self._transport,
+            trainers,
+            ended_saves=self._ended_writes,
+            epochs=None if launcher is None else SimulatedEpochs(launcher, self.name),
+        )
         say = self._loop.say
         self.update: SimulatedUpdate | SimulatedBlocks
         kind: SyncServer | AsyncServer
         if blocks.sync_mode:
             self.update = SimulatedUpdate(blocks, work)
-            kind = SyncServer(blocks, self.update, trainers, say)
+            if launcher is not None and epoch.cut is not None:
+                self.update.state = dict(launcher.cut(endpoint, epoch.cut))
+            step = epoch.cut or 0
+            kind = SyncServer(blocks, self.update, trainers, say, step=step, epoch=epoch.number)
+            kind.after_step = self._after_step
         else:
             self.update = SimulatedBlocks(blocks, work, geo=case.mode == "geo")
             kind = AsyncServer(blocks, self.update, self.update.state, trainers, say)
@@ -59,13 +79,45 @@ class SimulatedServer(Process):
         kind.tables = self.update.tables
         self.storage = SimulatedStorage(case, endpoint, lambda: kind.state, self._write)
         self.machine.keep = self.storage.keep
+        if launcher is not None:
+            self.machine.gate = EpochGate(epoch.number, say)
 
     def start(self) -> None:
         """Open the listener, and start the loop."""
         self.begun = True
-        listener = self._transport.bind(self.endpoint, has_local=self._has_local)
-        self._loop.begin(self.machine, listener)
+        self._listener = self._transport.bind(self.endpoint, has_local=self._case.moves)
+        if self._launcher is not None:
+            self._enter_epoch(None)
+        else:
+            self._loop.begin(self.machine, self._listener)
         self.wake_at(self._loop.wakes)
+
+    def _enter_epoch(self, before: EpochGate | None) -> None:
+        """Enter the launcher's epoch, as `dtrans.run.parameter_server.server` does."""
+        assert self._launcher is not None and self._listener is not None
+        epoch = self._launcher.epoch
+        self._begin_epoch(epoch)
+        self._launcher.enter(self.name, epoch.number)
+        if epoch.cut is None:
+            self._write_cut(0)
+        early = {} if before is None else before.early
+        self._loop.begin(self.machine, self._listener, early)
+
+    def _rewind(self) -> None:
+        gate = self.machine.gate
+        assert gate is not None
+        self._loop.leave_peers(failed=True)
+        self._enter_epoch(gate)
+
+    def _after_step(self, step: int) -> None:
+        if self._launcher is not None:
+            self._launcher.note_step(step)
+            if step % self._case.cuts == 0:
+                self._write_cut(step)
+
+    def _write_cut(self, step: int) -> None:
+        assert self._launcher is not None
+        self._launcher.write_cut(self, self.endpoint, step, self.update.state)
 
     def _write(self, name: str, seconds: float) -> None:
         """Schedule the end of a checkpoint's write after some seconds."""
@@ -85,11 +137,15 @@ class SimulatedServer(Process):
         """Take a step of the loop."""
         try:
             self._loop.step()
+        except NewEpoch:
+            self._rewind()
         except Exception as e:  # a real server catches all exceptions, too
             self.machine.say_why(e)
             self.end(e)
             return
         if self.machine.ended:
+            if self._launcher is not None:
+                self._launcher.leave(self.name)
             self.end(None)
         self.wake_at(self._loop.wakes)
 

@@ -14,10 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from dtrans.errors import DtransError
+from dtrans.errors import DtransError, LostPeerError
+from dtrans.protocol.epochs import NewEpoch
 from dtrans.protocol.server_blocks import RowGradient
 from dtrans.protocol.tables.cached_rows import CachedRows
 from dtrans.protocol.tables.table_rows import runs_of, wanted_of
+from dtrans.protocol.trainer.epoch_member import EpochMember
 from dtrans.protocol.trainer.geo_steps import GeoSteps, Values
 from dtrans.protocol.trainer.operation import Operation
 from dtrans.protocol.trainer.server_link import LastWords, OperationWait, ServerLink
@@ -27,6 +29,7 @@ from dtrans.protocol.trainer.trainer_steps import LookedUp, TrainerSteps, leave
 from tools.simulate.between_steps import BetweenSteps
 from tools.simulate.case import Case
 from tools.simulate.clock import Clock
+from tools.simulate.launcher import SimulatedEpochs, SimulatedLauncher
 from tools.simulate.network import Network, SimulatedTransport
 from tools.simulate.process import Process
 from tools.simulate.updates import (
@@ -72,7 +75,7 @@ class SimulatedTrainer(Process):
         request. The first ones are the initial parameters.
       pushed: block name to the gradients, or pushes of GEO-SGD, in the order of the steps. It also
         contains gradients that were not sent yet.
-      reduced: result of each round.
+      reduced: step, number and result of each round.
       looked_up: for each step, the row ids of its lookup and the received rows.
       left_at: name of a connection to the time at which the trainer sent `complete` on it.
       greeted_at: time at which all servers had welcomed the trainer.
@@ -88,8 +91,11 @@ class SimulatedTrainer(Process):
         random: Random,
         network: Network,
         origin: Origin = JOB,
+        launcher: SimulatedLauncher | None = None,
     ) -> None:
         super().__init__(f"{origin.prefix}trainer {k}", clock)
+        self._epochs = None if launcher is None else SimulatedEpochs(launcher, self.name)
+        self._member = EpochMember(self._epochs)
         self.case, self.k, self.random = case, k, random
         self._origin = origin
         self._transport = SimulatedTransport(network, self, origin.token)
@@ -97,17 +103,30 @@ class SimulatedTrainer(Process):
         self.welcomed_at: dict[str, float] = {}
         self.pulled: list[tuple[int, dict[str, np.ndarray]]] = []
         self.pushed: dict[str, list[np.ndarray]] = {}
-        self.reduced: list[np.ndarray] = []
+        self.reduced: list[tuple[int, int, np.ndarray]] = []
         self.looked_up: list[tuple[np.ndarray, np.ndarray]] = []
         self.left_at: dict[str, float] = {}
-        self._links: dict[str, ServerLink] = {}
-        self._steps = TrainerSteps(lambda ep: self._links[ep].line)
-        self._steps.sync_mode = case.sync_mode
-        self.between = BetweenSteps(case, k, self._steps)
+        self._open(0)
         self._script = self._run()
         self._wait: OperationWait | LastWords | Callable[[], bool] = lambda: True
         self._computes = False
-        self._failed: DtransError | None = None  # error to be raised inside the script
+        # error to be raised inside the script
+        self._failed: BaseException | None = None
+
+    def _open(self, epoch: int) -> None:
+        """Create the state of new connections to the servers, from an epoch on."""
+        self._links: dict[str, ServerLink] = {}
+        self._least_epoch = epoch
+        self._steps = TrainerSteps(lambda ep: self._links[ep].line)
+        self._steps.sync_mode = self.case.sync_mode
+        self.between = BetweenSteps(self.case, self.k, self._steps)
+
+    def _reconnect(self, epoch: int) -> None:
+        """Leave the connections of an old epoch, as `ServerConnections.abandon` does."""
+        for link in self._links.values():
+            link.close()
+        self._member = EpochMember(self._epochs)
+        self._open(epoch)
 
     def start(self) -> None:
         """Start the script."""
@@ -118,9 +137,11 @@ class SimulatedTrainer(Process):
 
     def _run(self) -> Script:
         try:
-            yield from self._train()
+            yield from self._train_in_epochs()
         except Exception as e:  # a real executor catches all exceptions, too
             self.error = e
+        if self.error is None:
+            self._member.leave()
         reason = None if self.error is None else str(self.error)
         if reason is None and self._steps.in_step:
             reason = "it closed in the middle of a step"
@@ -129,17 +150,31 @@ class SimulatedTrainer(Process):
                 self.left_at[f"{self.name} pserver {ep}"] = self.clock.now
             try:
                 yield leave(link.line) if reason is None else self._last_words(link, reason)
+            except NewEpoch:
+                self.error = self.error or LostPeerError("lost a server while it left")
             except DtransError as e:
                 self.error = self.error or e
             link.close()
+
+    def _train_in_epochs(self) -> Script:
+        if self._epochs is not None:
+            self._least_epoch = self._epochs.current().number
+        while True:
+            try:
+                yield from self._train()
+            except NewEpoch as e:
+                self._reconnect(e.number)
+            else:
+                return
 
     def _last_words(self, link: ServerLink, reason: str) -> LastWords:
         return LastWords(self._transport, link, reason)
 
     def _train(self) -> Script:
         yield from self._greet()
-        yield from self._pull(0)
-        for step in range(self.case.steps[self.k]):
+        first = 0 if self._epochs is None else self._links[self.case.endpoints[0]].line.step
+        yield from self._pull(first, barrier=False)
+        for step in range(first, self.case.steps[self.k]):
             yield from self.between.ask(step)
             self._announce(step)
             yield from self._prefetch(step)
@@ -149,7 +184,7 @@ class SimulatedTrainer(Process):
                 sent_as = gradient_name(name, self.k if self._steps.sync_mode else 0)
                 self._steps.send(name.split("/")[0], sent_as, gradient_)
             yield from self.between.ask_when_sent(step)
-            yield from self._pull(step + 1)
+            yield from self._pull(step + 1, barrier=self._steps.sync_mode)
         yield from self.between.ask(self.case.steps[self.k])
         yield from self.between.end_save()
 
@@ -207,8 +242,10 @@ class SimulatedTrainer(Process):
                 plan={"init": self._origin.plan},
                 secret=self._origin.token,
                 deadline=self.case.deadline,
+                epoch=self._least_epoch,
             )
             yield link.greet()
+            self._member.enter(link.line.epoch)
             self.welcomed_at[ep] = self.clock.now
         self.greeted_at = self.clock.now
 
@@ -216,7 +253,8 @@ class SimulatedTrainer(Process):
         for number in range(self.case.rounds):
             ep = self.case.endpoints[number % len(self.case.endpoints)]
             part = round_part(self.k, step, number)
-            self.reduced += yield self._steps.exchange(ep, number, [(part, ("all_reduce", "sum"))])
+            (found,) = yield self._steps.exchange(ep, number, [(part, ("all_reduce", "sum"))])
+            self.reduced.append((step, number, found))
 
     def _gradients(self, step: int) -> list[tuple[str, np.ndarray]]:
         """Return the gradient of each block."""
@@ -225,9 +263,9 @@ class SimulatedTrainer(Process):
             self.pushed.setdefault(n, []).append(g)
         return grads
 
-    def _pull(self, step: int) -> Script:
+    def _pull(self, step: int, *, barrier: bool) -> Script:
         new = {n: np.empty(size, np.float32) for n, size in self.case.blocks.items()}
-        barriered = self.case.endpoints if step and self._steps.sync_mode else ()
+        barriered = self.case.endpoints if barrier else ()
         landings = [(n.split("/")[0], n, x) for n, x in new.items()]
         request = self._steps.request(landings, self.case.endpoints, barriered)
         self.between.ask_when_ended(step)
@@ -256,7 +294,9 @@ class SimulatedTrainer(Process):
                 if not wait.turn() and wait.wakes > self.clock.now:
                     self.wake_at(wait.wakes)
                     return False
-        except DtransError as e:
+        except LostPeerError as e:
+            self._failed = self._member.lost(e)
+        except (DtransError, NewEpoch) as e:
             self._failed = e
         return True
 

@@ -11,6 +11,7 @@ from dtrans.protocol.trainer import trainer_line
 from tools.simulate.case import Case, Event, drawn
 from tools.simulate.job import SimulatedJob
 from tools.simulate.judge import faults, faults_of_role
+from tools.simulate.judge_cuts import faults_of_cuts
 from tools.simulate.judge_events import faults_of_garbled, faults_of_returns
 from tools.simulate.process import Process
 from tools.simulate.server_role import SimulatedServer
@@ -68,6 +69,9 @@ def _simulated(case: Case) -> Verdict:
     job = SimulatedJob(case)
     job.run()
     ends = {x.name: _end(x) for x in job.processes if x.begun or x.killed}
+    if job.launcher is not None:
+        ends = {f"{x.name} ({i})": _end(x) for i, x in enumerate(job.launcher.processes)}
+        return Verdict(case, (*faults_of_cuts(case, job.launcher),), ends, job.clock.now, {})
     left_at = {name: at for t in job.trainers for name, at in t.left_at.items()}
     found = [
         *faults(case, _judged_servers(job), job.trainers, job.guests),
@@ -161,6 +165,7 @@ def reduced(case: Case) -> Iterator[Case]:
         ("ahead", 0),
         ("staleness", 0),
         ("moves_rows", False),
+        ("cuts", min(case.cuts, 1)),
     ):
         if getattr(case, name) != plain:
             yield replace(case, **{name: plain})

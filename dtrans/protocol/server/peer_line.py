@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from dtrans.errors import PeerError, WireError
+from dtrans.errors import LostPeerError, PeerError, WireError
 from dtrans.protocol import token, wire
 from dtrans.protocol.server.server_peers import ServerPeer
 from dtrans.protocol.transport import RETRY, Event
@@ -56,12 +56,13 @@ class PeerLine:
           messages: frames of each message.
 
         Raises:
-          PeerError: the other server has ended.
+          LostPeerError: the other server has ended.
         """
         if self.peer.gone:
-            raise PeerError(
+            raise LostPeerError(
                 f"pserver {self.peer.endpoint} went away before pserver {self.me} completed step "
-                f"{step}"
+                f"{step}",
+                f"pserver {self.peer.endpoint}",
             )
         if step != self._step:
             # A trainer begins a step after all servers have answered the previous one. So the other

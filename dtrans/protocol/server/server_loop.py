@@ -3,6 +3,7 @@
     events of the listener     messages and connections of trainers, other servers and observers
     events of a link           the connection to another server (`peer_line`)
     every second               a check of the deadlines of trainers and servers
+    every tenth of a second    in a job with cuts, a check for a new epoch
 
 Each call of `step` waits for events and handles them. A real server calls `step` in a loop, and
 the simulator calls it at each event.
@@ -14,7 +15,9 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from dtrans.errors import LostPeerError
 from dtrans.protocol import wire
+from dtrans.protocol.epochs import Epochs, NewEpoch
 from dtrans.protocol.job_status import OBSERVER
 from dtrans.protocol.refusals import Refusals
 from dtrans.protocol.server.peer_line import PeerLine
@@ -33,6 +36,7 @@ from dtrans.protocol.transport import (
 
 
 TICK = 1.0  # seconds between two checks of deadlines
+EPOCH_TICK = 0.1  # seconds between two checks for a new epoch
 BURST = 1000  # polls for each trainer between two checks of deadlines, at most
 
 
@@ -46,9 +50,9 @@ class ServerLoop:
       ended_saves: returns the checkpoint writes that have ended since its last call. For each of
         them, it returns the checkpoint's name, and an error text that is empty after a success.
       ended_roles: returns the roles of the job whose processes have ended, with their exit status.
+      epochs: epochs of the job; None in a job without cuts.
 
     Attributes:
-      wakes: time of the next check of deadlines.
       barred: counter of the connections that the listener has refused.
     """
 
@@ -61,8 +65,11 @@ class ServerLoop:
         retry: float = RETRY,
         ended_saves: Callable[[], Iterable[tuple[str, str]]] = tuple,
         ended_roles: Callable[[], Mapping[str, str]] = dict,
+        epochs: Epochs | None = None,
     ) -> None:
-        self.wakes = math.inf
+        self._next_look = self._next_epoch_look = math.inf
+        self._epochs = epochs
+        self._lost_at: float | None = None  # time of the first loss in this epoch
         self.barred = Refusals(log)
         self._transport, self._trainers = transport, trainers
         self._secret, self._retry = secret, retry
@@ -72,12 +79,18 @@ class ServerLoop:
         self._serving: Serving
         self._listener: Listener
 
-    def begin(self, serving: Serving, listener: Listener) -> None:
+    def begin(
+        self,
+        serving: Serving,
+        listener: Listener,
+        early: Mapping[bytes, wire.Message] = {},
+    ) -> None:
         """Connect to the other servers, and start to wait for trainers.
 
         Args:
           serving: state machine of the server; it sends messages by `say`.
           listener: listener of the server.
+          early: greetings of this epoch that the previous epoch has stored, by address.
 
         Raises:
           ConfigError: another server is on another host, and neither a token nor keys protect the
@@ -96,21 +109,63 @@ class ServerLoop:
             self._lines[peer.endpoint] = line, link
             self._by_link[link] = line
         self._trainers.begin(now)
-        self.wakes = now + TICK
+        self._next_look = now + TICK
+        if self._epochs is not None:
+            self._next_epoch_look = now + EPOCH_TICK
+        serving.greet_again(early, now)
+
+    @property
+    def wakes(self) -> float:
+        """Time of the next check of deadlines, or for a new epoch."""
+        return min(self._next_look, self._next_epoch_look)
 
     def step(self) -> None:
         """Wait for events, handle the events, and check deadlines if a check is due.
 
+        In a job with cuts, the loop reports the loss of another role to the launcher, and continues
+        until the launcher grants a new epoch.
+
         Raises:
+          NewEpoch: the launcher has granted a new epoch. The trainers have been told.
+          LostPeerError: another role is lost. In a job with cuts, it is raised after the deadline.
           DeadlineError: a trainer or server did not connect in time, fell silent, or let other
             processes wait for too long.
           PeerError: a trainer or server failed, refused a message, or left too early.
         """
+        try:
+            self._step()
+        except LostPeerError as e:
+            self._note_lost(e)
+
+    def _note_lost(self, e: LostPeerError) -> None:
+        """Report a lost role. Raise its error if no new epoch has begun within the deadline."""
+        now = self._transport.now()
+        if self._epochs is None or self._serving.gate is None:
+            raise e
+        if self._lost_at is None:
+            self._lost_at = now
+            self._epochs.report_lost(self._serving.gate.number, e.role, str(e))
+        elif now > self._lost_at + self._trainers.deadline:
+            raise e
+
+    def _step(self) -> None:
         self._take_all(self.wakes)
         for name, error in self._ended_saves():
             self._serving.written(name, error, self._transport.now())
-        if self._transport.now() >= self.wakes:
+        if self._transport.now() >= self._next_epoch_look:
+            self._look_for_epoch()
+        if self._transport.now() >= self._next_look:
             self._look()
+
+    def _look_for_epoch(self) -> None:
+        assert self._epochs is not None and self._serving.gate is not None
+        self._next_epoch_look = self._transport.now() + EPOCH_TICK
+        number = self._epochs.current().number
+        if number == self._serving.gate.number:
+            return
+        for address in self._trainers.by_address:
+            self.say(address, "rewind", epoch=number)
+        raise NewEpoch(number)
 
     def _look(self) -> None:
         # Messages that arrived during an update are read before deadlines are checked, because
@@ -126,8 +181,8 @@ class ServerLoop:
         for line, _ in self._lines.values():
             line.look(now)
         self._trainers.silent = self._listener.silent
+        self._next_look = self._transport.now() + TICK
         self._serving.look(now)
-        self.wakes = self._transport.now() + TICK
 
     def _take_all(self, until: float) -> bool:
         """Handle the events of one poll. Return True if there was an event.
@@ -189,12 +244,20 @@ class ServerLoop:
             self._trainers.to_servers += sum(map(len, frames))
             yield frames
 
+    def leave_peers(self, *, failed: bool) -> None:
+        """Close the links to other servers.
+
+        Args:
+          failed: True if the epoch ends by a failure; pending messages are then dropped.
+        """
+        for line, link in self._lines.values():
+            link.close(0.0 if failed or line.peer.gone else LINGER)
+
     def close(self, *, failed: bool) -> None:
         """Close all connections. Messages that the listener has not sent yet are sent first.
 
         Args:
           failed: True if this server has failed: pending messages to other servers are dropped.
         """
-        for line, link in self._lines.values():
-            link.close(0.0 if failed or line.peer.gone else LINGER)
+        self.leave_peers(failed=failed)
         self._listener.close(LINGER)

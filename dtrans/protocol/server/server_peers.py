@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from dtrans.errors import PeerError, WireError
+from dtrans.errors import LostPeerError, WireError
 from dtrans.protocol import wire
 from dtrans.protocol.buffers import BufferPool
 from dtrans.protocol.inbox import Inbox
@@ -62,6 +62,7 @@ class ServerPeers:
       exchanges: exchanges of this server in each step.
       on_trainer_exit: the job's option `on_trainer_exit`; a peer with another value is refused.
       plan: parts of the plan's fingerprint; a peer with other parts is refused.
+      epoch: number of the epoch, which greetings contain.
 
     Attributes:
       known: state of each peer, by endpoint.
@@ -74,8 +75,9 @@ class ServerPeers:
         *,
         on_trainer_exit: str,
         plan: Mapping[str, str] = {},
+        epoch: int = 0,
     ) -> None:
-        self.me = me
+        self.me, self._epoch = me, epoch
         self.known = {ep: ServerPeer(ep, layout) for ep, layout in _layouts(exchanges).items()}
         self._levels = {x.level: x for x in exchanges}
         self._by_address: dict[bytes, str] = {}
@@ -94,6 +96,7 @@ class ServerPeers:
             "on_trainer_exit": self._on_trainer_exit,
             "layout": peer.layout,
             "plan": {**self._plan},
+            "epoch": self._epoch,
         }
 
     @property
@@ -118,11 +121,14 @@ class ServerPeers:
           what: description of what this server waits for, for the error.
 
         Raises:
-          PeerError: a peer has ended.
+          LostPeerError: a peer has ended.
         """
         for ep in wanted:
             if self.known[ep].gone:
-                raise PeerError(f"pserver {ep} went away while pserver {self.me} waited for {what}")
+                raise LostPeerError(
+                    f"pserver {ep} went away while pserver {self.me} waited for {what}",
+                    f"pserver {ep}",
+                )
 
     def name(self, address: bytes) -> str | None:
         """Return the endpoint of the peer at an address; None if no peer has greeted from there."""
@@ -267,6 +273,7 @@ class JointUpdate:
       peers: the other servers.
       trainers: the server's trainers.
       say: function that sends a message.
+      step: number of updates before the first one.
 
     Attributes:
       peers: the other servers.
@@ -274,10 +281,15 @@ class JointUpdate:
     """
 
     def __init__(
-        self, update: StepUpdate, peers: ServerPeers, trainers: TrainerRegistry, say: Say
+        self,
+        update: StepUpdate,
+        peers: ServerPeers,
+        trainers: TrainerRegistry,
+        say: Say,
+        step: int = 0,
     ) -> None:
         self.peers = peers
-        self.step = 0
+        self.step = step
         self._update, self._trainers, self._say = update, trainers, say
 
     @property

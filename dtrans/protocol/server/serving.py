@@ -15,7 +15,8 @@ the next job on this endpoint. It has to wait for the end of this job.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from dtrans.errors import DtransError, StateError, WireError
@@ -24,6 +25,7 @@ from dtrans.protocol.job_status import StatusReporter
 from dtrans.protocol.refusals import Refusals
 from dtrans.protocol.server.admission import welcome
 from dtrans.protocol.server.async_server import AsyncServer
+from dtrans.protocol.server.epoch_gate import EpochGate
 from dtrans.protocol.server.sync_server import SyncServer
 from dtrans.protocol.server.trainer_registry import Say, TrainerRegistry
 from dtrans.protocol.tables.stored_tables import tell_changes, tell_report
@@ -48,12 +50,13 @@ class Serving:
 
     Attributes:
       local: local address for trainers on the same host; empty if there is none.
-      keep: function that starts to write a checkpoint, and returns the number of its blocks. Its
-        arguments are the checkpoint's name and the number of steps that the requesting trainer
-        has made. At the end of the write, the caller calls `written`. None if the server was
-        started without a folder for checkpoints.
-      saved: maps the name of each written checkpoint to the number of steps that the requesting
-        trainer had made.
+      keep: function that starts to write a checkpoint. Its arguments are the name of the checkpoint
+        and the number of steps that the requesting trainer has made. It returns the number of
+        blocks. `written` must be called at the end of the write. None if the server was started
+        without a folder for checkpoints.
+      gate: filter of messages by their epoch; None in a job without cuts.
+      saved: name of each written checkpoint to the number of steps that its requesting trainer
+        had made.
       status: status of the server for observers.
     """
 
@@ -70,6 +73,7 @@ class Serving:
         self.local = ""
         self.status = StatusReporter(kind, trainers, refusals)
         self.keep: Callable[[str, int], int] | None = None
+        self.gate: EpochGate | None = None
         self.saved: dict[str, int] = {}
         # Name of a pending checkpoint -> (steps that the requesting trainers have made, requests)
         self._saves: dict[str, tuple[int, list[tuple[int, wire.Message]]]] = {}
@@ -89,10 +93,8 @@ class Serving:
         """
         size, self._now = sum(map(len, frames)), now
         self.status.received += size
-        try:
+        with self._refusing(address):
             self._dispatch(address, wire.parse(frames))
-        except WireError as e:
-            self._refuse(address, self._who(address), e)
         k = self.trainers.by_address.get(address)
         if k is not None:
             self.trainers.known[k].heard_at = now
@@ -107,6 +109,14 @@ class Serving:
         else:
             self._say(address, "status_report", **fields)
 
+    @contextlib.contextmanager
+    def _refusing(self, address: bytes) -> Iterator[None]:
+        """Refuse the message of an address if its handler raises WireError."""
+        try:
+            yield
+        except WireError as e:
+            self._refuse(address, self._who(address), e)
+
     def _refuse(self, address: bytes, who: str, e: WireError) -> None:
         self.refusals.note("pserver %s refused a message of %s: %s", self.kind.endpoint, who, e)
         self._say(address, "refuse", reason=str(e))
@@ -114,6 +124,20 @@ class Serving:
     def lose(self, address: bytes, now: float) -> None:
         """Handle the end of the connection at an address."""
         self.trainers.lose(address, now)
+        if self.gate is not None:
+            self.gate.lose(address)
+
+    def greet_again(self, early: Mapping[bytes, wire.Message], now: float) -> None:
+        """Handle the greetings that the previous epoch has stored.
+
+        Args:
+          early: greeting by address.
+          now: the time.
+        """
+        self._now = now
+        for address, message in early.items():
+            with self._refusing(address):
+                self._dispatch(address, message)
 
     def died(self, trainer: int, how: str, now: float) -> None:
         """Handle the launcher's report that the process of a trainer has ended.
@@ -174,6 +198,10 @@ class Serving:
 
     def _dispatch(self, address: bytes, message: wire.Message) -> None:
         """Call the handler of a message; raise WireError if the server refuses the message."""
+        if self.gate is not None:
+            is_known = address in self.trainers.by_address or self.kind.peers.name(address)
+            if not self.gate.admits(address, message, is_known=bool(is_known)):
+                return
         sender = self.trainers.by_address.get(address)
         if sender is not None and not self.trainers.known[sender].messages.take(message):
             # The message is a duplicate, or follows a missing message. The trainer repeats both.
@@ -263,7 +291,9 @@ class Serving:
             self._say(address, "waiting", reason=before)
             return
         heard = self.trainers.known[message["trainer"]].messages.received
-        fields = welcome(self.trainers.secret, message, self.kind.step, heard, self.local)
+        epoch = None if self.gate is None else self.gate.number
+        secret, step = self.trainers.secret, self.kind.step
+        fields = welcome(secret, message, step, heard, self.local, epoch)
         self._say(address, "welcome", **fields)
 
     def _who(self, address: bytes) -> str:

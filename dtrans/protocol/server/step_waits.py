@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from dtrans.errors import DeadlineError, PeerError
+from dtrans.errors import DeadlineError, LostPeerError
 from dtrans.protocol.inbox import Inbox
 from dtrans.protocol.server.server_peers import JointUpdate
 from dtrans.protocol.server.trainer_registry import Say, TrainerRegistry, log, named
@@ -112,11 +112,11 @@ class StepWaits:
         """Check the deadlines, and tell each waiting trainer what it waits for.
 
         Raises:
-          PeerError: a trainer or a server is lost.
+          LostPeerError: a trainer or a server is lost.
           DeadlineError: a wait is longer than the deadline, or a trainer did not connect in time.
         """
-        for why in self._trainers.lost(now).values():
-            raise PeerError(f"{why}, in step {self._joint.step + 1}")
+        for k, why in self._trainers.lost(now).items():
+            raise LostPeerError(f"{why}, in step {self._joint.step + 1}", f"trainer {k}")
         absent, waiting = self._trainers.absent(now), self.waiting()
         if waiting:
             self._look_at_step(now, waiting, says=not absent)

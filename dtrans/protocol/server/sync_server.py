@@ -67,8 +67,11 @@ class SyncServer:
       update: computes the new state from the gradients.
       trainers: the server's trainers.
       say: function that sends a message.
+      step: number of updates before the first one.
+      epoch: number of the server's epoch.
 
     Attributes:
+      after_step: called with the number of updates after each update, when trainers are answered.
       endpoint: endpoint of the server.
       on_trainer_exit: rule for trainers that leave before other trainers do (`TrainerExits`).
       tables: the server's blocks of tables; None if it has none.
@@ -78,8 +81,16 @@ class SyncServer:
     word, idle = "synchronous", "serving"
 
     def __init__(
-        self, served: ServerBlocks, update: StepUpdate, trainers: TrainerRegistry, say: Say
+        self,
+        served: ServerBlocks,
+        update: StepUpdate,
+        trainers: TrainerRegistry,
+        say: Say,
+        *,
+        step: int = 0,
+        epoch: int = 0,
     ) -> None:
+        self.after_step: Callable[[int], object] | None = None
         self.endpoint, self.on_trainer_exit = served.endpoint, served.on_trainer_exit
         self.tables: StoredTables | None = None
         self._served, self._update = served, update
@@ -89,8 +100,10 @@ class SyncServer:
             served.exchanges,
             on_trainer_exit=self.on_trainer_exit,
             plan=trainers.plan,
+            epoch=epoch,
         )
-        self._joint = JointUpdate(update, self.peers, trainers, say)
+        self._first = step
+        self._joint = JointUpdate(update, self.peers, trainers, say, step)
         self._rows = RowAnswers(served, update, trainers, say)
         self._rounds = TrainerRounds(trainers.count)
         self._evictions = PendingEvictions()
@@ -145,7 +158,7 @@ class SyncServer:
 
     def send(self, k: int, message: wire.Message) -> None:
         """Receive gradients of trainer k."""
-        turn = self._open_turn(k, message, "gradients of")
+        turn = _open(self._in_turn(k, message), k, self.step, "gradients of")
         self._evictions.check_none(k, self.step)
         if not turn.grads.begun:
             self._rows.begin(k, message, turn.grads)
@@ -163,14 +176,14 @@ class SyncServer:
 
     def exchange(self, k: int, message: wire.Message) -> None:
         """Receive trainer k's values of a round. If all trainers have sent values, answer all."""
-        self._open_turn(k, message, "an exchange of")
+        _open(self._in_turn(k, message), k, self.step, "an exchange of")
         self._rounds.take(k, message)
         self._exits.check(self._trainers.left, [k], self.step)
         self._exchange_if_all_sent()
 
     def prefetch(self, k: int, message: wire.Message) -> None:
         """Handle a request for rows of a table, for this step or for a later step."""
-        turn = self._open_turn(k, message, "a `prefetch` of")
+        turn = _open(self._in_turn(k, message), k, self.step, "a `prefetch` of")
         trains_now = message["train"] and "ahead" not in message.fields
         if trains_now:
             self._evictions.check_none(k, self.step)
@@ -194,7 +207,7 @@ class SyncServer:
 
     def check_between(self, k: int, message: wire.Message) -> None:
         """Raise WireError if trainer k has ended its part of the current step, or is in another."""
-        self._open_turn(k, message, f"a `{message.op}` in")
+        _open(self._in_turn(k, message), k, self.step, f"a `{message.op}` in")
 
     def saving(self, k: int, message: wire.Message) -> None:
         """Record that trainer k waits for a checkpoint, so that it does not count as late."""
@@ -227,7 +240,7 @@ class SyncServer:
             after = ", after its send_barrier" if turn.at_barrier else ""
             raise PeerError(f"trainer {k} closed in the middle of step {self.step + 1}{after}")
         self._exits.check([k], set(self._waits.waiting()) - {k}, self.step)
-        if not self.step:
+        if self.step == self._first:
             # Before the first update, the memory of this trainer's gradients may be
             # uninitialized, and with "paddle" the update reads it.
             self._forget([k])
@@ -245,25 +258,6 @@ class SyncServer:
         if message["step"] != self.step:
             raise _other_step(self, message)
         return self._turns[k]
-
-    def _open_turn(self, k: int, message: wire.Message, what: str) -> TrainerTurn:
-        """Return the progress of trainer k, after a check that its part of the step is open.
-
-        Args:
-          k: id of the trainer.
-          message: the trainer's message.
-          what: words that name the message in the error, such as "gradients of".
-
-        Raises:
-          WireError: the message belongs to another step, or trainer k has sent `send_barrier`.
-        """
-        turn = self._in_turn(k, message)
-        if turn.at_barrier:
-            raise WireError(
-                f"trainer {k} sent {what} step {self.step} after its `send_barrier`, which must "
-                "come last"
-            )
-        return turn
 
     # -- actions that need all trainers ----------------------------------------------------------
 
@@ -329,6 +323,8 @@ class SyncServer:
         for k in self._trainers.known:
             if self._turns[k].waits:
                 self._answer(k)
+        if self.after_step is not None:
+            self.after_step(self.step)
 
     def _forget(self, trainers: Collection[int]) -> None:
         """Set gradients of trainers that have left to zero if `TrainerExits.spend` says so."""
@@ -361,6 +357,25 @@ def _turns_of(
 def _unknown_gradient(k: int, endpoint: str) -> Callable[[str], str]:
     """Return a function that returns the error text for the name of an unknown gradient."""
     return lambda name: f"{name} is not a gradient that trainer {k} sends to pserver {endpoint}"
+
+
+def _open(turn: TrainerTurn, k: int, step: int, what: str) -> TrainerTurn:
+    """Return the progress of trainer k, after a check that it has not sent `send_barrier`.
+
+    Args:
+      turn: the progress.
+      k: the trainer.
+      step: number of complete updates.
+      what: the trainer's message in the error, such as "gradients of".
+
+    Raises:
+      WireError: trainer k has sent `send_barrier` in this step.
+    """
+    if turn.at_barrier:
+        raise WireError(
+            f"trainer {k} sent {what} step {step} after its `send_barrier`, which must come last"
+        )
+    return turn
 
 
 def _other_step(server: SyncServer, message: wire.Message) -> WireError:

@@ -37,18 +37,19 @@ class Trainer:
 
     Attributes:
       session: random word that identifies the trainer's process.
-      address: address from which the trainer sends.
-      wants: names of the blocks that each answer to `recv` contains.
-      lost: time at which the trainer's connection ended; None while it is connected.
-      local: True if the trainer is connected by a Unix socket.
-      connection: number of the trainer's connection, from its last `hello`.
-      messages: numbers of the messages to and from the trainer, and stored messages to it.
-      heard_at: time of the trainer's last message.
-      received: number of bytes received from the trainer.
-      sent: number of bytes sent to the trainer.
-      done: True if the trainer has left the job, by `complete` or by a failure.
-      failed: True if the trainer has left without `complete`.
-      parted: True if the trainer has left, and the server need not send or repeat `goodbye`.
+      address: address from which it sends.
+      wants: names of the blocks that it receives with each answer to `recv`.
+      lost: time at which its connection ended; None while it is connected.
+      local: True if it is connected by a Unix socket.
+      connection: number of its connection, from its last `hello`.
+      epoch: smallest epoch in which it takes part, from its `hello`.
+      messages: numbers of the messages to and from it, and stored messages to it.
+      heard_at: time of its last message.
+      received: number of bytes from it.
+      sent: number of bytes to it.
+      done: True if it has left the job, by `complete` or by a failure.
+      failed: True if it has left without `complete`.
+      parted: True if it has left, and does not need `goodbye` any more.
     """
 
     session: str
@@ -57,6 +58,7 @@ class Trainer:
     lost: float | None = None
     local: bool = False
     connection: int = 0
+    epoch: int = 0
     messages: NumberedMessages = dataclasses.field(default_factory=NumberedMessages)
     heard_at: float = 0.0
     received: int = 0
@@ -110,14 +112,11 @@ class TrainerRegistry:
         secret: str = "",
         retry: float = RETRY,
     ) -> None:
-        self.endpoint = served.endpoint
-        self.plan = plan
+        self.endpoint, self.count = served.endpoint, served.trainers
+        self.plan, self.deadline = plan, deadline
         self.secret, self._retry = secret, retry
         self._refused: dict[int, str] = {}  # id of a refused trainer -> reason
-        self.count = served.trainers
-        self.deadline = deadline
-        self.started = 0.0
-        self._reminder = WaitReminder()
+        self.started, self._reminder = 0.0, WaitReminder()
         # id of a trainer whose process has ended -> (time, exit status)
         self._dead: dict[int, tuple[float, str]] = {}
         self.to_servers = self.silent = 0
@@ -192,6 +191,10 @@ class TrainerRegistry:
         """
         k = message["trainer"]
         check_job(self._served, message)
+        epoch = message.fields.get("epoch", 0)
+        if k in self.known and epoch > self.known[k].epoch:
+            # The trainer has left its earlier connection, on which it has sent its greeting only.
+            del self.by_address[self.known.pop(k).address]
         known = self.known.get(k)
         is_same = known is not None and known.session == message["session"]
         if known is not None and known.done and (known.failed or not is_same):
@@ -208,7 +211,7 @@ class TrainerRegistry:
                 raise WireError(
                     f"trainer {k} was in a job of pserver {self.endpoint} that has ended"
                 )
-            self.known[k] = Trainer(message["session"], address, local=local)
+            self.known[k] = Trainer(message["session"], address, local=local, epoch=epoch)
         else:  # The trainer has reconnected, or moves from TCP to the Unix socket.
             heard = message.fields.get("heard", 0)
             known.messages.check_resumable(heard)

@@ -21,6 +21,7 @@ from typing import Any
 
 from dtrans.errors import PeerError
 from dtrans.protocol import token, wire
+from dtrans.protocol.epochs import NewEpoch
 from dtrans.protocol.numbered_messages import NumberedMessages
 from dtrans.protocol.transport import RETRY
 
@@ -38,8 +39,10 @@ class ServerConnection:
       secret: the job's token.
       say: function that sends the frames of one message.
       retry: seconds for which the trainer waits for a reconnection.
+      epoch: smallest number of the epoch in which the trainer takes part.
 
     Attributes:
+      epoch: number of the server's epoch, after its welcome; None if the job has no cuts.
       me: name of the trainer in error and log texts, such as "trainer 0".
       welcomed: True if the server has welcomed the trainer.
       gone: True if the server has ended, or did not reconnect in time.
@@ -59,7 +62,9 @@ class ServerConnection:
         secret: str,
         say: Callable[[list[Any]], None],
         retry: float = RETRY,
+        epoch: int = 0,
     ) -> None:
+        self.epoch: int | None = None
         self.endpoint = endpoint
         self.me = f"trainer {trainer}"
         self.welcomed = False
@@ -83,6 +88,7 @@ class ServerConnection:
             "sync_mode": sync_mode,
             "plan": {**plan},
             "nonce": token.new_token(),
+            "epoch": epoch,
         }
 
     # -- the connection --------------------------------------------------------------------------
@@ -169,10 +175,13 @@ class ServerConnection:
           a message that follows a missing one, or a welcome after a reconnection.
 
         Raises:
+          NewEpoch: the servers have gone back to a cut.
           PeerError: the server refused the trainer, or does not have the job's token.
           WireError: the message is malformed.
         """
         message = wire.parse(frames)
+        if message.op == "rewind":
+            raise NewEpoch(message["epoch"])
         if message.op == "refuse":
             self.gone = bool(message.fields.get("last"))
             raise PeerError(f"pserver {self.endpoint} refused {self.me}: {message['reason']}")
@@ -205,6 +214,7 @@ class ServerConnection:
         """
         self._check_proof(welcome)
         self.welcomed = True
+        self.epoch = welcome.get("epoch")
         return str(welcome["local"])
 
     def _check_proof(self, welcome: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from dtrans.errors import DeadlineError, PeerError
+from dtrans.errors import DeadlineError, LostPeerError
 from dtrans.protocol import wire
 from dtrans.protocol.tables.rows_ahead import ComingRows
 from dtrans.protocol.trainer.server_connection import ServerConnection
@@ -199,14 +199,17 @@ class TrainerLine(ServerConnection):
         # An answer with another number belongs to a request that the trainer has given up.
         return message if number == self.awaited else None
 
-    def went_away(self, what: str = "") -> PeerError:
+    def went_away(self, what: str = "") -> LostPeerError:
         """Return the error to raise if the server has ended while the trainer waits.
 
         Args:
           what: description of the awaited answer; by default the description passed to `wait`.
         """
         awaited = what or self._waits_for
-        return PeerError(f"pserver {self.endpoint} went away while {self.me} waited for {awaited}")
+        return LostPeerError(
+            f"pserver {self.endpoint} went away while {self.me} waited for {awaited}",
+            f"pserver {self.endpoint}",
+        )
 
     def say_that_it_waits(self, now: float) -> None:
         """Log what the trainer waits for, if a log line is due."""

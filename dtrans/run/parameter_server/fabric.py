@@ -62,6 +62,7 @@ from dtrans.protocol.trainer.traffic import Leaf, rows_of
 from dtrans.protocol.trainer.trainer_steps import Landing, TrainerSteps
 from dtrans.run.base.nonfinite import NonfiniteCheck
 from dtrans.run.parameter_server.background import BackgroundComm, leaf_of
+from dtrans.run.parameter_server.cuts import ServerCuts
 from dtrans.run.parameter_server.server import Server
 from dtrans.run.parameter_server.server_connections import ServerConnections
 from dtrans.run.parameter_server.state_writer import Keep, KeepLast
@@ -80,25 +81,22 @@ class EndpointFabric:
     these arrays before the next equation that may read them, by `receive_rows`, or by `settle`.
 
     Args:
-      deadline, patience, wait_port, allow_remote: as for `Executor`.
-      encryption: the option `transport_encryption` of `Executor`.
+      connections: a trainer's connections to its servers.
+      deadline, patience, allow_remote: as for `Executor`.
       watch: checks gradients before they are sent.
 
     Attributes:
-      keep: function that saves a server's state when trainers request a checkpoint; None if the
-        server has no folder for checkpoints.
-      keep_last: function that saves a server's state when its job ends by an error; None if the
-        server has no folder for checkpoints.
+      connections: the argument `connections`.
+      keep, keep_last, cuts: as for `Server`; None at first.
     """
 
     def __init__(
         self,
+        connections: ServerConnections,
         *,
         deadline: float,
         patience: float,
-        wait_port: bool,
         allow_remote: bool,
-        encryption: str,
         watch: NonfiniteCheck,
     ) -> None:
         for name, seconds in (("deadline", deadline), ("patience", patience)):
@@ -107,13 +105,12 @@ class EndpointFabric:
         self.allow_remote = allow_remote
         self.keep: Keep | None = None
         self.keep_last: KeepLast | None = None
+        self.cuts: ServerCuts | None = None
         self._watch = watch
-        self._connections = ServerConnections(
-            deadline=deadline, patience=patience, wait_port=wait_port, encryption=encryption
-        )
-        self._steps = self._connections.steps
-        self._lookups = RowLookups(self._connections)
-        self._background = BackgroundComm(self._connections.connect, deadline)
+        self.connections = connections
+        self._steps = self.connections.steps
+        self._lookups = RowLookups(self.connections)
+        self._background = BackgroundComm(self.connections.connect, deadline)
         self._pool = BufferPool()
         self._landings: list[Landing] = []  # blocks that `recv` has recorded
         # endpoints of this step's `send_barrier`, until the message that ends the step is sent
@@ -139,7 +136,7 @@ class EndpointFabric:
         """Record which parameters and tables a program receives, before the program's first run."""
         self._background.prepare(program)
         if program.plan is not None:
-            self._connections.plan = program.plan.identity
+            self.connections.plan = program.plan.identity
 
     def carry_out(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         """Execute one communication equation; return its outputs.
@@ -155,7 +152,7 @@ class EndpointFabric:
         if self._background.takes(eqn):
             self.settle()
             if "trainers" in eqn.params:
-                self._connections.identify(eqn)
+                self.connections.identify(eqn)
             self._steps.forget_asked()
             return self._background.carry_out(eqn, values)
 
@@ -181,7 +178,7 @@ class EndpointFabric:
     # -- gradients -------------------------------------------------------------------------------
 
     def _send(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
-        self._connections.identify(eqn)
+        self.connections.identify(eqn)
         if "sections" in eqn.params:
             blocks = leaf_of(eqn, eqn.invars[0].aval).blocks(np.asarray(values[0]))
             values = [rows for _, _, rows in blocks]
@@ -194,7 +191,7 @@ class EndpointFabric:
         return [None]
 
     def _exchange(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
-        self._connections.identify(eqn)
+        self.connections.identify(eqn)
         self._steps.in_step = True
         return self.exchange(eqn.params["endpoint"], eqn.params["round"], eqn.params["how"], values)
 
@@ -213,12 +210,12 @@ class EndpointFabric:
           The merged values.
         """
         parts = [(np.asarray(x), way) for x, way in zip(values, how, strict=True)]
-        return self._connections.run(self._steps.exchange(endpoint, number, parts))
+        return self.connections.run(self._steps.exchange(endpoint, number, parts))
 
     # -- parameters ------------------------------------------------------------------------------
 
     def _recv(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
-        self._connections.identify(eqn)
+        self.connections.identify(eqn)
         types, names = eqn.params["types"], eqn.params["names"]
         if len(types) == 1:
             leaf = leaf_of(eqn, types[0])
@@ -235,7 +232,7 @@ class EndpointFabric:
 
     def _fetch_barrier(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         if "trainers" in eqn.params:
-            self._connections.identify(eqn)
+            self.connections.identify(eqn)
         landings = self._landings
         # Servers without a requested block must answer, too. They answer when all trainers have
         # ended the step, so that no trainer runs ahead.
@@ -250,7 +247,7 @@ class EndpointFabric:
           endpoints: endpoints of servers that must answer, even if they have none of the blocks.
         """
         barriered, self._landings, self._barriered = self._barriered, [], ()
-        self._connections.run(self._steps.request(landings, endpoints, barriered))
+        self.connections.run(self._steps.request(landings, endpoints, barriered))
 
     def _receive(self) -> None:
         if self._landings:
@@ -298,7 +295,7 @@ class EndpointFabric:
           ConfigError: this trainer has received no parameters yet.
         """
         self._check_open()
-        if not self._connections.is_known:
+        if not self.connections.is_known:
             raise ConfigError(
                 f"{what}: this trainer is not connected to servers yet; call job.init first"
             )
@@ -306,7 +303,7 @@ class EndpointFabric:
         if self._background.keeps_running:
             return self._background.between(lambda: ask(self._steps))
         self._background.drain()
-        return self._connections.run(ask(self._steps))
+        return self.connections.run(ask(self._steps))
 
     # -- servers, and the end --------------------------------------------------------------------
 
@@ -318,13 +315,18 @@ class EndpointFabric:
             deadline=self.deadline,
             patience=self.patience,
             allow_remote=self.allow_remote,
-            keys=self._connections.keys,
-            plan=self._connections.plan,
+            keys=self.connections.keys,
+            plan=self.connections.plan,
             keep=self.keep,
             keep_last=self.keep_last,
+            cuts=self.cuts,
         )
-        final = server.serve()
-        return values_at(final, names)
+        return values_at(server.serve(), names)
+
+    def abandon(self) -> None:
+        """Close all connections without a message, because the job has a newer epoch."""
+        self._closed = True
+        self.connections.abandon()
 
     def close(self, error: BaseException | None) -> None:
         """Leave every server. A second call does nothing.
@@ -348,7 +350,7 @@ class EndpointFabric:
             reason = f"{type(error).__name__}: {error}"
         try:
             if error is None:
-                self._connections.run(self._steps.saved())
+                self.connections.run(self._steps.saved())
         except DtransError as e:
             # A server could not write a checkpoint. All updates are complete, so the servers end
             # without an error.
@@ -356,7 +358,7 @@ class EndpointFabric:
         if self._steps.in_step and reason is None:
             # Perhaps only some servers have received this step's gradients.
             reason = "it closed in the middle of a step"
-        self._connections.close(reason)
+        self.connections.close(reason)
         if failed is not None:
             raise failed
 

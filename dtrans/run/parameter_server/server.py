@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import jax
-import numpy as np
-
-from dtrans.checkpoint.assemble import copy_array
-from dtrans.checkpoint.runs import Mark, note
-from dtrans.ir.array_fns import is_key, words_type
+from dtrans.checkpoint.runs import note
+from dtrans.ir.array_fns import words_type
 from dtrans.ir.cost import nbytes
 from dtrans.ir.selection import omit
 from dtrans.protocol import wire
+from dtrans.protocol.epochs import Epoch, NewEpoch
 from dtrans.protocol.job_status import OBSERVER
 from dtrans.protocol.refusals import Refusals
 from dtrans.protocol.server.async_server import AsyncServer
+from dtrans.protocol.server.epoch_gate import EpochGate
 from dtrans.protocol.server.server_loop import ServerLoop
 from dtrans.protocol.server.serving import Serving
 from dtrans.protocol.server.sync_server import SyncServer
@@ -33,7 +31,9 @@ from dtrans.run.net.keys import STATUS, Keys
 from dtrans.run.net.sockets import check_host
 from dtrans.run.net.zmq_transport import ZmqListener, ZmqTransport
 from dtrans.run.parameter_server.block_update import BlockUpdates
-from dtrans.run.parameter_server.state_writer import Keep, KeepLast, StateWriter
+from dtrans.run.parameter_server.cuts import ServerCuts
+from dtrans.run.parameter_server.server_saves import ServerSaves
+from dtrans.run.parameter_server.state_writer import Keep, KeepLast
 from dtrans.run.parameter_server.sync_update import SyncUpdate
 from dtrans.run.parameter_server.update import ServerUpdate, copy_state
 
@@ -52,6 +52,7 @@ class Server:
       keep: function that saves a state under a name; None without a folder for checkpoints.
       keep_last: function that saves the state when the job ends by an error. It returns the path of
         the checkpoint, or None if the server has no arrays.
+      cuts: writes and reads cuts; None if the job ends when a process is lost.
 
     Attributes:
       refusals: counts and logs refused messages.
@@ -72,19 +73,49 @@ class Server:
         plan: Mapping[str, str],
         keep: Keep | None = None,
         keep_last: KeepLast | None = None,
+        cuts: ServerCuts | None = None,
     ) -> None:
-        served, retry = update.served, min(RETRY, patience)
-        trainers = TrainerRegistry(
-            served, deadline=deadline, plan=plan, secret=keys.secret, retry=retry
-        )
+        self._served_update, self._keys, self._plan = update, keys, plan
+        self._deadline, self._retry = deadline, min(RETRY, patience)
         self._transport = ZmqTransport(keys, patience)
+        self.refusals = Refusals(log)
+        self._cuts = cuts
+        self._saves = ServerSaves(keep, keep_last, cuts, wake=self._transport.wake)
+        self._update: SyncUpdate | BlockUpdates
+        self._saved: dict[str, int] = {}  # checkpoints of earlier epochs: `Serving.saved`
+        self._early: Mapping[bytes, wire.Message] = {}  # greetings: `EpochGate.early`
+        self._begin(state)
+        self._door = self._open_door(update, allow_remote=allow_remote)
+
+    def _begin(
+        self, state: Mapping[str, Any], like: SyncUpdate | BlockUpdates | None = None
+    ) -> None:
+        """Create the state machines of an epoch. A job without cuts has one epoch.
+
+        Args:
+          state: the initial state, by name.
+          like: the update of the previous epoch, if there was one.
+        """
+        update, cuts = self._served_update, self._cuts
+        epoch, step = Epoch(), 0
+        if cuts is not None:
+            epoch, step, state = cuts.begin(state)
+        served = update.served
+        trainers = TrainerRegistry(
+            served,
+            deadline=self._deadline,
+            plan=self._plan,
+            secret=self._keys.secret,
+            retry=self._retry,
+        )
         self._loop = ServerLoop(
             self._transport,
             trainers,
-            secret=keys.secret,
-            retry=retry,
-            ended_saves=self._ended_saves,
+            secret=self._keys.secret,
+            retry=self._retry,
+            ended_saves=self._saves.ended,
             ended_roles=ended_roles,
+            epochs=None if cuts is None else cuts.epochs,
         )
         # All arrays except tables are copied, because updates donate them. `TableMemory` copies
         # the tables.
@@ -96,23 +127,19 @@ class Server:
         state, say = {**state, **dense}, self._loop.say
         kind: SyncServer | AsyncServer
         if served.sync_mode:
-            steps = SyncUpdate(update, state, served.trainers)
-            self._update: SyncUpdate | BlockUpdates = steps
-            kind = SyncServer(served, steps, trainers, say)
+            assert not isinstance(like, BlockUpdates)
+            steps = SyncUpdate(update, state, served.trainers, like)
+            self._update = steps
+            kind = SyncServer(served, steps, trainers, say, step=step, epoch=epoch.number)
         else:
             self._update = blocks = BlockUpdates(update, state)
             kind = AsyncServer(served, blocks, blocks.state, trainers, say)
         kind.tables = self._update.server_tables
-        self.refusals = Refusals(log)
         self._protocol = Serving(kind, trainers, say, self.refusals)
-        self._door = self._open_door(update, allow_remote=allow_remote)
-        self._keep_last = keep_last
-        self._writer: StateWriter | None = None
-        if keep is not None:
-            spent = {n: x for n, x in dense.items() if self._is_copied(n, x)}
-            self._writer = StateWriter(keep, spent, wake=self._transport.wake)
-            self._protocol.keep = self._save
-            self._update.before = self._writer.wait_copied
+        self._protocol.saved = self._saved
+        if cuts is not None:
+            self._protocol.gate = EpochGate(epoch.number, say)
+        self._saves.begin(self._protocol, self._update, dense, epoch)
 
     def _open_door(self, update: ServerUpdate, *, allow_remote: bool) -> ZmqListener:
         """Bind the server's endpoint.
@@ -146,112 +173,65 @@ class Server:
           DeadlineError: a trainer or another server did not connect in time, or was late in a step.
           PeerError: a trainer or another server failed, was refused, or left too early.
         """
-        protocol = self._protocol
         ending: Any = None
         failure: BaseException | None = None
         try:
-            self._loop.begin(protocol, self._door)
             ending = signal.signal(signal.SIGTERM, _ended) if _decides_signals() else None
-            while not protocol.ended:
-                self._loop.step()
-            self._end_saves()
+            while not self._serve_epoch():
+                self._rewind()
+            self._saves.end()
+            protocol = self._protocol
             note(protocol.kind.endpoint, protocol.trainers.known[0].session)
             for block in self._update.server_tables.report():
                 log.info("pserver %s: %s", protocol.kind.endpoint, block)
-            return self._state()
+            return self._saves.state()
         except BaseException as e:
             failure = e
             if ending is not None:
                 # A launcher sends SIGTERM to all roles after a failure. The server ignores it while
                 # it saves its state.
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            protocol.say_why(e)
+            self._protocol.say_why(e)
             raise
         finally:
-            self._end_saves()
+            self._saves.end()
             self._loop.close(failed=failure is not None)
             if failure is not None:
-                self._save_last(failure)
+                self._saves.save_last(failure)
             # `close` waits until the reason of the failure has been sent to all trainers.
             self._transport.close()
             if ending is not None:
                 signal.signal(signal.SIGTERM, ending)
 
-    def _state(self) -> dict[str, Any]:
-        """Return all arrays of the server, by name."""
-        return {**self._protocol.kind.state, **self._update.tables()}
-
-    def _save(self, name: str, step: int) -> int:
-        """Start saving the current state under a name; return the number of its arrays."""
-        assert self._writer is not None
-        tables = self._update.snapshot(self._protocol.trainers.deadline / 4)
-        dense, spent = {}, []
-        for n, x in omit(self._protocol.kind.state, tables).items():
-            dense[n] = _snapshot(x)
-            if self._is_copied(n, x):
-                spent.append(n)
-        mark = Mark(self._protocol.trainers.sessions, step)
-        self._writer.begin(name, {**dense, **tables}, mark, spent)
-        return len(dense) + len(tables)
-
-    def _is_copied(self, name: str, x: Any) -> bool:
-        """Return True if the snapshot of an array must be copied.
-
-        On CPU, a snapshot is a view of the array's memory. If an update donates the array, the view
-        must be copied before the update.
-        """
-        if name not in self._update.spent or not isinstance(x, jax.Array) or is_key(x.dtype):
-            return False
-        return {d.platform for d in x.devices()} == {"cpu"}
-
-    def _save_last(self, failure: BaseException) -> None:
-        """Save the state if the job has taken a step, and then ends by an error.
-
-        Write the path of the checkpoint to the log, and add the path to the error as a note.
-        """
-        kind = self._protocol.kind
-        if self._keep_last is None:
-            return
+    def _serve_epoch(self) -> bool:
+        """Serve until every trainer has closed. Return False if the job has a newer epoch."""
+        self._loop.begin(self._protocol, self._door, self._early)
         try:
-            steps = kind.step_count()
-            if not steps:
-                return
-            mark = Mark(self._protocol.trainers.sessions, steps)
-            place = self._keep_last(self._state(), mark, self._protocol.asked())
-        except Exception as e:
-            # This error is not raised, because the caller raises the error that has ended the job.
-            log.exception(
-                "pserver %s could not save its state at the end of the job", kind.endpoint
-            )
-            failure.add_note(
-                f"pserver {kind.endpoint} could not save its state: {type(e).__name__}: {e}"
-            )
-        else:
-            if place is not None:
-                text = (
-                    f"pserver {kind.endpoint} saved its state after {steps} steps of this job: "
-                    f"{place}"
-                )
-                log.warning(text)
-                failure.add_note(text)
+            while not self._protocol.ended:
+                self._loop.step()
+        except NewEpoch:
+            return False
+        if self._cuts is not None:
+            self._cuts.epochs.leave()
+        return True
 
-    def _end_saves(self) -> None:
-        """Wait until all requested checkpoints are written."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
-
-    def _ended_saves(self) -> Iterator[tuple[str, str]]:
-        """Yield (name, error text) for each checkpoint whose write ended since the last call."""
-        if self._writer is not None:
-            yield from self._writer.ended()
-
-
-def _snapshot(x: Any) -> Any:
-    """Return the current values of an array; on CPU, a NumPy view of the array's memory."""
-    if is_key(x.dtype):
-        return copy_array(x)
-    return np.asarray(x)
+    def _rewind(self) -> None:
+        """Go back to the cut of the new epoch, with new state machines."""
+        gate, endpoint = self._protocol.gate, self._protocol.kind.endpoint
+        assert gate is not None
+        before, self._saved, self._early = (
+            self._protocol.kind.step,
+            self._protocol.saved,
+            gate.early,
+        )
+        self._loop.leave_peers(failed=True)
+        self._begin({}, like=self._update)
+        log.warning(
+            "pserver %s goes back from step %d to step %d, after the loss of a process",
+            endpoint,
+            before,
+            self._protocol.kind.step,
+        )
 
 
 def _sizes(update: ServerUpdate) -> dict[str, int]:

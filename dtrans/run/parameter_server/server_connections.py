@@ -16,7 +16,9 @@ from dtrans._jax import JaxprEqn
 from dtrans.checkpoint.pserver_state import TRAINER
 from dtrans.checkpoint.runs import new_run, note
 from dtrans.endpoints import split_endpoint
-from dtrans.errors import ConfigError, PeerError
+from dtrans.errors import ConfigError, LostPeerError, PeerError
+from dtrans.protocol.epochs import Epochs, NewEpoch
+from dtrans.protocol.trainer.epoch_member import EpochMember
 from dtrans.protocol.trainer.operation import Operation
 from dtrans.protocol.trainer.server_link import LastWords, OperationWait, ServerLink
 from dtrans.protocol.trainer.trainer_steps import TrainerSteps, leave
@@ -36,6 +38,8 @@ class ServerConnections:
       patience: seconds without a message after which a server counts as dead.
       wait_port: True to wait for servers that do not listen yet; False to raise PeerError.
       encryption: the option `transport_encryption` of `Executor`.
+      epochs: epochs of the job; None without a launcher that restarts roles.
+      epoch: smallest number of the epoch in which this trainer takes part.
 
     Attributes:
       steps: the trainer's side of the protocol. It sends messages over these connections.
@@ -43,13 +47,21 @@ class ServerConnections:
     """
 
     def __init__(
-        self, *, deadline: float, patience: float, wait_port: bool, encryption: str
+        self,
+        *,
+        deadline: float,
+        patience: float,
+        wait_port: bool,
+        encryption: str,
+        epochs: Epochs | None = None,
+        epoch: int = 0,
     ) -> None:
         self.steps = TrainerSteps(lambda endpoint: self.link(endpoint).line)
         self.plan: Mapping[str, str] = {}
         self._deadline, self._patience = deadline, patience
         self._wait_port = wait_port
         self._encryption = encryption
+        self._member, self._least_epoch = EpochMember(epochs), epoch
         self._links: dict[str, ServerLink] = {}
         self._opened: ZmqTransport | None = None
         self._me: tuple[int, int] | None = None  # (id of this trainer, number of trainers)
@@ -92,6 +104,7 @@ class ServerConnections:
         """Return the connection to a server. On first use, open it and wait for the welcome.
 
         Raises:
+          NewEpoch: the server is in another epoch than earlier servers.
           PeerError: the server refuses this trainer. If `wait_port` is False, also: no process
             listens at the endpoint.
           DeadlineError: the server does not answer.
@@ -113,13 +126,20 @@ class ServerConnections:
             secret=self.keys.secret,
             deadline=self._deadline,
             retry=min(RETRY, self._patience),
+            epoch=self._least_epoch,
         )
         try:
             self.run(link.greet())
         except BaseException:
             self._links.pop(endpoint).close()
             raise
+        self._member.enter(link.line.epoch)
         return link
+
+    @property
+    def step_count(self) -> int:
+        """Number of steps of the job, from the connection to the first server; 0 without one."""
+        return next((link.line.step for link in self._links.values()), 0)
 
     def connect(self, endpoints: Collection[str]) -> tuple[ZmqTransport, Mapping[str, ServerLink]]:
         """Connect to servers; return the transport, and a map from endpoints to connections."""
@@ -131,15 +151,26 @@ class ServerConnections:
         """Wait for the answers of an operation; return its result.
 
         Raises:
+          NewEpoch: a process was lost, and the servers go back to a cut.
           DeadlineError: an answer did not arrive in time.
           PeerError: a server refused a message, or the connection to a server was lost.
         """
-        self._wait(OperationWait(self._transport, self._links, operation))
+        try:
+            self._wait(OperationWait(self._transport, self._links, operation))
+        except LostPeerError as e:
+            raise self._member.lost(e) from e
         return operation.result
 
     def _wait(self, wait: OperationWait | LastWords) -> None:
         while not wait.done:
             wait.turn()
+
+    def abandon(self) -> None:
+        """Close all connections without a message, because the job has a newer epoch."""
+        for link in self._links.values():
+            link.close()
+        if self._opened is not None:
+            self._opened.close()
 
     def close(self, reason: str | None) -> None:
         """Leave every server and close all connections, even if a server raises an error.
@@ -147,6 +178,7 @@ class ServerConnections:
         Args:
           reason: the error that ends this trainer; None if the trainer has completed its work.
         """
+        self._member.leave()
         with contextlib.ExitStack() as stack:
             if self._opened is not None:
                 stack.callback(self._opened.close, LINGER)
@@ -161,6 +193,11 @@ class ServerConnections:
             return
         try:
             self.run(leave(link.line))
+        except NewEpoch as e:
+            raise LostPeerError(
+                f"a process was lost while {link.line.me} left pserver {link.line.endpoint}, and "
+                "it cannot go back to a cut after its last step"
+            ) from e
         finally:
             link.close(LINGER)
 

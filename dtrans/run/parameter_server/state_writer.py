@@ -12,13 +12,14 @@ which answers the trainers that requested the checkpoint.
 
 from __future__ import annotations
 
+import functools
 import mmap
 import queue
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -34,33 +35,41 @@ Keep = Callable[[str, Mapping[str, Any], Mark], None]
 KeepLast = Callable[[Mapping[str, Any], Mark, Mapping[str, int]], Path | None]
 
 
+class _Write(NamedTuple):
+    """State to be written: a checkpoint, or a cut with an empty name."""
+
+    name: str
+    keep: Callable[[Mapping[str, Any], Mark], None]
+    copies: Future[dict[str, Any]]
+    mark: Mark
+
+
 class StateWriter:
     """Writer of a server's state, with two threads.
 
     Args:
-      keep: function that writes a state under a name.
+      keep: writes a state under a name; None if trainers request no checkpoints.
       spent: arrays that updates donate, by name. The memory for their copies is allocated at the
         start, so that no snapshot waits for new pages.
       wake: function that the writing thread calls when `ended` has results.
     """
 
     def __init__(
-        self, keep: Keep, spent: Mapping[str, Any] = {}, *, wake: Callable[[], None]
+        self, keep: Keep | None, spent: Mapping[str, Any] = {}, *, wake: Callable[[], None]
     ) -> None:
         self._keep, self._wake = keep, wake
-        self._due: queue.SimpleQueue[tuple[str, Future[dict[str, Any]], Mark] | None] = (
-            queue.SimpleQueue()
-        )
+        self._due: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
         self._ended: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
+        self._written = Future[None]()  # done when the last write of `begin_cut` has ended
+        self._written.set_result(None)
         config: Any = jax.config
         # The writing thread sets this value, because a new thread starts with the default.
         self._x64 = config.jax_enable_x64
         self._thread: threading.Thread | None = None
         self._copier = ThreadPoolExecutor(1, "dtrans snapshots")
         self._copies: Future[dict[str, Any]] | None = None
-        # Copies start at a page boundary, so that they are written to files without another copy.
-        self._pool = BufferPool(mmap.PAGESIZE)
-        self._pending = 0  # number of snapshots that `ended` has not returned yet
+        self._pool = BufferPool(mmap.PAGESIZE)  # page-aligned, to write files without another copy
+        self._pending = 0  # snapshots that have begun and whose results were not read yet
         types = {n: (x.shape, x.dtype) for n, x in spent.items()}
         self._copier.submit(_allocate, types, self._pool)
 
@@ -76,6 +85,36 @@ class StateWriter:
           mark: the run and the step.
           spent: names of the arrays that are NumPy views of memory that the next update donates.
         """
+        assert self._keep is not None
+        self._begin(name, functools.partial(self._keep, name), state, mark, spent)
+
+    def begin_cut(
+        self,
+        keep: Callable[[Mapping[str, Any], Mark], None],
+        state: Mapping[str, Any],
+        mark: Mark,
+        spent: Collection[str] = (),
+    ) -> None:
+        """Start writing a cut, after the previous cut has been written.
+
+        Without this wait, a slow disk would let cuts fill the memory.
+
+        Args:
+          keep: writes the state. `ended` does not yield its result.
+          state, mark, spent: as in `begin`.
+        """
+        self._written.result()
+        self._written = Future()
+        self._begin("", keep, state, mark, spent)
+
+    def _begin(
+        self,
+        name: str,
+        keep: Callable[[Mapping[str, Any], Mark], None],
+        state: Mapping[str, Any],
+        mark: Mark,
+        spent: Collection[str],
+    ) -> None:
         if self._thread is None:
             self._thread = threading.Thread(
                 target=self._run, name="dtrans checkpoints", daemon=True
@@ -85,7 +124,7 @@ class StateWriter:
         pool = BufferPool() if self._pending else self._pool
         self._pending += 1
         self._copies = self._copier.submit(_copy_spent, dict(state), frozenset(spent), pool)
-        self._due.put((name, self._copies, mark))
+        self._due.put(_Write(name, keep, self._copies, mark))
 
     def wait_copied(self) -> None:
         """Wait until the arrays in `spent` are copied, so that the next update may donate them."""
@@ -97,7 +136,9 @@ class StateWriter:
         """Yield (name, error text) for each checkpoint whose write ended since the last call."""
         while not self._ended.empty():
             self._pending -= 1
-            yield self._ended.get()
+            name, error = self._ended.get()
+            if name:
+                yield name, error
 
     def close(self) -> None:
         """Wait until all snapshots are written."""
@@ -109,21 +150,22 @@ class StateWriter:
     def _run(self) -> None:
         with jax.enable_x64(self._x64):
             while (due := self._due.get()) is not None:
-                name, copies, mark = due
-                self._ended.put((name, self._write(name, copies, mark)))
-                del due, copies  # This frees the memory before the thread waits.
+                self._ended.put((due.name, self._write(due)))
+                if not due.name:
+                    self._written.set_result(None)
+                del due  # free the memory before the thread waits
                 self._wake()
 
-    def _write(self, name: str, copies: Future[dict[str, Any]], mark: Mark) -> str:
+    def _write(self, due: _Write) -> str:
         """Write a state; return the text of an error, or "". An error does not end the job."""
         state: Mapping[str, Any] = {}
         try:
-            state = copies.result()
-            self._keep(name, state, mark)
+            state = due.copies.result()
+            due.keep(state, due.mark)
         except DtransError as e:
             return str(e)
         except Exception as e:
-            log.exception("checkpoint %s cannot be written", name)
+            log.exception("checkpoint %s cannot be written", due.name)
             return f"{type(e).__name__}: {e}"
         finally:
             for x in state.values():

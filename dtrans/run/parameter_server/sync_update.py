@@ -40,6 +40,7 @@ class SyncUpdate:
       update: the server's update, which uses the gradients of all trainers.
       state: the initial values, by name.
       trainers: the number of trainers.
+      like: an earlier object for the same update, whose compiled functions are used again.
 
     Attributes:
       state: the arrays by name, with tables in `TableMemory`.
@@ -50,7 +51,13 @@ class SyncUpdate:
       before: function that is called before each update.
     """
 
-    def __init__(self, update: ServerUpdate, state: dict[str, Any], trainers: int) -> None:
+    def __init__(
+        self,
+        update: ServerUpdate,
+        state: dict[str, Any],
+        trainers: int,
+        like: SyncUpdate | None = None,
+    ) -> None:
         self.exchange: Exchange | None = None
         spent = itertools.chain.from_iterable(phase.spent for phase in update.phases)
         self.spent = frozenset(spent)
@@ -71,6 +78,8 @@ class SyncUpdate:
         self._trainers = frozenset(range(trainers))
         # (ids of the trainers whose gradients are used, numbers of table rows) -> compiled update
         self._compiled: dict[tuple[frozenset[int], tuple[int, ...]], CompiledUpdate] = {}
+        if like is not None:
+            self._compiled = like._compiled
         self._run: Generator[tuple[Exchange, Vectors], Vectors, dict[str, Any]] | None = None
         self._by_rows = RowUpdates(update.tables, self._take, self._put)
         self.state = dict(state)

@@ -43,7 +43,7 @@ from paths import ROOT, SUPPORT
 from role_threads import HANG, FakeServer, Peer, RoleThreads, free_endpoints, serve, train, until
 
 import dtrans
-from dtrans.errors import ConfigError, DeadlineError, PeerError, StateError
+from dtrans.errors import ConfigError, DeadlineError, LostPeerError, PeerError, StateError
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.protocol import token, wire
 from dtrans.protocol.refusals import EACH
@@ -487,7 +487,7 @@ def test_a_trainer_of_a_killed_pserver_is_told_at_once(
         since = time.monotonic()
         error = role_threads.end("trainer")
         took = time.monotonic() - since
-    assert type(error) is PeerError
+    assert type(error) is LostPeerError
     assert (
         str(error)
         == f"pserver {ep} went away while trainer 0 waited for `recv` of step 1 (params/b1, "
@@ -538,7 +538,7 @@ def test_a_killed_trainer_is_named_by_the_server_before_its_deadline(
         role.process.send_signal(how)
         error, other = role_threads.end("server"), role_threads.end("trainer 1")
         role.process.kill()
-    assert type(error) is PeerError
+    assert type(error) is LostPeerError
     assert (
         str(error)
         == f"the connection of trainer 0 to pserver {ep} ended without a goodbye, in step 1"
@@ -602,7 +602,7 @@ def test_a_trainer_that_ended_before_its_hello_is_not_waited_for_under_a_launche
     assert time.monotonic() - since < HANG / 2
     if sync_mode:
         why = f"trainer 1 ended with exit code 3 before it said hello to pserver {ep}, in step 1"
-        assert type(server) is PeerError and str(server) == why
+        assert type(server) is LostPeerError and str(server) == why
         assert type(trainer) is PeerError and str(trainer).endswith(why)
     else:
         assert isinstance(server, dict) and isinstance(trainer, tuple)

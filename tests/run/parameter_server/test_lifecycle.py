@@ -18,7 +18,7 @@ from role_processes import Roles, roles
 from role_threads import HANG, FakeServer, Peer, RoleThreads, free_endpoints, serve, train, until
 
 import dtrans
-from dtrans.errors import DeadlineError, PeerError
+from dtrans.errors import DeadlineError, LostPeerError
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.protocol.server.server_loop import ServerLoop
 
@@ -268,7 +268,7 @@ def test_a_connection_that_was_welcome_and_breaks_is_an_error(role_threads: Role
     assert str(role_threads.end("trainer")).startswith(
         f"pserver {ep} went away while trainer 0 waited for `recv` of step 0"
     )
-    assert type(role_threads.end("trainer")) is PeerError
+    assert type(role_threads.end("trainer")) is LostPeerError
 
 
 def test_who_waits_in_vain_for_the_next_job_is_told_for_what(role_threads: RoleThreads) -> None:

@@ -1,0 +1,66 @@
+"""Epochs of a job with cuts: after the loss of a process, all roles go back to a cut.
+
+    cut      copy of the servers' state after a step, written by every server
+    epoch    part of a job between two losses; it begins at a cut
+
+Servers write a cut every few steps. When a process is lost, the launcher chooses the newest cut
+that every server has written, and grants a new epoch that begins there. Live servers load the cut
+and continue with new state machines, so that nothing of the old epoch has to be cleared. Live
+trainers connect again and repeat the steps after the cut. Only the lost process is started again.
+
+A synchronous update is a function of the state and the gradients, so repeated steps have the same
+bits. Messages of an older epoch are never processed in a newer one: each greeting contains the
+epoch of its sender.
+
+Source: coordinated checkpoints and rollback (Elnozahy et al., A survey of rollback-recovery
+protocols, section 3.1).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+
+@dataclasses.dataclass(frozen=True)
+class Epoch:
+    """Part of a job between two losses of processes.
+
+    Attributes:
+      number: number of the epoch, from 0.
+      cut: step of the cut with which the epoch begins; None if it begins with the initial state.
+    """
+
+    number: int = 0
+    cut: int | None = None
+
+
+class NewEpoch(Exception):
+    """Signal within a process: the job has a newer epoch. It is never shown to the user.
+
+    Attributes:
+      number: the smallest possible number of the new epoch.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"epoch {number}")
+        self.number = number
+
+
+class Epochs(Protocol):
+    """Epochs of a job, as one role sees them. `dtrans.run.net.epoch_folder` implements it."""
+
+    def current(self) -> Epoch:
+        """Return the epoch that the launcher has granted last."""
+
+    def enter(self, epoch: Epoch) -> None:
+        """Tell the launcher that this role takes part in an epoch."""
+
+    def leave(self) -> None:
+        """Tell the launcher that this role has left the job after its last step."""
+
+    def report_lost(self, epoch: int, role: str, reason: str) -> None:
+        """Tell the launcher that this role has lost another role in an epoch.
+
+        The launcher ends the other role, and grants a new epoch.
+        """

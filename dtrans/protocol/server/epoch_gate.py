@@ -1,0 +1,49 @@
+"""Admission of greetings by their epoch (`dtrans.protocol.epochs`)."""
+
+from __future__ import annotations
+
+from dtrans.protocol import wire
+from dtrans.protocol.server.trainer_registry import Say
+
+
+class EpochGate:
+    """Filter of the messages that one server receives in one epoch.
+
+    Args:
+      number: number of the epoch.
+      say: function that sends a message.
+
+    Attributes:
+      number: number of the epoch.
+      early: greetings of later epochs, by address. The server handles them in the next epoch.
+    """
+
+    def __init__(self, number: int, say: Say) -> None:
+        self.number = number
+        self.early: dict[bytes, wire.Message] = {}
+        self._say = say
+
+    def admits(self, address: bytes, message: wire.Message, *, is_known: bool) -> bool:
+        """Return True if this epoch handles a message; otherwise drop, store or answer it.
+
+        Args:
+          address: address of the sender.
+          message: the message.
+          is_known: True if the sender has greeted the server in this epoch. Other senders have not
+            left an old epoch yet, so their messages are dropped.
+        """
+        if message.op not in ("hello", "peer"):
+            return is_known
+        epoch = message.fields.get("epoch", 0)
+        if epoch > self.number:
+            self.early[address] = message
+            self._say(address, "waiting", reason="the servers to go back to a cut")
+            return False
+        is_old = epoch < self.number and (message.op == "peer" or message.fields.get("back", False))
+        if is_old and message.op == "hello":
+            self._say(address, "rewind", epoch=self.number)
+        return not is_old
+
+    def lose(self, address: bytes) -> None:
+        """Drop the stored greeting of an address whose connection has ended."""
+        self.early.pop(address, None)

@@ -1,0 +1,250 @@
+"""Folder in which a launcher and the roles of a job agree on epochs and cuts.
+
+    epoch.json      the launcher: the job's run and its current epoch
+    roles/ROLE      each role: the epoch in which it takes part, and on a server its written cuts
+    lost/ROLE       each role: the last role that it has lost
+    STEP/           each server: its piece of the cut of a step, as a checkpoint
+
+A file is written under another name and renamed, so readers see complete files only. The launcher
+is the only authority on epochs: roles read `epoch.json` and never write it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import threading
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from dtrans.errors import ConfigError
+from dtrans.protocol.epochs import Epoch
+
+
+VARIABLE = "DTRANS_CUTS"  # environment variable with the folder's path, which the launcher sets
+
+
+@dataclasses.dataclass(frozen=True)
+class RoleMark:
+    """Report of one role.
+
+    Attributes:
+      epoch: number of the epoch in which the role takes part.
+      cuts: steps of the cuts that the role has written; empty for a trainer.
+      left: True if the role has left the job after its last step.
+    """
+
+    epoch: int = 0
+    cuts: tuple[int, ...] = ()
+    left: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class LostReport:
+    """Report that one role has lost another.
+
+    Attributes:
+      reporter: name of the role that reports.
+      epoch: number of the epoch in which it lost the other role.
+      role: the lost role: "trainer 1", or "pserver " and its endpoint.
+      reason: text of the error.
+    """
+
+    reporter: str
+    epoch: int
+    role: str
+    reason: str
+
+
+class EpochFolder:
+    """Epochs and cuts of a job, in a folder.
+
+    Args:
+      path: the folder, which all roles and the launcher see.
+      role: name of this process's role; empty in the launcher.
+
+    Example:
+      >>> import tempfile
+      >>> from dtrans.protocol.epochs import Epoch
+      >>> from dtrans.run.net.epoch_folder import EpochFolder
+      >>> with tempfile.TemporaryDirectory() as path:
+      ...     launcher, server = EpochFolder(path), EpochFolder(path, "pserver 0")
+      ...     launcher.grant(Epoch(), run="a run")
+      ...     server.enter(server.current())
+      ...     server.note_cut(0, 20)
+      ...     launcher.grant(Epoch(1, launcher.newest_cut(["pserver 0"])), run="a run")
+      ...     print(server.current())
+      Epoch(number=1, cut=20)
+    """
+
+    def __init__(self, path: str | os.PathLike[str], role: str = "") -> None:
+        self.path, self._role = Path(path), role
+        self._mark = RoleMark()
+        self._lock = threading.Lock()  # a server writes cuts in another thread
+
+    @classmethod
+    def from_environment(
+        cls, role: str, environ: Mapping[str, str] = os.environ
+    ) -> EpochFolder | None:
+        """Return the folder that the launcher has set; None without one."""
+        path = environ.get(VARIABLE)
+        return cls(path, role) if path else None
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Environment variable that the launcher sets for the roles: the path of the folder."""
+        return {VARIABLE: str(self.path.absolute())}
+
+    # -- the launcher ----------------------------------------------------------------------------
+
+    def grant(self, epoch: Epoch, run: str) -> None:
+        """Begin an epoch. The file is flushed to the disk before the method returns.
+
+        Args:
+          epoch: the epoch.
+          run: identifier of the job, which is the same in all its epochs.
+        """
+        _write(self.path / "epoch.json", {**dataclasses.asdict(epoch), "run": run})
+
+    def marks(self) -> dict[str, RoleMark]:
+        """Return the last report of each role, by name."""
+        found = {}
+        for name, fields in _read_all(self.path / "roles").items():
+            mark = RoleMark(**fields)
+            found[name] = dataclasses.replace(mark, cuts=tuple(mark.cuts))
+        return found
+
+    def newest_cut(self, servers: Collection[str]) -> int | None:
+        """Return the step of the newest cut that every server has written; None if there is none.
+
+        Args:
+          servers: names of all servers.
+        """
+        return max(self._common_cuts(servers), default=None)
+
+    def lost(self, epoch: int) -> list[LostReport]:
+        """Return the reports of lost roles in an epoch, in the order of the reporters' names."""
+        found = []
+        for reporter, fields in _read_all(self.path / "lost").items():
+            report = LostReport(reporter, **fields)
+            if report.epoch == epoch:
+                found.append(report)
+        return found
+
+    # -- a role ----------------------------------------------------------------------------------
+
+    def current(self) -> Epoch:
+        """Return the epoch that the launcher has granted last.
+
+        Raises:
+          ConfigError: the folder has no epoch, since no launcher uses it.
+        """
+        fields = self._granted()
+        return Epoch(fields["number"], fields["cut"])
+
+    @property
+    def run(self) -> str:
+        """Identifier of the job, which marks the pieces of its cuts."""
+        return str(self._granted()["run"])
+
+    def enter(self, epoch: Epoch) -> None:
+        """Tell the launcher that this role takes part in an epoch.
+
+        Later cuts than that of the epoch are forgotten, so that the job never skips steps.
+        """
+        before = _read_all(self.path / "roles").get(self._role, {})
+        cuts = []
+        for step in before.get("cuts", ()):
+            if epoch.cut is not None and step <= epoch.cut:
+                cuts.append(step)
+        with self._lock:
+            self._write_mark(RoleMark(epoch.number, tuple(cuts)))
+
+    def note_cut(self, epoch: int, step: int) -> None:
+        """Tell the launcher that this server has written its piece of a cut.
+
+        Args:
+          epoch: number of the epoch in which the cut was taken. Cuts of older epochs are ignored.
+          step: the step of the cut.
+        """
+        with self._lock:
+            if epoch == self._mark.epoch:
+                cuts = sorted({*self._mark.cuts, step})
+                self._write_mark(dataclasses.replace(self._mark, cuts=tuple(cuts)))
+
+    def drop_cuts(self, before: int) -> list[int]:
+        """Tell the launcher that this server removes its cuts before a step; return their steps."""
+        with self._lock:
+            old = [x for x in self._mark.cuts if x < before]
+            if old:
+                cuts = tuple(x for x in self._mark.cuts if x >= before)
+                self._write_mark(dataclasses.replace(self._mark, cuts=cuts))
+        return old
+
+    def leave(self) -> None:
+        """Tell the launcher that this role has left the job after its last step."""
+        with self._lock:
+            self._write_mark(dataclasses.replace(self._mark, left=True))
+
+    def report_lost(self, epoch: int, role: str, reason: str) -> None:
+        """Tell the launcher that this role has lost another role in an epoch.
+
+        Args:
+          epoch: number of the epoch.
+          role: "trainer 1", or "pserver " and its endpoint.
+          reason: text of the error.
+        """
+        fields = {"epoch": epoch, "role": role, "reason": reason}
+        _write(self.path / "lost" / self._role, fields)
+
+    def _common_cuts(self, servers: Collection[str]) -> set[int]:
+        marks = self.marks()
+        cuts = [set(marks[name].cuts) if name in marks else set() for name in servers]
+        return set.intersection(*cuts) if cuts else set()
+
+    def old_cut(self, servers: Collection[str]) -> int:
+        """Return the second newest cut that every server has written; 0 if there is none.
+
+        Servers may remove older cuts: the launcher chooses the newest one, and the second newest
+        one covers a choice that is made while servers write.
+        """
+        common = sorted(self._common_cuts(servers))
+        return common[-2] if len(common) > 1 else 0
+
+    def _write_mark(self, mark: RoleMark) -> None:
+        self._mark = mark
+        _write(self.path / "roles" / self._role, dataclasses.asdict(mark))
+
+    def _granted(self) -> dict[str, Any]:
+        try:
+            found: dict[str, Any] = json.loads((self.path / "epoch.json").read_text())
+        except FileNotFoundError as e:
+            raise ConfigError(
+                f"{VARIABLE}={self.path} has no epoch.json; only `dtrans launch --restarts` sets "
+                "this variable, so unset it"
+            ) from e
+        return found
+
+
+def _write(path: Path, fields: Mapping[str, Any]) -> None:
+    """Write a file and flush it to the disk, so that a crash leaves the old or the new file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f".{path.name}")
+    with new.open("w") as file:
+        json.dump(fields, file)
+        file.flush()
+        os.fsync(file.fileno())
+    new.rename(path)
+
+
+def _read_all(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the contents of all files in a folder, by name in sorted order."""
+    found = {}
+    with contextlib.suppress(FileNotFoundError):
+        for path in sorted(folder.iterdir()):
+            if not path.name.startswith("."):
+                found[path.name] = json.loads(path.read_text())
+    return found

@@ -1,0 +1,183 @@
+"""Saves of one server: checkpoints that trainers request, cuts, and the state at a failure."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from dtrans.checkpoint.assemble import copy_array
+from dtrans.checkpoint.runs import Mark
+from dtrans.ir.array_fns import is_key
+from dtrans.ir.selection import omit
+from dtrans.protocol.epochs import Epoch
+from dtrans.protocol.server.serving import Serving
+from dtrans.protocol.server.sync_server import SyncServer
+from dtrans.protocol.server.trainer_registry import log
+from dtrans.run.parameter_server.block_update import BlockUpdates
+from dtrans.run.parameter_server.cuts import ServerCuts
+from dtrans.run.parameter_server.state_writer import Keep, KeepLast, StateWriter
+from dtrans.run.parameter_server.sync_update import SyncUpdate
+
+
+class ServerSaves:
+    """Saves of one server.
+
+    Args:
+      keep: saves a state under a name; None without a folder for checkpoints.
+      keep_last: saves the state when the job ends by an error. It returns the checkpoint, or None
+        if the server has no arrays.
+      cuts: writes and reads cuts; None if the job ends when a process is lost.
+      wake: interrupts the server's wait for messages.
+    """
+
+    def __init__(
+        self,
+        keep: Keep | None,
+        keep_last: KeepLast | None,
+        cuts: ServerCuts | None,
+        *,
+        wake: Callable[[], None],
+    ) -> None:
+        self._keep, self._keep_last, self._cuts, self._wake = keep, keep_last, cuts, wake
+        self._writer: StateWriter | None = None
+        self._protocol: Serving
+        self._update: SyncUpdate | BlockUpdates
+        self._epoch = Epoch()
+
+    def begin(
+        self,
+        protocol: Serving,
+        update: SyncUpdate | BlockUpdates,
+        dense: Mapping[str, Any],
+        epoch: Epoch,
+    ) -> None:
+        """Save the state of an epoch from now on.
+
+        Args:
+          protocol: the state machines of the epoch.
+          update: the update of the epoch.
+          dense: the arrays outside of tables, by name.
+          epoch: the epoch.
+        """
+        self._protocol, self._update, self._epoch = protocol, update, epoch
+        if self._keep is None and self._cuts is None:
+            return
+        if self._writer is None:
+            spent = {n: x for n, x in dense.items() if self._is_copied(n, x)}
+            self._writer = StateWriter(self._keep, spent, wake=self._wake)
+        if self._keep is not None:
+            protocol.keep = self._save
+        update.before = self._writer.wait_copied
+        if self._cuts is not None:
+            assert isinstance(protocol.kind, SyncServer)
+            protocol.kind.after_step = self._after_step
+            if epoch.cut is None:
+                self._write_cut(protocol.kind.step)
+
+    def state(self) -> dict[str, Any]:
+        """Return all arrays of the server, by name."""
+        return {**self._protocol.kind.state, **self._update.tables()}
+
+    def ended(self) -> Iterator[tuple[str, str]]:
+        """Yield (name, error text) for each checkpoint whose write ended since the last call."""
+        if self._writer is not None:
+            yield from self._writer.ended()
+
+    def end(self) -> None:
+        """Wait until all checkpoints and cuts are written."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def save_last(self, failure: BaseException) -> None:
+        """Save the state if the job has taken a step, and then ends by an error.
+
+        Write the path of the checkpoint to the log, and add the path to the error as a note.
+        """
+        kind = self._protocol.kind
+        if self._keep_last is None:
+            return
+        try:
+            steps = kind.step_count()
+            if not steps:
+                return
+            place = self._keep_last(self.state(), self._mark(steps), self._protocol.asked())
+        except Exception as e:
+            # This error is not raised, because the caller raises the error that has ended the job.
+            log.exception(
+                "pserver %s could not save its state at the end of the job", kind.endpoint
+            )
+            failure.add_note(
+                f"pserver {kind.endpoint} could not save its state: {type(e).__name__}: {e}"
+            )
+        else:
+            if place is not None:
+                text = (
+                    f"pserver {kind.endpoint} saved its state after {steps} steps of this job: "
+                    f"{place}"
+                )
+                log.warning(text)
+                failure.add_note(text)
+
+    # -- snapshots -------------------------------------------------------------------------------
+
+    def _save(self, name: str, step: int) -> int:
+        """Start saving the current state under a name; return the number of its arrays."""
+        assert self._writer is not None
+        tables = self._update.snapshot(self._protocol.trainers.deadline / 4)
+        dense, spent = self._snapshot(omit(self._protocol.kind.state, tables))
+        self._writer.begin(name, {**dense, **tables}, self._mark(step), spent)
+        return len(dense) + len(tables)
+
+    def _after_step(self, step: int) -> None:
+        assert self._cuts is not None
+        if step % self._cuts.every == 0:
+            self._write_cut(step)
+
+    def _write_cut(self, step: int) -> None:
+        """Start writing a cut of the current state."""
+        assert self._writer is not None and self._cuts is not None
+        dense, spent = self._snapshot(self._protocol.kind.state)
+        write = functools.partial(self._cuts.write, self._epoch.number)
+        self._writer.begin_cut(write, dense, self._mark(step), spent)
+
+    def _mark(self, step: int) -> Mark:
+        """Return the mark of the state after a step.
+
+        In a job with cuts, pieces of different epochs may form one checkpoint, because repeated
+        steps have the same bits.
+        """
+        runs = self._protocol.trainers.sessions
+        if self._cuts is not None:
+            runs = (self._cuts.epochs.run, *runs)
+        return Mark(runs, step)
+
+    def _snapshot(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        """Return the current values of arrays, and the names of those that must be copied."""
+        dense, spent = {}, []
+        for n, x in state.items():
+            dense[n] = _current(x)
+            if self._is_copied(n, x):
+                spent.append(n)
+        return dense, spent
+
+    def _is_copied(self, name: str, x: Any) -> bool:
+        """Return True if the snapshot of an array must be copied.
+
+        On CPU, a snapshot is a view of the array's memory. If an update donates the array, the view
+        must be copied before the update.
+        """
+        if name not in self._update.spent or not isinstance(x, jax.Array) or is_key(x.dtype):
+            return False
+        return {d.platform for d in x.devices()} == {"cpu"}
+
+
+def _current(x: Any) -> Any:
+    """Return the current values of an array; on CPU, a NumPy view of the array's memory."""
+    if is_key(x.dtype):
+        return copy_array(x)
+    return np.asarray(x)

@@ -1,0 +1,98 @@
+"""Results of a trainer's step for the full batch, which a server merges from all trainers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from dtrans.errors import BatchError
+from dtrans.ir.program import Program
+from dtrans.ir.pytree import all_names
+from dtrans.ir.selection import values_at
+from dtrans.parameter_server.plan import PServerPlan
+from dtrans.run.base.batch import batch_arrays
+from dtrans.run.base.merge import Merge
+from dtrans.run.distributed.multihost import PARTS_DIFFER
+from dtrans.run.parameter_server.trainer_calls import StepCall
+
+
+RESULTS = -1  # index of the round that merges results; it precedes the rounds of the next step
+ADD = ("all_reduce", "sum")
+
+
+def merge_results(
+    plan: PServerPlan,
+    exchange: Callable[..., list[Any]],
+    outputs: Any,
+    call: StepCall,
+) -> Any:
+    """Replace this trainer's results by results for the full batch, which a server merges.
+
+    Args:
+      plan: the plan.
+      exchange: sends values to a server, and returns the merged values (`Executor.exchange`).
+      outputs: the results of the trainer's program.
+      call: the call of the program.
+
+    Raises:
+      BatchError: trainers used parts of different sizes. Servers have applied the update
+        already.
+    """
+    shared, out = call.shared, plan.trainer.out
+    if shared is None or not plan.sync_mode:
+        return outputs
+    params = plan.main.args[0].names
+    merges = {n: w for n, w in shared.merges.items() if w != "same" and n not in params}
+    if not merges:
+        return outputs
+
+    # the sizes of the parts are gathered with the results, so that one exchange is enough
+    ways: list[Sequence[Any]] = [("all_gather", 0)]
+    for n, way in merges.items():
+        ways.append(("all_gather", shared.joined[n]) if way == "concat" else ADD)
+    values = dict(zip(out.names, out.flatten(outputs), strict=True))
+    size = np.array([[call.rows, _part_rows(plan.main, call)]], np.int32)
+    server = next(iter(plan.servers))
+    operands = [size, *values_at(values, merges)]
+    sizes, *found = exchange(server, RESULTS, ways, operands)
+    _check_parts(sizes.tolist())
+
+    for (n, way), x in zip(merges.items(), found, strict=True):
+        if way == "concat":
+            x = Merge("joined", shared.joined[n], call.rows or None)(x)
+        if way == "mean":
+            # divided by the number of trainers in this step, since some may have left
+            x = x / len(sizes)
+        values[n] = x
+    return out.unflatten_named(values)
+
+
+def _part_rows(main: Program, call: StepCall) -> int:
+    """Return the number of rows of this trainer's part; 0 if the batch is not split."""
+    names = all_names(main.args[2:])
+    arrays = batch_arrays(main.args[2:], call.batch, main.inputs)
+    axes = {} if call.shared is None else call.shared.axes
+    for n, x in zip(names, arrays, strict=True):
+        if n in axes:
+            return int(x.shape[axes[n]])
+    return 0
+
+
+def _check_parts(sizes: Sequence[Sequence[int]]) -> None:
+    """Raise BatchError if trainers used parts of different sizes.
+
+    Args:
+      sizes: two numbers for each trainer: the rows of the global batch (0 if trainers divide them
+        evenly), and the rows of the trainer's part.
+    """
+    if len({*map(tuple, sizes)}) > 1:
+        parts = []
+        for rows, part in sizes:
+            parts.append(f"{part} of {rows}" if rows else str(part))
+        raise BatchError(
+            f"{PARTS_DIFFER}; they gave {', '.join(parts)} rows, so the servers' update is a mean "
+            "over unequal parts; continue from a checkpoint, and split batches by "
+            "job.shard_batch(*batch)"
+        )

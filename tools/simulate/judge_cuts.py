@@ -1,0 +1,73 @@
+"""Checks of a job with cuts that has ended (`dtrans.protocol.epochs`).
+
+- The job ends without an error, whatever roles were lost.
+- All parameters that any process of a trainer received equal those of one device after the same
+  step, bit for bit, in every epoch.
+- A trainer skips no step: after parameters of step s come those of step s + 1, or of a cut.
+- A loss repeats at most the steps since the last cut that was written.
+- At the end, servers have the state of one device.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import numpy as np
+
+from dtrans.errors import LostPeerError
+from tools.simulate.case import Case
+from tools.simulate.launcher import SimulatedLauncher
+from tools.simulate.one_device import values_of
+from tools.simulate.process import Process
+from tools.simulate.server_role import SimulatedServer
+from tools.simulate.trainer_role import SimulatedTrainer
+from tools.simulate.updates import round_part
+
+
+def faults_of_cuts(case: Case, launcher: SimulatedLauncher) -> Iterator[str]:
+    """Yield the promises that a job with cuts violated."""
+    expected = values_of(case)
+    for process in launcher.processes:
+        yield from _faults_of_end(process, is_last=launcher.roles[process.name] is process)
+        if isinstance(process, SimulatedTrainer):
+            yield from _faults_of_trainer(case, process, expected)
+    for name, role in launcher.roles.items():
+        if isinstance(role, SimulatedServer) and role.error is None and role.ended is not None:
+            if role.machine.kind.step != max(case.steps):
+                yield f"{name} ended after {role.machine.kind.step} of {max(case.steps)} steps"
+            for n, x in role.machine.kind.state.items():
+                if x.tobytes() != expected[-1][n].tobytes():
+                    yield f"{name} has {x} as {n} at the end, but one device has {expected[-1][n]}"
+
+
+def _faults_of_end(process: Process, *, is_last: bool) -> Iterator[str]:
+    if process.killed:
+        if is_last:
+            yield f"{process.name} was killed, and not started again"
+    elif process.ended is None:
+        yield f"{process.name} did not end"
+    elif process.error is not None and (is_last or not isinstance(process.error, LostPeerError)):
+        yield f"{process.name} ended with {type(process.error).__name__}: {process.error}"
+
+
+def _faults_of_trainer(
+    case: Case, t: SimulatedTrainer, expected: list[dict[str, np.ndarray]]
+) -> Iterator[str]:
+    before: int | None = None
+    for step, pulled in t.pulled:
+        if before is not None and step > before + 1:
+            yield f"{t.name} received step {step} after step {before}"
+        before = step
+        for n, x in pulled.items():
+            if x.tobytes() != expected[step][n].tobytes():
+                yield (
+                    f"{t.name} received {x} as {n} after step {step}, but one device has "
+                    f"{expected[step][n]}"
+                )
+    if t.error is None and t.ended is not None and (before is None or before < case.steps[t.k]):
+        yield f"{t.name} ended after {before} of {case.steps[t.k]} steps"
+    for step, number, found in t.reduced:
+        parts = [round_part(k, step, number) for k, n in enumerate(case.steps) if n > step]
+        if found.tobytes() != functools.reduce(np.add, parts).tobytes():
+            yield f"{t.name} received a wrong sum in round {number} of step {step}"

@@ -1,0 +1,209 @@
+"""Simulated launcher: grants epochs, and starts lost roles again.
+
+It follows the rules of `dtrans.run.distributed.launcher`. A lost role alone is started again if all
+other roles take part in the epoch and every server has written a common cut. Otherwise all roles
+are started again.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from random import Random
+from typing import Any
+
+import numpy as np
+
+from dtrans.errors import LostPeerError
+from dtrans.protocol.epochs import Epoch
+from tools.simulate.case import Case
+from tools.simulate.clock import Clock
+from tools.simulate.process import Process
+
+
+NOTICE = 0.05  # typical seconds until the launcher notices an end or reads a report
+START = 0.5  # typical seconds until a process that was started begins to connect
+
+State = Mapping[str, np.ndarray]
+
+
+class SimulatedLauncher:
+    """Launcher of a simulated job with cuts.
+
+    Args:
+      case: the simulated case.
+      clock: virtual clock.
+      random: source of random durations.
+      new_role: creates a process for a role, by name.
+
+    Attributes:
+      roles: the current process of each role, by name.
+      processes: all processes so far.
+      epoch: the current epoch.
+      rewinds: for each epoch after the first, (step of the newest server, step of the cut).
+    """
+
+    def __init__(
+        self, case: Case, clock: Clock, random: Random, new_role: Callable[[str], Any]
+    ) -> None:
+        self.epoch = Epoch()
+        self.roles: dict[str, Any] = {}
+        self.processes: list[Any] = []
+        self.rewinds: list[tuple[int, int]] = []
+        self._case, self._clock, self._random = case, clock, random
+        self._new_role = new_role
+        self._entered: dict[str, int] = {}
+        self._left: set[str] = set()
+        self._starting: set[str] = set()
+        self._cuts: dict[str, dict[int, State]] = {ep: {} for ep in case.endpoints}
+        self._due = 0  # number of scheduled actions
+        self._newest = 0  # number of updates of the newest server
+
+    def begin(self) -> None:
+        """Start all roles."""
+        servers = [f"pserver {ep}" for ep in self._case.endpoints]
+        for name in (*servers, *(f"trainer {k}" for k in range(self._case.trainers))):
+            self._start(name)
+
+    @property
+    def is_over(self) -> bool:
+        """True if all current processes have ended, and none will start."""
+        return not self._due and all(role.over for role in self.roles.values())
+
+    # -- reports of roles ------------------------------------------------------------------------
+
+    def enter(self, name: str, epoch: int) -> None:
+        """Note that a role takes part in an epoch."""
+        self._entered[name] = epoch
+
+    def leave(self, name: str) -> None:
+        """Note that a role has left after its last step."""
+        self._left.add(name)
+        self._later(self._look_at_left, name)
+
+    def report_lost(self, epoch: int, name: str) -> None:
+        """End a role that another role has lost in the current epoch."""
+        self._later(self._end_reported, epoch, name)
+
+    def note_step(self, step: int) -> None:
+        """Note the number of updates of a server."""
+        self._newest = max(self._newest, step)
+
+    def write_cut(self, server: Process, endpoint: str, step: int, state: State) -> None:
+        """Write a server's piece of a cut, which takes some time."""
+        copy, epoch = {n: x.copy() for n, x in state.items()}, self.epoch.number
+
+        def end() -> None:
+            if not server.killed and self.epoch.number == epoch:
+                self._cuts[endpoint][step] = copy
+
+        self._clock.at(self._clock.now + self._random.expovariate(1.0) * 0.1, end)
+
+    def cut(self, endpoint: str, step: int) -> State:
+        """Return a server's piece of a cut."""
+        return self._cuts[endpoint][step]
+
+    # -- lost roles ------------------------------------------------------------------------------
+
+    def _look_at_left(self, name: str) -> None:
+        """Start all roles again if a role has left in an old epoch, so that it cannot go back."""
+        if name in self._left and self._entered[name] < self.epoch.number:
+            self._start_all()
+
+    def _end_reported(self, epoch: int, name: str) -> None:
+        if epoch == self.epoch.number and not self.roles[name].over:
+            self.roles[name].kill()
+
+    def _on_end(self, role: Process) -> None:
+        """Handle the end of a process, a moment after it."""
+        if self.roles.get(role.name) is not role:
+            return
+        if role.killed:
+            self._replace(role.name)
+        elif isinstance(role.error, LostPeerError):
+            self._start_all()
+
+    def _replace(self, name: str) -> None:
+        """Start a lost role again, and the others if they cannot go back by themselves."""
+        others = [x for x in self.roles if x != name]
+        can_go_back = all(
+            not self.roles[x].over and x in self._entered and x not in self._left for x in others
+        )
+        cut = self._newest_cut()
+        if not can_go_back or cut is None:
+            self._start_all()
+            return
+        self._grant(cut)
+        self._entered.pop(name, None)
+        self._start_later(name)
+
+    def _start_all(self) -> None:
+        """End all roles, and start all of them in a new epoch."""
+        self._grant(self._newest_cut())
+        for name, role in list(self.roles.items()):
+            role.when_over = None
+            if not role.over:
+                role.kill()
+            self._entered.pop(name, None)
+            self._start_later(name)
+        self._left.clear()
+
+    def _start_later(self, name: str) -> None:
+        if name not in self._starting:
+            self._starting.add(name)
+            self._later(self._start, name, typical=START)
+
+    def _newest_cut(self) -> int | None:
+        return max(set.intersection(*(set(x) for x in self._cuts.values())), default=None)
+
+    def _grant(self, cut: int | None) -> None:
+        self.rewinds.append((self._newest, cut or 0))
+        self._newest = cut or 0
+        for cuts in self._cuts.values():
+            for step in [x for x in cuts if cut is None or x > cut]:
+                del cuts[step]
+        self.epoch = Epoch(self.epoch.number + 1, cut)
+
+    def _start(self, name: str) -> None:
+        self._starting.discard(name)
+        role = self.roles[name] = self._new_role(name)
+        self.processes.append(role)
+        role.when_over = functools.partial(self._later, self._on_end, role)
+        self._later(_start_unless_killed, role, typical=0.1)
+
+    def _later(self, act: Callable[..., None], *args: object, typical: float = NOTICE) -> None:
+        self._due += 1
+
+        def run() -> None:
+            self._due -= 1
+            act(*args)
+
+        self._clock.at(self._clock.now + self._random.expovariate(1.0) * typical, run)
+
+
+def _start_unless_killed(role: Process) -> None:
+    if not role.killed:
+        role.start()
+
+
+class SimulatedEpochs:
+    """Implementation of `dtrans.protocol.epochs.Epochs` for one role."""
+
+    def __init__(self, launcher: SimulatedLauncher, name: str) -> None:
+        self._launcher, self._name = launcher, name
+
+    def current(self) -> Epoch:
+        """Implement `Epochs.current`."""
+        return self._launcher.epoch
+
+    def enter(self, epoch: Epoch) -> None:
+        """Implement `Epochs.enter`."""
+        self._launcher.enter(self._name, epoch.number)
+
+    def leave(self) -> None:
+        """Implement `Epochs.leave`."""
+        self._launcher.leave(self._name)
+
+    def report_lost(self, epoch: int, role: str, reason: str) -> None:
+        """Implement `Epochs.report_lost`."""
+        self._launcher.report_lost(epoch, role)
