@@ -100,10 +100,20 @@ def launch_command(
         int,
         typer.Option(
             min=0,
-            help="Largest number of times that all roles start again, after a signal or the loss "
-            "of a host has ended a role. SCRIPT continues from its newest checkpoint.",
+            help="Number of restarts after a signal or the loss of a host ended a role. In a job "
+            "with cuts on this host, only that role starts again, and all go back to the newest "
+            "cut. Else all roles start again, and SCRIPT continues from its newest checkpoint.",
         ),
     ] = 0,
+    cuts: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --restarts: folder for the cuts of parameter servers on this host. If the "
+            "launcher is killed, the same command continues the job from the newest cut.",
+            metavar="DIR",
+            show_default="a temporary folder",
+        ),
+    ] = None,
     module: Annotated[
         bool, typer.Option("--module", "-m", help="SCRIPT is a module, as in `python -m`.")
     ] = False,
@@ -227,6 +237,7 @@ def launch_command(
         "deadline": time_limit,
         "log_dir": log_dir,
         "restarts": restarts,
+        "cuts": cuts,
     }
     check_one_of("--on", on, (None, "ray"))
     if on is None:

@@ -22,8 +22,10 @@ from dtrans.hosts.remote_child import RemoteChild
 from dtrans.hosts.role_states import RoleStates
 from dtrans.hosts.role_table import place, role_table
 from dtrans.run.distributed.child_process import Child, Emit
-from dtrans.run.distributed.launcher import Site, jax_variables, launch, roles_at, say
+from dtrans.run.distributed.launcher import launch
 from dtrans.run.distributed.role import Role
+from dtrans.run.distributed.role_output import say
+from dtrans.run.distributed.site import Site, jax_variables, roles_at
 from dtrans.run.net.net_options import ALLOW_REMOTE
 
 
@@ -93,6 +95,8 @@ class SeveralHosts(Site):
       states: the table of roles that the user sees.
       script: the path of the script, which every host must have; empty if there is none.
     """
+
+    is_this_host = False
 
     def __init__(
         self,

@@ -26,8 +26,9 @@ from dtrans.hosts.connection import carried_variables
 from dtrans.hosts.ray_actor import RoleProcess
 from dtrans.hosts.ray_group import RayGroup, RayPlacement, has_accelerator, one_line, ray_of
 from dtrans.run.distributed.child_process import TAIL, Child, Emit, Guard
-from dtrans.run.distributed.launcher import Site, launch
+from dtrans.run.distributed.launcher import launch
 from dtrans.run.distributed.role import Role
+from dtrans.run.distributed.site import Site
 from dtrans.run.net.ended_roles import EndedRoles
 from dtrans.run.net.net_options import ALLOW_REMOTE
 from dtrans.run.net.sockets import DEADLINE
@@ -61,10 +62,9 @@ def launch_on_ray(
       DeadlineError: the cluster has no free resources.
       ConfigError: Ray is not installed, or an option has an invalid value.
     """
-    if options.get("restarts"):
-        raise ConfigError(
-            f"restarts={options['restarts']} is not for jobs on Ray; leave restarts out"
-        )
+    for name in ("restarts", "cuts"):
+        if options.get(name):
+            raise ConfigError(f"{name}={options[name]} is not for jobs on Ray; leave {name} out")
     one = {"CPU": 1.0}
     placement = RayPlacement(1, 0, trainers_on, trainer_resources or one, server_resources or one)
     with OnRay(ray_of(address), placement) as site:
@@ -269,6 +269,8 @@ class OnRay(Site):
       ray: the module, connected.
       placement: resources and distribution of the roles. Its numbers of roles are not used.
     """
+
+    is_this_host = False
 
     def __init__(self, ray: Any, placement: RayPlacement) -> None:
         self._ray, self._placement = ray, placement

@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from dtrans.run.distributed.launcher import say
+from dtrans.run.distributed.role_output import say
 
 
 COLOURS = {"starting": "yellow", "running": "green", "ended": "dim", "stopped": "dim"}

@@ -51,6 +51,14 @@ class EndedRoles:
         # A rename is atomic, so no server reads an incomplete file.
         new.rename(self._folder.path / role)
 
+    def forget(self, role: str) -> None:
+        """Remove the report of a role that starts again.
+
+        Args:
+          role: name of the role.
+        """
+        (self._folder.path / role).unlink(missing_ok=True)
+
     def __enter__(self) -> EndedRoles:
         return self
 

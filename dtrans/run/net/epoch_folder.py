@@ -98,6 +98,11 @@ class EpochFolder:
         """Environment variable that the launcher sets for the roles: the path of the folder."""
         return {VARIABLE: str(self.path.absolute())}
 
+    @property
+    def is_used(self) -> bool:
+        """True if a launcher has granted an epoch in this folder."""
+        return (self.path / "epoch.json").exists()
+
     # -- the launcher ----------------------------------------------------------------------------
 
     def grant(self, epoch: Epoch, run: str) -> None:

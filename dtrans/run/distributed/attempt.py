@@ -1,0 +1,243 @@
+"""One attempt at a job: its running roles, their ends, and the cause of a failure.
+
+The launcher reads one queue with two kinds of events: a role has ended, or a signal has arrived.
+`dtrans.run.distributed.restarts` makes the attempts.
+"""
+
+from __future__ import annotations
+
+import queue
+import signal
+import time
+from collections.abc import Callable, Collection
+from queue import SimpleQueue
+
+from dtrans.errors import LaunchError
+from dtrans.run.distributed.child_process import Child, Guard
+from dtrans.run.distributed.role_output import say
+from dtrans.run.distributed.site import Site
+from dtrans.run.distributed.watch import is_by_peer
+from dtrans.run.net.ended_roles import EndedRoles
+
+
+BLAME = 3.0  # seconds to wait, after a role's PeerError, for the role that caused it
+LOOK = 0.2  # seconds between two looks at the reports of roles, in a job with cuts
+# A role is lost if it exits with 128 + one of these signals: it was killed, or it crashed.
+FATAL = {signal.SIGTERM, signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS}
+LOST_PEER = "dtrans.errors.LostPeerError"
+BY_PEER = ("dtrans.errors.PeerError", LOST_PEER)
+
+Event = Child | int  # a role that has ended, or the number of a signal
+
+
+class Attempt:
+    """One attempt at a job: its running roles, and its outcome.
+
+    Args:
+      events: the queue of ended roles and signals.
+      grace: seconds between SIGTERM and SIGKILL.
+      optional: ids of the trainers whose failure does not end the job.
+      site: the hosts of the roles.
+      guard: kills the roles if this process is killed.
+      ended_roles: the folder in which each role reads which other roles have ended.
+      look: called every LOOK seconds while roles run, and after each end of a role; None without.
+
+    Attributes:
+      failed: the role that made the job fail; None while there is none.
+      note: a remark about the failed role's loss, for the error message.
+      error: the job's error, if it ends without a failed role.
+      superseded: the reason why all roles start again although none has failed; empty without one.
+      timed_out: names of the roles that still ran at the time limit; empty before it.
+      signum: the first signal that this process received; None without one.
+    """
+
+    def __init__(
+        self,
+        events: SimpleQueue[Event],
+        grace: float,
+        optional: Collection[int],
+        site: Site,
+        guard: Guard,
+        ended_roles: EndedRoles,
+        look: Callable[[Attempt], None] | None = None,
+    ) -> None:
+        self._ended_roles, self._look = ended_roles, look
+        self._site, self._guard = site, guard
+        self._optional = {f"trainer {k}" for k in optional}
+        self.dropped: dict[str, Child] = {}
+        self.signum: int | None = None
+        self.events = events
+        self.grace = grace
+        self.running: list[Child] = []
+        self.failed: Child | None = None
+        self.note = ""
+        self.error: LaunchError | None = None
+        self.superseded = ""
+        self.timed_out = ""
+        self._ending = False
+
+    def begin(self, child: Child) -> None:
+        """Register a started role with the guard, then start the role's command."""
+        self.running.append(child)
+        self._guard.add(child)
+        child.begin()
+
+    def find_running(self, name: str) -> Child | None:
+        """Return the running role with a name; None if it does not run."""
+        return next((child for child in self.running if child.role.name == name), None)
+
+    def forget_failure(self) -> None:
+        """Continue without the failed role, whose process will be replaced by a new one."""
+        assert self.failed is not None
+        self._ended_roles.forget(self.failed.role.name)
+        self.failed = None
+
+    def kill(self, child: Child) -> None:
+        """Kill a role. Its end is a loss like any other."""
+        child.signal(signal.SIGKILL)
+
+    def wait(self, limit: float | None) -> None:
+        """Wait until all roles have ended, one has failed, a signal came, or the limit passed.
+
+        It also returns when `look` has set `failed`, `error` or `superseded`.
+        """
+        while self.running:
+            event = self._next(limit if self._look is None else _earlier(limit, LOOK))
+            if isinstance(event, int):
+                self.signum = event
+                return
+            if event is not None:
+                self._on_end(event)
+            elif limit is not None and time.monotonic() >= limit:
+                self.timed_out = ", ".join(child.role.name for child in self.running)
+                return
+            if self.failed is not None:
+                self._find_cause(limit)
+                return
+            if self._look is not None:
+                self._look(self)
+            if self._is_decided():
+                return
+
+    def end(self) -> None:
+        """End the running roles: send SIGTERM, and SIGKILL after the grace period or a signal."""
+        self._ending = True
+        for child in self.running:
+            child.signal(signal.SIGTERM)
+        limit: float | None = time.monotonic() + self.grace
+        while self.running:
+            event = self._next(limit)
+            if isinstance(event, Child):
+                self._on_end(event)
+                continue
+            if event is not None:
+                self.signum = self.signum or event
+            for child in self.running:
+                child.signal(signal.SIGKILL)
+            limit = None
+
+    def lost(self, *, was_reached: bool, has_cuts: bool) -> Child | None:
+        """Return the lost role that made the job fail; None if the job did not fail by a loss.
+
+        Args:
+          was_reached: True if every host ran its roles in an earlier attempt.
+          has_cuts: True if roles of the job take part in epochs. Then a role that ended because it
+            lost another one counts as lost, too.
+        """
+        if self.failed is None or is_lost(self.failed, was_reached):
+            return self.failed
+        if has_cuts and _has_line(self.failed, LOST_PEER):
+            return self.failed
+        if by_peer(self.failed):
+            # the peer may be a trainer that the job has dropped before
+            for child in self.dropped.values():
+                if is_lost(child, was_reached):
+                    return child
+        return None
+
+    def pause(self, seconds: float) -> bool:
+        """Wait before a restart. Return True if a signal ended the wait."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            event = self._next(until)
+            if isinstance(event, int):
+                self.signum = event
+                return True
+        return False
+
+    def _is_decided(self) -> bool:
+        """Return True if `look` has ended the attempt."""
+        return self.failed is not None or self.error is not None or bool(self.superseded)
+
+    def _find_cause(self, limit: float | None) -> None:
+        """Wait up to BLAME seconds for the role that caused a PeerError; ignore other failures."""
+        blame_limit = _earlier(limit, BLAME)
+        while self.running and self.failed is not None and by_peer(self.failed):
+            event = self._next(blame_limit)
+            if event is None:
+                return
+            if isinstance(event, int):
+                self.signum = event
+                return
+            self._on_end(event)
+
+    def _next(self, limit: float | None) -> Event | None:
+        """Wait for the next event; return None at the limit."""
+        timeout = None
+        if limit is not None:
+            timeout = max(0.0, limit - time.monotonic())
+        try:
+            return self.events.get(timeout=timeout)
+        except queue.Empty:
+            return None
+
+    def _on_end(self, child: Child) -> None:
+        self.running.remove(child)
+        child.reap()
+        self._guard.remove(child)
+        role, how = child.role, child.how()
+        self._ended_roles.note(role.name, how)
+        for other in self.running:
+            other.tell_ended(role.name, how)
+        self._site.ended(child, stopped=self._ending)
+        if not child.code or self._ending:
+            return
+        if role.name in self._optional:
+            self.dropped[role.name] = child
+            if role.trainers > len(self.dropped):
+                say(f"{role.name}{child.where} failed with {how}; the others continue")
+            else:  # this was the last trainer
+                self.failed = self.failed or child
+        elif self.failed is None or (by_peer(self.failed) and not by_peer(child)):
+            self.failed = child
+
+
+def _earlier(limit: float | None, seconds: float) -> float:
+    """Return the earlier of a limit and the time after some seconds."""
+    then = time.monotonic() + seconds
+    return then if limit is None else min(limit, then)
+
+
+def by_peer(child: Child) -> bool:
+    """Return True if a role's last lines blame another role: by a PeerError, or an error of JAX."""
+    for line in child.tail:
+        if line.startswith(BY_PEER):
+            return True
+        if ("Error: " in line or "distributed service" in line) and is_by_peer(line):
+            return True
+    return False
+
+
+def _has_line(child: Child, prefix: str | tuple[str, ...]) -> bool:
+    """Return True if one of a role's last lines of standard error starts with a prefix."""
+    return any(line.startswith(prefix) for line in child.tail)
+
+
+def is_lost(child: Child, was_reached: bool) -> bool:
+    """Return True if a signal or the loss of its host ended a role.
+
+    Shells and signal handlers exit with 128 + the signal's number. So a script that calls
+    `sys.exit(143)` counts as lost.
+    """
+    by_signal = child.returncode < 0 or child.code - 128 in FATAL
+    return by_signal or child.is_host_lost(was_reached=was_reached)

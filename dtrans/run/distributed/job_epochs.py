@@ -1,0 +1,227 @@
+"""Launcher's side of the epochs of a job with cuts: decides when roles can go back to a cut.
+
+    epoch folder    roles report their epochs and cuts there, the launcher grants epochs
+    in place        a restart of the lost role alone; the other roles live and go back to a cut
+    pending         True from the grant of an epoch until all roles have entered it
+
+The launcher alone grants epochs. `dtrans.protocol.epochs` describes what the roles do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+
+from dtrans.checkpoint.runs import new_run
+from dtrans.errors import ConfigError
+from dtrans.protocol.epochs import Epoch
+from dtrans.run.distributed.role import Role
+from dtrans.run.distributed.role_output import say
+from dtrans.run.net.epoch_folder import EpochFolder, LostReport, RoleMark
+from dtrans.run.net.temp_dir import TempDir
+
+
+LOCK = ".launcher"  # file that the launcher of a folder locks
+
+
+class JobEpochs:
+    """Epochs of one job. A new object grants the first epoch of this launcher.
+
+    A folder with an epoch belongs to a job whose launcher has ended. The job is continued: its next
+    epoch begins at the newest cut of all servers.
+
+    Args:
+      path: the folder.
+      roles: every role of the job.
+
+    Raises:
+      ConfigError: the folder belongs to a job with other roles.
+    """
+
+    def __init__(self, path: Path, roles: Sequence[Role]) -> None:
+        self._folder = EpochFolder(path)
+        self._names = [role.name for role in roles]
+        self._servers = [role.name for role in roles if role.is_pserver]
+        self._by_endpoint = {}
+        for role in roles:
+            if role.is_pserver:
+                self._by_endpoint[f"pserver {role.current_endpoint}"] = role.name
+        self.epoch = Epoch()
+        # for each role, the epoch in which its current process was started
+        self._started: dict[str, int] = {}
+        self._is_pending = False
+        # for each role, the newest cut at its last loss
+        self._losses: dict[str, int | None] = {}
+        if self._folder.is_used:
+            self._continue(path)
+        else:
+            self._run = new_run()
+            self._folder.grant(self.epoch, self._run)
+        self._begin_all()
+
+    def _continue(self, path: Path) -> None:
+        others = sorted(set(self._folder.marks()) - set(self._names))
+        if others:
+            raise ConfigError(
+                f"cuts={str(path)!r} has the cuts of a job with {', '.join(others)}, but this job "
+                f"has {', '.join(self._names)}; write as many trainers and pservers as before, or "
+                "another folder"
+            )
+        self._run, self.epoch = self._folder.run, self._folder.current()
+        self._grant_next()
+        where = "with the initial state, since not all servers have a cut"
+        if self.epoch.cut is not None:
+            where = f"at step {self.epoch.cut}"
+        say(f"the job of {path} continues {where}")
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Environment variable of the roles: the path of the folder."""
+        return self._folder.environment
+
+    @property
+    def has_marks(self) -> bool:
+        """True if roles of the job take part in epochs."""
+        return bool(self._folder.marks())
+
+    # -- losses ----------------------------------------------------------------------------------
+
+    def note_loss(self, name: str) -> bool:
+        """Note that a role was lost; return True if it was lost before with the same newest cut."""
+        if not self.has_marks:
+            return False
+        cut = self._folder.newest_cut(self._servers)
+        is_crash_loop = name in self._losses and self._losses[name] == cut
+        self._losses[name] = cut
+        return is_crash_loop
+
+    def can_go_back(self, lost: str, running: Collection[str]) -> bool:
+        """Return True if a lost role can start again in place: all others can go back to a cut.
+
+        A role that has not entered an epoch since its start is still starting, and may be anywhere.
+        While an epoch is pending, this is only a role that was lost shortly before. It will enter
+        the newest epoch.
+
+        Args:
+          lost: name of the lost role.
+          running: names of the running roles.
+        """
+        marks = self._current_marks()
+        for name in self._names:
+            if name == lost:
+                continue
+            mark = marks.get(name)
+            if name not in running or (mark is None and not self._is_pending):
+                return False
+            if mark is not None and mark.left:
+                return False
+        return self._folder.newest_cut(self._servers) is not None
+
+    def go_back(self, lost: str) -> None:
+        """Grant the next epoch, for a role that starts again in place."""
+        self._grant_next()
+        self._started[lost] = self.epoch.number
+        self._is_pending = True
+
+    def start_again(self) -> None:
+        """Grant the next epoch, for all roles, which start again."""
+        self._grant_next()
+        self._begin_all()
+
+    def find_unable(self, running: Collection[str]) -> str | None:
+        """Return a role that left or ended before it entered a pending epoch; None without one.
+
+        Args:
+          running: names of the running roles.
+        """
+        if not self._is_pending:
+            return None
+        marks, missing = self._current_marks(), False
+        for name in self._names:
+            mark = marks.get(name)
+            if mark is not None and mark.epoch == self.epoch.number:
+                continue
+            if name not in running or (mark is not None and mark.left):
+                return name
+            missing = True
+        self._is_pending = missing
+        return None
+
+    # -- reports ---------------------------------------------------------------------------------
+
+    def reports(self, running: Collection[str]) -> list[LostReport]:
+        """Return the reports of running roles, in the current epoch, that they lost another role.
+
+        Args:
+          running: names of the running roles.
+        """
+        # a role that has left its last step does not wait for another role
+        waiting = set(running) - {name for name, mark in self._current_marks().items() if mark.left}
+        return [x for x in self._folder.lost(self.epoch.number) if x.reporter in waiting]
+
+    def reported_role(self, report: LostReport) -> str:
+        """Return the name of the lost role in a report, which names servers by their endpoints."""
+        return self._by_endpoint.get(report.role, report.role)
+
+    # -- parts -----------------------------------------------------------------------------------
+
+    def _grant_next(self) -> None:
+        cut = self._folder.newest_cut(self._servers)
+        self.epoch = Epoch(self.epoch.number + 1, cut)
+        self._folder.grant(self.epoch, self._run)
+
+    def _begin_all(self) -> None:
+        self._started = dict.fromkeys(self._names, self.epoch.number)
+        self._is_pending = False
+
+    def _current_marks(self) -> dict[str, RoleMark]:
+        """Return the marks of the current processes, without those of earlier processes."""
+        marks = self._folder.marks()
+        return {n: x for n, x in marks.items() if x.epoch >= self._started.get(n, 0)}
+
+
+@contextlib.contextmanager
+def open_epochs(roles: Sequence[Role], cuts: str | os.PathLike[str] | None) -> Iterator[JobEpochs]:
+    """Yield the epochs of a job.
+
+    Args:
+      roles: every role of the job.
+      cuts: the folder of the epochs and cuts; None for a temporary one.
+
+    Raises:
+      ConfigError: the folder cannot be used.
+    """
+    with contextlib.ExitStack() as stack:
+        if cuts is None:
+            temporary = TempDir()
+            stack.callback(temporary.close)
+            path = temporary.path
+        else:
+            path = Path(cuts)
+            stack.enter_context(_lock(path))
+        yield JobEpochs(path, roles)
+
+
+@contextlib.contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Create a folder, and lock it against other launchers. The end of this process unlocks it."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        file = os.open(path / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+    except OSError as e:
+        raise ConfigError(f"cuts={str(path)!r} cannot be created: {e.strerror}") from e
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as e:
+        os.close(file)
+        raise ConfigError(
+            f"cuts={str(path)!r} is the folder of a job that runs; wait for its end, or write "
+            "another folder"
+        ) from e
+    try:
+        yield
+    finally:
+        os.close(file)

@@ -1,0 +1,291 @@
+"""Attempts at a job: the first start of its roles, and restarts after lost roles.
+
+A role is lost if a signal ended it, or if its host was lost. There are two kinds of restarts:
+
+    all roles    the launcher ends the other roles and starts all again, with the same endpoints
+    in place     the launcher starts only the lost role; the others live and go back to a cut
+
+A restart in place needs cuts: every other role takes part in the current epoch and has not left,
+and all servers have a common cut (`dtrans.run.distributed.job_epochs`). After a restart of all
+roles, the script continues from the newest common cut, or from its newest checkpoint. Each start of
+all roles has its own run name, so pieces of checkpoints from different starts never mix.
+
+A role that raised an exception ends the job, since it would raise the exception again. For the same
+reason, a role of a job with cuts that is lost twice without a newer cut ends the job.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from queue import SimpleQueue
+
+from dtrans.checkpoint.runs import VARIABLE as RUN, new_run
+from dtrans.errors import LaunchError
+from dtrans.run.distributed.attempt import Attempt, Event, is_lost
+from dtrans.run.distributed.child_process import Child, Emit
+from dtrans.run.distributed.job_epochs import JobEpochs
+from dtrans.run.distributed.role import Role
+from dtrans.run.distributed.role_output import say
+from dtrans.run.distributed.site import Site
+from dtrans.run.net.ended_roles import EndedRoles
+from dtrans.run.net.epoch_folder import LostReport
+
+
+BACK_OFF = 1.0  # seconds before the second restart of all; each further pause is twice as long
+# Seconds before a restart after the connection to a host was lost. The agent on that host ends its
+# role within 5 seconds, and the role's port is in use until then.
+HOST_PAUSE = 8.0
+# Seconds from a report that a role is lost until the launcher kills the role. A role that fails
+# loses its connections first, and prints its error afterwards.
+PATIENCE = 1.0
+RESTARTS = "DTRANS_RESTARTS"  # the number of restarts before this one, in each role's environment
+
+
+@dataclasses.dataclass(frozen=True)
+class RoleStarter:
+    """Options with which a launcher starts each role.
+
+    Attributes:
+      command: program and arguments of every role.
+      site: the hosts of the roles.
+      base: variables that all roles of all attempts share.
+      run_name: the user's name for the run; None to generate one for each attempt.
+      logs: for each role, by name, the function that prints and logs its lines.
+      inherit_stdout: True to let trainer 0 inherit this process's standard output.
+    """
+
+    command: Sequence[str]
+    site: Site
+    base: Mapping[str, str]
+    run_name: str | None
+    logs: Mapping[str, Emit]
+    inherit_stdout: bool
+
+    def shared(self, ended_roles: EndedRoles) -> dict[str, str]:
+        """Return the variables that all roles of a new attempt share."""
+        return {**self.base, **ended_roles.environment, RUN: self.run_name or new_run()}
+
+    def start(self, role: Role, shared: Mapping[str, str], events: SimpleQueue[Event]) -> Child:
+        """Start a role's process, which waits for `begin`."""
+        return self.site.start(
+            role,
+            self.command,
+            {**self.site.variables(role), **shared, **role.environment()},
+            events,
+            self.logs[role.name],
+            inherit_stdout=self.inherit_stdout and role.name == "trainer 0",
+        )
+
+
+class Restarts:
+    """Attempts at one job.
+
+    Args:
+      roles: every role of the job.
+      starter: starts a role.
+      new_attempt: returns an attempt without roles, for the folder in which roles learn of ends and
+        for the function that the attempt calls while roles run.
+      limit: end of the job's deadline, in seconds of the monotonic clock; None without a deadline.
+      restarts: the largest number of restarts.
+      epochs: epochs of the job; None for a job without.
+      in_place: True to allow restarts in place.
+    """
+
+    def __init__(
+        self,
+        roles: Sequence[Role],
+        starter: RoleStarter,
+        new_attempt: Callable[[EndedRoles, Callable[[Attempt], None] | None], Attempt],
+        *,
+        limit: float | None = None,
+        restarts: int = 0,
+        epochs: JobEpochs | None = None,
+        in_place: bool = True,
+    ) -> None:
+        self._roles, self._starter, self._new_attempt = roles, starter, new_attempt
+        self._limit, self._restarts = limit, restarts
+        self._epochs, self._in_place = epochs, in_place
+        self._count = 0  # restarts so far
+        self._of_all = 0  # restarts of all roles so far, which determine the pauses
+        self._reports = _FirstReport()
+
+    def run(self) -> Attempt:
+        """Start the roles, and again after losses; return the last attempt with its outcome."""
+        while True:
+            attempt, lost = self._run_once()
+            if attempt.signum is not None:
+                return attempt
+            if attempt.superseded:
+                # It belongs to the last restart in place, which has been counted.
+                say(f"{attempt.superseded}; all roles start again ({self._number()})")
+            elif lost is None or not self._restarts_all(attempt, lost):
+                return attempt
+            if self._epochs is not None:
+                self._epochs.start_again()
+
+    def _run_once(self) -> tuple[Attempt, Child | None]:
+        """Start all roles, and lost ones again in place, until all have ended or were ended.
+
+        Returns:
+          The attempt, and the lost role if all roles may start again.
+        """
+        with EndedRoles() as ended_roles:
+            look = None if self._epochs is None else self._look
+            attempt = self._new_attempt(ended_roles, look)
+            shared = self._starter.shared(ended_roles)
+            if self._epochs is not None:
+                shared |= self._epochs.environment
+            try:
+                for role in self._roles:
+                    self._start(attempt, role, shared)
+                attempt.wait(self._limit)
+                lost = self._find_loss(attempt)
+                while lost is not None and self._can_go_back(attempt, lost):
+                    self._restart_in_place(attempt, lost, shared)
+                    attempt.wait(self._limit)
+                    lost = self._find_loss(attempt)
+            finally:
+                attempt.end()
+        return attempt, lost
+
+    def _start(self, attempt: Attempt, role: Role, shared: Mapping[str, str]) -> None:
+        if self._restarts:
+            shared = {**shared, RESTARTS: str(self._count)}
+        attempt.begin(self._starter.start(role, shared, attempt.events))
+
+    # -- losses ----------------------------------------------------------------------------------
+
+    def _find_loss(self, attempt: Attempt) -> Child | None:
+        """Return the lost role that ended an attempt, if a restart may follow; else None."""
+        has_cuts = self._epochs is not None and self._epochs.has_marks
+        lost = attempt.lost(was_reached=self._count > 0, has_cuts=has_cuts)
+        if lost is None or attempt.signum is not None or self._count == self._restarts:
+            return None
+        if self._epochs is not None and self._epochs.note_loss(lost.role.name):
+            attempt.failed, attempt.note = lost, "it was lost again before a new cut"
+            return None
+        return lost
+
+    def _can_go_back(self, attempt: Attempt, lost: Child) -> bool:
+        """Return True if a lost role can start again in place."""
+        if self._epochs is None or not self._in_place or self._is_late():
+            return False
+        # a role that raised LostPeerError has left its steps, so it starts with the others
+        is_process_lost = attempt.failed is lost and is_lost(lost, was_reached=True)
+        return is_process_lost and self._epochs.can_go_back(lost.role.name, _names(attempt))
+
+    def _restart_in_place(self, attempt: Attempt, lost: Child, shared: Mapping[str, str]) -> None:
+        """Start a lost role again, while the other roles go back to a cut."""
+        assert self._epochs is not None
+        # First, because a role in the new epoch must not read that the new process has ended.
+        attempt.forget_failure()
+        self._epochs.go_back(lost.role.name)
+        self._count += 1
+        say(
+            f"{lost.role.name} failed with {lost.how()}; it starts again, and all roles go back "
+            f"to step {self._epochs.epoch.cut} ({self._number()})"
+        )
+        self._start(attempt, lost.role, shared)
+
+    def _restarts_all(self, attempt: Attempt, lost: Child) -> bool:
+        """Pause before a restart of all roles; return False if the job ends instead."""
+        pause = _pause_before(self._of_all, lost)
+        if self._is_late(pause):
+            return False
+        self._count += 1
+        self._of_all += 1
+        say(
+            f"{lost.role.name}{lost.where} failed with {lost.how()}; all roles start again "
+            f"({self._number()})"
+        )
+        return not attempt.pause(pause)
+
+    def _is_late(self, pause: float = 0.0) -> bool:
+        """Return True if no restart may begin after a pause, because of the deadline."""
+        return self._limit is not None and time.monotonic() + pause >= self._limit
+
+    def _number(self) -> str:
+        return f"restart {self._count} of {self._restarts}"
+
+    # -- reports of roles ------------------------------------------------------------------------
+
+    def _look(self, attempt: Attempt) -> None:
+        """Check whether all roles can go back, and whether a role has lost another one."""
+        assert self._epochs is not None
+        running = _names(attempt)
+        unable = self._epochs.find_unable(running)
+        if unable is not None:
+            attempt.superseded = f"{unable} had left the job, and cannot go back"
+            return
+        report = self._reports.choose(self._epochs.reports(running))
+        if report is not None:
+            self._act_on(attempt, report)
+
+    def _act_on(self, attempt: Attempt, report: LostReport) -> None:
+        """End the role that another role has lost, or the job if the role cannot start again."""
+        assert self._epochs is not None
+        name = self._epochs.reported_role(report)
+        reason = " ".join(report.reason.split())
+        child = attempt.find_running(name)
+        if child is not None and self._count < self._restarts:
+            if child is not self._reports.killed:
+                self._reports.killed = child
+                say(
+                    f"{report.reporter} has lost {name} ({reason}), which is ended and starts again"
+                )
+                attempt.kill(child)
+        elif name in attempt.dropped:
+            attempt.failed = attempt.dropped[name]
+        else:
+            # The reporter waits for a new epoch, and none will begin.
+            attempt.error = LaunchError(
+                f"{report.reporter} has lost {name}, and all roles were ended; the reason was:\n"
+                f"{report.reason}",
+                role=name,
+            )
+
+
+class _FirstReport:
+    """The report of a lost role on which the launcher acts.
+
+    Attributes:
+      killed: the last role that was killed because of a report.
+    """
+
+    def __init__(self) -> None:
+        self.killed: Child | None = None
+        self._report: LostReport | None = None
+        self._since = 0.0
+
+    def choose(self, reports: Sequence[LostReport]) -> LostReport | None:
+        """Return the first of the current reports when it is old enough; None before.
+
+        Two roles may report each other. Only the one that was reported first is ended.
+        """
+        if self._report not in reports:
+            self._report, self._since = next(iter(reports), None), time.monotonic()
+        if self._report is None or time.monotonic() - self._since < PATIENCE:
+            return None
+        return self._report
+
+
+def _names(attempt: Attempt) -> set[str]:
+    """Return the names of the running roles."""
+    return {child.role.name for child in attempt.running}
+
+
+def _pause_before(restarts: int, lost: Child) -> float:
+    """Return the seconds to wait before a restart of all roles.
+
+    Args:
+      restarts: the number of restarts of all roles before this one.
+      lost: the lost role.
+    """
+    pause = 0.0
+    if restarts:
+        pause = BACK_OFF * 2 ** (restarts - 1)
+    if lost.is_host_lost(was_reached=True):
+        pause = max(pause, HOST_PAUSE)
+    return pause

@@ -1,0 +1,90 @@
+"""Site of a job: the hosts on which its roles run. This module has the site of this host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from queue import SimpleQueue
+from typing import Any
+
+from dtrans.endpoints import ReservedEndpoints
+from dtrans.run.distributed.child_process import Child, Emit
+from dtrans.run.distributed.role import Role, roles_of, trainer_roles
+
+
+class Site:
+    """The hosts on which a job's roles run. This class is for this host; subclasses have others.
+
+    Attributes:
+      is_this_host: True if all roles run on this host, so that they can share a folder.
+    """
+
+    is_this_host = True
+    _reserved: ReservedEndpoints | None = None
+
+    def _choose_endpoints(self, count: int) -> tuple[str, ...]:
+        """Return loopback endpoints whose ports are reserved until `close`."""
+        self._reserved = self._reserved or ReservedEndpoints()
+        return self._reserved.choose(count)
+
+    def close(self) -> None:
+        """Release the ports of a job that has ended."""
+        if self._reserved is not None:
+            self._reserved.close()
+
+    def roles(self, mode: str, trainers: int, pservers: int) -> tuple[Role, ...]:
+        """Return every role of the job, with endpoints on the hosts of this site."""
+        count = trainers if mode == "nccl2" else pservers
+        return roles_at(mode, trainers, self._choose_endpoints(count))
+
+    def status_endpoint(self, roles: Sequence[Role]) -> str:
+        """Return an endpoint at which trainer 0 of an nccl2 job can answer `dtrans status`.
+
+        Args:
+          roles: every role of the job, from `roles`.
+
+        Returns:
+          The endpoint; empty if no free port is known.
+        """
+        return self._choose_endpoints(1)[0]
+
+    def variables(self, role: Role) -> dict[str, str]:
+        """Return default variables of a role, which the user and the launcher may override."""
+        if role.mode != "nccl2":
+            return {}
+        return jax_variables(role.trainer_id)
+
+    def start(
+        self,
+        role: Role,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        events: SimpleQueue[Any],
+        emit: Emit,
+        *,
+        inherit_stdout: bool,
+    ) -> Child:
+        """Start a role. The arguments are the same as those of `Child`."""
+        return Child(role, command, env, events, emit, inherit_stdout=inherit_stdout)
+
+    def ended(self, child: Child, *, stopped: bool) -> None:
+        """Update what the site shows about a role that has ended.
+
+        Args:
+          stopped: True if the launcher ended the role.
+        """
+
+
+def roles_at(mode: str, trainers: int, endpoints: Sequence[str]) -> tuple[Role, ...]:
+    """Return every role of a job.
+
+    Args:
+      endpoints: endpoints of the pservers; in nccl2 mode, of the trainers.
+    """
+    if mode == "nccl2":
+        return trainer_roles(endpoints)
+    return roles_of(trainers, endpoints)
+
+
+def jax_variables(device: int) -> dict[str, str]:
+    """Return JAX's variables for a trainer of nccl2 mode that uses one device of its host."""
+    return {"JAX_ENABLE_PREEMPTION_SERVICE": "0", "JAX_LOCAL_DEVICE_IDS": str(device)}

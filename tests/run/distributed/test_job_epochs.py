@@ -1,0 +1,141 @@
+"""When a launcher lets the roles of a job go back, from what they have reported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dtrans.errors import ConfigError
+from dtrans.protocol.epochs import Epoch
+from dtrans.run.distributed.job_epochs import JobEpochs, open_epochs
+from dtrans.run.distributed.role import roles_of
+from dtrans.run.net.ended_roles import EndedRoles, ended_roles
+from dtrans.run.net.epoch_folder import EpochFolder
+
+
+ROLES = roles_of(2, ("127.0.0.1:1",))
+NAMES = [role.name for role in ROLES]
+RUNNING = {*NAMES}
+
+
+class Job:
+    """A launcher's epochs, and what its roles report."""
+
+    def __init__(self, path: Path) -> None:
+        self.epochs = JobEpochs(path, ROLES)
+        self.folders = {name: EpochFolder(path, name) for name in NAMES}
+
+    def enter(self, *names: str) -> None:
+        for name in names:
+            self.folders[name].enter(self.folders[name].current())
+
+    def can_go_back(self, lost: str) -> bool:
+        return self.epochs.can_go_back(lost, RUNNING - {lost})
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    """All roles are in the first epoch, and the server has a cut."""
+    made = Job(tmp_path)
+    made.enter(*NAMES)
+    made.folders["pserver 0"].note_cut(10)
+    return made
+
+
+def test_all_others_must_be_there_to_go_back(job: Job) -> None:
+    assert all(job.can_go_back(name) for name in NAMES)
+    assert not job.epochs.can_go_back("trainer 1", {"pserver 0"})  # trainer 0 has ended
+    job.folders["trainer 0"].leave()
+    assert job.can_go_back("trainer 0") and not job.can_go_back("trainer 1")
+
+
+def test_a_server_without_a_cut_cannot_go_back(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    job.enter(*NAMES)
+    assert not job.can_go_back("trainer 1")
+
+
+def test_what_an_earlier_process_has_reported_does_not_count(job: Job) -> None:
+    job.folders["trainer 1"].leave()
+    job.epochs.go_back("trainer 1")
+    assert job.epochs.epoch == Epoch(1, 10)
+    job.enter("pserver 0", "trainer 0")
+    assert job.epochs.find_unable(RUNNING) is None
+    assert job.can_go_back("trainer 0")  # trainer 1 enters the newest epoch when it has started
+
+    job.epochs.start_again()
+    assert job.epochs.epoch == Epoch(2, 10)
+    assert not job.can_go_back("trainer 0")
+    job.enter(*NAMES)
+    assert job.can_go_back("trainer 0")
+
+
+def test_a_role_that_has_left_or_ended_cannot_go_back(job: Job) -> None:
+    job.epochs.go_back("trainer 1")
+    assert job.epochs.find_unable({"pserver 0", "trainer 1"}) == "trainer 0"
+    job.folders["trainer 0"].leave()
+    assert job.epochs.find_unable(RUNNING) == "trainer 0"
+
+
+def test_roles_may_leave_when_they_have_gone_back(job: Job) -> None:
+    job.epochs.go_back("trainer 1")
+    job.enter("trainer 0")
+    job.folders["trainer 0"].leave()
+    assert job.epochs.find_unable({"pserver 0", "trainer 1"}) is None
+    job.enter("pserver 0", "trainer 1")
+    assert job.epochs.find_unable({"pserver 0", "trainer 1"}) is None
+    assert job.epochs.find_unable(set()) is None
+
+
+def test_a_loss_without_a_newer_cut_is_noticed(job: Job) -> None:
+    assert not job.epochs.note_loss("trainer 1")
+    assert not job.epochs.note_loss("trainer 0")
+    job.folders["pserver 0"].note_cut(20)
+    assert not job.epochs.note_loss("trainer 1")
+    assert job.epochs.note_loss("trainer 1")
+
+
+def test_jobs_without_reports_may_lose_a_role_twice(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    assert not any(job.epochs.note_loss("trainer 1") for _ in range(3))
+
+
+def test_reports_of_this_epoch_and_of_roles_that_wait_count(job: Job) -> None:
+    server = "pserver 127.0.0.1:1"
+    job.folders["trainer 0"].report_lost(0, server, "silence")
+    job.folders["trainer 1"].report_lost(1, server, "of another epoch")
+    (report,) = job.epochs.reports(RUNNING)
+    assert (report.reporter, job.epochs.reported_role(report)) == ("trainer 0", "pserver 0")
+    assert not job.epochs.reports(RUNNING - {"trainer 0"})
+    job.folders["trainer 0"].leave()
+    assert not job.epochs.reports(RUNNING)
+
+
+def test_another_launcher_continues(job: Job, tmp_path: Path) -> None:
+    again = Job(tmp_path)
+    assert again.epochs.epoch == again.folders["pserver 0"].current() == Epoch(1, 10)
+    assert not again.can_go_back("trainer 0")  # nobody is here yet
+    with pytest.raises(ConfigError, match=r"a job with trainer 1, but this job has pserver 0, tra"):
+        JobEpochs(tmp_path, roles_of(1, ("127.0.0.1:1",)))
+
+
+def test_one_launcher_has_a_folder(tmp_path: Path) -> None:
+    with open_epochs(ROLES, tmp_path / "a" / "b") as epochs:
+        assert epochs.epoch == Epoch()
+        with (
+            pytest.raises(ConfigError, match="is the folder of a job that runs; wait for its end"),
+            open_epochs(ROLES, tmp_path / "a" / "b"),
+        ):
+            pass
+    with open_epochs(ROLES, tmp_path / "a" / "b") as epochs:
+        assert epochs.epoch == Epoch(1)
+
+
+def test_a_role_that_starts_again_has_not_ended() -> None:
+    with EndedRoles() as ended:
+        ended.note("trainer 1", "signal SIGKILL")
+        ended.note("trainer 0", "exit code 0")
+        ended.forget("trainer 1")
+        ended.forget("pserver 0")
+        assert ended_roles(ended.environment) == {"trainer 0": "exit code 0"}

@@ -1,0 +1,563 @@
+"""Launching a job with cuts: who is started again, where the others go back to, and when it ends.
+
+Roles are scripts that report what servers and trainers report, and neither train nor import JAX.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+from paths import ROOT
+from role_threads import until
+
+from dtrans.errors import ConfigError, LaunchError
+from dtrans.protocol.epochs import Epoch
+from dtrans.run.distributed import attempt, restarts
+from dtrans.run.distributed.launcher import launch
+from dtrans.run.distributed.site import Site
+from dtrans.run.net.epoch_folder import EpochFolder
+
+
+PATIENCE = 60.0  # seconds for something that takes milliseconds on an idle machine
+
+PRELUDE = f"""
+import os, signal, sys, threading, types
+package = types.ModuleType("dtrans")  # its own __init__ imports JAX
+package.__path__ = [{str(ROOT / "dtrans")!r}]
+sys.modules["dtrans"] = package
+from dtrans.run.net.ended_roles import ended_roles
+from dtrans.run.net.epoch_folder import EpochFolder
+
+kind = os.environ["DTRANS_ROLE"]
+servers = os.environ["DTRANS_PSERVER_ENDPOINTS"].split(",")
+index = os.environ.get("DTRANS_TRAINER_ID") or str(
+    servers.index(os.environ["DTRANS_CURRENT_ENDPOINT"]))
+name = kind.lower() + " " + index
+count = int(os.environ["DTRANS_TRAINERS"]) + len(servers)
+epochs = EpochFolder.from_environment(name)
+
+def wait(condition):
+    while not condition():
+        threading.Event().wait(0.01)
+
+def forever():
+    threading.Event().wait()
+
+def enter(number=0):
+    wait(lambda: epochs.current().number >= number)
+    epoch = epochs.current()
+    epochs.enter(epoch)
+    print("enters", epoch.number, epoch.cut, os.getpid(), os.environ["DTRANS_RESTARTS"])
+    return epoch.number
+
+def all_in(number):
+    marks = epochs.marks().values()
+    return len([x for x in marks if x.epoch >= number]) == count
+
+def cut(*steps):
+    # write cuts on a server; return when all servers have the last of them
+    if kind.lower() == "pserver":
+        for step in steps:
+            epochs.note_cut(step)
+    wait(lambda: epochs.newest_cut([f"pserver {{k}}" for k in range(len(servers))]) == steps[-1])
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def finish(number):
+    # all roles are in an epoch, and end
+    wait(lambda: all_in(number))
+    ended = ended_roles()  # none that started again is among them
+    assert all(epochs.marks()[role].left for role in ended), ended
+    epochs.leave()
+
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Any:
+    def write(body: str) -> list[str]:
+        path = tmp_path / "script.py"
+        path.write_text(PRELUDE + textwrap.dedent(body))
+        return [sys.executable, str(path)]
+
+    return write
+
+
+class Output:
+    """What a job printed: the epochs that its roles entered, and the words of the launcher."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        out, self.err = capsys.readouterr()
+        self.said = [
+            line.removeprefix("[launcher] ")
+            for line in self.err.splitlines()
+            if line.startswith("[launcher] ") and "this job answers" not in line
+        ]
+        self.entered = collections.defaultdict(list)
+        self.pids = collections.defaultdict(list)
+        self.restarts = collections.defaultdict(list)
+        for line in out.splitlines():
+            role, words = line.removeprefix("[").split("] ")
+            if words.startswith("enters"):
+                number, step, pid, count = words.split()[1:]
+                self.entered[role].append((int(number), None if step == "None" else int(step)))
+                self.pids[role].append(pid)
+                self.restarts[role].append(int(count))
+
+
+ROLES = ("pserver 0", "pserver 1", "trainer 0", "trainer 1")
+JOB: dict[str, Any] = {"trainers": 2, "pservers": 2, "deadline": PATIENCE}
+
+
+# -- in place --------------------------------------------------------------------------------------
+
+IN_PLACE = """
+    if enter() == 0:
+        cut(10, 20)
+        if name == "pserver 0":
+            epochs.note_cut(30)  # the other server does not have this one
+        if name == {victim!r}:
+            wait(lambda: all_in(0) and 30 in epochs.marks()["pserver 0"].cuts)
+            die()
+        enter(1)
+    finish(1)
+"""
+
+
+@pytest.mark.parametrize("victim", ["trainer 1", "pserver 1"])
+def test_the_lost_role_alone_starts_again(
+    victim: str, script: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launch(script(IN_PLACE.format(victim=victim)), restarts=3, **JOB)
+    seen = Output(capsys)
+    assert seen.said == [
+        f"{victim} failed with signal SIGKILL; it starts again, and all roles go back to step 20 "
+        "(restart 1 of 3)"
+    ]
+    assert seen.entered == {role: [(0, None), (1, 20)] for role in ROLES}
+    for role in ROLES:
+        assert len(set(seen.pids[role])) == (2 if role == victim else 1)
+        assert seen.restarts[role] == ([0, 1] if role == victim else [0, 0])
+
+
+def test_a_role_that_is_lost_before_it_goes_back_starts_again_too(
+    script: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = script("""
+        number = enter()
+        if number == 0:
+            cut(10, 20)
+            if name == "trainer 1":
+                wait(lambda: all_in(0))
+                die()
+            wait(lambda: epochs.current().number)
+            if name == "trainer 0":
+                die()
+        if number < 2:
+            enter(2)
+        finish(2)
+    """)
+    launch(command, restarts=2, **JOB)
+    seen = Output(capsys)
+    again = (
+        "{} failed with signal SIGKILL; it starts again, and all roles go back to step 20 "
+        "(restart {} of 2)"
+    )
+    assert seen.said == [again.format("trainer 1", 1), again.format("trainer 0", 2)]
+    assert {x[-1] for x in seen.entered.values()} == {(2, 20)}
+    assert {role: len(set(pids)) for role, pids in seen.pids.items()} == {
+        "pserver 0": 1,
+        "pserver 1": 1,
+        "trainer 0": 2,
+        "trainer 1": 2,
+    }
+
+
+@pytest.mark.parametrize("leaves", ["epochs.leave(); forever()", "pass"])
+def test_all_start_again_if_a_role_leaves_before_it_goes_back(
+    leaves: str, script: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It does not use another restart, as nothing else was lost."""
+    command = script(f"""
+        if enter() == 0:
+            cut(10, 20)
+            if name == "trainer 1":
+                wait(lambda: all_in(0))
+                die()
+            wait(lambda: epochs.current().number)
+            if name == "trainer 0":
+                {leaves}
+            else:
+                forever()
+        else:
+            if epochs.current().number < 2:
+                forever()
+            finish(2)
+    """)
+    launch(command, restarts=1, **JOB)
+    seen = Output(capsys)
+    assert seen.said[1:] == [
+        "trainer 0 had left the job, and cannot go back; all roles start again (restart 1 of 1)"
+    ]
+    assert {x[-1] for x in seen.entered.values()} == {(2, 20)}
+    assert min(len(set(pids)) for pids in seen.pids.values()) == 2
+
+
+# -- all roles -------------------------------------------------------------------------------------
+
+ALL_AGAIN = "trainer 1 failed with signal SIGKILL; all roles start again (restart 1 of 3)"
+
+
+def test_all_start_again_if_another_role_has_left(
+    script: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = script("""
+        if enter() == 0:
+            cut(10, 20)
+            if name == "trainer 0":
+                epochs.leave()
+            if name == "trainer 1":
+                wait(lambda: all_in(0) and epochs.marks()["trainer 0"].left)
+                die()
+            forever()
+        finish(1)
+    """)
+    launch(command, restarts=3, **JOB)
+    seen = Output(capsys)
+    assert seen.said == [ALL_AGAIN]
+    assert seen.entered == {role: [(0, None), (1, 20)] for role in ROLES}
+    assert {len(set(pids)) for pids in seen.pids.values()} == {2}
+
+
+def test_all_start_again_without_a_common_cut(
+    script: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = script("""
+        if enter() == 0:
+            if name == "pserver 0":
+                epochs.note_cut(10)
+            if name == "trainer 1":
+                wait(lambda: all_in(0) and epochs.marks()["pserver 0"].cuts)
+                die()
+            forever()
+        finish(1)
+    """)
+    launch(command, restarts=3, **JOB)
+    seen = Output(capsys)
+    assert seen.said == [ALL_AGAIN]
+    assert seen.entered == {role: [(0, None), (1, None)] for role in ROLES}
+
+
+def test_all_start_again_while_a_role_has_not_begun(
+    script: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = script("""
+        if name == "trainer 0" and os.environ["DTRANS_RESTARTS"] == "0":
+            forever()
+        if enter() == 0:
+            cut(10, 20)
+            if name == "trainer 1":
+                die()
+            forever()
+        finish(1)
+    """)
+    launch(command, restarts=3, **JOB)
+    seen = Output(capsys)
+    assert seen.said == [ALL_AGAIN]
+    assert {x[-1] for x in seen.entered.values()} == {(1, 20)}
+
+
+LOST_PEER = """
+    if epochs is None or os.environ["DTRANS_RESTARTS"] == "0":
+        if {has_marks}:
+            enter()
+            cut(10, 20)
+            wait(lambda: all_in(0))
+        if name == "trainer 1":
+            sys.exit("dtrans.errors.LostPeerError: pserver 0 has ended")
+        forever()
+    enter()
+    finish(1)
+"""
+
+
+def test_a_role_that_failed_by_a_loss_counts_as_lost_in_a_job_with_cuts(
+    script: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attempt, "BLAME", 0.1)
+    launch(script(LOST_PEER.format(has_marks=True)), restarts=3, **JOB)
+    seen = Output(capsys)
+    assert seen.said == [
+        "trainer 1 failed with exit code 1; all roles start again (restart 1 of 3)"
+    ]
+    assert {x[-1] for x in seen.entered.values()} == {(1, 20)}
+    with pytest.raises(LaunchError, match="^trainer 1 failed with exit code 1, and the other"):
+        launch(script(LOST_PEER.format(has_marks=False)), restarts=3, **JOB)
+
+
+def test_a_cause_comes_before_a_lost_peer(script: Any) -> None:
+    command = script("""
+        if name == "trainer 0":
+            sys.exit("dtrans.errors.LostPeerError: trainer 1 has ended")
+        if name == "trainer 1":
+            wait(ended_roles)
+            sys.exit("ValueError: this is why")
+        forever()
+    """)
+    with pytest.raises(LaunchError, match="^trainer 1 failed .*\nValueError: this is why$"):
+        launch(command, **JOB)
+
+
+def test_a_dropped_trainer_does_not_start_again(
+    script: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = script("""
+        enter()
+        cut(10, 20)
+        wait(lambda: all_in(0))
+        if name == "trainer 1":
+            die()
+        wait(ended_roles)
+    """)
+    launch(command, restarts=3, on_trainer_loss="drop", **JOB)
+    assert Output(capsys).said == ["trainer 1 failed with signal SIGKILL; the others continue"]
+
+
+# -- losses without an end -------------------------------------------------------------------------
+
+
+def test_no_role_starts_again_forever(script: Any) -> None:
+    """A role that is lost again before servers have written another cut ends the job."""
+    command = script("""
+        number = enter()
+        cut(10, 20)
+        while True:
+            wait(lambda: all_in(number))
+            if name == "trainer 1":
+                die()
+            number = enter(number + 1)
+    """)
+    with pytest.raises(LaunchError) as e:
+        launch(command, restarts=9, **JOB)
+    assert str(e.value).startswith(
+        "trainer 1 failed with signal SIGKILL, and the other roles were ended; it was lost again "
+        "before a new cut; "
+    )
+    assert (e.value.role, e.value.code) == ("trainer 1", 137)
+
+
+def test_all_roles_do_not_start_again_forever(script: Any) -> None:
+    command = script("""
+        enter()
+        if name == "trainer 1":
+            wait(lambda: all_in(epochs.current().number))
+            die()
+        forever()
+    """)
+    with pytest.raises(LaunchError, match="SIGKILL, .* it was lost again before a new cut; "):
+        launch(command, restarts=9, **JOB)
+
+
+def test_a_newer_cut_allows_another_loss(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    command = script("""
+        number = enter()
+        while number < 2:
+            wait(lambda: all_in(number))
+            cut(10 * number + 10)
+            if name == "trainer 1":
+                die()
+            number = enter(number + 1)
+        finish(2)
+    """)
+    launch(command, restarts=2, **JOB)
+    seen = Output(capsys)
+    assert seen.entered == {role: [(0, None), (1, 10), (2, 20)] for role in ROLES}
+    assert [len(set(seen.pids[role])) for role in ROLES] == [1, 1, 1, 3]
+
+
+def test_the_last_loss_ends_the_job(script: Any) -> None:
+    command = script("""
+        number = enter()
+        while True:
+            wait(lambda: all_in(number))
+            cut(10 * number + 10)
+            if name == "trainer 1":
+                die()
+            number = enter(number + 1)
+    """)
+    with pytest.raises(LaunchError, match="^trainer 1 failed with signal SIGKILL") as e:
+        launch(command, restarts=1, **JOB)
+    assert "lost again" not in str(e.value)
+
+
+# -- reports ---------------------------------------------------------------------------------------
+
+
+def test_a_reported_role_is_ended_and_starts_again(
+    script: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The report stays in the folder in the next epoch, where it has no effect."""
+    monkeypatch.setattr(restarts, "PATIENCE", 0.1)
+    command = script("""
+        if enter() == 0:
+            cut(10, 20)
+            wait(lambda: all_in(0))
+            if name == "trainer 0":
+                epochs.report_lost(0, "pserver " + servers[1], "no answer\\nfor 9 s")
+            if name == "pserver 1":
+                forever()
+            enter(1)
+        if name == "trainer 0":
+            epochs.report_lost(0, "trainer 1", "an old report")
+        finish(1)
+    """)
+    launch(command, restarts=3, **JOB)
+    seen = Output(capsys)
+    assert seen.said == [
+        "trainer 0 has lost pserver 1 (no answer for 9 s), which is ended and starts again",
+        "pserver 1 failed with signal SIGKILL; it starts again, and all roles go back to step 20 "
+        "(restart 1 of 3)",
+    ]
+    assert [len(set(seen.pids[role])) for role in ROLES] == [1, 2, 1, 1]
+
+
+def test_a_reported_role_may_print_its_error(
+    script: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restarts, "PATIENCE", PATIENCE)
+    command = script("""
+        enter()
+        cut(10, 20)
+        wait(lambda: all_in(0))
+        if name == "trainer 0":
+            epochs.report_lost(0, "trainer 1", "the connection ended")
+        if name == "trainer 1":
+            wait(lambda: epochs.lost(0))
+            sys.exit("ValueError: this is why")
+        forever()
+    """)
+    with pytest.raises(LaunchError, match="^trainer 1 failed .*\nValueError: this is why$"):
+        launch(command, restarts=3, **JOB)
+    assert not Output(capsys).said
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_a_report_ends_the_job_if_no_restart_can_follow(
+    has_ended: bool, script: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that reports would wait for it."""
+    monkeypatch.setattr(restarts, "PATIENCE", 0.1)
+    command = script(f"""
+        if enter() == 0:
+            cut(10, 20)
+            wait(lambda: all_in(0))
+            if name == "trainer 0":
+                die()
+            enter(1)
+        wait(lambda: all_in(1))
+        if name == "trainer 0":
+            epochs.report_lost(1, "trainer 1", "the connection ended")
+        if name == "trainer 1" and {has_ended}:
+            sys.exit()
+        forever()
+    """)
+    with pytest.raises(LaunchError) as e:
+        launch(command, restarts=1 + has_ended, **JOB)
+    assert str(e.value) == (
+        "trainer 0 has lost trainer 1, and all roles were ended; the reason was:\n"
+        "the connection ended"
+    )
+    assert e.value.role == "trainer 1"
+
+
+# -- the launcher itself ---------------------------------------------------------------------------
+
+
+def test_a_killed_launcher_is_started_again(
+    script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = script("""
+        print("run", epochs.run)
+        if enter() == 0:
+            cut(10, 20)
+            forever()
+        finish(1)
+    """)
+    cuts = tmp_path / "cuts"
+    options = ["--restarts", "1", "--cuts", str(cuts), "--trainers", "2", "--pservers", "2"]
+    first = subprocess.Popen(
+        [sys.executable, "-m", "dtrans", "launch", *options, *command[1:]],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    with first:
+        folder = EpochFolder(cuts)
+        servers = [name for name in ROLES if "pserver" in name]
+        until(lambda: folder.newest_cut(servers) == 20 and len(folder.marks()) == 4, "a cut")
+        with pytest.raises(ConfigError, match="cuts='.*cuts' is the folder of a job that runs"):
+            launch(command, restarts=1, cuts=cuts, **JOB)
+        first.send_signal(signal.SIGKILL)
+        assert first.stdout is not None
+        # standard output ends when the last role has ended
+        runs = {line.split()[-1] for line in first.stdout if "] run " in line}
+
+    launch(command, restarts=1, cuts=cuts, **JOB)
+    out = capsys.readouterr()
+    assert f"[launcher] the job of {cuts} continues at step 20\n" in out.err
+    again = {line.split()[-1] for line in out.out.splitlines() if "] run " in line}
+    assert runs == again == {folder.run}
+    assert folder.current() == Epoch(1, 20)
+    assert (
+        sorted(line.split()[2:5] for line in out.out.splitlines() if "enters" in line)
+        == [["enters", "1", "20"]] * 4
+    )
+
+    with pytest.raises(ConfigError, match="has the cuts of a job with pserver 1, but this job has"):
+        launch(command, restarts=1, cuts=cuts, trainers=2, pservers=1)
+
+
+def test_the_folder_of_cuts_is_temporary(
+    script: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DTRANS_CUTS", "/of/another/launch")
+    found = "print(os.environ.get('DTRANS_CUTS'), bool(epochs) and os.path.isdir(epochs.path))"
+    launch(script(found), restarts=1, **JOB)
+    ((path, exists),) = {tuple(x.split()[2:]) for x in capsys.readouterr().out.splitlines()}
+    assert exists == "True" and not os.path.exists(path)
+    launch(script(found), **JOB)
+    assert {x.split()[2] for x in capsys.readouterr().out.splitlines()} == {"None"}
+
+
+class ElsewhereSite(Site):
+    is_this_host = False
+
+
+def test_cuts_are_for_servers_on_this_host(
+    tmp_path: Path, script: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    for options, message in [
+        ({}, "cuts='x' needs restarts, .* write restarts=3, or leave cuts out"),
+        ({"restarts": 1, "mode": "nccl2"}, "cuts='x': mode='nccl2' has no parameter servers"),
+        ({"restarts": 1, "site": ElsewhereSite()}, "cuts='x': roles on other hosts do not share"),
+        ({"restarts": 1, "cuts": tmp_path / "file"}, "cuts='.*file' cannot be created: "),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            launch(["true"], **{"cuts": "x", **options})
+
+    # where there are none, roles get no folder
+    with contextlib.suppress(LaunchError):
+        launch(script("print(epochs)"), restarts=1, site=ElsewhereSite(), **JOB)
+    assert {x.split()[-1] for x in capsys.readouterr().out.splitlines()} == {"None"}
