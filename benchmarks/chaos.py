@@ -6,7 +6,8 @@
 
 A round is a job under `dtrans launch --restarts`. At a random moment one process, a role or the
 launcher, gets SIGKILL, or SIGSTOP and later SIGCONT. A launcher that was killed is started again by
-the same command. Then the parameters and the optimizer state of the last checkpoint are compared
+the same command. With parameter servers, the job writes cuts, and only a lost process is started
+again. Then the parameters and the optimizer state of the last checkpoint are compared
 with those of an undisturbed job, bit for bit.
 
 Goodput is the share of time that trains: the steps of the job, times the seconds of a step in an
@@ -38,10 +39,10 @@ import typer
 import dtrans
 
 
-EVERY = 20  # steps between two checkpoints
+EVERY = 20  # steps between two checkpoints, or cuts
 LIMIT = 300.0  # seconds that a job may take
 LAUNCHER = "launcher"
-RESTARTED = "all roles start again"
+RESTARTED = re.compile("all roles start again|it starts again")
 
 
 # -- a role of a job -------------------------------------------------------------------------------
@@ -79,24 +80,40 @@ def work(mode: str, steps: int) -> None:
         plan = dtrans.nccl2(main, startup, trainers=role.trainers)
     else:
         plan = dtrans.pserver(main, startup, pservers=role.pservers, trainers=role.trainers)
-    path = dtrans.checkpoint.latest("ckpt")
     with plan.on_cluster() as job:
-        if path is not None and (role.is_pserver or cluster is not None):
-            state = dtrans.checkpoint.restore(path, job)
-        else:
-            state = job.init(jax.random.key(0))
-        if role.is_pserver:
-            job.serve(state, checkpoints="ckpt")
+        if cluster is not None:
+            train_from_checkpoints(job, role, steps)
             return
-        for step in range(int(path.name) if path else 0, steps):
-            state, value = job.step(state, *job.shard_batch(*batch(step)))
+        state = job.init(jax.random.key(0))
+        if role.is_pserver:
+            job.serve(state, checkpoints="ckpt", cuts=EVERY)
+            return
+        shards = lambda step: job.shard_batch(*batch(step))
+        for _, value in job.steps(state, shards, stop=steps):
             jax.block_until_ready(value)
-            if role.trainer_id == 0:
-                Path("step").write_text(str(step + 1))
-            if (step + 1) % EVERY == 0 and cluster is not None:
-                dtrans.checkpoint.save(f"ckpt/{step + 1}", job, state)
-            elif (step + 1) % EVERY == 0:
-                job.save(str(step + 1))
+            tell_step(role, job.step_count)
+        job.save(str(steps))
+
+
+def train_from_checkpoints(job, role, steps: int) -> None:
+    """Train with collectives, from the newest checkpoint."""
+    path, first = dtrans.checkpoint.latest("ckpt"), 0
+    if path is None:
+        state = job.init(jax.random.key(0))
+    else:
+        state, first = dtrans.checkpoint.restore(path, job), int(path.name)
+    for step in range(first, steps):
+        state, value = job.step(state, *job.shard_batch(*batch(step)))
+        jax.block_until_ready(value)
+        tell_step(role, step + 1)
+        if (step + 1) % EVERY == 0:
+            dtrans.checkpoint.save(f"ckpt/{step + 1}", job, state)
+
+
+def tell_step(role, step: int) -> None:
+    """Write the number of steps that trainer 0 has taken."""
+    if role.trainer_id == 0:
+        Path("step").write_text(str(step))
 
 
 # -- a job -----------------------------------------------------------------------------------------
@@ -107,7 +124,9 @@ class Job:
 
     def __init__(self, mode: str, steps: int, folder: Path, restarts: int) -> None:
         self.folder = folder
-        kinds = ["--mode", "nccl2"] if mode == "nccl2" else ["--pservers", "2"]
+        kinds = ["--pservers", "2", "--cuts", "cuts"]
+        if mode == "nccl2":
+            kinds = ["--mode", "nccl2"]
         script = [__file__, "--work", mode, "--steps", str(steps)]
         options = ["--restarts", str(restarts), "--trainers", "2", *kinds]
         self._command = [sys.executable, "-m", "dtrans", "launch", *options, *script]
@@ -237,7 +256,7 @@ def run_round(mode: str, steps: int, found: Round, expected: list[bytes]) -> Rou
         try:
             strike(job, found)
             code = job.wait()
-            found.restarts = job.text.count(RESTARTED)
+            found.restarts = len(RESTARTED.findall(job.text))
             if code:
                 errors = re.findall(r"dtrans\.\S*Error.*|^\S*Error.*", job.text, re.M)
                 found.wrong = found.wrong or f"exit code {code}: {(errors or [''])[-1][:300]}"
@@ -254,7 +273,7 @@ def run_round(mode: str, steps: int, found: Round, expected: list[bytes]) -> Rou
 def undisturbed(mode: str, steps: int) -> tuple[list[bytes], float, float]:
     """The result of a job, its seconds, and the seconds of a step."""
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
-        job = Job(mode, steps, Path(folder), restarts=0)
+        job = Job(mode, steps, Path(folder), restarts=1)
         try:
             while not job.step and job.launcher.poll() is None:
                 time.sleep(0.01)
