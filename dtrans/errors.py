@@ -149,7 +149,7 @@ class Rewound(DtransError):
         super().__init__(
             f"a process was lost, and all roles went back to step {step}; use "
             "job.steps(state, batch_of_step, stop=steps), which repeats the steps, or catch "
-            "dtrans.Rewound and continue from its state"
+            "dtrans.errors.Rewound and continue from its state"
         )
         self.step, self.state, self.epoch = step, state, epoch
 
