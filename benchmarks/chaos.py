@@ -10,6 +10,8 @@ the same command. With parameter servers, the job writes cuts, and only a lost p
 again. Then the parameters and the optimizer state of the last checkpoint are compared
 with those of an undisturbed job, bit for bit.
 
+With `--every`, it also prints the seconds from a kill to the next step of trainer 0.
+
 Goodput is the share of time that trains: the steps of the job, times the seconds of a step in an
 undisturbed job, divided by the seconds of the job.
 
@@ -171,6 +173,15 @@ class Job:
         path = self.folder / "step"
         return int(path.read_text() or 0) if path.exists() else 0
 
+    def wait_for_step(self) -> float:
+        """Wait until trainer 0 completes a step; the seconds."""
+        begun, path = time.time(), self.folder / "step"
+        while time.time() < begun + LIMIT and self.launcher.poll() is None:
+            if path.exists() and path.stat().st_mtime > begun:
+                break
+            time.sleep(0.01)
+        return time.time() - begun
+
     def wait(self) -> int:
         """Wait for the launcher; its exit code."""
         return self.launcher.wait(LIMIT)
@@ -307,6 +318,7 @@ def goodput(mode: str, every: float, seconds: float, seed: int) -> None:
     """Kill a role of one job again and again, and print its goodput."""
     _, _, of_step = undisturbed(mode, 400)
     draw, kills = random.Random(seed), 0
+    pauses = []  # seconds from a kill to the next step
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
         job = Job(mode, 10**9, Path(folder), restarts=10**6)
         try:
@@ -316,10 +328,16 @@ def goodput(mode: str, every: float, seconds: float, seed: int) -> None:
                 if pid is not None and job.seconds < seconds:
                     os.kill(pid, signal.SIGKILL)
                     kills += 1
+                    pauses.append(job.wait_for_step())
             share = job.step * of_step / job.seconds
             print(
                 f"{kills} kills in {job.seconds:.0f} s, {job.step} steps of {of_step * 1e3:.2f} "
                 f"ms: goodput {share:.1%} (load {os.getloadavg()[0]:.1f})"
+            )
+            again = job.text.count("it starts again")
+            print(
+                f"{again} restarts in place; from a kill to the next step: median "
+                f"{np.median(pauses):.1f} s, longest {max(pauses):.1f} s"
             )
         finally:
             job.close()
