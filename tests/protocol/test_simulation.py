@@ -39,7 +39,7 @@ from dtrans.protocol.trainer.traffic import Traffic
 from dtrans.protocol.trainer.trainer_line import TrainerLine
 from dtrans.protocol.transport import RETRY
 from tools.simulate.__main__ import app
-from tools.simulate.case import Case, Event, Guest, Request, drawn
+from tools.simulate.case import Case, Event, Guest, Request, drawn, drawn_with_cuts
 from tools.simulate.updates import InNumpy
 from tools.simulate.verdict import Verdict, reduced, simulated, smaller, verdicts
 
@@ -60,9 +60,27 @@ def test_two_hundred_thousand_schedules_hold(part: int) -> None:
     assert not wrong, "\n\n".join(str(smaller(v)) for v in wrong[:3])
 
 
-def test_a_seed_says_all() -> None:
+@pytest.mark.plan
+def test_five_hundred_schedules_with_cuts_hold() -> None:
+    """Each day has others of those that run by night."""
+    start = layers.today().toordinal() % 200 * 500
+    wrong = [v for v in verdicts(range(start, start + 500), drawn_with_cuts) if v.faults]
+    assert not wrong, "\n\n".join(str(smaller(v)) for v in wrong[:3])
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("part", range(20))
+def test_a_hundred_thousand_schedules_with_cuts_hold(part: int) -> None:
+    seeds = range(part * 5_000, (part + 1) * 5_000)
+    wrong = [v for v in verdicts(seeds, drawn_with_cuts) if v.faults]
+    assert not wrong, "\n\n".join(str(smaller(v)) for v in wrong[:3])
+
+
+@pytest.mark.parametrize("draw", [drawn, drawn_with_cuts])
+def test_a_seed_says_all(draw: Callable[[int], Case]) -> None:
     for seed in range(40):
-        assert simulated(drawn(seed)) == simulated(drawn(seed))
+        assert simulated(draw(seed)) == simulated(draw(seed))
 
 
 def test_cases_are_of_all_kinds() -> None:
@@ -117,6 +135,32 @@ def test_cases_are_of_all_kinds() -> None:
     ends = [how.split(":")[0] for v in found for how in v.ends.values()]
     assert {"well", "killed", "PeerError", "DeadlineError"} <= set(ends)
     assert 0.3 < sum(how == "well" for how in ends) / len(ends) < 0.9
+
+
+def test_cases_with_cuts_are_of_all_kinds() -> None:
+    assert any(drawn(seed).cuts for seed in range(40))
+    found = list(verdicts(range(300), drawn_with_cuts))
+    cases = [v.case for v in found]
+    assert {c.mode for c in cases} == {"sync", "exchange"}
+    assert {c.trainers for c in cases} == {len(c.servers) for c in cases} == {1, 2, 3}
+    assert {c.cuts for c in cases} == {1, 2, 3, 4}
+    assert {c.rounds for c in cases} == {0, 1, 2}
+    assert {c.moves for c in cases} == {False, True}
+    assert {len(set(c.steps)) > 1 for c in cases} == {False, True}  # uneven steps
+    assert {0 in c.steps for c in cases} == {False, True}
+    assert {e.kind for c in cases for e in c.events} == {"crash", "stop", "pause", "cut"}
+    killed = [[e for e in c.events if e.kind == "crash"] for c in cases]
+    assert {e.who.split()[0] for of in killed for e in of} == {"trainer", "pserver"}
+    # two processes are lost before the second one can be replaced
+    pairs = [(a, b) for of in killed for a in of for b in of if a.who < b.who]
+    assert any(abs(a.time - b.time) < 0.1 for a, b in pairs)
+    assert any(0.1 < abs(a.time - b.time) < 1.0 for a, b in pairs)
+    events = [(e, c) for c in cases for e in c.events]
+    assert any(e.kind == "stop" and e.seconds > c.patience for e, c in events)
+    assert any(e.kind == "cut" and e.seconds > RETRY for e, c in events)
+    assert any(len(c.events) > 4 for c in cases)  # many short breaks
+    assert {way for v in found for way in v.restarts} == {"in place", "all"}
+    assert {len(v.restarts) for v in found} >= {0, 1, 2, 3}
 
 
 PLAIN = Case(seed=0, mode="sync", steps=(2, 2), servers=((3,), (4, 1)))

@@ -381,6 +381,48 @@ def _with_cuts(r: Random, case: Case) -> Case:
     """Turn some synchronous cases into jobs with cuts, whose roles are lost and start again."""
     if not case.sync_mode or r.random() < 0.6:
         return case
+    return _job_with_cuts(r, case)
+
+
+def drawn_with_cuts(seed: int) -> Case:
+    """Return the random case of a seed: a job with cuts.
+
+    Example:
+      >>> from tools.simulate.case import drawn_with_cuts
+      >>> drawn_with_cuts(7) == drawn_with_cuts(7), drawn_with_cuts(7).cuts > 0
+      (True, True)
+    """
+    r = Random(f"cuts {seed}")
+    mode = r.choice(["sync", "sync", "exchange"])
+    servers = tuple(_draw_sizes(r) for _ in range(r.randint(1, 3)))
+    case = Case(
+        seed,
+        "sync" if len(servers) == 1 else mode,
+        (1,) * r.randint(1, 3),
+        servers,
+        moves=r.random() < 0.3,
+        delay=10 ** r.uniform(-4, -1.5),
+        message_bytes=r.choice([8, 16, wire.MESSAGE_BYTES]),
+        patience=r.choice([3.5, 30.0]),
+    )
+    if case.mode == "sync":
+        case = dataclasses.replace(case, rounds=r.choice([0, 0, 1, 2]))
+    return _with_short_breaks(r, _with_second_death(r, _job_with_cuts(r, case)))
+
+
+def _with_second_death(r: Random, case: Case) -> Case:
+    """Add, with some probability, a death soon after an event, while roles go back to a cut."""
+    if not case.events or r.random() < 0.6:
+        return case
+    roles = [f"trainer {k}" for k in range(case.trainers)]
+    roles += [f"pserver {ep}" for ep in case.endpoints]
+    time = case.events[0].time + 10 ** r.uniform(-3, 0.7)
+    death = Event("crash", time, r.choice(roles))
+    return dataclasses.replace(case, events=(*case.events, death))
+
+
+def _job_with_cuts(r: Random, case: Case) -> Case:
+    """Turn a synchronous case into a job with cuts."""
     steps = (r.randint(1, 12),) * case.trainers
     if r.random() < 0.15:
         steps = tuple(r.randint(0, 12) for _ in range(case.trainers))

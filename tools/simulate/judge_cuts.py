@@ -4,7 +4,7 @@
 - All parameters that any process of a trainer received equal those of one device after the same
   step, bit for bit, in every epoch.
 - A trainer skips no step: after parameters of step s come those of step s + 1, or of a cut.
-- A loss repeats at most the steps since the last cut that was written.
+- A loss repeats at most two intervals of cuts and one step.
 - At the end, servers have the state of one device.
 """
 
@@ -28,6 +28,11 @@ from tools.simulate.updates import round_part
 def faults_of_cuts(case: Case, launcher: SimulatedLauncher) -> Iterator[str]:
     """Yield the promises that a job with cuts violated."""
     expected = values_of(case)
+    for newest, cut in launcher.rewinds:
+        # A server begins a cut when the previous one is written. So the slowest server has made
+        # fewer than two steps of cuts since the last common one, and the others one step more.
+        if newest - cut > 2 * case.cuts + 1:
+            yield f"the job went back from step {newest} to step {cut}"
     for process in launcher.processes:
         yield from _faults_of_end(process, is_last=launcher.roles[process.name] is process)
         if isinstance(process, SimulatedTrainer):

@@ -22,6 +22,7 @@ from tools.simulate.process import Process
 
 
 NOTICE = 0.05  # typical seconds until the launcher notices an end or reads a report
+WRITE = 0.1  # typical seconds in which a server writes a cut
 START = 0.5  # typical seconds until a process that was started begins to connect
 
 State = Mapping[str, np.ndarray]
@@ -41,6 +42,7 @@ class SimulatedLauncher:
       processes: all processes so far.
       epoch: the current epoch.
       rewinds: for each epoch after the first, (step of the newest server, step of the cut).
+      restarts: for each of these epochs, the started roles: "in place" or "all".
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class SimulatedLauncher:
         self.roles: dict[str, Any] = {}
         self.processes: list[Any] = []
         self.rewinds: list[tuple[int, int]] = []
+        self.restarts: list[str] = []
         self._case, self._clock, self._random = case, clock, random
         self._new_role = new_role
         self._entered: dict[str, int] = {}
@@ -89,15 +92,21 @@ class SimulatedLauncher:
         """Note the number of updates of a server."""
         self._newest = max(self._newest, step)
 
-    def write_cut(self, server: Process, endpoint: str, step: int, state: State) -> None:
-        """Write a server's piece of a cut, which takes some time."""
+    def write_cut(self, server: Process, endpoint: str, step: int, state: State) -> float:
+        """Write a server's piece of a cut, which takes some time.
+
+        Returns:
+          The time at which the piece is written.
+        """
         copy, epoch = {n: x.copy() for n, x in state.items()}, self.epoch.number
 
         def end() -> None:
             if not server.killed and self.epoch.number == epoch:
                 self._cuts[endpoint][step] = copy
 
-        self._clock.at(self._clock.now + self._random.expovariate(1.0) * 0.1, end)
+        time = server.now + self._random.expovariate(1.0) * WRITE
+        self._clock.at(time, end)
+        return time
 
     def cut(self, endpoint: str, step: int) -> State:
         """Return a server's piece of a cut."""
@@ -133,13 +142,14 @@ class SimulatedLauncher:
         if not can_go_back or cut is None:
             self._start_all()
             return
-        self._grant(cut)
+        self._grant(cut, "in place")
         self._entered.pop(name, None)
+        self._left.discard(name)
         self._start_later(name)
 
     def _start_all(self) -> None:
         """End all roles, and start all of them in a new epoch."""
-        self._grant(self._newest_cut())
+        self._grant(self._newest_cut(), "all")
         for name, role in list(self.roles.items()):
             role.when_over = None
             if not role.over:
@@ -156,7 +166,8 @@ class SimulatedLauncher:
     def _newest_cut(self) -> int | None:
         return max(set.intersection(*(set(x) for x in self._cuts.values())), default=None)
 
-    def _grant(self, cut: int | None) -> None:
+    def _grant(self, cut: int | None, restarts: str) -> None:
+        self.restarts.append(restarts)
         self.rewinds.append((self._newest, cut or 0))
         self._newest = cut or 0
         for cuts in self._cuts.values():

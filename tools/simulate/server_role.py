@@ -47,6 +47,7 @@ class SimulatedServer(Process):
         self._transport = SimulatedTransport(network, self)
         self._listener: SimulatedListener | None = None
         self._written: list[str] = []  # checkpoints whose writes have ended
+        self._written_at = 0.0  # time at which the last cut is written
         self._begin_epoch(Epoch())
 
     def _begin_epoch(self, epoch: Epoch) -> None:
@@ -116,8 +117,11 @@ class SimulatedServer(Process):
                 self._write_cut(step)
 
     def _write_cut(self, step: int) -> None:
+        """Begin to write a cut after the previous one, as `StateWriter.begin_cut` does."""
         assert self._launcher is not None
-        self._launcher.write_cut(self, self.endpoint, step, self.update.state)
+        self.spend(max(0.0, self._written_at - self.now))
+        state = self.update.state
+        self._written_at = self._launcher.write_cut(self, self.endpoint, step, state)
 
     def _write(self, name: str, seconds: float) -> None:
         """Schedule the end of a checkpoint's write after some seconds."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from dtrans.protocol import wire
 from dtrans.protocol.server import trainer_registry
@@ -27,6 +27,7 @@ class Verdict:
       ends: name of each process to a description of its end.
       seconds: virtual time at which the last role ended.
       left_at: name of a connection to the time at which its trainer sent `complete` on it.
+      restarts: in a job with cuts, `SimulatedLauncher.restarts`.
     """
 
     case: Case
@@ -34,6 +35,7 @@ class Verdict:
     ends: dict[str, str]
     seconds: float
     left_at: dict[str, float]
+    restarts: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         ends = "".join(f"\n  {name}: {how}" for name, how in self.ends.items())
@@ -71,7 +73,8 @@ def _simulated(case: Case) -> Verdict:
     ends = {x.name: _end(x) for x in job.processes if x.begun or x.killed}
     if job.launcher is not None:
         ends = {f"{x.name} ({i})": _end(x) for i, x in enumerate(job.launcher.processes)}
-        return Verdict(case, (*faults_of_cuts(case, job.launcher),), ends, job.clock.now, {})
+        of_cuts, restarts = tuple(faults_of_cuts(case, job.launcher)), job.launcher.restarts
+        return Verdict(case, of_cuts, ends, job.clock.now, {}, (*restarts,))
     left_at = {name: at for t in job.trainers for name, at in t.left_at.items()}
     found = [
         *faults(case, _judged_servers(job), job.trainers, job.guests),
@@ -127,10 +130,15 @@ def _end(role: Process) -> str:
     return "well" if role.error is None else f"{type(role.error).__name__}: {role.error}"
 
 
-def verdicts(seeds: range) -> Iterator[Verdict]:
-    """Yield the verdict on the case of each seed."""
+def verdicts(seeds: range, draw: Callable[[int], Case] = drawn) -> Iterator[Verdict]:
+    """Yield the verdict on the case of each seed.
+
+    Args:
+      seeds: the seeds.
+      draw: returns the case of a seed.
+    """
     for seed in seeds:
-        yield simulated(drawn(seed))
+        yield simulated(draw(seed))
 
 
 def smaller(verdict: Verdict) -> Verdict:

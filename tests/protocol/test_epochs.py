@@ -1,0 +1,680 @@
+"""Epochs and cuts, one part at a time: gates, members, server loops, the folder, and `job.steps`.
+
+`test_simulation` runs them together.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import optax
+import pytest
+import table_jobs
+from helpers import mlp_batch, mlp_loss, mlp_params
+
+import dtrans
+from dtrans.checkpoint import api as checkpoint
+from dtrans.checkpoint.runs import Mark
+from dtrans.errors import ConfigError, LostPeerError, PeerError, Rewound, StateError, WireError
+from dtrans.job import Job
+from dtrans.parameter_server.plan import PServerPlan
+from dtrans.protocol import wire
+from dtrans.protocol.epochs import Epoch, NewEpoch
+from dtrans.protocol.refusals import Refusals
+from dtrans.protocol.server.epoch_gate import EpochGate
+from dtrans.protocol.server.server_loop import ServerLoop
+from dtrans.protocol.server.serving import Serving
+from dtrans.protocol.server.sync_server import SyncServer
+from dtrans.protocol.server.trainer_registry import TrainerRegistry, log
+from dtrans.protocol.trainer.epoch_member import EpochMember
+from dtrans.protocol.transport import Event
+from dtrans.run.net.epoch_folder import VARIABLE, EpochFolder, LostReport, RoleMark
+from dtrans.run.parameter_server.cuts import ServerCuts, check_cuts
+from dtrans.run.parameter_server.state_writer import StateWriter
+from tools.simulate.case import Case
+from tools.simulate.updates import SimulatedUpdate, served
+
+
+PLAIN = Case(seed=0, mode="sync", steps=(2, 2), servers=((3,), (4, 1)), cuts=1)
+SERVER = PLAIN.endpoints[0]
+
+
+class Epochs:
+    """A launcher that the test plays."""
+
+    def __init__(self, epoch: Epoch | None = None) -> None:
+        self.epoch = epoch or Epoch()
+        self.entered: list[int] = []
+        self.left = 0
+        self.lost: list[tuple[int, str, str]] = []
+
+    def current(self) -> Epoch:
+        return self.epoch
+
+    def enter(self, epoch: Epoch) -> None:
+        self.entered.append(epoch.number)
+
+    def leave(self) -> None:
+        self.left += 1
+
+    def report_lost(self, epoch: int, role: str, reason: str) -> None:
+        self.lost.append((epoch, role, reason))
+
+
+def hello(k: int = 0, session: str = "a", **fields: Any) -> wire.Message:
+    """Return the greeting of a trainer of `PLAIN`."""
+    counts = {"trainer": k, "trainers": PLAIN.trainers, "session": session}
+    return wire.Message("hello", {**counts, "order": sys.byteorder, **fields})
+
+
+# -- the gate --------------------------------------------------------------------------------------
+
+
+class Gate(EpochGate):
+    """Gate of epoch 2, with the messages that it sent."""
+
+    def __init__(self) -> None:
+        self.said: list[tuple[bytes, str, dict[str, Any]]] = []
+        super().__init__(2, self._note)
+
+    def _note(self, to: bytes, op: str, /, blocks: Any = (), **fields: Any) -> None:
+        self.said.append((to, op, fields))
+
+
+def test_a_gate_admits_greetings_of_its_epoch_and_of_new_processes() -> None:
+    gate = Gate()
+    peer = wire.Message("peer", {"endpoint": "127.0.0.1:2", "epoch": 2})
+    for message in (hello(epoch=2), hello(epoch=0), hello(), hello(epoch=2, back=True), peer):
+        assert gate.admits(b"0", message, is_known=False)
+    assert gate.said == [] and gate.early == {}
+
+
+def test_a_gate_drops_messages_of_senders_that_have_not_greeted() -> None:
+    gate = Gate()
+    for op in ("send", "send_barrier", "recv", "partials", "complete", "goodbye", "abort"):
+        assert not gate.admits(b"0", wire.Message(op, {"step": 0}), is_known=False)
+        assert gate.admits(b"0", wire.Message(op, {"step": 0}), is_known=True)
+    assert gate.said == [] and gate.early == {}
+
+
+def test_a_gate_stores_greetings_of_later_epochs() -> None:
+    gate = Gate()
+    peer = wire.Message("peer", {"endpoint": "127.0.0.1:2", "epoch": 4})
+    for address, message in ((b"0", hello(epoch=3)), (b"1", hello(1, epoch=3)), (b"2", peer)):
+        assert not gate.admits(address, message, is_known=False)
+    assert gate.early == {b"0": hello(epoch=3), b"1": hello(1, epoch=3), b"2": peer}
+    assert [(to, op) for to, op, _ in gate.said] == [(x, "waiting") for x in (b"0", b"1", b"2")]
+
+
+def test_a_later_greeting_of_an_address_takes_the_place_of_the_first() -> None:
+    gate = Gate()
+    for epoch in (3, 4):
+        assert not gate.admits(b"0", hello(epoch=epoch), is_known=False)
+    assert gate.early == {b"0": hello(epoch=4)}
+
+
+def test_a_stored_greeting_is_forgotten_with_its_connection() -> None:
+    gate = Gate()
+    for address in (b"0", b"1"):
+        assert not gate.admits(address, hello(epoch=3), is_known=False)
+    gate.lose(b"0")
+    gate.lose(b"unknown")
+    assert list(gate.early) == [b"1"]
+
+
+def test_a_gate_sends_processes_of_an_earlier_epoch_to_its_own() -> None:
+    gate = Gate()
+    assert not gate.admits(b"0", hello(epoch=1, back=True), is_known=False)
+    assert gate.said == [(b"0", "rewind", {"epoch": 2})]
+    # another server learns of the epoch from the launcher
+    peer = wire.Message("peer", {"endpoint": "127.0.0.1:2", "epoch": 1})
+    assert not gate.admits(b"1", peer, is_known=False)
+    assert len(gate.said) == 1 and gate.early == {}
+
+
+# -- trainers --------------------------------------------------------------------------------------
+
+
+def test_a_trainer_enters_the_epoch_of_its_first_server_alone() -> None:
+    epochs = Epochs()
+    member = EpochMember(epochs)
+    for _ in PLAIN.endpoints:
+        member.enter(3)
+    assert (member.number, epochs.entered) == (3, [3])
+
+
+@pytest.mark.parametrize("numbers", [(3, 4), (4, 3)])
+def test_a_trainer_between_two_epochs_connects_again_for_the_newer(
+    numbers: tuple[int, int],
+) -> None:
+    member = EpochMember(Epochs())
+    member.enter(numbers[0])
+    with pytest.raises(NewEpoch) as e:
+        member.enter(numbers[1])
+    assert e.value.number == 4
+
+
+def test_a_trainer_reports_a_lost_server_and_waits_for_the_next_epoch() -> None:
+    epochs, lost = Epochs(), LostPeerError("it went away", "pserver 127.0.0.1:1")
+    member = EpochMember(epochs)
+    assert member.lost(lost) is lost  # it takes no part in an epoch yet
+    member.enter(3)
+    found = member.lost(lost)
+    assert isinstance(found, NewEpoch) and found.number == 4
+    assert epochs.lost == [(3, "pserver 127.0.0.1:1", "it went away")]
+    member.leave()
+    assert epochs.left == 1
+
+
+@pytest.mark.parametrize(("epochs", "number"), [(None, 3), (Epochs(), None)])
+def test_a_trainer_without_a_launcher_or_cuts_is_in_no_epoch(
+    epochs: Epochs | None, number: int | None
+) -> None:
+    member, lost = EpochMember(epochs), LostPeerError("it went away", "pserver 127.0.0.1:1")
+    member.enter(number)
+    assert member.number is None and member.lost(lost) is lost
+    member.leave()
+    assert epochs is None or (epochs.entered, epochs.left, epochs.lost) == ([], 0, [])
+
+
+def test_a_greeting_of_a_later_epoch_takes_the_place_of_the_earlier() -> None:
+    """Of the same trainer process, and of a new one."""
+    trainers = TrainerRegistry(served(PLAIN, SERVER), deadline=10.0)
+    for epoch, address, session in ((1, b"1", "a"), (2, b"2", "a"), (3, b"3", "b")):
+        assert trainers.hello(address, hello(epoch=epoch, session=session), None) == ""
+        assert trainers.by_address == {address: 0}
+        known = trainers.known[0]
+        assert (known.session, known.address, known.epoch) == (session, address, epoch)
+        assert known.messages.received == 0
+
+
+@pytest.mark.parametrize("epoch", [0, 1, 2])
+def test_a_greeting_of_an_earlier_epoch_cannot_take_the_place_back(epoch: int) -> None:
+    trainers = TrainerRegistry(served(PLAIN, SERVER), deadline=10.0)
+    trainers.hello(b"new", hello(epoch=2, session="new"), None)
+    with pytest.raises(WireError, match="another process is already connected as trainer 0"):
+        trainers.hello(b"old", hello(epoch=epoch, session="old"), None)
+    assert trainers.by_address == {b"new": 0} and trainers.known[0].session == "new"
+
+
+# -- the loop of a server --------------------------------------------------------------------------
+
+
+class Network:
+    """A transport whose clock and events the test sets, and its listener."""
+
+    endpoint, local, silent = SERVER, "", 0
+
+    def __init__(self) -> None:
+        self.time = 0.0
+        self.events: list[Event] = []
+        self.said: list[tuple[bytes, wire.Message]] = []
+
+    def now(self) -> float:
+        return self.time
+
+    def poll(self, until: float) -> Iterator[Event]:
+        events, self.events = self.events, []
+        yield from events
+
+    def send(self, address: bytes, frames: Sequence[Any]) -> None:
+        self.said.append((address, wire.parse([bytes(x) for x in frames])))
+
+    def take(self, address: bytes, message: wire.Message) -> None:
+        """Let a message come with the next poll."""
+        frames = [wire.header(message.op, **message.fields)]
+        self.events.append(Event("message", self, frames, address))
+
+    def lose(self, address: bytes) -> None:
+        """Let the end of a connection come with the next poll."""
+        self.events.append(Event("lost", self, address=address))
+
+
+class Server:
+    """Server of `PLAIN`, with its loop."""
+
+    def __init__(
+        self,
+        epochs: Epochs | None,
+        *,
+        network: Network | None = None,
+        early: Mapping[bytes, wire.Message] = {},
+    ) -> None:
+        self.network: Any = network or Network()
+        blocks = served(PLAIN, SERVER)
+        trainers = TrainerRegistry(blocks, deadline=10.0, retry=1.0)
+        self.loop = ServerLoop(self.network, trainers, retry=1.0, epochs=epochs)
+        update, say = SimulatedUpdate(blocks, lambda: None), self.loop.say
+        number = 0 if epochs is None else epochs.epoch.number
+        kind = SyncServer(blocks, update, trainers, say, step=5, epoch=number)
+        self.serving = Serving(kind, trainers, say, Refusals(log))
+        if epochs is not None:
+            self.serving.gate = EpochGate(number, say)
+        self.loop.begin(self.serving, self.network, early)
+
+    def step(self, time: float) -> None:
+        self.network.time = time
+        self.loop.step()
+
+    def said(self) -> list[tuple[bytes, str]]:
+        """Return the new messages, without those that let trainers wait."""
+        said, self.network.said = self.network.said, []
+        return [(address, x.op) for address, x in said if x.op != "waiting"]
+
+
+def greeted(epochs: Epochs | None) -> Server:
+    """Return a server that both trainers have greeted."""
+    server = Server(epochs)
+    for k in range(2):
+        server.network.take(b"%d" % k, hello(k, f"session {k}"))
+        server.step(0.01)
+    assert server.said() == [(b"0", "welcome"), (b"1", "welcome")]
+    return server
+
+
+def test_a_loop_looks_for_a_new_epoch_each_tenth_of_a_second() -> None:
+    epochs = Epochs()
+    server = greeted(epochs)
+    assert server.loop.wakes == pytest.approx(0.1)
+    epochs.epoch = Epoch(1, 5)
+    server.step(0.09)
+    with pytest.raises(NewEpoch) as e:
+        server.step(0.11)
+    assert e.value.number == 1
+    assert server.said() == [(b"0", "rewind"), (b"1", "rewind")]
+
+
+def test_a_welcome_names_the_epoch_and_its_step() -> None:
+    server = Server(Epochs(Epoch(4, 5)))
+    server.network.take(b"0", hello(epoch=3))
+    server.step(0.01)
+    ((_, welcome),) = server.network.said
+    assert (welcome.op, welcome["epoch"], welcome["step"]) == ("welcome", 4, 5)
+    alone = Server(None)
+    alone.network.take(b"0", hello())
+    alone.step(0.01)
+    ((_, welcome),) = alone.network.said
+    assert "epoch" not in welcome.fields
+
+
+def test_a_loop_reports_a_lost_trainer_once_and_waits_for_the_next_epoch() -> None:
+    epochs = Epochs()
+    server = greeted(epochs)
+    server.network.lose(b"1")
+    for time in (0.5, 1.0, 2.0, 3.0, 9.0):
+        server.step(time)
+    ((number, role, reason),) = epochs.lost
+    assert (number, role) == (0, "trainer 1")
+    assert "the connection of trainer 1" in reason
+    # messages of the others are still handled
+    server.network.take(b"0", wire.Message("recv", {"step": 5, "blocks": [], "number": 1}))
+    server.step(9.5)
+    assert server.said() == [(b"0", "blocks")]
+    epochs.epoch = Epoch(1, 5)
+    with pytest.raises(NewEpoch):
+        server.step(9.7)
+    assert (b"0", "rewind") in server.said()
+
+
+def test_a_loop_ends_if_no_epoch_begins_within_the_deadline() -> None:
+    epochs = Epochs()
+    server = greeted(epochs)
+    server.network.lose(b"1")
+    server.step(0.5)
+    for time in (2.0, 7.0, 11.9):
+        server.step(time)
+    with pytest.raises(LostPeerError, match="the connection of trainer 1") as e:
+        server.step(13.1)
+    assert e.value.role == "trainer 1" and len(epochs.lost) == 1
+
+
+def test_a_loop_without_cuts_ends_at_once() -> None:
+    server = greeted(None)
+    assert server.loop.wakes > 0.9
+    server.network.lose(b"1")
+    server.step(0.5)
+    with pytest.raises(LostPeerError):
+        server.step(2.0)
+
+
+def test_early_greetings_are_answered_in_their_epoch() -> None:
+    """Those of later epochs are stored again."""
+    epochs = Epochs()
+    old = greeted(epochs)
+    old.network.take(b"2", hello(0, "session 0", epoch=1))
+    old.network.take(b"3", hello(1, "new process", epoch=2))
+    old.step(0.05)
+    assert old.said() == [] and old.serving.gate is not None
+    epochs.epoch = Epoch(1, 5)
+    new = Server(epochs, network=old.network, early=old.serving.gate.early)
+    assert new.said() == [(b"2", "welcome")]
+    assert new.serving.gate is not None and list(new.serving.gate.early) == [b"3"]
+    # the connections of the old epoch are not known
+    new.network.take(b"0", wire.Message("recv", {"step": 5, "blocks": [], "number": 1}))
+    new.step(0.06)
+    assert new.said() == [] and list(new.serving.trainers.by_address) == [b"2"]
+    new.network.lose(b"3")
+    new.step(0.07)
+    assert new.serving.gate.early == {}
+
+
+def test_an_early_greeting_may_be_refused() -> None:
+    server = Server(Epochs(Epoch(1, 5)), early={b"0": hello(trainers=3, epoch=1)})
+    assert server.said() == [(b"0", "refuse")]
+
+
+# -- the folder ------------------------------------------------------------------------------------
+
+
+def test_a_folder_that_no_launcher_uses_is_named(tmp_path: Path) -> None:
+    folder = EpochFolder.from_environment("trainer 0", {VARIABLE: str(tmp_path)})
+    assert folder is not None
+    for read in (folder.current, lambda: folder.run):
+        with pytest.raises(ConfigError, match="has no epoch.json; only `dtrans launch --restarts`"):
+            read()
+    assert EpochFolder.from_environment("trainer 0", {}) is None
+    assert EpochFolder.from_environment("trainer 0", {VARIABLE: ""}) is None
+
+
+def test_a_folder_has_complete_files_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A crash leaves the file of before: a reader ignores the new one, which is not renamed."""
+    folder = EpochFolder(tmp_path, "pserver 0")
+    folder.grant(Epoch(1, 5), "a run")
+    folder.enter(Epoch(1, 5))
+    folder.report_lost(1, "trainer 0", "it went away")
+
+    def crash(fd: int) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("os.fsync", crash)
+    for write in (
+        lambda: folder.grant(Epoch(2, 9), "a run"),
+        lambda: folder.note_cut(1, 9),
+        lambda: folder.report_lost(2, "trainer 1", "it went away"),
+    ):
+        with pytest.raises(OSError, match="no space"):
+            write()
+    assert EpochFolder(tmp_path).current() == Epoch(1, 5)
+    assert EpochFolder(tmp_path).marks() == {"pserver 0": RoleMark(1)}
+    assert EpochFolder(tmp_path).lost(1) == [
+        LostReport("pserver 0", 1, "trainer 0", "it went away")
+    ]
+
+
+def test_the_newest_cut_is_common_to_all_servers(tmp_path: Path) -> None:
+    launcher, names = EpochFolder(tmp_path), ["pserver 0", "pserver 1"]
+    servers = [EpochFolder(tmp_path, name) for name in names]
+    assert launcher.newest_cut(names) is None and launcher.newest_cut([]) is None
+    for server in servers:
+        server.enter(Epoch())
+    servers[0].note_cut(0, 10)
+    assert launcher.newest_cut(names) is None and launcher.old_cut(names) == 0
+    for server, step in ((servers[1], 10), (servers[0], 20), (servers[1], 30)):
+        server.note_cut(0, step)
+    assert launcher.newest_cut(names) == 10 and launcher.old_cut(names) == 0
+    servers[1].note_cut(0, 20)
+    assert launcher.newest_cut(names) == 20 and launcher.old_cut(names) == 10
+    assert launcher.marks()["pserver 1"] == RoleMark(0, (10, 20, 30))
+    servers[1].leave()
+    assert launcher.marks()["pserver 1"] == RoleMark(0, (10, 20, 30), left=True)
+
+
+def test_a_server_forgets_cuts_after_that_of_its_epoch(tmp_path: Path) -> None:
+    """Also as a new process, which reads what the old one had written."""
+    names = ["pserver 0"]
+    EpochFolder(tmp_path, "pserver 0").enter(Epoch())
+    before = EpochFolder(tmp_path, "pserver 0")
+    before.enter(Epoch())
+    for step in (10, 20, 30):
+        before.note_cut(0, step)
+    for folder in (before, EpochFolder(tmp_path, "pserver 0")):
+        folder.enter(Epoch(1, 20))
+        assert folder.marks()["pserver 0"] == RoleMark(1, (10, 20))
+    folder = EpochFolder(tmp_path, "pserver 0")
+    folder.enter(Epoch(2))
+    assert folder.newest_cut(names) is None
+
+
+def test_a_cut_of_an_old_epoch_is_not_noted(tmp_path: Path) -> None:
+    folder = EpochFolder(tmp_path, "pserver 0")
+    folder.enter(Epoch(1, 20))
+    for epoch in (0, 2):
+        folder.note_cut(epoch, 30)
+    assert folder.marks()["pserver 0"] == RoleMark(1)
+    folder.note_cut(1, 30)
+    assert folder.marks()["pserver 0"] == RoleMark(1, (30,))
+
+
+def test_a_server_drops_its_cuts_before_a_step(tmp_path: Path) -> None:
+    folder = EpochFolder(tmp_path, "pserver 0")
+    folder.grant(Epoch(), "a run")
+    folder.enter(Epoch())
+    for step in (10, 20, 30):
+        folder.note_cut(0, step)
+    assert folder.drop_cuts(10) == []
+    assert folder.drop_cuts(30) == [10, 20]
+    assert folder.marks()["pserver 0"] == RoleMark(0, (30,))
+
+
+def test_lost_roles_of_other_epochs_are_not_reported(tmp_path: Path) -> None:
+    launcher = EpochFolder(tmp_path)
+    assert launcher.lost(0) == []
+    EpochFolder(tmp_path, "trainer 1").report_lost(1, "pserver 127.0.0.1:1", "it went away")
+    EpochFolder(tmp_path, "trainer 0").report_lost(2, "trainer 1", "it is silent")
+    assert launcher.lost(0) == []
+    assert launcher.lost(2) == [LostReport("trainer 0", 2, "trainer 1", "it is silent")]
+    EpochFolder(tmp_path, "trainer 1").report_lost(2, "trainer 1", "it is silent")
+    assert [x.reporter for x in launcher.lost(2)] == ["trainer 0", "trainer 1"]
+    assert launcher.lost(1) == []
+
+
+# -- cuts of a server ------------------------------------------------------------------------------
+
+
+def planned(**options: Any) -> PServerPlan:
+    params, tx = mlp_params(), optax.sgd(0.5)
+    step = dtrans.make_train_step(mlp_loss, tx)
+    return dtrans.pserver(
+        dtrans.trace(step, params, jax.eval_shape(tx.init, params), *mlp_batch(6)),
+        dtrans.trace(lambda p: (p, tx.init(p)), params),
+        pservers=SERVER,
+        trainers=2,
+        placement=dtrans.BlockPlacement(min_block_size=1),
+        **options,
+    )
+
+
+def test_what_a_cut_cannot_contain_is_named() -> None:
+    check_cuts(planned())
+    with pytest.raises(ConfigError, match="cuts: an asynchronous server has no step that all"):
+        check_cuts(planned(mode=dtrans.Async()))
+    with pytest.raises(ConfigError, match="cuts: with on_trainer_exit='paddle' an update uses"):
+        check_cuts(planned(on_trainer_exit="paddle"))
+
+
+def test_cuts_do_not_contain_tables() -> None:
+    plan = table_jobs.planned(optax.sgd(0.5), table_jobs.LAZY, 2, 1)
+    with pytest.raises(
+        ConfigError, match="cuts: params/emb is a table, and cuts do not contain tables; leave cuts"
+    ):
+        check_cuts(plan)
+
+
+def cuts_of(path: Path) -> ServerCuts:
+    folder = EpochFolder(path, "pserver 0")
+    folder.grant(Epoch(), "a run")
+    cuts = ServerCuts(folder, planned(), SERVER, every=1, first_step=7)
+    assert cuts.begin({"w": 1}) == (Epoch(), 7, {"w": 1})
+    return cuts
+
+
+def test_a_cut_that_cannot_be_written_is_logged_and_the_job_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cuts, full = cuts_of(tmp_path), set()
+
+    def save(path: Path, plan: Any, endpoint: str, state: Any, mark: Mark) -> None:
+        if mark.step in full:
+            raise full_disk[mark.step]
+        path.mkdir()
+
+    full_disk = {8: OSError(28, "No space left on device"), 9: StateError("no folder")}
+    monkeypatch.setattr(checkpoint, "save_serving", save)
+    cuts.write(0, {}, Mark(("a run",), 7))
+    full |= set(full_disk)
+    for step in full_disk:
+        caplog.clear()
+        cuts.write(0, {}, Mark(("a run",), step))
+        (record,) = caplog.records
+        assert f"cannot write the cut of step {step}, so a restart would go back to step 7" in (
+            record.getMessage()
+        )
+    assert cuts.epochs.newest_cut(["pserver 0"]) == 7
+    full.clear()
+    cuts.write(0, {}, Mark(("a run",), 10))
+    assert cuts.epochs.newest_cut(["pserver 0"]) == 10
+
+
+def test_the_two_newest_cuts_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "save_serving", lambda path, *_: path.mkdir())
+    cuts = cuts_of(tmp_path)
+    for step in (7, 8, 9, 10):
+        cuts.write(0, {}, Mark(("a run",), step))
+    assert {x.name for x in tmp_path.iterdir() if x.name.isdecimal()} == {"9", "10"}
+    assert cuts.epochs.marks()["pserver 0"].cuts == (9, 10)
+
+
+def test_a_cut_waits_until_the_one_before_is_written() -> None:
+    written, may_end, has_begun = list[int](), threading.Semaphore(0), threading.Semaphore(0)
+
+    def keep(state: Any, mark: Mark) -> None:
+        has_begun.release()
+        assert may_end.acquire(timeout=60.0)
+        assert mark.step is not None
+        written.append(mark.step)
+        if mark.step == 1:
+            raise ZeroDivisionError("by 0")
+
+    writer = StateWriter(None, wake=lambda: None)
+    writer.begin_cut(keep, {"x": 1}, Mark(step=1))
+    assert has_begun.acquire(timeout=60.0)
+    begun = threading.Thread(target=writer.begin_cut, args=(keep, {"x": 2}, Mark(step=2)))
+    begun.start()
+    begun.join(0.1)
+    assert begun.is_alive() and written == []
+    may_end.release()
+    begun.join(60.0)
+    assert not begun.is_alive() and written == [1]
+    may_end.release()
+    writer.close()
+    assert written == [1, 2]
+    assert list(writer.ended()) == []
+
+
+# -- steps of a job --------------------------------------------------------------------------------
+
+
+class CountingJob(Job):
+    """Job whose state is its number of steps, and which goes back at some of them.
+
+    Args:
+      back: number of a call of `step` to the step to which it goes back.
+      first: the number of steps before the job.
+    """
+
+    def __init__(self, back: Mapping[int, int] = {}, first: int = 0) -> None:
+        self.back, self.calls = dict(back), 0
+        self.made = 0
+        self.first = first
+        self.batches: list[int] = []
+        self.prefetched: list[int] = []
+
+    @property
+    def steps_made(self) -> int:
+        return self.made
+
+    def step(self, state: Any, *batch: Any) -> tuple[Any, ...]:
+        self.calls += 1
+        assert state == self.first + self.made
+        if self.calls in self.back:
+            self.made = self.back[self.calls] - self.first
+            raise Rewound(self.back[self.calls], self.back[self.calls], self.calls)
+        self.batches.append(batch[0])
+        self.made += 1
+        return state + 1, -batch[0]
+
+    def prefetch(self, *batch: Any) -> bool:
+        self.prefetched.append(batch[0])
+        return True
+
+    def check(self, state: Any) -> None: ...
+
+    def init(self, *args: Any) -> Any: ...
+
+    def params(self, state: Any) -> Any: ...
+
+    def opt_state(self, state: Any) -> Any: ...
+
+    def state_of(self, params: Any, opt_state: Any) -> Any: ...
+
+    def lower(self, state: Any, *batch: Any) -> Any: ...
+
+
+def test_a_function_returns_the_batch_of_each_step() -> None:
+    job = CountingJob()
+    assert list(job.steps(0, lambda i: (i,), stop=4)) == [(i + 1, -i) for i in range(4)]
+    assert job.batches == [0, 1, 2, 3] and job.prefetched == [1, 2, 3]
+    # it continues to count
+    assert list(job.steps(4, lambda i: (i,), stop=6)) == [(5, -4), (6, -5)]
+    assert list(job.steps(6, lambda i: (i,), stop=6)) == []
+
+
+def test_steps_count_from_the_start_of_a_job() -> None:
+    job = CountingJob(first=100)
+    assert list(job.steps(100, lambda i: (i,), start=100, stop=103)) == [
+        (101, -100),
+        (102, -101),
+        (103, -102),
+    ]
+
+
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_steps_after_a_cut_are_repeated_with_their_batches(ahead: int) -> None:
+    job = CountingJob({4: 2, 6: 0})
+    found = list(job.steps(0, lambda i: (i,), ahead, stop=5))
+    assert job.batches == [0, 1, 2, 2, 0, 1, 2, 3, 4]
+    assert found == [(i + 1, -i) for i in job.batches]
+
+
+def test_steps_of_an_iterable_cannot_be_repeated() -> None:
+    job = CountingJob({2: 0})
+    found = []
+    with pytest.raises(Rewound, match="all roles went back to step 0; use job.steps") as e:
+        for result in job.steps(0, [(0,), (1,), (2,)]):
+            found.append(result)
+    assert found == [(1, 0)]
+    assert (e.value.step, e.value.state, e.value.epoch) == (0, 0, 2)
+
+
+def test_errors_of_steps_name_the_argument() -> None:
+    job, batch = CountingJob(), lambda i: (i,)
+    with pytest.raises(ConfigError, match=r"needs the number after the last step: job.steps"):
+        job.steps(0, batch)
+    for options in ({"stop": 3}, {"start": 1}, {"start": 1, "stop": 3}):
+        with pytest.raises(ConfigError, match="but batches is list; leave them out"):
+            job.steps(0, [(0,)], **options)
+    for ahead in (0, -1, 1.5):
+        with pytest.raises(ConfigError, match="ahead"):
+            job.steps(0, batch, ahead, stop=3)  # type: ignore[arg-type]
+    assert job.calls == 0
+
+
+def test_a_lost_role_is_a_peer_error_with_its_name() -> None:
+    e = LostPeerError("it went away", "trainer 1")
+    assert isinstance(e, PeerError) and (e.role, str(e)) == ("trainer 1", "it went away")
+    assert LostPeerError("it went away").role == ""
