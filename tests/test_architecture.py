@@ -163,5 +163,5 @@ def test_the_page_is_what_the_code_says(architecture, tmp_path):
         assert page == wanted
         assert (tmp_path / "walks.svg").read_text() == (DOCS / "walks.svg").read_text()
     assert page.split("- **")[0] == wanted.split("- **")[0]
-    passed = [int(count) for count in re.findall(r"(\d+) files pass it on", page)]
+    passed = [int(count) for count in re.findall(r"(\d+) files pass the value on", page)]
     assert len(passed) == 5 and max(passed) <= 15

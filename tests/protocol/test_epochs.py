@@ -595,7 +595,7 @@ class CountingJob(Job):
         self.prefetched: list[int] = []
 
     @property
-    def steps_made(self) -> int:
+    def step_count(self) -> int:
         return self.made
 
     def step(self, state: Any, *batch: Any) -> tuple[Any, ...]:
