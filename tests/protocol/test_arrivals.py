@@ -143,4 +143,4 @@ def test_other_messages_are_dropped(arrivals: Arrivals) -> None:
     Arrivals(lambda _, e: refused.append(e)).hear(
         1, wire.parse([wire.header("abort", reason="I say so")])
     )
-    assert str(refused[0]) == "a `abort` message from process 1, expected `value`"
+    assert str(refused[0]) == "process 1 sent a `abort` message, expected `value`"

@@ -39,7 +39,7 @@ def job(tmp_path: Path) -> Job:
     """All roles are in the first epoch, and the server has a cut."""
     made = Job(tmp_path)
     made.enter(*NAMES)
-    made.folders["pserver 0"].note_cut(10)
+    made.folders["pserver 0"].note_cut(0, 10)
     return made
 
 
@@ -91,7 +91,7 @@ def test_roles_may_leave_when_they_have_gone_back(job: Job) -> None:
 def test_a_loss_without_a_newer_cut_is_noticed(job: Job) -> None:
     assert not job.epochs.note_loss("trainer 1")
     assert not job.epochs.note_loss("trainer 0")
-    job.folders["pserver 0"].note_cut(20)
+    job.folders["pserver 0"].note_cut(0, 20)
     assert not job.epochs.note_loss("trainer 1")
     assert job.epochs.note_loss("trainer 1")
 

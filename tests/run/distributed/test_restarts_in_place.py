@@ -67,7 +67,7 @@ def cut(*steps):
     # write cuts on a server; return when all servers have the last of them
     if kind.lower() == "pserver":
         for step in steps:
-            epochs.note_cut(step)
+            epochs.note_cut(epochs.current().number, step)
     wait(lambda: epochs.newest_cut([f"pserver {{k}}" for k in range(len(servers))]) == steps[-1])
 
 def die():
@@ -125,7 +125,7 @@ IN_PLACE = """
     if enter() == 0:
         cut(10, 20)
         if name == "pserver 0":
-            epochs.note_cut(30)  # the other server does not have this one
+            epochs.note_cut(epochs.current().number, 30)  # the other server does not have this one
         if name == {victim!r}:
             wait(lambda: all_in(0) and 30 in epochs.marks()["pserver 0"].cuts)
             die()
@@ -245,7 +245,7 @@ def test_all_start_again_without_a_common_cut(
     command = script("""
         if enter() == 0:
             if name == "pserver 0":
-                epochs.note_cut(10)
+                epochs.note_cut(epochs.current().number, 10)
             if name == "trainer 1":
                 wait(lambda: all_in(0) and epochs.marks()["pserver 0"].cuts)
                 die()
