@@ -219,6 +219,7 @@ def launch_command(
     from dtrans.hosts.on_hosts import launch_on_hosts
     from dtrans.hosts.ray_launch import launch_on_ray, resources
     from dtrans.run.distributed.launcher import launch
+    from dtrans.run.distributed.restarts import RestartOptions
 
     if emit is not None:
         _emit(context, emit, [*(["-m"] if module else []), script, *(arguments or [])])
@@ -236,8 +237,7 @@ def launch_command(
         "on_trainer_loss": on_trainer_loss,
         "deadline": time_limit,
         "log_dir": log_dir,
-        "restarts": restarts,
-        "cuts": cuts,
+        "restarts": RestartOptions(restarts, cuts) if cuts is not None else restarts,
     }
     check_one_of("--on", on, (None, "ray"))
     if on is None:

@@ -62,9 +62,10 @@ def launch_on_ray(
       DeadlineError: the cluster has no free resources.
       ConfigError: Ray is not installed, or an option has an invalid value.
     """
-    for name in ("restarts", "cuts"):
-        if options.get(name):
-            raise ConfigError(f"{name}={options[name]} is not for jobs on Ray; leave {name} out")
+    if options.get("restarts"):
+        raise ConfigError(
+            f"restarts={options['restarts']} is not for jobs on Ray; leave restarts out"
+        )
     one = {"CPU": 1.0}
     placement = RayPlacement(1, 0, trainers_on, trainer_resources or one, server_resources or one)
     with OnRay(ray_of(address), placement) as site:

@@ -62,6 +62,7 @@ _PARTS = {"loss": (FORWARD, BACKWARD), "update": (OPTIMIZE, LR_SCHED), "exchange
 Signature = tuple[tuple[tuple[int, ...], Any], ...]
 Types = Mapping[str, Any]  # input name -> type
 T = TypeVar("T")
+Specializer = Callable[[Sequence[jax.ShapeDtypeStruct]], "Program"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -76,8 +77,7 @@ class Program(NamedJaxpr):
       roles: one of `ROLES` for each equation.
       guessed: True if roles were guessed from scope names, before a transform analysed the step.
       labels: names of values that are neither inputs nor outputs, e.g. `params/w@GRAD.block0`.
-      ambiguous_outputs: explanation for errors, if outputs can be paired with inputs in several
-        ways; else empty.
+      ambiguous_outputs: text for errors if outputs match inputs in several ways; else empty.
       numbers: outputs that the traced function returned as Python numbers.
       frozen_constants: name of a constant state array -> the number in all its entries.
       takes_one_state: True if the step has one state argument (`dtrans.step.one_state`).
@@ -99,9 +99,7 @@ class Program(NamedJaxpr):
     out: TreeSpec
     roles: tuple[str, ...]
     labels: Mapping[Var, str] = dataclasses.field(default_factory=dict, repr=False)
-    specializer: Callable[[Sequence[jax.ShapeDtypeStruct]], Program] | None = dataclasses.field(
-        default=None, repr=False
-    )
+    specializer: Specializer | None = dataclasses.field(default=None, repr=False)
     ambiguous_outputs: str = ""
     guessed: bool = False
     numbers: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False)

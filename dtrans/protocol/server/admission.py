@@ -48,6 +48,30 @@ def check_job(served: ServerBlocks, message: wire.Message) -> None:
         )
 
 
+def check_connection(message: wire.Message, session: str, connection: int) -> None:
+    """Raise WireError unless a `hello` is from a new connection of a known trainer's process.
+
+    ZeroMQ may deliver the last messages of a broken connection after the first messages of the next
+    connection.
+
+    Args:
+      message: the `hello`.
+      session: session word of the known trainer.
+      connection: number of its current connection.
+    """
+    k = message["trainer"]
+    if session != message["session"]:
+        raise WireError(
+            f"another process is already connected as trainer {k}; set a different "
+            "DTRANS_TRAINER_ID, or trainer_id, in each process"
+        )
+    if message.fields.get("connection", 0) < connection:
+        raise WireError(
+            f"a `hello` from an earlier connection of trainer {k} arrived after the `hello` of its "
+            "current connection"
+        )
+
+
 def check_plan(me: str, plan: Mapping[str, str], other: str, message: wire.Message) -> None:
     """Raise WireError if the sender of a greeting has another plan.
 

@@ -14,7 +14,7 @@ from typing import Any
 from dtrans.errors import DeadlineError, WireError
 from dtrans.protocol import wire
 from dtrans.protocol.numbered_messages import NumberedMessages
-from dtrans.protocol.server.admission import check_job, check_plan
+from dtrans.protocol.server.admission import check_connection, check_job, check_plan
 from dtrans.protocol.server_blocks import ServerBlocks
 from dtrans.protocol.transport import RETRY
 from dtrans.protocol.wait_reminder import WaitReminder
@@ -189,11 +189,10 @@ class TrainerRegistry:
         Raises:
           WireError: the trainer is refused.
         """
-        k = message["trainer"]
+        k, epoch = message["trainer"], message.fields.get("epoch", 0)
         check_job(self._served, message)
-        epoch = message.fields.get("epoch", 0)
         if k in self.known and epoch > self.known[k].epoch:
-            # The trainer has left its earlier connection, on which it has sent its greeting only.
+            # The trainer has left its earlier connection, on which it has only sent `hello`.
             del self.by_address[self.known.pop(k).address]
         known = self.known.get(k)
         is_same = known is not None and known.session == message["session"]
@@ -230,11 +229,9 @@ class TrainerRegistry:
 
         For example, another process is already trainer k, or the sender has another plan.
         """
-        if k in self.known and self.known[k].session != message["session"]:
-            raise WireError(
-                f"another process is already connected as trainer {k}; set a different "
-                "DTRANS_TRAINER_ID, or trainer_id, in each process"
-            )
+        known = self.known.get(k)
+        if known is not None:
+            check_connection(message, known.session, known.connection)
         if peer is not None:
             raise WireError(f"pserver {peer} sent a `hello` message as trainer {k}")
         try:
@@ -242,13 +239,6 @@ class TrainerRegistry:
         except WireError as e:
             self._refused[k] = str(e)
             raise
-        # ZeroMQ may deliver the last messages of a broken connection after the first messages of
-        # the next connection.
-        if k in self.known and message.fields.get("connection", 0) < self.known[k].connection:
-            raise WireError(
-                f"a `hello` from an earlier connection of trainer {k} arrived after the `hello` of "
-                "its current connection"
-            )
         if self.by_address.get(address, k) != k:
             raise WireError(
                 f"trainer {k} has already said hello as trainer {self.by_address[address]}"

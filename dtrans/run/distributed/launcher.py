@@ -47,7 +47,7 @@ from dtrans.protocol import token
 from dtrans.run.distributed.attempt import Attempt, Event
 from dtrans.run.distributed.child_process import Child, Guard
 from dtrans.run.distributed.job_epochs import JobEpochs, open_epochs
-from dtrans.run.distributed.restarts import Restarts, RoleStarter
+from dtrans.run.distributed.restarts import RestartOptions, Restarts, RoleStarter
 from dtrans.run.distributed.role import LOSS, VARIABLES, Role
 from dtrans.run.distributed.role_output import open_logs, say
 from dtrans.run.distributed.site import Site
@@ -73,8 +73,7 @@ def launch(
     inherit_stdout: bool = False,
     log_dir: str | Path | None = None,
     site: Site | None = None,
-    restarts: int = 0,
-    cuts: str | os.PathLike[str] | None = None,
+    restarts: int | RestartOptions = 0,
 ) -> None:
     """Run one command as every role of a job, and wait until all roles have ended.
 
@@ -102,9 +101,7 @@ def launch(
         In a job with cuts on this host, only the lost role starts again, and all roles go back to
         the newest cut. In other jobs, all roles start again. If it is not 0, the variable
         DTRANS_RESTARTS of each role has the number of restarts so far. After the deadline no
-        restart begins, and the loss is the job's error.
-      cuts: a folder for the cuts of servers, by default a temporary one. If the launcher itself is
-        killed, a launch with the same folder continues the job from the newest cut.
+        restart begins, and the loss is the job's error. `RestartOptions` also has a folder for cuts.
 
     Raises:
       ConfigError: an argument has an invalid value.
@@ -120,10 +117,11 @@ def launch(
       >>> launch([sys.executable, "-c", "print('hello')"], mode="nccl2")
       [trainer 0] hello
     """
-    _check_arguments(command, mode, trainers, pservers, on_trainer_loss, restarts)
+    options = restarts if isinstance(restarts, RestartOptions) else RestartOptions(restarts)
+    _check_arguments(command, mode, trainers, pservers, on_trainer_loss, options.most)
     site = site or Site()
-    if cuts is not None:
-        _check_cuts(cuts, mode, site, restarts)
+    if options.cuts is not None:
+        _check_cuts(options.cuts, mode, site, options.most)
     roles = site.roles(mode, trainers, 1 if pservers is None else pservers)
     events: SimpleQueue[Event] = SimpleQueue()
     limit = None if deadline is None else time.monotonic() + deadline
@@ -143,7 +141,7 @@ def launch(
         contextlib.closing(site),
         _signals_to(events),
         open_logs(log_dir) as open_log,
-        _epochs_of(roles, site, restarts, cuts) as epochs,
+        _epochs_of(roles, site, options) as epochs,
         Guard(sys.executable) as guard,
         _announce(observed, base[token.VARIABLE]),
     ):
@@ -160,7 +158,7 @@ def launch(
             starter,
             functools.partial(Attempt, events, grace, optional, site, guard),
             limit=limit,
-            restarts=restarts,
+            restarts=options.most,
             epochs=epochs,
             in_place=not drops,
         )
@@ -169,17 +167,19 @@ def launch(
 
 
 def _epochs_of(
-    roles: Sequence[Role], site: Site, restarts: int, cuts: str | os.PathLike[str] | None
+    roles: Sequence[Role], site: Site, options: RestartOptions
 ) -> contextlib.AbstractContextManager[JobEpochs | None]:
     """Return a context manager of a job's epochs; it yields None if the job has none.
 
     Args:
-      roles, site, restarts, cuts: as in `launch`.
+      roles: every role of the job.
+      site: the hosts of the roles.
+      options: the restarts that the launcher may make.
     """
     has_servers = any(role.is_pserver for role in roles)
-    if not restarts or not has_servers or not site.is_this_host:
+    if not options.most or not has_servers or not site.is_this_host:
         return contextlib.nullcontext()
-    return open_epochs(roles, cuts)
+    return open_epochs(roles, options.cuts)
 
 
 def _base_environment(env: Mapping[str, str]) -> dict[str, str]:

@@ -17,6 +17,7 @@ reason, a role of a job with cuts that is lost twice without a newer cut ends th
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue
@@ -41,6 +42,20 @@ HOST_PAUSE = 8.0
 # loses its connections first, and prints its error afterwards.
 PATIENCE = 1.0
 RESTARTS = "DTRANS_RESTARTS"  # the number of restarts before this one, in each role's environment
+
+
+@dataclasses.dataclass(frozen=True)
+class RestartOptions:
+    """Restarts that a launcher may make, after a signal or the loss of a host ended a role.
+
+    Attributes:
+      most: the largest number of restarts.
+      cuts: a folder for the cuts of servers; None for a temporary folder. If the launcher itself is
+        killed, a launch with the same folder continues the job from the newest cut.
+    """
+
+    most: int = 0
+    cuts: str | os.PathLike[str] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

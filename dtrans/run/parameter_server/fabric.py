@@ -101,21 +101,18 @@ class EndpointFabric:
     ) -> None:
         for name, seconds in (("deadline", deadline), ("patience", patience)):
             check_number(name, seconds, "a positive number of seconds", lambda x: x > 0)
-        self.deadline, self.patience = deadline, patience
-        self.allow_remote = allow_remote
+        self.deadline, self.patience, self.allow_remote = deadline, patience, allow_remote
         self.keep: Keep | None = None
         self.keep_last: KeepLast | None = None
         self.cuts: ServerCuts | None = None
-        self._watch = watch
-        self.connections = connections
-        self._steps = self.connections.steps
-        self._lookups = RowLookups(self.connections)
-        self._background = BackgroundComm(self.connections.connect, deadline)
+        self.connections, self._steps = connections, connections.steps
+        self._lookups = RowLookups(connections)
+        self._background = BackgroundComm(connections.connect, deadline)
         self._pool = BufferPool()
         self._landings: list[Landing] = []  # blocks that `recv` has recorded
         # endpoints of this step's `send_barrier`, until the message that ends the step is sent
         self._barriered: tuple[str, ...] = ()
-        self._closed = False
+        self._watch, self._closed = watch, False
         self._rules: dict[Primitive, Callable[[JaxprEqn, list[Any]], Sequence[Any]]] = {
             split_byref_p: _split,
             send_p: self._send,
@@ -231,9 +228,9 @@ class EndpointFabric:
         return [rows for _, _, rows in blocks]
 
     def _fetch_barrier(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
+        landings = self._landings
         if "trainers" in eqn.params:
             self.connections.identify(eqn)
-        landings = self._landings
         # Servers without a requested block must answer, too. They answer when all trainers have
         # ended the step, so that no trainer runs ahead.
         self._land(landings, eqn.params["endpoints"])
@@ -345,9 +342,7 @@ class EndpointFabric:
         except BaseException as e:
             # The error is raised below, after it was sent to the servers as the reason.
             error = failed = e
-        reason = None
-        if error is not None:
-            reason = f"{type(error).__name__}: {error}"
+        reason = None if error is None else f"{type(error).__name__}: {error}"
         try:
             if error is None:
                 self.connections.run(self._steps.saved())

@@ -23,6 +23,7 @@ from dtrans.errors import ConfigError, LaunchError
 from dtrans.protocol.epochs import Epoch
 from dtrans.run.distributed import attempt, restarts
 from dtrans.run.distributed.launcher import launch
+from dtrans.run.distributed.restarts import RestartOptions
 from dtrans.run.distributed.site import Site
 from dtrans.run.net.epoch_folder import EpochFolder
 
@@ -507,13 +508,13 @@ def test_a_killed_launcher_is_started_again(
         servers = [name for name in ROLES if "pserver" in name]
         until(lambda: folder.newest_cut(servers) == 20 and len(folder.marks()) == 4, "a cut")
         with pytest.raises(ConfigError, match="cuts='.*cuts' is the folder of a job that runs"):
-            launch(command, restarts=1, cuts=cuts, **JOB)
+            launch(command, restarts=RestartOptions(1, cuts), **JOB)
         first.send_signal(signal.SIGKILL)
         assert first.stdout is not None
         # standard output ends when the last role has ended
         runs = {line.split()[-1] for line in first.stdout if "] run " in line}
 
-    launch(command, restarts=1, cuts=cuts, **JOB)
+    launch(command, restarts=RestartOptions(1, cuts), **JOB)
     out = capsys.readouterr()
     assert f"[launcher] the job of {cuts} continues at step 20\n" in out.err
     again = {line.split()[-1] for line in out.out.splitlines() if "] run " in line}
@@ -525,7 +526,7 @@ def test_a_killed_launcher_is_started_again(
     )
 
     with pytest.raises(ConfigError, match="has the cuts of a job with pserver 1, but this job has"):
-        launch(command, restarts=1, cuts=cuts, trainers=2, pservers=1)
+        launch(command, restarts=RestartOptions(1, cuts), trainers=2, pservers=1)
 
 
 def test_the_folder_of_cuts_is_temporary(
@@ -548,14 +549,15 @@ def test_cuts_are_for_servers_on_this_host(
     tmp_path: Path, script: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
-    for options, message in [
-        ({}, "cuts='x' needs restarts, .* write restarts=3, or leave cuts out"),
-        ({"restarts": 1, "mode": "nccl2"}, "cuts='x': mode='nccl2' has no parameter servers"),
-        ({"restarts": 1, "site": ElsewhereSite()}, "cuts='x': roles on other hosts do not share"),
-        ({"restarts": 1, "cuts": tmp_path / "file"}, "cuts='.*file' cannot be created: "),
+    one = RestartOptions(1, "x")
+    for wanted, options, message in [
+        (RestartOptions(0, "x"), {}, "cuts='x' needs restarts, .* write restarts=3, or leave cuts"),
+        (one, {"mode": "nccl2"}, "cuts='x': mode='nccl2' has no parameter servers"),
+        (one, {"site": ElsewhereSite()}, "cuts='x': roles on other hosts do not share"),
+        (RestartOptions(1, tmp_path / "file"), {}, "cuts='.*file' cannot be created: "),
     ]:
         with pytest.raises(ConfigError, match=message):
-            launch(["true"], **{"cuts": "x", **options})
+            launch(["true"], restarts=wanted, **options)
 
     # where there are none, roles get no folder
     with contextlib.suppress(LaunchError):
