@@ -101,7 +101,8 @@ def launch(
         In a job with cuts on this host, only the lost role starts again, and all roles go back to
         the newest cut. In other jobs, all roles start again. If it is not 0, the variable
         DTRANS_RESTARTS of each role has the number of restarts so far. After the deadline no
-        restart begins, and the loss is the job's error. `RestartOptions` also has a folder for cuts.
+        restart begins, and the loss is the job's error. `RestartOptions` can also set the folder of
+        the cuts.
 
     Raises:
       ConfigError: an argument has an invalid value.

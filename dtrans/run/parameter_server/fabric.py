@@ -86,7 +86,6 @@ class EndpointFabric:
       watch: checks gradients before they are sent.
 
     Attributes:
-      connections: the argument `connections`.
       keep, keep_last, cuts: as for `Server`; None at first.
     """
 
