@@ -789,7 +789,7 @@ The *delay* of a gradient counts the gradients of other trainers that the server
 the gradient's trainer received parameters. It does not depend on clocks: trainers take turns, and
 the order of turns determines the delays:
 
-- *in turn*: of n trainers, every gradient is n - 1 updates old;
+- *in turn*: of n trainers, after the first turns, every gradient is n - 1 updates old;
 - *one slow*: the last of 3 trainers has every {ONE_SLOW.slow}th turn, so its gradients are
   {ONE_SLOW.oldest} updates old. The other trainers share the remaining turns.
 
@@ -804,8 +804,8 @@ updates later than the delay in the table's heading.
 
 Lambda is a parameter of DC-ASGD. The benchmark has chosen one lambda for each variant, by the
 training loss of 16 trainers in turn on other seeds ({GRID_SEEDS[0]} to {GRID_SEEDS[-1]}). All runs
-use this lambda. The default of `dtrans.pserver` and Paddle is 1. The adaptive variant has a decay
-of {DECAY}.
+use this lambda. `dtrans.pserver` uses 1 by default; Paddle always uses 1. The adaptive variant has
+a decay of {DECAY}.
 
 {grid(results)}
 

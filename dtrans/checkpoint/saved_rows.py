@@ -28,7 +28,7 @@ class ArrayLike(abc.ABC):
 
     Args:
       like: an array or type with its shape and dtype.
-      table: the rows that it is part of, if it is an array of a table; otherwise None.
+      table: the rows of its table; None if the array does not belong to a table.
     """
 
     def __init__(self, like: Any, table: TableRows | None = None) -> None:
@@ -95,10 +95,10 @@ class TableRows(abc.ABC):
 
     Attributes:
       names: the names of the block and of its state arrays.
-      rows: the number of rows, existing or not.
+      rows: the number of rows, including rows that do not exist yet.
       step: the number of updates so far.
       evicted: the number of rows that were evicted so far.
-      begins: generator of the rows that do not exist; None if all rows exist.
+      begins: computes the initial values of rows that do not exist yet; None if all rows exist.
     """
 
     names: tuple[str, ...]
@@ -113,10 +113,13 @@ class TableRows(abc.ABC):
 
     @abc.abstractmethod
     def first(self, ids: np.ndarray) -> list[np.ndarray]:
-        """Return the initial rows with these ids, one array for each name; needs `begins`."""
+        """Return the initial rows with these ids, one array for each name.
+
+        `begins` must not be None.
+        """
 
     def close(self) -> None:
-        """Release the resources of a reader; the base class has none."""
+        """End reading. The base class does nothing."""
         return
 
 

@@ -192,8 +192,8 @@ class RayGroup:
 
     Attributes:
       actors: the actors by role name, `trainer 0`: the trainers, then the servers.
-      nodes: the name of each role's node in messages, by role name.
-      node_ids: the Ray id of each role's node, by role name.
+      nodes: maps the name of each role to the name of its node in messages.
+      node_ids: maps the name of each role to the Ray id of its node.
 
     Raises:
       DeadlineError: the cluster has no free resources, or processes did not start.
@@ -343,7 +343,7 @@ class RayGroup:
         return subset(found, args)
 
     def start(self, method: str, args: Mapping[str, Sequence[Any]]) -> None:
-        """Call a method that runs until the job ends. Later waits raise its error.
+        """Call a method of several actors without waiting. `all` and `finish` raise its error.
 
         Args:
           method: the name of the method.
@@ -353,14 +353,14 @@ class RayGroup:
             self._started[getattr(self.actors[name], method).remote(*arguments)] = name
 
     def finish(self) -> None:
-        """Wait until the calls of `start` have returned."""
+        """Wait until all methods that `start` has called have returned."""
         self._collect(dict(self._started), None)
 
     def _collect(self, calls: Mapping[Any, str], limit: float | None) -> dict[str, Any]:
         """Wait for calls; return their results by actor. An error of any call ends all actors.
 
         Args:
-          calls: the name of the actor of each call (dict).
+          calls: maps each call to the name of its actor.
           limit: end of the wait, in seconds of the monotonic clock; None to wait without end.
         """
         found: dict[str, Any] = {}

@@ -69,7 +69,7 @@ OPTIONS = {
     "trainers_per_node": "hierarchical_allreduce_inter_nranks",
 }
 
-# options for mode="pserver", except for GEO-SGD
+# options for mode="pserver" that GEO-SGD refuses
 _OF_SERVERS = (
     "enable_dc_asgd",
     "dc_asgd_lambda",

@@ -371,9 +371,9 @@ def refuse_paddle_exit(on_trainer_exit: str, shared: ExactStep) -> Literal["erro
     """
     if on_trainer_exit == "paddle":
         raise ConfigError(
-            "on_trainer_exit is 'paddle', but the step needs values of the whole batch "
-            f"({shared.reason}), which cannot be computed after a trainer has left; leave "
-            "on_trainer_exit out, or pass batch='local'"
+            "on_trainer_exit='paddle' cannot be used if the step needs values of the whole batch "
+            f"({shared.reason}): after a trainer has left, they cannot be computed; leave out "
+            "on_trainer_exit, or pass batch='local'"
         )
     return "error"
 
@@ -394,8 +394,8 @@ def check_arguments(
         return
     if on_trainer_exit == "paddle":
         raise ConfigError(
-            f"on_trainer_exit is 'paddle', but the update reads {step.arguments[0]}, which would "
-            "count as zero after a trainer has left; pass on_trainer_exit='drop'"
+            f"on_trainer_exit='paddle' cannot be used if the update reads {step.arguments[0]}: "
+            "the value of a trainer that has left would count as zero; pass on_trainer_exit='drop'"
         )
     remaining = step
     if parts is not None:
@@ -475,8 +475,8 @@ def check_step(step: Cut, comm: TrainerCommConfig, on_trainer_exit: str) -> None
     """
     if comm.averages and on_trainer_exit == "paddle":
         raise ConfigError(
-            f"on_trainer_exit is 'paddle', but merge averages {comm.averages[0]}, which would "
-            "count as zero after a trainer has left; pass on_trainer_exit='drop'"
+            f"on_trainer_exit='paddle' cannot be used if merge averages {comm.averages[0]}: the "
+            "average would count a trainer that has left as zero; pass on_trainer_exit='drop'"
         )
     refuse_nested(step, comm.gradients_per_update)
     if step.from_gradients and comm.gradients_per_update > 1:

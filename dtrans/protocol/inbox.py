@@ -34,7 +34,8 @@ class Inbox:
     def _target(self, name: str) -> np.ndarray:
         if name not in self.memory:
             raise WireError(self._refusal(name))
-        # A stored view would make a deep copy of this inbox write to the original memory.
+        # Views are not stored: in a deep copy of this inbox, a view would have its own memory, and
+        # bytes written to the view would not reach the block.
         return self.memory[name].reshape(-1).view(np.uint8)
 
     @property

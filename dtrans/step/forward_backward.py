@@ -16,7 +16,7 @@ from dtrans.step.cut import Cut, asks_for
 def refuse_nested(step: Cut, trainers: int, noun: str = "trainer") -> None:
     """Raise GradientError if several trainers compute gradients from an inner derivative.
 
-    Each trainer would use the inner derivative for its part of the batch.
+    Each trainer would compute the inner derivative from its own part of the batch.
 
     Args:
       step: the step.
@@ -26,9 +26,9 @@ def refuse_nested(step: Cut, trainers: int, noun: str = "trainer") -> None:
     if step.nested and trainers > 1:
         raise GradientError(
             f"the gradients of {step.program.name} are computed from another derivative "
-            f"({step.nested}), a perturbation of the parameters by their gradient, say; each of "
-            f"the {trainers} {noun}s would use its own derivative, not the derivative of the full "
-            "batch. If you want this, take the last gradient with dtrans.value_and_grad"
+            f"({step.nested}), as in sharpness-aware minimisation. Each of the {trainers} {noun}s "
+            "would compute that derivative from its own part of the batch. To allow this, compute "
+            "the final gradient with dtrans.value_and_grad"
         )
 
 

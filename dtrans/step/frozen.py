@@ -93,8 +93,7 @@ def frozen_leaves(main: Program, begin: Mapping[str, Any]) -> tuple[dict[str, An
 
     Args:
       main: the step.
-      begin: initial values of optimizer state, by name, for arrays whose entries all are one
-        number.
+      begin: maps each state array whose initial entries are all one number to this number.
 
     Returns:
       A dict, and the parameters whose marked gradient is zeros. The keys of the dict are the
@@ -154,7 +153,7 @@ def _folded(jaxpr: ClosedJaxpr, known: Mapping[Var, Any]) -> Facts[_Fact]:
 
     Args:
       jaxpr: the jaxpr.
-      known: for inputs whose entries all are one number, this number.
+      known: maps an input to the number in all its entries. Other inputs are left out.
     """
     start = []
     for v in opened(jaxpr).invars:
@@ -206,7 +205,8 @@ _FOLDED = ForwardAnalysis[_Fact](
     _rule,
     _of_constant,
     turn=_of_turn,
-    # A scan stacks one output of each iteration, and each may have another number.
+    # A scan stacks one output per iteration. These may be different numbers, so the entries of the
+    # stack are not uniform.
     stack=lambda fact: _of_turn(fact)._replace(is_uniform=False),
     branch=_branch,
 )

@@ -29,7 +29,7 @@ def local_values(
 
 
 def local_inside(eqn: JaxprEqn, local: Collection[Var]) -> list[set[Var]]:
-    """Return the values that differ from rank to rank in each body of an equation.
+    """Return, for each body of an equation, the values in it that differ from rank to rank.
 
     Args:
       eqn: the equation.
@@ -54,7 +54,7 @@ def _local(facts: Facts[bool]) -> set[Var]:
 
 
 def _differing(completed: Collection[Primitive]) -> ForwardAnalysis[bool]:
-    """Return the analysis of values that differ from rank to rank."""
+    """Return an analysis that computes, for each value, True if it differs from rank to rank."""
 
     def rule(eqn: JaxprEqn, ins: Sequence[bool]) -> list[bool] | None:
         if eqn.primitive in completed:

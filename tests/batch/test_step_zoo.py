@@ -404,7 +404,8 @@ def test_sums_are_added_up_by_servers_also_without_a_trainer_that_left() -> None
     assert serve.params["on_trainer_exit"] == "error"  # its numbers are those of the batch of both
     with pytest.raises(
         ConfigError,
-        match=r"on_trainer_exit is 'paddle', but the step needs values of the whole batch \(all_",
+        match=r"^on_trainer_exit='paddle' cannot be used if the step needs values of the whole "
+        r"batch \(all_",
     ):
         planned(step_zoo.by_name("masked_mean"), 2, "pserver", on_trainer_exit="paddle")
 

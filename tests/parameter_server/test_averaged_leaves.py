@@ -163,6 +163,6 @@ def test_a_trainer_that_left_and_counts_as_zero_is_refused() -> None:
     """It does no harm among gradients; a mean of variances would go to zero."""
     with pytest.raises(
         ConfigError,
-        match="^on_trainer_exit is 'paddle', but merge averages params/stats/mean, which would",
+        match="^on_trainer_exit='paddle' cannot be used if merge averages params/stats/mean: the",
     ):
         plan_for(2, 2, MEAN, on_trainer_exit="paddle")

@@ -105,7 +105,7 @@ def test_what_cannot_be_told_is_refused_by_name() -> None:
         planned(by_arguments, X[:6], 0.1, SCALES, mode=dtrans.Async())
     with pytest.raises(
         ConfigError,
-        match="the update reads rate, which would count as zero after a trainer has left",
+        match="the update reads rate: the value of a trainer that has left would count as zero",
     ):
         planned(by_arguments, X[:6], 0.1, SCALES, on_trainer_exit="paddle")
 

@@ -47,9 +47,9 @@ WHY = {  # in a few words
 
 HEAD = f"""# Steps of other libraries
 
-dtrans distributes steps of flax, nnx and Equinox. `dtrans.trace(step, state, *batch)` takes one
-state of any structure: a flax `TrainState`, a state of nnx, an Equinox model with its optimizer, a
-dict of models.
+dtrans distributes training steps of flax, nnx and Equinox. `dtrans.trace(step, state, *batch)`
+takes one state of any structure: a flax `TrainState`, a state of nnx, an Equinox model with its
+optimizer, or a dict of models.
 
     main = dtrans.trace(train_step, state, images, labels)
     startup = dtrans.trace(create_train_state, key)
@@ -61,8 +61,8 @@ dict of models.
 
 Dataflow gives each leaf of the state its role:
 
-- a *parameter* is read by the loss, and its gradient changes it;
-- a *follower* (a teacher, a target network) is read by the loss, and changes with a parameter;
+- the loss reads a *parameter*, and the gradient of the loss changes it;
+- the loss reads a *follower* (a teacher, a target network), which changes with a parameter;
 - *statistics* (running means) are computed from the batch, without a gradient;
 - all other leaves that change belong to the *optimizer*.
 
@@ -79,9 +79,9 @@ without dtrans. `examples/libraries/run.py` distributes any of them.
 
 The first command trains on two devices of this process (virtual devices on a CPU) and prints the
 loss. Then it compares the state with the state of one device after the same batches. With 64-bit
-numbers, the default, they differ by about 1e-15; `--no-x64` uses 32-bit numbers. The second command
-prints an error, because a GAN has two losses and a pipeline supports one. `--mode single` trains
-without dtrans.
+numbers, the default, the two states differ by about 1e-15; `--no-x64` uses 32-bit numbers. The
+second command prints an error, because a GAN has two losses and a pipeline supports one.
+`--mode single` trains without dtrans.
 
 A step of nnx changes objects in place, but dtrans needs a function. Call `nnx.merge` before the
 step and `nnx.state` after it (`nnx_mlp.py`). Here `build(key)` returns a model and its

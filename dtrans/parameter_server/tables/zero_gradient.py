@@ -102,8 +102,8 @@ class ZeroGradient:
         no such equation.
       state: arrays of the optimizer state that have a row for each row of the leaf.
       unlike: arrays in `state` whose rows are not along dimension 0.
-      rests: if rows with the initial state do not change before their first lookup: the initial
-        value of each array in `state`, by name. Otherwise None.
+      rests: maps each array in `state` to its initial value, if rows with these values do not
+        change before their first lookup; otherwise None.
     """
 
     moves: tuple[str, ...]
@@ -120,8 +120,8 @@ def at_zero_gradient(analysis: RowAnalysis, leaf: str, begins: Mapping[Any, Any]
     Args:
       analysis: row analysis of the update.
       leaf: a leaf that can be cut into rows.
-      begins: for arrays of the optimizer state that the init fills with one number, this number, by
-        name.
+      begins: maps each array of the optimizer state that the init fills with one number to this
+        number.
     """
     rows = _arrays_with_rows(analysis, leaf)
     followed, moves = _moves(analysis, leaf, rows, {})
@@ -140,7 +140,7 @@ def _moves(
 
     Args:
       rows: the arrays with rows of the leaf, by name.
-      begins: for arrays that are filled with one known number, this number, by name.
+      begins: maps each array that is filled with one known number to this number.
     """
     followed = _follow(analysis, leaf, begins=begins)
     moves = []
@@ -226,8 +226,8 @@ def _follow(
     """Evaluate an update for one row, and return the row's abstract values.
 
     Args:
-      begins: for arrays of the state that are filled with one number, this number, by name.
-      assumed: assumed outcomes of conditions, by variable.
+      begins: maps each array of the state that is filled with one number to this number.
+      assumed: maps the variable of a condition to the assumed outcome.
       any_gradient: True for a row with an unknown gradient; False for a gradient of zero.
     """
     followed = _FollowedRow(leaf, analysis.flow, analysis.half.inner.eqns, assumed or {})
@@ -262,7 +262,7 @@ def _decider(
 
     Args:
       holds: for each case, True if it has the property.
-      text_of: descriptions of conditions, by variable.
+      text_of: maps the variable of a condition to the condition's description.
     """
     yes: list[_FollowedRow] = []
     no: list[_FollowedRow] = []
@@ -281,7 +281,7 @@ def _decider(
 
 
 def constant_outputs(program: Program) -> dict[str, Any]:
-    """Return, for the outputs of an init that are filled with one number, this number by name."""
+    """Return a dict that maps each init output that is filled with one number to this number."""
     followed = _FollowedRow("", Flow({}), program.inner.eqns, {})
     found = {}
     for n, a in program.outvars.items():
@@ -298,14 +298,15 @@ class _FollowedRow:
       leaf: the leaf.
       flow: the row analysis of the equations.
       eqns: the equations.
-      assumed: assumed outcomes of conditions, by variable.
+      assumed: maps the variable of a condition to the assumed outcome.
       parent: for a branch, the `_FollowedRow` of the equations around it; None for an update.
       outer: for the inputs of a branch, the values outside of the branch.
 
     Attributes:
-      kinds: abstract values by variable.
+      kinds: maps each variable that was read to its abstract value.
       counts, positions: as in `ZeroGradient`.
-      open: a condition on which rows depend, and whose outcome is not assumed; else None.
+      open: a condition without an assumed outcome, which decides values of the row; None if there
+        is none.
       loop: description of a loop that reads rows; empty if there is none.
     """
 
@@ -405,7 +406,7 @@ class _FollowedRow:
                 self._set_open(a, (False, True), eqn)
 
     def _set_open(self, a: Atom, outcomes: Sequence[Any], eqn: JaxprEqn | None) -> None:
-        """Set `open` to a condition if `open` is None, and the condition's outcome is unknown."""
+        """If `open` is None and a condition's outcome is unknown, set `open` to this condition."""
         if self.open is not None or isinstance(a, Literal) or isinstance(self.kind(a), np.ndarray):
             return
         values = tuple(np.asarray(x, a.aval.dtype) for x in outcomes)

@@ -161,4 +161,4 @@ class Operation(Generic[T]):
 
 
 def nothing(answers: Sequence[PendingAnswer]) -> None:
-    """Return None: the argument `finish` of an operation that has no result."""
+    """Return None. Operations without a result pass this function as `finish`."""

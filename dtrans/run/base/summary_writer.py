@@ -68,8 +68,8 @@ class SummaryWriter:
 
         Args:
           step: index of the step.
-          values: tag to value, as `merge` returns them. An image may also be [height, width,
-            channels], and audio [frames] or [frames, channels].
+          values: maps each tag to its value, as `merge` returns it. An image may also be [height,
+            width, channels], and audio [frames] or [frames, channels].
           specs: the summaries to write. A text needs no value: it is in its spec.
 
         Raises:

@@ -7,7 +7,8 @@ handlers only put the signal's number into the queue. So no exception can interr
 between the start of a process and its registration.
 
 In nccl2 mode there are only trainers, and each sees one GPU of its host. The launcher disables
-JAX's preemption service, which handles SIGTERM as a request to save: such a trainer would not end.
+JAX's preemption service. With this service, a trainer would take SIGTERM as a request to save, and
+would not end.
 
 Only `dtrans.run.distributed.site` knows where roles run; `dtrans.hosts` has sites of other hosts.
 
