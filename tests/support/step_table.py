@@ -37,7 +37,8 @@ nccl2 mode, sharding stages 1 to 3, synchronous parameter servers, and pipelines
 Plans have two trainers and 12 rows, or three trainers and 13 rows. Pipelines have no trainers, and
 always 12 rows. Steps that a strategy refuses are left out. Seven jobs also run, at least one for
 each strategy: their parameters, optimizer state and results equal those of one device within 1e-12
-(64 bits). `make docs` generates the table, for {TRAINERS} trainers or micro-batches and {ROWS} rows.
+(64 bits). `make docs` generates the table, for {TRAINERS} trainers or micro-batches and
+{ROWS} rows.
 
 | column | meaning |
 | --- | --- |

@@ -406,7 +406,7 @@ class _FollowedRow:
                 self._set_open(a, (False, True), eqn)
 
     def _set_open(self, a: Atom, outcomes: Sequence[Any], eqn: JaxprEqn | None) -> None:
-        """If `open` is None and a condition's outcome is unknown, set `open` to this condition."""
+        """Set `open` to a condition, if `open` is None and the outcome is unknown."""
         if self.open is not None or isinstance(a, Literal) or isinstance(self.kind(a), np.ndarray):
             return
         values = tuple(np.asarray(x, a.aval.dtype) for x in outcomes)
