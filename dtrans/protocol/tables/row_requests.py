@@ -141,11 +141,12 @@ class RowRequests:
             )
         refusal = lambda n: f"a `{message.op}` message with the block {wire.brief(n)}"
         fresh = train, Inbox({"ids": np.empty(count, np.int32)}, refusal)
-        train, inbox = self._begun.pop(key, fresh)
-        inbox.take(message)
+        train, inbox = self._begun.get(key, fresh)
+        inbox.take(message)  # if it raises, the earlier messages of the request stay
         if inbox.missing():
             self._begun[key] = train, inbox
             return None
+        self._begun.pop(key, None)
         ids = inbox.memory["ids"]
         if count and (ids[0] < 0 or ids[-1] >= table.rows or np.any(ids[1:] <= ids[:-1])):
             raise WireError(
