@@ -367,7 +367,7 @@ def test_a_synchronous_gradient_has_no_delay() -> None:
         (
             dtrans.Async,
             {"delay": dtrans.DelayCompensation(), "communicator": dtrans.CommunicatorConfig()},
-            "delay and communicator are both set; .* use mode=dtrans.HalfAsync",
+            "delay and communicator are both set; .* use mode=dtrans.HalfAsync\\(delay=...\\)",
         ),
         (
             dtrans.HalfAsync,
