@@ -44,14 +44,18 @@ def _numbered_steps(
       ahead: as in `Job.steps`.
     """
     start, stop = numbers
-    while True:
-        batches = map(batch_of, range(start + job.step_count, stop))
-        try:
-            yield from _steps_ahead(job, state, batches, ahead)
-        except Rewound as e:
-            state = e.state
-        else:
-            return
+    job.repeats_steps = True
+    try:
+        while True:
+            batches = map(batch_of, range(start + job.step_count, stop))
+            try:
+                yield from _steps_ahead(job, state, batches, ahead)
+            except Rewound as e:
+                state = e.state
+            else:
+                return
+    finally:
+        job.repeats_steps = False
 
 
 def _numbers(start: int, stop: int | None) -> tuple[int, int]:
@@ -233,6 +237,7 @@ class Job(StateFunctions):
     is_driver = False  # True if actors run the steps, save and restore
     run_id: str  # default tag of the run's checkpoints
     saves = True  # True if this process saves the replicated arrays
+    repeats_steps = False  # True while a loop over `steps` can go back to earlier steps
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Wrap the methods in `_ON_DEVICES`, so that they run outside the caller's mesh."""

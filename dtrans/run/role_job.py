@@ -26,9 +26,8 @@ from dtrans.checkpoint.pserver_state import (
 )
 from dtrans.checkpoint.runs import run_of
 from dtrans.checks import check_int, check_one_of
-from dtrans.errors import ConfigError, Rewound, StateError
+from dtrans.errors import ConfigError, StateError
 from dtrans.ir.cost import nbytes
-from dtrans.ir.selection import subset
 from dtrans.job import Job
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.plan import realises
@@ -39,6 +38,7 @@ from dtrans.run.executor import Executor
 from dtrans.run.net.epoch_folder import EpochFolder
 from dtrans.run.parameter_server.checkpoints import ServerCheckpoints
 from dtrans.run.parameter_server.cuts import ServerCuts, check_cuts
+from dtrans.run.parameter_server.return_to_cut import ReturnToCut
 from dtrans.run.parameter_server.state_writer import Keep, KeepLast
 from dtrans.run.parameter_server.step_results import merge_results
 from dtrans.run.parameter_server.tables.job_tables import TrainerTables
@@ -101,13 +101,13 @@ class TrainerJob(RoleJob):
 
     _step_count = 0
     _init_args: tuple[Any, ...] | None = None
-    _rewind_to: int | None = None  # smallest number of an epoch that this trainer must enter
 
     def __init__(self, plan: PServerPlan, role: Role, options: dict[str, Any]) -> None:
         super().__init__(plan, role, options)
         self._calls = TrainerCalls(plan, role.trainer_id)
+        self._return = ReturnToCut(plan, role.name, self._epochs, self._connect, self._init_again)
         if self._epochs is not None:
-            self._executor.connect(self._epochs, self._epochs.current().number)
+            self._connect(self._epochs.current().number)
 
     @property
     def step_count(self) -> int:
@@ -140,7 +140,19 @@ class TrainerJob(RoleJob):
             try:
                 return self._receive_first(args)
             except NewEpoch as e:
-                self._executor.connect(self._epochs, e.number)
+                self._connect(e.number)
+
+    def _connect(self, epoch: int) -> None:
+        self._executor.connect(self._epochs, epoch)
+
+    def _init_again(self) -> Any:
+        """Return the parameters that the servers have now."""
+        if self._init_args is None:
+            raise StateError(
+                "a process was lost, and all roles go back to a cut, but this trainer's state is "
+                "not from job.init(...); create it by job.init, which receives the servers' state"
+            )
+        return self.init(*self._init_args)[0]
 
     def _receive_first(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the state that the servers have now, for the arguments of the user's `init`."""
@@ -171,41 +183,17 @@ class TrainerJob(RoleJob):
           Rewound: in a job with cuts, a process was lost. `steps` handles it.
         """
         self.check(state)
-        if self._rewind_to is not None:
-            raise self._rewind(state, self._rewind_to)
+        if self._return.is_due:
+            raise self._return.end(state, self._step_count)
         call = self._calls(batch)
         try:
             outputs = self._executor.run(call.program, *state, *call.batch)
             outputs = merge_results(self.plan, self._executor.exchange, outputs, call)
         except NewEpoch as e:
-            raise self._rewind(state, e.number) from None
+            self._return.begin(e.number)
+            raise self._return.end(state, self._step_count) from None
         self._step_count += 1
         return (tuple(outputs[: len(state)]), *outputs[len(state) :])
-
-    def _rewind(self, state: tuple[Any, ...], epoch: int) -> Rewound:
-        """Connect to the servers of a new epoch; return the exception with its first state.
-
-        Args:
-          state: a state of this job, with the leaves that servers do not have.
-          epoch: the smallest possible number of the epoch.
-
-        Raises:
-          StateError: the state is not from `init`.
-        """
-        if self._init_args is None:
-            raise StateError(
-                "a process was lost, and all roles go back to a cut, but this trainer's state is "
-                "not from job.init(...); create it by job.init, which receives the servers' state"
-            )
-        self._executor.connect(self._epochs, epoch)
-        (params,) = self.init(*self._init_args)
-        self._rewind_to = None
-        spec = self.plan.main.args[0]
-        leaves = dict(zip(spec.names, spec.flatten(params), strict=True))
-        old = dict(zip(spec.names, spec.flatten(state[0]), strict=True))
-        leaves |= subset(old, self.plan.frozen)
-        epoch = 0 if self._epochs is None else self._epochs.current().number
-        return Rewound(self._step_count, (spec.unflatten_named(leaves),), epoch)
 
     def prefetch(self, *batch: Any) -> bool:
         """Request the table rows that a later step looks up, without waiting for them.
@@ -278,11 +266,25 @@ class TrainerJob(RoleJob):
                 f"{self.plan.frozen[0]} is only on trainers, so servers cannot save it; save with "
                 "dtrans.checkpoint.save after the job has ended"
             )
-        try:
-            self._save(name, wait=wait)
-        except NewEpoch as e:
-            # The next step goes back to the cut, and then this step and its save are repeated.
-            self._rewind_to = e.number
+        while not self._return.is_due:
+            before = self._step_count
+            try:
+                self._save(name, wait=wait)
+            except NewEpoch as e:
+                self._return.begin(e.number)
+                self._return.end_save(name, before, self._step_count, repeats=self.repeats_steps)
+            else:
+                return
+
+    def close(self) -> None:
+        with self:
+            pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        lost = self._return.missed if error is None else None
+        super().__exit__(kind, error or lost, trace)
+        if lost is not None:
+            raise lost
 
     def _save(self, name: str, *, wait: bool) -> None:
         servers = tuple(self.plan.servers)

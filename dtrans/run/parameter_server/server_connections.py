@@ -137,6 +137,11 @@ class ServerConnections:
         return link
 
     @property
+    def is_in_epoch(self) -> bool:
+        """True if this trainer takes part in an epoch of a job with cuts."""
+        return self._member.number is not None
+
+    @property
     def step_count(self) -> int:
         """Number of steps of the job, from the connection to the first server; 0 without one."""
         return next((link.line.step for link in self._links.values()), 0)

@@ -1,0 +1,98 @@
+"""Return of a trainer to a cut, after the loss of a process (`dtrans.protocol.epochs`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from dtrans.errors import LostPeerError, Rewound
+from dtrans.ir.selection import subset
+from dtrans.parameter_server.plan import PServerPlan
+from dtrans.protocol.epochs import Epochs
+
+
+class ReturnToCut:
+    """Return of one trainer to a cut. It begins with a `NewEpoch`, and ends with a `Rewound`.
+
+    Args:
+      plan: the plan.
+      name: name of the trainer's role.
+      epochs: epochs of the job; None without a launcher that restarts roles.
+      connect: connects to the servers of an epoch, given its smallest possible number.
+      receive: returns the parameters that the servers have now.
+    """
+
+    def __init__(
+        self,
+        plan: PServerPlan,
+        name: str,
+        epochs: Epochs | None,
+        connect: Callable[[int], None],
+        receive: Callable[[], Any],
+    ) -> None:
+        self._plan, self._name, self._epochs = plan, name, epochs
+        self._connect, self._receive = connect, receive
+        self._params: Any = None
+
+    @property
+    def is_due(self) -> bool:
+        """True if the trainer has received the parameters of a cut, and the next step returns."""
+        return self._params is not None
+
+    def begin(self, epoch: int) -> None:
+        """Connect to the servers of a new epoch, and receive the parameters of its cut.
+
+        Args:
+          epoch: the smallest possible number of the epoch.
+
+        Raises:
+          StateError: the trainer's state is not from `init`.
+        """
+        self._connect(epoch)
+        self._params = self._receive()
+
+    def end(self, state: tuple[Any, ...], step: int) -> Rewound:
+        """Return the exception with the state of the cut.
+
+        Args:
+          state: a state of the job, with the leaves that servers do not have.
+          step: the step of the cut.
+        """
+        params, self._params = self._params, None
+        spec = self._plan.main.args[0]
+        leaves = dict(zip(spec.names, spec.flatten(params), strict=True))
+        old = dict(zip(spec.names, spec.flatten(state[0]), strict=True))
+        leaves |= subset(old, self._plan.frozen)
+        epoch = 0 if self._epochs is None else self._epochs.current().number
+        return Rewound(step, (spec.unflatten_named(leaves),), epoch)
+
+    def end_save(self, checkpoint: str, before: int, step: int, *, repeats: bool) -> None:
+        """End a return during a save, if the cut and the trainer are at the same step.
+
+        Otherwise the next step returns, and the save is repeated with its step.
+
+        Args:
+          checkpoint: name of the checkpoint.
+          before: the trainer's step.
+          step: the step of the cut.
+          repeats: True if a loop over `job.steps` can repeat steps.
+
+        Raises:
+          LostPeerError: the loop is over.
+        """
+        if step == before:
+            self._params = None
+        elif not repeats:
+            raise LostPeerError(
+                f"a process was lost during job.save({checkpoint!r}), and {self._name} cannot go "
+                f"back from step {before} to step {step} after its loop over job.steps"
+            )
+
+    @property
+    def missed(self) -> LostPeerError | None:
+        """Error of a trainer that closes although the servers wait for its steps; else None."""
+        if not self.is_due:
+            return None
+        return LostPeerError(
+            f"a process was lost, and {self._name} closed its job instead of repeating steps"
+        )
