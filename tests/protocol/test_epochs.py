@@ -193,6 +193,23 @@ def test_a_greeting_of_a_later_epoch_takes_the_place_of_the_earlier() -> None:
         assert known.messages.received == 0
 
 
+def test_a_greeting_of_an_ended_process_does_not_keep_the_place() -> None:
+    """It greeted for the next epoch, and died before this epoch began with a new process."""
+    trainers = TrainerRegistry(served(PLAIN, SERVER), deadline=10.0)
+    trainers.hello(b"old", hello(epoch=1, session="old"), None)
+    trainers.lose(b"old", 1.0)
+    trainers.hello(b"new", hello(epoch=1, session="new"), None)
+    assert trainers.by_address == {b"new": 0} and trainers.known[0].session == "new"
+
+
+def test_an_ended_process_without_cuts_keeps_its_place() -> None:
+    trainers = TrainerRegistry(served(PLAIN, SERVER), deadline=10.0)
+    trainers.hello(b"old", hello(session="old"), None)
+    trainers.lose(b"old", 1.0)
+    with pytest.raises(WireError, match="another process is already connected as trainer 0"):
+        trainers.hello(b"new", hello(session="new"), None)
+
+
 @pytest.mark.parametrize("epoch", [0, 1, 2])
 def test_a_greeting_of_an_earlier_epoch_cannot_take_the_place_back(epoch: int) -> None:
     trainers = TrainerRegistry(served(PLAIN, SERVER), deadline=10.0)
@@ -459,6 +476,18 @@ def test_a_server_drops_its_cuts_before_a_step(tmp_path: Path) -> None:
     assert folder.drop_cuts(10) == []
     assert folder.drop_cuts(30) == [10, 20]
     assert folder.marks()["pserver 0"] == RoleMark(0, (30,))
+
+
+def test_the_cut_of_the_current_epoch_stays(tmp_path: Path) -> None:
+    """A server may write two more cuts before it learns of an epoch, and then loads its cut."""
+    folder = EpochFolder(tmp_path, "pserver 0")
+    folder.enter(Epoch())
+    for step in (10, 20, 30, 40):
+        folder.note_cut(0, step)
+    folder.grant(Epoch(1, 20), "a run")
+    assert folder.drop_cuts(40) == [10, 30]
+    folder.enter(Epoch(1, 20))
+    assert folder.newest_cut(["pserver 0"]) == 20
 
 
 def test_lost_roles_of_other_epochs_are_not_reported(tmp_path: Path) -> None:

@@ -404,6 +404,7 @@ def drawn_with_cuts(seed: int) -> Case:
         delay=10 ** r.uniform(-4, -1.5),
         message_bytes=r.choice([8, 16, wire.MESSAGE_BYTES]),
         patience=r.choice([3.5, 30.0]),
+        pace=(0.1, 0.1, 0.1, 0.005)[seed % 4],  # fast steps wait for the writes of cuts
     )
     if case.mode == "sync":
         case = dataclasses.replace(case, rounds=r.choice([0, 0, 1, 2]))

@@ -52,8 +52,16 @@ def _faults_of_end(process: Process, *, is_last: bool) -> Iterator[str]:
             yield f"{process.name} was killed, and not started again"
     elif process.ended is None:
         yield f"{process.name} did not end"
-    elif process.error is not None and (is_last or not isinstance(process.error, LostPeerError)):
+    elif process.error is not None and (is_last or not _may_end(process)):
         yield f"{process.name} ended with {type(process.error).__name__}: {process.error}"
+
+
+def _may_end(process: Process) -> bool:
+    """Return True if a process has ended because it could not go back: a trainer that left.
+
+    Other processes that lose a role report it, and do not wait until their deadline.
+    """
+    return isinstance(process, SimulatedTrainer) and isinstance(process.error, LostPeerError)
 
 
 def _faults_of_trainer(

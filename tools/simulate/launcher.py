@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from dtrans.errors import LostPeerError
+from dtrans.errors import CheckpointError, LostPeerError
 from dtrans.protocol.epochs import Epoch
 from tools.simulate.case import Case
 from tools.simulate.clock import Clock
+from tools.simulate.network import drawn_delay
 from tools.simulate.process import Process
 
 
@@ -59,6 +60,7 @@ class SimulatedLauncher:
         self._left: set[str] = set()
         self._starting: set[str] = set()
         self._cuts: dict[str, dict[int, State]] = {ep: {} for ep in case.endpoints}
+        self._write_time = drawn_delay(random, WRITE)
         self._due = 0  # number of scheduled actions
         self._newest = 0  # number of updates of the newest server
 
@@ -101,15 +103,26 @@ class SimulatedLauncher:
         copy, epoch = {n: x.copy() for n, x in state.items()}, self.epoch.number
 
         def end() -> None:
-            if not server.killed and self.epoch.number == epoch:
-                self._cuts[endpoint][step] = copy
+            if not server.killed:
+                self._note_cut(epoch, endpoint, step, copy)
 
-        time = server.now + self._random.expovariate(1.0) * WRITE
+        time = server.now + self._write_time()
         self._clock.at(time, end)
         return time
 
+    def _note_cut(self, epoch: int, endpoint: str, step: int, state: State) -> None:
+        """Note a written piece, as `EpochFolder.note_cut` does."""
+        if epoch == self.epoch.number:
+            self._cuts[endpoint][step] = state
+
     def cut(self, endpoint: str, step: int) -> State:
-        """Return a server's piece of a cut."""
+        """Return a server's piece of a cut.
+
+        Raises:
+          CheckpointError: the server has not written it.
+        """
+        if step not in self._cuts[endpoint]:
+            raise CheckpointError(f"pserver {endpoint} has no cut of step {step}")
         return self._cuts[endpoint][step]
 
     # -- lost roles ------------------------------------------------------------------------------
@@ -170,10 +183,14 @@ class SimulatedLauncher:
         self.restarts.append(restarts)
         self.rewinds.append((self._newest, cut or 0))
         self._newest = cut or 0
-        for cuts in self._cuts.values():
-            for step in [x for x in cuts if cut is None or x > cut]:
-                del cuts[step]
+        self._forget_cuts(cut)
         self.epoch = Epoch(self.epoch.number + 1, cut)
+
+    def _forget_cuts(self, after: int | None) -> None:
+        """Forget the cuts after a step, as `EpochFolder.enter` does; all cuts for None."""
+        for cuts in self._cuts.values():
+            for step in [x for x in cuts if after is None or x > after]:
+                del cuts[step]
 
     def _start(self, name: str) -> None:
         self._starting.discard(name)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from random import Random
 
+from dtrans.errors import CheckpointError
 from dtrans.protocol.epochs import Epoch, NewEpoch
 from dtrans.protocol.refusals import Refusals
 from dtrans.protocol.server.async_server import AsyncServer
@@ -87,10 +88,14 @@ class SimulatedServer(Process):
         """Open the listener, and start the loop."""
         self.begun = True
         self._listener = self._transport.bind(self.endpoint, has_local=self._case.moves)
-        if self._launcher is not None:
-            self._enter_epoch(None)
-        else:
+        if self._launcher is None:
             self._loop.begin(self.machine, self._listener)
+        else:
+            try:
+                self._enter_epoch(None)
+            except CheckpointError as e:
+                self.end(e)
+                return
         self.wake_at(self._loop.wakes)
 
     def _enter_epoch(self, before: EpochGate | None) -> None:
@@ -140,9 +145,7 @@ class SimulatedServer(Process):
     def step(self) -> None:
         """Take a step of the loop."""
         try:
-            self._loop.step()
-        except NewEpoch:
-            self._rewind()
+            self._step_or_rewind()
         except Exception as e:  # a real server catches all exceptions, too
             self.machine.say_why(e)
             self.end(e)
@@ -152,6 +155,12 @@ class SimulatedServer(Process):
                 self._launcher.leave(self.name)
             self.end(None)
         self.wake_at(self._loop.wakes)
+
+    def _step_or_rewind(self) -> None:
+        try:
+            self._loop.step()
+        except NewEpoch:
+            self._rewind()
 
     def close(self) -> None:
         """Close the connections. Messages that were sent still arrive."""

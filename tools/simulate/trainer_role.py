@@ -98,6 +98,7 @@ class SimulatedTrainer(Process):
         self._member = EpochMember(self._epochs)
         self.case, self.k, self.random = case, k, random
         self._origin = origin
+        self._process = 0 if launcher is None else len(launcher.processes)
         self._transport = SimulatedTransport(network, self, origin.token)
         self.greeted_at = math.inf
         self.welcomed_at: dict[str, float] = {}
@@ -117,6 +118,8 @@ class SimulatedTrainer(Process):
         """Create the state of new connections to the servers, from an epoch on."""
         self._links: dict[str, ServerLink] = {}
         self._least_epoch = epoch
+        # as in a real job, another process or epoch has another session
+        self._session = f"session {self._process}, {epoch} of {self.name}"
         self._steps = TrainerSteps(lambda ep: self._links[ep].line)
         self._steps.sync_mode = self.case.sync_mode
         self.between = BetweenSteps(self.case, self.k, self._steps)
@@ -172,7 +175,7 @@ class SimulatedTrainer(Process):
 
     def _train(self) -> Script:
         yield from self._greet()
-        first = 0 if self._epochs is None else self._links[self.case.endpoints[0]].line.step
+        first = self._first_step()
         yield from self._pull(first, barrier=False)
         for step in range(first, self.case.steps[self.k]):
             yield from self.between.ask(step)
@@ -187,6 +190,10 @@ class SimulatedTrainer(Process):
             yield from self._pull(step + 1, barrier=self._steps.sync_mode)
         yield from self.between.ask(self.case.steps[self.k])
         yield from self.between.end_save()
+
+    def _first_step(self) -> int:
+        """Return the number of steps before the cut with which the epoch begins."""
+        return 0 if self._epochs is None else self._links[self.case.endpoints[0]].line.step
 
     def _announce(self, now: int) -> None:
         """Announce the rows of later steps, for some steps with wrong row ids."""
@@ -237,7 +244,7 @@ class SimulatedTrainer(Process):
                 endpoint=ep,
                 trainer=self.k,
                 trainers=self.case.trainers,
-                session=f"session of {self.name}",
+                session=self._session,
                 sync_mode=self._steps.sync_mode,
                 plan={"init": self._origin.plan},
                 secret=self._origin.token,

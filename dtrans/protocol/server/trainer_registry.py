@@ -189,9 +189,9 @@ class TrainerRegistry:
         Raises:
           WireError: the trainer is refused.
         """
-        k, epoch = message["trainer"], message.fields.get("epoch", 0)
+        k = message["trainer"]
         check_job(self._served, message)
-        if k in self.known and epoch > self.known[k].epoch:
+        if k in self.known and _is_replaced(self.known[k], message):
             # The trainer has left its earlier connection, on which it has only sent `hello`.
             del self.by_address[self.known.pop(k).address]
         known = self.known.get(k)
@@ -210,7 +210,9 @@ class TrainerRegistry:
                 raise WireError(
                     f"trainer {k} was in a job of pserver {self.endpoint} that has ended"
                 )
-            self.known[k] = Trainer(message["session"], address, local=local, epoch=epoch)
+            self.known[k] = Trainer(
+                message["session"], address, local=local, epoch=message.fields.get("epoch", 0)
+            )
         else:  # The trainer has reconnected, or moves from TCP to the Unix socket.
             heard = message.fields.get("heard", 0)
             known.messages.check_resumable(heard)
@@ -362,6 +364,20 @@ class TrainerRegistry:
                 f"say hello{why}"
             )
         return absent
+
+
+def _is_replaced(known: Trainer, message: wire.Message) -> bool:
+    """Return True if a `hello` takes the place of the trainer's earlier `hello`.
+
+    A process may greet for the next epoch and die before this epoch begins. Its stored greeting
+    then has the epoch of the process that is started in its place.
+    """
+    epoch = message.fields.get("epoch", 0)
+    if epoch != known.epoch:
+        return bool(epoch > known.epoch)
+    is_another = known.session != message["session"]
+    has_sent_nothing = known.lost is not None and not known.messages.received
+    return bool(epoch) and is_another and has_sent_nothing
 
 
 def named(trainers: Sequence[int]) -> str:

@@ -181,11 +181,15 @@ class EpochFolder:
                 self._write_mark(dataclasses.replace(self._mark, cuts=tuple(cuts)))
 
     def drop_cuts(self, before: int) -> list[int]:
-        """Tell the launcher that this server removes its cuts before a step; return their steps."""
+        """Tell the launcher that this server removes its cuts before a step; return their steps.
+
+        The cut of the current epoch stays, since this server may have to load it.
+        """
         with self._lock:
-            old = [x for x in self._mark.cuts if x < before]
+            first = self.current().cut
+            old = [x for x in self._mark.cuts if x < before and x != first]
             if old:
-                cuts = tuple(x for x in self._mark.cuts if x >= before)
+                cuts = tuple(x for x in self._mark.cuts if x not in old)
                 self._write_mark(dataclasses.replace(self._mark, cuts=cuts))
         return old
 
