@@ -94,13 +94,20 @@ class SimulatedLauncher:
         """Note the number of updates of a server."""
         self._newest = max(self._newest, step)
 
-    def write_cut(self, server: Process, endpoint: str, step: int, state: State) -> float:
+    def write_cut(
+        self, server: Process, epoch: int, endpoint: str, step: int, state: State
+    ) -> float:
         """Write a server's piece of a cut, which takes some time.
+
+        Args:
+          server: the server's process.
+          epoch: number of the server's epoch, which may be older than the launcher's.
+          endpoint, step, state: endpoint of the server, and the step and the arrays of the cut.
 
         Returns:
           The time at which the piece is written.
         """
-        copy, epoch = {n: x.copy() for n, x in state.items()}, self.epoch.number
+        copy = {n: x.copy() for n, x in state.items()}
 
         def end() -> None:
             if not server.killed:

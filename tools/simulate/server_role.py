@@ -123,10 +123,10 @@ class SimulatedServer(Process):
 
     def _write_cut(self, step: int) -> None:
         """Begin to write a cut after the previous one, as `StateWriter.begin_cut` does."""
-        assert self._launcher is not None
+        assert self._launcher is not None and self.machine.gate is not None
         self.spend(max(0.0, self._written_at - self.now))
-        state = self.update.state
-        self._written_at = self._launcher.write_cut(self, self.endpoint, step, state)
+        cut = self.endpoint, step, self.update.state
+        self._written_at = self._launcher.write_cut(self, self.machine.gate.number, *cut)
 
     def _write(self, name: str, seconds: float) -> None:
         """Schedule the end of a checkpoint's write after some seconds."""
