@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dtrans.errors import ConfigError, StateError
+from dtrans.errors import ConfigError, LostPeerError, StateError
 from dtrans.ir.program import Program
 from dtrans.ir.selection import values_at
 from dtrans.ops import (
@@ -327,6 +327,9 @@ class Executor:
         Args:
           error: the exception with which this trainer failed; None if it has finished.
         """
+        if isinstance(error, LostPeerError) and self._fabric.connections.is_in_epoch:
+            # The launcher starts all roles again. An error sent to the servers would end the job.
+            self._fabric.abandon()
         self._fabric.close(error)
 
     def __enter__(self) -> Executor:

@@ -199,20 +199,17 @@ class TrainerRegistry:
         if known is not None and known.done and (known.failed or not is_same):
             if known.failed:
                 raise WireError(f"trainer {k} has left, and cannot come back to this job")
-            # The sender belongs to the next job on this endpoint. When this server ends, the
-            # connection breaks, and the sender greets the next server.
+            # The sender belongs to the next job on this endpoint, and greets its next server.
             return f"the end of a job of {self.count} trainers, which trainer {k} has left"
         self._check_identity(k, address, message, peer)
 
-        local = message.fields.get("local", False)
+        local, epoch = message.fields.get("local", False), message.fields.get("epoch", 0)
         if known is None:
             if message.fields.get("back", False):
                 raise WireError(
                     f"trainer {k} was in a job of pserver {self.endpoint} that has ended"
                 )
-            self.known[k] = Trainer(
-                message["session"], address, local=local, epoch=message.fields.get("epoch", 0)
-            )
+            self.known[k] = Trainer(message["session"], address, local=local, epoch=epoch)
         else:  # The trainer has reconnected, or moves from TCP to the Unix socket.
             heard = message.fields.get("heard", 0)
             known.messages.check_resumable(heard)

@@ -36,7 +36,7 @@ import numpy as np
 
 from dtrans._jax import JaxprEqn, Primitive
 from dtrans.checks import check_number
-from dtrans.errors import ConfigError, DtransError, LostPeerError, StateError
+from dtrans.errors import ConfigError, DtransError, StateError
 from dtrans.ir.program import Program
 from dtrans.ir.selection import values_at
 from dtrans.ops import (
@@ -333,10 +333,6 @@ class EndpointFabric:
           error: the error that has ended this trainer, which servers receive as the reason.
         """
         if self._closed:
-            return
-        if isinstance(error, LostPeerError) and self.connections.is_in_epoch:
-            # The launcher starts all roles again. An `abort` would end the job.
-            self.abandon()
             return
         self._closed = True
         failed: BaseException | None = None
