@@ -122,7 +122,6 @@ class Executor:
         transport_encryption: str | None = None,
         on_nonfinite: str = "ignore",
     ) -> None:
-        watch = NonfiniteCheck(on_nonfinite)
         allow_remote = allows_remote(allow_remote)
         self._connections = functools.partial(
             ServerConnections,
@@ -136,7 +135,7 @@ class Executor:
             deadline=deadline,
             patience=patience,
             allow_remote=allow_remote,
-            watch=watch,
+            watch=NonfiniteCheck(on_nonfinite),
         )
         self._fabric = self._new_fabric(self._connections())
         self._cluster = ClusterFabric(
@@ -236,8 +235,7 @@ class Executor:
         self._check_complete()
         state = program.args[0]
         # types suffice in place of the state's arrays, since ids do not depend on the state
-        types = values_at(program.inputs, state.names)
-        flat = program.flatten(state.unflatten(types), *batch)
+        flat = program.flatten(state.unflatten(values_at(program.inputs, state.names)), *batch)
         program = program.specialize_flat(flat)
         if program not in self._batch_rows:
             self._fabric.prepare(program)
