@@ -44,8 +44,8 @@ def gather(
 
     Args:
       plan: the plan of the job.
-      servers: endpoint -> array name -> array of that server: the results of
-        `exe.run(pserver, ...)`, or `state.servers` of a job on a mesh.
+      servers: maps the endpoint of each server to its arrays (a dict by name). The arrays are the
+        result of `exe.run(pserver, ...)`; for a job on a mesh, pass `state.servers`.
       trainer: the pytree of trainer 0's parameters (`job.params(state)`). It is needed if there are
         leaves that no server stores (`plan.frozen`).
 
@@ -77,8 +77,8 @@ def gather(
     missing = [ep for ep in plan.servers if ep not in states and plan.overview.by_endpoint(ep)]
     if missing:
         raise StateError(
-            f"servers lacks the state of pserver {missing[0]}; pass the state of every server to "
-            "gather(plan, servers)"
+            f"the argument servers has no state of pserver {missing[0]}; pass the state of every "
+            "server: gather(plan, servers)"
         )
     if plan.frozen:
         if trainer is None:

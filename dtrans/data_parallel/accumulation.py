@@ -114,7 +114,8 @@ def write_micro_steps(
       step: the step of a trainer.
       window: its micro-steps.
       results: the wanted outputs, in addition to parameters that trainers update locally.
-      inputs: name -> value, for inputs of micro-steps that replace inputs of the step.
+      inputs: maps names of a micro-step's inputs to their values in `b`. All other inputs are those
+        of `step`.
       half: writes a micro-step instead of `write_trainer_half`. It adds one variable for each of
         `inputs` to the builder, after all other inputs. It returns a pair of dicts: results and
         locally updated parameters by name, and gradients by leaf.
@@ -356,7 +357,8 @@ def _write_scan(b: Builder, step: Cut, scan: _Scan, inputs: Mapping[str, Atom]) 
       b: the builder to write with.
       step: the step of a trainer.
       scan: the scan, as a function of arrays.
-      inputs: name -> value, for inputs of micro-steps that replace inputs of the step.
+      inputs: maps names of a micro-step's inputs to their values in `b`. All other inputs are those
+        of `step`.
     """
     atoms_of = {**step.program.invars, **inputs}
     atoms = values_at(atoms_of, scan.names)

@@ -58,7 +58,7 @@ class ShardValues(abc.ABC):
 
     Attributes:
       gathers: values that are gathered.
-      built_as_rows: full values that equations read as pieces: value -> layout of the piece.
+      built_as_rows: maps each full value that equations read as a piece to the piece's layout.
       sliced: maps each replicated input to the only layout in which it is read: `SHARED` before the
         first read, None after reads in two layouts.
       scaled: `scaled[v] = (w, k)` if v = w / shards**k. If v is the term of a replicated w, k is 1.
@@ -101,7 +101,10 @@ class ShardValues(abc.ABC):
         return self.layouts.get(atom, SHARED)
 
     def operand(self, atom: Atom) -> Operand:
-        """Return the facts about a value that `dtrans.engine.rules.choose` needs."""
+        """Return what `dtrans.engine.rules.choose` must know about a value.
+
+        This is its layout, whether it is an input, and the layouts to which it is converted so far.
+        """
         if isinstance(atom, Literal):
             return Operand(SHARED)
         is_converted = lambda row: (atom, row) in self._values
@@ -129,7 +132,7 @@ class ShardValues(abc.ABC):
         return self.is_local or (self.b.source is not None and in_local_scope(self.b.source))
 
     def needed_by(self, reason: Callable[[], str], eqn: JaxprEqn | None = None) -> None:
-        """Set the equation or output for which values are read from now on, and its description."""
+        """Set the equation or output that reads values from now on, and its description."""
         self._reason = reason
         self.b.source = eqn
 

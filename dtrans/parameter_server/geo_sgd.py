@@ -320,7 +320,7 @@ class GeoTrainerSide:
         for n, t in self.tables.of.items():
             names = (n, *t.zero.state)
             types = tuple(values_at(empty, names))
-            # `geo_init` only stores the program `write`: it runs when a row is first looked up.
+            # `geo_init` only stores the program `write`, which runs when a row is first looked up.
             write = initial_state_rows(startup, t.zero.state)
             args = startup.inner.invars if t.zero.state else ()
             location = self._row_location(n, trainer_id)

@@ -234,7 +234,11 @@ def _specific(
 def _aware_row(
     cluster: Cluster, devices: list[Any], counts: list[int], replicas: int | None
 ) -> list[np.ndarray[Any, Any]]:
-    """Return grids of the layout "aware_row": machine by machine, all replicas of a stage."""
+    """Return the grids of the layout "aware_row".
+
+    Devices are listed machine by machine, and each stage takes the next `replicas` devices of this
+    list.
+    """
     for process, its_devices in _hosts(devices).items():
         if len(its_devices) > 1:
             raise ConfigError(

@@ -195,7 +195,10 @@ def _record(kind: type[Record], fields: Any) -> Record:
     """Check the types of a message's fields, and return a record with these fields."""
     wanted = _TYPES[kind]
     if not isinstance(fields, dict) or fields.keys() != wanted.keys():
-        raise WireError("a status with the fields of another version of dtrans")
+        raise WireError(
+            "a status of another version of dtrans; run `dtrans status` with the version that the "
+            "job uses"
+        )
     for name, value in fields.items():
         if not isinstance(value, wanted[name]):
             raise WireError(f"a status whose field {name} has the wrong value {wire.brief(value)}")

@@ -199,7 +199,7 @@ class TrainerJob(RoleJob):
         """Request the table rows that a later step looks up, without waiting for them.
 
         Call it with the next batch before `step` with the current batch: the rows arrive while the
-        step computes. Each further call before that step announces the batch of one more step.
+        step computes. A second call before that step is for the step after the next one, and so on.
 
         If an update changes rows after they were sent, servers send them again, so results are
         bitwise equal to those without prefetching. `dtrans.Rows(staleness=)` relaxes this. If a

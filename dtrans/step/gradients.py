@@ -450,7 +450,7 @@ def nested(step: OpenStep, gradients: Collection[Var]) -> str:
 def _check_inferred(
     step: OpenStep, name: str, candidate: Var, reads_params: Mapping[Var, int]
 ) -> None:
-    """Raise GradientError if a candidate may be the new parameter, which a loop of updates returns.
+    """Raise GradientError if `candidate` may be the new parameter, which a loop has updated.
 
     Args:
       step: the step.

@@ -84,7 +84,8 @@ def verify(
     Raises:
       VerifyError: outputs differ. The message names the outputs and the fault; `error.report` is
         the report.
-      ConfigError: `distributed_step` has no `shard_map` (`jax.jit` shards it, say).
+      ConfigError: `distributed_step` has no `shard_map` (`jax.jit` shards it, say), or its mesh has
+        Explicit axes.
       TraceError: the functions return different structures.
 
     Example:
@@ -130,7 +131,7 @@ def trace_pair(
     """Trace a distributed step and the step of one device.
 
     Raises:
-      ConfigError: the distributed step has no `shard_map`.
+      ConfigError: the distributed step has no `shard_map`, or Explicit mesh axes.
       TraceError: the steps return different structures.
     """
     roots = argument_names(step, len(args))
@@ -158,7 +159,11 @@ def trace_pair(
 def _trace(
     fn: Callable[..., Any], specs: Sequence[TreeSpec], types: Sequence[Any]
 ) -> tuple[ClosedJaxpr, Any]:
-    """Trace a function; return its jaxpr on flat arrays, and the pytree of tracers it returned."""
+    """Trace a function; return its jaxpr on flat arrays, and the pytree of tracers it returned.
+
+    Raises:
+      ConfigError: a `shard_map` has Explicit mesh axes.
+    """
     result: list[Any] = []
 
     def on_arrays(*arrays: Any) -> list[Any]:
@@ -166,7 +171,16 @@ def _trace(
         result.append(jax.tree.map(as_array, outputs))
         return array_leaves(result[-1])
 
-    jaxpr: Any = jax.make_jaxpr(on_arrays)(*types)
+    try:
+        jaxpr: Any = jax.make_jaxpr(on_arrays)(*types)
+    except ValueError as e:
+        # JAX compares in_specs with the sharding of an argument only if axes are Explicit.
+        if "in_specs passed to shard_map" not in str(e):
+            raise
+        raise ConfigError(
+            f"the mesh of {_name_of(fn)} has Explicit axes, but dtrans.verify traces arguments "
+            "without shardings; create the mesh with axis_types=(jax.sharding.AxisType.Auto,)"
+        ) from e
     return jaxpr, result[-1]
 
 

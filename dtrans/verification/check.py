@@ -61,7 +61,7 @@ class Comparison:
       main: the one-device step, for the full batch.
       traced: the step of the job.
       batch_types: type of each batch array, by name.
-      frozen: for each leaf that never changes, the number in all its entries; a plan may contain
+      frozen: maps each leaf that never changes to the number in all its entries; a plan may contain
         this number.
       startup: the program that returns the one-device state; None if the first state is not
         compared.

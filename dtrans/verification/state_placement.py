@@ -1,8 +1,8 @@
 """Placement: for each number in the state of a job, its position in the one-device state.
 
     placement = find_placement(leaf_types, traced.state_of, frozen)
-    placement.where[k]    for each number in array k of the job's state, its position in the
-                          concatenation of all leaves
+    placement.where[k]    position of each number of the job's array k in the concatenation of all
+                          leaves
     place_leaves(...)     the job's state for given leaves
 
 The positions come from the job's own conversion of a one-device state: the job converts a state
@@ -47,7 +47,7 @@ class TracedStep:
       rows: number of rows of the smallest table, an upper bound of row ids; 0 without tables.
       other_steps: steps of the same plan in other processes, which must also equal the one-device
         step.
-      equal_parts: for some batch arrays, by name, the dimension of the rows and a number of parts.
+      equal_parts: maps some batch arrays to the dimension of their rows, and a number of parts.
         The comparison then uses batches in which all parts are equal, so that a mean over one part
         equals the mean over the full batch.
       unfollowed: reasons why a job may compute something different from the jaxpr.
@@ -94,8 +94,8 @@ def find_placement(
     Args:
       leaves: type of each leaf, by name.
       state_of: as in `TracedStep`.
-      frozen: for each leaf that never changes, the number in all its entries. The conversion checks
-        this number.
+      frozen: maps each leaf that never changes to the number in all its entries. The conversion
+        checks this number.
     """
     sizes = [math.prod(t.shape) for t in leaves.values()]
     base = 2 if any(t.dtype == bool for t in leaves.values()) else DIGITS
@@ -147,9 +147,10 @@ def _leaf(digits: Array, t: Any) -> Any:
 
 
 def _flat_values(leaves: Mapping[str, Any]) -> tuple[Array, Array, Array]:
-    """Concatenate all leaves to three arrays: elements of floats, shadows of floats, and integers.
+    """Concatenate all leaves three times: field elements, their shadows (float64), and integers.
 
-    In each array, leaves of other types are zeros.
+    Each array has a place for every number of every leaf. Where a leaf has another type, the array
+    has zeros.
     """
     elements, shadows, integers = [], [], []
     for x in leaves.values():

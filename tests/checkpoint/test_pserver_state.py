@@ -205,7 +205,7 @@ def test_states_that_are_none_are_refused_by_name() -> None:
     first, second, _ = plan.servers
     name = next(n for n in held[first] if n.startswith("params/table"))
     refused: list[tuple[Any, str]] = [
-        ({first: held[first]}, f"servers lacks the state of pserver {second}"),
+        ({first: held[first]}, f"the argument servers has no state of pserver {second}"),
         ({**held, second: {}}, f"the state of pserver {second} lacks .*; pass a state"),
         (
             {**held, second: held[second] | {"params/x": 1}},

@@ -378,6 +378,15 @@ def test_programs_without_collectives_are_refused(make: Any, words: str) -> None
         dtrans.verify(make(mesh), sgd_step, *SGD_ARGS)
 
 
+def test_explicit_axes_are_refused() -> None:
+    mesh = AbstractMesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    parallel = jax.shard_map(
+        lambda x: x, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False
+    )
+    with pytest.raises(ConfigError, match=r"lambda has Explicit axes, .*\.AxisType\.Auto,\)"):
+        dtrans.verify(parallel, lambda x: x, jnp.ones(4))
+
+
 def test_another_structure_is_refused() -> None:
     with pytest.raises(
         TraceError, match=r"lambda returns .*, but sgd_step returns .*; both must return the same"

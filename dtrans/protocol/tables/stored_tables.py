@@ -2,7 +2,7 @@
 
     tables          requests a report of each block
     changed_since   requests the ids of the rows that were changed or evicted after a given step
-    evict           requests the eviction of rows without recent updates
+    evict           requests the eviction of rows without recent gradients
 
 A synchronous server evicts rows when all trainers have requested the eviction between the same two
 steps. So no trainer is in the middle of a step, where it may need the rows. An asynchronous server
@@ -70,12 +70,12 @@ class StoredTables(Protocol):
         """Return a report of each block."""
 
     def evict(self, name: str, unused_for: int, under_way: np.ndarray) -> int:
-        """Evict those rows of a block that have no recent update; return their number.
+        """Evict the rows of a block without a recent gradient; return their number.
 
         Args:
           name: name of the block.
-          unused_for: number of steps; a row is evicted if the last `unused_for` steps did not
-            update it.
+          unused_for: number of steps; a row is evicted if no gradient of it was used in the last
+            `unused_for` steps.
           under_way: ids of rows with pending gradients. These rows are not evicted.
         """
 

@@ -76,7 +76,10 @@ class PendingAnswer:
         return f"{self.what} ({some or 'no blocks'})"
 
     def begin(self) -> bool:
-        """Start to wait, and send the request `ask`. Return True if the answer has arrived."""
+        """Make this the answer that its line waits for; first send the request `ask`, if any.
+
+        The method does not block. It returns True if the answer has arrived early and is complete.
+        """
         if self.ask is not None:
             self.number = self.line.ask(self.ask[0], **self.ask[1])
         self.line.awaited, self.line.saving = self.number, self.saving

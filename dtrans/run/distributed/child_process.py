@@ -111,7 +111,7 @@ class Child:
         return 128 - self.returncode if self.returncode < 0 else self.returncode
 
     def is_host_lost(self, *, was_reached: bool) -> bool:
-        """Return True if a role ended because its host was lost; always False on this host.
+        """Return False: a role on this host does not lose its host, but a remote role may.
 
         Args:
           was_reached: True if the host ran the role in an earlier attempt.

@@ -71,7 +71,7 @@ class SyncUpdate:
             lambda: self.state,
             lambda name: self._steps,
         )
-        # Values of the current step with which rows without a gradient catch up later
+        # Values of the current step; rows without a gradient read them later, when they catch up.
         self._watched: dict[str, Any] = {}
         watched = itertools.chain.from_iterable(table.reads for table in self._tables.values())
         self._update = dataclasses.replace(update, watched=frozenset(watched))

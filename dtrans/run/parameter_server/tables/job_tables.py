@@ -160,7 +160,7 @@ class JobTables(abc.ABC):
 
     @abc.abstractmethod
     def evict(self, name: str, unused_for: int) -> int:
-        """Evict rows that the last `unused_for` steps have not updated.
+        """Evict the rows that received no gradient in the last `unused_for` steps.
 
         The servers free the memory of these rows and of their optimizer state. When an evicted row
         is looked up again, it has its initial value, bit for bit, and the initial optimizer state.

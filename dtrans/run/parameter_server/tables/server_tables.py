@@ -52,7 +52,7 @@ class ServerTables:
         return TableReport(*place, table.rows, size, None, 0, self._steps(table.name))
 
     def evict(self, name: str, unused_for: int, under_way: np.ndarray) -> int:
-        """Evict the rows that the last `unused_for` steps have not updated; return their number.
+        """Evict the rows without a gradient in the last `unused_for` steps; return their number.
 
         Args:
           name: the block.
@@ -70,7 +70,7 @@ class ServerTables:
             )
         count = memory.evict(unused_for, under_way)
         if count:
-            text = "pserver %s evicted %s rows of %s, which the last %s steps have not updated"
+            text = "pserver %s evicted %s rows of %s, which had no gradient in the last %s steps"
             log.info(text, self._endpoint, f"{count:,}", name, f"{unused_for:,}")
         return count
 
