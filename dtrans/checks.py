@@ -126,7 +126,7 @@ def check_known(
       options: the options and their values.
       known: names of the interface's own options.
       records: as for `group_options`; the fields of these records are also options.
-      renamed: for some options, by the strategy's name, the name that the interface uses.
+      renamed: maps some of the strategy's names of options to the names that the interface uses.
     """
     fields = {name: _field_names(record) for name, record in records.items()}
     known = [*known, *records, *itertools.chain(*fields.values())]
@@ -156,7 +156,7 @@ def group_options(options: Mapping[str, Any], records: Mapping[str, Any]) -> dic
     Args:
       options: the options. If a record is among them, options with names of its fields replace
         these fields.
-      records: for each argument of the strategy that is a record, the default.
+      records: maps each argument of the strategy that is a record to its default.
     """
     found = dict(options)
     for argument, default in records.items():

@@ -161,7 +161,7 @@ def rename_options(names: Mapping[str, str]) -> Iterator[None]:
     A word in a message is an option if it is the first word, or if `=` follows it.
 
     Args:
-      names: for each option, by dtrans's name, the name in the interface that the user calls.
+      names: maps dtrans's name of an option to the name in the interface that the user calls.
     """
     try:
         yield

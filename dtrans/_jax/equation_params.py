@@ -156,7 +156,8 @@ class Wiring(NamedTuple):
       ins: for each body, the list of operands that the body's inputs read.
       outs: for each body, the list of outputs that the body's outputs define; None for the
         condition of a `while`.
-      carried: operand with the first value -> output with the last value, for carried values.
+      carried: maps the operand with the first value of a carried value to the output with its last
+        value.
       slices: operands that a scan reads slice by slice.
       stacks: outputs that a scan stacks.
     """

@@ -85,8 +85,8 @@ class Checkpoint:
 
     Attributes:
       path: the folder of the checkpoint.
-      pieces: name of each saver's piece, by saver.
-      types: type of each array of the step, as text, by array name.
+      pieces: maps each saver to the name of its piece.
+      types: maps the name of each array of the step to its type, as text.
       rows: saved slices of each array, by array name. Arrays that only servers have are included.
       tables: for each slice that was saved by rows, by (saver, slice name): the files of its table
         block, and the slice's column in these files.

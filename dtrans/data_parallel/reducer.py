@@ -59,8 +59,8 @@ def assign_buckets(
     """Assign values to buckets; return the buckets in the order in which they are complete.
 
     Args:
-      values: leaf -> value to reduce, in the order in which the values are computed. Several leaves
-        may have one value.
+      values: maps each leaf to the value to reduce, in the order in which the values are computed.
+        Several leaves may have one value.
       options: the options.
       kind: returns the spec of a leaf's reduction.
     """

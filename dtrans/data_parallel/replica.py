@@ -56,7 +56,7 @@ def fold_keys(b: Builder, keys: Mapping[Var, Var], options: Options) -> None:
 
     Args:
       b: the builder of the program.
-      keys: variable of the folded key -> variable of the key.
+      keys: maps the variable of each folded key to the variable of its key.
       options: the options.
     """
     if not keys:

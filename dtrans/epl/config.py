@@ -85,7 +85,7 @@ class Config:
     """EPL's configuration, with checked keys and types.
 
     Attributes:
-      settings: key -> value, for keys that the user sets.
+      settings: maps each key that the user sets to its value.
 
     Raises:
       ConfigError: a key does not exist, a value has another type than the default of its key, or

@@ -624,7 +624,7 @@ def _dealt(count: int, hosts: np.ndarray, slots: np.ndarray) -> list[int]:
     Args:
       count: number of processes.
       hosts: indices of the hosts in the order in which they get processes.
-      slots: the largest number of processes of each host, by its index.
+      slots: maps the index of each host to its largest number of processes.
     """
     found: list[int] = []
     turn = 0

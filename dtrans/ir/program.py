@@ -131,7 +131,7 @@ class Program(NamedJaxpr):
           b: the builder.
           args: structure of each argument.
           out: structure of the result.
-          values: name -> value; must contain the names of `out`.
+          values: maps names to values; must contain the names of `out`.
         """
         return cls(name, b.build(values_at(values, out.names)), args, out, tuple(b.roles), b.labels)
 

@@ -118,8 +118,8 @@ class RowWriter:
         the equation written as usual.
 
     Attributes:
-      env: value with rows -> the block's rows of it, for values that are written.
-      shared: shared value -> its full value, for values that are written.
+      env: maps each value with rows that is written to the block's rows of the value.
+      shared: maps each shared value that is written to its full value.
     """
 
     def __init__(

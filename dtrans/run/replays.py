@@ -338,7 +338,7 @@ class _ReplayedDevice:
       served: names of the parameters on servers.
       servers: the parameters of servers, by name.
       rest: the optimizer state of servers, by name; empty with GEO-SGD.
-      trainers: for each trainer, the arrays of its state, by name.
+      trainers: for each trainer, maps the names of its state's arrays to the arrays.
     """
 
     def __init__(self, plan: PServerPlan, step: Program) -> None:

@@ -57,9 +57,9 @@ class ExchangeRounds:
       exact: leaves whose sums over rows are added exactly (`dtrans.ops.exact_sum`).
 
     Attributes:
-      crossings: variable -> cross-server value.
-      eqns_of: home -> indices of the equations that run there, in order.
-      makers: variable -> equation that computes it; without cross-server values.
+      crossings: maps variables to their cross-server values.
+      eqns_of: maps each home to the indices of the equations that run there, in order.
+      makers: maps each variable to the equation that computes it. Cross-server values are left out.
     """
 
     def __init__(self, analysis: RowAnalysis, exact: Collection[str] = ()) -> None:

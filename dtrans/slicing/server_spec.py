@@ -65,10 +65,10 @@ class UpdateSpec:
       arguments: step arguments that the update reads; trainers send them.
       requested: shared state that trainers request before each step.
       exact: leaves whose sums over rows have the same bits for every placement.
-      names: name in the update -> description of its value, for errors.
-      owners: home -> servers that have parts of its cross-server values.
-      servers: endpoint -> work of the server; servers without work are absent.
-      over: cross-server value -> servers that have parts of it or read it.
+      names: maps each name in the update to a description of its value, for errors.
+      owners: maps each home to the servers that have parts of its cross-server values.
+      servers: maps the endpoint of each server with work to its work.
+      over: maps each cross-server value to the servers that have parts of it or read it.
     """
 
     rounds: ExchangeRounds

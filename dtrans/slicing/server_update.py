@@ -77,7 +77,7 @@ class ServerWork:
 
     Attributes:
       blocks: optimize blocks in the order in which they run.
-      variables: name -> stored value.
+      variables: maps the name of each stored value to the value.
     """
 
     blocks: tuple[OptimizeBlock, ...]

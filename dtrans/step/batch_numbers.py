@@ -44,7 +44,7 @@ class BatchNumbers:
     """Numbers in an update that depend on the batch size.
 
     Attributes:
-      spots: for each number, by name, the operands that it replaces.
+      spots: maps the name of each number to the operands that the number replaces.
       fixed: outputs of the update that depend on the batch size in another way, so that no input
         can replace the batch size.
     """

@@ -195,7 +195,7 @@ def part_of_batch(
 
     Args:
       specs: structures of the batch arguments.
-      axes: for each array to split, by name, its dimension; other arrays are replicated.
+      axes: maps each array to split to the dimension of its rows. Other arrays are replicated.
       part: index of the part, and the number of parts.
       trainers: as in `part_of`.
 

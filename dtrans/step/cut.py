@@ -76,10 +76,10 @@ class Cut:
       params: names of the leaves of the first argument, in leaf order.
       opt_state: names of the leaves of the second argument.
       batch: names of all other inputs.
-      gradients: the gradients that the update reads, by parameter.
-      reported: gradients that only a result or a callback reads, by parameter: the gradient of a
-        frozen leaf in a norm of all gradients, say.
-      boundary: for each parameter with a gradient, the variable at which the step is cut: the
+      gradients: maps parameters to the gradients that the update reads.
+      reported: maps parameters to gradients that only a result or a callback reads: the gradient of
+        a frozen leaf in a norm of all gradients, say.
+      boundary: maps each parameter with a gradient to the variable at which the step is cut: the
         output of the gradient's mark, or the gradient if it has no mark.
       optimized: parameters that the optimize half computes.
       frozen: parameters that the trainer half computes, or that never change.

@@ -142,8 +142,8 @@ def _mismatch(
     Args:
       order: the keys of params and of opt_state in init's result; empty if the result does not have
         two parts.
-      types_by_key: types of the leaves of each part, by path.
-      wanted: types of the leaves of params and of opt_state, by path.
+      types_by_key: for each part, maps the path of each leaf to its type.
+      wanted: for params and for opt_state, maps the path of each leaf to its type.
       roots: names of the step's first two arguments.
     """
     if not order:

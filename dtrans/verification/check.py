@@ -314,7 +314,7 @@ class Findings:
     """Results of a comparison at the points until now.
 
     Attributes:
-      differences: the differences, by output.
+      differences: maps each output that differs to its difference.
       compared, skipped, unfollowed, points: as in `Report`; the dicts are ordered sets.
       not_finite: True if a compared value has an infinity or NaN.
       concludes_equal_only: True if the comparison can prove that outputs are equal, but not that

@@ -208,7 +208,8 @@ class Meanings:
           parts: the arrays.
           in_order: function that decides if parts are in order (`InOrder`).
           over: noun phrase for texts: the parts are on "ranks", or along a dimension.
-          axes: size of each mesh axis, by name, if each part is the array of a rank; else None.
+          axes: if each part is the array of a rank, maps the name of each mesh axis to its size;
+            otherwise None.
           ways: the searches, in order: False for pieces, True for partial sums over rows.
         """
         first = next((x for x in parts if is_random(x).any()), parts[0])

@@ -26,7 +26,7 @@ def relation(x: Any, y: Any, before: Any, axes: Mapping[str, int]) -> str:
     Args:
       x: value of an output of the distributed step.
       y: value of the one-device step's output.
-      before: if the output is the new value of an input, the old value; else None.
+      before: the old value of the output; None if the output is not the new value of an input.
       axes: size of each mesh axis, by name.
 
     Example:

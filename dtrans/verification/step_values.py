@@ -256,7 +256,7 @@ class StepValues:
             self._add(title, x.elements, (first, end), number, ends=end == terms.bounds[-1])
 
     def _propagated(self, computation: Computation) -> Terms | None:
-        """Return the terms of an output that is linear in operands with terms; else None."""
+        """Return the terms of an output; None if it is not linear in operands with terms."""
         operands = [x for (x,) in computation.operands]
         carriers = [k for k, x in enumerate(operands) if id(x) in self._terms]
         if not _is_linear(computation, carriers):

@@ -30,7 +30,8 @@ class GradientResults:
 
     Attributes:
       half: computes the results from gradients, parameters and other values.
-      others: all inputs of `half` except gradients and parameters: name -> variable of the step.
+      others: maps each input of `half` that is neither gradient nor parameter to its variable in
+        the step.
       mixed: cut leaves that the results combine with values that differ from rank to rank. The
         results read these leaves and their gradients in full.
     """

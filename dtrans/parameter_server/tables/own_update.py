@@ -101,7 +101,7 @@ def write_update(
     Args:
       b: builder of the trainer's program.
       step: the step.
-      sizes: number of looked-up rows, by table.
+      sizes: maps each table to the number of looked-up rows.
       read: values of parameters and optimizer state, by name. A table, and state with a row for
         each row of the table, has `sizes[table]` rows.
       gradients: gradients by leaf.

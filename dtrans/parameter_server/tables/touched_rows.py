@@ -29,13 +29,14 @@ class TableBlock:
       name: name of the block.
       span: the rows of the table that are in the block.
       arrays: names of the block, and of the state arrays that have a row for each row of the block.
-      gradients: for each trainer id, the name under which the trainer sends gradients of the block.
+      gradients: maps each trainer id to the name under which the trainer sends gradients of the
+        block.
       updates_all: True if each update runs on all rows.
       moves: True if an update also changes rows that no trainer looked up, or the optimizer state
         of such rows. Servers apply these changes later, before a trainer reads the row.
       leaf_moves: True if an update also changes rows of the leaf that no trainer looked up.
-      rests: if rows with the initial state do not change before their first lookup: the initial
-        value of each state array, by name. Otherwise None.
+      rests: maps each state array to its initial value, if rows with these values do not change
+        before their first lookup; otherwise None.
       limit: the maximum number of rows of the block that the server may create; None for no limit.
       on_trainers: True if trainers store the rows that they looked up (GEO-SGD).
       staleness: the maximum number of updates that prefetched rows may miss.

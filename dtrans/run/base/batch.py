@@ -31,8 +31,8 @@ def batch_arrays(
 
     Args:
       specs: the structure of each argument.
-      types: name -> type of the array with which the step was traced. Sizes of dimensions may
-        differ.
+      types: maps each name to the type of the array with which the step was traced. Sizes of
+        dimensions may differ.
 
     Returns:
       The arrays, in the order of the names in `specs`.

@@ -16,8 +16,8 @@ class LoweredStep:
     """Lowered functions of a step, in the order of their calls.
 
     Attributes:
-      parts: name -> result of `jax.jit(...).lower`. Names are `trainers 0`, `127.0.0.1:6174 phase
-        0` or `stage 1 forward`, for example.
+      parts: maps the name of each function to the result of `jax.jit(...).lower`. Names are
+        `trainers 0`, `127.0.0.1:6174 phase 0` or `stage 1 forward`, for example.
     """
 
     parts: Mapping[str, Any]

@@ -238,7 +238,7 @@ def _compile_piece(
     """Return the equations of a piece, which is step `index`, as one function.
 
     Args:
-      last: variable -> index of the last step that reads it.
+      last: maps each variable to the index of the last step that reads it.
       outs: the program's outputs.
     """
     values = dict(zip(opened(jaxpr).constvars, jaxpr.consts, strict=True))
@@ -267,7 +267,8 @@ def interpret(
     """Evaluate equations one after the other, with a rule for each communication primitive.
 
     Args:
-      env: variable -> value, for variables that the equations read. Their outputs are added.
+      env: maps each variable that the equations read to its value. The function adds the values
+        that the equations compute.
       outs: the outputs.
 
     Returns:

@@ -67,7 +67,7 @@ class RoleStarter:
       site: the hosts of the roles.
       base: variables that all roles of all attempts share.
       run_name: the user's name for the run; None to generate one for each attempt.
-      logs: for each role, by name, the function that prints and logs its lines.
+      logs: maps the name of each role to the function that prints and logs its lines.
       inherit_stdout: True to let trainer 0 inherit this process's standard output.
     """
 
@@ -173,7 +173,7 @@ class Restarts:
     # -- losses ----------------------------------------------------------------------------------
 
     def _find_loss(self, attempt: Attempt) -> Child | None:
-        """Return the lost role that ended an attempt, if a restart may follow; else None."""
+        """Return the lost role that ended an attempt; None if no restart may follow."""
         has_cuts = self._epochs is not None and self._epochs.has_marks
         lost = attempt.lost(was_reached=self._count > 0, has_cuts=has_cuts)
         if lost is None or attempt.signum is not None or self._count == self._restarts:

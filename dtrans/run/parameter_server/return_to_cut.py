@@ -90,7 +90,7 @@ class ReturnToCut:
 
     @property
     def missed(self) -> LostPeerError | None:
-        """Error of a trainer that closes although the servers wait for its steps; else None."""
+        """Error of a trainer that closes; None if the servers do not wait for its steps."""
         if not self.is_due:
             return None
         return LostPeerError(
