@@ -129,7 +129,7 @@ class JobTables(abc.ABC):
 
     @abc.abstractmethod
     def report(self) -> TablesReport:
-        """Return the numbers of rows on the servers, and their bytes, after this trainer's step.
+        """Return the number of rows of each block, and their bytes, after this trainer's last step.
 
         Raises:
           ConfigError: `init` was not called.
@@ -164,7 +164,7 @@ class JobTables(abc.ABC):
 
         The servers free the memory of these rows and of their optimizer state. When an evicted row
         is looked up again, it has its initial value, bit for bit, and the initial optimizer state.
-        So it may differ from the row of a single-device run. Evicted rows do not count towards the
+        So the row may differ from the row of a single-device run. Evicted rows do not count towards the
         table's limit.
 
         Synchronous trainers must all call this method with the same arguments, between the same
@@ -181,8 +181,8 @@ class JobTables(abc.ABC):
           The number of evicted rows, over all servers.
 
         Raises:
-          ConfigError: the plan has no table `name`, the table's update changes rows that no step
-            has looked up, or `init` was not called.
+          ConfigError: the plan has no table `name`, trainers store the rows (`dtrans.Geo`), the
+            table's update changes rows that no step has looked up, or `init` was not called.
           PeerError: a server cannot initialize rows again, or another trainer continues without
             this call.
         """

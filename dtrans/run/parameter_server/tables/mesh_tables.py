@@ -187,7 +187,7 @@ def rows_from(
 def sent_rows(
     plan: PServerPlan, eqn: JaxprEqn, ids: Sequence[np.ndarray], gradients: Sequence[np.ndarray]
 ) -> dict[str, dict[str, RowGradient]]:
-    """Return a map from each server's endpoint to the gradients for it, by gradient name.
+    """Return, for the endpoint of each server, a map from gradient names to the server's gradients.
 
     Args:
       plan: the job's plan.

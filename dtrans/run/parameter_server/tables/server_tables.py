@@ -20,7 +20,7 @@ class ServerTables:
     Args:
       endpoint: the server's endpoint.
       blocks: all blocks of tables, by name.
-      memory: memory of the blocks whose updates touch only some rows, by name.
+      memory: maps the name of each block whose updates touch only some rows to its memory.
       state: function that returns the server's state, with the blocks that are not in `memory`.
       steps: function that returns the number of updates of a block that is not in `memory`.
     """

@@ -45,8 +45,8 @@ class TableMemory:
 
     Attributes:
       table: the block.
-      arrays: memory by name: of the block, and of each array of optimizer state that has a row for
-        each row of the block.
+      arrays: maps names to NumPy arrays: the block, and each array of optimizer state that has a row
+        for each row of the block.
       reads: names of the values that `put` needs from each update.
       count: the number of rows that exist.
       evicted: the number of evicted rows so far.
@@ -337,7 +337,7 @@ def _as_bytes(rows: np.ndarray) -> np.ndarray:
 
 
 def memory_of(update: ServerUpdate, state: Mapping[str, Any]) -> dict[str, TableMemory]:
-    """Return memory for each block of a table whose updates touch only some rows, by name."""
+    """Return a map from the name of each block whose updates touch only some rows to its memory."""
     memory = {}
     for n, t in update.tables.items():
         if not t.updates_all:
@@ -370,7 +370,7 @@ def scatter_rows(ids: np.ndarray, size: int, gradient: RowGradient) -> np.ndarra
     """Scatter a gradient of rows into an array of `size` rows.
 
     Args:
-      ids: increasing ids that the first len(ids) rows of the array have. Later rows are zero.
+      ids: increasing ids of the first len(ids) rows of the array. Later rows are zero.
       size: the number of rows of the array; at least len(ids).
       gradient: gradients of rows whose ids are a subset of `ids`.
     """

@@ -44,8 +44,8 @@ class TracedMemory:
       state: the initial values, by name.
 
     Attributes:
-      arrays: the block, and each array of optimizer state that has a row for each row of the block,
-        by name.
+      arrays: maps names to arrays: the block, and each array of optimizer state that has a row for
+        each row of the block.
       reads: names of the values that `put` needs from each update.
     """
 
