@@ -164,8 +164,8 @@ class JobTables(abc.ABC):
 
         The servers free the memory of these rows and of their optimizer state. When an evicted row
         is looked up again, it has its initial value, bit for bit, and the initial optimizer state.
-        So the row may differ from the row of a single-device run. Evicted rows do not count towards the
-        table's limit.
+        So the row may differ from the row of a single-device run. Evicted rows do not count towards
+        the table's limit.
 
         Synchronous trainers must all call this method with the same arguments, between the same
         two steps. Servers evict rows when all trainers have called. Asynchronous trainers call the
@@ -181,8 +181,8 @@ class JobTables(abc.ABC):
           The number of evicted rows, over all servers.
 
         Raises:
-          ConfigError: the plan has no table `name`, trainers store the rows (`dtrans.Geo`), the
-            table's update changes rows that no step has looked up, or `init` was not called.
+          ConfigError: the plan has no table `name`, or `init` was not called. Also raised with
+            `dtrans.Geo`, or if the table's update changes rows that no step has looked up.
           PeerError: a server cannot initialize rows again, or another trainer continues without
             this call.
         """

@@ -45,8 +45,8 @@ class TableMemory:
 
     Attributes:
       table: the block.
-      arrays: maps names to NumPy arrays: the block, and each array of optimizer state that has a row
-        for each row of the block.
+      arrays: maps names to NumPy arrays: the block, and each array of optimizer state that has a
+        row for each row of the block.
       reads: names of the values that `put` needs from each update.
       count: the number of rows that exist.
       evicted: the number of evicted rows so far.
