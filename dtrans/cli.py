@@ -100,9 +100,10 @@ def launch_command(
         int,
         typer.Option(
             min=0,
-            help="Number of restarts after a signal or the loss of a host ended a role. In a job "
-            "with cuts on this host, only that role starts again, and all go back to the newest "
-            "cut. Else all roles start again, and SCRIPT continues from its newest checkpoint.",
+            help="Largest number of restarts, after a signal or the loss of a host ended a role. "
+            "In a job with cuts on this host, only that role starts again, and all go back to the "
+            "newest cut. Else all roles start again, and SCRIPT continues from its newest "
+            "checkpoint.",
         ),
     ] = 0,
     cuts: Annotated[

@@ -40,14 +40,15 @@ def _numbered_steps(
       job: the job.
       state: the state before the first step.
       batch_of: returns the batch of a step.
-      numbers: the number of the job's first step, and the end of the numbers.
+      numbers: the number of the first step, and the end of the numbers.
       ahead: as in `Job.steps`.
     """
     start, stop = numbers
+    offset = max(start, job.first_step) - job.first_step
     job.repeats_steps = True
     try:
         while True:
-            batches = map(batch_of, range(start + job.step_count, stop))
+            batches = map(batch_of, range(offset + job.first_step, stop))
             try:
                 yield from _steps_ahead(job, state, batches, ahead)
             except Rewound as e:
@@ -299,7 +300,8 @@ class Job(StateFunctions):
           batches: for each step, a tuple of the step's batch arguments. They are read `ahead`
             batches early. Or a function that returns this tuple for the number of a step.
           ahead: number of steps between `prefetch` and `step` of a batch. Default: `batches_ahead`.
-          start: for a function, the number of the job's first step.
+          start: for a function, the number of the first step. A trainer of servers begins at its
+            job's step, if that is larger.
           stop: for a function, the number after the last step.
 
         Yields:
@@ -334,8 +336,13 @@ class Job(StateFunctions):
 
     @property
     def step_count(self) -> int:
-        """Number of steps that the job has taken, from which `steps` continues to count."""
+        """Number of steps that this job has taken."""
         return self.meter.steps
+
+    @property
+    def first_step(self) -> int:
+        """Number of the next step of the servers' state; 0 for a job whose caller has the state."""
+        return 0
 
     @cached_property
     def meter(self) -> StepMeter:

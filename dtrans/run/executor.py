@@ -123,7 +123,7 @@ class Executor:
         on_nonfinite: str = "ignore",
     ) -> None:
         allow_remote = allows_remote(allow_remote)
-        self._connections = functools.partial(
+        self._new_connections = functools.partial(
             ServerConnections,
             deadline=deadline,
             patience=patience,
@@ -137,7 +137,7 @@ class Executor:
             allow_remote=allow_remote,
             watch=NonfiniteCheck(on_nonfinite),
         )
-        self._fabric = self._new_fabric(self._connections())
+        self._fabric = self._new_fabric(self._new_connections())
         self._cluster = ClusterFabric(
             deadline=deadline,
             patience=patience,
@@ -296,15 +296,15 @@ class Executor:
           epoch: the smallest possible number of the epoch.
         """
         self._fabric.abandon()
-        self._fabric = self._new_fabric(self._connections(epochs=epochs, epoch=epoch))
+        self._fabric = self._new_fabric(self._new_connections(epochs=epochs, epoch=epoch))
         for program in self._pieces:
             self._fabric.prepare(program)
         self._interrupted = None
 
     @property
-    def step_count(self) -> int:
-        """Number of steps of the job, as its servers count them; 0 before a connection."""
-        return self._fabric.connections.step_count
+    def connections(self) -> ServerConnections:
+        """This trainer's connections to its servers."""
+        return self._fabric.connections
 
     def set_checkpoints(
         self, save: Keep | None, save_last: KeepLast | None, cuts: ServerCuts | None
@@ -325,7 +325,7 @@ class Executor:
         Args:
           error: the exception with which this trainer failed; None if it has finished.
         """
-        if isinstance(error, LostPeerError) and self._fabric.connections.is_in_epoch:
+        if isinstance(error, LostPeerError) and self.connections.is_in_epoch:
             # The launcher starts all roles again. An error sent to the servers would end the job.
             self._fabric.abandon()
         self._fabric.close(error)

@@ -105,13 +105,15 @@ class TrainerJob(RoleJob):
     def __init__(self, plan: PServerPlan, role: Role, options: dict[str, Any]) -> None:
         super().__init__(plan, role, options)
         self._calls = TrainerCalls(plan, role.trainer_id)
-        self._return = ReturnToCut(plan, role.name, self._epochs, self._connect, self._init_again)
+        self._return = ReturnToCut(role.name, self._epochs, self._connect, self._init_again)
         if self._epochs is not None:
             self._connect(self._epochs.current().number)
 
     @property
     def step_count(self) -> int:
         return self._step_count
+
+    first_step = step_count
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -158,7 +160,7 @@ class TrainerJob(RoleJob):
         """Return the state that the servers have now, for the arguments of the user's `init`."""
         startup = self.plan.trainer_startup_program(self.role.trainer_id)
         first = self._executor.run(startup, *args)
-        self._step_count = self._executor.step_count
+        self._step_count = self._executor.connections.step_count
         # `first` is (params, opt_state) with GEO-SGD, else params, which may also be a tuple
         if isinstance(first, tuple) and self.plan.push_every:
             return first
@@ -184,14 +186,19 @@ class TrainerJob(RoleJob):
         """
         self.check(state)
         if self._return.is_due:
-            raise self._return.end(state, self._step_count)
+            raise self._return.end(self._step_count)
         call = self._calls(batch)
         try:
             outputs = self._executor.run(call.program, *state, *call.batch)
             outputs = merge_results(self.plan, self._executor.exchange, outputs, call)
         except NewEpoch as e:
             self._return.begin(e.number)
-            raise self._return.end(state, self._step_count) from None
+            raise self._return.end(self._step_count) from None
+        if self._init_args is None and self._executor.connections.is_in_epoch:
+            raise StateError(
+                "the servers write cuts, but this trainer's state is not from job.init(...), which "
+                "receives the servers' state; after a loss it would be of another step"
+            )
         self._step_count += 1
         return (tuple(outputs[: len(state)]), *outputs[len(state) :])
 
@@ -444,8 +451,8 @@ class ServerJob(RoleJob):
         if cuts is not None:
             check_int("cuts", cuts, "a number of steps", least=1)
             check_cuts(self.plan)
-        if cuts is not None and self._epochs is not None:
-            load_orbax()
+            if self._epochs is not None:
+                load_orbax()
             endpoint = self.role.current_endpoint
             written = ServerCuts(self._epochs, self.plan, endpoint, cuts, first_step)
             first_step = 0  # the step count starts from it

@@ -379,7 +379,8 @@ def drawn(seed: int) -> Case:
 
 def _with_cuts(r: Random, case: Case) -> Case:
     """Turn some synchronous cases into jobs with cuts, whose roles are lost and start again."""
-    if not case.sync_mode or r.random() < 0.6:
+    has_breaks = any(event.kind == "cut" for event in case.events)
+    if not case.sync_mode or r.random() < 0.6 or has_breaks:
         return case
     return _job_with_cuts(r, case)
 

@@ -127,6 +127,16 @@ class Serving:
         if self.gate is not None:
             self.gate.lose(address)
 
+    def keep_saves(self, before: Serving) -> None:
+        """Take over the checkpoints of the previous epoch, which may still be written.
+
+        Repeated steps request them again, and then get their answers.
+        """
+        self.saved, self._blocks = before.saved, before._blocks
+        for name, (steps, _) in before._saves.items():
+            self._saves[name] = steps, []
+            self.status.saving[name] = before.status.saving[name]
+
     def greet_again(self, early: Mapping[bytes, wire.Message], now: float) -> None:
         """Handle the greetings that the previous epoch has stored.
 

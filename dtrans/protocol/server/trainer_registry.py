@@ -193,7 +193,7 @@ class TrainerRegistry:
         check_job(self._served, message)
         if k in self.known and _is_replaced(self.known[k], message):
             # The trainer has left its earlier connection, on which it has only sent `hello`.
-            del self.by_address[self.known.pop(k).address]
+            self.by_address.pop(self.known.pop(k).address, None)
         known = self.known.get(k)
         is_same = known is not None and known.session == message["session"]
         if known is not None and known.done and (known.failed or not is_same):

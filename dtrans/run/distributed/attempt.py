@@ -7,6 +7,7 @@ The launcher reads one queue with two kinds of events: a role has ended, or a si
 from __future__ import annotations
 
 import queue
+import re
 import signal
 import time
 from collections.abc import Callable, Collection
@@ -146,7 +147,7 @@ class Attempt:
         """
         if self.failed is None or is_lost(self.failed, was_reached):
             return self.failed
-        if has_cuts and _has_line(self.failed, LOST_PEER):
+        if has_cuts and _last_error(self.failed).startswith(LOST_PEER):
             return self.failed
         if by_peer(self.failed):
             # the peer may be a trainer that the job has dropped before
@@ -228,9 +229,10 @@ def by_peer(child: Child) -> bool:
     return False
 
 
-def _has_line(child: Child, prefix: str | tuple[str, ...]) -> bool:
-    """Return True if one of a role's last lines of standard error starts with a prefix."""
-    return any(line.startswith(prefix) for line in child.tail)
+def _last_error(child: Child) -> str:
+    """Return the last line of a role's output that begins with an exception; empty without one."""
+    found = [line for line in child.tail if re.match(r"[\w.]+(Error|Exception|Rewound)\b", line)]
+    return found[-1] if found else ""
 
 
 def is_lost(child: Child, was_reached: bool) -> bool:

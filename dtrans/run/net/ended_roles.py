@@ -8,6 +8,7 @@ second.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -75,4 +76,8 @@ def ended_roles(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     if not folder or not os.path.isdir(folder):
         return {}
     found = sorted(x for x in os.listdir(folder) if not x.startswith((".", LOCK)))
-    return {name: (Path(folder) / name).read_text() for name in found}
+    texts = {}
+    for name in found:
+        with contextlib.suppress(FileNotFoundError):  # the role starts again
+            texts[name] = (Path(folder) / name).read_text()
+    return texts

@@ -180,14 +180,20 @@ class EpochFolder:
                 cuts = sorted({*self._mark.cuts, step})
                 self._write_mark(dataclasses.replace(self._mark, cuts=tuple(cuts)))
 
-    def drop_cuts(self, before: int) -> list[int]:
+    def drop_cuts(self, epoch: int, before: int) -> list[int]:
         """Tell the launcher that this server removes its cuts before a step; return their steps.
 
         The cut of the current epoch stays, since this server may have to load it.
+
+        Args:
+          epoch: number of the server's epoch. If the launcher has granted a newer one, all stay.
+          before: the step.
         """
         with self._lock:
-            first = self.current().cut
-            old = [x for x in self._mark.cuts if x < before and x != first]
+            granted = self.current()
+            old = [x for x in self._mark.cuts if x < before and x != granted.cut]
+            if granted.number != epoch or self._mark.epoch != epoch:
+                old = []
             if old:
                 cuts = tuple(x for x in self._mark.cuts if x not in old)
                 self._write_mark(dataclasses.replace(self._mark, cuts=cuts))

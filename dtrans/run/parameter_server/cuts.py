@@ -26,18 +26,29 @@ class ServerCuts:
     """Writer and reader of one server's cuts.
 
     Attributes:
-      epochs: folder of the job's epochs and cuts.
+      folder: folder of the job's epochs and cuts; None without a launcher that restarts roles.
       plan: the job's plan.
       endpoint: the server's endpoint.
       every: number of steps between two cuts.
       first_step: number of steps before the job, from the checkpoint with which it started.
     """
 
-    epochs: EpochFolder
+    folder: EpochFolder | None
     plan: PServerPlan
     endpoint: str
     every: int
     first_step: int = 0
+
+    @property
+    def is_written(self) -> bool:
+        """True if this server writes cuts."""
+        return self.folder is not None
+
+    @property
+    def epochs(self) -> EpochFolder:
+        """The folder, if this server writes cuts."""
+        assert self.folder is not None
+        return self.folder
 
     @property
     def _servers(self) -> list[str]:
@@ -88,7 +99,7 @@ class ServerCuts:
             )
             return
         self.epochs.note_cut(epoch, mark.step)
-        for step in self.epochs.drop_cuts(self.epochs.old_cut(self._servers)):
+        for step in self.epochs.drop_cuts(epoch, self.epochs.old_cut(self._servers)):
             shutil.rmtree(self._path(step), ignore_errors=True)
 
     def _path(self, step: int) -> Path:
@@ -98,7 +109,8 @@ class ServerCuts:
 def check_cuts(plan: PServerPlan) -> None:
     """Raise ConfigError if a plan has state that cuts do not contain.
 
-    Cuts contain the state of synchronous servers without tables.
+    Cuts contain the state of synchronous servers without tables. A leaf that only trainers have
+    would keep a value from after the cut.
     """
     remedy = "leave cuts out, and restart from checkpoints (docs/reliability.md)"
     if not plan.sync_mode:
@@ -108,6 +120,11 @@ def check_cuts(plan: PServerPlan) -> None:
     if plan.tables.of:
         table = next(iter(plan.tables.of))
         raise ConfigError(f"cuts: {table} is a table, and cuts do not contain tables; {remedy}")
+    if plan.frozen:
+        raise ConfigError(
+            f"cuts: {plan.frozen[0]} is only on trainers, and cuts contain the servers' state; "
+            f"{remedy}"
+        )
     if plan.options.on_trainer_exit == "paddle":
         raise ConfigError(
             "cuts: with on_trainer_exit='paddle' an update uses the last gradients of a trainer "

@@ -344,7 +344,7 @@ class EndpointFabric:
         reason = None if error is None else f"{type(error).__name__}: {error}"
         try:
             if error is None:
-                self.connections.run(self._steps.saved())
+                self.connections.run_last(self._steps.saved())
         except DtransError as e:
             # A server could not write a checkpoint. All updates are complete, so the servers end
             # without an error.

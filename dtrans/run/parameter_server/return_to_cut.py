@@ -6,8 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from dtrans.errors import LostPeerError, Rewound
-from dtrans.ir.selection import subset
-from dtrans.parameter_server.plan import PServerPlan
 from dtrans.protocol.epochs import Epochs
 
 
@@ -15,7 +13,6 @@ class ReturnToCut:
     """Return of one trainer to a cut. It begins with a `NewEpoch`, and ends with a `Rewound`.
 
     Args:
-      plan: the plan.
       name: name of the trainer's role.
       epochs: epochs of the job; None without a launcher that restarts roles.
       connect: connects to the servers of an epoch, given its smallest possible number.
@@ -24,13 +21,12 @@ class ReturnToCut:
 
     def __init__(
         self,
-        plan: PServerPlan,
         name: str,
         epochs: Epochs | None,
         connect: Callable[[int], None],
         receive: Callable[[], Any],
     ) -> None:
-        self._plan, self._name, self._epochs = plan, name, epochs
+        self._name, self._epochs = name, epochs
         self._connect, self._receive = connect, receive
         self._params: Any = None
 
@@ -51,20 +47,15 @@ class ReturnToCut:
         self._connect(epoch)
         self._params = self._receive()
 
-    def end(self, state: tuple[Any, ...], step: int) -> Rewound:
+    def end(self, step: int) -> Rewound:
         """Return the exception with the state of the cut.
 
         Args:
-          state: a state of the job, with the leaves that servers do not have.
           step: the step of the cut.
         """
         params, self._params = self._params, None
-        spec = self._plan.main.args[0]
-        leaves = dict(zip(spec.names, spec.flatten(params), strict=True))
-        old = dict(zip(spec.names, spec.flatten(state[0]), strict=True))
-        leaves |= subset(old, self._plan.frozen)
         epoch = 0 if self._epochs is None else self._epochs.current().number
-        return Rewound(step, (spec.unflatten_named(leaves),), epoch)
+        return Rewound(step, (params,), epoch)
 
     def end_save(self, checkpoint: str, before: int, step: int, *, repeats: bool) -> None:
         """End a return during a save, if the cut and the trainer are at the same step.

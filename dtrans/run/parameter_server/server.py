@@ -79,25 +79,31 @@ class Server:
         self._deadline, self._retry = deadline, min(RETRY, patience)
         self._transport = ZmqTransport(keys, patience)
         self.refusals = Refusals(log)
+        # Without a launcher that restarts roles, cuts only determine the number of the first step.
+        self._first_step = 0 if cuts is None else cuts.first_step
+        cuts = cuts if cuts is not None and cuts.is_written else None
         self._cuts = cuts
         self._saves = ServerSaves(keep, keep_last, cuts, wake=self._transport.wake)
         self._update: SyncUpdate | BlockUpdates
-        self._saved: dict[str, int] = {}  # checkpoints of earlier epochs: `Serving.saved`
         self._early: Mapping[bytes, wire.Message] = {}  # greetings: `EpochGate.early`
         self._begin(state)
         self._door = self._open_door(update, allow_remote=allow_remote)
 
     def _begin(
-        self, state: Mapping[str, Any], like: SyncUpdate | BlockUpdates | None = None
+        self,
+        state: Mapping[str, Any],
+        like: SyncUpdate | BlockUpdates | None = None,
+        before: Serving | None = None,
     ) -> None:
         """Create the state machines of an epoch. A job without cuts has one epoch.
 
         Args:
           state: the initial state, by name.
           like: the update of the previous epoch, if there was one.
+          before: the state machines of the previous epoch, if there was one.
         """
         update, cuts = self._served_update, self._cuts
-        epoch, step = Epoch(), 0
+        epoch, step = Epoch(), self._first_step
         if cuts is not None:
             epoch, step, state = cuts.begin(state)
         served = update.served
@@ -136,7 +142,8 @@ class Server:
             kind = AsyncServer(served, blocks, blocks.state, trainers, say)
         kind.tables = self._update.server_tables
         self._protocol = Serving(kind, trainers, say, self.refusals)
-        self._protocol.saved = self._saved
+        if before is not None:
+            self._protocol.keep_saves(before)
         if cuts is not None:
             self._protocol.gate = EpochGate(epoch.number, say)
         self._saves.begin(self._protocol, self._update, dense, epoch)
@@ -219,17 +226,13 @@ class Server:
         """Go back to the cut of the new epoch, with new state machines."""
         gate, endpoint = self._protocol.gate, self._protocol.kind.endpoint
         assert gate is not None
-        before, self._saved, self._early = (
-            self._protocol.kind.step,
-            self._protocol.saved,
-            gate.early,
-        )
+        before, self._early = self._protocol, gate.early
         self._loop.leave_peers(failed=True)
-        self._begin({}, like=self._update)
+        self._begin({}, self._update, before)
         log.warning(
             "pserver %s goes back from step %d to step %d, after the loss of a process",
             endpoint,
-            before,
+            before.kind.step,
             self._protocol.kind.step,
         )
 

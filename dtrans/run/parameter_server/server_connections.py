@@ -113,7 +113,7 @@ class ServerConnections:
             return self._links[endpoint]
         assert self._me is not None
         trainer_id, trainers = self._me
-        if not self._wait_port:
+        if not self._wait_port and not self._least_epoch:  # a lost server may be starting again
             _check_listens(f"trainer {trainer_id}", endpoint, self._deadline)
         link = self._links[endpoint] = ServerLink(
             self._transport,
@@ -170,12 +170,29 @@ class ServerConnections:
         while not wait.done:
             wait.turn()
 
+    def run_last(self, operation: Operation[None]) -> None:
+        """Run an operation after the last step of this trainer.
+
+        Raises:
+          LostPeerError: a process was lost, and this trainer cannot go back to a cut any more.
+        """
+        try:
+            self.run(operation)
+        except NewEpoch:
+            self.abandon()
+            raise LostPeerError(
+                "a process was lost after the last step of this trainer, which cannot go back to a "
+                "cut with the others any more"
+            ) from None
+
     def abandon(self) -> None:
         """Close all connections without a message, because the job has a newer epoch."""
         for link in self._links.values():
             link.close()
+        self._links.clear()
         if self._opened is not None:
             self._opened.close()
+            self._opened = None
 
     def close(self, reason: str | None) -> None:
         """Leave every server and close all connections, even if a server raises an error.
@@ -185,24 +202,24 @@ class ServerConnections:
         """
         self._member.leave()
         with contextlib.ExitStack() as stack:
-            if self._opened is not None:
-                stack.callback(self._opened.close, LINGER)
-            for link in self._links.values():
+            stack.callback(self._close_transport)
+            for link in list(self._links.values()):
                 stack.callback(self._leave, link, reason)
+
+    def _close_transport(self) -> None:
+        if self._opened is not None:
+            self._opened.close(LINGER)
 
     def _leave(self, link: ServerLink, reason: str | None) -> None:
         """Send `complete` or the reason of a failure, and wait for the server's answer."""
+        if link.line.endpoint not in self._links:  # all connections were abandoned
+            return
         if reason is not None:
             self._wait(LastWords(self._transport, link, reason))
             link.close()
             return
         try:
-            self.run(leave(link.line))
-        except NewEpoch as e:
-            raise LostPeerError(
-                f"a process was lost while {link.line.me} left pserver {link.line.endpoint}, and "
-                "it cannot go back to a cut after its last step"
-            ) from e
+            self.run_last(leave(link.line))
         finally:
             link.close(LINGER)
 

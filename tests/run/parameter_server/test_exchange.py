@@ -43,7 +43,7 @@ from helpers import (
 from paths import ROOT, SUPPORT
 from role_threads import HANG, FakeServer, Peer, RoleThreads, free_endpoints, serve, train
 
-from dtrans.errors import DeadlineError, PeerError
+from dtrans.errors import DeadlineError, LostPeerError, PeerError
 from dtrans.ir.program import DIST
 from dtrans.ops import combine
 from dtrans.parameter_server.plan import PServerPlan
@@ -522,7 +522,7 @@ def test_a_server_that_goes_away_between_levels_is_named_at_once(
             assert half.taken() == pytest.approx(NORM / 4)
         since = time.monotonic()
         half.fake_server.close()
-        assert ended(role_threads, half, PeerError) == (
+        assert ended(role_threads, half, LostPeerError) == (
             f"pserver {half.other} went away while pserver {half.ep} waited for partial results of "
             "step 1, "
             f"level {level}, from pserver {half.other}"
@@ -541,7 +541,7 @@ def test_a_server_that_went_away_before_a_step_is_named_when_it_is_needed(
         half.pull()
         half.fake_server.close()
         half.push(1)
-        assert f"pserver {half.other} went away" in ended(role_threads, half, PeerError)
+        assert f"pserver {half.other} went away" in ended(role_threads, half, LostPeerError)
 
 
 def test_what_a_server_says_before_it_is_welcome_is_not_lost_with_the_connection(
@@ -736,6 +736,6 @@ def test_a_server_killed_between_levels_is_named_by_all(
         since = time.monotonic()
         for name in ("server", "trainer 0", "trainer 1"):
             error = role_threads.end(name)
-            assert type(error) is PeerError
+            assert isinstance(error, PeerError) and not isinstance(error, DeadlineError)
             assert f"pserver {pservers[1]} went away while " in str(error)
         assert time.monotonic() - since < HANG / 2
