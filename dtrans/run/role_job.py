@@ -32,6 +32,7 @@ from dtrans.job import Job
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.plan import realises
 from dtrans.protocol.epochs import NewEpoch
+from dtrans.protocol.trainer.trainer_line import log
 from dtrans.run.base.lowered import LoweredStep, recording
 from dtrans.run.distributed.role import Role
 from dtrans.run.executor import Executor
@@ -101,6 +102,7 @@ class TrainerJob(RoleJob):
 
     _step_count = 0
     _init_args: tuple[Any, ...] | None = None
+    _unconfirmed: tuple[str, int] | None = None  # name and step of the last save with wait=False
 
     def __init__(self, plan: PServerPlan, role: Role, options: dict[str, Any]) -> None:
         super().__init__(plan, role, options)
@@ -154,7 +156,15 @@ class TrainerJob(RoleJob):
                 "a process was lost, and all roles go back to a cut, but this trainer's state is "
                 "not from job.init(...); create it by job.init, which receives the servers' state"
             )
-        return self.init(*self._init_args)[0]
+        params = self.init(*self._init_args)[0]
+        if self._unconfirmed is not None and self._unconfirmed[1] <= self._step_count:
+            log.warning(
+                "checkpoint %s may be incomplete: a process was lost while servers wrote it, and "
+                "no repeated step saves it again",
+                self._unconfirmed[0],
+            )
+        self._unconfirmed = None
+        return params
 
     def _receive_first(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the state that the servers have now, for the arguments of the user's `init`."""
@@ -297,9 +307,11 @@ class TrainerJob(RoleJob):
         servers = tuple(self.plan.servers)
         between = partial(self._executor.between_steps, f"checkpoint {name}")
         between(lambda to: to.saved())  # wait for an earlier save with wait=False
+        self._unconfirmed = name, self._step_count
         between(lambda to: to.save(servers, name, self._step_count))
         if wait:
             between(lambda to: to.saved())
+            self._unconfirmed = None
 
     def params(self, state: tuple[Any, ...]) -> Any:
         """Return the parameters. All rows of tables are looked up on the servers.

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 import pytest
 import table_jobs
@@ -473,21 +474,25 @@ def test_a_server_drops_its_cuts_before_a_step(tmp_path: Path) -> None:
     folder.enter(Epoch())
     for step in (10, 20, 30):
         folder.note_cut(0, step)
-    assert folder.drop_cuts(10) == []
-    assert folder.drop_cuts(30) == [10, 20]
+    assert folder.drop_cuts(0, 10) == []
+    assert folder.drop_cuts(0, 30) == [10, 20]
     assert folder.marks()["pserver 0"] == RoleMark(0, (30,))
 
 
 def test_the_cut_of_the_current_epoch_stays(tmp_path: Path) -> None:
-    """A server may write two more cuts before it learns of an epoch, and then loads its cut."""
+    """A server may write more cuts before it learns of an epoch, and then loads its cut."""
     folder = EpochFolder(tmp_path, "pserver 0")
     folder.enter(Epoch())
     for step in (10, 20, 30, 40):
         folder.note_cut(0, step)
     folder.grant(Epoch(1, 20), "a run")
-    assert folder.drop_cuts(40) == [10, 30]
+    assert folder.drop_cuts(0, 40) == []
     folder.enter(Epoch(1, 20))
     assert folder.newest_cut(["pserver 0"]) == 20
+    folder.note_cut(1, 30)
+    folder.note_cut(1, 40)
+    assert folder.drop_cuts(0, 40) == []
+    assert folder.drop_cuts(1, 40) == [10, 30]
 
 
 def test_lost_roles_of_other_epochs_are_not_reported(tmp_path: Path) -> None:
@@ -524,6 +529,18 @@ def test_what_a_cut_cannot_contain_is_named() -> None:
         check_cuts(planned(mode=dtrans.Async()))
     with pytest.raises(ConfigError, match="cuts: with on_trainer_exit='paddle' an update uses"):
         check_cuts(planned(on_trainer_exit="paddle"))
+
+
+def test_cuts_do_not_contain_parameters_of_trainers() -> None:
+    tx = optax.multi_transform(
+        {"trained": optax.sgd(0.5), "frozen": optax.set_to_zero()}, {"w": "trained", "c": "frozen"}
+    )
+    init = lambda: (p := {"w": jnp.ones(3), "c": jnp.ones(3)}, tx.init(p))
+    step = dtrans.make_train_step(lambda p, x: jnp.mean((x @ p["w"] - p["c"].sum()) ** 2), tx)
+    traced = dtrans.trace(step, *init(), jnp.ones((4, 3))), dtrans.trace(init)
+    plan = dtrans.pserver(*traced, pservers="127.0.0.1:6174", trainers=2)
+    with pytest.raises(ConfigError, match="cuts: params/c is only on trainers, and cuts contain"):
+        check_cuts(plan)
 
 
 def test_cuts_do_not_contain_tables() -> None:
@@ -624,7 +641,7 @@ class CountingJob(Job):
         self.prefetched: list[int] = []
 
     @property
-    def step_count(self) -> int:
+    def first_step(self) -> int:
         return self.made
 
     def step(self, state: Any, *batch: Any) -> tuple[Any, ...]:
@@ -658,9 +675,9 @@ def test_a_function_returns_the_batch_of_each_step() -> None:
     job = CountingJob()
     assert list(job.steps(0, lambda i: (i,), stop=4)) == [(i + 1, -i) for i in range(4)]
     assert job.batches == [0, 1, 2, 3] and job.prefetched == [1, 2, 3]
-    # it continues to count
+    # the servers' state has a step, so a second loop continues there
     assert list(job.steps(4, lambda i: (i,), stop=6)) == [(5, -4), (6, -5)]
-    assert list(job.steps(6, lambda i: (i,), stop=6)) == []
+    assert list(job.steps(6, lambda i: (i,), start=6, stop=6)) == []
 
 
 def test_steps_count_from_the_start_of_a_job() -> None:

@@ -311,3 +311,25 @@ def test_a_report_is_small() -> None:
         TrainerStatus(999, "present", "x" * 60, 10**6, 1e3, 99, 1.0, 10**12, 10**12)
     )
     assert len(msgpack.packb([row] * 1000)) < wire.MAX_MESSAGE / 50
+
+
+def test_a_checkpoint_that_is_written_across_epochs_is_answered() -> None:
+    """The servers go back to a cut while they write; the repeated step requests the name again."""
+    before, after = Observed(), Observed()
+    for at in (before, after):
+        at.machine.keep = lambda name, step: 2
+        at.hello(0)
+        at.hello(1)
+    before.take(0, "save", step=0, name="10", made=0)
+    after.machine.keep_saves(before.machine)
+    after.take(0, "save", step=0, name="10", made=0, request=7)
+    assert not [op for _, op, _ in after.said if op == "saved"]
+    after.machine.written("10", "", after.now)
+    answers = [(to, fields) for to, op, fields in after.said if op == "saved"]
+    assert answers == [(b"trainer 0", {"name": "10", "error": "", "request": 7})]
+    # no trainer has requested this one again
+    before.take(0, "save", step=0, name="20", made=0)
+    other = Observed()
+    other.machine.keep_saves(before.machine)
+    other.machine.written("20", "", other.now)
+    assert other.machine.asked()["20"] == 0

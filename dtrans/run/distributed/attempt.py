@@ -77,6 +77,12 @@ class Attempt:
         self.timed_out = ""
         self._ending = False
 
+    @property
+    def has_ended_well(self) -> bool:
+        """True if all roles have ended without a failure."""
+        is_undisturbed = self.signum is None and not self.timed_out and not self.superseded
+        return is_undisturbed and self.failed is None and self.error is None
+
     def begin(self, child: Child) -> None:
         """Register a started role with the guard, then start the role's command."""
         self.running.append(child)

@@ -45,6 +45,7 @@ class JobEpochs:
         self._folder = EpochFolder(path)
         self._names = [role.name for role in roles]
         self._servers = [role.name for role in roles if role.is_pserver]
+        self._trainers, self._endpoints = roles[0].trainers, roles[0].pserver_endpoints
         self._by_endpoint = {}
         for role in roles:
             if role.is_pserver:
@@ -59,16 +60,16 @@ class JobEpochs:
             self._continue(path)
         else:
             self._run = new_run()
-            self._folder.grant(self.epoch, self._run)
+            self._grant()
         self._begin_all()
 
     def _continue(self, path: Path) -> None:
-        others = sorted(set(self._folder.marks()) - set(self._names))
-        if others:
+        trainers, servers = self._folder.trainers, len(self._folder.endpoints)
+        if (trainers, servers) != (self._trainers, len(self._servers)):
             raise ConfigError(
-                f"cuts={str(path)!r} has the cuts of a job with {', '.join(others)}, but this job "
-                f"has {', '.join(self._names)}; write as many trainers and pservers as before, or "
-                "another folder"
+                f"cuts={str(path)!r} has the cuts of a job with {trainers} trainers and {servers} "
+                f"pservers, but this job has {self._trainers} and {len(self._servers)}; write as "
+                "many as before, or another folder"
             )
         self._run, self.epoch = self._folder.run, self._folder.current()
         self._grant_next()
@@ -86,6 +87,10 @@ class JobEpochs:
     def has_marks(self) -> bool:
         """True if roles of the job take part in epochs."""
         return bool(self._folder.marks())
+
+    def end(self) -> None:
+        """Remove the cuts of a job that has ended without an error."""
+        self._folder.clear()
 
     # -- losses ----------------------------------------------------------------------------------
 
@@ -171,7 +176,10 @@ class JobEpochs:
     def _grant_next(self) -> None:
         cut = self._folder.newest_cut(self._servers)
         self.epoch = Epoch(self.epoch.number + 1, cut)
-        self._folder.grant(self.epoch, self._run)
+        self._grant()
+
+    def _grant(self) -> None:
+        self._folder.grant(self.epoch, self._run, self._trainers, self._endpoints)
 
     def _begin_all(self) -> None:
         self._started = dict.fromkeys(self._names, self.epoch.number)
@@ -181,6 +189,14 @@ class JobEpochs:
         """Return the marks of the current processes, without those of earlier processes."""
         marks = self._folder.marks()
         return {n: x for n, x in marks.items() if x.epoch >= self._started.get(n, 0)}
+
+
+def endpoints_of(cuts: str | os.PathLike[str] | None) -> tuple[str, ...]:
+    """Return the endpoints of the servers of the job that a folder continues; empty without one."""
+    folder = EpochFolder("" if cuts is None else cuts)
+    if cuts is None or not folder.is_used:
+        return ()
+    return folder.endpoints
 
 
 @contextlib.contextmanager

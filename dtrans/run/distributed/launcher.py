@@ -47,11 +47,11 @@ from dtrans.errors import ConfigError, DeadlineError, LaunchError
 from dtrans.protocol import token
 from dtrans.run.distributed.attempt import Attempt, Event
 from dtrans.run.distributed.child_process import Child, Guard
-from dtrans.run.distributed.job_epochs import JobEpochs, open_epochs
+from dtrans.run.distributed.job_epochs import JobEpochs, endpoints_of, open_epochs
 from dtrans.run.distributed.restarts import RestartOptions, Restarts, RoleStarter
 from dtrans.run.distributed.role import LOSS, VARIABLES, Role
 from dtrans.run.distributed.role_output import open_logs, say
-from dtrans.run.distributed.site import Site
+from dtrans.run.distributed.site import Site, roles_at
 from dtrans.run.distributed.status_door import VARIABLE as STATUS
 from dtrans.run.net.epoch_folder import VARIABLE as CUTS
 from dtrans.run.net.started_jobs import announce_job
@@ -124,7 +124,12 @@ def launch(
     site = site or Site()
     if options.cuts is not None:
         _check_cuts(options.cuts, mode, site, options.most)
-    roles = site.roles(mode, trainers, 1 if pservers is None else pservers)
+    servers = 1 if pservers is None else pservers
+    endpoints = endpoints_of(options.cuts)
+    if len(endpoints) == servers:
+        roles = roles_at(mode, trainers, endpoints)
+    else:
+        roles = site.roles(mode, trainers, servers)
     events: SimpleQueue[Event] = SimpleQueue()
     limit = None if deadline is None else time.monotonic() + deadline
     drops = on_trainer_loss == "drop"
@@ -165,6 +170,8 @@ def launch(
             in_place=not drops,
         )
         attempt = attempts.run()
+        if epochs is not None and attempt.has_ended_well:
+            epochs.end()
     _raise_failure(attempt, deadline)
 
 

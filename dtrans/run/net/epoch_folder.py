@@ -15,8 +15,9 @@ import contextlib
 import dataclasses
 import json
 import os
+import shutil
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,14 +106,38 @@ class EpochFolder:
 
     # -- the launcher ----------------------------------------------------------------------------
 
-    def grant(self, epoch: Epoch, run: str) -> None:
+    def grant(
+        self, epoch: Epoch, run: str, trainers: int = 0, endpoints: Sequence[str] = ()
+    ) -> None:
         """Begin an epoch. The file is flushed to the disk before the method returns.
+
+        The last three arguments are the same in all epochs of a job.
 
         Args:
           epoch: the epoch.
-          run: identifier of the job, which is the same in all its epochs.
+          run: identifier of the job.
+          trainers: number of trainers.
+          endpoints: endpoints of the servers. Pieces of cuts and checkpoints contain them.
         """
-        _write(self.path / "epoch.json", {**dataclasses.asdict(epoch), "run": run})
+        job = {"run": run, "trainers": trainers, "endpoints": list(endpoints)}
+        _write(self.path / "epoch.json", {**dataclasses.asdict(epoch), **job})
+
+    @property
+    def trainers(self) -> int:
+        """Number of trainers of the job."""
+        return int(self._granted()["trainers"])
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        """Endpoints of the job's servers."""
+        return tuple(self._granted()["endpoints"])
+
+    def clear(self) -> None:
+        """Remove all files of a job that has ended without an error."""
+        (self.path / "epoch.json").unlink()
+        for path in self.path.iterdir():
+            if path.name in ("roles", "lost") or path.name.isdecimal():
+                shutil.rmtree(path)
 
     def marks(self) -> dict[str, RoleMark]:
         """Return the last report of each role, by name."""

@@ -8,7 +8,7 @@ import pytest
 
 from dtrans.errors import ConfigError
 from dtrans.protocol.epochs import Epoch
-from dtrans.run.distributed.job_epochs import JobEpochs, open_epochs
+from dtrans.run.distributed.job_epochs import JobEpochs, endpoints_of, open_epochs
 from dtrans.run.distributed.role import roles_of
 from dtrans.run.net.ended_roles import EndedRoles, ended_roles
 from dtrans.run.net.epoch_folder import EpochFolder
@@ -116,8 +116,23 @@ def test_another_launcher_continues(job: Job, tmp_path: Path) -> None:
     again = Job(tmp_path)
     assert again.epochs.epoch == again.folders["pserver 0"].current() == Epoch(1, 10)
     assert not again.can_go_back("trainer 0")  # nobody is here yet
-    with pytest.raises(ConfigError, match=r"a job with trainer 1, but this job has pserver 0, tra"):
+    with pytest.raises(
+        ConfigError, match=r"with 2 trainers and 1 pservers, but this job has 1 and"
+    ):
         JobEpochs(tmp_path, roles_of(1, ("127.0.0.1:1",)))
+    with pytest.raises(ConfigError, match=r"but this job has 2 and 2; write as many as before"):
+        JobEpochs(tmp_path, roles_of(2, ("127.0.0.1:1", "127.0.0.1:2")))
+    # pieces of cuts and checkpoints contain the endpoints, so the servers get the same ones
+    assert endpoints_of(tmp_path) == ("127.0.0.1:1",)
+    assert endpoints_of(None) == endpoints_of(tmp_path / "none") == ()
+
+
+def test_a_job_that_ended_well_leaves_no_cuts(job: Job, tmp_path: Path) -> None:
+    (tmp_path / "10").mkdir()
+    (tmp_path / "of the user").touch()
+    job.epochs.end()
+    assert [x.name for x in tmp_path.iterdir()] == ["of the user"]
+    assert Job(tmp_path).epochs.epoch == Epoch()
 
 
 def test_one_launcher_has_a_folder(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 from paths import DOCS, ROOT
 
 import dtrans
+from dtrans.errors import LaunchError
 from dtrans.run.distributed.launcher import launch
 
 
@@ -44,6 +45,21 @@ def write_scripts(folder: Path, kills: list[tuple[int, int, str]]) -> None:
                 kill = KILL.format(kills=kills).strip("\n")
                 code = f"{TELL}{head}def batch(step):{first}\n{kill}\n{rest}"
             (folder / name).write_text(code)
+
+
+@pytest.mark.rotated
+def test_a_state_that_is_not_from_init_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a loss it would be of another step than the servers' state."""
+    monkeypatch.chdir(tmp_path)
+    write_scripts(tmp_path, [])
+    script = tmp_path / "survive.py"
+    own = "state = job.init(key) if role.is_pserver else job.state_of(*init(key))"
+    script.write_text(script.read_text().replace("state = job.init(key)", own))
+    env = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "JAX_PLATFORMS": "cpu"}
+    with pytest.raises(LaunchError, match="this trainer's state is not from job.init"):
+        launch([sys.executable, "survive.py"], trainers=2, pservers=1, env=env, restarts=1)
 
 
 def run(folder: Path, kills: list[tuple[int, int, str]], monkeypatch: Any) -> list[np.ndarray]:
