@@ -230,7 +230,7 @@ def test_rows_that_meet_rows_are_refused() -> None:
         return jnp.mean(jax.nn.logsumexp(similar, axis=1)) + jnp.sum(params["v"] ** 2)
 
     with pytest.raises(
-        ConfigError, match=r" inside dtrans.local\(\) mixes rows of the batch. Only sums"
+        ConfigError, match=r" inside dtrans.local\(\) mixes rows of the batch. Over its own rows"
     ):
         plans_of(loss)["nccl2"]()
 
