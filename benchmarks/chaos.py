@@ -13,7 +13,7 @@ with those of an undisturbed job, bit for bit.
 With `--every`, it also prints the seconds from a kill to the next step of trainer 0.
 
 Goodput is the share of time that trains: the steps of the job, times the seconds of a step in an
-undisturbed job, divided by the seconds of the job.
+undisturbed job with cuts, divided by the seconds of the job.
 
 Source: the experiment of torchft (a kill every 15 seconds).
 """
@@ -43,6 +43,7 @@ import dtrans
 
 EVERY = 20  # steps between two checkpoints, or cuts
 LIMIT = 300.0  # seconds that a job may take
+MEASURED = 20.0  # seconds in which the steps of an undisturbed job are counted
 LAUNCHER = "launcher"
 RESTARTED = re.compile("all roles start again|it starts again")
 
@@ -115,7 +116,8 @@ def train_from_checkpoints(job, role, steps: int) -> None:
 def tell_step(role, step: int) -> None:
     """Write the number of steps that trainer 0 has taken."""
     if role.trainer_id == 0:
-        Path("step").write_text(str(step))
+        Path("step.new").write_text(str(step))
+        Path("step.new").rename("step")  # so that no reader sees an empty file
 
 
 # -- a job -----------------------------------------------------------------------------------------
@@ -181,6 +183,12 @@ class Job:
                 break
             time.sleep(0.01)
         return time.time() - begun
+
+    @property
+    def has_ended_well(self) -> bool:
+        """True if a job with cuts has ended, even if its launcher was killed a moment later."""
+        cuts = self.folder / "cuts"
+        return cuts.exists() and not (cuts / "epoch.json").exists() and self.step > 0
 
     def wait(self) -> int:
         """Wait for the launcher; its exit code."""
@@ -257,7 +265,8 @@ def strike(job: Job, found: Round) -> None:
         orphans = job.orphans()
         if orphans:
             found.wrong = f"{', '.join(orphans)} outlived the launcher"
-        job.start()
+        if not job.has_ended_well:
+            job.start()
 
 
 def run_round(mode: str, steps: int, found: Round, expected: list[bytes]) -> Round:
@@ -266,7 +275,7 @@ def run_round(mode: str, steps: int, found: Round, expected: list[bytes]) -> Rou
         job = Job(mode, steps, Path(folder), restarts=3)
         try:
             strike(job, found)
-            code = job.wait()
+            code = 0 if job.has_ended_well else job.wait()
             found.restarts = len(RESTARTED.findall(job.text))
             if code:
                 errors = re.findall(r"dtrans\.\S*Error.*|^\S*Error.*", job.text, re.M)
@@ -281,23 +290,34 @@ def run_round(mode: str, steps: int, found: Round, expected: list[bytes]) -> Rou
     return found
 
 
-def undisturbed(mode: str, steps: int) -> tuple[list[bytes], float, float]:
-    """The result of a job, its seconds, and the seconds of a step."""
+def seconds_of_step(mode: str) -> float:
+    """The seconds of a step of an undisturbed job, after its first 500 steps."""
+    with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
+        job = Job(mode, 10**9, Path(folder), restarts=1)
+        try:
+            while job.step < 500 and job.seconds < LIMIT:
+                time.sleep(0.01)
+            first, begun = job.step, time.monotonic()
+            time.sleep(MEASURED)
+            return (time.monotonic() - begun) / (job.step - first)
+        finally:
+            job.close()
+
+
+def undisturbed(mode: str, steps: int) -> tuple[list[bytes], float]:
+    """The result of a job, and its seconds."""
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
         job = Job(mode, steps, Path(folder), restarts=1)
         try:
-            while not job.step and job.launcher.poll() is None:
-                time.sleep(0.01)
-            first = job.seconds
             assert job.wait() == 0, job.text
-            return job.state(steps), job.seconds, (job.seconds - first) / (steps - 1)
+            return job.state(steps), job.seconds
         finally:
             job.close()
 
 
 def rounds(mode: str, count: int, seed: int, steps: int, pause: float) -> bool:
     """Run rounds; True if all end with the result of the undisturbed job."""
-    expected, seconds, _ = undisturbed(mode, steps)
+    expected, seconds = undisturbed(mode, steps)
     print(f"undisturbed: {seconds:.1f} s (load {os.getloadavg()[0]:.1f})", flush=True)
     wrong = 0
     for number in range(seed, seed + count):
@@ -316,7 +336,7 @@ def rounds(mode: str, count: int, seed: int, steps: int, pause: float) -> bool:
 
 def goodput(mode: str, every: float, seconds: float, seed: int) -> None:
     """Kill a role of one job again and again, and print its goodput."""
-    _, _, of_step = undisturbed(mode, 400)
+    of_step = seconds_of_step(mode)
     draw, kills = random.Random(seed), 0
     pauses = []  # seconds from a kill to the next step
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
