@@ -124,7 +124,7 @@ def pickled(value: Any, cloudpickle: Any) -> bytes:
     """Pickle a value: functions by value, JAX primitives by the name of their module variable.
 
     cloudpickle stores a closure with the globals that it reads, which may include primitives. JAX
-    compares primitives by identity, so the other process must use the primitives of its own JAX.
+    compares primitives by identity, so the other process must use its JAX's primitives.
 
     Args:
       value: the value.

@@ -307,11 +307,12 @@ class TrainerJob(RoleJob):
         servers = tuple(self.plan.servers)
         between = partial(self._executor.between_steps, f"checkpoint {name}")
         between(lambda to: to.saved())  # wait for an earlier save with wait=False
-        self._unconfirmed = name, self._step_count
+        self._unconfirmed = None
         between(lambda to: to.save(servers, name, self._step_count))
         if wait:
             between(lambda to: to.saved())
-            self._unconfirmed = None
+        else:
+            self._unconfirmed = name, self._step_count
 
     def params(self, state: tuple[Any, ...]) -> Any:
         """Return the parameters. All rows of tables are looked up on the servers.

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import socket
-import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from role_scripts import PATIENCE, PRELUDE
+from role_scripts import PATIENCE, PRELUDE, script_writer
 
 
 @pytest.fixture
 def script(tmp_path: Path) -> Any:
-    def write(body: str) -> list[str]:
-        path = tmp_path / "script.py"
-        path.write_text(PRELUDE + textwrap.dedent(body))
-        return [sys.executable, str(path)]
-
-    return write
+    return script_writer(tmp_path, PRELUDE)
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import types
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,9 +34,11 @@ from dtrans.protocol.server.serving import Serving
 from dtrans.protocol.server.sync_server import SyncServer
 from dtrans.protocol.server.trainer_registry import TrainerRegistry, log
 from dtrans.protocol.trainer.epoch_member import EpochMember
+from dtrans.protocol.trainer.operation import Operation, nothing
 from dtrans.protocol.transport import Event
 from dtrans.run.net.epoch_folder import VARIABLE, EpochFolder, LostReport, RoleMark
 from dtrans.run.parameter_server.cuts import ServerCuts, check_cuts
+from dtrans.run.parameter_server.server_connections import ServerConnections
 from dtrans.run.parameter_server.state_writer import StateWriter
 from tools.simulate.case import Case
 from tools.simulate.updates import SimulatedUpdate, served
@@ -724,3 +727,25 @@ def test_a_lost_role_is_a_peer_error_with_its_name() -> None:
     e = LostPeerError("it went away", "trainer 1")
     assert isinstance(e, PeerError) and (e.role, str(e)) == ("trainer 1", "it went away")
     assert LostPeerError("it went away").role == ""
+
+
+# -- the end of a trainer --------------------------------------------------------------------------
+
+
+def test_a_trainer_cannot_go_back_after_its_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operation at its end meets a new epoch: the launcher starts all roles again."""
+    connections = ServerConnections(
+        deadline=1.0, patience=1.0, wait_port=True, encryption="disabled", epochs=Epochs()
+    )
+    closed = []
+    link: Any = types.SimpleNamespace(close=lambda: closed.append(1))
+    connections._links = {"here:1": link, "here:2": link}
+
+    def meet_new_epoch(operation: Any) -> None:
+        raise NewEpoch(3)
+
+    monkeypatch.setattr(connections, "run", meet_new_epoch)
+    with pytest.raises(LostPeerError, match="a process was lost after the last step"):
+        connections.run_last(Operation([], nothing))
+    assert closed == [1, 1]
+    connections.close(None)  # no server is waited for

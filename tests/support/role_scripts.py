@@ -4,6 +4,10 @@ they have ended."""
 from __future__ import annotations
 
 import socket
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
 
 
 PATIENCE = 60.0  # seconds for something that takes milliseconds on an idle machine
@@ -51,3 +55,19 @@ def assert_gone(*connections: socket.socket) -> None:
             continue
         finally:
             connection.close()
+
+
+def script_writer(folder: Path, prelude: str) -> Callable[[str], list[str]]:
+    """Return a function that writes a script, and returns its command.
+
+    Args:
+      folder: the folder of the script.
+      prelude: the first lines of each script.
+    """
+
+    def write(body: str) -> list[str]:
+        path = folder / "script.py"
+        path.write_text(prelude + textwrap.dedent(body))
+        return [sys.executable, str(path)]
+
+    return write

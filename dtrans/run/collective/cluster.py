@@ -327,7 +327,7 @@ class ClusterFabric:
         for name in program.in_names:
             ins.append(rows if name in parts else replicated)
         # Outputs are declared replicated, even if they differ between trainers: so each process
-        # reads the output of its own trainer.
+        # reads its trainer's output.
         mapped = on_mesh(per_trainer(program), mesh, ins, [replicated] * len(program.out_names))
         return jax.jit(mapped), [NamedSharding(mesh, sharding.spec) for sharding in ins]
 

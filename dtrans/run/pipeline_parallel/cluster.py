@@ -2,7 +2,7 @@
 
 The processes are the trainers of `dtrans.connect()`. With N processes and S stages, process k runs
 the stages k*S/N to (k+1)*S/N - 1. All processes have the same list of instructions, and each
-process executes the instructions of its own stages. Processes send values to each other over
+process executes the instructions of its stages. Processes send values to each other over
 channels (`dtrans.run.pipeline_parallel.p2p`).
 
 Each process calls `step` with its part of the batch: process k has rows k*B/N to (k+1)*B/N - 1 of a

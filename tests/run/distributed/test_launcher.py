@@ -12,7 +12,6 @@ import stat
 import subprocess
 import sys
 import tempfile
-import textwrap
 import threading
 import time
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from typing import Any
 
 import pytest
 from paths import ROOT
+from role_scripts import script_writer
 from role_threads import until
 
 import dtrans
@@ -99,12 +99,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
 
 @pytest.fixture
 def script(tmp_path: Path) -> Any:
-    def write(body: str) -> list[str]:
-        path = tmp_path / "script.py"
-        path.write_text(PRELUDE + textwrap.dedent(body))
-        return [sys.executable, str(path)]
-
-    return write
+    return script_writer(tmp_path, PRELUDE)
 
 
 def assert_reaped(watch: Watch) -> None:

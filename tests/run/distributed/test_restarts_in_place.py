@@ -11,12 +11,13 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 from paths import ROOT
+from role_scripts import script_writer
 from role_threads import until
 
 from dtrans.errors import ConfigError, LaunchError
@@ -85,16 +86,11 @@ def finish(number):
 
 @pytest.fixture
 def script(tmp_path: Path) -> Any:
-    def write(body: str) -> list[str]:
-        path = tmp_path / "script.py"
-        path.write_text(PRELUDE + textwrap.dedent(body))
-        return [sys.executable, str(path)]
-
-    return write
+    return script_writer(tmp_path, PRELUDE)
 
 
 class Output:
-    """What a job printed: the epochs that its roles entered, and the words of the launcher."""
+    """Output of a job: the epochs that its roles entered, and the lines of the launcher."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
         out, self.err = capsys.readouterr()
@@ -218,6 +214,14 @@ def test_all_start_again_if_a_role_leaves_before_it_goes_back(
 ALL_AGAIN = "trainer 1 failed with signal SIGKILL; all roles start again (restart 1 of 3)"
 
 
+def all_again(command: list[str], capsys: pytest.CaptureFixture[str]) -> Output:
+    """Launch a job, and check that all roles start again once."""
+    launch(command, restarts=3, **JOB)
+    seen = Output(capsys)
+    assert seen.said == [ALL_AGAIN]
+    return seen
+
+
 def test_all_start_again_if_another_role_has_left(
     script: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -232,9 +236,7 @@ def test_all_start_again_if_another_role_has_left(
             forever()
         finish(1)
     """)
-    launch(command, restarts=3, **JOB)
-    seen = Output(capsys)
-    assert seen.said == [ALL_AGAIN]
+    seen = all_again(command, capsys)
     assert seen.entered == {role: [(0, None), (1, 20)] for role in ROLES}
     assert {len(set(pids)) for pids in seen.pids.values()} == {2}
 
@@ -252,9 +254,7 @@ def test_all_start_again_without_a_common_cut(
             forever()
         finish(1)
     """)
-    launch(command, restarts=3, **JOB)
-    seen = Output(capsys)
-    assert seen.said == [ALL_AGAIN]
+    seen = all_again(command, capsys)
     assert seen.entered == {role: [(0, None), (1, None)] for role in ROLES}
 
 
@@ -271,10 +271,26 @@ def test_all_start_again_while_a_role_has_not_begun(
             forever()
         finish(1)
     """)
-    launch(command, restarts=3, **JOB)
-    seen = Output(capsys)
-    assert seen.said == [ALL_AGAIN]
+    seen = all_again(command, capsys)
     assert {x[-1] for x in seen.entered.values()} == {(1, 20)}
+
+
+@pytest.mark.parametrize(
+    ("tail", "counts"),
+    [
+        (["dtrans.errors.LostPeerError: pserver here:1 went away"], True),
+        (["dtrans.errors.LostPeerError: pserver here:1 went away", "bye"], True),
+        # the user's exception came last, and would be raised again
+        (["dtrans.errors.LostPeerError: pserver here:1 went away", "ValueError: mine"], False),
+        (["my.package.MyError: dtrans.errors.LostPeerError: quoted"], False),
+        ([], False),
+    ],
+)
+def test_the_last_exception_of_a_role_decides_whether_it_was_lost(
+    tail: list[str], counts: bool
+) -> None:
+    found = attempt._last_error(types.SimpleNamespace(tail=tail))  # type: ignore[arg-type]
+    assert found.startswith(attempt.LOST_PEER) == counts
 
 
 LOST_PEER = """
