@@ -436,8 +436,8 @@ class ServerJob(RoleJob):
             their initial values need no memory, and other rows can be evicted
             (`job.tables.evict`).
           cuts: number of steps between two cuts, to which the job goes back after the loss of a
-            process. They are written if `dtrans launch --restarts` started the job. A new cut
-            waits until the previous one is written. Then the step count of the job starts from the
+            process. Servers write them if `dtrans launch --restarts` started the job. A new cut
+            waits until the previous one is written. With `cuts`, the job counts its steps from the
             number of the restored checkpoint.
 
         Steps are counted from the last `job.save` whose name is a number. Without one, they are
