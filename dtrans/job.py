@@ -297,8 +297,8 @@ class Job(StateFunctions):
 
         Args:
           state: the state before the first step.
-          batches: for each step, a tuple of the step's batch arguments, read `ahead` batches early;
-            or a function that returns this tuple, given the number of a step.
+          batches: for each step, a tuple of the step's batch arguments, or a function that returns
+            this tuple for a step's number. The loop reads them `ahead` batches early.
           ahead: number of steps between `prefetch` and `step` of a batch. Default: `batches_ahead`.
           start: for a function, the number of the first step. A trainer of servers begins at its
             job's step, if that is larger.
