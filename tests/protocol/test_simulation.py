@@ -778,7 +778,7 @@ PLANTED_IN_CUTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     ),
     "a lost role is not reported": _reports_nobody,
     "the greeting of an ended process stays": lambda m: m.setattr(
-        TrainerRegistry, "_is_replaced", lambda *_: False
+        trainer_registry, "_is_replaced", lambda *_: False
     ),
 }
 
