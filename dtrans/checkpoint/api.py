@@ -47,7 +47,8 @@ from dtrans.job import Job
 from dtrans.ops import init_on_use_p, listen_and_serv_p
 from dtrans.parameter_server.overview import VarDistributed
 from dtrans.parameter_server.plan import PServerPlan
-from dtrans.step.one_state import is_train_state_step, split_spec
+from dtrans.step.one_state import is_train_state_step, split_spec, split_startup
+from dtrans.step.startup import match_startup, with_numbers
 
 
 @overload
@@ -499,6 +500,7 @@ def load(path: Folder, main: Program, startup: Program | None = None) -> Any:
 
     Raises:
       StateError, CheckpointError, ConfigError: as `restore`.
+      TraceError: `startup` does not return the state of the step.
 
     Source: `load_persistables` of Paddle.
 
@@ -528,6 +530,11 @@ def load(path: Folder, main: Program, startup: Program | None = None) -> Any:
             "job.gather(dtrans.checkpoint.restore(path, job))"
         )
     saved.of(main, remedy)
+    if startup is not None:
+        startup = with_numbers(startup, main.args[:2])
+        if one_state:
+            startup = split_startup(main, startup)
+        startup = match_startup(main, startup)
     params, opt_state = to_trees(main, saved.arrays(step_rows(main), _init_slices(saved, startup)))
     if one_state:
         return params

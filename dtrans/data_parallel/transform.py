@@ -157,7 +157,7 @@ def plan_data_parallel(main: Program, startup: Program, options: Options) -> Col
     check_names(plain, options)
     if options.trainers > 1:
         check_observers(plain.program, plain.observers)
-    matched = match_startup(plain, startup)
+    matched = match_startup(plain.program, startup)
     step, trainer_options, shared = share_step(plain, options, main)
     merges = infer_merges(step, trainer_options) if shared is None else shared.merges
     for_uneven_batch = None

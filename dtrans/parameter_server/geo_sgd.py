@@ -103,7 +103,7 @@ def plan_geo_sgd(
     full_step, step = step, with_shared_leaves(step)
     adding = with_added_changes(step)
     analysis = analyse(adding.optimize, adding.optimized)
-    startup = match_startup(step, startup)
+    startup = match_startup(step.program, startup)
     tables = choose_trainer_tables(full_step, startup, options.sparse)
     types = subset(step.program.inputs, step.optimized)
     placement = place(analysis, types, endpoints, options.placement, tables.buckets)

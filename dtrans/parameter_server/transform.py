@@ -199,7 +199,7 @@ def pserver(
 
     # Choose tables and place blocks. Row analysis finds the rows that a value of the update needs.
     analysis = analyse(step.optimize, step.optimized)
-    startup = match_startup(step, startup)
+    startup = match_startup(step.program, startup)
     tables = choose_tables(step, analysis, startup, sparse, moving_suffixes(mode))
     types = subset(step.program.inputs, step.optimized)
     placed = place(analysis, types, endpoints, placement, tables.buckets)

@@ -287,7 +287,7 @@ def plan_pipeline(
         part, values = step.program, precompute if precompute.out_names else None
     _check_reads(step, o)
     check_names(step, o.over_parts)
-    startup = match_startup(step, startup)
+    startup = match_startup(step.program, startup)
 
     # The forward pass of a micro-batch, and the choice of stages.
     forward = forward_pass(step)

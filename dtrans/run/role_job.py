@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import jax
 import numpy as np
@@ -32,7 +32,9 @@ from dtrans.job import Job
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.plan import realises
 from dtrans.protocol.epochs import NewEpoch
+from dtrans.protocol.trainer.operation import Operation
 from dtrans.protocol.trainer.trainer_line import log
+from dtrans.protocol.trainer.trainer_steps import TrainerSteps
 from dtrans.run.base.lowered import LoweredStep, recording
 from dtrans.run.distributed.role import Role
 from dtrans.run.executor import Executor
@@ -46,6 +48,9 @@ from dtrans.run.parameter_server.tables.job_tables import TrainerTables
 from dtrans.run.parameter_server.tables.new_rows import with_makers
 from dtrans.run.parameter_server.trainer_calls import TrainerCalls
 from dtrans.step_meter import metered
+
+
+T = TypeVar("T")
 
 
 class RoleJob(Job):
@@ -226,8 +231,8 @@ class TrainerJob(RoleJob):
           batch: this trainer's part of the arguments of `step` after the state.
 
         Returns:
-          True if rows were requested. False if the plan has no tables, or in asynchronous modes,
-          whose steps read the newest rows.
+          True if rows were requested. False if the plan has no tables, in asynchronous modes, whose
+          steps read the newest rows, or if the next step goes back to a cut.
 
         Raises:
           BatchError: an id is not a row of its table; no request was sent.
@@ -240,17 +245,71 @@ class TrainerJob(RoleJob):
         self._check_open()
         if not self.plan.tables.of or not self.plan.sync_mode:
             return False
+        if self._return.is_due:
+            return False
         call = self._calls(batch)
-        self._executor.announce(call.program, *call.batch)
+        try:
+            self._executor.announce(call.program, *call.batch)
+        except NewEpoch as e:
+            self._return.begin(e.number)
+            return False
         return True
 
     @property
     def tables(self) -> TrainerTables:
         """The tables of the job, with `lookup`, `export`, `report`, `changed` and `evict`."""
         self._check_open()
-        trainer = self.plan.trainer_program(self.role.trainer_id)
-        look_up = partial(self._executor.look_up, trainer)
-        return TrainerTables(self.plan, look_up, self._executor.between_steps)
+        return TrainerTables(self.plan, self._look_up, self._ask)
+
+    def _look_up(self, table: str, ids: np.ndarray) -> np.ndarray:
+        """Return the current rows of a table, between two steps."""
+        program = self.plan.trainer_program(self.role.trainer_id)
+        look_up = partial(self._executor.look_up, program, table, ids)
+        return self._between_steps(f"a lookup of {table}", look_up)
+
+    def _ask(
+        self,
+        what: str,
+        ask: Callable[[TrainerSteps], Operation[T]],
+        skipped: Callable[[], T] | None = None,
+    ) -> T:
+        """Implement `dtrans.run.parameter_server.tables.job_tables.AskServers`."""
+        request = partial(self._executor.between_steps, what, ask)
+        return self._between_steps(f"a request for {what}", request, skipped, retries=False)
+
+    def _between_steps(
+        self,
+        call: str,
+        request: Callable[[], T],
+        skipped: Callable[[], T] | None = None,
+        *,
+        retries: bool = True,
+    ) -> T:
+        """Send a request to the servers between two steps.
+
+        If the servers go back to the cut of an earlier step, the loop over `steps` repeats the
+        request with its step. Until then, the cut answers a request that only reads.
+
+        Args:
+          call: the user's call, for errors.
+          request: sends the request, and returns the answer.
+          skipped: returns the result of a request that is skipped, because a repeated step will
+            send it; None for a request that only reads.
+          retries: False to skip the request also if the cut is of the current step. Such a cut
+            contains the evictions between the steps.
+        """
+        while skipped is None or not self._return.is_due:
+            before, is_due = self._step_count, self._return.is_due
+            try:
+                return request()
+            except NewEpoch as e:
+                self._return.begin(e.number)
+            if not is_due:
+                repeats = self.repeats_steps
+                self._return.end_request(call, before, self._step_count, repeats=repeats)
+            if skipped is not None and not retries:
+                break
+        return skipped()
 
     def save(self, name: str, *, wait: bool = True) -> None:
         """Save a checkpoint on the servers while the job runs. Each server writes its piece.
@@ -283,15 +342,8 @@ class TrainerJob(RoleJob):
                 f"{self.plan.frozen[0]} is only on trainers, so servers cannot save it; save with "
                 "dtrans.checkpoint.save after the job has ended"
             )
-        while not self._return.is_due:
-            before = self._step_count
-            try:
-                self._save(name, wait=wait)
-            except NewEpoch as e:
-                self._return.begin(e.number)
-                self._return.end_save(name, before, self._step_count, repeats=self.repeats_steps)
-            else:
-                return
+        save = partial(self._save, name, wait=wait)
+        self._between_steps(f"job.save({name!r})", save, skipped=lambda: None)
 
     def close(self) -> None:
         with self:

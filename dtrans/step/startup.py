@@ -15,7 +15,6 @@ from dtrans.ir.inline import inline_calls
 from dtrans.ir.program import Program
 from dtrans.ir.pytree import Static, TreeSpec
 from dtrans.ir.selection import values_at
-from dtrans.step.cut import Cut
 from dtrans.step.frozen import drop_frozen_updates
 from dtrans.step.one_state import (
     below_root,
@@ -88,17 +87,17 @@ def with_numbers(startup: Program, state: Sequence[TreeSpec]) -> Program:
     return startup.returning(out, out.names, numbers={})
 
 
-def match_startup(step: Cut, startup: Program) -> Program:
+def match_startup(step: Program, startup: Program) -> Program:
     """Give the outputs of init the names of the step's state, and inline the calls of init.
 
     Raises:
       TraceError: init does not return the state of the step; the message names the first leaf that
         differs.
     """
-    params, opt_state = step.program.args[:2]
+    params, opt_state = step.args[:2]
     wanted = []
     for spec in (params, opt_state):
-        wanted.append(leaf_types(spec.unflatten_named(step.program.inputs)))
+        wanted.append(leaf_types(spec.unflatten_named(step.inputs)))
     result = startup.out.unflatten_named(startup.outputs)
     parts = children(result) or []
     types_by_key = {key: leaf_types(part) for key, part in parts}
@@ -120,7 +119,7 @@ def match_startup(step: Cut, startup: Program) -> Program:
             reason = _mismatch(order, types_by_key, wanted, roots)
         raise TraceError(
             f"the startup program {startup.name} does not return the state of "
-            f"{step.program.name}: {reason}; startup must be dtrans.trace(init, ...) with "
+            f"{step.name}: {reason}; startup must be dtrans.trace(init, ...) with "
             "init(...) -> (params, opt_state), where opt_state is tx.init(params)"
         )
     names: list[str] = []

@@ -147,7 +147,7 @@ def plan_sharding(main: Program, startup: Program, options: ShardingOptions) -> 
         refuse_observers(plain.observers, (GRADIENTS, UPDATE), "ranks have slices of", RETURN_IT)
         if options.num_micro_batch > 1:
             refuse_observers(plain.observers, (STATE,), "each micro-step reads", RETURN_IT)
-    matched = match_startup(plain, startup)
+    matched = match_startup(plain.program, startup)
 
     # derive the step of one rank, and the rules that merge the ranks' results
     traced = main if options.precision.dtype is None else None

@@ -686,10 +686,8 @@ def _takes_the_newest_cut_of_any(self: Any) -> int | None:
 
 
 def _copies_a_step_later(self: Any, step: int) -> None:
-    if self._launcher is not None:
-        self._launcher.note_step(step)
-        if step > 1 and (step - 1) % self._case.cuts == 0:
-            self._write_cut(step - 1)
+    if step > 1 and (step - 1) % self._case.cuts == 0:
+        self._write_cut(step - 1)
 
 
 def _begins_cuts_without_waiting(real: Any) -> Any:
@@ -760,7 +758,13 @@ PLANTED_IN_CUTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         SimulatedLauncher, "_newest_cut", _takes_the_newest_cut_of_any
     ),
     "a cut has the state of the next step": lambda m: m.setattr(
-        SimulatedServer, "_after_step", _copies_a_step_later
+        SimulatedServer, "_between_steps", _copies_a_step_later
+    ),
+    "a cut precedes the evictions after its step": lambda m: m.setattr(
+        SyncServer, "has_tables", property(lambda self: False)
+    ),
+    "one trainer evicts again after a cut": lambda m: m.setattr(
+        SimulatedTrainer, "_asks_before", lambda self, first: not first or not self.k
     ),
     "a cut does not wait for the one before": lambda m: m.setattr(
         SimulatedServer, "_write_cut", _begins_cuts_without_waiting(SimulatedServer._write_cut)

@@ -408,7 +408,11 @@ def drawn_with_cuts(seed: int) -> Case:
         pace=(0.1, 0.1, 0.1, 0.005)[seed % 4],  # fast steps wait for the writes of cuts
     )
     if case.mode == "sync":
-        case = dataclasses.replace(case, rounds=r.choice([0, 0, 1, 2]))
+        table = r.choice([0, 1, 4])
+        case = dataclasses.replace(case, rounds=r.choice([0, 0, 1, 2]), table=table)
+    if case.table:
+        ahead, moves = r.choice([0, 1, 2]), r.random() < 0.3
+        case = dataclasses.replace(case, ahead=ahead, moves_rows=moves)
     return _with_short_breaks(r, _with_second_death(r, _job_with_cuts(r, case)))
 
 
@@ -434,17 +438,26 @@ def _job_with_cuts(r: Random, case: Case) -> Case:
         on_trainer_exit="drop",
         rounds=case.rounds if len(set(steps)) == 1 else 0,
         deadline=60.0,
-        table=0,
-        ahead=0,
         staleness=0,
-        moves_rows=False,
         requests=(),
         guests=(),
         is_followed=False,
         cuts=r.randint(1, 4),
     )
+    case = dataclasses.replace(case, requests=_eviction(r, case))
     events = tuple(_event_of_cuts(r, case) for _ in range(r.choice([0, 1, 1, 2, 2, 3, 4])))
     return dataclasses.replace(case, events=events)
+
+
+def _eviction(r: Random, case: Case) -> tuple[Request, ...]:
+    """Return an eviction that all trainers request between two steps, or nothing."""
+    last = min(case.steps)
+    if not case.tables or not last or r.random() < 0.3:
+        return ()
+    # most often after a step with a cut
+    step = r.choice([r.randint(1, last), min(last, case.cuts * r.randint(1, 4))])
+    trainers = tuple(range(case.trainers))
+    return (Request("evict", step, trainers, unused_for=r.randint(1, 2)),)
 
 
 def _event_of_cuts(r: Random, case: Case) -> Event:

@@ -102,7 +102,7 @@ def faults(
                         f"{t.name} received {x} as {n} after step {step}, but one device has "
                         f"{expected[step][n]}"
                     )
-        for step, (ids, rows) in enumerate(t.looked_up if expected else ()):
+        for step, ids, rows in t.looked_up if expected else ():
             had = expected[updates_in(case, t.k, step)]
             one = np.concatenate([had[n] for n in case.tables])[ids]
             if len(t.pulled) > step + 1 and rows.tobytes() != one.tobytes():
@@ -242,7 +242,7 @@ def _faults_of_rows(
     number = list(case.tables).index(block)
     for t in trainers:
         at = 0
-        for step, (ids, rows) in enumerate(t.looked_up):
+        for step, ids, rows in t.looked_up:
             if step >= len(t.pushed.get(block, [])):
                 break  # the trainer failed in this step, and may not have received the rows
             run = runs_of(tuple(case.tables.values()))[number]

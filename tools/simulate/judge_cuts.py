@@ -1,8 +1,8 @@
 """Checks of a job with cuts that has ended (`dtrans.protocol.epochs`).
 
 - The job ends without an error, whatever roles were lost.
-- All parameters that any process of a trainer received equal those of one device after the same
-  step, bit for bit, in every epoch.
+- All parameters and rows that any process of a trainer received equal those of one device after
+  the same step, bit for bit, in every epoch.
 - A trainer skips no step: after parameters of step s come those of step s + 1, or of a cut.
 - A loss repeats at most two intervals of cuts and one step.
 - At the end, servers have the state of one device.
@@ -78,6 +78,10 @@ def _faults_of_trainer(
                     f"{t.name} received {x} as {n} after step {step}, but one device has "
                     f"{expected[step][n]}"
                 )
+    for step, ids, rows in t.looked_up:
+        table = np.concatenate([expected[step][n] for n in case.tables])
+        if rows.tobytes() != table[ids].tobytes():
+            yield f"{t.name} looked up {rows} for step {step}, but one device has {table[ids]}"
     if t.error is None and t.ended is not None and (before is None or before < case.steps[t.k]):
         yield f"{t.name} ended after {before} of {case.steps[t.k]} steps"
     for step, number, found in t.reduced:

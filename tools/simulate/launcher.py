@@ -8,11 +8,9 @@ are started again.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from random import Random
 from typing import Any
-
-import numpy as np
 
 from dtrans.errors import CheckpointError, LostPeerError
 from dtrans.protocol.epochs import Epoch
@@ -20,13 +18,12 @@ from tools.simulate.case import Case
 from tools.simulate.clock import Clock
 from tools.simulate.network import drawn_delay
 from tools.simulate.process import Process
+from tools.simulate.updates import SimulatedCut
 
 
 NOTICE = 0.05  # typical seconds until the launcher notices an end or reads a report
 WRITE = 0.1  # typical seconds in which a server writes a cut
 START = 0.5  # typical seconds until a process that was started begins to connect
-
-State = Mapping[str, np.ndarray]
 
 
 class SimulatedLauncher:
@@ -59,7 +56,7 @@ class SimulatedLauncher:
         self._entered: dict[str, int] = {}
         self._left: set[str] = set()
         self._starting: set[str] = set()
-        self._cuts: dict[str, dict[int, State]] = {ep: {} for ep in case.endpoints}
+        self._cuts: dict[str, dict[int, SimulatedCut]] = {ep: {} for ep in case.endpoints}
         self._write_time = drawn_delay(random, WRITE)
         self._due = 0  # number of scheduled actions
         self._newest = 0  # number of updates of the newest server
@@ -95,34 +92,33 @@ class SimulatedLauncher:
         self._newest = max(self._newest, step)
 
     def write_cut(
-        self, server: Process, epoch: int, endpoint: str, step: int, state: State
+        self, server: Process, epoch: int, endpoint: str, step: int, cut: SimulatedCut
     ) -> float:
         """Write a server's piece of a cut, which takes some time.
 
         Args:
           server: the server's process.
           epoch: number of the server's epoch, which may be older than the launcher's.
-          endpoint, step, state: endpoint of the server, and the step and the arrays of the cut.
+          endpoint, step, cut: endpoint of the server, and the step and the state of the cut.
 
         Returns:
           The time at which the piece is written.
         """
-        copy = {n: x.copy() for n, x in state.items()}
 
         def end() -> None:
             if not server.killed:
-                self._note_cut(epoch, endpoint, step, copy)
+                self._note_cut(epoch, endpoint, step, cut)
 
         time = server.now + self._write_time()
         self._clock.at(time, end)
         return time
 
-    def _note_cut(self, epoch: int, endpoint: str, step: int, state: State) -> None:
+    def _note_cut(self, epoch: int, endpoint: str, step: int, cut: SimulatedCut) -> None:
         """Note a written piece, as `EpochFolder.note_cut` does."""
         if epoch == self.epoch.number:
-            self._cuts[endpoint][step] = state
+            self._cuts[endpoint][step] = cut
 
-    def cut(self, endpoint: str, step: int) -> State:
+    def cut(self, endpoint: str, step: int) -> SimulatedCut:
         """Return a server's piece of a cut.
 
         Raises:

@@ -54,6 +54,7 @@ class SimulatedServer(Process):
     def _begin_epoch(self, epoch: Epoch) -> None:
         """Create the state machines of an epoch."""
         case, endpoint, random = self._case, self.endpoint, self._random
+        self._epoch = epoch
         blocks = served(case, endpoint)
         work: Callable[[], None] = lambda: self.spend(random.expovariate(1.0) * 0.01)
         trainers = TrainerRegistry(blocks, deadline=case.deadline, plan={"init": "one"})
@@ -70,10 +71,11 @@ class SimulatedServer(Process):
         if blocks.sync_mode:
             self.update = SimulatedUpdate(blocks, work)
             if launcher is not None and epoch.cut is not None:
-                self.update.state = dict(launcher.cut(endpoint, epoch.cut))
+                self.update.go_back(launcher.cut(endpoint, epoch.cut))
             step = epoch.cut or 0
             kind = SyncServer(blocks, self.update, trainers, say, step=step, epoch=epoch.number)
-            kind.after_step = self._after_step
+            if launcher is not None:
+                kind.between_steps = self._between_steps
         else:
             self.update = SimulatedBlocks(blocks, work, geo=case.mode == "geo")
             kind = AsyncServer(blocks, self.update, self.update.state, trainers, say)
@@ -104,8 +106,10 @@ class SimulatedServer(Process):
         epoch = self._launcher.epoch
         self._begin_epoch(epoch)
         self._launcher.enter(self.name, epoch.number)
-        if epoch.cut is None:
-            self._write_cut(0)
+        kind = self.machine.kind
+        assert isinstance(kind, SyncServer)
+        if not kind.has_tables:
+            self._between_steps(kind.step)
         early = {} if before is None else before.early
         self._loop.begin(self.machine, self._listener, early)
 
@@ -115,17 +119,17 @@ class SimulatedServer(Process):
         self._loop.leave_peers(failed=True)
         self._enter_epoch(gate)
 
-    def _after_step(self, step: int) -> None:
-        if self._launcher is not None:
-            self._launcher.note_step(step)
-            if step % self._case.cuts == 0:
-                self._write_cut(step)
+    def _between_steps(self, step: int) -> None:
+        """Start writing a cut, as `dtrans.run.parameter_server.server_saves` does."""
+        if step % self._case.cuts == 0 and step != self._epoch.cut:
+            self._write_cut(step)
 
     def _write_cut(self, step: int) -> None:
         """Begin to write a cut after the previous one, as `StateWriter.begin_cut` does."""
         assert self._launcher is not None and self.machine.gate is not None
+        assert isinstance(self.update, SimulatedUpdate)
         self.spend(max(0.0, self._written_at - self.now))
-        cut = self.endpoint, step, self.update.state
+        cut = self.endpoint, step, self.update.cut()
         self._written_at = self._launcher.write_cut(self, self.machine.gate.number, *cut)
 
     def _write(self, name: str, seconds: float) -> None:
@@ -161,6 +165,8 @@ class SimulatedServer(Process):
             self._loop.step()
         except NewEpoch:
             self._rewind()
+        if self._launcher is not None:
+            self._launcher.note_step(self.machine.kind.step)
 
     def close(self) -> None:
         """Close the connections. Messages that were sent still arrive."""

@@ -76,7 +76,7 @@ class SimulatedTrainer(Process):
       pushed: block name to the gradients, or pushes of GEO-SGD, in the order of the steps. It also
         contains gradients that were not sent yet.
       reduced: step, number and result of each round.
-      looked_up: for each step, the row ids of its lookup and the received rows.
+      looked_up: step, row ids and received rows of each lookup.
       left_at: name of a connection to the time at which the trainer sent `complete` on it.
       greeted_at: time at which all servers had welcomed the trainer.
       welcomed_at: endpoint of each server to the time of its welcome.
@@ -105,7 +105,7 @@ class SimulatedTrainer(Process):
         self.pulled: list[tuple[int, dict[str, np.ndarray]]] = []
         self.pushed: dict[str, list[np.ndarray]] = {}
         self.reduced: list[tuple[int, int, np.ndarray]] = []
-        self.looked_up: list[tuple[np.ndarray, np.ndarray]] = []
+        self.looked_up: list[tuple[int, np.ndarray, np.ndarray]] = []
         self.left_at: dict[str, float] = {}
         self._open(0)
         self._script = self._run()
@@ -177,8 +177,9 @@ class SimulatedTrainer(Process):
         yield from self._greet()
         first = self._first_step()
         yield from self._pull(first, barrier=False)
+        if self._asks_before(first):
+            yield from self.between.ask(first)
         for step in range(first, self.case.steps[self.k]):
-            yield from self.between.ask(step)
             self._announce(step)
             yield from self._prefetch(step)
             yield self.random.expovariate(1.0) * self.case.pace
@@ -188,8 +189,12 @@ class SimulatedTrainer(Process):
                 self._steps.send(name.split("/")[0], sent_as, gradient_)
             yield from self.between.ask_when_sent(step)
             yield from self._pull(step + 1, barrier=self._steps.sync_mode)
-        yield from self.between.ask(self.case.steps[self.k])
+            yield from self.between.ask(step + 1)
         yield from self.between.end_save()
+
+    def _asks_before(self, first: int) -> bool:
+        """Return True if requests precede the first step. A cut contains the evictions before it."""
+        return not first
 
     def _first_step(self) -> int:
         """Return the number of steps before the cut with which the epoch begins."""
@@ -215,7 +220,7 @@ class SimulatedTrainer(Process):
         if found is None:
             found = self._room_for(ids)
             yield self._steps.prefetch(found.wanted, train=True)
-        self.looked_up.append((ids, found.rows))
+        self.looked_up.append((step, ids, found.rows))
 
     def _room_for(self, ids: np.ndarray) -> LookedUp:
         rows, table = np.empty(len(ids), np.float32), _table(self.case)
@@ -226,7 +231,7 @@ class SimulatedTrainer(Process):
         """Return the gradients of the rows that a step looked up, for each block of the table."""
         if not self.case.tables:
             return []
-        ids, rows = self.looked_up[step]
+        _, ids, rows = self.looked_up[-1]
         grads, found = row_gradient(rows, self.k, step), []
         runs = runs_of(tuple(self.case.tables.values()))
         for (n, size), run in zip(self.case.tables.items(), runs, strict=True):
@@ -373,7 +378,7 @@ class CommunicatingTrainer(SimulatedTrainer):
             for leaf in leaves.values():
                 group.append((_as_gradient(leaf), np.concatenate([grads[n] for n in leaf.names])))
             if rows:
-                ids, values = self.looked_up[step][0], np.concatenate([x for _, x in rows])
+                ids, values = self.looked_up[-1][1], np.concatenate([x for _, x in rows])
                 group.append((_as_gradient(_table(self.case)), RowGradient(ids, values)))
             loop.put(group)
             if self.case.mode == "half_async":
@@ -383,7 +388,7 @@ class CommunicatingTrainer(SimulatedTrainer):
     def _look_up(self, loop: TrafficLoop, step: int) -> Script:
         if self.case.tables:
             found = self._room_for(looked_up(self.case, self.k, step))
-            self.looked_up.append((found.uniq, found.rows))
+            self.looked_up.append((step, found.uniq, found.rows))
             request = loop.look_up(found.wanted, train=True)
             yield lambda: request.done
 

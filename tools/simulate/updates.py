@@ -6,6 +6,7 @@ changes their bits.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -253,6 +254,18 @@ class SimulatedTables:
         self.steps = dict.fromkeys(sizes, 0)
         self._evicted = dict.fromkeys(sizes, 0)
 
+    def record(self) -> dict[str, tuple[np.ndarray, int, int]]:
+        """Return the record of changes and evictions of each block, by name."""
+        found = {}
+        for n, at in self.changed_at.items():
+            found[n] = at.copy(), self.steps[n], self._evicted[n]
+        return found
+
+    def restore(self, record: Mapping[str, tuple[np.ndarray, int, int]]) -> None:
+        """Restore the result of `record`."""
+        for n, (at, steps, evicted) in record.items():
+            self.changed_at[n], self.steps[n], self._evicted[n] = at.copy(), steps, evicted
+
     def touch(self, name: str, parts: Sequence[np.ndarray]) -> None:
         """Record an update.
 
@@ -291,6 +304,19 @@ class SimulatedTables:
         return self.steps[name], np.flatnonzero(at > since), np.flatnonzero(at < -since)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class SimulatedCut:
+    """Copy of a server's state.
+
+    Attributes:
+      state: name to array.
+      tables: `SimulatedTables.record`.
+    """
+
+    state: Mapping[str, np.ndarray]
+    tables: Mapping[str, tuple[np.ndarray, int, int]]
+
+
 class SimulatedUpdate:
     """Update of a synchronous server (`dtrans.protocol.server_blocks.StepUpdate`).
 
@@ -306,6 +332,15 @@ class SimulatedUpdate:
         self._means: dict[str, np.ndarray] = {}
         self._rows: dict[str, list[RowGradient]] = {}
         self.tables = SimulatedTables(blocks.endpoint, _rows(blocks), lambda: self.state)
+
+    def cut(self) -> SimulatedCut:
+        """Return a copy of the state."""
+        return SimulatedCut({n: x.copy() for n, x in self.state.items()}, self.tables.record())
+
+    def go_back(self, cut: SimulatedCut) -> None:
+        """Replace the state by that of a cut."""
+        self.state = dict(cut.state)
+        self.tables.restore(cut.tables)
 
     @property
     def values(self) -> Mapping[str, Any]:

@@ -71,7 +71,8 @@ class SyncServer:
       epoch: number of the server's epoch.
 
     Attributes:
-      after_step: called with the number of updates after each update, when trainers are answered.
+      between_steps: called with the number of updates after each update: at once, or on a server
+        with tables when a trainer begins the next step. Until then, trainers may evict rows.
       endpoint: endpoint of the server.
       on_trainer_exit: rule for trainers that leave before other trainers do (`TrainerExits`).
       tables: the server's blocks of tables; None if it has none.
@@ -90,7 +91,7 @@ class SyncServer:
         step: int = 0,
         epoch: int = 0,
     ) -> None:
-        self.after_step: Callable[[int], object] | None = None
+        self.between_steps: Callable[[int], object] | None = None
         self.endpoint, self.on_trainer_exit = served.endpoint, served.on_trainer_exit
         self.tables: StoredTables | None = None
         self._served, self._update = served, update
@@ -103,6 +104,7 @@ class SyncServer:
             epoch=epoch,
         )
         self._first = step
+        self._is_between_steps = self.has_tables
         self._joint = JointUpdate(update, self.peers, trainers, say, step)
         self._rows = RowAnswers(served, update, trainers, say)
         self._rounds = TrainerRounds(trainers.count)
@@ -126,6 +128,11 @@ class SyncServer:
     def state(self) -> dict[str, Any]:
         """The arrays of the state, by name."""
         return self._update.state
+
+    @property
+    def has_tables(self) -> bool:
+        """True if the server has blocks of tables, whose rows trainers may evict between steps."""
+        return bool(self._served.tables)
 
     def step_count(self) -> int:
         """Return the number of complete updates; raise StateError during an update."""
@@ -159,7 +166,7 @@ class SyncServer:
     def send(self, k: int, message: wire.Message) -> None:
         """Receive gradients of trainer k."""
         turn = _open(self._in_turn(k, message), k, self.step, "gradients of")
-        self._evictions.check_none(k, self.step)
+        self._begin_step(k)
         if not turn.grads.begun:
             self._rows.begin(k, message, turn.grads)
         turn.grads.take(message)
@@ -186,7 +193,7 @@ class SyncServer:
         turn = _open(self._in_turn(k, message), k, self.step, "a `prefetch` of")
         trains_now = message["train"] and "ahead" not in message.fields
         if trains_now:
-            self._evictions.check_none(k, self.step)
+            self._begin_step(k)
         self._rows.take(k, message, turn.grads)
         turn.looks_up |= trains_now
 
@@ -253,6 +260,16 @@ class SyncServer:
         self._trainers.known[k].done = self._trainers.known[k].failed = True
         raise PeerError(f"trainer {k} failed: {message['reason']}")
 
+    def _begin_step(self, k: int) -> None:
+        """Check that trainer k may begin the current step, or continue it."""
+        self._evictions.check_none(k, self.step)
+        self._end_between_steps()
+
+    def _end_between_steps(self) -> None:
+        if self._is_between_steps and self.between_steps is not None:
+            self.between_steps(self.step)
+        self._is_between_steps = False
+
     def _in_turn(self, k: int, message: wire.Message) -> TrainerTurn:
         """Return the progress of trainer k; raise WireError if `message` is from another step."""
         if message["step"] != self.step:
@@ -293,6 +310,7 @@ class SyncServer:
 
     def _make_step(self) -> None:
         """Start the update with the gradients of all counted trainers (`TrainerExits.counted`)."""
+        self._end_between_steps()  # a step may have neither lookups nor gradients
         counted = self._exits.counted()
         _check_arguments(self._served.arguments, self._grads, sorted(counted), self.step)
         inboxes = {k: turn.grads for k, turn in self._turns.items()}
@@ -323,8 +341,9 @@ class SyncServer:
         for k in self._trainers.known:
             if self._turns[k].waits:
                 self._answer(k)
-        if self.after_step is not None:
-            self.after_step(self.step)
+        self._is_between_steps = True
+        if not self.has_tables:
+            self._end_between_steps()
 
     def _forget(self, trainers: Collection[int]) -> None:
         """Set gradients of trainers that have left to zero if `TrainerExits.spend` says so."""

@@ -109,17 +109,21 @@ class ServerCuts:
 def check_cuts(plan: PServerPlan) -> None:
     """Raise ConfigError if a plan has state that cuts do not contain.
 
-    Cuts contain the state of synchronous servers without tables. A leaf that only trainers have
-    would keep a value from after the cut.
+    Cuts contain the state of synchronous servers. A leaf that only trainers have would keep a value
+    from after the cut. Announced rows that lack updates would be newer after the cut.
     """
     remedy = "leave cuts out, and restart from checkpoints (docs/reliability.md)"
     if not plan.sync_mode:
         raise ConfigError(
             f"cuts: an asynchronous server has no step that all trainers share; {remedy}"
         )
-    if plan.tables.of:
-        table = next(iter(plan.tables.of))
-        raise ConfigError(f"cuts: {table} is a table, and cuts do not contain tables; {remedy}")
+    for name, table in plan.tables.of.items():
+        if table.staleness:
+            raise ConfigError(
+                f"cuts: rows of {name} have staleness={table.staleness}, and cuts do not contain "
+                "the older rows that trainers have prefetched; pass dtrans.Rows(staleness=0), or "
+                f"{remedy}"
+            )
     if plan.frozen:
         raise ConfigError(
             f"cuts: {plan.frozen[0]} is only on trainers, and cuts contain the servers' state; "

@@ -57,13 +57,13 @@ class ReturnToCut:
         epoch = 0 if self._epochs is None else self._epochs.current().number
         return Rewound(step, (params,), epoch)
 
-    def end_save(self, checkpoint: str, before: int, step: int, *, repeats: bool) -> None:
-        """End a return during a save, if the cut and the trainer are at the same step.
+    def end_request(self, call: str, before: int, step: int, *, repeats: bool) -> None:
+        """End a return during a request between two steps, if the cut is of the trainer's step.
 
-        Otherwise the next step returns, and the save is repeated with its step.
+        Otherwise the next step returns, and the loop repeats the request with its step.
 
         Args:
-          checkpoint: name of the checkpoint.
+          call: the user's call, for the error.
           before: the trainer's step.
           step: the step of the cut.
           repeats: True if a loop over `job.steps` can repeat steps.
@@ -75,8 +75,8 @@ class ReturnToCut:
             self._params = None
         elif not repeats:
             raise LostPeerError(
-                f"a process was lost during job.save({checkpoint!r}), and {self._name} cannot go "
-                f"back from step {before} to step {step} after its loop over job.steps"
+                f"a process was lost during {call}, and {self._name} cannot go back from step "
+                f"{before} to step {step} after its loop over job.steps"
             )
 
     @property

@@ -47,6 +47,7 @@ class ServerSaves:
         self._protocol: Serving
         self._update: SyncUpdate | BlockUpdates
         self._epoch = Epoch()
+        self._first = 0  # number of updates before the epoch
 
     def begin(
         self,
@@ -74,9 +75,10 @@ class ServerSaves:
         update.before = self._writer.wait_copied
         if self._cuts is not None:
             assert isinstance(protocol.kind, SyncServer)
-            protocol.kind.after_step = self._after_step
-            if epoch.cut is None:
-                self._write_cut(protocol.kind.step)
+            protocol.kind.between_steps = self._between_steps
+            self._first = protocol.kind.step
+            if not protocol.kind.has_tables:
+                self._between_steps(self._first)
 
     def state(self) -> dict[str, Any]:
         """Return all arrays of the server, by name."""
@@ -128,22 +130,23 @@ class ServerSaves:
     def _save(self, name: str, step: int) -> int:
         """Start saving the current state under a name; return the number of its arrays."""
         assert self._writer is not None
-        tables = self._update.snapshot(self._protocol.trainers.deadline / 4)
-        dense, spent = self._snapshot(omit(self._protocol.kind.state, tables))
-        self._writer.begin(name, {**dense, **tables}, self._mark(step), spent)
-        return len(dense) + len(tables)
+        state, spent = self._snapshot()
+        self._writer.begin(name, state, self._mark(step), spent)
+        return len(state)
 
-    def _after_step(self, step: int) -> None:
+    def _between_steps(self, step: int) -> None:
+        """Start writing a cut, if one is due before the next step."""
         assert self._cuts is not None
-        if step % self._cuts.every == 0:
+        is_due = step == self._first or step % self._cuts.every == 0
+        if is_due and step != self._epoch.cut:
             self._write_cut(step)
 
     def _write_cut(self, step: int) -> None:
         """Start writing a cut of the current state."""
         assert self._writer is not None and self._cuts is not None
-        dense, spent = self._snapshot(self._protocol.kind.state)
         write = functools.partial(self._cuts.write, self._epoch.number)
-        self._writer.begin_cut(write, dense, self._mark(step), spent)
+        state, spent = self._snapshot()
+        self._writer.begin_cut(write, state, self._mark(step), spent)
 
     def _mark(self, step: int) -> Mark:
         """Return the mark of the state after a step.
@@ -156,14 +159,18 @@ class ServerSaves:
             runs = (self._cuts.epochs.run, *runs)
         return Mark(runs, step)
 
-    def _snapshot(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        """Return the current values of arrays, and the names of those that must be copied."""
+    def _snapshot(self) -> tuple[dict[str, Any], list[str]]:
+        """Return the current state, and the names of those arrays that must be copied.
+
+        Tables are snapshots that another thread reads during updates.
+        """
+        tables = self._update.snapshot(self._protocol.trainers.deadline / 4)
         dense, spent = {}, []
-        for n, x in state.items():
+        for n, x in omit(self._protocol.kind.state, tables).items():
             dense[n] = _current(x)
             if self._is_copied(n, x):
                 spent.append(n)
-        return dense, spent
+        return {**dense, **tables}, spent
 
     def _is_copied(self, name: str, x: Any) -> bool:
         """Return True if the snapshot of an array must be copied.

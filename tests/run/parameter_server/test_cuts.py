@@ -34,17 +34,69 @@ open(f"pid {Role.from_env().name}", "w").write(str(os.getpid()))
 """
 
 
+# two tables: updates of `all` change all rows that were looked up, rows of `lazy` are evicted
+TABLES = """
+import jax, jax.numpy as jnp, optax
+import dtrans
+
+key, tx = jax.random.key(0), optax.adam(0.1)
+ids = jax.ShapeDtypeStruct((8,), int)
+
+def loss(params, ids):
+    rows = params["all"][ids] * params["lazy"][ids % 50]
+    return jnp.mean((rows @ params["w"] - 1) ** 2)
+
+def init(key):
+    params = {"all": jax.random.normal(key, (100, 4)), "lazy": jnp.ones((50, 4)), "w": jnp.ones(4)}
+    return params, tx.init(params)
+
+main = dtrans.trace(dtrans.make_train_step(loss, tx), *jax.eval_shape(init, key), ids)
+startup = dtrans.trace(init, key)
+sparse = {"params/all": dtrans.Rows("dense"), "params/lazy": dtrans.Rows("lazy")}
+"""
+TRAIN = """
+import jax
+import dtrans
+from model import init, key, main, sparse, startup
+
+def batch(step):  # a function of the step alone
+    return (jax.random.randint(jax.random.fold_in(key, step), (8,), step // 2, step // 2 + 40),)
+
+role = dtrans.Role.from_env()
+plan = dtrans.pserver(
+    main, startup, pservers=role.pservers, trainers=role.trainers, sparse=sparse,
+    placement=dtrans.BlockPlacement(min_block_size=1),
+)
+with plan.on_cluster() as job:
+    state = job.init(key)
+    if role.is_pserver:
+        job.serve(state, checkpoints="ckpt", cuts=10)
+    else:
+        for state, loss in job.steps(state, lambda step: job.shard_batch(*batch(step)), stop=60):
+            if job.step_count % 5 == 0:
+                rows = job.tables.lookup("params/all", range(100))
+                print(f"after {job.step_count}: {float(rows.sum()).hex()}")
+                job.tables.evict("params/lazy", unused_for=2)
+        job.save("60")
+"""
+
+
 def write_scripts(folder: Path, kills: list[tuple[int, int, str]]) -> None:
     """Write the pages' scripts; `batch` of trainer 1 kills processes."""
-    (folder / "kills").mkdir()
     for page in (ROOT / "README.md", DOCS / "cuts.md"):
         for name, code in re.findall(r"```python\n# (\w+\.py)\n(.*?)```", page.read_text(), re.S):
-            if name == "survive.py":
-                head, body = code.split("def batch(step):", 1)
-                first, rest = body.split("\n", 1)
-                kill = KILL.format(kills=kills).strip("\n")
-                code = f"{TELL}{head}def batch(step):{first}\n{kill}\n{rest}"
-            (folder / name).write_text(code)
+            write_script(folder, name, code, kills)
+
+
+def write_script(folder: Path, name: str, code: str, kills: list[tuple[int, int, str]]) -> None:
+    """Write a script; its `batch` of trainer 1 kills processes, if it has one."""
+    (folder / "kills").mkdir(exist_ok=True)
+    if "def batch(step):" in code:
+        head, body = code.split("def batch(step):", 1)
+        first, rest = body.split("\n", 1)
+        kill = KILL.format(kills=kills).strip("\n")
+        code = f"{TELL}{head}def batch(step):{first}\n{kill}\n{rest}"
+    (folder / name).write_text(code)
 
 
 @pytest.mark.rotated
@@ -62,11 +114,16 @@ def test_a_state_that_is_not_from_init_is_refused(
         launch([sys.executable, "survive.py"], trainers=2, pservers=1, env=env, restarts=1)
 
 
-def run(folder: Path, kills: list[tuple[int, int, str]], monkeypatch: Any) -> list[np.ndarray]:
-    """Run the page's job; return all arrays of its last checkpoint."""
+def run(
+    folder: Path, kills: list[tuple[int, int, str]], monkeypatch: Any, *, tables: bool = False
+) -> list[np.ndarray]:
+    """Run the page's job, or one with tables; return all arrays of its last checkpoint."""
     folder.mkdir()
     monkeypatch.chdir(folder)
     write_scripts(folder, kills)
+    if tables:
+        write_script(folder, "model.py", TABLES, kills)
+        write_script(folder, "survive.py", TRAIN, kills)
     env = {"PYTHONPATH": f"{folder}:{ROOT}", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "survive.py"]
     launch(command, trainers=2, pservers=2, env=env, restarts=len(kills) or 1)
@@ -74,7 +131,8 @@ def run(folder: Path, kills: list[tuple[int, int, str]], monkeypatch: Any) -> li
     exec((folder / "model.py").read_text(), model)
     path = dtrans.checkpoint.latest(folder / "ckpt")
     assert path is not None and path.name == str(FINAL)
-    return [np.asarray(x) for x in jax.tree.leaves(dtrans.checkpoint.load(path, model["main"]))]
+    found = dtrans.checkpoint.load(path, model["main"], model["startup"])
+    return [np.asarray(x) for x in jax.tree.leaves(found)]
 
 
 @pytest.mark.parametrize(
@@ -110,3 +168,43 @@ def test_only_the_lost_process_starts_again(
     for name in ("trainer 0", "trainer 1"):
         processes = list((tmp_path / "killed").glob(f"pid-{name}-*"))
         assert len(processes) == 1 + [victim for _, _, victim in kills].count(name)
+
+
+@pytest.mark.parametrize(
+    "kills",
+    [
+        pytest.param([(0, 27, "pserver 1")], id="a server"),
+        pytest.param(
+            [(0, 12, "trainer 0"), (1, 22, "pserver 0"), (2, 45, "trainer 1")],
+            id="two trainers and a server, shortly after evictions",
+            marks=pytest.mark.rotated,
+        ),
+    ],
+)
+def test_tables_have_the_bits_of_a_job_without_losses(
+    kills: list[tuple[int, int, str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Rows that an update moves, evicted rows, and lookups between two steps."""
+    killed = run(tmp_path / "killed", kills, monkeypatch, tables=True)
+    output = capsys.readouterr()
+    assert output.err.count("it starts again, and all roles go back to step") == len(kills)
+    assert "all roles start again" not in output.err
+    again = sums_of(output.out)
+
+    undisturbed = run(tmp_path / "undisturbed", [], monkeypatch, tables=True)
+    for x, y in zip(killed, undisturbed, strict=True):
+        np.testing.assert_array_equal(x, y)
+    first = sums_of(capsys.readouterr().out)
+    for step, sums in first.items():
+        assert again[step][-1] == sums[-1]
+
+
+def sums_of(output: str) -> dict[str, list[str]]:
+    """Return the sums that trainer 0 printed after each step, in order."""
+    sums: dict[str, list[str]] = {}
+    for step, text in re.findall(r"\[trainer 0\] after (\d+): (\S+)", output):
+        sums.setdefault(step, []).append(text)
+    return sums

@@ -19,7 +19,17 @@ import optax
 import pytest
 import role_threads as roles
 from role_threads import RoleThreads
-from table_jobs import DENSE, LAZY, batches, close, one_device, only, planned, start_at_zero
+from table_jobs import (
+    DENSE,
+    LAZY,
+    batches,
+    close,
+    init,
+    one_device,
+    only,
+    planned,
+    start_at_zero,
+)
 
 import dtrans
 from dtrans.checkpoint import api, orbax_io
@@ -79,6 +89,9 @@ def test_a_checkpoint_of_a_job_that_goes_on(
     ended = role_threads.all()["trainer 0"]
     for steps in (0, 2):
         params, opt_state = dtrans.checkpoint.load(tmp_path / str(steps), plan.main, plan.startup)
+        traced = dtrans.trace(lambda key: init(tx, key), KEY)  # without the names of the state
+        again = dtrans.checkpoint.load(tmp_path / str(steps), plan.main, traced)
+        jax.tree.map(np.testing.assert_array_equal, again, (params, opt_state))
         if sparse is not LAZY:
             close(params, one_device(tx, given[:steps])[0])
         assert int(opt_state[0].count) == steps

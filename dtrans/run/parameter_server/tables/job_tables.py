@@ -178,7 +178,8 @@ class JobTables(abc.ABC):
             job count, too.
 
         Returns:
-          The number of evicted rows, over all servers.
+          The number of evicted rows, over all servers. In a job with cuts, 0 if a process was lost
+          during the call.
 
         Raises:
           ConfigError: the plan has no table `name`, or `init` was not called. Also raised with
@@ -244,14 +245,21 @@ class JobTables(abc.ABC):
 
 
 class AskServers(Protocol):
-    """Function that sends servers a request between two steps (`Executor.between_steps`)."""
+    """Function that sends servers a request between two steps."""
 
-    def __call__(self, what: str, ask: Callable[[TrainerSteps], Operation[T]]) -> T:
+    def __call__(
+        self,
+        what: str,
+        ask: Callable[[TrainerSteps], Operation[T]],
+        skipped: Callable[[], T] | None = None,
+    ) -> T:
         """Return the servers' answer.
 
         Args:
           what: name of the request, for errors.
           ask: function that starts the request.
+          skipped: for a request that changes tables: returns the result if a process was lost.
+            Then the eviction is in the cut to which the job goes back, or a repeated step evicts.
         """
 
 
@@ -300,7 +308,8 @@ class TrainerTables(JobTables):
         blocks = self._blocks(name)
         check_int("unused_for", unused_for, "a number of steps", least=1)
         self._check_eviction(name)
-        return self._ask(f"rows of {name}", lambda to: to.evict(blocks, unused_for))
+        ask = lambda to: to.evict(blocks, unused_for)
+        return self._ask(f"rows of {name}", ask, skipped=lambda: 0)
 
     def _check_eviction(self, name: str) -> None:
         """Raise ConfigError for a table whose rows cannot be evicted."""
