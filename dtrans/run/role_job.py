@@ -231,8 +231,8 @@ class TrainerJob(RoleJob):
           batch: this trainer's part of the arguments of `step` after the state.
 
         Returns:
-          True if rows were requested. False if the plan has no tables, in asynchronous modes, whose
-          steps read the newest rows, or if the next step goes back to a cut.
+          True if rows were requested. False if the plan has no tables, or if the next step goes back
+          to a cut. Also False in asynchronous modes, whose steps read the newest rows.
 
         Raises:
           BatchError: an id is not a row of its table; no request was sent.
@@ -295,7 +295,7 @@ class TrainerJob(RoleJob):
           request: sends the request, and returns the answer.
           skipped: returns the result of a request that is skipped, because a repeated step will
             send it; None for a request that only reads.
-          retries: False to skip the request also if the cut is of the current step. Such a cut
+          retries: False to skip the request also if the cut has the current step. Such a cut
             contains the evictions between the steps.
         """
         while skipped is None or not self._return.is_due:

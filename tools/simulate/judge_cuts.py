@@ -1,8 +1,8 @@
 """Checks of a job with cuts that has ended (`dtrans.protocol.epochs`).
 
 - The job ends without an error, whatever roles were lost.
-- All parameters and rows that any process of a trainer received equal those of one device after
-  the same step, bit for bit, in every epoch.
+- In every epoch, all parameters and rows that a process of a trainer received have the bits of one
+  device after the same step.
 - A trainer skips no step: after parameters of step s come those of step s + 1, or of a cut.
 - A loss repeats at most two intervals of cuts and one step.
 - At the end, servers have the state of one device.

@@ -193,7 +193,7 @@ class SimulatedTrainer(Process):
         yield from self.between.end_save()
 
     def _asks_before(self, first: int) -> bool:
-        """Return True if requests precede the first step. A cut contains the evictions before it."""
+        """Return True if requests precede the first step. A cut contains earlier evictions."""
         return not first
 
     def _first_step(self) -> int:

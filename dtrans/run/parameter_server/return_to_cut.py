@@ -58,7 +58,7 @@ class ReturnToCut:
         return Rewound(step, (params,), epoch)
 
     def end_request(self, call: str, before: int, step: int, *, repeats: bool) -> None:
-        """End a return during a request between two steps, if the cut is of the trainer's step.
+        """End a return during a request between two steps, if the cut has the trainer's step.
 
         Otherwise the next step returns, and the loop repeats the request with its step.
 
