@@ -231,8 +231,8 @@ class TrainerJob(RoleJob):
           batch: this trainer's part of the arguments of `step` after the state.
 
         Returns:
-          True if rows were requested. False if the plan has no tables, or if the next step goes back
-          to a cut. Also False in asynchronous modes, whose steps read the newest rows.
+          True if rows were requested. False if the plan has no tables, or if the next step goes
+          back to a cut. Also False in asynchronous modes, whose steps read the newest rows.
 
         Raises:
           BatchError: an id is not a row of its table; no request was sent.
