@@ -101,18 +101,19 @@ def launch_command(
         typer.Option(
             min=0,
             help="Largest number of restarts, after a signal or the loss of a host ended a role. "
-            "In a job with cuts on this host, only that role starts again, and all go back to the "
-            "newest cut. Else all roles start again, and SCRIPT continues from its newest "
+            "In a job with cuts, only the role that a signal ended starts again, and all go back "
+            "to the newest cut. Else all roles start again, and SCRIPT continues from its newest "
             "checkpoint.",
         ),
     ] = 0,
     cuts: Annotated[
         Path | None,
         typer.Option(
-            help="With --restarts: folder for the cuts of parameter servers on this host. If the "
-            "launcher is killed, the same command continues the job from the newest cut.",
+            help="With --restarts: folder for the cuts of parameter servers. With --hosts, all "
+            "hosts must share it. If the launcher is killed, the same command continues the job "
+            "from the newest cut.",
             metavar="DIR",
-            show_default="a temporary folder",
+            show_default="a temporary folder; with --hosts no cuts",
         ),
     ] = None,
     module: Annotated[

@@ -29,6 +29,7 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+LOOPBACK = "127.0.0.1"
 WILDCARD_ADDRESSES = ("0.0.0.0", "::", "[::]", "*")
 
 
@@ -131,8 +132,8 @@ class ReservedEndpoints:
         self._sockets += sockets
         for chosen in sockets:
             chosen.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            chosen.bind(("127.0.0.1", 0))
-        endpoints = tuple(f"127.0.0.1:{chosen.getsockname()[1]}" for chosen in sockets)
+            chosen.bind((LOOPBACK, 0))
+        endpoints = tuple(f"{LOOPBACK}:{chosen.getsockname()[1]}" for chosen in sockets)
         if sys.platform != "linux":
             self.close()
         return endpoints

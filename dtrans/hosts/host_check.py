@@ -13,12 +13,13 @@ import os
 import secrets
 import signal
 import subprocess
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from dtrans.endpoints import is_loopback
-from dtrans.errors import LaunchError
+from dtrans.errors import ConfigError, LaunchError
 from dtrans.hosts import remote_agent
 from dtrans.hosts.connection import absolute_path, connection, rsh_name
 from dtrans.hosts.host_list import HostEntry
@@ -61,6 +62,7 @@ def check_hosts(
     *,
     script: str,
     ports: int,
+    cuts: str | os.PathLike[str] | None = None,
     limit: float = LIMIT,
 ) -> list[FoundHost]:
     """Ask all hosts at the same time, and return their answers.
@@ -71,23 +73,26 @@ def check_hosts(
       python: the interpreter on hosts whose entry names none.
       script: the path of the script, which every host must have; empty if there is none.
       ports: the number of free ports that each host chooses.
+      cuts: the folder of the cuts, which every host must share; None without one.
       limit: seconds until a host must answer.
 
     Raises:
       LaunchError: a host cannot be reached, or cannot run roles; the message has the reason for
         each such host.
+      ConfigError: this process cannot write to the folder of the cuts.
     """
-    asked = []
-    try:
-        for host in hosts:
-            asked.append(_Question(host, rsh, host.python or python, script, ports))
-        until = time.monotonic() + limit
-        for question in asked:
-            question.wait(until)
-        answers = [question.answer(limit) for question in asked]
-    finally:
-        for question in asked:
-            question.close()
+    asked: list[_Question] = []
+    with _probe_in(cuts) as probe:
+        try:
+            for host in hosts:
+                asked.append(_Question(host, rsh, host.python or python, script, ports, probe))
+            until = time.monotonic() + limit
+            for question in asked:
+                question.wait(until)
+            answers = [question.answer(limit) for question in asked]
+        finally:
+            for question in asked:
+                question.close()
     wrong = [a for a in answers if isinstance(a, str)]
     found = [a for a in answers if isinstance(a, FoundHost)]
     if len(hosts) > 1:
@@ -98,6 +103,28 @@ def check_hosts(
             some = f"{len(wrong)} of {len(hosts)} hosts"
         raise LaunchError(f"{some} cannot run roles; no role was started\n  " + "\n  ".join(wrong))
     return found
+
+
+@contextlib.contextmanager
+def _probe_in(cuts: str | os.PathLike[str] | None) -> Iterator[str]:
+    """Create the folder of the cuts, and a file in it while the block runs; yield its path.
+
+    A host that finds the file shares the folder. The path is empty without a folder.
+    """
+    if cuts is None:
+        yield ""
+        return
+    folder = os.path.abspath(cuts)
+    try:
+        os.makedirs(folder, exist_ok=True)
+        file, path = tempfile.mkstemp(prefix=".probe-", dir=folder)
+    except OSError as e:
+        raise ConfigError(f"cuts={folder!r} cannot be written: {e.strerror}") from e
+    os.close(file)
+    try:
+        yield path
+    finally:
+        os.unlink(path)
 
 
 def _unreachable(found: FoundHost) -> str:
@@ -119,13 +146,18 @@ class _Question:
       host: the host.
       rsh, script, ports: as for `check_hosts`.
       python: the interpreter on the host.
+      probe: path of a file that the host must find, and to whose folder it can write; empty without
+        one.
 
     Raises:
       LaunchError: the `rsh` command cannot be started.
     """
 
-    def __init__(self, host: HostEntry, rsh: str, python: str, script: str, ports: int) -> None:
+    def __init__(
+        self, host: HostEntry, rsh: str, python: str, script: str, ports: int, probe: str
+    ) -> None:
         self.host, self.rsh, self.python = host, rsh, python
+        self._shared = os.path.dirname(probe)
         command = [python, "-m", remote_agent.__name__]
         path = absolute_path(os.environ.get("PYTHONPATH", ""))
         if path:
@@ -153,6 +185,7 @@ class _Question:
             "ports": ports,
             "directory": os.getcwd(),
             "script": script and os.path.abspath(script),
+            "probe": probe,
         }
         assert self.process.stdin is not None
         # the pipe is broken if the process has ended; its exit status then has the reason
@@ -218,6 +251,11 @@ class _Question:
                 f"host {name} has no {found['missing'][0]}: the working directory and the script "
                 "must be at the same path on every host; copy them there, or use a folder that "
                 "the hosts share"
+            )
+        if found["probe"]:
+            return (
+                f"host {name} {found['probe']} the folder cuts={self._shared!r} of this host; "
+                "mount one shared folder (NFS, say) at this path on all hosts, or leave cuts out"
             )
         if "unbound" in found and found["address"]:
             return (

@@ -25,7 +25,7 @@ from dtrans.run.distributed.child_process import Child, Emit
 from dtrans.run.distributed.launcher import launch
 from dtrans.run.distributed.role import Role
 from dtrans.run.distributed.role_output import say
-from dtrans.run.distributed.site import Site, jax_variables, roles_at
+from dtrans.run.distributed.site import Site, check_place, jax_variables, roles_at
 from dtrans.run.net.net_options import ALLOW_REMOTE
 
 
@@ -114,38 +114,53 @@ class SeveralHosts(Site):
         self._ports: dict[str, Iterator[int]] = {}
         self._children: dict[str, list[RemoteChild]] = collections.defaultdict(list)
 
-    def roles(self, mode: str, trainers: int, pservers: int) -> tuple[Role, ...]:
+    def roles(
+        self,
+        mode: str,
+        trainers: int,
+        pservers: int,
+        *,
+        endpoints: Sequence[str] = (),
+        cuts: str | os.PathLike[str] | None = None,
+    ) -> tuple[Role, ...]:
         """Place and return every role of the job, with endpoints on free ports of its host."""
         table = role_table(mode, trainers, pservers if mode == "pserver" else None)
         slots = _slots(len(table), self._hosts)
         names = [host.name for host in self._hosts]
         named = place(table, zip(names, slots, strict=True))
-        found = self._check(collections.Counter(named))
+        found = self._check(collections.Counter(named), cuts)
         for name, host in found.items():
             self._ports[name] = iter(host.ports)
 
-        endpoints = []
-        for name, entry in zip(named, table, strict=True):
-            if entry.endpoint:
-                endpoints.append(found[name].endpoint(next(self._ports[name])))
+        listening = [name for name, entry in zip(named, table, strict=True) if entry.endpoint]
+        if endpoints:
+            for name, endpoint in zip(listening, endpoints, strict=True):
+                check_place(endpoint, found[name].address, f"host {name}")
+        else:
+            endpoints = [found[name].endpoint(next(self._ports[name])) for name in listening]
         roles = roles_at(mode, trainers, endpoints)
         for role, name in zip(roles, named, strict=True):
             self._places[role.name] = found[name]
         self._states.begin((name, at.host.name) for name, at in self._places.items())
         return roles
 
-    def _check(self, counts: Mapping[str, int]) -> dict[str, FoundHost]:
+    def _check(
+        self, counts: Mapping[str, int], cuts: str | os.PathLike[str] | None
+    ) -> dict[str, FoundHost]:
         """Check the hosts that have roles; return their answers by name.
 
         Args:
           counts: the number of roles on each host.
+          cuts: the folder of the cuts, which these hosts must share; None without one.
         """
         idle = ", ".join(host.name for host in self._hosts if host.name not in counts)
         if idle:
             say(f"no role is placed on {idle}, so the launcher does not connect to it")
         used = [host for host in self._hosts if host.name in counts]
         needed = max(counts.values()) + 1  # one more port, for `dtrans status`
-        answers = check_hosts(used, self._rsh, self._python, script=self._script, ports=needed)
+        answers = check_hosts(
+            used, self._rsh, self._python, script=self._script, ports=needed, cuts=cuts
+        )
         for answer in answers:
             count = counts[answer.host.name]
             if count > answer.cores:

@@ -105,9 +105,9 @@ class ScriptActor(RoleProcess):
         """Send a signal to the process and to its child processes."""
         self._events.put(signum)
 
-    def tell_ended(self, role: str, how: str) -> None:
-        """Inform the process that another role has ended."""
-        self._events.put((role, how))
+    def tell_ended(self, role: str, how: str, epoch: int) -> None:
+        """Inform the process that another role has ended in an epoch."""
+        self._events.put((role, how, epoch))
 
     def run(
         self, command: Sequence[str], environment: Mapping[str, str], directory: str, python: str
@@ -254,9 +254,9 @@ class RayChild(Child):
         else:
             self._actor.signal.remote(signum)
 
-    def tell_ended(self, role: str, how: str) -> None:
-        """Inform this role that another role has ended."""
-        self._actor.tell_ended.remote(role, how)
+    def tell_ended(self, role: str, how: str, epoch: int) -> None:
+        """Inform this role that another role has ended in an epoch."""
+        self._actor.tell_ended.remote(role, how, epoch)
 
     def reap(self) -> None:
         """Wait until the last line of the role has been emitted."""
@@ -277,8 +277,19 @@ class OnRay(Site):
         self._ray, self._placement = ray, placement
         self._group: RayGroup | None = None
 
-    def roles(self, mode: str, trainers: int, pservers: int) -> tuple[Role, ...]:
-        """Start an actor for every role of the job; return the roles, with endpoints."""
+    def roles(
+        self,
+        mode: str,
+        trainers: int,
+        pservers: int,
+        *,
+        endpoints: Sequence[str] = (),
+        cuts: str | os.PathLike[str] | None = None,
+    ) -> tuple[Role, ...]:
+        """Start an actor for every role of the job; return the roles, with endpoints.
+
+        Jobs on Ray have no restarts, so `endpoints` is empty, and `cuts` is None.
+        """
         servers = 0 if mode == "nccl2" else pservers
         placement = dataclasses.replace(self._placement, trainers=trainers, pservers=servers)
         # two calls at a time, so that `signal` and `tell_ended` can run during `run`

@@ -69,13 +69,15 @@ def look(order: dict[str, Any]) -> dict[str, Any]:
 
     Args:
       order: `address`, to which other hosts connect ("" to resolve `name`); `ports`, the number of
-        free ports to choose; and the paths `directory` and `script`.
+        free ports to choose; and the paths `directory` and `script`. `probe` is the path of a file
+        that the launcher has written to a shared folder ("" without one).
     """
     found: dict[str, Any] = {
         "versions": versions(),
         "cores": os.cpu_count(),
         "agent": os.path.abspath(__file__),
         "missing": [],
+        "probe": _look_for_probe(order["probe"]),
     }
     if hasattr(os, "sched_getaffinity"):
         found["cores"] = len(os.sched_getaffinity(0))
@@ -89,6 +91,15 @@ def look(order: dict[str, Any]) -> dict[str, Any]:
     except OSError as e:
         found["ports"], found["unbound"] = [], e.strerror or str(e)
     return found
+
+
+def _look_for_probe(path: str) -> str:
+    """Return the reason why this host does not share the folder of a file; empty if it does."""
+    if path and not os.path.exists(path):
+        return "does not see"
+    if path and not os.access(os.path.dirname(path), os.W_OK | os.X_OK):
+        return "cannot write to"
+    return ""
 
 
 def versions() -> dict[str, str]:

@@ -120,9 +120,9 @@ class RemoteChild(Child):
         else:
             self._say({"signal": int(signum)})
 
-    def tell_ended(self, role: str, how: str) -> None:
-        """Inform this role that another role has ended."""
-        self._say({"ended": [role, how]})
+    def tell_ended(self, role: str, how: str, epoch: int) -> None:
+        """Inform this role that another role has ended in an epoch."""
+        self._say({"ended": [role, how, epoch]})
 
     def reap(self) -> None:
         """Reap the connection of an ended role."""

@@ -1,8 +1,7 @@
 """Launching on several hosts: what roles are told, how failures are named, and that nothing is
 left.
 
-A small script takes the place of ssh here: it forgets the host and runs the command. test_ssh.py
-has the real one.
+A small script takes the place of ssh here (`stand_in_hosts`). test_ssh.py has the real one.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ import pytest
 from paths import ROOT
 from rich.console import Console
 from role_scripts import PATIENCE, assert_gone, came
+from stand_in_hosts import HOSTS, find_without_checks, write_rsh
 
 from dtrans import cli
 from dtrans.errors import ConfigError, LaunchError
-from dtrans.hosts import host_check, on_hosts, remote_agent, remote_child
-from dtrans.hosts.host_check import FoundHost
+from dtrans.hosts import host_check, on_hosts, remote_child
 from dtrans.hosts.host_list import HostEntry, read_hosts
 from dtrans.hosts.on_hosts import launch_on_hosts
 from dtrans.hosts.ray_launch import launch_on_ray
@@ -38,35 +37,12 @@ from dtrans.hosts.role_states import RoleStates
 
 @pytest.fixture
 def rsh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Runs a command here, whatever the host; a host called `down` cannot be reached."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    path = tmp_path / "rsh"
-    path.write_text(
-        '#!/bin/sh\nif [ "$1" = down ]; then echo "no route to down" >&2; exit 255; '
-        'fi\nshift\nexec "$@"\n'
-    )
-    path.chmod(0o755)
-    return str(path)
+    return write_rsh(tmp_path, monkeypatch)
 
 
 @pytest.fixture
 def found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hosts are taken for what they are, without importing JAX in each."""
-
-    def check_hosts(
-        hosts: Any, rsh: str, python: str, *, script: str, ports: int
-    ) -> list[FoundHost]:
-        free = remote_agent._free_ports("127.0.0.1", ports * len(hosts))
-        parts = [tuple(free[i * ports : (i + 1) * ports]) for i in range(len(hosts))]
-        return [
-            FoundHost(h, python, remote_agent.__file__, "127.0.0.1", p, 2)
-            for h, p in zip(hosts, parts, strict=True)
-        ]
-
-    monkeypatch.setattr(on_hosts, "check_hosts", check_hosts)
-
-
-HOSTS = (HostEntry("one"), HostEntry("two"))
+    find_without_checks(monkeypatch)
 
 
 # -- what roles are told ---------------------------------------------------------------------------

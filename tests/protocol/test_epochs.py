@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 import threading
 import types
@@ -396,10 +397,32 @@ def test_a_folder_that_no_launcher_uses_is_named(tmp_path: Path) -> None:
     folder = EpochFolder.from_environment("trainer 0", {VARIABLE: str(tmp_path)})
     assert folder is not None
     for read in (folder.current, lambda: folder.run):
-        with pytest.raises(ConfigError, match="has no epoch.json; only `dtrans launch --restarts`"):
+        with pytest.raises(
+            ConfigError, match="has no epoch.json; if `dtrans launch --cuts` has set"
+        ):
             read()
     assert EpochFolder.from_environment("trainer 0", {}) is None
     assert EpochFolder.from_environment("trainer 0", {VARIABLE: ""}) is None
+
+
+def test_a_file_that_another_host_replaces_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On NFS, the open file of the reader is then gone."""
+    folder, read_text, faults = EpochFolder(tmp_path, "trainer 0"), Path.read_text, []
+
+    def read(path: Path) -> str:
+        if path.name not in faults:
+            faults.append(path.name)
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return read_text(path)
+
+    folder.grant(Epoch(2, 20), "a run")
+    folder.enter(Epoch(2, 20))
+    monkeypatch.setattr(Path, "read_text", read)
+    assert folder.current() == Epoch(2, 20)
+    assert folder.marks() == {"trainer 0": RoleMark(2)}
+    assert faults == ["epoch.json", "trainer 0"]
 
 
 def test_a_folder_has_complete_files_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,8 @@ import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
+from paths import ROOT
+
 
 PATIENCE = 60.0  # seconds for something that takes milliseconds on an idle machine
 
@@ -23,6 +25,61 @@ def report():
     s = socket.create_connection(("127.0.0.1", int(os.environ["TEST_PORT"])))
     s.sendall(f"{name}\\n".encode())
     return s
+"""
+
+
+# this one imports what roles report in jobs with cuts, without JAX
+EPOCHS = f"""
+import os, signal, sys, threading, types
+package = types.ModuleType("dtrans")  # its own __init__ imports JAX
+package.__path__ = [{str(ROOT / "dtrans")!r}]
+sys.modules["dtrans"] = package
+from dtrans.run.net.ended_roles import ended_roles
+from dtrans.run.net.epoch_folder import EpochFolder
+
+kind = os.environ["DTRANS_ROLE"]
+servers = os.environ["DTRANS_PSERVER_ENDPOINTS"].split(",")
+index = os.environ.get("DTRANS_TRAINER_ID") or str(
+    servers.index(os.environ["DTRANS_CURRENT_ENDPOINT"]))
+name = kind.lower() + " " + index
+count = int(os.environ["DTRANS_TRAINERS"]) + len(servers)
+epochs = EpochFolder.from_environment(name)
+
+def wait(condition):
+    while not condition():
+        threading.Event().wait(0.01)
+
+def forever():
+    threading.Event().wait()
+
+def enter(number=0):
+    wait(lambda: epochs.current().number >= number)
+    epoch = epochs.current()
+    epochs.enter(epoch)
+    print("enters", epoch.number, epoch.cut, os.getpid(), os.environ["DTRANS_RESTARTS"])
+    return epoch.number
+
+def all_in(number):
+    marks = epochs.marks().values()
+    return len([x for x in marks if x.epoch >= number]) == count
+
+def cut(*steps):
+    # write cuts on a server; return when all servers have the last of them
+    if kind.lower() == "pserver":
+        for step in steps:
+            epochs.note_cut(epochs.current().number, step)
+    wait(lambda: epochs.newest_cut([f"pserver {{k}}" for k in range(len(servers))]) == steps[-1])
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def finish(number):
+    # all roles are in an epoch, and end
+    wait(lambda: all_in(number))
+    ended = ended_roles(number)  # none that started again is among them
+    assert all(epochs.marks()[role].left for role in ended), ended
+    epochs.leave()
+
 """
 
 

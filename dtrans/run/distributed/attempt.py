@@ -48,6 +48,7 @@ class Attempt:
       note: a remark about the failed role's loss, for the error message.
       error: the job's error, if it ends without a failed role.
       superseded: the reason why all roles start again although none has failed; empty without one.
+      epoch: number of the job's epoch; 0 in a job without cuts.
       timed_out: names of the roles that still ran at the time limit; empty before it.
       signum: the first signal that this process received; None without one.
     """
@@ -63,6 +64,7 @@ class Attempt:
         look: Callable[[Attempt], None] | None = None,
     ) -> None:
         self._ended_roles, self._look = ended_roles, look
+        self.epoch = 0
         self._site, self._guard = site, guard
         self._optional = {f"trainer {k}" for k in optional}
         self.dropped: dict[str, Child] = {}
@@ -93,11 +95,9 @@ class Attempt:
         """Return the running role with a name; None if it does not run."""
         return next((child for child in self.running if child.role.name == name), None)
 
-    def forget_failure(self) -> None:
-        """Continue without the failed role, whose process will be replaced by a new one."""
-        assert self.failed is not None
-        self._ended_roles.forget(self.failed.role.name)
-        self.failed = None
+    def begin_epoch(self, number: int) -> None:
+        """Continue in a new epoch without the failed role, whose process will be replaced."""
+        self.epoch, self.failed = number, None
 
     def kill(self, child: Child) -> None:
         """Kill a role. Its end is a loss like any other."""
@@ -203,9 +203,9 @@ class Attempt:
         child.reap()
         self._guard.remove(child)
         role, how = child.role, child.how()
-        self._ended_roles.note(role.name, how)
+        self._ended_roles.note(role.name, how, self.epoch)
         for other in self.running:
-            other.tell_ended(role.name, how)
+            other.tell_ended(role.name, how, self.epoch)
         self._site.ended(child, stopped=self._ending)
         if not child.code or self._ending:
             return

@@ -124,8 +124,8 @@ class Child:
             return f"signal {signal.Signals(-self.returncode).name}"
         return f"exit code {self.returncode}"
 
-    def tell_ended(self, role: str, how: str) -> None:
-        """Inform this role that another role has ended.
+    def tell_ended(self, role: str, how: str, epoch: int) -> None:
+        """Inform this role that another role has ended in an epoch.
 
         Here it does nothing: roles on this host read the ends of roles from a folder
         (`dtrans.run.net.ended_roles`).

@@ -230,14 +230,22 @@ def _lock(path: Path) -> Iterator[None]:
     except OSError as e:
         raise ConfigError(f"cuts={str(path)!r} cannot be created: {e.strerror}") from e
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as e:
+        _lock_file(file, path)
+        yield
+    finally:
         os.close(file)
+
+
+def _lock_file(file: int, path: Path) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as e:
         raise ConfigError(
             f"cuts={str(path)!r} is the folder of a job that runs; wait for its end, or write "
             "another folder"
         ) from e
-    try:
-        yield
-    finally:
-        os.close(file)
+    except OSError as e:  # some network file systems have no locks
+        raise ConfigError(
+            f"cuts={str(path)!r} cannot be locked: {e.strerror}; write a folder of a file system "
+            "with locks, such as NFS 4"
+        ) from e

@@ -51,7 +51,7 @@ from dtrans.run.distributed.job_epochs import JobEpochs, endpoints_of, open_epoc
 from dtrans.run.distributed.restarts import RestartOptions, Restarts, RoleStarter
 from dtrans.run.distributed.role import LOSS, VARIABLES, Role
 from dtrans.run.distributed.role_output import open_logs, say
-from dtrans.run.distributed.site import Site, roles_at
+from dtrans.run.distributed.site import Site
 from dtrans.run.distributed.status_door import VARIABLE as STATUS
 from dtrans.run.net.epoch_folder import VARIABLE as CUTS
 from dtrans.run.net.started_jobs import announce_job
@@ -99,11 +99,12 @@ def launch(
       log_dir: a folder for the output of the roles, one file per role (`trainer-0.log`).
       site: the hosts of the roles; by default this host.
       restarts: the largest number of restarts, after a signal or the loss of a host ended a role.
-        In a job with cuts on this host, only the lost role starts again, and all roles go back to
-        the newest cut. In other jobs, all roles start again. If it is not 0, the variable
-        DTRANS_RESTARTS of each role has the number of restarts so far. After the deadline no
-        restart begins, and the loss is the job's error. `RestartOptions` can also set the folder of
-        the cuts.
+        In a job with cuts, only the role that a signal ended starts again, and all roles go back to
+        the newest cut. In other jobs, and after the loss of a host, all roles start again. If it is
+        not 0, the variable DTRANS_RESTARTS of each role has the number of restarts so far. After
+        the deadline no restart begins, and the loss is the job's error. `RestartOptions` can also
+        set the folder of the cuts. On several hosts, a job has cuts only in such a folder, which
+        all hosts must share.
 
     Raises:
       ConfigError: an argument has an invalid value.
@@ -123,13 +124,12 @@ def launch(
     _check_arguments(command, mode, trainers, pservers, on_trainer_loss, options.most)
     site = site or Site()
     if options.cuts is not None:
-        _check_cuts(options.cuts, mode, site, options.most)
+        _check_cuts(options.cuts, mode, options.most)
     servers = 1 if pservers is None else pservers
     endpoints = endpoints_of(options.cuts)
-    if len(endpoints) == servers:
-        roles = roles_at(mode, trainers, endpoints)
-    else:
-        roles = site.roles(mode, trainers, servers)
+    if len(endpoints) != servers:
+        endpoints = ()  # for a folder of another job, `_epochs_of` raises an error
+    roles = site.roles(mode, trainers, servers, endpoints=endpoints, cuts=options.cuts)
     events: SimpleQueue[Event] = SimpleQueue()
     limit = None if deadline is None else time.monotonic() + deadline
     drops = on_trainer_loss == "drop"
@@ -186,7 +186,8 @@ def _epochs_of(
       options: the restarts that the launcher may make.
     """
     has_servers = any(role.is_pserver for role in roles)
-    if not options.most or not has_servers or not site.is_this_host:
+    can_share = site.is_this_host or options.cuts is not None
+    if not options.most or not has_servers or not can_share:
         return contextlib.nullcontext()
     return open_epochs(roles, options.cuts)
 
@@ -250,18 +251,13 @@ def _check_arguments(
         raise ConfigError(f"restarts must be 0 or more, it is {restarts}")
 
 
-def _check_cuts(cuts: str | os.PathLike[str], mode: str, site: Site, restarts: int) -> None:
+def _check_cuts(cuts: str | os.PathLike[str], mode: str, restarts: int) -> None:
     """Raise ConfigError if a job cannot use a folder of cuts."""
     argument = f"cuts={os.fspath(cuts)!r}"
     if mode == "nccl2":
         raise ConfigError(
             f"{argument}: mode='nccl2' has no parameter servers, which write cuts; leave cuts out, "
             "and save checkpoints"
-        )
-    if not site.is_this_host:
-        raise ConfigError(
-            f"{argument}: roles on other hosts do not share this folder, and start again from "
-            "checkpoints; leave cuts out"
         )
     if not restarts:
         raise ConfigError(

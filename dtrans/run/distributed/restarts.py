@@ -6,9 +6,10 @@ A role is lost if a signal ended it, or if its host was lost. There are two kind
     in place     the launcher starts only the lost role; the others live and go back to a cut
 
 A restart in place needs cuts: every other role takes part in the current epoch and has not left,
-and all servers have a common cut (`dtrans.run.distributed.job_epochs`). After a restart of all
-roles, the script continues from the newest common cut, or from its newest checkpoint. Each start of
-all roles has its own run name, so pieces of checkpoints from different starts never mix.
+and all servers have a common cut (`dtrans.run.distributed.job_epochs`). After the loss of a host,
+all roles start again, because all roles of this host are lost. After a restart of all roles, the
+script continues from the newest common cut, or from its newest checkpoint. Each start of all roles
+has its own run name, so pieces of checkpoints from different starts never mix.
 
 A role that raised an exception ends the job, since it would raise the exception again. For the same
 reason, a role of a job with cuts that is lost twice without a newer cut ends the job.
@@ -50,8 +51,9 @@ class RestartOptions:
 
     Attributes:
       most: the largest number of restarts.
-      cuts: a folder for the cuts of servers; None for a temporary folder. If the launcher itself is
-        killed, a launch with the same folder continues the job from the newest cut.
+      cuts: a folder for the cuts of servers, which all hosts of the job share. None is a temporary
+        folder, or no cuts on several hosts. If the launcher itself is killed, a launch with the
+        same folder continues the job from the newest cut.
     """
 
     most: int = 0
@@ -152,6 +154,7 @@ class Restarts:
             shared = self._starter.shared(ended_roles)
             if self._epochs is not None:
                 shared |= self._epochs.environment
+                attempt.begin_epoch(self._epochs.epoch.number)
             try:
                 for role in self._roles:
                     self._start(attempt, role, shared)
@@ -178,7 +181,9 @@ class Restarts:
         lost = attempt.lost(was_reached=self._count > 0, has_cuts=has_cuts)
         if lost is None or attempt.signum is not None or self._count == self._restarts:
             return None
-        if self._epochs is not None and self._epochs.note_loss(lost.role.name):
+        if self._epochs is None or lost.is_host_lost(was_reached=True):
+            return lost  # a host that stays lost for some restarts is no fault of the role
+        if self._epochs.note_loss(lost.role.name):
             attempt.failed, attempt.note = lost, "it was lost again before a new cut"
             return None
         return lost
@@ -189,18 +194,20 @@ class Restarts:
             return False
         # a role that raised LostPeerError has left its steps, so it starts with the others
         is_process_lost = attempt.failed is lost and is_lost(lost, was_reached=True)
-        return is_process_lost and self._epochs.can_go_back(lost.role.name, _names(attempt))
+        # the agents of a lost host end its other roles, too
+        if not is_process_lost or lost.is_host_lost(was_reached=True):
+            return False
+        return self._epochs.can_go_back(lost.role.name, _names(attempt))
 
     def _restart_in_place(self, attempt: Attempt, lost: Child, shared: Mapping[str, str]) -> None:
         """Start a lost role again, while the other roles go back to a cut."""
         assert self._epochs is not None
-        # First, because a role in the new epoch must not read that the new process has ended.
-        attempt.forget_failure()
         self._epochs.go_back(lost.role.name)
+        attempt.begin_epoch(self._epochs.epoch.number)
         self._count += 1
         say(
-            f"{lost.role.name} failed with {lost.how()}; it starts again, and all roles go back "
-            f"to step {self._epochs.epoch.cut} ({self._number()})"
+            f"{lost.role.name}{lost.where} failed with {lost.how()}; it starts again, and all "
+            f"roles go back to step {self._epochs.epoch.cut} ({self._number()})"
         )
         self._start(attempt, lost.role, shared)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from queue import SimpleQueue
 from typing import Any
 
-from dtrans.endpoints import ReservedEndpoints
+from dtrans.endpoints import LOOPBACK, ReservedEndpoints, split_endpoint
+from dtrans.errors import ConfigError
 from dtrans.run.distributed.child_process import Child, Emit
 from dtrans.run.distributed.role import Role, roles_of, trainer_roles
 
@@ -15,7 +17,7 @@ class Site:
     """The hosts on which a job's roles run. This class is for this host; subclasses have others.
 
     Attributes:
-      is_this_host: True if all roles run on this host, so that they can share a folder.
+      is_this_host: True if all roles run on this host, so that they share its temporary folders.
     """
 
     is_this_host = True
@@ -31,10 +33,29 @@ class Site:
         if self._reserved is not None:
             self._reserved.close()
 
-    def roles(self, mode: str, trainers: int, pservers: int) -> tuple[Role, ...]:
-        """Return every role of the job, with endpoints on the hosts of this site."""
+    def roles(
+        self,
+        mode: str,
+        trainers: int,
+        pservers: int,
+        *,
+        endpoints: Sequence[str] = (),
+        cuts: str | os.PathLike[str] | None = None,
+    ) -> tuple[Role, ...]:
+        """Return every role of the job, with endpoints on the hosts of this site.
+
+        Args:
+          mode, trainers, pservers: as for `launch`.
+          endpoints: endpoints of the pservers of the job that is continued; empty for a new job.
+          cuts: the folder of the cuts, which all hosts must share; None without one.
+
+        Raises:
+          ConfigError: an endpoint is not on the host of its pserver.
+        """
+        for endpoint in endpoints:
+            check_place(endpoint, LOOPBACK, "this host")
         count = trainers if mode == "nccl2" else pservers
-        return roles_at(mode, trainers, self._choose_endpoints(count))
+        return roles_at(mode, trainers, endpoints or self._choose_endpoints(count))
 
     def status_endpoint(self, roles: Sequence[Role]) -> str:
         """Return an endpoint at which trainer 0 of an nccl2 job can answer `dtrans status`.
@@ -83,6 +104,22 @@ def roles_at(mode: str, trainers: int, endpoints: Sequence[str]) -> tuple[Role, 
     if mode == "nccl2":
         return trainer_roles(endpoints)
     return roles_of(trainers, endpoints)
+
+
+def check_place(endpoint: str, address: str, host: str) -> None:
+    """Raise ConfigError unless a pserver of a job that is continued has the address of its host.
+
+    Args:
+      endpoint: endpoint of the pserver, which the pieces of its cuts contain.
+      address: address of the host on which the pserver is placed.
+      host: name of this host, for the error.
+    """
+    if split_endpoint(endpoint)[0] != address:
+        raise ConfigError(
+            f"the folder of cuts has the job of a pserver at {endpoint}, which would now be on "
+            f"{host} at {address}; write the same hosts and numbers of roles as before, or another "
+            "folder of cuts"
+        )
 
 
 def jax_variables(device: int) -> dict[str, str]:

@@ -3,12 +3,14 @@
 When a connected role ends, a server notices the end of the connection. If a role ends before it
 connects, only the launcher notices. The launcher creates a folder, passes its path in an
 environment variable, and writes a file for each role that has ended. Servers read the folder every
-second.
+second. On another host, the agent of each role writes the folder.
+
+In a job with cuts, each report has the number of an epoch (`dtrans.protocol.epochs`). A role whose
+process is replaced takes part in the next epoch, where the report has no effect.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,9 +28,9 @@ class EndedRoles:
       >>> from dtrans.run.net.ended_roles import EndedRoles, ended_roles
       >>> with EndedRoles() as ended:
       ...     ended.note("trainer 1", "exit code 3")
-      ...     ended_roles(ended.environment)
+      ...     ended_roles(environ=ended.environment)
       {'trainer 1': 'exit code 3'}
-      >>> ended_roles(ended.environment)
+      >>> ended_roles(environ=ended.environment)
       {}
     """
 
@@ -40,25 +42,18 @@ class EndedRoles:
         """Environment variable for the job's roles, with the path of the folder."""
         return {VARIABLE: str(self._folder.path)}
 
-    def note(self, role: str, how: str) -> None:
+    def note(self, role: str, how: str, epoch: int = 0) -> None:
         """Report to the servers that a role has ended.
 
         Args:
           role: name of the role, such as "trainer 1".
           how: exit status of the role's process, such as "exit code 3".
+          epoch: number of the job's epoch in which the role has ended.
         """
         new = self._folder.path / f".{role}"
-        new.write_text(how)
+        new.write_text(f"{epoch} {how}")
         # A rename is atomic, so no server reads an incomplete file.
         new.rename(self._folder.path / role)
-
-    def forget(self, role: str) -> None:
-        """Remove the report of a role that starts again.
-
-        Args:
-          role: name of the role.
-        """
-        (self._folder.path / role).unlink(missing_ok=True)
 
     def __enter__(self) -> EndedRoles:
         return self
@@ -67,10 +62,14 @@ class EndedRoles:
         self._folder.close()
 
 
-def ended_roles(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+def ended_roles(epoch: int = 0, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return a map from each role of this job that has ended to its exit status.
 
     The map is empty if the job has no launcher.
+
+    Args:
+      epoch: number of the reader's epoch. Roles that ended in an earlier epoch have started again.
+      environ: environment variables of the reader.
     """
     folder = environ.get(VARIABLE)
     if not folder or not os.path.isdir(folder):
@@ -78,6 +77,7 @@ def ended_roles(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     found = sorted(x for x in os.listdir(folder) if not x.startswith((".", LOCK)))
     texts = {}
     for name in found:
-        with contextlib.suppress(FileNotFoundError):  # the role starts again
-            texts[name] = (Path(folder) / name).read_text()
+        number, _, how = (Path(folder) / name).read_text().partition(" ")
+        if int(number) >= epoch:
+            texts[name] = how
     return texts

@@ -7,12 +7,16 @@
 
 A file is written under another name and renamed, so readers see complete files only. The launcher
 is the only authority on epochs: roles read `epoch.json` and never write it.
+
+The launcher and the roles may be on several hosts that share the folder by NFS. Each read opens
+the file again, so that it returns what another host has written and closed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import shutil
@@ -260,13 +264,12 @@ class EpochFolder:
 
     def _granted(self) -> dict[str, Any]:
         try:
-            found: dict[str, Any] = json.loads((self.path / "epoch.json").read_text())
+            return _read(self.path / "epoch.json")
         except FileNotFoundError as e:
             raise ConfigError(
-                f"{VARIABLE}={self.path} has no epoch.json; only `dtrans launch --restarts` sets "
-                "this variable, so unset it"
+                f"{VARIABLE}={self.path} has no epoch.json; if `dtrans launch --cuts` has set this "
+                "variable, mount the folder on this host, otherwise unset the variable"
             ) from e
-        return found
 
 
 def _write(path: Path, fields: Mapping[str, Any]) -> None:
@@ -280,11 +283,23 @@ def _write(path: Path, fields: Mapping[str, Any]) -> None:
     new.rename(path)
 
 
+def _read(path: Path) -> dict[str, Any]:
+    while True:
+        try:
+            found: dict[str, Any] = json.loads(path.read_text())
+        except OSError as e:
+            # On NFS, another host may replace a file while this one reads it.
+            if e.errno != errno.ESTALE:
+                raise
+        else:
+            return found
+
+
 def _read_all(folder: Path) -> dict[str, dict[str, Any]]:
     """Return the contents of all files in a folder, by name in sorted order."""
     found = {}
     with contextlib.suppress(FileNotFoundError):
         for path in sorted(folder.iterdir()):
             if not path.name.startswith("."):
-                found[path.name] = json.loads(path.read_text())
+                found[path.name] = _read(path)
     return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 from pathlib import Path
 
 import pytest
@@ -147,10 +149,23 @@ def test_one_launcher_has_a_folder(tmp_path: Path) -> None:
         assert epochs.epoch == Epoch(1)
 
 
-def test_a_role_that_starts_again_has_not_ended() -> None:
+def test_a_folder_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(file: int, kind: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with (
+        pytest.raises(ConfigError, match="cannot be locked: No locks available; write a folder"),
+        open_epochs(ROLES, tmp_path),
+    ):
+        pass
+
+
+def test_a_role_that_starts_again_has_not_ended_in_the_next_epoch() -> None:
     with EndedRoles() as ended:
         ended.note("trainer 1", "signal SIGKILL")
-        ended.note("trainer 0", "exit code 0")
-        ended.forget("trainer 1")
-        ended.forget("pserver 0")
-        assert ended_roles(ended.environment) == {"trainer 0": "exit code 0"}
+        ended.note("trainer 0", "exit code 0", epoch=1)
+        first = ended_roles(0, ended.environment)
+        assert first == {"trainer 0": "exit code 0", "trainer 1": "signal SIGKILL"}
+        assert ended_roles(1, ended.environment) == {"trainer 0": "exit code 0"}
+        assert ended_roles(2, ended.environment) == {}

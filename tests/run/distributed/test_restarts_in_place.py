@@ -6,7 +6,6 @@ Roles are scripts that report what servers and trainers report, and neither trai
 from __future__ import annotations
 
 import collections
-import contextlib
 import os
 import signal
 import subprocess
@@ -17,76 +16,22 @@ from typing import Any
 
 import pytest
 from paths import ROOT
-from role_scripts import script_writer
+from role_scripts import EPOCHS, script_writer
 from role_threads import until
 
 from dtrans.errors import ConfigError, LaunchError
 from dtrans.run.distributed import attempt, restarts
 from dtrans.run.distributed.launcher import launch
 from dtrans.run.distributed.restarts import RestartOptions
-from dtrans.run.distributed.site import Site
 from dtrans.run.net.epoch_folder import EpochFolder
 
 
 PATIENCE = 60.0  # seconds for something that takes milliseconds on an idle machine
 
-PRELUDE = f"""
-import os, signal, sys, threading, types
-package = types.ModuleType("dtrans")  # its own __init__ imports JAX
-package.__path__ = [{str(ROOT / "dtrans")!r}]
-sys.modules["dtrans"] = package
-from dtrans.run.net.ended_roles import ended_roles
-from dtrans.run.net.epoch_folder import EpochFolder
-
-kind = os.environ["DTRANS_ROLE"]
-servers = os.environ["DTRANS_PSERVER_ENDPOINTS"].split(",")
-index = os.environ.get("DTRANS_TRAINER_ID") or str(
-    servers.index(os.environ["DTRANS_CURRENT_ENDPOINT"]))
-name = kind.lower() + " " + index
-count = int(os.environ["DTRANS_TRAINERS"]) + len(servers)
-epochs = EpochFolder.from_environment(name)
-
-def wait(condition):
-    while not condition():
-        threading.Event().wait(0.01)
-
-def forever():
-    threading.Event().wait()
-
-def enter(number=0):
-    wait(lambda: epochs.current().number >= number)
-    epoch = epochs.current()
-    epochs.enter(epoch)
-    print("enters", epoch.number, epoch.cut, os.getpid(), os.environ["DTRANS_RESTARTS"])
-    return epoch.number
-
-def all_in(number):
-    marks = epochs.marks().values()
-    return len([x for x in marks if x.epoch >= number]) == count
-
-def cut(*steps):
-    # write cuts on a server; return when all servers have the last of them
-    if kind.lower() == "pserver":
-        for step in steps:
-            epochs.note_cut(epochs.current().number, step)
-    wait(lambda: epochs.newest_cut([f"pserver {{k}}" for k in range(len(servers))]) == steps[-1])
-
-def die():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-def finish(number):
-    # all roles are in an epoch, and end
-    wait(lambda: all_in(number))
-    ended = ended_roles()  # none that started again is among them
-    assert all(epochs.marks()[role].left for role in ended), ended
-    epochs.leave()
-
-"""
-
 
 @pytest.fixture
 def script(tmp_path: Path) -> Any:
-    return script_writer(tmp_path, PRELUDE)
+    return script_writer(tmp_path, EPOCHS)
 
 
 class Output:
@@ -557,25 +502,13 @@ def test_the_folder_of_cuts_is_temporary(
     assert {x.split()[2] for x in capsys.readouterr().out.splitlines()} == {"None"}
 
 
-class ElsewhereSite(Site):
-    is_this_host = False
-
-
-def test_cuts_are_for_servers_on_this_host(
-    tmp_path: Path, script: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_cuts_are_for_servers_and_restarts(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     one = RestartOptions(1, "x")
     for wanted, options, message in [
         (RestartOptions(0, "x"), {}, "cuts='x' needs restarts, .* write restarts=3, or leave cuts"),
         (one, {"mode": "nccl2"}, "cuts='x': mode='nccl2' has no parameter servers"),
-        (one, {"site": ElsewhereSite()}, "cuts='x': roles on other hosts do not share"),
         (RestartOptions(1, tmp_path / "file"), {}, "cuts='.*file' cannot be created: "),
     ]:
         with pytest.raises(ConfigError, match=message):
             launch(["true"], restarts=wanted, **options)
-
-    # where there are none, roles get no folder
-    with contextlib.suppress(LaunchError):
-        launch(script("print(epochs)"), restarts=1, site=ElsewhereSite(), **JOB)
-    assert {x.split()[-1] for x in capsys.readouterr().out.splitlines()} == {"None"}

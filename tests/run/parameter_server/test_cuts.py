@@ -11,10 +11,13 @@ import jax
 import numpy as np
 import pytest
 from paths import DOCS, ROOT
+from stand_in_hosts import HOSTS, find_without_checks, write_rsh
 
 import dtrans
 from dtrans.errors import LaunchError
+from dtrans.hosts.on_hosts import launch_on_hosts
 from dtrans.run.distributed.launcher import launch
+from dtrans.run.distributed.restarts import RestartOptions
 
 
 FINAL = 60
@@ -168,6 +171,32 @@ def test_only_the_lost_process_starts_again(
     for name in ("trainer 0", "trainer 1"):
         processes = list((tmp_path / "killed").glob(f"pid-{name}-*"))
         assert len(processes) == 1 + [victim for _, _, victim in kills].count(name)
+
+
+def test_only_the_lost_process_starts_again_on_several_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They share the folder of the cuts."""
+    rsh = write_rsh(tmp_path, monkeypatch)
+    find_without_checks(monkeypatch)
+
+    def launch_on_two(command: list[str], *, restarts: int, **options: Any) -> None:
+        shared = RestartOptions(restarts, "cuts")
+        launch_on_hosts(command, HOSTS, rsh=rsh, restarts=shared, **options)
+
+    with monkeypatch.context() as on_two:
+        on_two.setitem(globals(), "launch", launch_on_two)
+        kills = [(0, 25, "pserver 0"), (1, 44, "trainer 1")]
+        killed = run(tmp_path / "killed", kills, monkeypatch)
+    err = capsys.readouterr().err
+    again = re.findall(r"(\w+ \d on \w+) failed with signal SIGKILL; it starts again, and all", err)
+    assert again == ["pserver 0 on one", "trainer 1 on two"]
+    assert "all roles start again" not in err
+
+    undisturbed = run(tmp_path / "undisturbed", [], monkeypatch)
+    for x, y in zip(killed, undisturbed, strict=True):
+        np.testing.assert_array_equal(x, y)
+    assert len(list((tmp_path / "killed").glob("pid-trainer 0-*"))) == 1
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,199 @@
+"""Jobs with cuts on several hosts, which share the folder of the cuts.
+
+Roles are scripts that report what servers and trainers report, and neither train nor import JAX.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from role_scripts import EPOCHS, script_writer
+from stand_in_hosts import HOSTS, find_without_checks, write_rsh
+
+from dtrans.endpoints import ReservedEndpoints
+from dtrans.errors import ConfigError, LaunchError
+from dtrans.hosts import host_check, remote_agent
+from dtrans.hosts.host_list import HostEntry
+from dtrans.hosts.on_hosts import launch_on_hosts
+from dtrans.protocol.epochs import Epoch
+from dtrans.run.distributed import restarts
+from dtrans.run.distributed.launcher import launch
+from dtrans.run.distributed.restarts import RestartOptions
+from dtrans.run.net.epoch_folder import EpochFolder
+
+
+JOB: dict[str, Any] = {"trainers": 2, "pservers": 2, "deadline": 60.0}
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Any:
+    return script_writer(tmp_path, EPOCHS)
+
+
+@pytest.fixture
+def rsh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    return write_rsh(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def found(monkeypatch: pytest.MonkeyPatch) -> None:
+    find_without_checks(monkeypatch)
+    monkeypatch.setattr(restarts, "HOST_PAUSE", 0.1)
+
+
+def restarts_in(err: str) -> list[str]:
+    """Return the launcher's lines about restarts."""
+    return re.findall(r"^\[launcher\] (.* \(restart .*)$", err, re.M)
+
+
+# -- losses ----------------------------------------------------------------------------------------
+
+
+def test_the_lost_role_alone_starts_again_on_its_host(
+    found: None, script: Any, rsh: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its agent and the agents of the other roles report its end in the epoch of the loss alone."""
+    command = script("""
+        print("folder", epochs.path)
+        if enter() == 0:
+            cut(10, 20)
+            if name == "trainer 1":
+                wait(lambda: all_in(0))
+                die()
+            wait(lambda: "trainer 1" in ended_roles())
+            enter(1)
+        finish(1)
+    """)
+    launch_on_hosts(command, HOSTS, rsh=rsh, restarts=RestartOptions(1, "cuts"), **JOB)
+    out, err = capsys.readouterr()
+    assert restarts_in(err) == [
+        "trainer 1 on two failed with signal SIGKILL; it starts again, and all roles go back to "
+        "step 20 (restart 1 of 1)"
+    ]
+    assert set(re.findall(r"folder (.*)", out)) == {str(tmp_path / "cuts")}
+    entered = re.findall(r"\[(.*)\] enters (.*) \d+ \d$", out, re.M)
+    roles = ("pserver 0", "pserver 1", "trainer 0", "trainer 1")
+    first, second = [(role, "0 None") for role in roles], [(role, "1 20") for role in roles]
+    assert sorted(entered) == sorted(first + second)
+    assert err.count("trainer 1 on two: running") == 2
+    assert err.count("pserver 1 on two: running") == 1
+
+
+LOSES_ITS_HOST = """
+    if enter() < {losses}:
+        cut(10, 20)
+        if name == "trainer 1":
+            wait(lambda: all_in(epochs.current().number))
+            os.kill(os.getppid(), signal.SIGKILL)  # its agent, which ends the connection
+        forever()
+    finish({losses})
+"""
+LOST = "trainer 1 on two failed with a lost connection to host two (`rsh` ended with exit code -9)"
+
+
+def test_all_roles_start_again_after_the_loss_of_a_host(
+    found: None, script: Any, rsh: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also twice without a new cut: it is no fault of the role."""
+    command = script(LOSES_ITS_HOST.format(losses=2))
+    launch_on_hosts(command, HOSTS, rsh=rsh, restarts=RestartOptions(2, "cuts"), **JOB)
+    out, err = capsys.readouterr()
+    assert restarts_in(err) == [f"{LOST}; all roles start again (restart {k} of 2)" for k in (1, 2)]
+    assert len(re.findall(r"enters 2 20", out)) == 4
+
+
+def test_a_host_that_stays_lost_ends_the_job(found: None, script: Any, rsh: str) -> None:
+    command = script(LOSES_ITS_HOST.format(losses=2))
+    with pytest.raises(LaunchError, match=f"^{re.escape(LOST)}, and the other roles were ended; i"):
+        launch_on_hosts(command, HOSTS, rsh=rsh, restarts=RestartOptions(1, "cuts"), **JOB)
+
+
+def test_without_a_folder_there_are_no_cuts(
+    found: None, script: Any, rsh: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A temporary folder would be this host's alone."""
+    launch_on_hosts(script("print('epochs:', epochs)"), HOSTS, rsh=rsh, restarts=1, **JOB)
+    assert set(re.findall(r"epochs: .*", capsys.readouterr().out)) == {"epochs: None"}
+
+
+# -- the launcher itself ---------------------------------------------------------------------------
+
+
+def folder_of_a_job(path: Path, endpoint: str) -> EpochFolder:
+    """Return the folder of a job with a server, whose launcher has ended after a cut."""
+    folder = EpochFolder(path)
+    folder.grant(Epoch(3), "a run", 1, [endpoint])
+    server = EpochFolder(path, "pserver 0")
+    server.enter(Epoch(3))
+    server.note_cut(3, 20)
+    return folder
+
+
+def test_another_launcher_continues_with_the_same_endpoints(
+    found: None, script: Any, rsh: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ports = ReservedEndpoints()
+    (endpoint,) = ports.choose(1)
+    folder = folder_of_a_job(tmp_path / "cuts", endpoint)
+    command = script("""
+        print("job", epochs.run, *servers)
+        enter()
+        finish(4)
+    """)
+    launch_on_hosts(command, HOSTS, rsh=rsh, restarts=RestartOptions(1, "cuts"))
+    ports.close()
+    out, err = capsys.readouterr()
+    assert re.findall(r"job (.*)", out) == [f"a run {endpoint}"] * 2
+    assert len(re.findall(r"enters 4 20", out)) == 2
+    assert "[launcher] the job of cuts continues at step 20\n" in err
+    assert not folder.is_used  # the job has ended well
+
+
+def test_a_server_continues_at_its_address(found: None, rsh: str, tmp_path: Path) -> None:
+    folder_of_a_job(tmp_path / "cuts", "192.0.2.1:6174")
+    options = RestartOptions(1, "cuts")
+    message = "has the job of a pserver at 192.0.2.1:6174, which would now be on {} at 127.0.0.1; "
+    with pytest.raises(ConfigError, match=message.format("host two")):
+        launch_on_hosts(["true"], HOSTS, rsh=rsh, restarts=options)
+    with pytest.raises(ConfigError, match=message.format("this host")):
+        launch(["true"], restarts=options)
+
+
+# -- hosts that do not share the folder ------------------------------------------------------------
+
+
+def test_a_host_that_does_not_share_the_folder_is_named(
+    rsh: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On each host, the folder of the test is the one in the agent's working directory."""
+    monkeypatch.setattr(host_check, "is_loopback", lambda address: False)
+    hosts = [HostEntry(name, address="127.0.0.1") for name in ("one", "apart")]
+    options = RestartOptions(1, "/proc/self/cwd/cuts")
+    with pytest.raises(LaunchError) as e:
+        launch_on_hosts(["true"], hosts, rsh=rsh, restarts=options, **JOB)
+    assert str(e.value) == (
+        "1 of 2 hosts cannot run roles; no role was started\n"
+        "  host apart does not see the folder cuts='/proc/self/cwd/cuts' of this host; mount one "
+        "shared folder (NFS, say) at this path on all hosts, or leave cuts out"
+    )
+    assert not [*(tmp_path / "cuts").iterdir()]  # the file that hosts look for is removed
+
+
+def test_a_folder_to_which_a_host_cannot_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "probe").touch()
+    assert not remote_agent._look_for_probe(str(tmp_path / "probe"))
+    monkeypatch.setattr("os.access", lambda path, mode: path != str(tmp_path))
+    assert remote_agent._look_for_probe(str(tmp_path / "probe")) == "cannot write to"
+    assert not remote_agent._look_for_probe("")
+
+
+def test_a_folder_that_the_launcher_cannot_write(rsh: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="^cuts='.*file/cuts' cannot be written: Not a directory"):
+        launch_on_hosts(["true"], HOSTS, rsh=rsh, restarts=RestartOptions(1, "file/cuts"))
