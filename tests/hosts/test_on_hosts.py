@@ -212,7 +212,7 @@ def test_roles_that_ended_are_told_to_the_others(found: None, script: Any, rsh: 
         sys.exit(9)
     """)
     with pytest.raises(
-        LaunchError, match="^pserver 0 on two failed with exit code 9.*\nexit code 0$"
+        LaunchError, match="^pserver 0 on two failed with exit code 9.*\n0 exit code 0$"
     ):
         launch_on_hosts(command, HOSTS, rsh=rsh)
 

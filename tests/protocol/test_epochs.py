@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import sys
 import threading
 import types
@@ -37,6 +38,7 @@ from dtrans.protocol.server.trainer_registry import TrainerRegistry, log
 from dtrans.protocol.trainer.epoch_member import EpochMember
 from dtrans.protocol.trainer.operation import Operation, nothing
 from dtrans.protocol.transport import Event
+from dtrans.run.net.ended_roles import EndedRoles, ended_roles
 from dtrans.run.net.epoch_folder import VARIABLE, EpochFolder, LostReport, RoleMark
 from dtrans.run.parameter_server.cuts import ServerCuts, check_cuts
 from dtrans.run.parameter_server.server_connections import ServerConnections
@@ -266,11 +268,14 @@ class Server:
         *,
         network: Network | None = None,
         early: Mapping[bytes, wire.Message] = {},
+        ended: EndedRoles | None = None,
     ) -> None:
+        environ = {} if ended is None else ended.environment
         self.network: Any = network or Network()
         blocks = served(PLAIN, SERVER)
         trainers = TrainerRegistry(blocks, deadline=10.0, retry=1.0)
-        self.loop = ServerLoop(self.network, trainers, retry=1.0, epochs=epochs)
+        found = functools.partial(ended_roles, environ=environ)
+        self.loop = ServerLoop(self.network, trainers, retry=1.0, epochs=epochs, ended_roles=found)
         update, say = SimulatedUpdate(blocks, lambda: None), self.loop.say
         number = 0 if epochs is None else epochs.epoch.number
         kind = SyncServer(blocks, update, trainers, say, step=5, epoch=number)
@@ -341,6 +346,22 @@ def test_a_loop_reports_a_lost_trainer_once_and_waits_for_the_next_epoch() -> No
     with pytest.raises(NewEpoch):
         server.step(9.7)
     assert (b"0", "rewind") in server.said()
+
+
+def test_a_role_that_ended_in_an_earlier_epoch_is_not_lost() -> None:
+    """A report of another host's agent may arrive when the server is in the next epoch."""
+    epochs = Epochs(Epoch(2, 5))
+    with EndedRoles() as ended:
+        server = Server(epochs, ended=ended)
+        ended.note("trainer 0", "signal SIGKILL", epoch=1)
+        for time in (1.0, 2.0, 3.0):
+            server.step(time)
+        assert not epochs.lost
+        ended.note("trainer 1", "signal SIGKILL", epoch=2)
+        for time in (4.0, 5.0, 6.0):
+            server.step(time)
+    ((number, role, reason),) = epochs.lost
+    assert (number, role) == (2, "trainer 1") and "ended with signal SIGKILL" in reason
 
 
 def test_a_loop_ends_if_no_epoch_begins_within_the_deadline() -> None:

@@ -49,7 +49,8 @@ class ServerLoop:
       retry: seconds for which the server waits for the reconnection of another server.
       ended_saves: returns the checkpoint writes that have ended since its last call. For each of
         them, it returns the checkpoint's name, and an error text that is empty after a success.
-      ended_roles: returns the roles of the job whose processes have ended, with their exit status.
+      ended_roles: returns the roles of the job whose processes have ended in an epoch or later, with
+        their exit status. Its argument is the number of the epoch.
       epochs: epochs of the job; None in a job without cuts.
 
     Attributes:
@@ -64,7 +65,7 @@ class ServerLoop:
         secret: str = "",
         retry: float = RETRY,
         ended_saves: Callable[[], Iterable[tuple[str, str]]] = tuple,
-        ended_roles: Callable[[], Mapping[str, str]] = dict,
+        ended_roles: Callable[[int], Mapping[str, str]] = lambda epoch: {},
         epochs: Epochs | None = None,
     ) -> None:
         self._next_look = self._next_epoch_look = math.inf
@@ -174,7 +175,8 @@ class ServerLoop:
             if not self._take_all(self._transport.now()):
                 break
         now = self._transport.now()
-        for role, how in self._ended_roles().items():
+        epoch = 0 if self._serving.gate is None else self._serving.gate.number
+        for role, how in self._ended_roles(epoch).items():
             kind, _, number = role.partition(" ")
             if kind == "trainer":
                 self._serving.died(int(number), how, now)

@@ -255,7 +255,8 @@ class Restarts:
             if child is not self._reports.killed:
                 self._reports.killed = child
                 say(
-                    f"{report.reporter} has lost {name} ({reason}), which is ended and starts again"
+                    f"{report.reporter} has lost {name}{child.where} ({reason}), which is ended "
+                    "and starts again"
                 )
                 attempt.kill(child)
         elif name in attempt.dropped:

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import functools
 import signal
 import threading
 from collections.abc import Mapping
@@ -121,7 +120,7 @@ class Server:
             secret=self._keys.secret,
             retry=self._retry,
             ended_saves=self._saves.ended,
-            ended_roles=functools.partial(ended_roles, epoch.number),
+            ended_roles=ended_roles,
             epochs=None if cuts is None else cuts.epochs,
         )
         # All arrays except tables are copied, because updates donate them. `TableMemory` copies
