@@ -49,8 +49,8 @@ class ServerLoop:
       retry: seconds for which the server waits for the reconnection of another server.
       ended_saves: returns the checkpoint writes that have ended since its last call. For each of
         them, it returns the checkpoint's name, and an error text that is empty after a success.
-      ended_roles: returns the roles of the job whose processes have ended in an epoch or later, with
-        their exit status. Its argument is the number of the epoch.
+      ended_roles: returns the roles of the job whose processes have ended, with their exit status.
+        Its argument is the number of an epoch; ends in earlier epochs are left out.
       epochs: epochs of the job; None in a job without cuts.
 
     Attributes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -118,9 +119,17 @@ def test_a_state_that_is_not_from_init_is_refused(
 
 
 def run(
-    folder: Path, kills: list[tuple[int, int, str]], monkeypatch: Any, *, tables: bool = False
+    folder: Path,
+    kills: list[tuple[int, int, str]],
+    monkeypatch: Any,
+    *,
+    tables: bool = False,
+    on_hosts: Callable[..., None] | None = None,
 ) -> list[np.ndarray]:
-    """Run the page's job, or one with tables; return all arrays of its last checkpoint."""
+    """Run the page's job, or one with tables; return all arrays of its last checkpoint.
+
+    `on_hosts` takes the place of `launch`.
+    """
     folder.mkdir()
     monkeypatch.chdir(folder)
     write_scripts(folder, kills)
@@ -129,7 +138,8 @@ def run(
         write_script(folder, "survive.py", TRAIN, kills)
     env = {"PYTHONPATH": f"{folder}:{ROOT}", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "survive.py"]
-    launch(command, trainers=2, pservers=2, env=env, restarts=len(kills) or 1)
+    start = on_hosts or launch
+    start(command, trainers=2, pservers=2, env=env, restarts=len(kills) or 1)
     model: dict[str, Any] = {}
     exec((folder / "model.py").read_text(), model)
     path = dtrans.checkpoint.latest(folder / "ckpt")
@@ -184,10 +194,8 @@ def test_only_the_lost_process_starts_again_on_several_hosts(
         shared = RestartOptions(restarts, "cuts")
         launch_on_hosts(command, HOSTS, rsh=rsh, restarts=shared, **options)
 
-    with monkeypatch.context() as on_two:
-        on_two.setitem(globals(), "launch", launch_on_two)
-        kills = [(0, 25, "pserver 0"), (1, 44, "trainer 1")]
-        killed = run(tmp_path / "killed", kills, monkeypatch)
+    kills = [(0, 25, "pserver 0"), (1, 44, "trainer 1")]
+    killed = run(tmp_path / "killed", kills, monkeypatch, on_hosts=launch_on_two)
     err = capsys.readouterr().err
     again = re.findall(r"(\w+ \d on \w+) failed with signal SIGKILL; it starts again, and all", err)
     assert again == ["pserver 0 on one", "trainer 1 on two"]
