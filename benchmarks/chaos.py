@@ -10,7 +10,9 @@ the same command. With parameter servers, the job writes cuts, and only a lost p
 again. Then the parameters and the optimizer state of the last checkpoint are compared
 with those of an undisturbed job, bit for bit.
 
-With `--every`, it also prints the seconds from a kill to the next step of trainer 0.
+With `--every`, it also prints the seconds from a kill to the next step of trainer 0, and the
+processor seconds that a restarted trainer uses until its first step. The latter depend less on the
+load of the machine.
 
 Goodput is the share of time that trains: the steps of the job, times the seconds of a step in an
 undisturbed job with cuts, divided by the seconds of the job.
@@ -22,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import random
 import re
@@ -52,11 +55,28 @@ RESTARTED = re.compile("all roles start again|it starts again")
 
 
 def loss(params, x, y):
-    return jnp.mean((jnp.tanh(x @ params["w1"]) @ params["w2"] - y) ** 2)
+    x = jnp.tanh(x @ params["w1"])
+    for block in params["blocks"]:
+        x = transformer_block(block, x)
+    return jnp.mean((x @ params["w2"] - y) ** 2)
 
 
-def init(key):
+def transformer_block(params, x):
+    """A block of a transformer, for which a row is a sequence of 8 tokens with 4 features."""
+    tokens = x.reshape(-1, 8, 4)
+    queries, keys, values = (tokens @ params[name] for name in "qkv")
+    weights = jax.nn.softmax(queries @ keys.swapaxes(-1, -2) / 2, axis=-1)
+    tokens = tokens + weights @ values
+    tokens = tokens + jax.nn.gelu(tokens @ params["up"]) @ params["down"]
+    return tokens.reshape(x.shape)
+
+
+def init(key, blocks: int = 0):
     params = {"w1": jax.random.normal(key, (16, 32)), "w2": jax.random.normal(key, (32, 1))}
+    block = {"q": (4, 4), "k": (4, 4), "v": (4, 4), "up": (4, 16), "down": (16, 4)}
+    params["blocks"] = []
+    for _ in range(blocks):
+        params["blocks"].append({k: 0.1 * jax.random.normal(key, s) for k, s in block.items()})
     return params, optax.adam(1e-3).init(params)
 
 
@@ -66,19 +86,19 @@ def batch(step):
     return jax.random.normal(key, (8, 16)), jnp.ones((8, 1))
 
 
-def traced():
+def traced(blocks: int = 0):
     """The programs of a step and of the initial state."""
-    key = jax.random.key(0)
+    key, startup = jax.random.key(0), functools.partial(init, blocks=blocks)
     step = dtrans.make_train_step(loss, optax.adam(1e-3))
-    return dtrans.trace(step, *jax.eval_shape(init, key), *batch(0)), dtrans.trace(init, key)
+    return dtrans.trace(step, *jax.eval_shape(startup, key), *batch(0)), dtrans.trace(startup, key)
 
 
-def work(mode: str, steps: int) -> None:
+def work(mode: str, steps: int, blocks: int) -> None:
     """Train in the current folder, from its newest checkpoint."""
     cluster = dtrans.connect() if mode == "nccl2" else None
     role = dtrans.Role.from_env()
     Path(f"pid-{role.name}").write_text(str(os.getpid()))
-    main, startup = traced()
+    main, startup = traced(blocks)
     if cluster is not None:
         plan = dtrans.nccl2(main, startup, trainers=role.trainers)
     else:
@@ -91,10 +111,14 @@ def work(mode: str, steps: int) -> None:
         if role.is_pserver:
             job.serve(state, checkpoints="ckpt", cuts=EVERY)
             return
-        shards = lambda step: job.shard_batch(*batch(step))
+        shards, is_first = lambda step: job.shard_batch(*batch(step)), True
         for _, value in job.steps(state, shards, stop=steps):
             jax.block_until_ready(value)
             tell_step(role, job.step_count)
+            if is_first:
+                with Path("starts").open("a") as file:
+                    file.write(f"{time.process_time()}\n")
+                is_first = False
         job.save(str(steps))
 
 
@@ -126,12 +150,12 @@ def tell_step(role, step: int) -> None:
 class Job:
     """Job under the launcher, in a separate folder."""
 
-    def __init__(self, mode: str, steps: int, folder: Path, restarts: int) -> None:
+    def __init__(self, mode: str, steps: int, folder: Path, restarts: int, blocks: int = 0) -> None:
         self.folder = folder
         kinds = ["--pservers", "2", "--cuts", "cuts"]
         if mode == "nccl2":
             kinds = ["--mode", "nccl2"]
-        script = [__file__, "--work", mode, "--steps", str(steps)]
+        script = [__file__, "--work", mode, "--steps", str(steps), "--blocks", str(blocks)]
         options = ["--restarts", str(restarts), "--trainers", "2", *kinds]
         self._command = [sys.executable, "-m", "dtrans", "launch", *options, *script]
         trainers = ["trainer 0", "trainer 1"]
@@ -175,11 +199,29 @@ class Job:
         path = self.folder / "step"
         return int(path.read_text() or 0) if path.exists() else 0
 
-    def wait_for_step(self) -> float:
-        """Wait until trainer 0 completes a step; the seconds."""
+    @property
+    def starts(self) -> list[float]:
+        """Processor seconds of each start of a trainer until its first step."""
+        path = self.folder / "starts"
+        return [float(x) for x in path.read_text().split()] if path.exists() else []
+
+    @property
+    def restarts(self) -> int:
+        return len(RESTARTED.findall(self.text))
+
+    def wait_for_step(self, restarts: int) -> float:
+        """Wait for another restart, and for a step of trainer 0 after it; the seconds.
+
+        Args:
+          restarts: number of restarts before.
+        """
         begun, path = time.time(), self.folder / "step"
-        while time.time() < begun + LIMIT and self.launcher.poll() is None:
-            if path.exists() and path.stat().st_mtime > begun:
+        limit, restarted = begun + LIMIT, None
+        while time.time() < limit and self.launcher.poll() is None:
+            # a step that was almost complete before a kill does not count
+            if restarted is None and self.restarts > restarts:
+                restarted = time.time()
+            if restarted is not None and path.exists() and path.stat().st_mtime > restarted:
                 break
             time.sleep(0.01)
         return time.time() - begun
@@ -276,7 +318,7 @@ def run_round(mode: str, steps: int, found: Round, expected: list[bytes]) -> Rou
         try:
             strike(job, found)
             code = 0 if job.has_ended_well else job.wait()
-            found.restarts = len(RESTARTED.findall(job.text))
+            found.restarts = job.restarts
             if code:
                 errors = re.findall(r"dtrans\.\S*Error.*|^\S*Error.*", job.text, re.M)
                 found.wrong = found.wrong or f"exit code {code}: {(errors or [''])[-1][:300]}"
@@ -290,10 +332,10 @@ def run_round(mode: str, steps: int, found: Round, expected: list[bytes]) -> Rou
     return found
 
 
-def seconds_of_step(mode: str) -> float:
+def seconds_of_step(mode: str, blocks: int) -> float:
     """The seconds of a step of an undisturbed job, after its first 500 steps."""
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
-        job = Job(mode, 10**9, Path(folder), restarts=1)
+        job = Job(mode, 10**9, Path(folder), restarts=1, blocks=blocks)
         try:
             while job.step < 500 and job.seconds < LIMIT:
                 time.sleep(0.01)
@@ -334,21 +376,21 @@ def rounds(mode: str, count: int, seed: int, steps: int, pause: float) -> bool:
     return not wrong
 
 
-def goodput(mode: str, every: float, seconds: float, seed: int) -> None:
-    """Kill a role of one job again and again, and print its goodput."""
-    of_step = seconds_of_step(mode)
-    draw, kills = random.Random(seed), 0
-    pauses = []  # seconds from a kill to the next step
+def goodput(mode: str, every: float, seconds: float, blocks: int) -> None:
+    """Kill the roles of one job in turn, and print its goodput."""
+    of_step = seconds_of_step(mode, blocks)
+    pauses, kills = [], 0  # seconds from a kill to the next step
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
-        job = Job(mode, 10**9, Path(folder), restarts=10**6)
+        job = Job(mode, 10**9, Path(folder), restarts=10**6, blocks=blocks)
         try:
             while job.seconds < seconds and job.launcher.poll() is None:
                 time.sleep(max(0.0, min(every, seconds - job.seconds)))
-                pid = job.pid(draw.choice(job.roles))
+                pid = job.pid(job.roles[kills % len(job.roles)])
                 if pid is not None and job.seconds < seconds:
+                    restarts = job.restarts
                     os.kill(pid, signal.SIGKILL)
                     kills += 1
-                    pauses.append(job.wait_for_step())
+                    pauses.append(job.wait_for_step(restarts))
             share = job.step * of_step / job.seconds
             print(
                 f"{kills} kills in {job.seconds:.0f} s, {job.step} steps of {of_step * 1e3:.2f} "
@@ -359,6 +401,12 @@ def goodput(mode: str, every: float, seconds: float, seed: int) -> None:
                 f"{again} restarts in place; from a kill to the next step: median "
                 f"{np.median(pauses):.1f} s, longest {max(pauses):.1f} s"
             )
+            starts = job.starts[2:]  # without the first start of each trainer
+            if starts:
+                print(
+                    f"{len(starts)} restarts of trainers, each with {np.median(starts):.2f} "
+                    "processor seconds until the first step (median)"
+                )
         finally:
             job.close()
 
@@ -371,13 +419,14 @@ def main(
     pause: float = typer.Option(20.0, help="Longest time between SIGSTOP and SIGCONT, in seconds."),
     every: float = typer.Option(0.0, help="Measure goodput: seconds between two kills."),
     seconds: float = typer.Option(3600.0, help="Duration of the measurement of goodput."),
+    blocks: int = typer.Option(0, help="Blocks of a transformer in the model, for goodput."),
     work_: str = typer.Option("", "--work", hidden=True),
 ) -> None:
     """Kill or stop processes of jobs, and compare their results with an undisturbed job."""
     if work_:
-        work(work_, steps)
+        work(work_, steps, blocks)
     elif every:
-        goodput(mode, every, seconds, seed)
+        goodput(mode, every, seconds, blocks)
     elif not rounds(mode, rounds_, seed, steps, pause):
         raise typer.Exit(1)
 

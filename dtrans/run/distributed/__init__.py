@@ -14,5 +14,6 @@ elastic         training that continues without lost trainers
 status_door     replies of trainer 0 to `dtrans status`
 launcher        starts the processes of a job, on this host or at a `Site`
 child_process   one process of the launcher, and its output
+compile_cache   JAX's compilation cache, for roles that may start again
 orphan_guard    kills all processes if the launcher itself is killed
 """

@@ -47,6 +47,7 @@ from dtrans.errors import ConfigError, DeadlineError, LaunchError
 from dtrans.protocol import token
 from dtrans.run.distributed.attempt import Attempt, Event
 from dtrans.run.distributed.child_process import Child, Guard
+from dtrans.run.distributed.compile_cache import open_cache
 from dtrans.run.distributed.job_epochs import JobEpochs, endpoints_of, open_epochs
 from dtrans.run.distributed.restarts import RestartOptions, Restarts, RoleStarter
 from dtrans.run.distributed.role import LOSS, VARIABLES, Role
@@ -104,7 +105,8 @@ def launch(
         not 0, the variable DTRANS_RESTARTS of each role has the number of restarts so far. After
         the deadline no restart begins, and the loss is the job's error. `RestartOptions` can also
         set the folder of the cuts. On several hosts, a job has cuts only in such a folder, which
-        all hosts must share.
+        all hosts must share. The roles of a job on this host share JAX's compilation cache in a
+        temporary folder, unless the environment sets or disables the cache.
 
     Raises:
       ConfigError: an argument has an invalid value.
@@ -149,13 +151,14 @@ def launch(
         _signals_to(events),
         open_logs(log_dir) as open_log,
         _epochs_of(roles, site, options) as epochs,
+        _cache_of(site, options, base) as cache,
         Guard(sys.executable) as guard,
         _announce(observed, base[token.VARIABLE]),
     ):
         starter = RoleStarter(
             command=command,
             site=site,
-            base=base,
+            base=base | cache,
             run_name=(env or {}).get(RUN),
             logs={role.name: open_log(role.name) for role in roles},
             inherit_stdout=inherit_stdout,
@@ -190,6 +193,21 @@ def _epochs_of(
     if not options.most or not has_servers or not can_share:
         return contextlib.nullcontext()
     return open_epochs(roles, options.cuts)
+
+
+def _cache_of(
+    site: Site, options: RestartOptions, base: Mapping[str, str]
+) -> contextlib.AbstractContextManager[dict[str, str]]:
+    """Return a context manager of the variables of a job's compilation cache.
+
+    Args:
+      site: the hosts of the roles. Roles on other hosts have no cache.
+      options: the restarts that the launcher may make.
+      base: variables that all roles share.
+    """
+    if not options.most or not site.is_this_host:
+        return contextlib.nullcontext({})
+    return open_cache(base)
 
 
 def _base_environment(env: Mapping[str, str]) -> dict[str, str]:

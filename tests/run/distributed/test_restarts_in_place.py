@@ -23,6 +23,7 @@ from dtrans.errors import ConfigError, LaunchError
 from dtrans.run.distributed import attempt, restarts
 from dtrans.run.distributed.launcher import launch
 from dtrans.run.distributed.restarts import RestartOptions
+from dtrans.run.distributed.site import Site
 from dtrans.run.net.epoch_folder import EpochFolder
 
 
@@ -500,6 +501,58 @@ def test_the_folder_of_cuts_is_temporary(
     assert exists == "True" and not os.path.exists(path)
     launch(script(found), **JOB)
     assert {x.split()[2] for x in capsys.readouterr().out.splitlines()} == {"None"}
+
+
+class ElsewhereSite(Site):
+    is_this_host = False
+
+
+CACHE = "JAX_COMPILATION_CACHE_DIR"
+SHORTEST = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
+PRINT_CACHE = f"""
+    found = [os.environ.get(x) for x in ({CACHE!r}, {SHORTEST!r})]
+    print(*found, os.path.isdir(found[0] or ""), "lost" if name == "trainer 1" else "")
+    if name == "trainer 1" and os.environ.get("DTRANS_RESTARTS") == "0":
+        die()
+"""
+
+
+def test_roles_share_a_temporary_compilation_cache(
+    script: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(CACHE, raising=False)
+    monkeypatch.delenv(SHORTEST, raising=False)
+    launch(script(PRINT_CACHE), restarts=1, **JOB)
+    lines = [line.split()[2:] for line in capsys.readouterr().out.splitlines()]
+    assert lines.count([*lines[0][:3], "lost"]) == 2
+    ((path, shortest, exists),) = {tuple(line[:3]) for line in lines}
+    assert (shortest, exists) == ("0", "True") and not os.path.exists(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "expected"),
+    [
+        ({}, {"restarts": 0}, "None None"),
+        ({}, {"restarts": 1, "site": ElsewhereSite()}, "None None"),
+        ({CACHE: "of/the/user"}, {"restarts": 1}, "of/the/user None"),
+        ({"JAX_ENABLE_COMPILATION_CACHE": "0"}, {"restarts": 1}, "None None"),
+    ],
+)
+def test_jobs_without_restarts_and_settings_of_the_user_have_no_such_cache(
+    change: dict[str, str],
+    options: dict[str, Any],
+    expected: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv(CACHE, raising=False)
+    monkeypatch.delenv(SHORTEST, raising=False)
+    command = script_writer(tmp_path, "import os\n")(
+        f"print(os.environ.get({CACHE!r}), os.environ.get({SHORTEST!r}))"
+    )
+    launch(command, env=change, **{**JOB, **options})
+    assert {line.split("] ")[1] for line in capsys.readouterr().out.splitlines()} == {expected}
 
 
 def test_cuts_are_for_servers_and_restarts(tmp_path: Path) -> None:

@@ -1,0 +1,49 @@
+"""JAX's persistent compilation cache, for the roles of a job that may start again.
+
+A role that starts again finds its compiled programs in a folder. The folder is temporary: compiled
+programs are for this host's processor, and a folder of cuts may be used on another host later.
+
+If a role is killed while JAX writes a program, the file is incomplete. A role that reads the file
+then logs a warning of JAX, and compiles the program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+
+from dtrans.run.net.temp_dir import TempDir
+
+
+FOLDER = "JAX_COMPILATION_CACHE_DIR"
+SWITCH = "JAX_ENABLE_COMPILATION_CACHE"
+SHORTEST = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
+
+
+@contextlib.contextmanager
+def open_cache(environment: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """Yield JAX's variables for a compilation cache in a temporary folder.
+
+    They are empty if the user's variables set or disable a cache.
+
+    Args:
+      environment: the variables that all roles share.
+
+    Example:
+      >>> from dtrans.run.distributed.compile_cache import open_cache
+      >>> with open_cache({}) as variables:
+      ...     print(*variables)
+      JAX_COMPILATION_CACHE_DIR JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS
+      >>> with open_cache({"JAX_ENABLE_COMPILATION_CACHE": "false"}) as variables:
+      ...     variables
+      {}
+    """
+    if FOLDER in environment or SWITCH in environment:
+        yield {}
+        return
+    folder = TempDir()
+    try:
+        # JAX's default is one second. A step of a small model has many shorter compilations.
+        yield {FOLDER: str(folder.path), SHORTEST: environment.get(SHORTEST, "0")}
+    finally:
+        folder.close()
