@@ -48,7 +48,7 @@ EVERY = 20  # steps between two checkpoints, or cuts
 LIMIT = 300.0  # seconds that a job may take
 MEASURED = 20.0  # seconds in which the steps of an undisturbed job are counted
 LAUNCHER = "launcher"
-RESTARTED = re.compile("all roles start again|it starts again")
+RESTARTED = re.compile("all roles start again|all roles go back to step")
 
 
 # -- a role of a job -------------------------------------------------------------------------------
@@ -96,9 +96,10 @@ def traced(blocks: int = 0):
 def work(mode: str, steps: int, blocks: int) -> None:
     """Train in the current folder, from its newest checkpoint."""
     cluster = dtrans.connect() if mode == "nccl2" else None
+    main, startup = traced(blocks)  # first, so that a spare has traced the step
+    spent = time.process_time() if "DTRANS_SPARE" in os.environ else 0.0
     role = dtrans.Role.from_env()
     Path(f"pid-{role.name}").write_text(str(os.getpid()))
-    main, startup = traced(blocks)
     if cluster is not None:
         plan = dtrans.nccl2(main, startup, trainers=role.trainers)
     else:
@@ -117,7 +118,7 @@ def work(mode: str, steps: int, blocks: int) -> None:
             tell_step(role, job.step_count)
             if is_first:
                 with Path("starts").open("a") as file:
-                    file.write(f"{time.process_time()}\n")
+                    file.write(f"{time.process_time() - spent}\n")
                 is_first = False
         job.save(str(steps))
 
@@ -150,9 +151,18 @@ def tell_step(role, step: int) -> None:
 class Job:
     """Job under the launcher, in a separate folder."""
 
-    def __init__(self, mode: str, steps: int, folder: Path, restarts: int, blocks: int = 0) -> None:
+    def __init__(
+        self,
+        mode: str,
+        steps: int,
+        folder: Path,
+        restarts: int,
+        *,
+        blocks: int = 0,
+        spares: int = 0,
+    ) -> None:
         self.folder = folder
-        kinds = ["--pservers", "2", "--cuts", "cuts"]
+        kinds = ["--pservers", "2", "--cuts", "cuts", "--spares", str(spares)]
         if mode == "nccl2":
             kinds = ["--mode", "nccl2"]
         script = [__file__, "--work", mode, "--steps", str(steps), "--blocks", str(blocks)]
@@ -201,7 +211,7 @@ class Job:
 
     @property
     def starts(self) -> list[float]:
-        """Processor seconds of each start of a trainer until its first step."""
+        """Processor seconds of each trainer from its start, or its role, until its first step."""
         path = self.folder / "starts"
         return [float(x) for x in path.read_text().split()] if path.exists() else []
 
@@ -311,10 +321,10 @@ def strike(job: Job, found: Round) -> None:
             job.start()
 
 
-def run_round(mode: str, steps: int, found: Round, expected: list[bytes]) -> Round:
+def run_round(mode: str, steps: int, found: Round, expected: list[bytes], spares: int) -> Round:
     """Run a job, let its event happen, and compare the result."""
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
-        job = Job(mode, steps, Path(folder), restarts=3)
+        job = Job(mode, steps, Path(folder), restarts=3, spares=spares)
         try:
             strike(job, found)
             code = 0 if job.has_ended_well else job.wait()
@@ -357,7 +367,7 @@ def undisturbed(mode: str, steps: int) -> tuple[list[bytes], float]:
             job.close()
 
 
-def rounds(mode: str, count: int, seed: int, steps: int, pause: float) -> bool:
+def rounds(mode: str, count: int, seed: int, steps: int, pause: float, spares: int) -> bool:
     """Run rounds; True if all end with the result of the undisturbed job."""
     expected, seconds = undisturbed(mode, steps)
     print(f"undisturbed: {seconds:.1f} s (load {os.getloadavg()[0]:.1f})", flush=True)
@@ -369,20 +379,22 @@ def rounds(mode: str, count: int, seed: int, steps: int, pause: float) -> bool:
         victim, is_killed = draw.choice([*roles, LAUNCHER]), draw.random() < 0.6
         stopped = 0.0 if is_killed else draw.uniform(0.1, pause)
         found = Round(number, victim, stopped, draw.uniform(0.0, seconds))
-        run_round(mode, steps, found, expected)
+        run_round(mode, steps, found, expected, spares)
         wrong += bool(found.wrong)
         print(found, flush=True)
     print(f"{count - wrong} of {count} rounds ended with the bits of the undisturbed job")
     return not wrong
 
 
-def goodput(mode: str, every: float, seconds: float, blocks: int) -> None:
+def goodput(mode: str, every: float, seconds: float, *, blocks: int, spares: int) -> None:
     """Kill the roles of one job in turn, and print its goodput."""
     of_step = seconds_of_step(mode, blocks)
     pauses, kills = [], 0  # seconds from a kill to the next step
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
-        job = Job(mode, 10**9, Path(folder), restarts=10**6, blocks=blocks)
+        job = Job(mode, 10**9, Path(folder), restarts=10**6, blocks=blocks, spares=spares)
         try:
+            while not job.step and job.launcher.poll() is None:
+                time.sleep(0.01)
             while job.seconds < seconds and job.launcher.poll() is None:
                 time.sleep(max(0.0, min(every, seconds - job.seconds)))
                 pid = job.pid(job.roles[kills % len(job.roles)])
@@ -396,7 +408,7 @@ def goodput(mode: str, every: float, seconds: float, blocks: int) -> None:
                 f"{kills} kills in {job.seconds:.0f} s, {job.step} steps of {of_step * 1e3:.2f} "
                 f"ms: goodput {share:.1%} (load {os.getloadavg()[0]:.1f})"
             )
-            again = job.text.count("it starts again")
+            again = job.text.count("all roles go back to step")
             print(
                 f"{again} restarts in place; from a kill to the next step: median "
                 f"{np.median(pauses):.1f} s, longest {max(pauses):.1f} s"
@@ -420,14 +432,15 @@ def main(
     every: float = typer.Option(0.0, help="Measure goodput: seconds between two kills."),
     seconds: float = typer.Option(3600.0, help="Duration of the measurement of goodput."),
     blocks: int = typer.Option(0, help="Blocks of a transformer in the model, for goodput."),
+    spares: int = typer.Option(0, help="Spares of each job."),
     work_: str = typer.Option("", "--work", hidden=True),
 ) -> None:
     """Kill or stop processes of jobs, and compare their results with an undisturbed job."""
     if work_:
         work(work_, steps, blocks)
     elif every:
-        goodput(mode, every, seconds, blocks)
-    elif not rounds(mode, rounds_, seed, steps, pause):
+        goodput(mode, every, seconds, blocks=blocks, spares=spares)
+    elif not rounds(mode, rounds_, seed, steps, pause, spares):
         raise typer.Exit(1)
 
 

@@ -116,6 +116,14 @@ def launch_command(
             show_default="a temporary folder; with --hosts no cuts",
         ),
     ] = None,
+    spares: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="With --restarts: number of processes that have imported the modules of SCRIPT, "
+            "and wait in `Role.from_env` to take the place of a lost role on this host.",
+        ),
+    ] = 0,
     module: Annotated[
         bool, typer.Option("--module", "-m", help="SCRIPT is a module, as in `python -m`.")
     ] = False,
@@ -232,6 +240,7 @@ def launch_command(
     if not module and not Path(script).is_file():
         raise typer.BadParameter(f"the file {script} does not exist", param_hint="SCRIPT")
     command = [sys.executable, *(["-m"] if module else []), script, *(arguments or [])]
+    is_plain = cuts is None and not spares
     options: dict[str, Any] = {
         "trainers": trainers,
         "pservers": pservers,
@@ -239,7 +248,7 @@ def launch_command(
         "on_trainer_loss": on_trainer_loss,
         "deadline": time_limit,
         "log_dir": log_dir,
-        "restarts": RestartOptions(restarts, cuts) if cuts is not None else restarts,
+        "restarts": restarts if is_plain else RestartOptions(restarts, cuts, spares),
     }
     check_one_of("--on", on, (None, "ray"))
     if on is None:

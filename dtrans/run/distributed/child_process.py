@@ -20,8 +20,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from queue import SimpleQueue
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from dtrans.errors import LaunchError
 from dtrans.run.distributed import orphan_guard
@@ -37,6 +36,13 @@ TAIL = 60  # lines of standard error in the error message of a failed role
 DRAIN = 5.0
 
 Emit = Callable[[str, str], None]
+
+
+class Events(Protocol):
+    """Queue to which a child adds itself when its process has ended."""
+
+    def put(self, child: Any, /) -> None:
+        """Add a child."""
 
 
 class Child:
@@ -66,7 +72,7 @@ class Child:
         role: Role,
         command: Sequence[str],
         env: Mapping[str, str],
-        events: SimpleQueue[Any],
+        events: Events,
         emit: Emit,
         *,
         inherit_stdout: bool = False,
@@ -91,9 +97,8 @@ class Child:
     def begin(self) -> None:
         """Start the command. Call it when the guard knows the process id."""
         assert self.process.stdin is not None
-        # a broken pipe means that the process was killed, which `events` reports
-        with self.process.stdin as gate, contextlib.suppress(BrokenPipeError):
-            gate.write(b"\n")
+        with self.process.stdin:
+            self._send(b"\n")
 
     @property
     def pid(self) -> int:
@@ -152,6 +157,13 @@ class Child:
                 return "\n".join(lines[i:])
         return "\n".join(lines)
 
+    def _send(self, line: bytes) -> None:
+        """Write a line to the standard input of the process."""
+        assert self.process.stdin is not None
+        # a broken pipe means that the process was killed, which `events` reports
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(line)
+
     def _thread(self, run: Callable[..., None], *args: Any) -> threading.Thread:
         name = f"dtrans {self.role.name} {run.__name__.strip('_')}"
         thread = threading.Thread(target=run, args=args, name=name, daemon=True)
@@ -168,7 +180,7 @@ class Child:
             self.tail.append(line)
         self._emit(name, line)
 
-    def _wait(self, events: SimpleQueue[Any]) -> None:
+    def _wait(self, events: Events) -> None:
         if hasattr(os, "waitid"):
             # WNOWAIT does not reap the process: its id cannot be reused before `reap`
             os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)

@@ -94,6 +94,13 @@ class JobEpochs:
 
     # -- losses ----------------------------------------------------------------------------------
 
+    @property
+    def have_all_entered(self) -> bool:
+        """True if all roles take part in the current epoch, and none has left the job."""
+        marks = self._current_marks()
+        found = [marks.get(name, RoleMark(epoch=-1)) for name in self._names]
+        return all(mark.epoch == self.epoch.number and not mark.left for mark in found)
+
     def note_loss(self, name: str) -> bool:
         """Note that a role was lost; return True if it was lost before with the same newest cut."""
         if not self.has_marks:

@@ -48,11 +48,13 @@ from dtrans.protocol import token
 from dtrans.run.distributed.attempt import Attempt, Event
 from dtrans.run.distributed.child_process import Child, Guard
 from dtrans.run.distributed.compile_cache import open_cache
+from dtrans.run.distributed.identity import VARIABLE as SPARE
 from dtrans.run.distributed.job_epochs import JobEpochs, endpoints_of, open_epochs
 from dtrans.run.distributed.restarts import RestartOptions, Restarts, RoleStarter
 from dtrans.run.distributed.role import LOSS, VARIABLES, Role
 from dtrans.run.distributed.role_output import open_logs, say
 from dtrans.run.distributed.site import Site
+from dtrans.run.distributed.spares import Spares
 from dtrans.run.distributed.status_door import VARIABLE as STATUS
 from dtrans.run.net.epoch_folder import VARIABLE as CUTS
 from dtrans.run.net.started_jobs import announce_job
@@ -104,9 +106,9 @@ def launch(
         the newest cut. In other jobs, and after the loss of a host, all roles start again. If it is
         not 0, the variable DTRANS_RESTARTS of each role has the number of restarts so far. After
         the deadline no restart begins, and the loss is the job's error. `RestartOptions` can also
-        set the folder of the cuts. On several hosts, a job has cuts only in such a folder, which
-        all hosts must share. The roles of a job on this host share JAX's compilation cache in a
-        temporary folder, unless the environment sets or disables the cache.
+        set the folder of the cuts, and the number of spares. On several hosts, a job has cuts only
+        in such a folder, which all hosts must share. The roles of a job on this host share JAX's
+        compilation cache in a temporary folder, unless the environment sets or disables the cache.
 
     Raises:
       ConfigError: an argument has an invalid value.
@@ -127,6 +129,7 @@ def launch(
     site = site or Site()
     if options.cuts is not None:
         _check_cuts(options.cuts, mode, options.most)
+    _check_spares(options, mode, site, on_trainer_loss, inherit_stdout)
     servers = 1 if pservers is None else pservers
     endpoints = endpoints_of(options.cuts)
     if len(endpoints) != servers:
@@ -154,6 +157,7 @@ def launch(
         _cache_of(site, options, base) as cache,
         Guard(sys.executable) as guard,
         _announce(observed, base[token.VARIABLE]),
+        Spares(options.spares, command, base | cache, open_log, guard, events) as spares,
     ):
         starter = RoleStarter(
             command=command,
@@ -167,6 +171,7 @@ def launch(
             roles,
             starter,
             functools.partial(Attempt, events, grace, optional, site, guard),
+            spares=spares,
             limit=limit,
             restarts=options.most,
             epochs=epochs,
@@ -216,7 +221,7 @@ def _base_environment(env: Mapping[str, str]) -> dict[str, str]:
     Args:
       env: the user's variables, which override this process's environment.
     """
-    inherited = {k: v for k, v in os.environ.items() if k not in (*VARIABLES, LOSS, CUTS)}
+    inherited = {k: v for k, v in os.environ.items() if k not in (*VARIABLES, LOSS, CUTS, SPARE)}
     return inherited | {
         "PYTHONUNBUFFERED": "1",  # a role's lines arrive as soon as it prints them
         token.VARIABLE: token.job_token() or token.new_token(),
@@ -281,6 +286,39 @@ def _check_cuts(cuts: str | os.PathLike[str], mode: str, restarts: int) -> None:
         raise ConfigError(
             f"{argument} needs restarts, since cuts are for restarts of lost roles; write "
             "restarts=3, or leave cuts out"
+        )
+
+
+def _check_spares(
+    options: RestartOptions, mode: str, site: Site, on_trainer_loss: str, inherit_stdout: bool
+) -> None:
+    """Raise ConfigError if a job cannot use spares."""
+    argument = f"spares={options.spares}"
+    if options.spares < 0:
+        raise ConfigError(f"spares must be 0 or more, it is {options.spares}")
+    if not options.spares:
+        return
+    if mode == "nccl2":
+        raise ConfigError(
+            f"{argument}: in mode='nccl2' all roles start again after a loss, and a spare cannot "
+            "take the place of one; leave spares out"
+        )
+    if not site.is_this_host:
+        raise ConfigError(f"{argument}: spares are for roles on this host; leave spares out")
+    if not options.most:
+        raise ConfigError(
+            f"{argument} needs restarts, since a spare takes the place of a lost role; write "
+            "restarts=3, or leave spares out"
+        )
+    if on_trainer_loss == "drop":
+        raise ConfigError(
+            f"{argument}: on_trainer_loss='drop' continues without a lost trainer; leave spares "
+            "or on_trainer_loss out"
+        )
+    if inherit_stdout:
+        raise ConfigError(
+            f"{argument}: a spare cannot inherit standard output; leave spares or inherit_stdout "
+            "out"
         )
 
 

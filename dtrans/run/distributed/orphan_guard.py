@@ -42,7 +42,8 @@ def begin(command: list[str]) -> None:
     """Execute a command when a line arrives on standard input; exit if standard input closes."""
     if not os.read(0, 1):
         sys.exit(1)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    if "DTRANS_SPARE" not in os.environ:  # a spare reads the variables of its role there
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     # Python ignores these signals at its start, and the command would inherit the setting
     for signum in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(signum, signal.SIG_DFL)

@@ -3,7 +3,8 @@
 A role is lost if a signal ended it, or if its host was lost. There are two kinds of restarts:
 
     all roles    the launcher ends the other roles and starts all again, with the same endpoints
-    in place     the launcher starts only the lost role; the others live and go back to a cut
+    in place     the launcher starts only the lost role; the others live and go back to a cut.
+                 If it has a spare (`dtrans.run.distributed.spares`), the spare becomes the role.
 
 A restart in place needs cuts: every other role takes part in the current epoch and has not left,
 and all servers have a common cut (`dtrans.run.distributed.job_epochs`). After the loss of a host,
@@ -31,6 +32,7 @@ from dtrans.run.distributed.job_epochs import JobEpochs
 from dtrans.run.distributed.role import Role
 from dtrans.run.distributed.role_output import say
 from dtrans.run.distributed.site import Site
+from dtrans.run.distributed.spares import SpareChild, Spares
 from dtrans.run.net.ended_roles import EndedRoles
 from dtrans.run.net.epoch_folder import LostReport
 
@@ -54,10 +56,13 @@ class RestartOptions:
       cuts: a folder for the cuts of servers, which all hosts of the job share. None is a temporary
         folder, or no cuts on several hosts. If the launcher itself is killed, a launch with the
         same folder continues the job from the newest cut.
+      spares: number of processes that have imported the modules of the script, and wait in
+        `Role.from_env` to take the place of a lost role.
     """
 
     most: int = 0
     cuts: str | os.PathLike[str] | None = None
+    spares: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,12 +89,16 @@ class RoleStarter:
         """Return the variables that all roles of a new attempt share."""
         return {**self.base, **ended_roles.environment, RUN: self.run_name or new_run()}
 
+    def variables(self, role: Role, shared: Mapping[str, str]) -> dict[str, str]:
+        """Return the environment of a role."""
+        return {**self.site.variables(role), **shared, **role.environment()}
+
     def start(self, role: Role, shared: Mapping[str, str], events: SimpleQueue[Event]) -> Child:
         """Start a role's process, which waits for `begin`."""
         return self.site.start(
             role,
             self.command,
-            {**self.site.variables(role), **shared, **role.environment()},
+            self.variables(role, shared),
             events,
             self.logs[role.name],
             inherit_stdout=self.inherit_stdout and role.name == "trainer 0",
@@ -104,6 +113,7 @@ class Restarts:
       starter: starts a role.
       new_attempt: returns an attempt without roles, for the folder in which roles learn of ends and
         for the function that the attempt calls while roles run.
+      spares: spares of the job.
       limit: end of the job's deadline, in seconds of the monotonic clock; None without a deadline.
       restarts: the largest number of restarts.
       epochs: epochs of the job; None for a job without.
@@ -116,6 +126,7 @@ class Restarts:
         starter: RoleStarter,
         new_attempt: Callable[[EndedRoles, Callable[[Attempt], None] | None], Attempt],
         *,
+        spares: Spares,
         limit: float | None = None,
         restarts: int = 0,
         epochs: JobEpochs | None = None,
@@ -123,7 +134,7 @@ class Restarts:
     ) -> None:
         self._roles, self._starter, self._new_attempt = roles, starter, new_attempt
         self._limit, self._restarts = limit, restarts
-        self._epochs, self._in_place = epochs, in_place
+        self._epochs, self._spares, self._in_place = epochs, spares, in_place
         self._count = 0  # restarts so far
         self._of_all = 0  # restarts of all roles so far, which determine the pauses
         self._reports = _FirstReport()
@@ -168,10 +179,21 @@ class Restarts:
                 attempt.end()
         return attempt, lost
 
-    def _start(self, attempt: Attempt, role: Role, shared: Mapping[str, str]) -> None:
+    def _start(
+        self,
+        attempt: Attempt,
+        role: Role,
+        shared: Mapping[str, str],
+        spare: SpareChild | None = None,
+    ) -> None:
         if self._restarts:
             shared = {**shared, RESTARTS: str(self._count)}
-        attempt.begin(self._starter.start(role, shared, attempt.events))
+        if spare is None:
+            attempt.begin(self._starter.start(role, shared, attempt.events))
+            return
+        attempt.running.append(spare)
+        variables = self._starter.variables(role, shared)
+        spare.take_role(role, variables, self._starter.logs[role.name])
 
     # -- losses ----------------------------------------------------------------------------------
 
@@ -200,16 +222,18 @@ class Restarts:
         return self._epochs.can_go_back(lost.role.name, _names(attempt))
 
     def _restart_in_place(self, attempt: Attempt, lost: Child, shared: Mapping[str, str]) -> None:
-        """Start a lost role again, while the other roles go back to a cut."""
+        """Start a lost role again, or give it to a spare, while the others go back to a cut."""
         assert self._epochs is not None
         self._epochs.go_back(lost.role.name)
         attempt.begin_epoch(self._epochs.epoch.number)
         self._count += 1
+        spare = self._spares.take()
+        how = "it starts again" if spare is None else "a spare takes its place"
         say(
-            f"{lost.role.name}{lost.where} failed with {lost.how()}; it starts again, and all "
-            f"roles go back to step {self._epochs.epoch.cut} ({self._number()})"
+            f"{lost.role.name}{lost.where} failed with {lost.how()}; {how}, and all roles go back "
+            f"to step {self._epochs.epoch.cut} ({self._number()})"
         )
-        self._start(attempt, lost.role, shared)
+        self._start(attempt, lost.role, shared, spare)
 
     def _restarts_all(self, attempt: Attempt, lost: Child) -> bool:
         """Pause before a restart of all roles; return False if the job ends instead."""
@@ -236,6 +260,7 @@ class Restarts:
     def _look(self, attempt: Attempt) -> None:
         """Check whether all roles can go back, and whether a role has lost another one."""
         assert self._epochs is not None
+        self._spares.renew(self._epochs)
         running = _names(attempt)
         unable = self._epochs.find_unable(running)
         if unable is not None:

@@ -6,6 +6,8 @@
     DTRANS_TRAINER_ENDPOINTS     nccl2 mode: endpoints of all trainers, separated by commas
     DTRANS_TRAINER_ID            id of this trainer, from 0
     DTRANS_CURRENT_ENDPOINT      endpoint of this pserver, or of this trainer in nccl2 mode
+    DTRANS_SPARE                 set in a process that waits for the variables above; see
+                                 `dtrans.run.distributed.identity`
     DTRANS_ON_TRAINER_LOSS       nccl2 mode: abort or drop; see `dtrans.connect`
     DTRANS_CUTS                  folder of epochs and cuts, from the launcher; see
                                  `dtrans.run.net.epoch_folder`
@@ -34,6 +36,7 @@ from typing import Literal
 from dtrans.endpoints import parse_endpoints
 from dtrans.errors import ConfigError
 from dtrans.parameter_server.plan import check_trainer_endpoint, check_trainer_id
+from dtrans.run.distributed.identity import receive_identity
 from dtrans.run.distributed.schedulers import role_variables
 
 
@@ -167,12 +170,16 @@ class Role:
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Role:
         """Return the role of this process, from DTRANS_* or scheduler variables.
 
+        A spare (`dtrans launch --spares`) waits here until it takes the place of a lost role.
+
         Args:
           environ: environment variables; by default `os.environ`.
 
         Raises:
           ConfigError: a variable is missing or has an invalid value.
         """
+        if environ is None or environ is os.environ:
+            receive_identity()
         env = role_variables(os.environ if environ is None else environ)
         kind = _read(env, "DTRANS_ROLE")
         trainers = _number(env, "DTRANS_TRAINERS")

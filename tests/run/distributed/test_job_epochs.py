@@ -52,6 +52,17 @@ def test_all_others_must_be_there_to_go_back(job: Job) -> None:
     assert job.can_go_back("trainer 0") and not job.can_go_back("trainer 1")
 
 
+def test_all_have_entered_until_one_leaves_or_starts_again(job: Job) -> None:
+    assert job.epochs.have_all_entered
+    job.epochs.go_back("trainer 1")
+    job.enter("pserver 0", "trainer 0")
+    assert not job.epochs.have_all_entered
+    job.enter("trainer 1")
+    assert job.epochs.have_all_entered
+    job.folders["trainer 0"].leave()
+    assert not job.epochs.have_all_entered
+
+
 def test_a_server_without_a_cut_cannot_go_back(tmp_path: Path) -> None:
     job = Job(tmp_path)
     job.enter(*NAMES)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import os
 import signal
+import socket
 import subprocess
 import sys
 import types
@@ -16,11 +17,11 @@ from typing import Any
 
 import pytest
 from paths import ROOT
-from role_scripts import EPOCHS, script_writer
+from role_scripts import EPOCHS, assert_gone, came, script_writer
 from role_threads import until
 
 from dtrans.errors import ConfigError, LaunchError
-from dtrans.run.distributed import attempt, restarts
+from dtrans.run.distributed import attempt, identity, restarts
 from dtrans.run.distributed.launcher import launch
 from dtrans.run.distributed.restarts import RestartOptions
 from dtrans.run.distributed.site import Site
@@ -293,6 +294,174 @@ def test_a_dropped_trainer_does_not_start_again(
     """)
     launch(command, restarts=3, on_trainer_loss="drop", **JOB)
     assert Output(capsys).said == ["trainer 1 failed with signal SIGKILL; the others continue"]
+
+
+# -- spares ----------------------------------------------------------------------------------------
+
+# a spare writes a file with its id
+SPARE = """
+import glob, os, runpy
+if "DTRANS_SPARE" in os.environ:
+    print("waits")
+    open(f"spare-{os.getpid()}", "w")
+"""
+RECEIVE = f"runpy.run_path({identity.__file__!r})['receive_identity']()\n"
+
+
+@pytest.fixture
+def with_spares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.chdir(tmp_path)
+    return script_writer(tmp_path, SPARE + RECEIVE + EPOCHS)
+
+
+def spares_of(folder: Path) -> set[str]:
+    """Return the ids of the spares that have run in a folder, and check that they have ended."""
+    found = {path.name.removeprefix("spare-") for path in folder.glob("spare-*")}
+    for pid in found:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid), 0)
+    return found
+
+
+@pytest.mark.parametrize("victim", ["trainer 1", "pserver 1"])
+def test_a_spare_takes_the_place_of_a_lost_role(
+    victim: str, with_spares: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = with_spares(f"""
+        if enter() == 0:
+            cut(10, 20)
+            if name == {victim!r}:
+                wait(lambda: glob.glob("logs/spare.log") and open("logs/spare.log").read())
+                die()
+            enter(1)
+        finish(1)
+    """)
+    launch(command, restarts=RestartOptions(3, spares=1), log_dir="logs", **JOB)
+    seen = Output(capsys)
+    assert seen.said == [
+        f"{victim} failed with signal SIGKILL; a spare takes its place, and all roles go back to "
+        "step 20 (restart 1 of 3)"
+    ]
+    assert seen.entered == {role: [(0, None), (1, 20)] for role in ROLES}
+    assert seen.restarts[victim] == [0, 1]
+    assert {role for role in ROLES if len(set(seen.pids[role])) == 2} == {victim}
+    assert seen.pids[victim][1] in spares_of(tmp_path)
+    # its output is that of a spare before, and that of the role afterwards
+    logs = {path.stem: path.read_text().splitlines() for path in Path("logs").iterdir()}
+    assert set(logs["spare"]) == {"waits"}
+    assert [line.split()[0] for line in logs[victim.replace(" ", "-")]] == ["enters", "enters"]
+
+
+@pytest.mark.rotated
+def test_the_next_spare_starts_when_all_roles_have_gone_back(
+    with_spares: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = with_spares("""
+        number = enter()
+        if number == 0:
+            cut(10, 20)
+            if name == "trainer 1":
+                wait(lambda: all_in(0) and glob.glob("spare-*"))
+                die()
+            wait(lambda: epochs.current().number)
+            if name == "trainer 0":
+                die()
+        if number < 2:
+            number = enter(2)
+        if number == 2:
+            cut(30)
+            if name == "trainer 0":
+                wait(lambda: all_in(2) and len(glob.glob("spare-*")) == 2)
+                die()
+            enter(3)
+        finish(3)
+    """)
+    launch(command, restarts=RestartOptions(3, spares=1), **JOB)
+    seen = Output(capsys)
+    assert [line.split(";")[1].split(",")[0] for line in seen.said] == [
+        " a spare takes its place",
+        " it starts again",
+        " a spare takes its place",
+    ]
+    spares = spares_of(tmp_path)
+    pids = {role: list(dict.fromkeys(seen.pids[role])) for role in ROLES}
+    assert [pid in spares for pid in pids["trainer 0"]] == [False, False, True]
+    assert [pid in spares for pid in pids["trainer 1"]] == [False, True]
+
+
+def test_a_spare_that_ends_early_does_not_end_the_job(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    # the script reads variables of its role before it waits for them
+    command = script_writer(tmp_path, SPARE + EPOCHS)("""
+        def is_gone(path):
+            try:
+                os.kill(int(path.removeprefix("spare-")), 0)
+            except ProcessLookupError:
+                return True
+
+        if enter() == 0:
+            cut(10, 20)
+            if name == "trainer 1":
+                wait(lambda: glob.glob("spare-*") and all(map(is_gone, glob.glob("spare-*"))))
+                die()
+            enter(1)
+        finish(1)
+    """)
+    launch(command, restarts=RestartOptions(3, spares=1), **JOB)
+    seen = Output(capsys)
+    assert "[spare] KeyError: 'DTRANS_ROLE'\n" in seen.err
+    ended, again = seen.said
+    assert ended == (
+        "a spare ended with exit code 1 before it had a role, and the job has no more spares; let "
+        "the script read variables of its role only after dtrans.Role.from_env(), or leave spares "
+        "out"
+    )
+    assert again.startswith("trainer 1 failed with signal SIGKILL; it starts again, ")
+
+
+@pytest.mark.rotated
+def test_spares_end_with_a_killed_launcher(tmp_path: Path) -> None:
+    """Also those that still import modules, and do not read what the launcher sends."""
+    imports = """
+import os, socket, threading
+if "DTRANS_SPARE" in os.environ:
+    connection = socket.create_connection(("127.0.0.1", int(os.environ["TEST_PORT"])))
+    connection.sendall(b"spare\\n")
+    threading.Event().wait()
+"""
+    command = script_writer(tmp_path, imports + EPOCHS)("enter(); forever()")
+    options = ["--restarts", "1", "--spares", "2", "--trainers", "1"]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(PATIENCE)
+        port = str(listener.getsockname()[1])
+        launcher = subprocess.Popen(
+            [sys.executable, "-m", "dtrans", "launch", *options, *command[1:]],
+            cwd=ROOT,
+            env={**os.environ, "TEST_PORT": port},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        with launcher:
+            spares = [came(listener) for _ in range(2)]
+            launcher.send_signal(signal.SIGKILL)
+    assert [name for name, _ in spares] == ["spare", "spare"]
+    assert_gone(*(connection for _, connection in spares))
+
+
+def test_spares_are_for_lost_roles_of_servers_on_this_host() -> None:
+    one = RestartOptions(1, spares=1)
+    for wanted, options, message in [
+        (RestartOptions(1, spares=-1), {}, "spares must be 0 or more, it is -1"),
+        (RestartOptions(0, spares=1), {}, "spares=1 needs restarts, .* write restarts=3, or leave"),
+        (one, {"mode": "nccl2"}, "spares=1: in mode='nccl2' all roles start again .* leave spares"),
+        (one, {"site": ElsewhereSite()}, "spares=1: spares are for roles on this host; leave"),
+        (one, {"on_trainer_loss": "drop"}, "spares=1: on_trainer_loss='drop' continues without"),
+        (one, {"inherit_stdout": True}, "spares=1: a spare cannot inherit standard output; leave"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            launch(["true"], restarts=wanted, **options)
 
 
 # -- losses without an end -------------------------------------------------------------------------

@@ -25,14 +25,18 @@ FINAL = 60
 
 # trainer 1 kills a process: before a step of an epoch, given by the number of restarts
 KILL = """
-    import os, signal
+    import os, signal, time
     open(f"pid-{{role.name}}-{{os.getpid()}}", "w")
     for restart, at, victim in {kills!r}:
         if (len(os.listdir("kills")), step, role.name) == (restart, at, "trainer 1"):
             open(f"kills/{{restart}}", "w")
+            while {spares} and not os.path.exists("spares"):
+                time.sleep(0.01)
             os.kill(int(open(f"pid {{victim}}").read()), signal.SIGKILL)
 """
 TELL = """import os
+if "DTRANS_SPARE" in os.environ:
+    print(os.getpid(), file=open("spares", "a"))
 from dtrans.run.distributed.role import Role
 open(f"pid {Role.from_env().name}", "w").write(str(os.getpid()))
 """
@@ -85,20 +89,22 @@ with plan.on_cluster() as job:
 """
 
 
-def write_scripts(folder: Path, kills: list[tuple[int, int, str]]) -> None:
-    """Write the pages' scripts; `batch` of trainer 1 kills processes."""
+def write_scripts(folder: Path, kills: list[tuple[int, int, str]], spares: int = 0) -> None:
+    """Write the pages' scripts; `batch` of trainer 1 kills processes, when spares have started."""
     for page in (ROOT / "README.md", DOCS / "cuts.md"):
         for name, code in re.findall(r"```python\n# (\w+\.py)\n(.*?)```", page.read_text(), re.S):
-            write_script(folder, name, code, kills)
+            write_script(folder, name, code, kills, spares)
 
 
-def write_script(folder: Path, name: str, code: str, kills: list[tuple[int, int, str]]) -> None:
+def write_script(
+    folder: Path, name: str, code: str, kills: list[tuple[int, int, str]], spares: int = 0
+) -> None:
     """Write a script; its `batch` of trainer 1 kills processes, if it has one."""
     (folder / "kills").mkdir(exist_ok=True)
     if "def batch(step):" in code:
         head, body = code.split("def batch(step):", 1)
         first, rest = body.split("\n", 1)
-        kill = KILL.format(kills=kills).strip("\n")
+        kill = KILL.format(kills=kills, spares=spares).strip("\n")
         code = f"{TELL}{head}def batch(step):{first}\n{kill}\n{rest}"
     (folder / name).write_text(code)
 
@@ -125,6 +131,7 @@ def run(
     *,
     tables: bool = False,
     on_hosts: Callable[..., None] | None = None,
+    spares: int = 0,
 ) -> list[np.ndarray]:
     """Run the page's job, or one with tables; return all arrays of its last checkpoint.
 
@@ -132,14 +139,15 @@ def run(
     """
     folder.mkdir()
     monkeypatch.chdir(folder)
-    write_scripts(folder, kills)
+    write_scripts(folder, kills, spares)
     if tables:
         write_script(folder, "model.py", TABLES, kills)
         write_script(folder, "survive.py", TRAIN, kills)
     env = {"PYTHONPATH": f"{folder}:{ROOT}", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "survive.py"]
     start = on_hosts or launch
-    start(command, trainers=2, pservers=2, env=env, restarts=len(kills) or 1)
+    restarts = RestartOptions(len(kills) or 1, spares=spares) if spares else len(kills) or 1
+    start(command, trainers=2, pservers=2, env=env, restarts=restarts)
     model: dict[str, Any] = {}
     exec((folder / "model.py").read_text(), model)
     path = dtrans.checkpoint.latest(folder / "ckpt")
@@ -205,6 +213,25 @@ def test_only_the_lost_process_starts_again_on_several_hosts(
     for x, y in zip(killed, undisturbed, strict=True):
         np.testing.assert_array_equal(x, y)
     assert len(list((tmp_path / "killed").glob("pid-trainer 0-*"))) == 1
+
+
+@pytest.mark.parametrize(
+    "victim", ["trainer 0", pytest.param("pserver 1", marks=pytest.mark.rotated)]
+)
+def test_a_spare_takes_the_place_of_the_lost_process(
+    victim: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    killed = run(tmp_path / "killed", [(0, 25, victim)], monkeypatch, spares=1)
+    assert (
+        f"{victim} failed with signal SIGKILL; a spare takes its place" in capsys.readouterr().err
+    )
+    assert Path(f"pid {victim}").read_text() in Path("spares").read_text().split()
+    undisturbed = run(tmp_path / "undisturbed", [], monkeypatch)
+    for x, y in zip(killed, undisturbed, strict=True):
+        np.testing.assert_array_equal(x, y)
 
 
 @pytest.mark.parametrize(
