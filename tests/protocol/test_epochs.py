@@ -93,10 +93,10 @@ class Gate(EpochGate):
         self.said.append((to, op, fields))
 
 
-def test_a_gate_admits_greetings_of_its_epoch_and_of_new_processes() -> None:
+def test_a_gate_admits_greetings_of_its_epoch() -> None:
     gate = Gate()
     peer = wire.Message("peer", {"endpoint": "127.0.0.1:2", "epoch": 2})
-    for message in (hello(epoch=2), hello(epoch=0), hello(), hello(epoch=2, back=True), peer):
+    for message in (hello(epoch=2), hello(epoch=2, back=True), peer):
         assert gate.admits(b"0", message, is_known=False)
     assert gate.said == [] and gate.early == {}
 
@@ -136,12 +136,14 @@ def test_a_stored_greeting_is_forgotten_with_its_connection() -> None:
 
 def test_a_gate_sends_processes_of_an_earlier_epoch_to_its_own() -> None:
     gate = Gate()
-    assert not gate.admits(b"0", hello(epoch=1, back=True), is_known=False)
-    assert gate.said == [(b"0", "rewind", {"epoch": 2})]
+    # The sender may have been lost, so that another process takes its place.
+    for greeting in (hello(epoch=1, back=True), hello(epoch=1), hello()):
+        assert not gate.admits(b"0", greeting, is_known=False)
+    assert gate.said == [(b"0", "rewind", {"epoch": 2})] * 3
     # another server learns of the epoch from the launcher
     peer = wire.Message("peer", {"endpoint": "127.0.0.1:2", "epoch": 1})
     assert not gate.admits(b"1", peer, is_known=False)
-    assert len(gate.said) == 1 and gate.early == {}
+    assert len(gate.said) == 3 and gate.early == {}
 
 
 # -- trainers --------------------------------------------------------------------------------------
@@ -318,7 +320,7 @@ def test_a_loop_looks_for_a_new_epoch_each_tenth_of_a_second() -> None:
 
 def test_a_welcome_names_the_epoch_and_its_step() -> None:
     server = Server(Epochs(Epoch(4, 5)))
-    server.network.take(b"0", hello(epoch=3))
+    server.network.take(b"0", hello(epoch=4))
     server.step(0.01)
     ((_, welcome),) = server.network.said
     assert (welcome.op, welcome["epoch"], welcome["step"]) == ("welcome", 4, 5)

@@ -15,15 +15,14 @@ import layers
 import numpy as np
 import pytest
 from paths import ROOT
+from planted_in_cuts import PLANTED_IN_CUTS
 from typer.testing import CliRunner
 
 from dtrans.ops import CommunicatorConfig
-from dtrans.protocol.epochs import NewEpoch
 from dtrans.protocol.inbox import Inbox
 from dtrans.protocol.numbered_messages import NumberedMessages
 from dtrans.protocol.server import trainer_registry, trainer_rounds
 from dtrans.protocol.server.async_server import AsyncServer
-from dtrans.protocol.server.epoch_gate import EpochGate
 from dtrans.protocol.server.peer_line import PeerLine
 from dtrans.protocol.server.server_peers import ServerPeers
 from dtrans.protocol.server.serving import Serving
@@ -42,9 +41,6 @@ from dtrans.protocol.trainer.trainer_line import TrainerLine
 from dtrans.protocol.transport import RETRY
 from tools.simulate.__main__ import app
 from tools.simulate.case import Case, Event, Guest, Request, drawn, drawn_with_cuts
-from tools.simulate.launcher import SimulatedEpochs, SimulatedLauncher
-from tools.simulate.server_role import SimulatedServer
-from tools.simulate.trainer_role import SimulatedTrainer
 from tools.simulate.updates import InNumpy
 from tools.simulate.verdict import Verdict, reduced, simulated, smaller, verdicts
 
@@ -670,121 +666,6 @@ def test_a_planted_fault_is_found(what: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 # -- planted faults in jobs with cuts --------------------------------------------------------------
-
-
-def _drops_greetings_of_later_epochs(real: Any) -> Any:
-    def admits(self: Any, *args: Any, **options: Any) -> bool:
-        is_admitted = real(self, *args, **options)
-        self.early.clear()
-        return bool(is_admitted)
-
-    return admits
-
-
-def _takes_the_newest_cut_of_any(self: Any) -> int | None:
-    return max(set[int]().union(*self._cuts.values()), default=None)
-
-
-def _copies_a_step_later(self: Any, step: int) -> None:
-    if step > 1 and (step - 1) % self._case.cuts == 0:
-        self._write_cut(step - 1)
-
-
-def _begins_cuts_without_waiting(real: Any) -> Any:
-    def write_cut(self: Any, step: int) -> None:
-        self._written_at = 0.0
-        real(self, step)
-
-    return write_cut
-
-
-def _counts_old_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
-    def note_cut(self: Any, epoch: int, endpoint: str, step: int, state: Any) -> None:
-        self._cuts[endpoint][step] = state
-
-    monkeypatch.setattr(SimulatedLauncher, "_note_cut", note_cut)
-    monkeypatch.setattr(SimulatedLauncher, "_forget_cuts", _nothing)
-
-
-def _replays_with_the_next_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    reconnect, gradients = SimulatedTrainer._reconnect, SimulatedTrainer._gradients
-
-    def reconnect_late(self: Any, epoch: int) -> None:
-        reconnect(self, epoch)
-        self.is_late = True
-
-    def gradients_late(self: Any, step: int) -> Any:
-        return gradients(self, step + hasattr(self, "is_late"))
-
-    monkeypatch.setattr(SimulatedTrainer, "_reconnect", reconnect_late)
-    monkeypatch.setattr(SimulatedTrainer, "_gradients", gradients_late)
-
-
-def _keeps_its_step(real: Any) -> Any:
-    return lambda self: self.pulled[-1][0] if self.pulled else real(self)
-
-
-def _keeps_received_gradients(real: Any) -> Any:
-    def rewind(self: Any) -> None:
-        before = self.machine.kind._turns
-        real(self)
-        for k, turn in self.machine.kind._turns.items():
-            turn.grads = before[k].grads
-            turn.at_barrier = before[k].at_barrier
-
-    return rewind
-
-
-def _ignores_rewinds(real: Any) -> Any:
-    def receive(self: Any, frames: Any) -> Any:
-        try:
-            return real(self, frames)
-        except NewEpoch:
-            return None
-
-    return receive
-
-
-def _reports_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SimulatedEpochs, "report_lost", _nothing)
-
-
-PLANTED_IN_CUTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "a server has no fence": lambda m: m.setattr(EpochGate, "admits", lambda *_, **__: True),
-    "greetings of later epochs are dropped": lambda m: m.setattr(
-        EpochGate, "admits", _drops_greetings_of_later_epochs(EpochGate.admits)
-    ),
-    "a job goes back to the newest cut of any server": lambda m: m.setattr(
-        SimulatedLauncher, "_newest_cut", _takes_the_newest_cut_of_any
-    ),
-    "a cut has the state of the next step": lambda m: m.setattr(
-        SimulatedServer, "_between_steps", _copies_a_step_later
-    ),
-    "a cut precedes the evictions after its step": lambda m: m.setattr(
-        SyncServer, "has_tables", property(lambda self: False)
-    ),
-    "one trainer evicts again after a cut": lambda m: m.setattr(
-        SimulatedTrainer, "_asks_before", lambda self, first: not first or not self.k
-    ),
-    "a cut does not wait for the one before": lambda m: m.setattr(
-        SimulatedServer, "_write_cut", _begins_cuts_without_waiting(SimulatedServer._write_cut)
-    ),
-    "cuts of an old epoch count": _counts_old_cuts,
-    "a trainer replays with another batch": _replays_with_the_next_batch,
-    "a trainer keeps its step number": lambda m: m.setattr(
-        SimulatedTrainer, "_first_step", _keeps_its_step(SimulatedTrainer._first_step)
-    ),
-    "a server goes back and keeps received gradients": lambda m: m.setattr(
-        SimulatedServer, "_rewind", _keeps_received_gradients(SimulatedServer._rewind)
-    ),
-    "a trainer ignores that servers go back": lambda m: m.setattr(
-        ServerConnection, "receive", _ignores_rewinds(ServerConnection.receive)
-    ),
-    "a lost role is not reported": _reports_nobody,
-    "the greeting of an ended process stays": lambda m: m.setattr(
-        trainer_registry, "_is_replaced", lambda *_: False
-    ),
-}
 
 
 @pytest.mark.sampled(2)

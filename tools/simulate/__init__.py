@@ -1,7 +1,8 @@
-"""Seeded simulator of jobs: the state machines of `dtrans.protocol` over a virtual network.
+"""Simulator of jobs: the state machines of `dtrans.protocol` over a virtual network.
 
     python -m tools.simulate --seed 16          shows one schedule
     python -m tools.simulate --count 5000       checks many
+    python -m tools.simulate --exhaustive       checks all runs of a small job
 
 clock          virtual clock
 network        connections with delays, bandwidth, breaks, partitions and duplicated messages
@@ -20,4 +21,8 @@ judge_answers  checks of the answers to requests between steps
 judge_guests   checks of processes that are not a part of the job
 judge_events   checks of restarted servers and malformed messages
 verdict        the run of one case, its violations, and the search for a smaller failing case
+explore        exhaustive search of the runs of a small job; the next three modules belong to it
+choices        a job whose next event is chosen, and the parts of its state
+choice_clock   clock that keeps only the order of events of one channel
+state_digest   digest of the state of a process
 """

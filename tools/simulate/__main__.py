@@ -9,6 +9,7 @@ import typer
 
 from dtrans.cli import run_command
 from tools.simulate.case import drawn
+from tools.simulate.explore import Explorer, small_case
 from tools.simulate.verdict import simulated, smaller, verdicts
 
 
@@ -23,13 +24,28 @@ def simulate(
     count: Annotated[
         int, typer.Option(min=1, help="Number of schedules; a single one is printed in full.")
     ] = 1,
+    exhaustive: Annotated[
+        bool, typer.Option("--exhaustive", help="Check all runs of a small job with cuts instead.")
+    ] = False,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of the small job.")] = 2,
+    servers: Annotated[int, typer.Option(min=1, help="Servers of the small job.")] = 1,
+    deaths: Annotated[int, typer.Option(min=0, help="Deaths of processes in each run.")] = 1,
+    breaks: Annotated[int, typer.Option(min=0, help="Broken connections in each run.")] = 0,
 ) -> None:
     """Run jobs of parameter servers over a simulated network with faults.
 
     Servers and trainers run the state machines of real jobs. Sockets, clocks and computation are
     simulated. If a job violates a promise, the command prints the smallest such schedule that it
     finds, and exits with code 1.
+
+    With `--exhaustive`, there is no seed: all runs of a job of two trainers are checked, in which
+    any process may die at any moment.
     """
+    if exhaustive:
+        case = small_case(steps=steps, servers=servers)
+        explored = Explorer(case, deaths=deaths, breaks=breaks).run()
+        print(explored)
+        raise typer.Exit(bool(explored.faults))
     if count == 1:
         found = simulated(drawn(seed))
         print(smaller(found) if found.faults else found)

@@ -67,11 +67,9 @@ class SimulatedJob:
 
     def _new_role(self, name: str) -> SimulatedServer | SimulatedTrainer:
         """Return a new process for a role of a job with cuts."""
-        kind, _, which = name.partition(" ")
-        terms = self.clock, self.random, self.network
-        if kind == "pserver":
-            return SimulatedServer(self.case, which, *terms, launcher=self.launcher)
-        return SimulatedTrainer(self.case, int(which), *terms, launcher=self.launcher)
+        assert self.launcher is not None
+        terms = self.clock, self.random, self.network, self.launcher
+        return new_role(self.case, name, *terms)
 
     def _guest(self, guest: Guest) -> SimulatedTrainer | NoiseMaker:
         if guest.kind == "noise":
@@ -192,6 +190,22 @@ class SimulatedJob:
                 continue
             for way in (event.way,) if event.kind == "hold" else (0, 1):
                 connection.hold(way, event.seconds)
+
+
+def new_role(
+    case: Case,
+    name: str,
+    clock: Clock,
+    random: Random,
+    network: Network,
+    launcher: SimulatedLauncher,
+) -> SimulatedServer | SimulatedTrainer:
+    """Return a new process for a role of a job with cuts."""
+    kind, _, which = name.partition(" ")
+    terms = clock, random, network
+    if kind == "pserver":
+        return SimulatedServer(case, which, *terms, launcher=launcher)
+    return SimulatedTrainer(case, int(which), *terms, launcher=launcher)
 
 
 def _start(role: SimulatedServer | SimulatedTrainer) -> None:

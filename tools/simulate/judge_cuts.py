@@ -27,16 +27,10 @@ from tools.simulate.updates import round_part
 
 def faults_of_cuts(case: Case, launcher: SimulatedLauncher) -> Iterator[str]:
     """Yield the promises that a job with cuts violated."""
-    expected = values_of(case)
-    for newest, cut in launcher.rewinds:
-        # A server begins a cut when the previous one is written. So the slowest server has made
-        # fewer than two steps of cuts since the last common one, and the others one step more.
-        if newest - cut > 2 * case.cuts + 1:
-            yield f"the job went back from step {newest} to step {cut}"
+    expected = _values_of(case)
+    yield from faults_so_far(case, launcher)
     for process in launcher.processes:
         yield from _faults_of_end(process, is_last=launcher.roles[process.name] is process)
-        if isinstance(process, SimulatedTrainer):
-            yield from _faults_of_trainer(case, process, expected)
     for name, role in launcher.roles.items():
         if isinstance(role, SimulatedServer) and role.error is None and role.ended is not None:
             if role.machine.kind.step != max(case.steps):
@@ -44,6 +38,22 @@ def faults_of_cuts(case: Case, launcher: SimulatedLauncher) -> Iterator[str]:
             for n, x in role.machine.kind.state.items():
                 if x.tobytes() != expected[-1][n].tobytes():
                     yield f"{name} has {x} as {n} at the end, but one device has {expected[-1][n]}"
+
+
+def faults_so_far(case: Case, launcher: SimulatedLauncher) -> Iterator[str]:
+    """Yield the promises that a job with cuts has violated before its end."""
+    expected = _values_of(case)
+    for newest, cut in launcher.rewinds:
+        # A server begins a cut when the previous one is written. So the slowest server has made
+        # fewer than two steps of cuts since the last common one, and the others one step more.
+        if newest - cut > 2 * case.cuts + 1:
+            yield f"the job went back from step {newest} to step {cut}"
+    for process in launcher.processes:
+        if isinstance(process, SimulatedTrainer):
+            yield from _faults_of_trainer(case, process, expected)
+
+
+_values_of = functools.cache(values_of)
 
 
 def _faults_of_end(process: Process, *, is_last: bool) -> Iterator[str]:

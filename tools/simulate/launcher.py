@@ -15,7 +15,7 @@ from typing import Any
 from dtrans.errors import CheckpointError, LostPeerError
 from dtrans.protocol.epochs import Epoch
 from tools.simulate.case import Case
-from tools.simulate.clock import Clock
+from tools.simulate.clock import Clock, Slot
 from tools.simulate.network import drawn_delay
 from tools.simulate.process import Process
 from tools.simulate.updates import SimulatedCut
@@ -23,6 +23,7 @@ from tools.simulate.updates import SimulatedCut
 
 NOTICE = 0.05  # typical seconds until the launcher notices an end or reads a report
 WRITE = 0.1  # typical seconds in which a server writes a cut
+CUT = "cut"  # channel of a server's written cuts
 START = 0.5  # typical seconds until a process that was started begins to connect
 
 
@@ -72,6 +73,10 @@ class SimulatedLauncher:
         """True if all current processes have ended, and none will start."""
         return not self._due and all(role.over for role in self.roles.values())
 
+    def current(self) -> Epoch:
+        """Return the current epoch."""
+        return self.epoch
+
     # -- reports of roles ------------------------------------------------------------------------
 
     def enter(self, name: str, epoch: int) -> None:
@@ -81,15 +86,17 @@ class SimulatedLauncher:
     def leave(self, name: str) -> None:
         """Note that a role has left after its last step."""
         self._left.add(name)
-        self._later(self._look_at_left, name)
+        if self._entered[name] < self.epoch.number:
+            self._later(self._look_at_left, name)
 
     def report_lost(self, epoch: int, name: str) -> None:
         """End a role that another role has lost in the current epoch."""
         self._later(self._end_reported, epoch, name)
 
-    def note_step(self, step: int) -> None:
-        """Note the number of updates of a server."""
-        self._newest = max(self._newest, step)
+    def note_step(self, epoch: int, step: int) -> None:
+        """Note the number of updates of a server in the current epoch."""
+        if epoch == self.epoch.number:
+            self._newest = max(self._newest, step)
 
     def write_cut(
         self, server: Process, epoch: int, endpoint: str, step: int, cut: SimulatedCut
@@ -110,7 +117,7 @@ class SimulatedLauncher:
                 self._note_cut(epoch, endpoint, step, cut)
 
         time = server.now + self._write_time()
-        self._clock.at(time, end)
+        self._clock.at(time, end, Slot(server, CUT, (epoch, step, cut)))
         return time
 
     def _note_cut(self, epoch: int, endpoint: str, step: int, cut: SimulatedCut) -> None:
@@ -139,9 +146,14 @@ class SimulatedLauncher:
         if epoch == self.epoch.number and not self.roles[name].over:
             self.roles[name].kill()
 
+    def _note_end(self, role: Process) -> None:
+        """Note the end of a process. Its end without an error needs no action."""
+        if role.killed or role.error is not None:
+            self._later(self._on_end, role)
+
     def _on_end(self, role: Process) -> None:
         """Handle the end of a process, a moment after it."""
-        if self.roles.get(role.name) is not role:
+        if self.roles.get(role.name) is not role or role.name in self._starting:
             return
         if role.killed:
             self._replace(role.name)
@@ -199,7 +211,7 @@ class SimulatedLauncher:
         self._starting.discard(name)
         role = self.roles[name] = self._new_role(name)
         self.processes.append(role)
-        role.when_over = functools.partial(self._later, self._on_end, role)
+        role.when_over = functools.partial(self._note_end, role)
         self._later(_start_unless_killed, role, typical=0.1)
 
     def _later(self, act: Callable[..., None], *args: object, typical: float = NOTICE) -> None:
@@ -209,7 +221,8 @@ class SimulatedLauncher:
             self._due -= 1
             act(*args)
 
-        self._clock.at(self._clock.now + self._random.expovariate(1.0) * typical, run)
+        time = self._clock.now + self._random.expovariate(1.0) * typical
+        self._clock.at(time, run, Slot(None, (act.__name__, *args)))
 
 
 def _start_unless_killed(role: Process) -> None:
@@ -225,7 +238,7 @@ class SimulatedEpochs:
 
     def current(self) -> Epoch:
         """Implement `Epochs.current`."""
-        return self._launcher.epoch
+        return self._launcher.current()
 
     def enter(self, epoch: Epoch) -> None:
         """Implement `Epochs.enter`."""

@@ -11,7 +11,7 @@ connection is restored after some time if the listener is open.
 
 from __future__ import annotations
 
-import itertools
+import collections
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from random import Random
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import msgpack
 
 from dtrans.protocol.transport import Event
-from tools.simulate.clock import Clock
+from tools.simulate.clock import Clock, Slot
 from tools.simulate.process import Process
 
 
@@ -55,7 +55,7 @@ class Network:
         self.doubled: dict[str, int] = {}
         self.garbled: dict[str, int] = {}
         self.late: dict[str, float] = {}
-        self._addresses = itertools.count()
+        self._addresses: collections.Counter[str] = collections.Counter()
 
     def break_all(self, name: str, seconds: float) -> None:
         """Break all connections of a process for some seconds."""
@@ -63,9 +63,11 @@ class Network:
             if name in (c.client.name, c.server_name):
                 c.break_off(seconds)
 
-    def address(self) -> bytes:
-        """Return a new address for a client."""
-        return b"%d" % next(self._addresses)
+    def address(self, client: Process) -> bytes:
+        """Return a new address for a client. It does not depend on other processes."""
+        name = f"{client.name} ({client.number})"
+        self._addresses[name] += 1
+        return f"{name} #{self._addresses[name]}".encode()
 
 
 class SimulatedTransport:
@@ -182,7 +184,7 @@ class SimulatedLink:
         self.network, self.client, self._endpoint = network, client, endpoint
         self.server_name, self._token = f"pserver {endpoint}", token
         self.up = self.is_silent = False
-        self.address = network.address()
+        self.address = network.address(client)
         self.paused_until = [0.0, 0.0]
         self._listener: SimulatedListener
         self._doubled = network.doubled.get(self.name, -1)
@@ -192,12 +194,19 @@ class SimulatedLink:
         self._pending: list[Sequence[Any]] = []
         self._sent = 0
         network.connections.append(self)
-        network.clock.at(network.clock.now + network.delay(), self.establish)
+        self._connect_at(network.clock.now + network.delay())
 
     @property
     def name(self) -> str:
         """Names of the client and of the server."""
         return f"{self.client.name} {self.server_name}"
+
+    def _connect_at(self, time: float) -> None:
+        self.network.clock.at(time, self.establish, self._slot(1, "connect"))
+
+    def _slot(self, way: int, event: Any) -> Slot:
+        """Return the slot of an event at the server (`way` 0) or at the client (`way` 1)."""
+        return Slot(self.client if way else self._listener.process, (self.address, way), event)
 
     def establish(self) -> None:
         """Establish the connection if the listener is open; otherwise try again later."""
@@ -206,10 +215,10 @@ class SimulatedLink:
         if self.up or self._closed or not self.client.there:
             return
         if clock.now < late:
-            clock.at(late, self.establish)
+            self._connect_at(late)
             return
         if listener is None:
-            clock.at(clock.now + RETRY, self.establish)
+            self._connect_at(clock.now + RETRY)
             return
         if listener.token != self._token:
             listener.process.deliver(Event("refused", listener))
@@ -266,19 +275,28 @@ class SimulatedLink:
 
     def break_off(self, seconds: float = 0.0) -> None:
         """Break the connection; its messages in transit are lost. Restore it after some seconds."""
-        if not self.up:
-            return
+        if self.up:
+            self._break(seconds, self._slot(0, "lost"), self._slot(1, "broken"))
+
+    def _break(self, seconds: float, lost: Slot | None = None, broken: Slot | None = None) -> None:
+        """Break the connection. The slots are those of the events at the server and the client."""
         self.up = False
         self._epoch += 1
         clock, listener = self.network.clock, self._listener
         del listener.connections[self.address]
-        listener.process.deliver(Event("lost", listener, address=self.address))
-        if self.client.there:
+        for way in (0, 1):
+            clock.forget((self.address, way))
+        clock.at(clock.now, self._lost, lost)
+        if self.client.there and not self._closed:
             heard = clock.now + self.network.delay()
-            clock.at(heard, self._broken)
+            clock.at(heard, self._broken, broken)
             # The client must receive the event of the break before the next `connected`.
             again = clock.now + seconds + 2 * self.network.delay()
-            clock.at(max(heard, again), self.establish)
+            self._connect_at(max(heard, again))
+
+    def _lost(self) -> None:
+        listener = self._listener
+        listener.process.deliver(Event("lost", listener, address=self.address))
 
     def _broken(self) -> None:
         if not self._closed:
@@ -288,6 +306,7 @@ class SimulatedLink:
         """Close the connection by the client, after the arrival of the messages that were sent."""
         self._closed = True
         self.client.forget(self)
+        self.network.clock.forget((self.address, 1))
         self._end(0)
 
     def close_by_server(self) -> None:
@@ -301,9 +320,10 @@ class SimulatedLink:
 
         def end() -> None:
             if self._epoch == epoch:
-                self.break_off()
+                self._break(0.0)
 
-        self.network.clock.at(max(self._last[way], self.network.clock.now), end)
+        time = max(self._last[way], self.network.clock.now)
+        self.network.clock.at(time, end, self._slot(way, "end"))
 
     def _arrive(self, way: int, event: Event, now: float) -> None:
         """Schedule the arrival of an event at the server (`way` 0) or at the client (`way` 1)."""
@@ -320,7 +340,7 @@ class SimulatedLink:
                 self.is_silent &= bool(way)
                 to.deliver(event)
 
-        network.clock.at(time, deliver)
+        network.clock.at(time, deliver, self._slot(way, event))
 
 
 def garble(frames: Sequence[Any], number: int) -> list[Any]:

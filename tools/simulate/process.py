@@ -12,7 +12,10 @@ from collections.abc import Callable
 from typing import Any
 
 from dtrans.protocol.transport import Event
-from tools.simulate.clock import Clock
+from tools.simulate.clock import Clock, Slot
+
+
+TIMER = "timer"  # channel of the next wake-up of a process
 
 
 class Process:
@@ -20,6 +23,8 @@ class Process:
 
     Attributes:
       name: name of the process.
+      number: in a job with cuts, number of the epoch in which the process was started. It
+        identifies the process of a role, because a launcher replaces it in a later epoch.
       clock: virtual clock.
       error: exception that ended the process; None if there was none.
       ended: time at which it ended, with or without an error; None if it runs or was killed.
@@ -32,7 +37,7 @@ class Process:
     """
 
     def __init__(self, name: str, clock: Clock) -> None:
-        self.name, self.clock = name, clock
+        self.name, self.clock, self.number = name, clock, 0
         self.error: BaseException | None = None
         self.ended: float | None = None
         self.killed, self.killed_at = False, math.inf
@@ -104,7 +109,7 @@ class Process:
             self._schedule()
 
         self._wakes = time
-        self.clock.at(time, wake)
+        self.clock.at(time, wake, Slot(self, TIMER))
 
     def pause(self, seconds: float) -> None:
         """Stop the process for some seconds."""

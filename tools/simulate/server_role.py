@@ -44,17 +44,19 @@ class SimulatedServer(Process):
     ) -> None:
         super().__init__(f"{prefix}pserver {endpoint}", clock)
         self.endpoint = endpoint
+        self.number = 0 if launcher is None else launcher.epoch.number
         self._case, self._random, self._launcher = case, random, launcher
         self._transport = SimulatedTransport(network, self)
         self._listener: SimulatedListener | None = None
         self._written: list[str] = []  # checkpoints whose writes have ended
         self._written_at = 0.0  # time at which the last cut is written
+        self._noted = 0  # the last step that the launcher has noted in this epoch
         self._begin_epoch(Epoch())
 
     def _begin_epoch(self, epoch: Epoch) -> None:
         """Create the state machines of an epoch."""
         case, endpoint, random = self._case, self.endpoint, self._random
-        self._epoch = epoch
+        self._epoch, self._noted = epoch, epoch.cut or 0
         blocks = served(case, endpoint)
         work: Callable[[], None] = lambda: self.spend(random.expovariate(1.0) * 0.01)
         trainers = TrainerRegistry(blocks, deadline=case.deadline, plan={"init": "one"})
@@ -103,7 +105,7 @@ class SimulatedServer(Process):
     def _enter_epoch(self, before: EpochGate | None) -> None:
         """Enter the launcher's epoch, as `dtrans.run.parameter_server.server` does."""
         assert self._launcher is not None and self._listener is not None
-        epoch = self._launcher.epoch
+        epoch = self._launcher.current()
         self._begin_epoch(epoch)
         self._launcher.enter(self.name, epoch.number)
         kind = self.machine.kind
@@ -165,8 +167,10 @@ class SimulatedServer(Process):
             self._loop.step()
         except NewEpoch:
             self._rewind()
-        if self._launcher is not None:
-            self._launcher.note_step(self.machine.kind.step)
+        step = self.machine.kind.step
+        if self._launcher is not None and step != self._noted:
+            self._noted = step
+            self._launcher.note_step(self._epoch.number, step)
 
     def close(self) -> None:
         """Close the connections. Messages that were sent still arrive."""

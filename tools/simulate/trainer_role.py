@@ -98,7 +98,7 @@ class SimulatedTrainer(Process):
         self._member = EpochMember(self._epochs)
         self.case, self.k, self.random = case, k, random
         self._origin = origin
-        self._process = 0 if launcher is None else len(launcher.processes)
+        self.number = 0 if launcher is None else launcher.epoch.number
         self._transport = SimulatedTransport(network, self, origin.token)
         self.greeted_at = math.inf
         self.welcomed_at: dict[str, float] = {}
@@ -107,7 +107,7 @@ class SimulatedTrainer(Process):
         self.reduced: list[tuple[int, int, np.ndarray]] = []
         self.looked_up: list[tuple[int, np.ndarray, np.ndarray]] = []
         self.left_at: dict[str, float] = {}
-        self._open(0)
+        self._open(self.number)
         self._script = self._run()
         self._wait: OperationWait | LastWords | Callable[[], bool] = lambda: True
         self._computes = False
@@ -118,8 +118,9 @@ class SimulatedTrainer(Process):
         """Create the state of new connections to the servers, from an epoch on."""
         self._links: dict[str, ServerLink] = {}
         self._least_epoch = epoch
-        # as in a real job, another process or epoch has another session
-        self._session = f"session {self._process}, {epoch} of {self.name}"
+        # As in a real job, another process or epoch has another session. A process that is started
+        # in an epoch takes the place of one that has not seen this epoch.
+        self._session = f"session {epoch} of {self.name}"
         self._steps = TrainerSteps(lambda ep: self._links[ep].line)
         self._steps.sync_mode = self.case.sync_mode
         self.between = BetweenSteps(self.case, self.k, self._steps)
@@ -160,8 +161,6 @@ class SimulatedTrainer(Process):
             link.close()
 
     def _train_in_epochs(self) -> Script:
-        if self._epochs is not None:
-            self._least_epoch = self._epochs.current().number
         while True:
             try:
                 yield from self._train()

@@ -39,10 +39,11 @@ class EpochGate:
             self.early[address] = message
             self._say(address, "waiting", reason="the servers to go back to a cut")
             return False
-        is_old = epoch < self.number and (message.op == "peer" or message.fields.get("back", False))
-        if is_old and message.op == "hello":
+        if epoch < self.number and message.op == "hello":
+            # A live trainer greets again. The greeting of a process that was lost must not be
+            # admitted, because the end of its connection would end the process in its place.
             self._say(address, "rewind", epoch=self.number)
-        return not is_old
+        return bool(epoch == self.number)
 
     def lose(self, address: bytes) -> None:
         """Drop the stored greeting of an address whose connection has ended."""
