@@ -123,7 +123,13 @@ def save(
 
 
 def save_serving(
-    path: Folder, plan: PServerPlan, endpoint: str, state: Mapping[str, Any], mark: Mark
+    path: Folder,
+    plan: PServerPlan,
+    endpoint: str,
+    state: Mapping[str, Any],
+    mark: Mark,
+    *,
+    servers_only: bool = False,
 ) -> None:
     """Save the state of a server while it serves.
 
@@ -133,6 +139,8 @@ def save_serving(
     Args:
       path, plan, endpoint, state: as in `save`.
       mark: the run and the step of the saved state.
+      servers_only: True to leave out the leaves that no server stores. Then only servers can
+        restore the checkpoint.
 
     Raises:
       As `save`.
@@ -140,7 +148,7 @@ def save_serving(
     check_plan(plan)
     write(
         path,
-        _layout(plan),
+        _layout(plan, servers_only=servers_only),
         endpoint,
         check_server_state(plan, endpoint, state),
         mark,
@@ -174,11 +182,13 @@ def check(path: Folder, job: Job) -> None:
     check_place(path, layout, here, _mark_of_job(job, layout, here, None))
 
 
-def _layout(plan: PServerPlan) -> PieceLayout:
+def _layout(plan: PServerPlan, *, servers_only: bool = False) -> PieceLayout:
     pieces = {ep: f"pserver-{i}" for i, ep in enumerate(plan.servers)}
-    if plan.frozen:
+    rows = [*plan.overview]
+    if plan.frozen and not servers_only:
         pieces[TRAINER] = "trainer-0"
-    return PieceLayout(plan.main, (*plan.overview, *trainer_rows(plan)), pieces)
+        rows += trainer_rows(plan)
+    return PieceLayout(plan.main, rows, pieces)
 
 
 def _pieces(job: Any) -> tuple[PieceLayout, list[str]]:

@@ -22,6 +22,7 @@ from dtrans.ir.display import short_type
 from dtrans.ir.pytree import is_under
 from dtrans.ir.selection import subset
 from dtrans.step.cut import Cut, Gradient, Name, OptimizeHalf
+from dtrans.step.frozen import changed_leaves
 
 
 def choose_averages(step: Cut, merge: Mapping[str, str]) -> tuple[str, ...]:
@@ -34,8 +35,7 @@ def choose_averages(step: Cut, merge: Mapping[str, str]) -> tuple[str, ...]:
       ConfigError: a key of `merge` matches no leaf that trainers compute, or a leaf to average is
         an integer or a boolean.
     """
-    outs = step.program.outvars
-    computed = [n for n in step.frozen if outs[n] not in step.program.inner.invars]
+    computed = changed_leaves(step.program, step.frozen)
     for prefix in merge:
         if not any(is_under(n, [prefix]) for n in computed):
             known = ", ".join(computed) or "none"

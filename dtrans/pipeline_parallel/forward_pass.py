@@ -39,6 +39,7 @@ from dtrans.ir.selection import exclude, invert, select, subset, values_at
 from dtrans.step.capture import loss_of, operands_of, value_and_grad_p
 from dtrans.step.collect import COLLECT, collected
 from dtrans.step.cut import Cut
+from dtrans.step.frozen import changed_leaves
 from dtrans.step.marks import mark_p
 from dtrans.step.summary import Summary, summaries, summary_p
 
@@ -109,12 +110,12 @@ def forward_pass(step: Cut) -> ForwardPass:
       GradientError: the step uses gradients that were not computed with `dtrans.value_and_grad`.
     """
     source = step.program
-    inner, outs, ins = source.inner, source.outvars, source.invars
+    inner, outs = source.inner, source.outvars
     eqn = loss_of(source)
     at = inner.eqns.index(eqn)
 
     # Find the equations outside of the loss function that results and host callbacks need.
-    from_forward = [n for n in step.frozen if outs[n] is not ins[n]]
+    from_forward = changed_leaves(source, step.frozen)
     names = exclude([*step.results, *from_forward], step.from_gradients)
     wanted: list[Atom] = values_at(outs, names)
     for i in step.early:

@@ -1,11 +1,12 @@
 """Epochs of a job with cuts: after the loss of a process, all roles go back to a cut.
 
-    cut      copy of the servers' state after a step, written by every server
+    cut      copy of the servers' state after a step, written by every server, and of leaves that
+             each trainer computes itself, written by every trainer
     epoch    part of a job between two losses; it begins at a cut
 
-Servers write a cut every few steps. When a process is lost, the launcher chooses the newest cut
-that every server has written, and grants a new epoch that begins there. Live servers load the cut
-and continue with new state machines, so that nothing of the old epoch has to be cleared. Live
+Roles write a cut every few steps. When a process is lost, the launcher chooses the newest cut that
+all of them have written, and grants a new epoch that begins there. Live servers load the cut and
+continue with new state machines, so that nothing of the old epoch has to be cleared. Live
 trainers connect again and repeat the steps after the cut. Only the lost process is started again.
 
 A synchronous update is a function of the state and the gradients, so repeated steps have the same
@@ -33,6 +34,16 @@ class Epoch:
 
     number: int = 0
     cut: int | None = None
+
+    def is_cut_due(self, step: int, first: int, every: int) -> bool:
+        """Return True if roles write a cut after a step. The epoch's cut is written already.
+
+        Args:
+          step: number of steps of the job.
+          first: number of steps before the epoch.
+          every: number of steps between two cuts.
+        """
+        return step != self.cut and (step == first or step % every == 0)
 
 
 class NewEpoch(Exception):

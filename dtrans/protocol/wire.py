@@ -6,8 +6,8 @@ ones are in brackets):
 
     trainer to server                                  server to trainer
     hello          trainer, trainers, session, order   welcome   step, local
-                   [, sync_mode, plan, nonce,                    [, proof, heard, epoch]
-                   heard, connection,
+                   [, sync_mode, plan, nonce,                    [, proof, heard, epoch,
+                   heard, connection,                            cut, every]
                    back, local, epoch]
                                                        rewind    epoch
     send           step, pieces + frames[, steps]      blocks    step, pieces + frames
@@ -69,7 +69,8 @@ and `heard`. With these fields a new connection resumes a broken one
 Epochs (`dtrans.protocol.epochs`): `epoch` in a greeting is the smallest epoch that its sender takes
 part in. A server stores a greeting of a later epoch until it is in that epoch. It answers a trainer
 of an earlier epoch with `rewind`. When a server begins an epoch, it also sends `rewind` to the
-trainers of the previous epoch.
+trainers of the previous epoch. In a `welcome`, `epoch` is the server's epoch, and `cut` the step of
+the cut with which it begins, if there is one. `every` is the number of steps between two cuts.
 
 End of a job: a trainer sends `complete`, receives `goodbye`, and answers with its own `goodbye`. A
 server ends when it has received this answer. It also ends if the trainer's connection broke and the
@@ -217,7 +218,7 @@ OPTIONAL: dict[str, dict[str, type | tuple[type, ...]]] = {
     "status": {"request": int},
     "status_report": {"request": int},
     "peer": {"on_trainer_exit": str, "plan": dict, "nonce": str, "back": bool, "epoch": int},
-    "welcome": {"proof": str, "epoch": int},
+    "welcome": {"proof": str, "epoch": int, "cut": int, "every": int},
     "refuse": {"last": bool, "late": bool, "proof": str},
     "meet": {"nonce": str},
     "doing": {"steps": int},

@@ -47,6 +47,7 @@ from dtrans.run.parameter_server.step_results import merge_results
 from dtrans.run.parameter_server.tables.job_tables import TrainerTables
 from dtrans.run.parameter_server.tables.new_rows import with_makers
 from dtrans.run.parameter_server.trainer_calls import TrainerCalls
+from dtrans.run.parameter_server.trainer_cuts import TrainerCuts
 from dtrans.step_meter import metered
 
 
@@ -113,6 +114,7 @@ class TrainerJob(RoleJob):
         super().__init__(plan, role, options)
         self._calls = TrainerCalls(plan, role.trainer_id)
         self._return = ReturnToCut(role.name, self._epochs, self._connect, self._init_again)
+        self._cuts = TrainerCuts(self._epochs, plan, role.name)
         if self._epochs is not None:
             self._connect(self._epochs.current().number)
 
@@ -155,13 +157,13 @@ class TrainerJob(RoleJob):
         self._executor.connect(self._epochs, epoch)
 
     def _init_again(self) -> Any:
-        """Return the parameters that the servers have now."""
+        """Return the parameters that the servers have now, and all other leaves of that step."""
         if self._init_args is None:
             raise StateError(
                 "a process was lost, and all roles go back to a cut, but this trainer's state is "
                 "not from job.init(...); create it by job.init, which receives the servers' state"
             )
-        params = self.init(*self._init_args)[0]
+        params = self._cuts.keep_constants(self.init(*self._init_args)[0])
         if self._unconfirmed is not None and self._unconfirmed[1] <= self._step_count:
             log.warning(
                 "checkpoint %s may be incomplete: a process was lost while servers wrote it, and "
@@ -179,7 +181,7 @@ class TrainerJob(RoleJob):
         # `first` is (params, opt_state) with GEO-SGD, else params, which may also be a tuple
         if isinstance(first, tuple) and self.plan.push_every:
             return first
-        return (first,)
+        return (self._cuts.begin(self._executor.connections, first),)
 
     def check(self, state: Any) -> None:
         self._check_open()
@@ -202,6 +204,7 @@ class TrainerJob(RoleJob):
         self.check(state)
         if self._return.is_due:
             raise self._return.end(self._step_count)
+        self._cuts.before_step(self._executor.connections, self._step_count, state[0])
         call = self._calls(batch)
         try:
             outputs = self._executor.run(call.program, *state, *call.batch)

@@ -69,6 +69,12 @@ def drop_frozen_updates(main: Program, startup: Program) -> Program:
     return main.rewritten(lambda other: _without_updates(other, without_gradient, zeros))
 
 
+def changed_leaves(program: Program, leaves: Iterable[str]) -> list[str]:
+    """Return those of the leaves that a program does not return unchanged."""
+    before, after = program.invars, program.outvars
+    return [n for n in leaves if after[n] is not before[n]]
+
+
 def _kinds(types: Iterable[Any]) -> list[Any]:
     return [(t.shape, t.dtype) for t in types]
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 import pytest
 import table_jobs
@@ -56,7 +55,7 @@ class Epochs:
 
     def __init__(self, epoch: Epoch | None = None) -> None:
         self.epoch = epoch or Epoch()
-        self.entered: list[int] = []
+        self.entered: list[Epoch] = []
         self.left = 0
         self.lost: list[tuple[int, str, str]] = []
 
@@ -64,7 +63,7 @@ class Epochs:
         return self.epoch
 
     def enter(self, epoch: Epoch) -> None:
-        self.entered.append(epoch.number)
+        self.entered.append(epoch)
 
     def leave(self) -> None:
         self.left += 1
@@ -87,7 +86,7 @@ class Gate(EpochGate):
 
     def __init__(self) -> None:
         self.said: list[tuple[bytes, str, dict[str, Any]]] = []
-        super().__init__(2, self._note)
+        super().__init__(Epoch(2), self._note)
 
     def _note(self, to: bytes, op: str, /, blocks: Any = (), **fields: Any) -> None:
         self.said.append((to, op, fields))
@@ -153,8 +152,8 @@ def test_a_trainer_enters_the_epoch_of_its_first_server_alone() -> None:
     epochs = Epochs()
     member = EpochMember(epochs)
     for _ in PLAIN.endpoints:
-        member.enter(3)
-    assert (member.number, epochs.entered) == (3, [3])
+        member.enter(Epoch(3, 20))
+    assert (member.epoch, epochs.entered) == (Epoch(3, 20), [Epoch(3, 20)])
 
 
 @pytest.mark.parametrize("numbers", [(3, 4), (4, 3)])
@@ -162,9 +161,9 @@ def test_a_trainer_between_two_epochs_connects_again_for_the_newer(
     numbers: tuple[int, int],
 ) -> None:
     member = EpochMember(Epochs())
-    member.enter(numbers[0])
+    member.enter(Epoch(numbers[0]))
     with pytest.raises(NewEpoch) as e:
-        member.enter(numbers[1])
+        member.enter(Epoch(numbers[1]))
     assert e.value.number == 4
 
 
@@ -172,7 +171,7 @@ def test_a_trainer_reports_a_lost_server_and_waits_for_the_next_epoch() -> None:
     epochs, lost = Epochs(), LostPeerError("it went away", "pserver 127.0.0.1:1")
     member = EpochMember(epochs)
     assert member.lost(lost) is lost  # it takes no part in an epoch yet
-    member.enter(3)
+    member.enter(Epoch(3))
     found = member.lost(lost)
     assert isinstance(found, NewEpoch) and found.number == 4
     assert epochs.lost == [(3, "pserver 127.0.0.1:1", "it went away")]
@@ -180,13 +179,13 @@ def test_a_trainer_reports_a_lost_server_and_waits_for_the_next_epoch() -> None:
     assert epochs.left == 1
 
 
-@pytest.mark.parametrize(("epochs", "number"), [(None, 3), (Epochs(), None)])
+@pytest.mark.parametrize(("epochs", "epoch"), [(None, Epoch(3)), (Epochs(), None)])
 def test_a_trainer_without_a_launcher_or_cuts_is_in_no_epoch(
-    epochs: Epochs | None, number: int | None
+    epochs: Epochs | None, epoch: Epoch | None
 ) -> None:
     member, lost = EpochMember(epochs), LostPeerError("it went away", "pserver 127.0.0.1:1")
-    member.enter(number)
-    assert member.number is None and member.lost(lost) is lost
+    member.enter(epoch)
+    assert member.epoch is None and member.lost(lost) is lost
     member.leave()
     assert epochs is None or (epochs.entered, epochs.left, epochs.lost) == ([], 0, [])
 
@@ -283,7 +282,7 @@ class Server:
         kind = SyncServer(blocks, update, trainers, say, step=5, epoch=number)
         self.serving = Serving(kind, trainers, say, Refusals(log))
         if epochs is not None:
-            self.serving.gate = EpochGate(number, say)
+            self.serving.gate = EpochGate(epochs.epoch, say, every=2)
         self.loop.begin(self.serving, self.network, early)
 
     def step(self, time: float) -> None:
@@ -318,17 +317,19 @@ def test_a_loop_looks_for_a_new_epoch_each_tenth_of_a_second() -> None:
     assert server.said() == [(b"0", "rewind"), (b"1", "rewind")]
 
 
-def test_a_welcome_names_the_epoch_and_its_step() -> None:
-    server = Server(Epochs(Epoch(4, 5)))
+@pytest.mark.parametrize("cut", [5, None])
+def test_a_welcome_names_the_epoch_and_its_cuts(cut: int | None) -> None:
+    server = Server(Epochs(Epoch(4, cut)))
     server.network.take(b"0", hello(epoch=4))
     server.step(0.01)
     ((_, welcome),) = server.network.said
-    assert (welcome.op, welcome["epoch"], welcome["step"]) == ("welcome", 4, 5)
+    assert (welcome.op, welcome["step"], welcome["every"]) == ("welcome", 5, 2)
+    assert (welcome["epoch"], welcome.fields.get("cut")) == (4, cut)
     alone = Server(None)
     alone.network.take(b"0", hello())
     alone.step(0.01)
     ((_, welcome),) = alone.network.said
-    assert "epoch" not in welcome.fields
+    assert {"epoch", "cut", "every"}.isdisjoint(welcome.fields)
 
 
 def test_a_loop_reports_a_lost_trainer_once_and_waits_for_the_next_epoch() -> None:
@@ -491,6 +492,33 @@ def test_the_newest_cut_is_common_to_all_servers(tmp_path: Path) -> None:
     assert launcher.marks()["pserver 1"] == RoleMark(0, (10, 20, 30), left=True)
 
 
+def test_a_cut_is_complete_when_trainers_have_written_their_leaves(tmp_path: Path) -> None:
+    """If a server reports that trainers write leaves: also trainers without a report."""
+    launcher, servers = EpochFolder(tmp_path), ["pserver 0"]
+    launcher.grant(Epoch(), "a run", trainers=2)
+    server = EpochFolder(tmp_path, "pserver 0")
+    server.enter(Epoch(), with_trainers=True)
+    first, second = EpochFolder(tmp_path, "trainer 0"), EpochFolder(tmp_path, "trainer 1")
+    first.enter(Epoch())
+    for step in (10, 20, 30):
+        for folder in (server, first):
+            folder.note_cut(0, step)
+            (tmp_path / str(step)).mkdir(exist_ok=True)
+    assert launcher.newest_cut(servers) is None
+    second.enter(Epoch())
+    second.note_cut(0, 10)
+    server.remove_old_cuts(0, servers)
+    assert launcher.newest_cut(servers) == 10
+    second.note_cut(0, 20)
+    second.note_cut(0, 30)
+    assert launcher.newest_cut(servers) == 30
+    for folder in (server, first, second):
+        assert folder.marks()[folder._role].cuts == (10, 20, 30)
+        folder.remove_old_cuts(0, servers)
+        assert folder.marks()[folder._role].cuts == (20, 30)
+    assert {x.name for x in tmp_path.iterdir() if x.name.isdecimal()} == {"20", "30"}
+
+
 def test_a_server_forgets_cuts_after_that_of_its_epoch(tmp_path: Path) -> None:
     """Also as a new process, which reads what the old one had written."""
     names = ["pserver 0"]
@@ -580,18 +608,6 @@ def test_what_a_cut_cannot_contain_is_named() -> None:
         check_cuts(planned(on_trainer_exit="paddle"))
 
 
-def test_cuts_do_not_contain_parameters_of_trainers() -> None:
-    tx = optax.multi_transform(
-        {"trained": optax.sgd(0.5), "frozen": optax.set_to_zero()}, {"w": "trained", "c": "frozen"}
-    )
-    init = lambda: (p := {"w": jnp.ones(3), "c": jnp.ones(3)}, tx.init(p))
-    step = dtrans.make_train_step(lambda p, x: jnp.mean((x @ p["w"] - p["c"].sum()) ** 2), tx)
-    traced = dtrans.trace(step, *init(), jnp.ones((4, 3))), dtrans.trace(init)
-    plan = dtrans.pserver(*traced, pservers="127.0.0.1:6174", trainers=2)
-    with pytest.raises(ConfigError, match="cuts: params/c is only on trainers, and cuts contain"):
-        check_cuts(plan)
-
-
 def test_cuts_do_not_contain_stale_rows() -> None:
     """A trainer that starts again would look up newer rows than were announced for its step."""
     check_cuts(table_jobs.planned(optax.sgd(0.5), table_jobs.LAZY, 2, 1))
@@ -613,7 +629,7 @@ def test_a_cut_that_cannot_be_written_is_logged_and_the_job_goes_on(
 ) -> None:
     cuts, full = cuts_of(tmp_path), set()
 
-    def save(path: Path, plan: Any, endpoint: str, state: Any, mark: Mark) -> None:
+    def save(path: Path, plan: Any, endpoint: str, state: Any, mark: Mark, **_: Any) -> None:
         if mark.step in full:
             raise full_disk[mark.step]
         path.mkdir()
@@ -636,7 +652,7 @@ def test_a_cut_that_cannot_be_written_is_logged_and_the_job_goes_on(
 
 
 def test_the_two_newest_cuts_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "save_serving", lambda path, *_: path.mkdir())
+    monkeypatch.setattr(checkpoint, "save_serving", lambda path, *_, **__: path.mkdir())
     cuts = cuts_of(tmp_path)
     for step in (7, 8, 9, 10):
         cuts.write(0, {}, Mark(("a run",), step))

@@ -146,7 +146,7 @@ def test_cases_with_cuts_are_of_all_kinds() -> None:
     assert {c.trainers for c in cases} == {len(c.servers) for c in cases} == {1, 2, 3}
     assert {c.cuts for c in cases} == {1, 2, 3, 4}
     assert {c.rounds for c in cases} == {0, 1, 2}
-    assert {c.moves for c in cases} == {False, True}
+    assert {c.moves for c in cases} == {c.has_means for c in cases} == {False, True}
     assert {len(set(c.steps)) > 1 for c in cases} == {False, True}  # uneven steps
     assert {0 in c.steps for c in cases} == {False, True}
     assert {e.kind for c in cases for e in c.events} == {"crash", "stop", "pause", "cut"}

@@ -14,6 +14,7 @@ from dtrans.protocol.server.sync_server import SyncServer
 from dtrans.protocol.trainer.server_connection import ServerConnection
 from tools.simulate.launcher import SimulatedEpochs, SimulatedLauncher
 from tools.simulate.server_role import SimulatedServer
+from tools.simulate.trainer_mean import TrainerMean
 from tools.simulate.trainer_role import SimulatedTrainer
 
 
@@ -42,6 +43,11 @@ def _admits_earlier_greetings(real: Any) -> Any:
 
 def _takes_the_newest_cut_of_any(self: Any) -> int | None:
     return max(set[int]().union(*self._cuts.values()), default=None)
+
+
+def _takes_the_newest_cut_of_servers(self: Any) -> int | None:
+    cuts = [set(self._cuts[endpoint]) for endpoint in self._case.endpoints]
+    return max(set.intersection(*cuts), default=None)
 
 
 def _copies_a_step_later(self: Any, step: int) -> None:
@@ -132,6 +138,12 @@ PLANTED_IN_CUTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "a trainer replays with another batch": _replays_with_the_next_batch,
     "a trainer keeps its step number": lambda m: m.setattr(
         SimulatedTrainer, "_first_step", _keeps_its_step(SimulatedTrainer._first_step)
+    ),
+    "a trainer keeps its own leaf after it goes back": lambda m: m.setattr(
+        TrainerMean, "_load", lambda self, cut: self.values[-1][1]
+    ),
+    "a job goes back to a cut that trainers have not written": lambda m: m.setattr(
+        SimulatedLauncher, "_newest_cut", _takes_the_newest_cut_of_servers
     ),
     "a server goes back and keeps received gradients": lambda m: m.setattr(
         SimulatedServer, "_rewind", _keeps_received_gradients(SimulatedServer._rewind)

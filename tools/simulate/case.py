@@ -170,6 +170,8 @@ class Case:
         the same endpoints.
       cuts: number of steps between two cuts of the servers; 0 for a job that ends when a role is
         lost. A job with cuts has a launcher.
+      has_means: in a job with cuts, True if each trainer computes a running mean of its gradients,
+        which no server stores.
     """
 
     seed: int
@@ -196,6 +198,7 @@ class Case:
     guests: tuple[Guest, ...] = ()
     is_followed: bool = False
     cuts: int = 0
+    has_means: bool = False
 
     @property
     def sync_mode(self) -> bool:
@@ -296,6 +299,7 @@ class Case:
             text += f"\n  {line}"
         if self.cuts:
             text += f"\n  cuts every {self.cuts} steps"
+            text += ", with a running mean of each trainer" * self.has_means
         return text + "\n  the same job again on the same endpoints" * self.is_followed
 
 
@@ -413,7 +417,9 @@ def drawn_with_cuts(seed: int) -> Case:
     if case.table:
         ahead, moves = r.choice([0, 1, 2]), r.random() < 0.3
         case = dataclasses.replace(case, ahead=ahead, moves_rows=moves)
-    return _with_short_breaks(r, _with_second_death(r, _job_with_cuts(r, case)))
+    case = _with_short_breaks(r, _with_second_death(r, _job_with_cuts(r, case)))
+    # a trainer that leaves before the others writes no later cuts
+    return dataclasses.replace(case, has_means=seed % 3 == 2 and len(set(case.steps)) == 1)
 
 
 def _with_second_death(r: Random, case: Case) -> Case:

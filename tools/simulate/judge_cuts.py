@@ -3,6 +3,8 @@
 - The job ends without an error, whatever roles were lost.
 - In every epoch, all parameters and rows that a process of a trainer received have the bits of one
   device after the same step.
+- In every epoch, the running mean of a trainer's gradients has the bits of one process that takes
+  all steps of the trainer.
 - A trainer skips no step: after parameters of step s come those of step s + 1, or of a cut.
 - A loss repeats at most two intervals of cuts and one step.
 - At the end, servers have the state of one device.
@@ -22,7 +24,7 @@ from tools.simulate.one_device import values_of
 from tools.simulate.process import Process
 from tools.simulate.server_role import SimulatedServer
 from tools.simulate.trainer_role import SimulatedTrainer
-from tools.simulate.updates import round_part
+from tools.simulate.updates import initial_mean, round_part, running_mean
 
 
 def faults_of_cuts(case: Case, launcher: SimulatedLauncher) -> Iterator[str]:
@@ -51,6 +53,7 @@ def faults_so_far(case: Case, launcher: SimulatedLauncher) -> Iterator[str]:
     for process in launcher.processes:
         if isinstance(process, SimulatedTrainer):
             yield from _faults_of_trainer(case, process, expected)
+            yield from _faults_of_mean(process)
 
 
 _values_of = functools.cache(values_of)
@@ -72,6 +75,17 @@ def _may_end(process: Process) -> bool:
     Other processes that lose a role report it, and do not wait until their deadline.
     """
     return isinstance(process, SimulatedTrainer) and isinstance(process.error, LostPeerError)
+
+
+def _faults_of_mean(t: SimulatedTrainer) -> Iterator[str]:
+    if t.mean is None:
+        return
+    expected = [initial_mean()]
+    for step in range(t.case.steps[t.k]):
+        expected.append(running_mean(expected[-1], t.k, step))
+    for step, x in t.mean.values:
+        if x.tobytes() != expected[step].tobytes():
+            yield f"{t.name} has the mean {x} after step {step}, expected {expected[step]}"
 
 
 def _faults_of_trainer(

@@ -1,8 +1,8 @@
 """Simulated launcher: grants epochs, and starts lost roles again.
 
 It follows the rules of `dtrans.run.distributed.launcher`. A lost role alone is started again if all
-other roles take part in the epoch and every server has written a common cut. Otherwise all roles
-are started again.
+other roles take part in the epoch and there is a complete cut. Otherwise all roles are started
+again.
 """
 
 from __future__ import annotations
@@ -57,7 +57,10 @@ class SimulatedLauncher:
         self._entered: dict[str, int] = {}
         self._left: set[str] = set()
         self._starting: set[str] = set()
-        self._cuts: dict[str, dict[int, SimulatedCut]] = {ep: {} for ep in case.endpoints}
+        writers = [*case.endpoints]
+        if case.has_means:
+            writers += [f"trainer {k}" for k in range(case.trainers)]
+        self._cuts: dict[str, dict[int, SimulatedCut]] = {who: {} for who in writers}
         self._write_time = drawn_delay(random, WRITE)
         self._due = 0  # number of scheduled actions
         self._newest = 0  # number of updates of the newest server
@@ -99,41 +102,42 @@ class SimulatedLauncher:
             self._newest = max(self._newest, step)
 
     def write_cut(
-        self, server: Process, epoch: int, endpoint: str, step: int, cut: SimulatedCut
+        self, writer: Process, epoch: int, who: str, step: int, cut: SimulatedCut
     ) -> float:
-        """Write a server's piece of a cut, which takes some time.
+        """Write a role's piece of a cut, which takes some time.
 
         Args:
-          server: the server's process.
-          epoch: number of the server's epoch, which may be older than the launcher's.
-          endpoint, step, cut: endpoint of the server, and the step and the state of the cut.
+          writer: the role's process.
+          epoch: number of the role's epoch, which may be older than the launcher's.
+          who, step, cut: endpoint of the server or name of the trainer, and the step and the state
+            of the cut.
 
         Returns:
           The time at which the piece is written.
         """
 
         def end() -> None:
-            if not server.killed:
-                self._note_cut(epoch, endpoint, step, cut)
+            if not writer.killed:
+                self._note_cut(epoch, who, step, cut)
 
-        time = server.now + self._write_time()
-        self._clock.at(time, end, Slot(server, CUT, (epoch, step, cut)))
+        time = writer.now + self._write_time()
+        self._clock.at(time, end, Slot(writer, CUT, (epoch, step, cut)))
         return time
 
-    def _note_cut(self, epoch: int, endpoint: str, step: int, cut: SimulatedCut) -> None:
+    def _note_cut(self, epoch: int, who: str, step: int, cut: SimulatedCut) -> None:
         """Note a written piece, as `EpochFolder.note_cut` does."""
         if epoch == self.epoch.number:
-            self._cuts[endpoint][step] = cut
+            self._cuts[who][step] = cut
 
-    def cut(self, endpoint: str, step: int) -> SimulatedCut:
-        """Return a server's piece of a cut.
+    def cut(self, who: str, step: int) -> SimulatedCut:
+        """Return a role's piece of a cut.
 
         Raises:
-          CheckpointError: the server has not written it.
+          CheckpointError: the role has not written it.
         """
-        if step not in self._cuts[endpoint]:
-            raise CheckpointError(f"pserver {endpoint} has no cut of step {step}")
-        return self._cuts[endpoint][step]
+        if step not in self._cuts[who]:
+            raise CheckpointError(f"{who} has no cut of step {step}")
+        return self._cuts[who][step]
 
     # -- lost roles ------------------------------------------------------------------------------
 

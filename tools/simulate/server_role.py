@@ -86,7 +86,7 @@ class SimulatedServer(Process):
         self.storage = SimulatedStorage(case, endpoint, lambda: kind.state, self._write)
         self.machine.keep = self.storage.keep
         if launcher is not None:
-            self.machine.gate = EpochGate(epoch.number, say)
+            self.machine.gate = EpochGate(epoch, say, case.cuts)
 
     def start(self) -> None:
         """Open the listener, and start the loop."""
@@ -123,7 +123,7 @@ class SimulatedServer(Process):
 
     def _between_steps(self, step: int) -> None:
         """Start writing a cut, as `dtrans.run.parameter_server.server_saves` does."""
-        if step % self._case.cuts == 0 and step != self._epoch.cut:
+        if self._epoch.is_cut_due(step, 0, self._case.cuts):
             self._write_cut(step)
 
     def _write_cut(self, step: int) -> None:

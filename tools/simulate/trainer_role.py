@@ -32,6 +32,7 @@ from tools.simulate.clock import Clock
 from tools.simulate.launcher import SimulatedEpochs, SimulatedLauncher
 from tools.simulate.network import Network, SimulatedTransport
 from tools.simulate.process import Process
+from tools.simulate.trainer_mean import TrainerMean
 from tools.simulate.updates import (
     InNumpy,
     added,
@@ -81,6 +82,7 @@ class SimulatedTrainer(Process):
       greeted_at: time at which all servers had welcomed the trainer.
       welcomed_at: endpoint of each server to the time of its welcome.
       between: requests between steps.
+      mean: running mean of the trainer's gradients; None if the case has none.
     """
 
     def __init__(
@@ -99,6 +101,9 @@ class SimulatedTrainer(Process):
         self.case, self.k, self.random = case, k, random
         self._origin = origin
         self.number = 0 if launcher is None else launcher.epoch.number
+        self.mean: TrainerMean | None = None
+        if launcher is not None and case.has_means:
+            self.mean = TrainerMean(self, k, launcher)
         self._transport = SimulatedTransport(network, self, origin.token)
         self.greeted_at = math.inf
         self.welcomed_at: dict[str, float] = {}
@@ -175,10 +180,14 @@ class SimulatedTrainer(Process):
     def _train(self) -> Script:
         yield from self._greet()
         first = self._first_step()
+        if self.mean is not None:
+            self.mean.begin(self._member.epoch, first)
         yield from self._pull(first, barrier=False)
         if self._asks_before(first):
             yield from self.between.ask(first)
         for step in range(first, self.case.steps[self.k]):
+            if self.mean is not None:
+                yield self.mean.write_if_due(step, self._links[self.case.endpoints[0]].line.every)
             self._announce(step)
             yield from self._prefetch(step)
             yield self.random.expovariate(1.0) * self.case.pace
@@ -188,6 +197,8 @@ class SimulatedTrainer(Process):
                 self._steps.send(name.split("/")[0], sent_as, gradient_)
             yield from self.between.ask_when_sent(step)
             yield from self._pull(step + 1, barrier=self._steps.sync_mode)
+            if self.mean is not None:
+                self.mean.add(step)
             yield from self.between.ask(step + 1)
         yield from self.between.end_save()
 

@@ -51,6 +51,17 @@ def gradient(block: str, size: int, k: int, step: int) -> np.ndarray:
     return _numbers(size, f"{block} {k} {step}")
 
 
+def running_mean(mean: np.ndarray, k: int, step: int) -> np.ndarray:
+    """Return the running mean of trainer k's gradients after a step, given that before it."""
+    part = gradient("mean", len(mean), k, step)
+    return np.asarray(np.float32(0.9) * mean + np.float32(0.1) * part, np.float32)
+
+
+def initial_mean() -> np.ndarray:
+    """Return the initial running mean of each trainer."""
+    return np.zeros(2, np.float32)
+
+
 def looked_up(case: Case, k: int, step: int) -> np.ndarray:
     """Return the ids of the table's rows that trainer k looks up in a step.
 

@@ -174,6 +174,7 @@ def reduced(case: Case) -> Iterator[Case]:
         ("staleness", 0),
         ("moves_rows", False),
         ("cuts", min(case.cuts, 1)),
+        ("has_means", False),
     ):
         if getattr(case, name) != plain:
             yield replace(case, **{name: plain})

@@ -100,12 +100,7 @@ def check_plan(me: str, plan: Mapping[str, str], other: str, message: wire.Messa
 
 
 def welcome(
-    secret: str,
-    message: wire.Message,
-    step: int,
-    heard: int,
-    local: str = "",
-    epoch: int | None = None,
+    secret: str, message: wire.Message, step: int, heard: int, local: str = ""
 ) -> dict[str, Any]:
     """Return the fields of the welcome that answers a `hello` or `peer` message.
 
@@ -115,10 +110,6 @@ def welcome(
       step: the server's step.
       heard: number of messages received from the sender.
       local: path of the server's Unix socket, for trainers on the same host.
-      epoch: number of the server's epoch; None in a job without cuts.
     """
     proof = token.shown(secret, f"welcome {message.fields.get('nonce', '')}")
-    fields = {"step": step, "local": local, "proof": proof, "heard": heard}
-    if epoch is not None:
-        fields["epoch"] = epoch
-    return fields
+    return {"step": step, "local": local, "proof": proof, "heard": heard}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dtrans.protocol import wire
+from dtrans.protocol.epochs import Epoch
 from dtrans.protocol.server.trainer_registry import Say
 
 
@@ -10,18 +11,27 @@ class EpochGate:
     """Filter of the messages that one server receives in one epoch.
 
     Args:
-      number: number of the epoch.
+      epoch: the epoch.
       say: function that sends a message.
+      every: number of steps between two cuts.
 
     Attributes:
       number: number of the epoch.
       early: greetings of later epochs, by address. The server handles them in the next epoch.
     """
 
-    def __init__(self, number: int, say: Say) -> None:
-        self.number = number
+    def __init__(self, epoch: Epoch, say: Say, every: int = 0) -> None:
+        self.number = epoch.number
         self.early: dict[bytes, wire.Message] = {}
-        self._say = say
+        self._epoch, self._say, self._every = epoch, say, every
+
+    @property
+    def fields(self) -> dict[str, int]:
+        """Fields of a welcome: the epoch, its cut if it begins at one, and the steps of cuts."""
+        fields = {"epoch": self.number, "every": self._every}
+        if self._epoch.cut is not None:
+            fields["cut"] = self._epoch.cut
+        return fields
 
     def admits(self, address: bytes, message: wire.Message, *, is_known: bool) -> bool:
         """Return True if this epoch handles a message; otherwise drop, store or answer it.

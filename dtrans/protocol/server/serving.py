@@ -301,9 +301,9 @@ class Serving:
             self._say(address, "waiting", reason=before)
             return
         heard = self.trainers.known[message["trainer"]].messages.received
-        epoch = None if self.gate is None else self.gate.number
-        secret, step = self.trainers.secret, self.kind.step
-        fields = welcome(secret, message, step, heard, self.local, epoch)
+        fields = welcome(self.trainers.secret, message, self.kind.step, heard, self.local)
+        if self.gate is not None:
+            fields |= self.gate.fields
         self._say(address, "welcome", **fields)
 
     def _who(self, address: bytes) -> str:

@@ -13,27 +13,26 @@ class EpochMember:
       epochs: epochs of the job; None without a launcher that restarts roles.
 
     Attributes:
-      number: number of the servers' epoch; None before the first welcome, and if they write no
-        cuts.
+      epoch: the servers' epoch; None before the first welcome, and if they write no cuts.
     """
 
     def __init__(self, epochs: Epochs | None) -> None:
-        self.number: int | None = None
+        self.epoch: Epoch | None = None
         self._epochs = epochs
 
-    def enter(self, number: int | None) -> None:
+    def enter(self, epoch: Epoch | None) -> None:
         """Take part in the epoch of a server that has welcomed this trainer.
 
         Raises:
           NewEpoch: another server is in another epoch.
         """
-        if number is None or self._epochs is None:
+        if epoch is None or self._epochs is None:
             return
-        if self.number is not None and number != self.number:
-            raise NewEpoch(max(number, self.number))
-        if self.number is None:
-            self._epochs.enter(Epoch(number))
-        self.number = number
+        if self.epoch is not None and epoch.number != self.epoch.number:
+            raise NewEpoch(max(epoch.number, self.epoch.number))
+        if self.epoch is None:
+            self._epochs.enter(epoch)
+        self.epoch = epoch
 
     def lost(self, e: LostPeerError) -> BaseException:
         """Report a lost server; return the exception to raise.
@@ -43,12 +42,12 @@ class EpochMember:
         Args:
           e: the error of the lost server. It is returned in a job without cuts.
         """
-        if self._epochs is None or self.number is None:
+        if self._epochs is None or self.epoch is None:
             return e
-        self._epochs.report_lost(self.number, e.role, str(e))
-        return NewEpoch(self.number + 1)
+        self._epochs.report_lost(self.epoch.number, e.role, str(e))
+        return NewEpoch(self.epoch.number + 1)
 
     def leave(self) -> None:
         """Tell the launcher that this trainer leaves, and can no longer go back."""
-        if self._epochs is not None and self.number is not None:
+        if self._epochs is not None and self.epoch is not None:
             self._epochs.leave()

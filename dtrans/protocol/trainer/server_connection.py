@@ -21,7 +21,7 @@ from typing import Any
 
 from dtrans.errors import PeerError
 from dtrans.protocol import token, wire
-from dtrans.protocol.epochs import NewEpoch
+from dtrans.protocol.epochs import Epoch, NewEpoch
 from dtrans.protocol.numbered_messages import NumberedMessages
 from dtrans.protocol.transport import RETRY
 
@@ -42,7 +42,8 @@ class ServerConnection:
       epoch: smallest number of the epoch in which the trainer takes part.
 
     Attributes:
-      epoch: number of the server's epoch, after its welcome; None if the job has no cuts.
+      epoch: the server's epoch, after its welcome; None if the job has no cuts.
+      every: number of steps between two cuts, after the welcome; 0 if the job has no cuts.
       me: name of the trainer in error and log texts, such as "trainer 0".
       welcomed: True if the server has welcomed the trainer.
       gone: True if the server has ended, or did not reconnect in time.
@@ -64,7 +65,8 @@ class ServerConnection:
         retry: float = RETRY,
         epoch: int = 0,
     ) -> None:
-        self.epoch: int | None = None
+        self.epoch: Epoch | None = None
+        self.every = 0
         self.endpoint = endpoint
         self.me = f"trainer {trainer}"
         self.welcomed = False
@@ -214,7 +216,9 @@ class ServerConnection:
         """
         self._check_proof(welcome)
         self.welcomed = True
-        self.epoch = welcome.get("epoch")
+        if "epoch" in welcome:
+            self.epoch = Epoch(welcome["epoch"], welcome.get("cut"))
+            self.every = welcome.get("every", 0)
         return str(welcome["local"])
 
     def _check_proof(self, welcome: Mapping[str, Any]) -> None:

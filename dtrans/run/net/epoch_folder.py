@@ -1,9 +1,10 @@
 """Folder in which a launcher and the roles of a job agree on epochs and cuts.
 
     epoch.json      the launcher: the job's run and its current epoch
-    roles/ROLE      each role: the epoch in which it takes part, and on a server its written cuts
+    roles/ROLE      each role: the epoch in which it takes part, and its written cuts
     lost/ROLE       each role: the last role that it has lost
-    STEP/           each server: its piece of the cut of a step, as a checkpoint
+    STEP/           each server: its piece of the cut of a step, as a checkpoint. Each trainer:
+                    the leaves that it computes itself, if there are any
 
 A file is written under another name and renamed, so readers see complete files only. The launcher
 is the only authority on epochs: roles read `epoch.json` and never write it.
@@ -21,9 +22,9 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from dtrans.errors import ConfigError
 from dtrans.protocol.epochs import Epoch
@@ -38,13 +39,15 @@ class RoleMark:
 
     Attributes:
       epoch: number of the epoch in which the role takes part.
-      cuts: steps of the cuts that the role has written; empty for a trainer.
+      cuts: steps of the cuts that the role has written; empty for a trainer that writes none.
       left: True if the role has left the job after its last step.
+      with_trainers: in a server's report, True if trainers write parts of its cuts, too.
     """
 
     epoch: int = 0
     cuts: tuple[int, ...] = ()
     left: bool = False
+    with_trainers: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +155,9 @@ class EpochFolder:
         return found
 
     def newest_cut(self, servers: Collection[str]) -> int | None:
-        """Return the step of the newest cut that every server has written; None if there is none.
+        """Return the step of the newest complete cut; None if there is none.
+
+        Every server has written a complete cut, and every trainer if trainers write parts of cuts.
 
         Args:
           servers: names of all servers.
@@ -184,10 +189,14 @@ class EpochFolder:
         """Identifier of the job, which marks the pieces of its cuts."""
         return str(self._granted()["run"])
 
-    def enter(self, epoch: Epoch) -> None:
+    def enter(self, epoch: Epoch, *, with_trainers: bool = False) -> None:
         """Tell the launcher that this role takes part in an epoch.
 
         Later cuts than that of the epoch are forgotten, so that the job never skips steps.
+
+        Args:
+          epoch: the epoch.
+          with_trainers: in a server, True if trainers write parts of its cuts, too.
         """
         before = _read_all(self.path / "roles").get(self._role, {})
         cuts = []
@@ -195,10 +204,11 @@ class EpochFolder:
             if epoch.cut is not None and step <= epoch.cut:
                 cuts.append(step)
         with self._lock:
-            self._write_mark(RoleMark(epoch.number, tuple(cuts)))
+            mark = RoleMark(epoch.number, tuple(cuts), with_trainers=with_trainers)
+            self._write_mark(mark)
 
     def note_cut(self, epoch: int, step: int) -> None:
-        """Tell the launcher that this server has written its piece of a cut.
+        """Tell the launcher that this role has written its part of a cut.
 
         Args:
           epoch: number of the epoch in which the cut was taken. Cuts of older epochs are ignored.
@@ -210,12 +220,12 @@ class EpochFolder:
                 self._write_mark(dataclasses.replace(self._mark, cuts=tuple(cuts)))
 
     def drop_cuts(self, epoch: int, before: int) -> list[int]:
-        """Tell the launcher that this server removes its cuts before a step; return their steps.
+        """Tell the launcher that this role removes its cuts before a step; return their steps.
 
-        The cut of the current epoch stays, since this server may have to load it.
+        The cut of the current epoch stays, since this role may have to load it.
 
         Args:
-          epoch: number of the server's epoch. If the launcher has granted a newer one, all stay.
+          epoch: number of the role's epoch. If the launcher has granted a newer one, all stay.
           before: the step.
         """
         with self._lock:
@@ -227,6 +237,15 @@ class EpochFolder:
                 cuts = tuple(x for x in self._mark.cuts if x not in old)
                 self._write_mark(dataclasses.replace(self._mark, cuts=cuts))
         return old
+
+    def remove_old_cuts(self, epoch: int, servers: Collection[str]) -> None:
+        """Remove the cuts of this role before the second newest complete one.
+
+        Args:
+          epoch, servers: as for `drop_cuts` and `newest_cut`.
+        """
+        for step in self.drop_cuts(epoch, self.old_cut(servers)):
+            shutil.rmtree(self.path / str(step), ignore_errors=True)
 
     def leave(self) -> None:
         """Tell the launcher that this role has left the job after its last step."""
@@ -245,15 +264,17 @@ class EpochFolder:
         _write(self.path / "lost" / self._role, fields)
 
     def _common_cuts(self, servers: Collection[str]) -> set[int]:
-        marks = self.marks()
-        cuts = [set(marks[name].cuts) if name in marks else set() for name in servers]
+        marks, names = self.marks(), {*servers}
+        if any(name in marks and marks[name].with_trainers for name in servers):
+            names |= {f"trainer {k}" for k in range(self.trainers)}
+        cuts = [set(marks[name].cuts) if name in marks else set() for name in names]
         return set.intersection(*cuts) if cuts else set()
 
     def old_cut(self, servers: Collection[str]) -> int:
-        """Return the second newest cut that every server has written; 0 if there is none.
+        """Return the second newest complete cut; 0 if there is none.
 
-        Servers may remove older cuts: the launcher chooses the newest one, and the second newest
-        one covers a choice that is made while servers write.
+        Roles may remove older cuts: the launcher chooses the newest one, and the second newest one
+        covers a choice that is made while roles write.
         """
         common = sorted(self._common_cuts(servers))
         return common[-2] if len(common) > 1 else 0
@@ -273,11 +294,20 @@ class EpochFolder:
 
 
 def _write(path: Path, fields: Mapping[str, Any]) -> None:
-    """Write a file and flush it to the disk, so that a crash leaves the old or the new file."""
+    write_file(path, lambda file: file.write(json.dumps(fields).encode()))
+
+
+def write_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Write a file and flush it to the disk, so that a crash leaves the old or the new file.
+
+    Args:
+      path: the file. Its folder is created if it does not exist.
+      write: writes the contents to an open file.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f".{path.name}")
-    with new.open("w") as file:
-        json.dump(fields, file)
+    with new.open("wb") as file:
+        write(file)
         file.flush()
         os.fsync(file.fileno())
     new.rename(path)

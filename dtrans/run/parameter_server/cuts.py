@@ -7,7 +7,6 @@ launcher, and each server writes its piece while the next steps run.
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from dtrans.parameter_server.plan import PServerPlan
 from dtrans.protocol.epochs import Epoch
 from dtrans.protocol.server.trainer_registry import log
 from dtrans.run.net.epoch_folder import EpochFolder
+from dtrans.run.parameter_server.trainer_cuts import computed_leaves, server_names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,10 +50,6 @@ class ServerCuts:
         assert self.folder is not None
         return self.folder
 
-    @property
-    def _servers(self) -> list[str]:
-        return [f"pserver {i}" for i in range(len(self.plan.servers))]
-
     def begin(self, state: Mapping[str, Any]) -> tuple[Epoch, int, dict[str, Any]]:
         """Enter the current epoch.
 
@@ -68,7 +64,7 @@ class ServerCuts:
             found = epoch, self.first_step, dict(state)
         else:
             found = epoch, epoch.cut, self._load(epoch.cut)
-        self.epochs.enter(epoch)
+        self.epochs.enter(epoch, with_trainers=bool(computed_leaves(self.plan)))
         return found
 
     def _load(self, step: int) -> dict[str, Any]:
@@ -86,9 +82,10 @@ class ServerCuts:
         """
         assert mark.step is not None
         try:
-            checkpoint.save_serving(self._path(mark.step), self.plan, self.endpoint, state, mark)
+            path, plan = self._path(mark.step), self.plan
+            checkpoint.save_serving(path, plan, self.endpoint, state, mark, servers_only=True)
         except (DtransError, OSError) as e:
-            newest = self.epochs.newest_cut(self._servers)
+            newest = self.epochs.newest_cut(server_names(self.plan))
             log.warning(
                 "pserver %s cannot write the cut of step %d, so a restart would go back to step "
                 "%s: %s",
@@ -99,8 +96,7 @@ class ServerCuts:
             )
             return
         self.epochs.note_cut(epoch, mark.step)
-        for step in self.epochs.drop_cuts(epoch, self.epochs.old_cut(self._servers)):
-            shutil.rmtree(self._path(step), ignore_errors=True)
+        self.epochs.remove_old_cuts(epoch, server_names(self.plan))
 
     def _path(self, step: int) -> Path:
         return self.epochs.path / str(step)
@@ -109,8 +105,8 @@ class ServerCuts:
 def check_cuts(plan: PServerPlan) -> None:
     """Raise ConfigError if a plan has state that cuts do not contain.
 
-    Cuts contain the state of synchronous servers. A leaf that only trainers have would keep a value
-    from after the cut. Announced rows that lack updates would be newer after the cut.
+    Cuts contain the state of synchronous servers, and leaves that trainers compute. Announced rows
+    that lack updates would be newer after the cut.
     """
     remedy = "leave cuts out, and restart from checkpoints (docs/reliability.md)"
     if not plan.sync_mode:
@@ -124,11 +120,6 @@ def check_cuts(plan: PServerPlan) -> None:
                 "the older rows that trainers have prefetched; pass dtrans.Rows(staleness=0), or "
                 f"{remedy}"
             )
-    if plan.frozen:
-        raise ConfigError(
-            f"cuts: {plan.frozen[0]} is only on trainers, and cuts contain the servers' state; "
-            f"{remedy}"
-        )
     if plan.options.on_trainer_exit == "paddle":
         raise ConfigError(
             "cuts: with on_trainer_exit='paddle' an update uses the last gradients of a trainer "

@@ -145,7 +145,7 @@ class Server:
         if before is not None:
             self._protocol.keep_saves(before)
         if cuts is not None:
-            self._protocol.gate = EpochGate(epoch.number, say)
+            self._protocol.gate = EpochGate(epoch, say, cuts.every)
         self._saves.begin(self._protocol, self._update, dense, epoch)
 
     def _open_door(self, update: ServerUpdate, *, allow_remote: bool) -> ZmqListener:

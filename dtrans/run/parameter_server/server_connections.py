@@ -17,7 +17,7 @@ from dtrans.checkpoint.pserver_state import TRAINER
 from dtrans.checkpoint.runs import new_run, note
 from dtrans.endpoints import split_endpoint
 from dtrans.errors import ConfigError, LostPeerError, PeerError
-from dtrans.protocol.epochs import Epochs, NewEpoch
+from dtrans.protocol.epochs import Epoch, Epochs, NewEpoch
 from dtrans.protocol.trainer.epoch_member import EpochMember
 from dtrans.protocol.trainer.operation import Operation
 from dtrans.protocol.trainer.server_link import LastWords, OperationWait, ServerLink
@@ -139,7 +139,17 @@ class ServerConnections:
     @property
     def is_in_epoch(self) -> bool:
         """True if this trainer takes part in an epoch of a job with cuts."""
-        return self._member.number is not None
+        return self.epoch is not None
+
+    @property
+    def epoch(self) -> Epoch | None:
+        """Epoch of the servers; None before the first welcome, and in a job without cuts."""
+        return self._member.epoch
+
+    @property
+    def steps_between_cuts(self) -> int:
+        """Number of steps between two cuts of the first server; 0 if it writes no cuts."""
+        return next((link.line.every for link in self._links.values()), 0)
 
     @property
     def step_count(self) -> int:

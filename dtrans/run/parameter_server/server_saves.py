@@ -137,8 +137,7 @@ class ServerSaves:
     def _between_steps(self, step: int) -> None:
         """Start writing a cut, if one is due before the next step."""
         assert self._cuts is not None
-        is_due = step == self._first or step % self._cuts.every == 0
-        if is_due and step != self._epoch.cut:
+        if self._epoch.is_cut_due(step, self._first, self._cuts.every):
             self._write_cut(step)
 
     def _write_cut(self, step: int) -> None:

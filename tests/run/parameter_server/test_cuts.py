@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +88,80 @@ with plan.on_cluster() as job:
         job.save("60")
 """
 
+# each trainer normalizes its part of the batch, and computes running statistics of it
+STATISTICS = """
+import jax, jax.numpy as jnp, optax
+import dtrans
+
+key, tx = jax.random.key(0), optax.adam(0.1)
+x = jax.ShapeDtypeStruct((8, 4), float)
+
+def loss(net, stats, x):
+    h = x @ net["w"]
+    mean, var = h.mean(0), h.var(0)
+    new = {"mean": 0.9 * stats["mean"] + 0.1 * mean, "var": 0.9 * stats["var"] + 0.1 * var}
+    return jnp.mean(((h - mean) / jnp.sqrt(var + 1e-5) @ net["out"] - 1) ** 2), new
+
+def step(params, opt_state, x):
+    net = params["net"]
+    (value, stats), grads = dtrans.value_and_grad(loss, has_aux=True)(net, params["stats"], x)
+    updates, opt_state = tx.update(grads, opt_state, net)
+    return {"net": optax.apply_updates(net, updates), "stats": stats}, opt_state, value
+
+def init(key):
+    net = {"w": jax.random.normal(key, (4, 6)), "out": jnp.ones(6)}
+    return {"net": net, "stats": {"mean": jnp.zeros(6), "var": jnp.ones(6)}}, tx.init(net)
+
+main = dtrans.trace(step, *jax.eval_shape(init, key), x)
+startup = dtrans.trace(init, key)
+"""
+# nothing changes `scale`, which the init draws
+CONSTANTS = """
+import jax, jax.numpy as jnp, optax
+import dtrans
+
+key = jax.random.key(0)
+labels = {"w": "trained", "scale": "frozen"}
+tx = optax.multi_transform({"trained": optax.adam(0.1), "frozen": optax.set_to_zero()}, labels)
+x = jax.ShapeDtypeStruct((8, 4), float)
+
+def loss(params, x):
+    return jnp.mean((x * params["scale"] @ params["w"] - 1) ** 2)
+
+def init(key):
+    params = {"w": jnp.ones(4), "scale": jax.random.normal(key, (4,))}
+    return params, tx.init(params)
+
+main = dtrans.trace(dtrans.make_train_step(loss, tx), *jax.eval_shape(init, key), x)
+startup = dtrans.trace(init, key)
+"""
+# the trainers write their last parameters, because servers do not have all of them
+TRAIN_LEAVES = """
+import jax
+import numpy as np
+import dtrans
+from model import key, main, startup, x
+
+def batch(step):
+    return (jax.random.normal(jax.random.fold_in(key, step), x.shape),)
+
+role = dtrans.Role.from_env()
+plan = dtrans.pserver(
+    main, startup, pservers=role.pservers, trainers=role.trainers, batch=dtrans.Batch("local"),
+    placement=dtrans.BlockPlacement(min_block_size=1),
+)
+with plan.on_cluster() as job:
+    state = job.init(key)
+    if role.is_pserver:
+        job.serve(state, cuts=10)
+    else:
+        for state, loss in job.steps(state, lambda step: job.shard_batch(*batch(step)), stop=60):
+            if job.step_count % 5 == 0:
+                total = sum(float(x.sum()) for x in jax.tree.leaves(job.params(state)))
+                print(f"after {job.step_count}: {total.hex()}")
+        np.savez(f"end {role.name}.npz", *jax.tree.leaves(job.params(state)))
+"""
+
 
 def write_scripts(folder: Path, kills: list[tuple[int, int, str]], spares: int = 0) -> None:
     """Write the pages' scripts; `batch` of trainer 1 kills processes, when spares have started."""
@@ -124,6 +198,30 @@ def test_a_state_that_is_not_from_init_is_refused(
         launch([sys.executable, "survive.py"], trainers=2, pservers=1, env=env, restarts=1)
 
 
+def run_job(
+    folder: Path,
+    kills: list[tuple[int, int, str]],
+    monkeypatch: Any,
+    scripts: Sequence[str] = (),
+    on_hosts: Callable[..., None] | None = None,
+    spares: int = 0,
+) -> None:
+    """Run the page's job, or that of another model and of a script that trains it.
+
+    `on_hosts` takes the place of `launch`.
+    """
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    write_scripts(folder, kills, spares)
+    for name, code in zip(("model.py", "survive.py"), scripts, strict=False):
+        write_script(folder, name, code, kills)
+    env = {"PYTHONPATH": f"{folder}:{ROOT}", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "survive.py"]
+    start = on_hosts or launch
+    restarts = RestartOptions(len(kills) or 1, spares=spares) if spares else len(kills) or 1
+    start(command, trainers=2, pservers=2, env=env, restarts=restarts)
+
+
 def run(
     folder: Path,
     kills: list[tuple[int, int, str]],
@@ -133,21 +231,9 @@ def run(
     on_hosts: Callable[..., None] | None = None,
     spares: int = 0,
 ) -> list[np.ndarray]:
-    """Run the page's job, or one with tables; return all arrays of its last checkpoint.
-
-    `on_hosts` takes the place of `launch`.
-    """
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    write_scripts(folder, kills, spares)
-    if tables:
-        write_script(folder, "model.py", TABLES, kills)
-        write_script(folder, "survive.py", TRAIN, kills)
-    env = {"PYTHONPATH": f"{folder}:{ROOT}", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "survive.py"]
-    start = on_hosts or launch
-    restarts = RestartOptions(len(kills) or 1, spares=spares) if spares else len(kills) or 1
-    start(command, trainers=2, pservers=2, env=env, restarts=restarts)
+    """Run the page's job, or one with tables; return all arrays of its last checkpoint."""
+    scripts = (TABLES, TRAIN) if tables else ()
+    run_job(folder, kills, monkeypatch, scripts, on_hosts, spares)
     model: dict[str, Any] = {}
     exec((folder / "model.py").read_text(), model)
     path = dtrans.checkpoint.latest(folder / "ckpt")
@@ -266,9 +352,61 @@ def test_tables_have_the_bits_of_a_job_without_losses(
         assert again[step][-1] == sums[-1]
 
 
-def sums_of(output: str) -> dict[str, list[str]]:
-    """Return the sums that trainer 0 printed after each step, in order."""
+@pytest.mark.parametrize(
+    ("model", "kills"),
+    [
+        pytest.param(
+            STATISTICS,
+            [(0, 27, "trainer 0"), (1, 44, "pserver 1")],
+            id="batch statistics, a trainer, then a server",
+        ),
+        pytest.param(
+            STATISTICS,
+            [(0, 21, "trainer 1"), (1, 39, "trainer 1"), (2, 58, "pserver 0")],
+            id="batch statistics, one trainer twice, and a server shortly before the end",
+            marks=pytest.mark.rotated,
+        ),
+        pytest.param(
+            CONSTANTS,
+            [(0, 16, "trainer 0"), (1, 44, "pserver 1")],
+            id="constants",
+            marks=pytest.mark.rotated,
+        ),
+    ],
+)
+def test_leaves_of_trainers_have_the_bits_of_a_job_without_losses(
+    model: str,
+    kills: list[tuple[int, int, str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """On a trainer that starts again, and on one that lives and goes back."""
+    run_job(tmp_path / "killed", kills, monkeypatch, (model, TRAIN_LEAVES))
+    output = capsys.readouterr()
+    assert output.err.count("it starts again, and all roles go back to step") == len(kills)
+    assert "all roles start again" not in output.err
+    run_job(tmp_path / "undisturbed", [], monkeypatch, (model, TRAIN_LEAVES))
+    undisturbed = capsys.readouterr().out
+
+    ends = []
+    for name in ("trainer 0", "trainer 1"):
+        again, first = sums_of(output.out, name), sums_of(undisturbed, name)
+        for step, sums in first.items():
+            assert {*again.get(step, sums)} == {*sums}
+        killed, once = (
+            np.load(tmp_path / folder / f"end {name}.npz") for folder in ("killed", "undisturbed")
+        )
+        assert len(once.files) == len(killed.files)
+        for n in once.files:
+            np.testing.assert_array_equal(killed[n], once[n])
+        ends.append([once[n].tolist() for n in once.files])
+    assert (ends[0] == ends[1]) == (model is CONSTANTS)  # statistics of different parts differ
+
+
+def sums_of(output: str, name: str = "trainer 0") -> dict[str, list[str]]:
+    """Return the sums that a trainer printed after each step, in order."""
     sums: dict[str, list[str]] = {}
-    for step, text in re.findall(r"\[trainer 0\] after (\d+): (\S+)", output):
+    for step, text in re.findall(rf"\[{name}\] after (\d+): (\S+)", output):
         sums.setdefault(step, []).append(text)
     return sums

@@ -1,0 +1,206 @@
+"""Leaves that no server stores, in jobs with cuts: batch statistics of trainers, and constants."""
+
+from __future__ import annotations
+
+import types
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import dtrans
+from dtrans.checkpoint import api as checkpoint
+from dtrans.checkpoint.assemble import as_numpy
+from dtrans.checkpoint.pserver_state import scatter
+from dtrans.checkpoint.runs import Mark
+from dtrans.errors import StateError
+from dtrans.parameter_server.plan import PServerPlan
+from dtrans.protocol.epochs import Epoch
+from dtrans.run.net.epoch_folder import EpochFolder
+from dtrans.run.parameter_server.cuts import ServerCuts, check_cuts
+from dtrans.run.parameter_server.trainer_cuts import TrainerCuts, computed_leaves
+
+
+SERVERS = "127.0.0.1:6174", "127.0.0.1:6175"
+TX = optax.multi_transform(
+    {"trained": optax.sgd(0.5), "frozen": optax.set_to_zero()},
+    {"w": "trained", "scale": "frozen"},
+)
+
+
+def init() -> Any:
+    net = {"w": jnp.arange(3.0), "scale": jnp.full(3, 2.0)}
+    own = {
+        "mean": jnp.zeros(3, jnp.bfloat16),
+        "key": jax.random.key(3),
+        "seen": jnp.zeros((), jnp.int32),
+    }
+    return {"net": net, "own": own}, TX.init(net)
+
+
+def step(params: Any, opt_state: Any, x: Any) -> Any:
+    """Train `net/w`, compute statistics of the batch, and leave `net/scale` unchanged."""
+    net, own = params["net"], params["own"]
+    loss = lambda net, x: jnp.mean((x * net["scale"] @ net["w"]) ** 2)
+    value, grads = dtrans.value_and_grad(loss)(net, x)
+    updates, opt_state = TX.update(grads, opt_state, net)
+    new = {
+        "mean": (0.5 * own["mean"] + 0.5 * x.mean(0)).astype(jnp.bfloat16),
+        "key": jax.random.fold_in(own["key"], jnp.sum(x > 0)),
+        "seen": own["seen"] + jnp.sum(x > 0, dtype=jnp.int32),
+    }
+    return {"net": optax.apply_updates(net, updates), "own": new}, opt_state, value
+
+
+@pytest.fixture(scope="module")
+def plan() -> PServerPlan:
+    traced = dtrans.trace(step, *init(), jnp.ones((4, 3))), dtrans.trace(init)
+    placement, batch = dtrans.BlockPlacement(min_block_size=1), dtrans.Batch("local")
+    return dtrans.pserver(
+        *traced, pservers=",".join(SERVERS), trainers=2, placement=placement, batch=batch
+    )
+
+
+def connections(epoch: Epoch | None, *, step: int, every: int = 10) -> Any:
+    """Return the fields of a trainer's connections that its cuts read."""
+    return types.SimpleNamespace(epoch=epoch, step_count=step, steps_between_cuts=every)
+
+
+def folder_of(path: Path) -> EpochFolder:
+    folder = EpochFolder(path, "trainer 1")
+    folder.grant(Epoch(), "a run", trainers=2)
+    folder.enter(Epoch())
+    return folder
+
+
+def written(path: Path) -> set[str]:
+    return {str(x.relative_to(path)) for x in path.glob("*/*.npz")}
+
+
+def test_cuts_contain_leaves_that_trainers_compute(plan: PServerPlan) -> None:
+    check_cuts(plan)
+    constant = ["params/net/scale"]
+    computed = ["params/own/" + n for n in ("key", "mean", "seen")]
+    assert computed_leaves(plan) == computed
+    assert sorted(plan.frozen) == sorted(constant + computed)
+
+
+def test_a_trainer_writes_its_leaves_at_the_cuts_of_servers(
+    plan: PServerPlan, tmp_path: Path
+) -> None:
+    folder, params = folder_of(tmp_path), init()[0]
+    cuts = TrainerCuts(folder, plan, "trainer 1")
+    servers = connections(Epoch(0), step=7)
+    assert cuts.begin(servers, params) is params
+    for at in (7, 8, 10, 11):
+        cuts.before_step(servers, at, params)
+    assert written(tmp_path) == {"7/trainer-1.npz", "10/trainer-1.npz"}
+    assert folder.marks()["trainer 1"].cuts == (7, 10)
+
+    # the cut with which an epoch begins is written already
+    folder.grant(Epoch(1, 20), "a run", trainers=2)
+    folder.enter(Epoch(1, 20))
+    cuts.before_step(connections(Epoch(1, 20), step=20), 20, params)
+    assert written(tmp_path) == {"7/trainer-1.npz", "10/trainer-1.npz"}
+
+
+@pytest.mark.parametrize(
+    ("epoch", "every"), [(None, 10), (Epoch(0), 0)], ids=["no cuts", "no number of steps"]
+)
+def test_without_cuts_of_servers_a_trainer_writes_nothing(
+    plan: PServerPlan, tmp_path: Path, epoch: Epoch | None, every: int
+) -> None:
+    params, servers = init()[0], connections(epoch, step=0, every=every)
+    for folder in (folder_of(tmp_path), None):
+        cuts = TrainerCuts(folder, plan, "trainer 1")
+        assert cuts.begin(servers, params) is params
+        cuts.before_step(servers, 0, params)
+    assert written(tmp_path) == set()
+
+
+def test_a_trainer_goes_back_to_its_leaves_of_the_cut(plan: PServerPlan, tmp_path: Path) -> None:
+    """All types keep their bits. A process that starts again has constants of the init."""
+    folder = folder_of(tmp_path)
+    start, state = init()[0], init()
+    for _ in range(3):
+        *state, _ = step(*state, jax.random.normal(jax.random.key(1), (4, 3)))
+    params = state[0] | {"net": {**state[0]["net"], "scale": jnp.full(3, 7.0)}}
+    assert np.any(np.asarray(params["own"]["mean"]))
+    types_of_start = [x.dtype for x in jax.tree.leaves(start)]
+    cuts = TrainerCuts(folder, plan, "trainer 1")
+    cuts.before_step(connections(Epoch(0), step=0), 10, params)
+    again = TrainerCuts(EpochFolder(tmp_path, "trainer 1"), plan, "trainer 1")
+    for made, scale in ((cuts, params["net"]["scale"]), (again, start["net"]["scale"])):
+        found = made.keep_constants(made.begin(connections(Epoch(1, 10), step=10), start))
+        assert [x.dtype for x in jax.tree.leaves(found)] == types_of_start
+        for n, x in params["own"].items():
+            np.testing.assert_array_equal(as_numpy(found["own"][n]), as_numpy(x))
+        assert found["net"]["w"] is start["net"]["w"] and found["net"]["scale"] is scale
+
+    other = TrainerCuts(EpochFolder(tmp_path, "trainer 0"), plan, "trainer 0")
+    with pytest.raises(StateError, match="leaves of trainer 0 in the cut of step 10 cannot be"):
+        other.begin(connections(Epoch(1, 10), step=10), start)
+
+
+def test_an_init_between_later_steps_does_not_go_back(plan: PServerPlan, tmp_path: Path) -> None:
+    params = init()[0]
+    cuts = TrainerCuts(folder_of(tmp_path), plan, "trainer 1")
+    cuts.before_step(connections(Epoch(0), step=0), 10, params)
+    assert cuts.begin(connections(Epoch(1, 10), step=13), params) is params
+
+
+def test_leaves_that_cannot_be_written_are_logged_and_the_job_goes_on(
+    plan: PServerPlan,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    folder, params = folder_of(tmp_path), init()[0]
+    cuts, servers = TrainerCuts(folder, plan, "trainer 1"), connections(Epoch(0), step=0)
+    cuts.before_step(servers, 0, params)
+    with monkeypatch.context() as full:
+
+        def fail(*_: Any, **__: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        full.setattr(np, "savez", fail)
+        cuts.before_step(servers, 10, params)
+    (record,) = caplog.records
+    assert "trainer 1 cannot write its leaves in the cut of step 10, so a restart would go" in (
+        record.getMessage()
+    )
+    cuts.before_step(servers, 20, params)
+    assert folder.marks()["trainer 1"].cuts == (0, 20)
+
+
+def test_servers_alone_write_and_restore_the_rest_of_a_cut(
+    plan: PServerPlan, tmp_path: Path
+) -> None:
+    """A checkpoint of the same plan also needs the piece of trainer 0."""
+    params, opt_state = init()
+    states = {ep: scatter(plan, ep, params, opt_state) for ep in SERVERS}
+    EpochFolder(tmp_path).grant(Epoch(), "a run", trainers=2)
+    for i, (endpoint, state) in enumerate(states.items()):
+        folder = EpochFolder(tmp_path, f"pserver {i}")
+        cuts = ServerCuts(folder, plan, endpoint, every=10)
+        cuts.begin(state)
+        cuts.write(0, state, Mark(("a run",), 10))
+        assert folder.marks()[f"pserver {i}"].with_trainers
+    EpochFolder(tmp_path).grant(Epoch(1, 10), "a run", trainers=2)
+    for i, (endpoint, state) in enumerate(states.items()):
+        cuts = ServerCuts(EpochFolder(tmp_path, f"pserver {i}"), plan, endpoint, every=10)
+        epoch, at, found = cuts.begin({})
+        assert (epoch, at) == (Epoch(1, 10), 10)
+        assert found.keys() == state.keys()
+        for n, x in state.items():
+            np.testing.assert_array_equal(found[n], x)
+
+    mark = Mark(("a run",), 10)
+    for endpoint, state in states.items():
+        checkpoint.save_serving(tmp_path / "checkpoint", plan, endpoint, state, mark)
+    with pytest.raises(StateError, match="is incomplete: trainer-0 of trainer 0 is missing"):
+        checkpoint.restore(tmp_path / "checkpoint", plan, SERVERS[0])
