@@ -51,6 +51,7 @@ def _numbered_steps(
             batches = map(batch_of, range(offset + job.first_step, stop))
             try:
                 yield from _steps_ahead(job, state, batches, ahead)
+                job.check_return()  # a process may be lost after the last step
             except Rewound as e:
                 state = e.state
             else:
@@ -238,7 +239,8 @@ class Job(StateFunctions):
     is_driver = False  # True if actors run the steps, save and restore
     run_id: str  # default tag of the run's checkpoints
     saves = True  # True if this process saves the replicated arrays
-    repeats_steps = False  # True while a loop over `steps` can go back to earlier steps
+    # True while a loop over `steps` can go back to earlier steps; None before such a loop
+    repeats_steps: bool | None = None
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Wrap the methods in `_ON_DEVICES`, so that they run outside the caller's mesh."""
@@ -333,6 +335,9 @@ class Job(StateFunctions):
                 f"{type(batches).__name__}; leave them out, or pass a function"
             )
         return _steps_ahead(self, state, batches, ahead)
+
+    def check_return(self) -> None:
+        """Raise Rewound if the job goes back to a cut. The base class does nothing."""
 
     @property
     def step_count(self) -> int:

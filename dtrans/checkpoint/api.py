@@ -42,6 +42,7 @@ from dtrans.checkpoint.saved_rows import TableArray
 from dtrans.data_parallel.plan import CollectivePlan
 from dtrans.errors import CheckpointWarning, StateError
 from dtrans.ir.program import Program
+from dtrans.ir.pytree import all_names
 from dtrans.ir.selection import values_at
 from dtrans.job import Job
 from dtrans.ops import init_on_use_p, listen_and_serv_p
@@ -130,6 +131,7 @@ def save_serving(
     mark: Mark,
     *,
     servers_only: bool = False,
+    alone: bool = False,
 ) -> None:
     """Save the state of a server while it serves.
 
@@ -141,14 +143,19 @@ def save_serving(
       mark: the run and the step of the saved state.
       servers_only: True to leave out the leaves that no server stores. Then only servers can
         restore the checkpoint.
+      alone: True for a checkpoint of this server alone, for `restore_alone`.
 
     Raises:
       As `save`.
     """
     check_plan(plan)
+    layout = _layout(plan)
+    if alone:
+        rows = plan.overview.by_endpoint(endpoint)
+        layout = PieceLayout(plan.main, rows, {endpoint: layout.pieces[endpoint]})
     write(
         path,
-        _layout(plan, servers_only=servers_only),
+        layout,
         endpoint,
         check_server_state(plan, endpoint, state),
         mark,
@@ -360,7 +367,22 @@ def restore(path: Folder, plan: Any, endpoint: Any = None) -> Any:
         return _restore_job(path, plan)
     check_plan(plan)
     plan.servers[endpoint]  # raises UnknownEndpointError
-    saved = Checkpoint.at(path).of(plan.main)
+    return _restore_server(Checkpoint.at(path).of(plan.main), plan, endpoint)
+
+
+def restore_alone(path: Folder, plan: PServerPlan, endpoint: str) -> dict[str, Any]:
+    """Return the state of a server, which `save_serving` has saved without the other servers.
+
+    Args:
+      path, plan, endpoint: as in `restore`.
+
+    Raises:
+      StateError: the path contains no checkpoint, or an unreadable one.
+    """
+    return _restore_server(Checkpoint.at(path), plan, endpoint)
+
+
+def _restore_server(saved: Checkpoint, plan: PServerPlan, endpoint: str) -> dict[str, Any]:
     sources = initial_sources(plan, endpoint, saved.rows)
     targets = {}
     for row, origin in sources:
@@ -540,9 +562,10 @@ def load(path: Folder, main: Program, startup: Program | None = None) -> Any:
             "job.gather(dtrans.checkpoint.restore(path, job))"
         )
     saved.of(main, remedy)
-    if startup is not None:
+    # the init of a plan already has the names of the step's state
+    if startup is not None and {*startup.out_names} != {*all_names(main.args[:2])}:
         startup = with_numbers(startup, main.args[:2])
-        if one_state:
+        if one_state or main.takes_one_state:
             startup = split_startup(main, startup)
         startup = match_startup(main, startup)
     params, opt_state = to_trees(main, saved.arrays(step_rows(main), _init_slices(saved, startup)))

@@ -119,7 +119,9 @@ def _probe_in(cuts: str | os.PathLike[str] | None) -> Iterator[str]:
         os.makedirs(folder, exist_ok=True)
         file, path = tempfile.mkstemp(prefix=".probe-", dir=folder)
     except OSError as e:
-        raise ConfigError(f"cuts={folder!r} cannot be written: {e.strerror}") from e
+        raise ConfigError(
+            f"cuts={folder!r} cannot be written: {e.strerror}; allow it, or name another folder"
+        ) from e
     os.close(file)
     try:
         yield path

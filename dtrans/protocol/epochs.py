@@ -1,4 +1,4 @@
-"""Epochs of a job with cuts: after the loss of a process, all roles go back to a cut.
+"""Epochs of a job with cuts, to which roles go back after the loss of a process.
 
     cut      copy of the servers' state after a step, written by every server, and of leaves that
              each trainer computes itself, written by every trainer
@@ -8,6 +8,10 @@ Roles write a cut every few steps. When a process is lost, the launcher chooses 
 all of them have written, and grants a new epoch that begins there. Live servers load the cut and
 continue with new state machines, so that nothing of the old epoch has to be cleared. Live
 trainers connect again and repeat the steps after the cut. Only the lost process is started again.
+
+Asynchronous trainers share no step, so each asynchronous server has its own cuts. A server that
+lives keeps its state, and a lost server continues from its newest cut. Each trainer continues after
+the last of its steps that a server has received.
 
 A synchronous update is a function of the state and the gradients, so repeated steps have the same
 bits. Messages of an older epoch are never processed in a newer one: each greeting contains the
@@ -29,7 +33,8 @@ class Epoch:
 
     Attributes:
       number: number of the epoch, from 0.
-      cut: step of the cut with which the epoch begins; None if it begins with the initial state.
+      cut: step of the cut with which the epoch begins; None if it begins with the initial state, or
+        with the cuts of asynchronous servers.
     """
 
     number: int = 0

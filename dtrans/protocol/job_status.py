@@ -15,7 +15,7 @@ import dataclasses
 import hashlib
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from dtrans.errors import StateError, WireError
@@ -98,6 +98,8 @@ class ServerStatus:
       saving: maps the name of each pending checkpoint to the seconds since its write started.
       checkpoint: fields of the last checkpoint's `CheckpointStatus`; empty before the first one.
       tables: fields of the `TableStatus` of each block of a table.
+      epoch: number of the epoch (`dtrans.protocol.epochs`); None in a job without cuts.
+      cut: step of the newest cut that the server has written; None without one.
     """
 
     endpoint: str
@@ -117,6 +119,8 @@ class ServerStatus:
     saving: dict[str, float]
     checkpoint: dict[str, Any]
     tables: list[dict[str, Any]]
+    epoch: int | None
+    cut: int | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -285,6 +289,8 @@ class StatusReporter:
       barred: counter of refused connections.
       received: number of bytes of received messages.
       saving: maps the name of each pending checkpoint to the time at which its write started.
+      epoch: number of the epoch; None in a job without cuts.
+      cut: returns the step of the newest written cut; None without one.
     """
 
     def __init__(self, kind: Observed, trainers: ObservedTrainers, refusals: Refusals) -> None:
@@ -292,6 +298,8 @@ class StatusReporter:
         self.barred = refusals
         self.received = 0
         self.saving: dict[str, float] = {}
+        self.epoch: int | None = None
+        self.cut: Callable[[], int | None] = lambda: None
         self._checkpoint: CheckpointStatus | None = None  # last checkpoint
         self._saved_at = 0.0  # time at which the last checkpoint's write ended
         self._samples: collections.deque[Sample] = collections.deque()
@@ -433,6 +441,8 @@ class StatusReporter:
             saving=saving,
             checkpoint=self._last_saved(sample.time),
             tables=tables,
+            epoch=self.epoch,
+            cut=self.cut(),
             **self._sizes(sample, first),
         )
 

@@ -7,12 +7,12 @@ ones are in brackets):
     trainer to server                                  server to trainer
     hello          trainer, trainers, session, order   welcome   step, local
                    [, sync_mode, plan, nonce,                    [, proof, heard, epoch,
-                   heard, connection,                            cut, every]
+                   heard, connection,                            cut, every, count]
                    back, local, epoch]
                                                        rewind    epoch
     send           step, pieces + frames[, steps]      blocks    step, pieces + frames
     send_barrier   step                                waiting   reason
-    recv           step[, blocks, changed]             refuse    reason[, last]
+    recv           step[, blocks, changed, count]      refuse    reason[, last]
                                                        changed   step, table, count,
                                                                  pieces + frames
     exchange       step, round, values, pieces         exchanged step, round, values,
@@ -202,9 +202,9 @@ OPTIONAL: dict[str, dict[str, type | tuple[type, ...]]] = {
         **{"sync_mode": bool, "plan": dict, "nonce": str},
         **{"back": bool, "local": bool, "connection": int, "epoch": int},
     },
-    "send": {"steps": int, "blocks": list},
+    "send": {"steps": int, "blocks": list, "count": int},
     "send_barrier": {"blocks": list},
-    "recv": {"blocks": list, "changed": bool},
+    "recv": {"blocks": list, "changed": bool, "count": int},
     "prefetch": {"ahead": int, "request": int},
     "rows": {"ahead": int, "last": bool, "count": int, "request": int},
     "save": {"request": int},
@@ -218,7 +218,7 @@ OPTIONAL: dict[str, dict[str, type | tuple[type, ...]]] = {
     "status": {"request": int},
     "status_report": {"request": int},
     "peer": {"on_trainer_exit": str, "plan": dict, "nonce": str, "back": bool, "epoch": int},
-    "welcome": {"proof": str, "epoch": int, "cut": int, "every": int},
+    "welcome": {"proof": str, "epoch": int, "cut": int, "every": int, "count": int},
     "refuse": {"last": bool, "late": bool, "proof": str},
     "meet": {"nonce": str},
     "doing": {"steps": int},

@@ -120,9 +120,12 @@ class TrainerJob(RoleJob):
 
     @property
     def step_count(self) -> int:
-        return self._step_count
+        before = self._return.before
+        return self._step_count if before is None else before
 
-    first_step = step_count
+    @property
+    def first_step(self) -> int:
+        return self._step_count
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -154,6 +157,8 @@ class TrainerJob(RoleJob):
                 self._connect(e.number)
 
     def _connect(self, epoch: int) -> None:
+        if self._epochs is not None:
+            self._epochs.current()  # raises an error in a process that was replaced
         self._executor.connect(self._epochs, epoch)
 
     def _init_again(self) -> Any:
@@ -202,15 +207,14 @@ class TrainerJob(RoleJob):
           Rewound: in a job with cuts, a process was lost. `steps` handles it.
         """
         self.check(state)
-        if self._return.is_due:
-            raise self._return.end(self._step_count)
+        self.check_return()
         self._cuts.before_step(self._executor.connections, self._step_count, state[0])
         call = self._calls(batch)
         try:
             outputs = self._executor.run(call.program, *state, *call.batch)
             outputs = merge_results(self.plan, self._executor.exchange, outputs, call)
         except NewEpoch as e:
-            self._return.begin(e.number)
+            self._return.begin(e.number, self._step_count)
             raise self._return.end(self._step_count) from None
         if self._init_args is None and self._executor.connections.is_in_epoch:
             raise StateError(
@@ -254,9 +258,13 @@ class TrainerJob(RoleJob):
         try:
             self._executor.announce(call.program, *call.batch)
         except NewEpoch as e:
-            self._return.begin(e.number)
+            self._return.begin(e.number, self._step_count)
             return False
         return True
+
+    def check_return(self) -> None:
+        if self._return.is_due:
+            raise self._return.end(self._step_count)
 
     @property
     def tables(self) -> TrainerTables:
@@ -278,7 +286,8 @@ class TrainerJob(RoleJob):
     ) -> T:
         """Implement `dtrans.run.parameter_server.tables.job_tables.AskServers`."""
         request = partial(self._executor.between_steps, what, ask)
-        return self._between_steps(f"a request for {what}", request, skipped, retries=False)
+        call, retries = f"a request for {what}", not self.plan.sync_mode
+        return self._between_steps(call, request, skipped, retries=retries)
 
     def _between_steps(
         self,
@@ -298,15 +307,15 @@ class TrainerJob(RoleJob):
           request: sends the request, and returns the answer.
           skipped: returns the result of a request that is skipped, because a repeated step will
             send it; None for a request that only reads.
-          retries: False to skip the request also if the cut has the current step. Such a cut
-            contains the evictions between the steps.
+          retries: False to skip the request also if the cut has the current step. Such a cut of
+            synchronous servers contains the evictions between the steps.
         """
         while skipped is None or not self._return.is_due:
             before, is_due = self._step_count, self._return.is_due
             try:
                 return request()
             except NewEpoch as e:
-                self._return.begin(e.number)
+                self._return.begin(e.number, before)
             if not is_due:
                 repeats = self.repeats_steps
                 self._return.end_request(call, before, self._step_count, repeats=repeats)
@@ -493,7 +502,8 @@ class ServerJob(RoleJob):
           cuts: number of steps between two cuts, to which the job goes back after the loss of a
             process. Servers write them if `dtrans launch --restarts` started the job. A new cut
             waits until the previous one is written. With `cuts`, the job counts its steps from the
-            number of the restored checkpoint.
+            number of the restored checkpoint. An asynchronous server counts the steps of all
+            trainers.
 
         Steps are counted from the last `job.save` whose name is a number. Without one, they are
         counted from the number of the restored checkpoint, or from 0.

@@ -40,6 +40,7 @@ from dtrans.protocol.transport import Event
 from dtrans.run.net.ended_roles import EndedRoles, ended_roles
 from dtrans.run.net.epoch_folder import VARIABLE, EpochFolder, LostReport, RoleMark
 from dtrans.run.parameter_server.cuts import ServerCuts, check_cuts
+from dtrans.run.parameter_server.return_to_cut import ReturnToCut
 from dtrans.run.parameter_server.server_connections import ServerConnections
 from dtrans.run.parameter_server.state_writer import StateWriter
 from tools.simulate.case import Case
@@ -602,8 +603,9 @@ def planned(**options: Any) -> PServerPlan:
 
 def test_what_a_cut_cannot_contain_is_named() -> None:
     check_cuts(planned())
-    with pytest.raises(ConfigError, match="cuts: an asynchronous server has no step that all"):
-        check_cuts(planned(mode=dtrans.Async()))
+    check_cuts(planned(mode=dtrans.Async()))
+    with pytest.raises(ConfigError, match="cuts: with dtrans.Geo, the optimizer's state is only"):
+        check_cuts(planned(mode=dtrans.Geo()))
     with pytest.raises(ConfigError, match="cuts: with on_trainer_exit='paddle' an update uses"):
         check_cuts(planned(on_trainer_exit="paddle"))
 
@@ -636,18 +638,18 @@ def test_a_cut_that_cannot_be_written_is_logged_and_the_job_goes_on(
 
     full_disk = {8: OSError(28, "No space left on device"), 9: StateError("no folder")}
     monkeypatch.setattr(checkpoint, "save_serving", save)
-    cuts.write(0, {}, Mark(("a run",), 7))
+    cuts.write(0, {}, {}, Mark(("a run",), 7))
     full |= set(full_disk)
     for step in full_disk:
         caplog.clear()
-        cuts.write(0, {}, Mark(("a run",), step))
+        cuts.write(0, {}, {}, Mark(("a run",), step))
         (record,) = caplog.records
         assert f"cannot write the cut of step {step}, so a restart would go back to step 7" in (
             record.getMessage()
         )
     assert cuts.epochs.newest_cut(["pserver 0"]) == 7
     full.clear()
-    cuts.write(0, {}, Mark(("a run",), 10))
+    cuts.write(0, {}, {}, Mark(("a run",), 10))
     assert cuts.epochs.newest_cut(["pserver 0"]) == 10
 
 
@@ -655,9 +657,33 @@ def test_the_two_newest_cuts_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(checkpoint, "save_serving", lambda path, *_, **__: path.mkdir())
     cuts = cuts_of(tmp_path)
     for step in (7, 8, 9, 10):
-        cuts.write(0, {}, Mark(("a run",), step))
+        cuts.write(0, {}, {}, Mark(("a run",), step))
     assert {x.name for x in tmp_path.iterdir() if x.name.isdecimal()} == {"9", "10"}
     assert cuts.epochs.marks()["pserver 0"].cuts == (9, 10)
+
+
+def test_an_asynchronous_server_keeps_its_newest_cut_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = lambda path, *_, **options: path.mkdir(parents=True)
+    monkeypatch.setattr(checkpoint, "save_serving", save)
+    EpochFolder(tmp_path).grant(Epoch(), "a run")
+    plan = planned(mode=dtrans.Async())
+    cuts = ServerCuts(EpochFolder(tmp_path, "pserver 0"), plan, SERVER, every=1)
+    cuts.enter_alone()
+    for step in (4, 9):
+        cuts.write(0, {1: step}, {}, Mark(("a run",), step))
+    assert {x.name for x in (tmp_path / "pserver-0").iterdir()} == {"9"}
+    launcher = EpochFolder(tmp_path)
+    assert launcher.marks()["pserver 0"] == RoleMark(0, (9,), is_alone=True, counts=(0, 9))
+    assert launcher.cuts_alone(["pserver 0"]) == (9,)
+    assert launcher.cuts_alone(["pserver 0", "pserver 1"]) == ()
+    # an epoch of a new process keeps the cut
+    launcher.grant(Epoch(1), run="a run")
+    ServerCuts(EpochFolder(tmp_path, "pserver 0"), plan, SERVER, every=1).enter_alone()
+    assert launcher.marks()["pserver 0"] == RoleMark(1, (9,), is_alone=True, counts=(0, 9))
+    launcher.clear()
+    assert not (tmp_path / "pserver-0").exists()
 
 
 def test_a_cut_waits_until_the_one_before_is_written() -> None:
@@ -687,6 +713,59 @@ def test_a_cut_waits_until_the_one_before_is_written() -> None:
     assert list(writer.ended()) == []
 
 
+def test_a_process_that_was_replaced_ends(tmp_path: Path) -> None:
+    launcher, old = EpochFolder(tmp_path), EpochFolder(tmp_path, "pserver 0")
+    launcher.grant(Epoch(), "a run", started={"pserver 0": 0})
+    assert old.current() == Epoch()
+    launcher.grant(Epoch(1, 20), "a run", started={"pserver 0": 1, "trainer 0": 0})
+    with pytest.raises(StateError, match="has lost this process of pserver 0, and has started"):
+        old.current()
+    assert EpochFolder(tmp_path, "trainer 0").current() == Epoch(1, 20)
+    environment = launcher.environment(1)
+    new = EpochFolder.from_environment("pserver 0", environment)
+    assert new is not None and new.current() == Epoch(1, 20)
+
+
+def test_an_asynchronous_server_refuses_cuts_of_synchronous_ones(tmp_path: Path) -> None:
+    cuts_of(tmp_path).epochs.note_cut(0, 10)
+    plan = planned(mode=dtrans.Async())
+    cuts = ServerCuts(EpochFolder(tmp_path, "pserver 0"), plan, SERVER, every=1)
+    with pytest.raises(ConfigError, match="has cuts of synchronous servers, but the plan's mode"):
+        cuts.begin_alone({})
+
+
+def test_an_asynchronous_server_counts_from_the_restored_checkpoint(tmp_path: Path) -> None:
+    EpochFolder(tmp_path).grant(Epoch(), "a run")
+    plan = planned(mode=dtrans.Async())
+    cuts = ServerCuts(EpochFolder(tmp_path, "pserver 0"), plan, SERVER, every=1, first_step=40)
+    assert cuts.begin_alone({"w": 1}) == (Epoch(), None, {"w": 1}, {0: 40, 1: 40})
+
+
+def returning(step: int) -> ReturnToCut:
+    """A return of a trainer that has made three steps, to the cut of a step."""
+    back = ReturnToCut("trainer 0", None, lambda epoch: None, lambda: "parameters")
+    back.begin(1, 3)
+    return back
+
+
+def test_a_request_between_steps_ends_a_return_or_raises() -> None:
+    back = returning(3)
+    assert back.is_due and back.before == 3
+    back.end_request("job.save('a')", 3, 3, repeats=True)
+    assert not back.is_due and back.before is None  # the cut has the trainer's step
+    back = returning(2)
+    back.end_request("job.save('a')", 3, 2, repeats=True)
+    back.begin(2, 2)  # a second loss
+    assert back.is_due and back.before == 3
+    with pytest.raises(
+        LostPeerError, match=r"during job.save\('a'\), and trainer 0 cannot go back"
+    ):
+        returning(2).end_request("job.save('a')", 3, 2, repeats=False)
+    with pytest.raises(Rewound) as e:  # a loop of the user's own
+        returning(2).end_request("job.save('a')", 3, 2, repeats=None)
+    assert (e.value.step, e.value.state) == (2, ("parameters",))
+
+
 # -- steps of a job --------------------------------------------------------------------------------
 
 
@@ -701,6 +780,7 @@ class CountingJob(Job):
     def __init__(self, back: Mapping[int, int] = {}, first: int = 0) -> None:
         self.back, self.calls = dict(back), 0
         self.made = 0
+        self.returns_to: int | None = None  # step to which the job goes back after its last step
         self.first = first
         self.batches: list[int] = []
         self.prefetched: list[int] = []
@@ -718,6 +798,11 @@ class CountingJob(Job):
         self.batches.append(batch[0])
         self.made += 1
         return state + 1, -batch[0]
+
+    def check_return(self) -> None:
+        if self.returns_to is not None:
+            self.made, self.returns_to = self.returns_to, None
+            raise Rewound(self.made, self.made, 1)
 
     def prefetch(self, *batch: Any) -> bool:
         self.prefetched.append(batch[0])
@@ -760,6 +845,15 @@ def test_steps_after_a_cut_are_repeated_with_their_batches(ahead: int) -> None:
     found = list(job.steps(0, lambda i: (i,), ahead, stop=5))
     assert job.batches == [0, 1, 2, 2, 0, 1, 2, 3, 4]
     assert found == [(i + 1, -i) for i in job.batches]
+
+
+def test_a_loss_after_the_last_step_repeats_steps() -> None:
+    job, found = CountingJob(), list[Any]()
+    for result in job.steps(0, lambda i: (i,), stop=3):
+        found.append(result)
+        if len(found) == 3:
+            job.returns_to = 1
+    assert found == [(1, 0), (2, -1), (3, -2), (2, -1), (3, -2)]
 
 
 def test_steps_of_an_iterable_cannot_be_repeated() -> None:

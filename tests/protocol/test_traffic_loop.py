@@ -198,8 +198,8 @@ def test_who_waits_for_a_server_that_has_gone_reads_its_last_words() -> None:
         wait.turn()
 
 
-@pytest.mark.parametrize("how", ["goodbye", "broken", "too late"])
-def test_who_says_why_it_ends_waits_for_one_of_three(how: str) -> None:
+@pytest.mark.parametrize("how", ["goodbye", "broken", "too late", "a new epoch"])
+def test_who_says_why_it_ends_waits_for_one_of_four(how: str) -> None:
     server, link = linked()
     words = LastWords(server, link, "no reason")
     assert not words.turn()
@@ -208,6 +208,9 @@ def test_who_says_why_it_ends_waits_for_one_of_three(how: str) -> None:
     assert not words.done
     if how == "too late":
         server.time = 6.0
+    elif how == "a new epoch":
+        server.comes("message", "rewind", epoch=1)
+        assert words.turn()
     else:
         server.comes("message", "goodbye") if how == "goodbye" else server.comes("broken")
         assert words.turn()

@@ -254,6 +254,38 @@ def test_who_waits_says_so_every_ten_seconds(caplog: pytest.LogCaptureFixture) -
     ]
 
 
+def test_a_trainer_of_the_previous_epoch_may_be_busy() -> None:
+    served = Job(2).update.served
+    trainers = TrainerRegistry(served, deadline=10.0, busy=[1])
+    trainers.begin(0.0)
+    assert trainers.absent(9.0) == [0, 1]
+    with pytest.raises(DeadlineError, match=r"waited 11.0 s for trainer 0 to say hello$"):
+        trainers.absent(11.0)
+    both = TrainerRegistry(served, deadline=10.0, busy=[0, 1])
+    both.begin(0.0)
+    assert both.absent(60.0) == [0, 1]
+
+
+@pytest.mark.parametrize(("sync_mode", "steps"), [(True, 47), (False, 45)])
+def test_steps_so_far(sync_mode: bool, steps: int) -> None:
+    """An asynchronous trainer numbers its steps from 0 on each connection."""
+    line = TrainerLine(
+        "h:1",
+        *(0, 1),
+        session="",
+        sync_mode=sync_mode,
+        plan={},
+        secret="",
+        deadline=60.0,
+        say=lambda x: None,
+    )
+    proof = token.shown("", f"welcome {line._hello['nonce']}")
+    welcome = {"step": 42 if sync_mode else 0, "local": "", "proof": proof}
+    line.admit(welcome | ({} if sync_mode else {"count": 40}))
+    line.step += 5
+    assert line.steps_so_far == steps
+
+
 def test_a_trainer_that_waits_says_for_whom(caplog: pytest.LogCaptureFixture) -> None:
     line = TrainerLine(
         "h:1",

@@ -9,6 +9,7 @@ import pytest
 
 from dtrans.protocol.epochs import NewEpoch
 from dtrans.protocol.server import trainer_registry
+from dtrans.protocol.server.async_server import AsyncServer
 from dtrans.protocol.server.epoch_gate import EpochGate
 from dtrans.protocol.server.sync_server import SyncServer
 from dtrans.protocol.trainer.server_connection import ServerConnection
@@ -110,6 +111,14 @@ def _ignores_rewinds(real: Any) -> Any:
     return receive
 
 
+def _always_loads(real: Any) -> Any:
+    def load(self: Any, launcher: Any) -> None:
+        self._has_entered = False
+        real(self, launcher)
+
+    return load
+
+
 def _reports_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SimulatedEpochs, "report_lost", _do_nothing)
 
@@ -152,6 +161,18 @@ PLANTED_IN_CUTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         ServerConnection, "receive", _ignores_rewinds(ServerConnection.receive)
     ),
     "a lost role is not reported": _reports_nobody,
+    "an asynchronous server forgets the steps before a loss": lambda m: m.setattr(
+        AsyncServer, "count_of", lambda self, k: 0
+    ),
+    "an asynchronous server keeps its lower count of steps": lambda m: m.setattr(
+        AsyncServer, "_adopt_count", lambda *_: None
+    ),
+    "an asynchronous server that lives goes back, too": lambda m: m.setattr(
+        SimulatedServer, "_load_alone", _always_loads(SimulatedServer._load_alone)
+    ),
+    "a lost asynchronous server starts with the initial state": lambda m: m.setattr(
+        SimulatedLauncher, "cut_alone", lambda self, endpoint: (None, None)
+    ),
     "the greeting of an ended process stays": lambda m: m.setattr(
         trainer_registry, "_is_replaced", lambda *_: False
     ),

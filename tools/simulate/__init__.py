@@ -19,6 +19,7 @@ noise_maker    a process that sends malformed messages
 judge          checks of a job that has ended; the next three modules contain more checks
 judge_answers  checks of the answers to requests between steps
 judge_guests   checks of processes that are not a part of the job
+judge_alone    checks of jobs with cuts whose servers are asynchronous
 judge_events   checks of restarted servers and malformed messages
 verdict        the run of one case, its violations, and the search for a smaller failing case
 explore        exhaustive search of the runs of a small job; the next three modules belong to it

@@ -20,6 +20,7 @@ COMMUNICATING = (
     "half_async",
     "geo",
 )
+ALONE = ("async", "communicator", "half_async")  # the modes whose servers have cuts of their own
 LOOKING_UP = ("sync", "async", *COMMUNICATING)  # the modes in which servers may have tables
 
 
@@ -398,11 +399,11 @@ def drawn_with_cuts(seed: int) -> Case:
       (True, True)
     """
     r = Random(f"cuts {seed}")
-    mode = r.choice(["sync", "sync", "exchange"])
+    mode = r.choice(["sync", "sync", "sync", "sync", "exchange", "exchange", *ALONE])
     servers = tuple(_draw_sizes(r) for _ in range(r.randint(1, 3)))
     case = Case(
         seed,
-        "sync" if len(servers) == 1 else mode,
+        "sync" if len(servers) == 1 and mode == "exchange" else mode,
         (1,) * r.randint(1, 3),
         servers,
         moves=r.random() < 0.3,
@@ -412,9 +413,12 @@ def drawn_with_cuts(seed: int) -> Case:
         pace=(0.1, 0.1, 0.1, 0.005)[seed % 4],  # fast steps wait for the writes of cuts
     )
     if case.mode == "sync":
-        table = r.choice([0, 1, 4])
-        case = dataclasses.replace(case, rounds=r.choice([0, 0, 1, 2]), table=table)
-    if case.table:
+        case = dataclasses.replace(case, rounds=r.choice([0, 0, 1, 2]))
+    if case.mode in ALONE:
+        case = dataclasses.replace(case, communicator=_communicator(r))
+    if case.mode != "exchange":
+        case = dataclasses.replace(case, table=r.choice([0, 1, 4]))
+    if case.table and case.sync_mode:
         ahead, moves = r.choice([0, 1, 2]), r.random() < 0.3
         case = dataclasses.replace(case, ahead=ahead, moves_rows=moves)
     case = _with_short_breaks(r, _with_second_death(r, _job_with_cuts(r, case)))
@@ -458,7 +462,7 @@ def _job_with_cuts(r: Random, case: Case) -> Case:
 def _eviction(r: Random, case: Case) -> tuple[Request, ...]:
     """Return an eviction that all trainers request between two steps, or nothing."""
     last = min(case.steps)
-    if not case.tables or not last or r.random() < 0.3:
+    if not case.tables or not last or not case.sync_mode or r.random() < 0.3:
         return ()
     # most often after a step with a cut
     step = r.choice([r.randint(1, last), min(last, case.cuts * r.randint(1, 4))])

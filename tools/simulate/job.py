@@ -60,10 +60,8 @@ class SimulatedJob:
         return SimulatedServer(self.case, endpoint, self.clock, self.random, self.network, prefix)
 
     def _trainer(self, k: int, origin: Origin = JOB) -> SimulatedTrainer:
-        kind: type[SimulatedTrainer] = SimulatedTrainer
-        if self.case.mode in COMMUNICATING:
-            kind = GeoSgdTrainer if self.case.mode == "geo" else CommunicatingTrainer
-        return kind(self.case, k, self.clock, self.random, self.network, origin)
+        terms = self.clock, self.random, self.network
+        return _kind_of_trainer(self.case)(self.case, k, *terms, origin)
 
     def _new_role(self, name: str) -> SimulatedServer | SimulatedTrainer:
         """Return a new process for a role of a job with cuts."""
@@ -205,7 +203,13 @@ def new_role(
     terms = clock, random, network
     if kind == "pserver":
         return SimulatedServer(case, which, *terms, launcher=launcher)
-    return SimulatedTrainer(case, int(which), *terms, launcher=launcher)
+    return _kind_of_trainer(case)(case, int(which), *terms, launcher=launcher)
+
+
+def _kind_of_trainer(case: Case) -> type[SimulatedTrainer]:
+    if case.mode == "geo":
+        return GeoSgdTrainer
+    return CommunicatingTrainer if case.mode in COMMUNICATING else SimulatedTrainer
 
 
 def _start(role: SimulatedServer | SimulatedTrainer) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 
 from dtrans.errors import LostPeerError
 from tools.simulate.case import Case
+from tools.simulate.judge_alone import faults_of_alone
 from tools.simulate.launcher import SimulatedLauncher
 from tools.simulate.one_device import values_of
 from tools.simulate.process import Process
@@ -29,10 +30,13 @@ from tools.simulate.updates import initial_mean, round_part, running_mean
 
 def faults_of_cuts(case: Case, launcher: SimulatedLauncher) -> Iterator[str]:
     """Yield the promises that a job with cuts violated."""
-    expected = _values_of(case)
-    yield from faults_so_far(case, launcher)
     for process in launcher.processes:
         yield from _faults_of_end(process, is_last=launcher.roles[process.name] is process)
+    if not case.sync_mode:
+        yield from faults_of_alone(case, launcher)
+        return
+    expected = _values_of(case)
+    yield from faults_so_far(case, launcher)
     for name, role in launcher.roles.items():
         if isinstance(role, SimulatedServer) and role.error is None and role.ended is not None:
             if role.machine.kind.step != max(case.steps):

@@ -125,9 +125,17 @@ class SimulatedLauncher:
         return time
 
     def _note_cut(self, epoch: int, who: str, step: int, cut: SimulatedCut) -> None:
-        """Note a written piece, as `EpochFolder.note_cut` does."""
-        if epoch == self.epoch.number:
+        """Note a written piece, as `EpochFolder.note_cut` and `note_cut_alone` do."""
+        if not self._case.sync_mode:
+            self._cuts[who] = {step: cut}
+        elif epoch == self.epoch.number:
             self._cuts[who][step] = cut
+
+    def cut_alone(self, who: str) -> tuple[int | None, SimulatedCut | None]:
+        """Return the step and the state of the cut of an asynchronous server, if it has one."""
+        for step, cut in self._cuts[who].items():
+            return step, cut
+        return None, None
 
     def cut(self, who: str, step: int) -> SimulatedCut:
         """Return a role's piece of a cut.
@@ -170,18 +178,17 @@ class SimulatedLauncher:
         can_go_back = all(
             not self.roles[x].over and x in self._entered and x not in self._left for x in others
         )
-        cut = self._newest_cut()
-        if not can_go_back or cut is None:
+        if not can_go_back or not self._has_cut:
             self._start_all()
             return
-        self._grant(cut, "in place")
+        self._grant("in place")
         self._entered.pop(name, None)
         self._left.discard(name)
         self._start_later(name)
 
     def _start_all(self) -> None:
         """End all roles, and start all of them in a new epoch."""
-        self._grant(self._newest_cut(), "all")
+        self._grant("all")
         for name, role in list(self.roles.items()):
             role.when_over = None
             if not role.over:
@@ -198,11 +205,20 @@ class SimulatedLauncher:
     def _newest_cut(self) -> int | None:
         return max(set.intersection(*(set(x) for x in self._cuts.values())), default=None)
 
-    def _grant(self, cut: int | None, restarts: str) -> None:
+    @property
+    def _has_cut(self) -> bool:
+        if self._case.sync_mode:
+            return self._newest_cut() is not None
+        return all(self._cuts.values())
+
+    def _grant(self, restarts: str) -> None:
         self.restarts.append(restarts)
-        self.rewinds.append((self._newest, cut or 0))
-        self._newest = cut or 0
-        self._forget_cuts(cut)
+        cut = None
+        if self._case.sync_mode:
+            cut = self._newest_cut()
+            self.rewinds.append((self._newest, cut or 0))
+            self._newest = cut or 0
+            self._forget_cuts(cut)
         self.epoch = Epoch(self.epoch.number + 1, cut)
 
     def _forget_cuts(self, after: int | None) -> None:

@@ -21,7 +21,7 @@ from tools.simulate.launcher import SimulatedEpochs, SimulatedLauncher
 from tools.simulate.network import Network, SimulatedListener, SimulatedTransport
 from tools.simulate.process import Process
 from tools.simulate.storage import SimulatedStorage
-from tools.simulate.updates import SimulatedBlocks, SimulatedUpdate, served
+from tools.simulate.updates import SimulatedBlocks, SimulatedCut, SimulatedUpdate, served
 
 
 quiet = logging.getLogger("dtrans.simulation")
@@ -30,7 +30,13 @@ quiet.propagate = False
 
 
 class SimulatedServer(Process):
-    """Process of a simulated server."""
+    """Process of a simulated server.
+
+    Attributes:
+      endpoint: endpoint of the server.
+      blocks: computation of an asynchronous server; None for a synchronous one.
+      loaded: cut with which the process of an asynchronous server began; None without one.
+    """
 
     def __init__(
         self,
@@ -51,6 +57,12 @@ class SimulatedServer(Process):
         self._written: list[str] = []  # checkpoints whose writes have ended
         self._written_at = 0.0  # time at which the last cut is written
         self._noted = 0  # the last step that the launcher has noted in this epoch
+        self._newest_cut: int | None = None  # step of the last cut that was begun or loaded
+        self._has_entered = False
+        # asynchronous: the computation, and steps of each trainer before the epoch
+        self.blocks: SimulatedBlocks | None = None
+        self._counts: dict[int, int] = {}
+        self.loaded: SimulatedCut | None = None
         self._begin_epoch(Epoch())
 
     def _begin_epoch(self, epoch: Epoch) -> None:
@@ -76,11 +88,15 @@ class SimulatedServer(Process):
                 self.update.go_back(launcher.cut(endpoint, epoch.cut))
             step = epoch.cut or 0
             kind = SyncServer(blocks, self.update, trainers, say, step=step, epoch=epoch.number)
-            if launcher is not None:
-                kind.between_steps = self._between_steps
         else:
-            self.update = SimulatedBlocks(blocks, work, geo=case.mode == "geo")
-            kind = AsyncServer(blocks, self.update, self.update.state, trainers, say)
+            if self.blocks is None:
+                self.blocks = SimulatedBlocks(blocks, work, geo=case.mode == "geo")
+            self.update = self.blocks
+            terms = blocks, self.update, self.update.state, trainers, say
+            has_cuts = launcher is not None
+            kind = AsyncServer(*terms, counts=self._counts, has_cuts=has_cuts)
+        if launcher is not None:
+            kind.between_steps = self._between_steps
         self.machine = Serving(kind, trainers, say, Refusals(quiet))
         kind.tables = self.update.tables
         self.storage = SimulatedStorage(case, endpoint, lambda: kind.state, self._write)
@@ -106,12 +122,16 @@ class SimulatedServer(Process):
         """Enter the launcher's epoch, as `dtrans.run.parameter_server.server` does."""
         assert self._launcher is not None and self._listener is not None
         epoch = self._launcher.current()
+        if not self._case.sync_mode:
+            self._load_alone(self._launcher)
         self._begin_epoch(epoch)
         self._launcher.enter(self.name, epoch.number)
         kind = self.machine.kind
-        assert isinstance(kind, SyncServer)
-        if not kind.has_tables:
-            self._between_steps(kind.step)
+        if isinstance(kind, SyncServer):
+            if not kind.has_tables:
+                self._between_steps(kind.step)
+        elif self._newest_cut is None:
+            self._write_cut(kind.total)
         early = {} if before is None else before.early
         self._loop.begin(self.machine, self._listener, early)
 
@@ -121,18 +141,41 @@ class SimulatedServer(Process):
         self._loop.leave_peers(failed=True)
         self._enter_epoch(gate)
 
+    def _load_alone(self, launcher: SimulatedLauncher) -> None:
+        """Load the newest cut of an asynchronous server in a new process; later keep the state."""
+        kind = self.machine.kind
+        assert isinstance(kind, AsyncServer) and self.blocks is not None
+        self._counts = kind.counts()
+        if not self._has_entered:
+            self._newest_cut, cut = launcher.cut_alone(self.endpoint)
+            if cut is not None:
+                self.blocks.go_back(cut)
+                self._counts, self.loaded = dict(cut.counts), cut
+        self._has_entered = True
+
     def _between_steps(self, step: int) -> None:
         """Start writing a cut, as `dtrans.run.parameter_server.server_saves` does."""
-        if self._epoch.is_cut_due(step, 0, self._case.cuts):
+        if self._case.sync_mode:
+            is_due = self._epoch.is_cut_due(step, 0, self._case.cuts)
+        else:
+            every, newest = self._case.cuts, self._newest_cut
+            is_due = newest is None or step // every > newest // every
+        if is_due:
             self._write_cut(step)
 
     def _write_cut(self, step: int) -> None:
         """Begin to write a cut after the previous one, as `StateWriter.begin_cut` does."""
         assert self._launcher is not None and self.machine.gate is not None
-        assert isinstance(self.update, SimulatedUpdate)
+        self._newest_cut, kind = step, self.machine.kind
         self.spend(max(0.0, self._written_at - self.now))
-        cut = self.endpoint, step, self.update.cut()
-        self._written_at = self._launcher.write_cut(self, self.machine.gate.number, *cut)
+        if isinstance(kind, AsyncServer):
+            assert self.blocks is not None
+            cut = self.blocks.cut(kind.counts())
+        else:
+            assert isinstance(self.update, SimulatedUpdate)
+            cut = self.update.cut()
+        terms = self.machine.gate.number, self.endpoint, step, cut
+        self._written_at = self._launcher.write_cut(self, *terms)
 
     def _write(self, name: str, seconds: float) -> None:
         """Schedule the end of a checkpoint's write after some seconds."""

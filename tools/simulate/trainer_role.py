@@ -76,6 +76,8 @@ class SimulatedTrainer(Process):
         request. The first ones are the initial parameters.
       pushed: block name to the gradients, or pushes of GEO-SGD, in the order of the steps. It also
         contains gradients that were not sent yet.
+      firsts: for each epoch of a job with cuts, the number of this process's steps, and the number
+        of the trainer's steps in the servers' state.
       reduced: step, number and result of each round.
       looked_up: step, row ids and received rows of each lookup.
       left_at: name of a connection to the time at which the trainer sent `complete` on it.
@@ -109,6 +111,7 @@ class SimulatedTrainer(Process):
         self.welcomed_at: dict[str, float] = {}
         self.pulled: list[tuple[int, dict[str, np.ndarray]]] = []
         self.pushed: dict[str, list[np.ndarray]] = {}
+        self.firsts: list[tuple[int, int]] = []
         self.reduced: list[tuple[int, int, np.ndarray]] = []
         self.looked_up: list[tuple[int, np.ndarray, np.ndarray]] = []
         self.left_at: dict[str, float] = {}
@@ -207,8 +210,13 @@ class SimulatedTrainer(Process):
         return not first
 
     def _first_step(self) -> int:
-        """Return the number of steps before the cut with which the epoch begins."""
-        return 0 if self._epochs is None else self._links[self.case.endpoints[0]].line.step
+        """Return the number of this trainer's steps before the epoch."""
+        if self._epochs is None:
+            return 0
+        first = max(link.line.count for link in self._links.values())
+        before = self.pulled[-1][0] if self.pulled else first
+        self.firsts.append((before, first))
+        return first
 
     def _announce(self, now: int) -> None:
         """Announce the rows of later steps, for some steps with wrong row ids."""
@@ -378,7 +386,7 @@ class CommunicatingTrainer(SimulatedTrainer):
 
     def _steps_beside(self, loop: TrafficLoop, leaves: Mapping[str, Leaf]) -> Script:
         """Make the steps, and put their gradients into the communicator's queue."""
-        for step in range(self.case.steps[self.k]):
+        for step in range(self._first_step(), self.case.steps[self.k]):
             yield from self._look_up(loop, step)
             yield self.random.expovariate(1.0) * self.case.pace
             grads = dict(self._gradients(step))
@@ -417,7 +425,9 @@ class CommunicatingTrainer(SimulatedTrainer):
         try:
             while not loop.done and (loop.turn() or loop.wakes <= self.clock.now):
                 pass
-        except DtransError as e:
+        except LostPeerError as e:
+            self._loop, self._failed = None, self._member.lost(e)
+        except (DtransError, NewEpoch) as e:
             self._loop, self._failed = None, e
         else:
             self.wake_at(loop.wakes)

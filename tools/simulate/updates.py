@@ -322,10 +322,16 @@ class SimulatedCut:
     Attributes:
       state: name to array.
       tables: `SimulatedTables.record`.
+      counts: for an asynchronous server, the id of each trainer to the number of its steps.
+      server: for an asynchronous server, the object that has computed the state.
+      begun: `server.begun` at the cut.
     """
 
     state: Mapping[str, np.ndarray]
     tables: Mapping[str, tuple[np.ndarray, int, int]]
+    counts: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    server: SimulatedBlocks | None = None
+    begun: int = 0
 
 
 class SimulatedUpdate:
@@ -419,6 +425,16 @@ class SimulatedBlocks:
             blocks.endpoint, _rows(blocks), lambda: self.state, self._note_eviction
         )
         self._blocks, self._work, self._geo = blocks, work, geo
+
+    def cut(self, counts: Mapping[int, int]) -> SimulatedCut:
+        """Return a copy of the state, with the number of steps of each trainer in it."""
+        state = {n: x.copy() for n, x in self.state.items()}
+        return SimulatedCut(state, self.tables.record(), counts, self, self.begun)
+
+    def go_back(self, cut: SimulatedCut) -> None:
+        """Replace the state by that of a cut."""
+        self.state.update(cut.state)
+        self.tables.restore(cut.tables)
 
     def _note_eviction(self, name: str, ids: np.ndarray) -> None:
         self.log.append((name, b""))

@@ -25,7 +25,8 @@ it has sent to each trainer. It stores the values of table rows until it has use
 
 If a trainer fails or is lost, the other trainers continue. The server drops the incomplete
 gradients of the failed trainer. The server ends when every trainer has left. If all trainers have
-failed, it ends with an error.
+failed, it ends with an error. In a job with cuts, a lost trainer is reported instead, and starts
+again (`dtrans.protocol.epochs`).
 
 Source of the behaviour: `RunAsyncLoop` in
 paddle/fluid/operators/distributed_ops/listen_and_serv_op.cc.
@@ -34,12 +35,12 @@ paddle/fluid/operators/distributed_ops/listen_and_serv_op.cc.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
 
-from dtrans.errors import PeerError, WireError
+from dtrans.errors import LostPeerError, PeerError, WireError
 from dtrans.ops import BACKUP, MAX_MERGED, backup_of
 from dtrans.protocol import wire
 from dtrans.protocol.buffers import BufferPool
@@ -126,8 +127,11 @@ class AsyncServer:
       state: initial arrays by name; updated in place.
       trainers: the server's trainers.
       say: function that sends a message.
+      counts: number of each trainer's steps before this epoch, by id.
+      has_cuts: True in a job with cuts.
 
     Attributes:
+      between_steps: called with the total number of steps of all trainers when it has increased.
       endpoint: endpoint of the server.
       peers: the other servers; always empty.
       tables: the server's blocks of tables; None if it has none.
@@ -144,7 +148,11 @@ class AsyncServer:
         state: dict[str, Any],
         trainers: TrainerRegistry,
         say: Say,
+        *,
+        counts: Mapping[int, int] = {},
+        has_cuts: bool = False,
     ) -> None:
+        self.between_steps: Callable[[int], object] | None = None
         self.endpoint = served.endpoint
         self.state = state
         self.peers = ServerPeers(served.endpoint, (), on_trainer_exit="")
@@ -157,12 +165,26 @@ class AsyncServer:
         self._requests = RowRequests(served.endpoint, served.tables)
         self._changed = UnseenChanges(served.tables, trainers.count)
         self._failed: set[int] = set()
-        self._count = 0  # total number of steps of all trainers
+        self._before, self._has_cuts = dict(counts), has_cuts
+        self._count = sum(self._before.values())  # total number of steps of all trainers
         self.tables: StoredTables | None = None
 
     def step_count(self) -> int:
         """Return the largest number of steps that a trainer has made."""
-        return max((step.count for step in self._steps.values()), default=0)
+        return max(self.counts().values(), default=0)
+
+    @property
+    def total(self) -> int:
+        """Total number of steps of all trainers."""
+        return self._count
+
+    def counts(self) -> dict[int, int]:
+        """Return a map from the id of each trainer to the number of its steps in all epochs."""
+        return self._before | {k: step.count for k, step in self._steps.items()}
+
+    def count_of(self, k: int) -> int | None:
+        """Return the number of trainer k's steps, to which the trainer adds; None if it is 0."""
+        return self.counts().get(k) or None
 
     def progress(self) -> dict[int, int]:
         """Return a map from the id of each trainer to the number of its steps.
@@ -198,9 +220,8 @@ class AsyncServer:
             types = self._served.gradients.items()
             refusal = f"is not a gradient that trainer {k} sends to pserver {self.endpoint}"
             memory = {n: self._pool.take(f"{n} of {k}", t.shape, t.dtype) for n, t in types}
-            self._steps[k] = _Step(
-                Inbox(memory | self._requests.memory_of(k), lambda name: f"{name} {refusal}")
-            )
+            inbox = Inbox(memory | self._requests.memory_of(k), lambda name: f"{name} {refusal}")
+            self._steps[k] = _Step(inbox, count=self._before.get(k, 0))
         return self._steps[k]
 
     def send(self, k: int, message: wire.Message) -> None:
@@ -227,6 +248,11 @@ class AsyncServer:
             step.grads.clear()
             self._requests.used(k, step.grads, steps)
             step.updates = StepUpdates()
+            self._note_count()
+
+    def _note_count(self) -> None:
+        if self.between_steps is not None:
+            self.between_steps(self._count)
 
     def send_barrier(self, k: int, message: wire.Message) -> None:
         """Refuse `send_barrier`, which only synchronous trainers send."""
@@ -280,6 +306,8 @@ class AsyncServer:
         t = self._trainers.known[k]
         self._check_step(k, message)
         step = self._step_of(k)
+        if "count" in message.fields:
+            self._adopt_count(k, step, message["count"])
         step.read = self._count - step.count
         if "blocks" in message.fields:
             t.wants = wanted(self._served, k, message["blocks"])
@@ -291,6 +319,25 @@ class AsyncServer:
             if name in self._served.backed:
                 self.state[backup_of(name, k)] = self.state[name]
         answer(self._say, t, message["step"], values)
+
+    def _adopt_count(self, k: int, step: _Step, count: int) -> None:
+        """Count the steps of trainer k that another server has received, but this one has not.
+
+        Either this server has lost them, or the trainer has repeated no step after a loss.
+        """
+        missing = count - step.count
+        if missing > 0:
+            log.warning(
+                "pserver %s lacks the gradients of %d steps of trainer %d, which continues after "
+                "step %d",
+                self.endpoint,
+                missing,
+                k,
+                count,
+            )
+            step.count += missing
+            self._count += missing
+            self._note_count()
 
     def _tell_changed(self, k: int, message: wire.Message) -> None:
         """Send trainer k those of its stored rows that other trainers have changed.
@@ -368,9 +415,12 @@ class AsyncServer:
         """Mark lost trainers as failed, and check the deadline for the trainers' first connection.
 
         Raises:
+          LostPeerError: in a job with cuts, a trainer is lost.
           PeerError: all trainers have failed.
           DeadlineError: a trainer did not connect in time.
         """
         for k, why in self._trainers.lost(now).items():
+            if self._has_cuts:
+                raise LostPeerError(why, f"trainer {k}")
             self._leave(k, why)
         self._trainers.absent(now)

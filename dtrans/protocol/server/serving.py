@@ -300,10 +300,13 @@ class Serving:
         if before:
             self._say(address, "waiting", reason=before)
             return
-        heard = self.trainers.known[message["trainer"]].messages.received
+        k = message["trainer"]
+        heard, count = self.trainers.known[k].messages.received, self.kind.count_of(k)
         fields = welcome(self.trainers.secret, message, self.kind.step, heard, self.local)
         if self.gate is not None:
             fields |= self.gate.fields
+        if count is not None:
+            fields["count"] = count
         self._say(address, "welcome", **fields)
 
     def _who(self, address: bytes) -> str:
@@ -328,7 +331,7 @@ def _following(message: wire.Message) -> list[wire.Message]:
     found = []
     for op in then:
         fields: dict[str, Any] = {"step": message["step"] + (op == "recv")}
-        if "blocks" in message.fields:
-            fields["blocks"] = message["blocks"]
+        for name in {"blocks", "count"} & message.fields.keys():
+            fields[name] = message[name]
         found.append(wire.Message(op, fields))
     return found

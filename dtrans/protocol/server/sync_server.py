@@ -71,8 +71,8 @@ class SyncServer:
       epoch: number of the server's epoch.
 
     Attributes:
-      between_steps: called with the number of updates after each update: at once, or on a server
-        with tables when a trainer begins the next step. Until then, trainers may evict rows.
+      between_steps: called after each update with the number of updates. A server with tables calls
+        it when a trainer begins the next step, since trainers may evict rows until then.
       endpoint: endpoint of the server.
       on_trainer_exit: rule for trainers that leave before other trainers do (`TrainerExits`).
       tables: the server's blocks of tables; None if it has none.
@@ -145,6 +145,9 @@ class SyncServer:
     def progress(self) -> dict[int, int]:
         """Return a map from the id of each connected trainer to the number of its steps."""
         return dict.fromkeys(self._trainers.known, self.step)
+
+    def count_of(self, k: int) -> None:
+        """Return None, because a trainer's number of steps is the server's step."""
 
     def staleness(self, k: int) -> None:
         """Return None, because the gradients of synchronous trainers are never stale."""

@@ -90,6 +90,8 @@ class TrainerRegistry:
       plan: parts of the plan's fingerprint; a trainer with other parts is refused.
       secret: the job's token.
       retry: seconds for which the server waits for a reconnection.
+      busy: ids of trainers that were connected in the previous epoch. They greet the server after
+        their current work between two steps, for which no deadline applies.
 
     Attributes:
       endpoint: endpoint of the server.
@@ -111,7 +113,9 @@ class TrainerRegistry:
         plan: Mapping[str, str] = {},
         secret: str = "",
         retry: float = RETRY,
+        busy: Collection[int] = (),
     ) -> None:
+        self._busy = frozenset(busy)
         self.endpoint, self.count = served.endpoint, served.trainers
         self.plan, self.deadline = plan, deadline
         self.secret, self._retry = secret, retry
@@ -354,10 +358,11 @@ class TrainerRegistry:
         if absent and (waited := self._reminder.due(now)):
             text = "pserver %s has waited %.0f s for %s to say hello"
             log.warning(text, self.endpoint, waited, named(absent))
-        if absent and now - self.started > self.deadline:
-            why = "".join(f"; {self._refused[k]}" for k in absent if k in self._refused)
+        late = [k for k in absent if k not in self._busy]
+        if late and now - self.started > self.deadline:
+            why = "".join(f"; {self._refused[k]}" for k in late if k in self._refused)
             raise DeadlineError(
-                f"pserver {self.endpoint} waited {now - self.started:.1f} s for {named(absent)} to "
+                f"pserver {self.endpoint} waited {now - self.started:.1f} s for {named(late)} to "
                 f"say hello{why}"
             )
         return absent

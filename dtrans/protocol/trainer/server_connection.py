@@ -44,6 +44,7 @@ class ServerConnection:
     Attributes:
       epoch: the server's epoch, after its welcome; None if the job has no cuts.
       every: number of steps between two cuts, after the welcome; 0 if the job has no cuts.
+      count: number of the trainer's steps before the connection, after the welcome.
       me: name of the trainer in error and log texts, such as "trainer 0".
       welcomed: True if the server has welcomed the trainer.
       gone: True if the server has ended, or did not reconnect in time.
@@ -66,7 +67,7 @@ class ServerConnection:
         epoch: int = 0,
     ) -> None:
         self.epoch: Epoch | None = None
-        self.every = 0
+        self.every = self.count = 0
         self.endpoint = endpoint
         self.me = f"trainer {trainer}"
         self.welcomed = False
@@ -219,6 +220,7 @@ class ServerConnection:
         if "epoch" in welcome:
             self.epoch = Epoch(welcome["epoch"], welcome.get("cut"))
             self.every = welcome.get("every", 0)
+        self.count = welcome.get("count", welcome["step"])
         return str(welcome["local"])
 
     def _check_proof(self, welcome: Mapping[str, Any]) -> None:

@@ -10,13 +10,13 @@ event. A real trainer calls `turn` until the loop is `done`. The simulator calls
 from __future__ import annotations
 
 import collections
-import contextlib
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dtrans.errors import PeerError, WireError
 from dtrans.protocol import wire
+from dtrans.protocol.epochs import NewEpoch
 from dtrans.protocol.trainer.operation import Operation, PendingAnswer, nothing
 from dtrans.protocol.trainer.trainer_line import TrainerLine
 from dtrans.protocol.transport import LINGER, ROLE_USER, Event, Link, Transport
@@ -234,7 +234,11 @@ class LastWords:
             if event.source is not self._link.link:
                 continue
             any_came = True
-            with contextlib.suppress(PeerError, WireError):
+            try:
                 message = self._link.receive(event)
                 line.gone |= message is not None and message.op == "goodbye"
+            except NewEpoch:  # the server does not read messages of the old epoch
+                line.gone = True
+            except (PeerError, WireError):
+                pass
         return any_came

@@ -212,6 +212,7 @@ class Traffic:
                 wanted[endpoint][name] = rows
         inboxes: dict[str, Inbox] = {}
         steps: dict[str, int] = {}
+        count = max((line.count for line in self._lines.values()), default=0)
         for endpoint, blocks in wanted.items():
             line = self._lines[endpoint]
             fields: dict[str, Any] = {}
@@ -220,6 +221,8 @@ class Traffic:
                 fields["changed"] = bool(self._asked)
             if endpoint not in self._asked:
                 fields["blocks"] = [[n, list(b.shape), b.dtype.name] for n, b in blocks.items()]
+                if count:
+                    fields["count"] = count
             line.tell("recv", step=line.step, **fields)
             inboxes[endpoint] = Inbox(blocks, functools.partial(_NOT_ASKED, endpoint))
             steps[endpoint] = line.step

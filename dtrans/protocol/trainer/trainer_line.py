@@ -57,6 +57,12 @@ class TrainerLine(ServerConnection):
         self._waits_for: object = ""
         self._reason = ""  # the server's last `waiting`: what the server waits for
 
+    @property
+    def steps_so_far(self) -> int:
+        """Number of this trainer's steps, without those that a communicator merges."""
+        # an asynchronous trainer numbers its steps from 0 on each connection
+        return self.step if self._hello["sync_mode"] else self.count + self.step
+
     # -- requests --------------------------------------------------------------------------------
 
     def ask(self, op: str, **fields: Any) -> int:

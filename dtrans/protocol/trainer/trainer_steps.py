@@ -207,10 +207,16 @@ class TrainerSteps:
         wanted: dict[str, dict[str, np.ndarray]] = {ep: {} for ep in (*endpoints, *self._sent_to)}
         for endpoint, name, rows in landings:
             wanted.setdefault(endpoint, {})[name] = rows
+        lines = {endpoint: self._line(endpoint) for endpoint in wanted}
+        count = max((line.count for line in lines.values()), default=0)
         for endpoint, blocks in wanted.items():
-            line = self._line(endpoint)
+            line = lines[endpoint]
             table = [[n, list(b.shape), b.dtype.name] for n, b in blocks.items()]
-            news = {} if self._asked.get(endpoint) == table else {"blocks": table}
+            news: dict[str, Any] = {}
+            if self._asked.get(endpoint) != table:
+                news = {"blocks": table}
+                if not self.sync_mode and count:
+                    news["count"] = count
             self._asked[endpoint] = table
             rest = self._outbox.pop(endpoint, [])
             line.end_step(

@@ -14,6 +14,7 @@ import fcntl
 import os
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from dtrans.checkpoint.runs import new_run
 from dtrans.errors import ConfigError
@@ -54,14 +55,15 @@ class JobEpochs:
         # for each role, the epoch in which its current process was started
         self._started: dict[str, int] = {}
         self._is_pending = False
-        # for each role, the newest cut at its last loss
-        self._losses: dict[str, int | None] = {}
+        # for each role, `_newest` at its last loss
+        self._losses: dict[str, Any] = {}
         if self._folder.is_used:
             self._continue(path)
         else:
             self._run = new_run()
+            self._folder.forget_marks()
+            self._started = dict.fromkeys(self._names, 0)
             self._grant()
-        self._begin_all()
 
     def _continue(self, path: Path) -> None:
         trainers, servers = self._folder.trainers, len(self._folder.endpoints)
@@ -72,16 +74,17 @@ class JobEpochs:
                 "many as before, or another folder"
             )
         self._run, self.epoch = self._folder.run, self._folder.current()
-        self._grant_next()
+        self.start_again()
         where = "with the initial state, since not all servers have a cut"
         if self.epoch.cut is not None:
             where = f"at step {self.epoch.cut}"
+        elif self._folder.cuts_alone(self._servers):
+            where = "with the newest cut of each server"
         say(f"the job of {path} continues {where}")
 
-    @property
-    def environment(self) -> dict[str, str]:
-        """Environment variable of the roles: the path of the folder."""
-        return self._folder.environment
+    def environment(self, name: str) -> dict[str, str]:
+        """Return the environment variables of a role that is started now."""
+        return self._folder.environment(self._started[name])
 
     @property
     def has_marks(self) -> bool:
@@ -105,10 +108,15 @@ class JobEpochs:
         """Note that a role was lost; return True if it was lost before with the same newest cut."""
         if not self.has_marks:
             return False
-        cut = self._folder.newest_cut(self._servers)
-        is_crash_loop = name in self._losses and self._losses[name] == cut
-        self._losses[name] = cut
+        newest = self._newest()
+        is_crash_loop = name in self._losses and self._losses[name] == newest
+        self._losses[name] = newest
         return is_crash_loop
+
+    def _newest(self) -> Any:
+        """Return the newest cut, or that of each asynchronous server; None without one."""
+        alone = self._folder.cuts_alone(self._servers)
+        return alone or self._folder.newest_cut(self._servers)
 
     def can_go_back(self, lost: str, running: Collection[str]) -> bool:
         """Return True if a lost role can start again in place: all others can go back to a cut.
@@ -130,18 +138,28 @@ class JobEpochs:
                 return False
             if mark is not None and mark.left:
                 return False
-        return self._folder.newest_cut(self._servers) is not None
+        return self._newest() is not None
 
     def go_back(self, lost: str) -> None:
         """Grant the next epoch, for a role that starts again in place."""
+        self._started[lost] = self.epoch.number + 1
         self._grant_next()
-        self._started[lost] = self.epoch.number
         self._is_pending = True
+
+    @property
+    def what_follows(self) -> str:
+        """Words about the roles after `go_back`, for the log."""
+        if self.epoch.cut is None:
+            return "the other roles continue"
+        return f"all roles go back to step {self.epoch.cut}"
 
     def start_again(self) -> None:
         """Grant the next epoch, for all roles, which start again."""
+        self._started = dict.fromkeys(self._names, self.epoch.number + 1)
+        self._is_pending = False
+        if self._newest() is None:
+            self._folder.forget_marks()  # no server begins with a cut if another one has none
         self._grant_next()
-        self._begin_all()
 
     def find_unable(self, running: Collection[str]) -> str | None:
         """Return a role that left or ended before it entered a pending epoch; None without one.
@@ -181,16 +199,15 @@ class JobEpochs:
     # -- parts -----------------------------------------------------------------------------------
 
     def _grant_next(self) -> None:
-        cut = self._folder.newest_cut(self._servers)
+        cut = None  # asynchronous servers have no common cut
+        if not self._folder.cuts_alone(self._servers):
+            cut = self._folder.newest_cut(self._servers)
         self.epoch = Epoch(self.epoch.number + 1, cut)
         self._grant()
 
     def _grant(self) -> None:
-        self._folder.grant(self.epoch, self._run, self._trainers, self._endpoints)
-
-    def _begin_all(self) -> None:
-        self._started = dict.fromkeys(self._names, self.epoch.number)
-        self._is_pending = False
+        job = self._run, self._trainers, self._endpoints
+        self._folder.grant(self.epoch, *job, self._started)
 
     def _current_marks(self) -> dict[str, RoleMark]:
         """Return the marks of the current processes, without those of earlier processes."""

@@ -56,7 +56,7 @@ from dtrans.run.distributed.role_output import open_logs, say
 from dtrans.run.distributed.site import Site
 from dtrans.run.distributed.spares import Spares
 from dtrans.run.distributed.status_door import VARIABLE as STATUS
-from dtrans.run.net.epoch_folder import VARIABLE as CUTS
+from dtrans.run.net.epoch_folder import STARTED, VARIABLE as CUTS
 from dtrans.run.net.started_jobs import announce_job
 
 
@@ -128,7 +128,7 @@ def launch(
     _check_arguments(command, mode, trainers, pservers, on_trainer_loss, options.most)
     site = site or Site()
     if options.cuts is not None:
-        _check_cuts(options.cuts, mode, options.most)
+        _check_cuts(options.cuts, mode, on_trainer_loss, options.most)
     _check_spares(options, mode, site, on_trainer_loss, inherit_stdout)
     servers = 1 if pservers is None else pservers
     endpoints = endpoints_of(options.cuts)
@@ -153,7 +153,7 @@ def launch(
         contextlib.closing(site),
         _signals_to(events),
         open_logs(log_dir) as open_log,
-        _epochs_of(roles, site, options) as epochs,
+        _epochs_of(roles, site, options, drops=drops) as epochs,
         _cache_of(site, options, base) as cache,
         Guard(sys.executable) as guard,
         _announce(observed, base[token.VARIABLE]),
@@ -175,7 +175,6 @@ def launch(
             limit=limit,
             restarts=options.most,
             epochs=epochs,
-            in_place=not drops,
         )
         attempt = attempts.run()
         if epochs is not None and attempt.has_ended_well:
@@ -184,7 +183,7 @@ def launch(
 
 
 def _epochs_of(
-    roles: Sequence[Role], site: Site, options: RestartOptions
+    roles: Sequence[Role], site: Site, options: RestartOptions, *, drops: bool
 ) -> contextlib.AbstractContextManager[JobEpochs | None]:
     """Return a context manager of a job's epochs; it yields None if the job has none.
 
@@ -192,10 +191,11 @@ def _epochs_of(
       roles: every role of the job.
       site: the hosts of the roles.
       options: the restarts that the launcher may make.
+      drops: True if the job continues without a lost trainer, which then does not start again.
     """
     has_servers = any(role.is_pserver for role in roles)
     can_share = site.is_this_host or options.cuts is not None
-    if not options.most or not has_servers or not can_share:
+    if not options.most or not has_servers or not can_share or drops:
         return contextlib.nullcontext()
     return open_epochs(roles, options.cuts)
 
@@ -221,7 +221,8 @@ def _base_environment(env: Mapping[str, str]) -> dict[str, str]:
     Args:
       env: the user's variables, which override this process's environment.
     """
-    inherited = {k: v for k, v in os.environ.items() if k not in (*VARIABLES, LOSS, CUTS, SPARE)}
+    ours = (*VARIABLES, LOSS, CUTS, STARTED, SPARE)
+    inherited = {k: v for k, v in os.environ.items() if k not in ours}
     return inherited | {
         "PYTHONUNBUFFERED": "1",  # a role's lines arrive as soon as it prints them
         token.VARIABLE: token.job_token() or token.new_token(),
@@ -274,13 +275,20 @@ def _check_arguments(
         raise ConfigError(f"restarts must be 0 or more, it is {restarts}")
 
 
-def _check_cuts(cuts: str | os.PathLike[str], mode: str, restarts: int) -> None:
+def _check_cuts(
+    cuts: str | os.PathLike[str], mode: str, on_trainer_loss: str, restarts: int
+) -> None:
     """Raise ConfigError if a job cannot use a folder of cuts."""
     argument = f"cuts={os.fspath(cuts)!r}"
     if mode == "nccl2":
         raise ConfigError(
             f"{argument}: mode='nccl2' has no parameter servers, which write cuts; leave cuts out, "
             "and save checkpoints"
+        )
+    if on_trainer_loss == "drop":
+        raise ConfigError(
+            f"{argument}: with on_trainer_loss='drop' a lost trainer does not start again; leave "
+            "one of them out"
         )
     if not restarts:
         raise ConfigError(

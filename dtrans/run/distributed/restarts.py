@@ -117,7 +117,6 @@ class Restarts:
       limit: end of the job's deadline, in seconds of the monotonic clock; None without a deadline.
       restarts: the largest number of restarts.
       epochs: epochs of the job; None for a job without.
-      in_place: True to allow restarts in place.
     """
 
     def __init__(
@@ -130,11 +129,10 @@ class Restarts:
         limit: float | None = None,
         restarts: int = 0,
         epochs: JobEpochs | None = None,
-        in_place: bool = True,
     ) -> None:
         self._roles, self._starter, self._new_attempt = roles, starter, new_attempt
         self._limit, self._restarts = limit, restarts
-        self._epochs, self._spares, self._in_place = epochs, spares, in_place
+        self._epochs, self._spares = epochs, spares
         self._count = 0  # restarts so far
         self._of_all = 0  # restarts of all roles so far, which determine the pauses
         self._reports = _FirstReport()
@@ -164,7 +162,6 @@ class Restarts:
             attempt = self._new_attempt(ended_roles, look)
             shared = self._starter.shared(ended_roles)
             if self._epochs is not None:
-                shared |= self._epochs.environment
                 attempt.begin_epoch(self._epochs.epoch.number)
             try:
                 for role in self._roles:
@@ -188,6 +185,8 @@ class Restarts:
     ) -> None:
         if self._restarts:
             shared = {**shared, RESTARTS: str(self._count)}
+        if self._epochs is not None:
+            shared = {**shared, **self._epochs.environment(role.name)}
         if spare is None:
             attempt.begin(self._starter.start(role, shared, attempt.events))
             return
@@ -212,7 +211,7 @@ class Restarts:
 
     def _can_go_back(self, attempt: Attempt, lost: Child) -> bool:
         """Return True if a lost role can start again in place."""
-        if self._epochs is None or not self._in_place or self._is_late():
+        if self._epochs is None or self._is_late():
             return False
         # a role that raised LostPeerError has left its steps, so it starts with the others
         is_process_lost = attempt.failed is lost and is_lost(lost, was_reached=True)
@@ -230,8 +229,8 @@ class Restarts:
         spare = self._spares.take()
         how = "it starts again" if spare is None else "a spare takes its place"
         say(
-            f"{lost.role.name}{lost.where} failed with {lost.how()}; {how}, and all roles go back "
-            f"to step {self._epochs.epoch.cut} ({self._number()})"
+            f"{lost.role.name}{lost.where} failed with {lost.how()}; {how}, and "
+            f"{self._epochs.what_follows} ({self._number()})"
         )
         self._start(attempt, lost.role, shared, spare)
 

@@ -116,9 +116,8 @@ def check_place(endpoint: str, address: str, host: str) -> None:
     """
     if split_endpoint(endpoint)[0] != address:
         raise ConfigError(
-            f"the folder of cuts has the job of a pserver at {endpoint}, which would now be on "
-            f"{host} at {address}; write the same hosts and numbers of roles as before, or another "
-            "folder of cuts"
+            f"cuts: the folder is for a job of a pserver at {endpoint}, which would be on {host} "
+            f"at {address}; write the same hosts and numbers of roles, or another folder"
         )
 
 

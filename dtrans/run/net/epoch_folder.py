@@ -3,8 +3,9 @@
     epoch.json      the launcher: the job's run and its current epoch
     roles/ROLE      each role: the epoch in which it takes part, and its written cuts
     lost/ROLE       each role: the last role that it has lost
-    STEP/           each server: its piece of the cut of a step, as a checkpoint. Each trainer:
-                    the leaves that it computes itself, if there are any
+    STEP/           each synchronous server: its piece of the cut of a step, as a checkpoint. Each
+                    trainer: the leaves that it computes itself, if there are any
+    pserver-0/STEP/ an asynchronous server: its own cut
 
 A file is written under another name and renamed, so readers see complete files only. The launcher
 is the only authority on epochs: roles read `epoch.json` and never write it.
@@ -26,11 +27,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from dtrans.errors import ConfigError
+from dtrans.errors import ConfigError, StateError
 from dtrans.protocol.epochs import Epoch
 
 
-VARIABLE = "DTRANS_CUTS"  # environment variable with the folder's path, which the launcher sets
+# Environment variables that the launcher sets: the path of the folder, and the epoch in which the
+# process was started
+VARIABLE, STARTED = "DTRANS_CUTS", "DTRANS_CUTS_STARTED"
+TRIES = 100  # reads of a file that another host may replace meanwhile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,15 +43,19 @@ class RoleMark:
 
     Attributes:
       epoch: number of the epoch in which the role takes part.
-      cuts: steps of the cuts that the role has written; empty for a trainer that writes none.
+      cuts: steps of the cuts that the role has written, increasing.
       left: True if the role has left the job after its last step.
       with_trainers: in a server's report, True if trainers write parts of its cuts, too.
+      is_alone: True for an asynchronous server, which goes back to its cuts alone.
+      counts: for an asynchronous server, the number of steps of each trainer in its cut.
     """
 
     epoch: int = 0
     cuts: tuple[int, ...] = ()
     left: bool = False
     with_trainers: bool = False
+    is_alone: bool = False
+    counts: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +81,7 @@ class EpochFolder:
     Args:
       path: the folder, which all roles and the launcher see.
       role: name of this process's role; empty in the launcher.
+      started: number of the epoch in which this process was started.
 
     Example:
       >>> import tempfile
@@ -88,8 +97,8 @@ class EpochFolder:
       Epoch(number=1, cut=20)
     """
 
-    def __init__(self, path: str | os.PathLike[str], role: str = "") -> None:
-        self.path, self._role = Path(path), role
+    def __init__(self, path: str | os.PathLike[str], role: str = "", started: int = 0) -> None:
+        self.path, self._role, self._started = Path(path), role, started
         self._mark = RoleMark()
         self._lock = threading.Lock()  # a server writes cuts in another thread
 
@@ -99,12 +108,15 @@ class EpochFolder:
     ) -> EpochFolder | None:
         """Return the folder that the launcher has set; None without one."""
         path = environ.get(VARIABLE)
-        return cls(path, role) if path else None
+        return cls(path, role, int(environ.get(STARTED, 0))) if path else None
 
-    @property
-    def environment(self) -> dict[str, str]:
-        """Environment variable that the launcher sets for the roles: the path of the folder."""
-        return {VARIABLE: str(self.path.absolute())}
+    def environment(self, started: int) -> dict[str, str]:
+        """Return the environment variables that the launcher sets for a role.
+
+        Args:
+          started: number of the epoch in which the role's process is started.
+        """
+        return {VARIABLE: str(self.path.absolute()), STARTED: str(started)}
 
     @property
     def is_used(self) -> bool:
@@ -114,19 +126,27 @@ class EpochFolder:
     # -- the launcher ----------------------------------------------------------------------------
 
     def grant(
-        self, epoch: Epoch, run: str, trainers: int = 0, endpoints: Sequence[str] = ()
+        self,
+        epoch: Epoch,
+        run: str,
+        trainers: int = 0,
+        endpoints: Sequence[str] = (),
+        started: Mapping[str, int] = {},
     ) -> None:
         """Begin an epoch. The file is flushed to the disk before the method returns.
 
-        The last three arguments are the same in all epochs of a job.
+        `run`, `trainers` and `endpoints` are the same in all epochs of a job.
 
         Args:
           epoch: the epoch.
           run: identifier of the job.
           trainers: number of trainers.
           endpoints: endpoints of the servers. Pieces of cuts and checkpoints contain them.
+          started: for each role, the number of the epoch in which its process was started. Earlier
+            processes of the role, on a host that the launcher has lost, end when they read it.
         """
-        job = {"run": run, "trainers": trainers, "endpoints": list(endpoints)}
+        job: dict[str, Any] = {"run": run, "trainers": trainers, "endpoints": list(endpoints)}
+        job["started"] = dict(started)
         _write(self.path / "epoch.json", {**dataclasses.asdict(epoch), **job})
 
     @property
@@ -143,15 +163,20 @@ class EpochFolder:
         """Remove all files of a job that has ended without an error."""
         (self.path / "epoch.json").unlink()
         for path in self.path.iterdir():
-            if path.name in ("roles", "lost") or path.name.isdecimal():
+            is_of_server = path.name.startswith("pserver-")
+            if path.name in ("roles", "lost") or path.name.isdecimal() or is_of_server:
                 shutil.rmtree(path)
+
+    def forget_marks(self) -> None:
+        """Remove the reports of all roles, while no role runs."""
+        for name in ("roles", "lost"):
+            shutil.rmtree(self.path / name, ignore_errors=True)
 
     def marks(self) -> dict[str, RoleMark]:
         """Return the last report of each role, by name."""
         found = {}
         for name, fields in _read_all(self.path / "roles").items():
-            mark = RoleMark(**fields)
-            found[name] = dataclasses.replace(mark, cuts=tuple(mark.cuts))
+            found[name] = _mark_of(fields)
         return found
 
     def newest_cut(self, servers: Collection[str]) -> int | None:
@@ -163,6 +188,20 @@ class EpochFolder:
           servers: names of all servers.
         """
         return max(self._common_cuts(servers), default=None)
+
+    def cuts_alone(self, servers: Collection[str]) -> tuple[int, ...]:
+        """Return the newest cut of each server, if all are asynchronous and have one; else ().
+
+        Args:
+          servers: names of all servers.
+        """
+        marks = self.marks()
+        newest = []
+        for name in servers:
+            if name not in marks or not marks[name].is_alone or not marks[name].cuts:
+                return ()
+            newest.append(marks[name].cuts[-1])
+        return tuple(newest)
 
     def lost(self, epoch: int) -> list[LostReport]:
         """Return the reports of lost roles in an epoch, in the order of the reporters' names."""
@@ -180,8 +219,14 @@ class EpochFolder:
 
         Raises:
           ConfigError: the folder has no epoch, since no launcher uses it.
+          StateError: the launcher has started another process of this role.
         """
         fields = self._granted()
+        if fields["started"].get(self._role, 0) > self._started:
+            raise StateError(
+                f"the launcher has lost this process of {self._role}, and has started another one; "
+                "this process ends"
+            )
         return Epoch(fields["number"], fields["cut"])
 
     @property
@@ -198,14 +243,29 @@ class EpochFolder:
           epoch: the epoch.
           with_trainers: in a server, True if trainers write parts of its cuts, too.
         """
-        before = _read_all(self.path / "roles").get(self._role, {})
         cuts = []
-        for step in before.get("cuts", ()):
+        for step in self.mark().cuts:
             if epoch.cut is not None and step <= epoch.cut:
                 cuts.append(step)
         with self._lock:
             mark = RoleMark(epoch.number, tuple(cuts), with_trainers=with_trainers)
             self._write_mark(mark)
+
+    def enter_alone(self, epoch: Epoch) -> None:
+        """Tell the launcher that this asynchronous server takes part in an epoch, with its cuts."""
+        with self._lock:
+            before = self.mark()
+            mark = RoleMark(epoch.number, before.cuts, is_alone=True, counts=before.counts)
+            self._write_mark(mark)
+
+    def mark(self) -> RoleMark:
+        """Return the last report of this role, which an earlier process may have written."""
+        return _mark_of(_read_all(self.path / "roles").get(self._role, {}))
+
+    @property
+    def newest_written(self) -> int | None:
+        """Step of the newest cut that this process knows to be written; None without one."""
+        return max(self._mark.cuts, default=None)
 
     def note_cut(self, epoch: int, step: int) -> None:
         """Tell the launcher that this role has written its part of a cut.
@@ -218,6 +278,22 @@ class EpochFolder:
             if epoch == self._mark.epoch:
                 cuts = sorted({*self._mark.cuts, step})
                 self._write_mark(dataclasses.replace(self._mark, cuts=tuple(cuts)))
+
+    def note_cut_alone(self, step: int, counts: Sequence[int]) -> list[int]:
+        """Tell the launcher that this asynchronous server has written a cut.
+
+        Args:
+          step: the step of the cut. Steps increase.
+          counts: number of steps of each trainer in the cut.
+
+        Returns:
+          The steps of older cuts, which the server may remove.
+        """
+        with self._lock:
+            old = list(self._mark.cuts)
+            new = dataclasses.replace(self._mark, cuts=(step,), counts=tuple(counts))
+            self._write_mark(new)
+        return old
 
     def drop_cuts(self, epoch: int, before: int) -> list[int]:
         """Tell the launcher that this role removes its cuts before a step; return their steps.
@@ -293,6 +369,12 @@ class EpochFolder:
             ) from e
 
 
+def _mark_of(fields: Mapping[str, Any]) -> RoleMark:
+    """Return a report from the contents of its file, in which tuples are lists."""
+    mark = RoleMark(**fields)
+    return dataclasses.replace(mark, cuts=tuple(mark.cuts), counts=tuple(mark.counts))
+
+
 def _write(path: Path, fields: Mapping[str, Any]) -> None:
     write_file(path, lambda file: file.write(json.dumps(fields).encode()))
 
@@ -314,15 +396,14 @@ def write_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    while True:
+    for number in range(TRIES):
         try:
-            found: dict[str, Any] = json.loads(path.read_text())
+            return dict(json.loads(path.read_text()))
         except OSError as e:
             # On NFS, another host may replace a file while this one reads it.
-            if e.errno != errno.ESTALE:
+            if e.errno != errno.ESTALE or number == TRIES - 1:
                 raise
-        else:
-            return found
+    raise AssertionError("the last try returns or raises")
 
 
 def _read_all(folder: Path) -> dict[str, dict[str, Any]]:

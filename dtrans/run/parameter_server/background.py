@@ -51,7 +51,7 @@ from dtrans.protocol.tables.cached_rows import CachedRows
 from dtrans.protocol.tables.table_rows import WantedRows, put_in_place, wanted_of
 from dtrans.protocol.trainer.operation import Operation
 from dtrans.protocol.trainer.traffic import Leaf
-from dtrans.run.parameter_server.communicator import Communicator, Connect
+from dtrans.run.parameter_server.communicator import Communicator, Connect, NoteLost
 from dtrans.run.parameter_server.geo import GeoTrainer, pushed_leaves, split_push
 from dtrans.run.parameter_server.tables.new_rows import RowMaker
 
@@ -74,11 +74,12 @@ class BackgroundComm:
 
     Args:
       connect: function that connects to servers.
+      lost: reports a lost server, and returns the exception to raise.
       deadline: seconds that a server may take to answer.
     """
 
-    def __init__(self, connect: Connect, deadline: float) -> None:
-        self._connect = connect
+    def __init__(self, connect: Connect, lost: NoteLost, deadline: float) -> None:
+        self._connect, self._lost = connect, lost
         self._deadline = deadline
         self._leaves: dict[str, Leaf] = {}  # the parameters to receive, by name of the first block
         self._endpoints: set[str] = set()  # endpoints of the servers of tables
@@ -239,6 +240,7 @@ class BackgroundComm:
         if self._communicator is None:
             self._communicator = Communicator(
                 self._connect,
+                self._lost,
                 self._leaves,
                 self._config,
                 deadline=self._deadline,

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
+from dtrans.errors import LostPeerError
 from dtrans.ops import CommunicatorConfig
 from dtrans.protocol.buffers import BufferPool
 from dtrans.protocol.tables.table_rows import WantedRows
@@ -29,6 +30,7 @@ T = TypeVar("T")
 
 # A function that connects to servers; it returns the transport, and each server's link by endpoint.
 Connect = Callable[[Collection[str]], tuple[Transport, Mapping[str, ServerLink]]]
+NoteLost = Callable[[LostPeerError], BaseException]
 
 
 class Communicator:
@@ -36,6 +38,7 @@ class Communicator:
 
     Args:
       connect: function that connects to servers. The communicator owns the transport until `stop`.
+      lost: reports a lost server, and returns the exception to raise.
       leaves: the parameters to receive, by the caller's keys.
       config: length of the queue, and other options.
       deadline: seconds that a server may take to answer.
@@ -51,6 +54,7 @@ class Communicator:
     def __init__(
         self,
         connect: Connect,
+        lost: NoteLost,
         leaves: Mapping[str, Leaf],
         config: CommunicatorConfig,
         *,
@@ -60,7 +64,7 @@ class Communicator:
         local_tables: Mapping[str, Leaf] = {},
     ) -> None:
         self.config = config
-        self.name = name
+        self.name, self._lost = name, lost
         servers = dict.fromkeys(endpoints)
         for leaf in (*leaves.values(), *local_tables.values()):
             servers |= dict.fromkeys(leaf.endpoints)
@@ -127,6 +131,8 @@ class Communicator:
         """
         self._check()
         request = self._finish(self._loop.between(begin))
+        if isinstance(request.error, LostPeerError):
+            raise self._lost(request.error)
         if request.error is not None:
             raise request.error
         result: T = request.result
@@ -166,7 +172,7 @@ class Communicator:
             while not self._loop.done:
                 self._loop.turn()
         except BaseException as e:  # The trainer's next call raises the error.
-            self._error = e
+            self._error = self._lost(e) if isinstance(e, LostPeerError) else e
             self._notify()
 
     def _notify(self) -> None:

@@ -1,12 +1,14 @@
 """Cuts of one server: copies of its state every few steps, to which the job can go back.
 
 `dtrans.protocol.epochs` describes cuts and epochs. A cut is a checkpoint in the folder of the
-launcher, and each server writes its piece while the next steps run.
+launcher, and each server writes its piece while the next steps run. An asynchronous server has its
+own cuts. It goes back to its newest cut if it was lost itself.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,15 @@ class ServerCuts:
         assert self.folder is not None
         return self.folder
 
+    @property
+    def is_alone(self) -> bool:
+        """True if the server is asynchronous, so that its cuts contain no other servers."""
+        return not self.plan.sync_mode
+
+    @property
+    def _me(self) -> str:
+        return server_names(self.plan)[list(self.plan.servers).index(self.endpoint)]
+
     def begin(self, state: Mapping[str, Any]) -> tuple[Epoch, int, dict[str, Any]]:
         """Enter the current epoch.
 
@@ -67,25 +78,70 @@ class ServerCuts:
         self.epochs.enter(epoch, with_trainers=bool(computed_leaves(self.plan)))
         return found
 
-    def _load(self, step: int) -> dict[str, Any]:
-        return checkpoint.restore(self._path(step), self.plan, self.endpoint)
+    def begin_alone(
+        self, state: Mapping[str, Any]
+    ) -> tuple[Epoch, int | None, dict[str, Any], dict[int, int]]:
+        """Enter the current epoch as a new process of an asynchronous server.
 
-    def write(self, epoch: int, state: Mapping[str, Any], mark: Mark) -> None:
+        Args:
+          state: the initial state, by name.
+
+        Raises:
+          ConfigError: the folder has cuts of synchronous servers.
+
+        Returns:
+          The epoch, and the step of the server's newest cut, or None. Then the state with which the
+          server begins, and the number of each trainer's steps in it.
+        """
+        mark = self.epochs.mark()
+        if mark.cuts and not mark.is_alone:
+            raise ConfigError(
+                f"the folder {self.epochs.path} has cuts of synchronous servers, but the plan's "
+                "mode is asynchronous; pass the same mode as before, or another folder of cuts"
+            )
+        epoch = self.enter_alone()
+        if not mark.cuts:
+            counts = dict.fromkeys(range(self.plan.trainers), self.first_step)
+            return epoch, None, dict(state), counts
+        (step,) = mark.cuts
+        log.warning("pserver %s continues from its cut after %d steps", self.endpoint, step)
+        return epoch, step, self._load(step), dict(enumerate(mark.counts))
+
+    def enter_alone(self) -> Epoch:
+        """Enter and return the current epoch, as an asynchronous server."""
+        epoch = self.epochs.current()
+        self.epochs.enter_alone(epoch)
+        return epoch
+
+    def _load(self, step: int) -> dict[str, Any]:
+        restore = checkpoint.restore_alone if self.is_alone else checkpoint.restore
+        return restore(self._path(step), self.plan, self.endpoint)
+
+    def write(
+        self, epoch: int, counts: Mapping[int, int], state: Mapping[str, Any], mark: Mark
+    ) -> None:
         """Write this server's piece of a cut, and remove its pieces of old cuts.
 
         If the piece cannot be written, the job continues with its earlier cuts.
 
         Args:
           epoch: number of the epoch of the state.
+          counts: for an asynchronous server, the number of steps of each trainer in the state.
           state: the server's arrays, by name.
           mark: the run and the step.
         """
         assert mark.step is not None
+        path = self._path(mark.step)
+        if self.is_alone:
+            # A process that was lost may have written another state of this step.
+            shutil.rmtree(path, ignore_errors=True)
         try:
-            path, plan = self._path(mark.step), self.plan
-            checkpoint.save_serving(path, plan, self.endpoint, state, mark, servers_only=True)
+            save = checkpoint.save_serving
+            kind = {"alone": self.is_alone, "servers_only": not self.is_alone}
+            save(path, self.plan, self.endpoint, state, mark, **kind)
         except (DtransError, OSError) as e:
-            newest = self.epochs.newest_cut(server_names(self.plan))
+            servers = [self._me] if self.is_alone else server_names(self.plan)
+            newest = self.epochs.newest_cut(servers)
             log.warning(
                 "pserver %s cannot write the cut of step %d, so a restart would go back to step "
                 "%s: %s",
@@ -95,23 +151,38 @@ class ServerCuts:
                 e,
             )
             return
-        self.epochs.note_cut(epoch, mark.step)
-        self.epochs.remove_old_cuts(epoch, server_names(self.plan))
+        if self.is_alone:
+            by_trainer = [counts.get(k, 0) for k in range(self.plan.trainers)]
+            for step in self.epochs.note_cut_alone(mark.step, by_trainer):
+                shutil.rmtree(self._path(step), ignore_errors=True)
+        else:
+            self.epochs.note_cut(epoch, mark.step)
+            self.epochs.remove_old_cuts(epoch, server_names(self.plan))
 
     def _path(self, step: int) -> Path:
-        return self.epochs.path / str(step)
+        folder = self.epochs.path
+        if self.is_alone:
+            folder /= self._me.replace(" ", "-")
+        return folder / str(step)
 
 
 def check_cuts(plan: PServerPlan) -> None:
     """Raise ConfigError if a plan has state that cuts do not contain.
 
-    Cuts contain the state of synchronous servers, and leaves that trainers compute. Announced rows
-    that lack updates would be newer after the cut.
+    Cuts contain the state of servers, and leaves that synchronous trainers compute. A repeated step
+    would look up newer rows than those announced with `staleness`.
     """
     remedy = "leave cuts out, and restart from checkpoints (docs/reliability.md)"
-    if not plan.sync_mode:
+    if plan.push_every:
         raise ConfigError(
-            f"cuts: an asynchronous server has no step that all trainers share; {remedy}"
+            "cuts: with dtrans.Geo, the optimizer's state is only on trainers, and cuts contain "
+            f"the servers' state; pass mode=dtrans.Async(), or {remedy}"
+        )
+    computed = [] if plan.sync_mode else computed_leaves(plan)
+    if computed:
+        raise ConfigError(
+            f"cuts: {computed[0]} is computed by each trainer, and cuts of asynchronous servers do "
+            f"not contain it; pass mode=dtrans.Sync(), or {remedy}"
         )
     for name, table in plan.tables.of.items():
         if table.staleness:

@@ -106,7 +106,7 @@ class EndpointFabric:
         self.cuts: ServerCuts | None = None
         self.connections, self._steps = connections, connections.steps
         self._lookups = RowLookups(connections)
-        self._background = BackgroundComm(connections.connect, deadline)
+        self._background = BackgroundComm(connections.connect, connections.lost, deadline)
         self._pool = BufferPool()
         self._landings: list[Landing] = []  # blocks that `recv` has recorded
         # endpoints of this step's `send_barrier`, until the message that ends the step is sent
@@ -322,6 +322,7 @@ class EndpointFabric:
     def abandon(self) -> None:
         """Close all connections without a message, because the job has a newer epoch."""
         self._closed = True
+        self._background.drain(discard=True)
         self.connections.abandon()
 
     def close(self, error: BaseException | None) -> None:
@@ -337,7 +338,8 @@ class EndpointFabric:
         self._closed = True
         failed: BaseException | None = None
         try:
-            self._background.drain(discard=error is not None)
+            with self.connections.after_last_step():
+                self._background.drain(discard=error is not None)
         except BaseException as e:
             # The error is raised below, after it was sent to the servers as the reason.
             error = failed = e

@@ -17,6 +17,9 @@ class ReturnToCut:
       epochs: epochs of the job; None without a launcher that restarts roles.
       connect: connects to the servers of an epoch, given its smallest possible number.
       receive: returns the parameters that the servers have now.
+
+    Attributes:
+      before: the trainer's step when the return began; None without a return.
     """
 
     def __init__(
@@ -29,23 +32,27 @@ class ReturnToCut:
         self._name, self._epochs = name, epochs
         self._connect, self._receive = connect, receive
         self._params: Any = None
+        self.before: int | None = None
 
     @property
     def is_due(self) -> bool:
         """True if the trainer has received the parameters of a cut, and the next step returns."""
         return self._params is not None
 
-    def begin(self, epoch: int) -> None:
+    def begin(self, epoch: int, step: int) -> None:
         """Connect to the servers of a new epoch, and receive the parameters of its cut.
 
         Args:
           epoch: the smallest possible number of the epoch.
+          step: the trainer's step.
 
         Raises:
           StateError: the trainer's state is not from `init`.
         """
+        before = step if self.before is None else self.before
         self._connect(epoch)
         self._params = self._receive()
+        self.before = before
 
     def end(self, step: int) -> Rewound:
         """Return the exception with the state of the cut.
@@ -54,10 +61,11 @@ class ReturnToCut:
           step: the step of the cut.
         """
         params, self._params = self._params, None
+        self.before = None
         epoch = 0 if self._epochs is None else self._epochs.current().number
         return Rewound(step, (params,), epoch)
 
-    def end_request(self, call: str, before: int, step: int, *, repeats: bool) -> None:
+    def end_request(self, call: str, before: int, step: int, *, repeats: bool | None) -> None:
         """End a return during a request between two steps, if the cut has the trainer's step.
 
         Otherwise the next step returns, and the loop repeats the request with its step.
@@ -66,13 +74,16 @@ class ReturnToCut:
           call: the user's call, for the error.
           before: the trainer's step.
           step: the step of the cut.
-          repeats: True if a loop over `job.steps` can repeat steps.
+          repeats: True if a loop over `job.steps` can repeat steps; None before such a loop.
 
         Raises:
           LostPeerError: the loop is over.
+          Rewound: the user calls `job.step` in another loop.
         """
         if step == before:
-            self._params = None
+            self._params = self.before = None
+        elif repeats is None:
+            raise self.end(step)
         elif not repeats:
             raise LostPeerError(
                 f"a process was lost during {call}, and {self._name} cannot go back from step "

@@ -104,8 +104,17 @@ class Server:
         """
         update, cuts = self._served_update, self._cuts
         epoch, step = Epoch(), self._first_step
-        if cuts is not None:
+        counts = dict.fromkeys(range(update.served.trainers), step)
+        loaded: int | None = None
+        if isinstance(like, BlockUpdates):
+            assert cuts is not None and before is not None
+            assert isinstance(before.kind, AsyncServer)
+            epoch, state, counts = cuts.enter_alone(), like.state, before.kind.counts()
+        elif cuts is not None and cuts.is_alone:
+            epoch, loaded, state, counts = cuts.begin_alone(state)
+        elif cuts is not None:
             epoch, step, state = cuts.begin(state)
+            loaded = epoch.cut
         served = update.served
         trainers = TrainerRegistry(
             served,
@@ -113,6 +122,7 @@ class Server:
             plan=self._plan,
             secret=self._keys.secret,
             retry=self._retry,
+            busy=() if before is None or served.sync_mode else before.trainers.present,
         )
         self._loop = ServerLoop(
             self._transport,
@@ -129,24 +139,33 @@ class Server:
         for t in update.tables.values():
             if not t.updates_all:
                 tables.update(t.arrays)
-        dense = copy_state(omit(state, tables))
-        state, say = {**state, **dense}, self._loop.say
+        dense, say = omit(state, tables), self._loop.say
+        if not isinstance(like, BlockUpdates):
+            dense = copy_state(dense)
+        values = {**state, **dense}
         kind: SyncServer | AsyncServer
         if served.sync_mode:
             assert not isinstance(like, BlockUpdates)
-            steps = SyncUpdate(update, state, served.trainers, like)
+            first = self._first_step if cuts is None else cuts.first_step
+            steps = SyncUpdate(update, values, served.trainers, like, step - first)
             self._update = steps
             kind = SyncServer(served, steps, trainers, say, step=step, epoch=epoch.number)
         else:
-            self._update = blocks = BlockUpdates(update, state)
-            kind = AsyncServer(served, blocks, blocks.state, trainers, say)
+            # An asynchronous server that lives continues with its state.
+            blocks = like if isinstance(like, BlockUpdates) else BlockUpdates(update, values)
+            self._update = blocks
+            state, has_cuts = blocks.state, cuts is not None
+            kind = AsyncServer(
+                served, blocks, state, trainers, say, counts=counts, has_cuts=has_cuts
+            )
         kind.tables = self._update.server_tables
+        self._update.server_tables.went_back = served.sync_mode and epoch.number > 0
         self._protocol = Serving(kind, trainers, say, self.refusals)
         if before is not None:
             self._protocol.keep_saves(before)
         if cuts is not None:
             self._protocol.gate = EpochGate(epoch, say, cuts.every)
-        self._saves.begin(self._protocol, self._update, dense, epoch)
+        self._saves.begin(self._protocol, self._update, dense, epoch, loaded)
 
     def _open_door(self, update: ServerUpdate, *, allow_remote: bool) -> ZmqListener:
         """Bind the server's endpoint.
@@ -223,12 +242,15 @@ class Server:
         return True
 
     def _rewind(self) -> None:
-        """Go back to the cut of the new epoch, with new state machines."""
+        """Begin a new epoch with new state machines. A synchronous server goes back to its cut."""
         gate, endpoint = self._protocol.gate, self._protocol.kind.endpoint
         assert gate is not None
         before, self._early = self._protocol, gate.early
         self._loop.leave_peers(failed=True)
         self._begin({}, self._update, before)
+        if isinstance(before.kind, AsyncServer):
+            log.warning("pserver %s continues after the loss of a process", endpoint)
+            return
         log.warning(
             "pserver %s goes back from step %d to step %d, after the loss of a process",
             endpoint,

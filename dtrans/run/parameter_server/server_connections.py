@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import socket
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TypeVar
 
 from dtrans._jax import JaxprEqn
@@ -153,8 +153,11 @@ class ServerConnections:
 
     @property
     def step_count(self) -> int:
-        """Number of steps of the job, from the connection to the first server; 0 without one."""
-        return next((link.line.step for link in self._links.values()), 0)
+        """Number of this trainer's steps that servers have received; 0 without a connection.
+
+        Asynchronous servers may have received different numbers of steps. The largest one counts.
+        """
+        return max((link.line.steps_so_far for link in self._links.values()), default=0)
 
     def connect(self, endpoints: Collection[str]) -> tuple[ZmqTransport, Mapping[str, ServerLink]]:
         """Connect to servers; return the transport, and a map from endpoints to connections."""
@@ -173,8 +176,12 @@ class ServerConnections:
         try:
             self._wait(OperationWait(self._transport, self._links, operation))
         except LostPeerError as e:
-            raise self._member.lost(e) from e
+            raise self.lost(e) from e
         return operation.result
+
+    def lost(self, e: LostPeerError) -> BaseException:
+        """Report a lost server, and return the exception to raise (`EpochMember.lost`)."""
+        return self._member.lost(e)
 
     def _wait(self, wait: OperationWait | LastWords) -> None:
         while not wait.done:
@@ -186,8 +193,14 @@ class ServerConnections:
         Raises:
           LostPeerError: a process was lost, and this trainer cannot go back to a cut any more.
         """
-        try:
+        with self.after_last_step():
             self.run(operation)
+
+    @contextlib.contextmanager
+    def after_last_step(self) -> Iterator[None]:
+        """Convert the start of a new epoch to LostPeerError, since the trainer cannot go back."""
+        try:
+            yield
         except NewEpoch:
             self.abandon()
             raise LostPeerError(

@@ -14,6 +14,7 @@ from dtrans.checkpoint.runs import Mark
 from dtrans.ir.array_fns import is_key
 from dtrans.ir.selection import omit
 from dtrans.protocol.epochs import Epoch
+from dtrans.protocol.server.async_server import AsyncServer
 from dtrans.protocol.server.serving import Serving
 from dtrans.protocol.server.sync_server import SyncServer
 from dtrans.protocol.server.trainer_registry import log
@@ -47,7 +48,9 @@ class ServerSaves:
         self._protocol: Serving
         self._update: SyncUpdate | BlockUpdates
         self._epoch = Epoch()
-        self._first = 0  # number of updates before the epoch
+        self._first = 0  # number of a synchronous server's steps before the epoch
+        # step of the last cut that an asynchronous server has begun or loaded
+        self._newest_cut: int | None = None
 
     def begin(
         self,
@@ -55,6 +58,7 @@ class ServerSaves:
         update: SyncUpdate | BlockUpdates,
         dense: Mapping[str, Any],
         epoch: Epoch,
+        loaded: int | None,
     ) -> None:
         """Save the state of an epoch from now on.
 
@@ -63,6 +67,7 @@ class ServerSaves:
           update: the update of the epoch.
           dense: the arrays outside of tables, by name.
           epoch: the epoch.
+          loaded: step of the cut that the server has loaded; None if it has loaded none.
         """
         self._protocol, self._update, self._epoch = protocol, update, epoch
         if self._keep is None and self._cuts is None:
@@ -74,11 +79,22 @@ class ServerSaves:
             protocol.keep = self._save
         update.before = self._writer.wait_copied
         if self._cuts is not None:
-            assert isinstance(protocol.kind, SyncServer)
             protocol.kind.between_steps = self._between_steps
-            self._first = protocol.kind.step
-            if not protocol.kind.has_tables:
-                self._between_steps(self._first)
+            self._begin_cuts(protocol.kind, loaded)
+            folder, protocol.status.epoch = self._cuts.epochs, epoch.number
+            protocol.status.cut = lambda: folder.newest_written
+
+    def _begin_cuts(self, kind: SyncServer | AsyncServer, loaded: int | None) -> None:
+        """Write a first cut if the server has none; a server with tables writes it later."""
+        if isinstance(kind, AsyncServer):
+            if self._newest_cut is None:
+                self._newest_cut = loaded
+            if self._newest_cut is None:
+                self._write_cut(kind.total)
+            return
+        self._first = kind.step
+        if not kind.has_tables:
+            self._between_steps(kind.step)
 
     def state(self) -> dict[str, Any]:
         """Return all arrays of the server, by name."""
@@ -137,13 +153,21 @@ class ServerSaves:
     def _between_steps(self, step: int) -> None:
         """Start writing a cut, if one is due before the next step."""
         assert self._cuts is not None
-        if self._epoch.is_cut_due(step, self._first, self._cuts.every):
+        every, newest = self._cuts.every, self._newest_cut
+        if isinstance(self._protocol.kind, SyncServer):
+            is_due = self._epoch.is_cut_due(step, self._first, every)
+        else:
+            # one message of a trainer may end several steps
+            is_due = newest is None or step // every > newest // every
+        if is_due:
             self._write_cut(step)
 
     def _write_cut(self, step: int) -> None:
         """Start writing a cut of the current state."""
         assert self._writer is not None and self._cuts is not None
-        write = functools.partial(self._cuts.write, self._epoch.number)
+        self._newest_cut, kind = step, self._protocol.kind
+        counts = kind.counts() if isinstance(kind, AsyncServer) else {}
+        write = functools.partial(self._cuts.write, self._epoch.number, counts)
         state, spent = self._snapshot()
         self._writer.begin_cut(write, state, self._mark(step), spent)
 

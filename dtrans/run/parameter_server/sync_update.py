@@ -41,6 +41,7 @@ class SyncUpdate:
       state: the initial values, by name.
       trainers: the number of trainers.
       like: an earlier object for the same update, whose compiled functions are used again.
+      steps: number of updates before the first one, in earlier epochs.
 
     Attributes:
       state: the arrays by name, with tables in `TableMemory`.
@@ -57,13 +58,14 @@ class SyncUpdate:
         state: dict[str, Any],
         trainers: int,
         like: SyncUpdate | None = None,
+        steps: int = 0,
     ) -> None:
         self.exchange: Exchange | None = None
         spent = itertools.chain.from_iterable(phase.spent for phase in update.phases)
         self.spent = frozenset(spent)
         self.before: Callable[[], object] = lambda: None
         self._tables = memory_of(update, state)
-        self._steps = 0
+        self._steps = steps
         self.server_tables = ServerTables(
             update.endpoint,
             update.tables,

@@ -31,6 +31,8 @@ SERVER_METRICS = (
     ("dtrans_sent_bytes", "sent", "counter", "Bytes to trainers and other servers."),
     ("dtrans_refused_messages", "refused", "counter", "Messages that the server refused."),
     ("dtrans_barred_connections", "barred", "counter", "Connections that the server refused."),
+    ("dtrans_cut_step", "cut", "gauge", "Step of the newest cut that the server has written."),
+    ("dtrans_epoch", "epoch", "gauge", "Number of times that the job has gone back to a cut."),
     ("dtrans_uptime_seconds", "uptime", "gauge", "Seconds since the server started."),
 )
 TRAINER_METRICS = (

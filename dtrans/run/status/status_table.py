@@ -25,6 +25,7 @@ SERVER = (
     "out/s",
     "rows made",
     "checkpoint",
+    "cut",
     "doing",
 )
 TRAINER = ("trainer", "step", "steps/s", "in", "out", "heard", "staleness", "doing")
@@ -36,6 +37,7 @@ OPTIONAL = (
     "out/s",
     "rows made",
     "checkpoint",
+    "cut",
     "staleness",
 )
 
@@ -117,6 +119,7 @@ def _server(endpoint: str, x: ServerStatus | None, error: str) -> list[Text]:
         size(x.sent_per_second, "/s"),
         rows,
         _checkpoint(x),
+        _cut(x),
         doing,
     ]
     return [Text(cell) for cell in cells]
@@ -129,6 +132,12 @@ def _checkpoint(x: ServerStatus) -> str:
     if last["error"]:
         return f"{last['name']} FAILED"
     return f"{last['name']}, {duration(last['ago'])} ago"
+
+
+def _cut(x: ServerStatus) -> str:
+    if not x.epoch:
+        return count(x.cut)
+    return f"{count(x.cut)}, epoch {x.epoch}"
 
 
 def _trainer(t: TrainerRow) -> list[Text]:

@@ -26,7 +26,8 @@ class Job:
 
     def __init__(self, path: Path) -> None:
         self.epochs = JobEpochs(path, ROLES)
-        self.folders = {name: EpochFolder(path, name) for name in NAMES}
+        # the current process of each role, whichever epoch has started it
+        self.folders = {name: EpochFolder(path, name, started=1000) for name in NAMES}
 
     def enter(self, *names: str) -> None:
         for name in names:
@@ -61,6 +62,18 @@ def test_all_have_entered_until_one_leaves_or_starts_again(job: Job) -> None:
     assert job.epochs.have_all_entered
     job.folders["trainer 0"].leave()
     assert not job.epochs.have_all_entered
+
+
+def test_all_servers_begin_anew_if_one_has_no_cut(tmp_path: Path) -> None:
+    """An asynchronous server would otherwise continue from its own cut."""
+    epochs = JobEpochs(tmp_path, roles_of(2, ("127.0.0.1:1", "127.0.0.1:2")))
+    servers = [EpochFolder(tmp_path, f"pserver {i}") for i in range(2)]
+    for server in servers:
+        server.enter_alone(server.current())
+    servers[0].note_cut_alone(20, [10, 10])
+    assert epochs._newest() is None
+    epochs.start_again()
+    assert servers[0].mark().cuts == ()
 
 
 def test_a_server_without_a_cut_cannot_go_back(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import threading
@@ -105,7 +106,7 @@ def job(role_threads: RoleThreads) -> Iterator[Job]:
     made.end()
 
 
-def printed(answers: list[Answer], width: int = 160) -> str:
+def printed(answers: list[Answer], width: int = 180) -> str:
     console = Console(width=width, file=sys.stderr)
     with console.capture() as capture:
         console.print(job_tables(answers))
@@ -404,6 +405,7 @@ def server_status(**fields: Any) -> ServerStatus:
     }
     rates = {"received_per_second": 1.0, "sent_per_second": 2.0}
     empty: dict[str, Any] = {"saving": {}, "checkpoint": {}, "tables": []}
+    empty |= {"epoch": None, "cut": None}
     return ServerStatus(**common | numbers | rates | empty | fields)
 
 
@@ -456,6 +458,7 @@ def test_what_is_wrong_is_in_the_table() -> None:
     odd = server_status(
         saving={"101": 4.0}, checkpoint=saved, tables=tables, refused=3, barred=2, plan="q"
     )
+    odd = dataclasses.replace(odd, epoch=2, cut=1040)
     lost = [trainer_status(0), trainer_status(1, state="failed", doing="")]
     text = printed(
         [
@@ -467,7 +470,7 @@ def test_what_is_wrong_is_in_the_table() -> None:
     assert "SERVERS OF DIFFERENT PLANS" in text and "1 of 2 trainers here" in text
     _, head, first, second, third, *_ = text.splitlines()
     assert "rows made" in head and " 1,234 " in first
-    assert "100 FAILED" in first
+    assert "100 FAILED" in first and " 1,040, epoch 2 " in first
     assert first.endswith(
         "saving 101 for 4.0 s; serving; 3 messages refused; 2 connections refused"
     )

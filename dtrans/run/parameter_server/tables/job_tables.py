@@ -178,8 +178,8 @@ class JobTables(abc.ABC):
             job count, too.
 
         Returns:
-          The number of evicted rows, over all servers. In a job with cuts, 0 if a process was lost
-          during the call.
+          The number of evicted rows, over all servers. In a synchronous job with cuts, 0 if a
+          process was lost during the call.
 
         Raises:
           ConfigError: the plan has no table `name`, or `init` was not called. Also raised with
@@ -258,8 +258,8 @@ class AskServers(Protocol):
         Args:
           what: name of the request, for errors.
           ask: function that starts the request.
-          skipped: for a request that changes tables: returns the result if a process was lost.
-            Then the eviction is in the cut to which the job goes back, or a repeated step evicts.
+          skipped: for an eviction: returns the result if a process is lost during the request. Then
+            the eviction is in the cut to which the job goes back, or a repeated step evicts.
         """
 
 

@@ -1,0 +1,79 @@
+"""Checks of a job with cuts whose servers are asynchronous (`dtrans.protocol.epochs`).
+
+- The job ends without an error, whatever roles were lost.
+- A server that lives loses no step that it has received, and counts none twice.
+- A server that was lost goes back by less than two intervals of cuts.
+- A trainer skips at most the step whose answer it has not received.
+- A process of a server uses a gradient twice only if the trainer was making its step at a loss.
+- At the end, all servers agree on the number of each trainer's steps.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from collections.abc import Iterator
+
+from dtrans.protocol.server.async_server import AsyncServer
+from tools.simulate.case import Case
+from tools.simulate.launcher import SimulatedLauncher
+from tools.simulate.server_role import SimulatedServer
+from tools.simulate.trainer_role import SimulatedTrainer
+from tools.simulate.updates import SimulatedCut
+
+
+def faults_of_alone(case: Case, launcher: SimulatedLauncher) -> Iterator[str]:
+    """Yield the promises that an asynchronous job with cuts violated."""
+    epochs = launcher.epoch.number
+    merged = 1  # steps of one message
+    if case.mode != "async":
+        merged = case.communicator.max_merge_var_num
+    for endpoint in case.endpoints:
+        servers = []
+        for process in launcher.processes:
+            if isinstance(process, SimulatedServer) and process.endpoint == endpoint:
+                servers += [process] if process.begun else []
+        for old, new in itertools.pairwise(servers):
+            lost = _begun_since(old, new.loaded)
+            # steps that are not complete count, too
+            if lost > 2 * case.cuts + merged + case.trainers:
+                yield f"pserver {endpoint} lost {lost} steps of its trainers"
+        for k, steps in enumerate(case.steps):
+            count = _counts(servers[-1]).get(k, 0)
+            if count != steps:
+                yield f"pserver {endpoint} counts {count} of {steps} steps of trainer {k}"
+        for server in servers:
+            yield from _faults_of_log(case, server, epochs)
+    for process in launcher.processes:
+        if isinstance(process, SimulatedTrainer):
+            yield from _faults_of_firsts(case, process)
+
+
+def _begun_since(server: SimulatedServer, cut: SimulatedCut | None) -> int:
+    """Return the number of steps that a process has begun since a cut, or since its start."""
+    assert server.blocks is not None
+    has_written = cut is not None and cut.server is server.blocks
+    return server.blocks.begun - (cut.begun if cut is not None and has_written else 0)
+
+
+def _counts(server: SimulatedServer) -> dict[int, int]:
+    """Return the number of steps of each trainer at the end of a process."""
+    assert isinstance(server.machine.kind, AsyncServer)
+    return server.machine.kind.counts()
+
+
+def _faults_of_log(case: Case, server: SimulatedServer, epochs: int) -> Iterator[str]:
+    assert server.blocks is not None
+    used = collections.Counter(block for block, _ in server.blocks.log)
+    for block, count in used.items():
+        # each loss repeats at most the step that a trainer was making
+        if count > sum(case.steps) + epochs * case.trainers:
+            yield f"{server.name} used {count} gradients of {block} in {epochs} epochs"
+
+
+def _faults_of_firsts(case: Case, t: SimulatedTrainer) -> Iterator[str]:
+    for before, first in t.firsts if case.mode == "async" else ():
+        if first > before + 1:
+            yield f"{t.name} made {before} steps, and continued after {first}"
+    if t.error is None and t.ended is not None and t.pulled[-1][0] > case.steps[t.k]:
+        yield f"{t.name} made {t.pulled[-1][0]} of {case.steps[t.k]} steps"
