@@ -423,7 +423,8 @@ def drawn_with_cuts(seed: int) -> Case:
         case = dataclasses.replace(case, ahead=ahead, moves_rows=moves)
     case = _with_short_breaks(r, _with_second_death(r, _job_with_cuts(r, case)))
     # a trainer that leaves before the others writes no later cuts
-    return dataclasses.replace(case, has_means=seed % 3 == 2 and len(set(case.steps)) == 1)
+    has_means = seed % 3 == 2 and len(set(case.steps)) == 1 and case.sync_mode
+    return dataclasses.replace(case, has_means=has_means)
 
 
 def _with_second_death(r: Random, case: Case) -> Case:
