@@ -149,7 +149,7 @@ def save_serving(
       As `save`.
     """
     check_plan(plan)
-    layout = _layout(plan)
+    layout = _layout(plan, servers_only=servers_only)
     if alone:
         rows = plan.overview.by_endpoint(endpoint)
         layout = PieceLayout(plan.main, rows, {endpoint: layout.pieces[endpoint]})
