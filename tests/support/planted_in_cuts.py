@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from dtrans.protocol.epochs import NewEpoch
-from dtrans.protocol.server import trainer_registry
 from dtrans.protocol.server.async_server import AsyncServer
 from dtrans.protocol.server.epoch_gate import EpochGate
 from dtrans.protocol.server.sync_server import SyncServer
@@ -172,9 +171,6 @@ PLANTED_IN_CUTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     ),
     "a lost asynchronous server starts with the initial state": lambda m: m.setattr(
         SimulatedLauncher, "cut_alone", lambda self, endpoint: (None, None)
-    ),
-    "the greeting of an ended process stays": lambda m: m.setattr(
-        trainer_registry, "_is_replaced", lambda *_: False
     ),
 }
 

@@ -384,7 +384,7 @@ def _used(parts: Parts, choice: Choice, changed: dict[Part, Any]) -> set[Part]:
     if action == "_start":
         return {("role", terms[0]), EPOCH, LISTENERS}
     if action == "_end_reported" and not changed:
-        return {("role", terms[1]), EPOCH}
+        return {("role", terms[1]), ("entered", terms[1]), EPOCH}
     if action == "_look_at_left" and not changed:
         return {("left", terms[0]), ("entered", terms[0]), EPOCH}
     return {ALL}

@@ -155,7 +155,8 @@ class SimulatedLauncher:
             self._start_all()
 
     def _end_reported(self, epoch: int, name: str) -> None:
-        if epoch == self.epoch.number and not self.roles[name].over:
+        # A process that is still starting has not entered an epoch. See `JobEpochs.reports`.
+        if epoch == self.epoch.number and name in self._entered and not self.roles[name].over:
             self.roles[name].kill()
 
     def _note_end(self, role: Process) -> None:

@@ -185,6 +185,7 @@ class ServerLoop:
         self._trainers.silent = self._listener.silent
         self._next_look = self._transport.now() + TICK
         self._serving.look(now)
+        self._lost_at = None  # the lost role, if there was one, has been replaced
 
     def _take_all(self, until: float) -> bool:
         """Handle the events of one poll. Return True if there was an event.

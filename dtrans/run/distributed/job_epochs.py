@@ -55,6 +55,7 @@ class JobEpochs:
         # for each role, the epoch in which its current process was started
         self._started: dict[str, int] = {}
         self._is_pending = False
+        self._ignored: set[LostReport] = set()
         # for each role, `_newest` at its last loss
         self._losses: dict[str, Any] = {}
         if self._folder.is_used:
@@ -185,12 +186,23 @@ class JobEpochs:
     def reports(self, running: Collection[str]) -> list[LostReport]:
         """Return the reports of running roles, in the current epoch, that they lost another role.
 
+        A report about a process that is still starting is left out: it is about the greeting of the
+        process before, which a server has read after the loss.
+
         Args:
           running: names of the running roles.
         """
+        marks = self._current_marks()
         # a role that has left its last step does not wait for another role
-        waiting = set(running) - {name for name, mark in self._current_marks().items() if mark.left}
-        return [x for x in self._folder.lost(self.epoch.number) if x.reporter in waiting]
+        waiting = set(running) - {name for name, mark in marks.items() if mark.left}
+        found = []
+        for report in self._folder.lost(self.epoch.number):
+            name = self.reported_role(report)
+            if name not in marks and self._started.get(name) == self.epoch.number > 0:
+                self._ignored.add(report)
+            if report.reporter in waiting and report not in self._ignored:
+                found.append(report)
+        return found
 
     def reported_role(self, report: LostReport) -> str:
         """Return the name of the lost role in a report, which names servers by their endpoints."""

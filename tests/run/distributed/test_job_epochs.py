@@ -64,6 +64,18 @@ def test_all_have_entered_until_one_leaves_or_starts_again(job: Job) -> None:
     assert not job.epochs.have_all_entered
 
 
+def test_a_report_about_a_process_that_is_starting_is_ignored(job: Job) -> None:
+    """It is about the process before: its greeting was stored, and read in the next epoch."""
+    job.epochs.go_back("trainer 1")
+    job.enter("pserver 0", "trainer 0")
+    job.folders["pserver 0"].report_lost(1, "trainer 1", "it went away")
+    assert job.epochs.reports(RUNNING) == []
+    job.enter("trainer 1")
+    assert job.epochs.reports(RUNNING) == []
+    job.folders["pserver 0"].report_lost(1, "trainer 1", "it went away again")
+    assert [x.reason for x in job.epochs.reports(RUNNING)] == ["it went away again"]
+
+
 def test_all_servers_begin_anew_if_one_has_no_cut(tmp_path: Path) -> None:
     """An asynchronous server would otherwise continue from its own cut."""
     epochs = JobEpochs(tmp_path, roles_of(2, ("127.0.0.1:1", "127.0.0.1:2")))
