@@ -26,6 +26,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Protocol
 
+from dtrans.errors import StateError
+
 
 @dataclasses.dataclass(frozen=True)
 class Epoch:
@@ -61,6 +63,13 @@ class NewEpoch(Exception):
     def __init__(self, number: int) -> None:
         super().__init__(f"epoch {number}")
         self.number = number
+
+
+class ReplacedError(StateError):
+    """The launcher has lost this process, and has started another one in its place.
+
+    The process ends. It sends servers no reason, because an error of a trainer would end the job.
+    """
 
 
 class Epochs(Protocol):

@@ -30,7 +30,7 @@ from dtrans.ops import (
     prefetch_p,
     trainer_index_p,
 )
-from dtrans.protocol.epochs import Epochs
+from dtrans.protocol.epochs import Epochs, ReplacedError
 from dtrans.protocol.trainer.operation import Operation
 from dtrans.protocol.trainer.trainer_steps import TrainerSteps
 from dtrans.run.base.batch import on_one_device
@@ -325,8 +325,9 @@ class Executor:
         Args:
           error: the exception with which this trainer failed; None if it has finished.
         """
-        if isinstance(error, LostPeerError) and self.connections.is_in_epoch:
-            # The launcher starts all roles again. An error sent to the servers would end the job.
+        is_lost = isinstance(error, LostPeerError) and self.connections.is_in_epoch
+        if is_lost or isinstance(error, ReplacedError):
+            # The launcher starts roles again. An error sent to the servers would end the job.
             self._fabric.abandon()
         self._fabric.close(error)
 

@@ -27,7 +27,7 @@ from dtrans.errors import ConfigError, LostPeerError, PeerError, Rewound, StateE
 from dtrans.job import Job
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.protocol import wire
-from dtrans.protocol.epochs import Epoch, NewEpoch
+from dtrans.protocol.epochs import Epoch, NewEpoch, ReplacedError
 from dtrans.protocol.refusals import Refusals
 from dtrans.protocol.server.epoch_gate import EpochGate
 from dtrans.protocol.server.server_loop import ServerLoop
@@ -718,8 +718,10 @@ def test_a_process_that_was_replaced_ends(tmp_path: Path) -> None:
     launcher.grant(Epoch(), "a run", started={"pserver 0": 0})
     assert old.current() == Epoch()
     launcher.grant(Epoch(1, 20), "a run", started={"pserver 0": 1, "trainer 0": 0})
-    with pytest.raises(StateError, match="has lost this process of pserver 0, and has started"):
-        old.current()
+    for act in (old.current, old.leave, lambda: old.enter(Epoch(1, 20))):
+        with pytest.raises(ReplacedError, match="has lost this process of pserver 0, and has"):
+            act()
+    assert launcher.marks() == {}
     assert EpochFolder(tmp_path, "trainer 0").current() == Epoch(1, 20)
     environment = launcher.environment(1)
     new = EpochFolder.from_environment("pserver 0", environment)
@@ -732,6 +734,14 @@ def test_an_asynchronous_server_refuses_cuts_of_synchronous_ones(tmp_path: Path)
     cuts = ServerCuts(EpochFolder(tmp_path, "pserver 0"), plan, SERVER, every=1)
     with pytest.raises(ConfigError, match="has cuts of synchronous servers, but the plan's mode"):
         cuts.begin_alone({})
+
+
+def test_a_synchronous_server_refuses_cuts_of_asynchronous_ones(tmp_path: Path) -> None:
+    folder = EpochFolder(tmp_path, "pserver 0")
+    folder.grant(Epoch(), "a run")
+    folder.enter_alone(folder.current())
+    with pytest.raises(ConfigError, match="cuts of asynchronous servers, but the plan's mode is s"):
+        ServerCuts(folder, planned(), SERVER, every=1).begin({})
 
 
 def test_an_asynchronous_server_counts_from_the_restored_checkpoint(tmp_path: Path) -> None:

@@ -306,13 +306,13 @@ class AsyncServer:
         t = self._trainers.known[k]
         self._check_step(k, message)
         step = self._step_of(k)
-        if "count" in message.fields:
-            self._adopt_count(k, step, message["count"])
-        step.read = self._count - step.count
         if "blocks" in message.fields:
             t.wants = wanted(self._served, k, message["blocks"])
         if "changed" in message.fields:
             self._tell_changed(k, message)
+        if "count" in message.fields:
+            self._adopt_count(k, step, message["count"])
+        step.read = self._count - step.count
         values = {}
         for name in t.wants:
             values[name] = np.asarray(self.state[name])

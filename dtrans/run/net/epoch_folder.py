@@ -27,8 +27,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from dtrans.errors import ConfigError, StateError
-from dtrans.protocol.epochs import Epoch
+from dtrans.errors import ConfigError
+from dtrans.protocol.epochs import Epoch, ReplacedError
 
 
 # Environment variables that the launcher sets: the path of the folder, and the epoch in which the
@@ -219,11 +219,11 @@ class EpochFolder:
 
         Raises:
           ConfigError: the folder has no epoch, since no launcher uses it.
-          StateError: the launcher has started another process of this role.
+          ReplacedError: the launcher has started another process of this role.
         """
         fields = self._granted()
-        if fields["started"].get(self._role, 0) > self._started:
-            raise StateError(
+        if fields.get("started", {}).get(self._role, 0) > self._started:
+            raise ReplacedError(
                 f"the launcher has lost this process of {self._role}, and has started another one; "
                 "this process ends"
             )
@@ -356,6 +356,9 @@ class EpochFolder:
         return common[-2] if len(common) > 1 else 0
 
     def _write_mark(self, mark: RoleMark) -> None:
+        """Write the report of this role; raise ReplacedError in a process that was replaced."""
+        if self.is_used:
+            self.current()
         self._mark = mark
         _write(self.path / "roles" / self._role, dataclasses.asdict(mark))
 

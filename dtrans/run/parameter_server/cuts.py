@@ -67,10 +67,15 @@ class ServerCuts:
         Args:
           state: the initial state, by name.
 
+        Raises:
+          ConfigError: the folder has cuts of asynchronous servers.
+
         Returns:
           The epoch, the number of steps before its first step, and the state with which it begins.
         """
         epoch = self.epochs.current()
+        if self.epochs.mark().is_alone:
+            raise ConfigError(_other_mode(self.epochs.path, "asynchronous", "synchronous"))
         if epoch.cut is None:
             found = epoch, self.first_step, dict(state)
         else:
@@ -95,10 +100,7 @@ class ServerCuts:
         """
         mark = self.epochs.mark()
         if mark.cuts and not mark.is_alone:
-            raise ConfigError(
-                f"the folder {self.epochs.path} has cuts of synchronous servers, but the plan's "
-                "mode is asynchronous; pass the same mode as before, or another folder of cuts"
-            )
+            raise ConfigError(_other_mode(self.epochs.path, "synchronous", "asynchronous"))
         epoch = self.enter_alone()
         if not mark.cuts:
             counts = dict.fromkeys(range(self.plan.trainers), self.first_step)
@@ -164,6 +166,13 @@ class ServerCuts:
         if self.is_alone:
             folder /= self._me.replace(" ", "-")
         return folder / str(step)
+
+
+def _other_mode(path: Path, before: str, now: str) -> str:
+    return (
+        f"the folder {path} has cuts of {before} servers, but the plan's mode is {now}; pass the "
+        "same mode as before, or another folder of cuts"
+    )
 
 
 def check_cuts(plan: PServerPlan) -> None:

@@ -132,6 +132,8 @@ class TrainerCuts:
         servers = server_names(self._plan)
         try:
             write_file(self._path(step), lambda file: np.savez(file, **arrays))
+            self._epochs.note_cut(epoch, step)
+            self._epochs.remove_old_cuts(epoch, servers)
         except OSError as e:
             log.warning(
                 "%s cannot write its leaves in the cut of step %d, so a restart would go back to "
@@ -141,6 +143,3 @@ class TrainerCuts:
                 self._epochs.newest_cut(servers),
                 e,
             )
-            return
-        self._epochs.note_cut(epoch, step)
-        self._epochs.remove_old_cuts(epoch, servers)
