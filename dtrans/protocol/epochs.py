@@ -1,7 +1,7 @@
 """Epochs of a job with cuts, to which roles go back after the loss of a process.
 
-    cut      copy of the servers' state after a step, written by every server, and of leaves that
-             each trainer computes itself, written by every trainer
+    cut      copy of the job's state after a step. Each server writes its state, and each trainer
+             the leaves that it computes itself
     epoch    part of a job between two losses; it begins at a cut
 
 Roles write a cut every few steps. When a process is lost, the launcher chooses the newest cut that
@@ -43,7 +43,10 @@ class Epoch:
     cut: int | None = None
 
     def is_cut_due(self, step: int, first: int, every: int) -> bool:
-        """Return True if roles write a cut after a step. The epoch's cut is written already.
+        """Return True if roles write a cut after a step of a synchronous job.
+
+        An epoch that begins without a cut writes one at its first step. The cut with which an epoch
+        begins is written already.
 
         Args:
           step: number of steps of the job.
@@ -51,6 +54,19 @@ class Epoch:
           every: number of steps between two cuts.
         """
         return step != self.cut and (step == first or step % every == 0)
+
+
+def is_cut_due_alone(step: int, newest: int | None, every: int) -> bool:
+    """Return True if an asynchronous server writes a cut after a step.
+
+    One message of a trainer may end several steps, so `step` may jump over a multiple of `every`.
+
+    Args:
+      step: total number of steps of all trainers.
+      newest: step of the server's last cut; None without one.
+      every: number of steps between two cuts.
+    """
+    return newest is None or step // every > newest // every
 
 
 class NewEpoch(Exception):

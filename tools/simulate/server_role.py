@@ -7,7 +7,7 @@ from collections.abc import Callable
 from random import Random
 
 from dtrans.errors import CheckpointError
-from dtrans.protocol.epochs import Epoch, NewEpoch
+from dtrans.protocol.epochs import Epoch, NewEpoch, is_cut_due_alone
 from dtrans.protocol.refusals import Refusals
 from dtrans.protocol.server.async_server import AsyncServer
 from dtrans.protocol.server.epoch_gate import EpochGate
@@ -158,8 +158,7 @@ class SimulatedServer(Process):
         if self._case.sync_mode:
             is_due = self._epoch.is_cut_due(step, 0, self._case.cuts)
         else:
-            every, newest = self._case.cuts, self._newest_cut
-            is_due = newest is None or step // every > newest // every
+            is_due = is_cut_due_alone(step, self._newest_cut, self._case.cuts)
         if is_due:
             self._write_cut(step)
 

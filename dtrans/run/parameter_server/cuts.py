@@ -1,8 +1,8 @@
 """Cuts of one server: copies of its state every few steps, to which the job can go back.
 
 `dtrans.protocol.epochs` describes cuts and epochs. A cut is a checkpoint in the folder of the
-launcher, and each server writes its piece while the next steps run. An asynchronous server has its
-own cuts. It goes back to its newest cut if it was lost itself.
+launcher, and each server writes its piece while the next steps run. The cuts of an asynchronous
+server contain no other servers. Only a lost server goes back to its newest cut.
 """
 
 from __future__ import annotations
@@ -138,9 +138,15 @@ class ServerCuts:
             # A process that was lost may have written another state of this step.
             shutil.rmtree(path, ignore_errors=True)
         try:
-            save = checkpoint.save_serving
-            kind = {"alone": self.is_alone, "servers_only": not self.is_alone}
-            save(path, self.plan, self.endpoint, state, mark, **kind)
+            checkpoint.save_serving(
+                path,
+                self.plan,
+                self.endpoint,
+                state,
+                mark,
+                servers_only=True,
+                alone=self.is_alone,
+            )
         except (DtransError, OSError) as e:
             servers = [self._me] if self.is_alone else server_names(self.plan)
             newest = self.epochs.newest_cut(servers)
@@ -178,8 +184,8 @@ def _other_mode(path: Path, before: str, now: str) -> str:
 def check_cuts(plan: PServerPlan) -> None:
     """Raise ConfigError if a plan has state that cuts do not contain.
 
-    Cuts contain the state of servers, and leaves that synchronous trainers compute. A repeated step
-    would look up newer rows than those announced with `staleness`.
+    Cuts contain the state of servers, and leaves that synchronous trainers compute. With
+    `staleness`, a step uses older rows, which cuts do not contain.
     """
     remedy = "leave cuts out, and restart from checkpoints (docs/reliability.md)"
     if plan.push_every:

@@ -13,7 +13,7 @@ from dtrans.checkpoint.assemble import copy_array
 from dtrans.checkpoint.runs import Mark
 from dtrans.ir.array_fns import is_key
 from dtrans.ir.selection import omit
-from dtrans.protocol.epochs import Epoch
+from dtrans.protocol.epochs import Epoch, is_cut_due_alone
 from dtrans.protocol.server.async_server import AsyncServer
 from dtrans.protocol.server.serving import Serving
 from dtrans.protocol.server.sync_server import SyncServer
@@ -157,8 +157,7 @@ class ServerSaves:
         if isinstance(self._protocol.kind, SyncServer):
             is_due = self._epoch.is_cut_due(step, self._first, every)
         else:
-            # one message of a trainer may end several steps
-            is_due = newest is None or step // every > newest // every
+            is_due = is_cut_due_alone(step, newest, every)
         if is_due:
             self._write_cut(step)
 
