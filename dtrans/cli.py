@@ -101,9 +101,9 @@ def launch_command(
         typer.Option(
             min=0,
             help="Largest number of restarts, after a signal or the loss of a host ended a role. "
-            "In a job with cuts, only the role that a signal ended starts again, and all go back "
-            "to the newest cut. Else all roles start again, and SCRIPT continues from its newest "
-            "checkpoint.",
+            "In a job with cuts, only the role that a signal ended starts again, and the job "
+            "continues from the newest cut. Else all roles start again, and SCRIPT continues from "
+            "its newest checkpoint.",
         ),
     ] = 0,
     cuts: Annotated[
@@ -120,8 +120,8 @@ def launch_command(
         int,
         typer.Option(
             min=0,
-            help="With --restarts: number of processes that have imported the modules of SCRIPT, "
-            "and wait in `Role.from_env` to take the place of a lost role on this host.",
+            help="With --restarts, in a job with cuts on this host: number of processes that run "
+            "SCRIPT up to `Role.from_env`, and wait there to take the place of a lost role.",
         ),
     ] = 0,
     module: Annotated[

@@ -134,20 +134,23 @@ class CheckpointError(PeerError):
 
 
 class Rewound(DtransError):
-    """Signal: after the loss of a process, all roles of the job went back to a cut.
+    """Signal: after the loss of a process, the job continues from an earlier state.
 
-    `job.steps` handles it, and repeats the steps after the cut. A loop that calls `job.step`
+    In a synchronous job, all roles went back to a cut. In an asynchronous job, the trainer has
+    received the newest parameters.
+
+    `job.steps` handles the signal, and repeats the steps after `step`. A loop that calls `job.step`
     catches it and continues from `state`.
 
     Attributes:
-      step: the number of steps before the cut.
+      step: the number of steps after which the trainer continues.
       state: the trainer's state after these steps.
-      epoch: number of times that the job has gone back.
+      epoch: number of the job's epoch: 1 after the first loss of a process.
     """
 
     def __init__(self, step: int, state: Any, epoch: int) -> None:
         super().__init__(
-            f"a process was lost, and all roles went back to step {step}; use "
+            f"a process was lost, and the job continues after step {step}; use "
             "job.steps(state, batch_of_step, stop=steps), which repeats the steps, or catch "
             "dtrans.errors.Rewound and continue from its state"
         )

@@ -156,7 +156,7 @@ def test_another_launcher_continues_with_the_same_endpoints(
 def test_a_server_continues_at_its_address(found: None, rsh: str, tmp_path: Path) -> None:
     folder_of_a_job(tmp_path / "cuts", "192.0.2.1:6174")
     options = RestartOptions(1, "cuts")
-    message = "is for a job of a pserver at 192.0.2.1:6174, which would be on {} at 127.0.0.1; "
+    message = "a pserver at 192.0.2.1:6174, but this launch places it on {} at 127.0.0.1; "
     with pytest.raises(ConfigError, match=message.format("host two")):
         launch_on_hosts(["true"], HOSTS, rsh=rsh, restarts=options)
     with pytest.raises(ConfigError, match=message.format("this host")):

@@ -869,7 +869,7 @@ def test_a_loss_after_the_last_step_repeats_steps() -> None:
 def test_steps_of_an_iterable_cannot_be_repeated() -> None:
     job = CountingJob({2: 0})
     found = []
-    with pytest.raises(Rewound, match="all roles went back to step 0; use job.steps") as e:
+    with pytest.raises(Rewound, match="the job continues after step 0; use job.steps") as e:
         for result in job.steps(0, [(0,), (1,), (2,)]):
             found.append(result)
     assert found == [(1, 0)]

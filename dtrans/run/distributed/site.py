@@ -116,8 +116,9 @@ def check_place(endpoint: str, address: str, host: str) -> None:
     """
     if split_endpoint(endpoint)[0] != address:
         raise ConfigError(
-            f"cuts: the folder is for a job of a pserver at {endpoint}, which would be on {host} "
-            f"at {address}; write the same hosts and numbers of roles, or another folder"
+            f"cuts: the job of this folder has a pserver at {endpoint}, but this launch places it "
+            f"on {host} at {address}; write the same hosts and numbers of roles as before, or "
+            "another folder"
         )
 
 
