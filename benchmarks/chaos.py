@@ -62,7 +62,7 @@ def loss(params, x, y):
 
 
 def transformer_block(params, x):
-    """A block of a transformer, for which a row is a sequence of 8 tokens with 4 features."""
+    """Apply a block of a transformer to rows, each a sequence of 8 tokens with 4 features."""
     tokens = x.reshape(-1, 8, 4)
     queries, keys, values = (tokens @ params[name] for name in "qkv")
     weights = jax.nn.softmax(queries @ keys.swapaxes(-1, -2) / 2, axis=-1)
@@ -223,7 +223,7 @@ class Job:
         """Wait for another restart, and for a step of trainer 0 after it; the seconds.
 
         Args:
-          restarts: number of restarts before.
+          restarts: number of restarts before the kill.
         """
         begun, path = time.time(), self.folder / "step"
         limit, restarted = begun + LIMIT, None

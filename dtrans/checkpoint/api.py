@@ -371,7 +371,7 @@ def restore(path: Folder, plan: Any, endpoint: Any = None) -> Any:
 
 
 def restore_alone(path: Folder, plan: PServerPlan, endpoint: str) -> dict[str, Any]:
-    """Return the state of a server, which `save_serving` has saved without the other servers.
+    """Return the state of a server from a checkpoint of this server alone (`save_serving`).
 
     Args:
       path, plan, endpoint: as in `restore`.

@@ -70,7 +70,9 @@ Epochs (`dtrans.protocol.epochs`): `epoch` in a greeting is the smallest epoch t
 part in. A server stores a greeting of a later epoch until it is in that epoch. It answers a trainer
 of an earlier epoch with `rewind`. When a server begins an epoch, it also sends `rewind` to the
 trainers of the previous epoch. In a `welcome`, `epoch` is the server's epoch, and `cut` the step of
-the cut with which it begins, if there is one. `every` is the number of steps between two cuts.
+the cut with which it begins, if there is one. `every` is the number of steps between two cuts. An
+asynchronous server adds `count`, the number of the trainer's steps that it has received. A `recv`
+with `blocks` contains the largest `count` of all servers.
 
 End of a job: a trainer sends `complete`, receives `goodbye`, and answers with its own `goodbye`. A
 server ends when it has received this answer. It also ends if the trainer's connection broke and the

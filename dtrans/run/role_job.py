@@ -499,7 +499,7 @@ class ServerJob(RoleJob):
           init: the arguments of `init`, if the state comes from a checkpoint. Then table rows with
             their initial values need no memory, and other rows can be evicted
             (`job.tables.evict`).
-          cuts: number of steps between two cuts, to which the job goes back after the loss of a
+          cuts: number of steps between two cuts, from which the job continues after the loss of a
             process. Servers write them if `dtrans launch --restarts` started the job. A new cut
             waits until the previous one is written. With `cuts`, the job counts its steps from the
             number of the restored checkpoint. An asynchronous server counts the steps of all

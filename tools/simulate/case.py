@@ -20,7 +20,7 @@ COMMUNICATING = (
     "half_async",
     "geo",
 )
-ALONE = ("async", "communicator", "half_async")  # the modes whose servers have cuts of their own
+ALONE = ("async", "communicator", "half_async")  # the modes whose servers write separate cuts
 LOOKING_UP = ("sync", "async", *COMMUNICATING)  # the modes in which servers may have tables
 
 

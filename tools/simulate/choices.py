@@ -78,28 +78,28 @@ class WatchedLauncher(SimulatedLauncher):
         self.read, self.written = set[Part](), set[Part]()
 
     def current(self) -> Epoch:
-        """Implement `SimulatedLauncher.current`."""
+        """Extend `SimulatedLauncher.current`."""
         self.read.add(EPOCH)
         return super().current()
 
     def enter(self, name: str, epoch: int) -> None:
-        """Implement `SimulatedLauncher.enter`."""
+        """Extend `SimulatedLauncher.enter`."""
         self.written.add(("entered", name))
         super().enter(name, epoch)
 
     def leave(self, name: str) -> None:
-        """Implement `SimulatedLauncher.leave`."""
+        """Extend `SimulatedLauncher.leave`."""
         self.read |= {EPOCH, ("entered", name)}
         self.written.add(("left", name))
         super().leave(name)
 
     def note_step(self, epoch: int, step: int) -> None:
-        """Implement `SimulatedLauncher.note_step`."""
+        """Extend `SimulatedLauncher.note_step`."""
         self.read |= {EPOCH, NEWEST}
         super().note_step(epoch, step)
 
     def cut(self, endpoint: str, step: int) -> SimulatedCut:
-        """Implement `SimulatedLauncher.cut`."""
+        """Extend `SimulatedLauncher.cut`."""
         self.read.add(("cuts", endpoint))
         return super().cut(endpoint, step)
 
@@ -201,9 +201,10 @@ class ChosenJob:
         return (*faults_so_far(self.case, self.launcher), *self._faults_of_restarts())
 
     def _faults_of_restarts(self) -> Iterator[str]:
-        """Yield a loss that has restarted roles again and again.
+        """Yield the kinds of restarts that are more frequent than losses.
 
-        All roles start again after a role has started again in place, if another one has left then.
+        One loss may cause both kinds: after a restart in place, all roles start again if another
+        role has left meanwhile.
         """
         losses = sum(x.kind in ("kill", "break") for x in self.events)
         for kind in ("in place", "all"):

@@ -20,8 +20,9 @@ and more restarts than losses.
 
 Limits: deadlines never pass. The time between two checks of a server has no lower limit, but a lost
 connection counts as ended at any moment. A process that is started begins at once, and a client
-greets as soon as it is connected. Trainers compute in no time: messages that arrive meanwhile are
-taken for later ones. Messages that a process sent before its death arrive.
+greets as soon as it is connected. Trainers compute in no time: a message that arrives during a
+computation counts as one that arrives after it. Messages that a process sent before its death
+arrive.
 """
 
 from __future__ import annotations

@@ -183,7 +183,7 @@ class AsyncServer:
         return self._before | {k: step.count for k, step in self._steps.items()}
 
     def count_of(self, k: int) -> int | None:
-        """Return the number of trainer k's steps, to which the trainer adds; None if it is 0."""
+        """Return the number of trainer k's steps, for its welcome; None if it is 0."""
         return self.counts().get(k) or None
 
     def progress(self) -> dict[int, int]:
@@ -323,7 +323,7 @@ class AsyncServer:
     def _adopt_count(self, k: int, step: _Step, count: int) -> None:
         """Count the steps of trainer k that another server has received, but this one has not.
 
-        Either this server has lost them, or the trainer has repeated no step after a loss.
+        Either this server has lost them, or the trainer has not repeated them after a loss.
         """
         missing = count - step.count
         if missing > 0:

@@ -27,7 +27,7 @@ class EpochGate:
 
     @property
     def fields(self) -> dict[str, int]:
-        """Fields of a welcome: the epoch, its cut if it begins at one, and the steps of cuts."""
+        """Fields of a welcome: the epoch, the steps between two cuts, and the epoch's cut."""
         fields = {"epoch": self.number, "every": self._every}
         if self._epoch.cut is not None:
             fields["cut"] = self._epoch.cut
@@ -50,8 +50,8 @@ class EpochGate:
             self._say(address, "waiting", reason="the servers to go back to a cut")
             return False
         if epoch < self.number and message.op == "hello":
-            # A live trainer greets again. The greeting of a process that was lost must not be
-            # admitted, because the end of its connection would end the process in its place.
+            # A live trainer greets again. The greeting of a lost process must not be admitted: the
+            # end of its connection would count as the loss of the process that replaces it.
             self._say(address, "rewind", epoch=self.number)
         return bool(epoch == self.number)
 

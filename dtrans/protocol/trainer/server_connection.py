@@ -43,8 +43,8 @@ class ServerConnection:
 
     Attributes:
       epoch: the server's epoch, after its welcome; None if the job has no cuts.
-      every: number of steps between two cuts, after the welcome; 0 if the job has no cuts.
-      count: number of the trainer's steps before the connection, after the welcome.
+      every: after the welcome, the number of steps between two cuts; 0 if the job has no cuts.
+      count: after the welcome, the number of the trainer's steps before this connection.
       me: name of the trainer in error and log texts, such as "trainer 0".
       welcomed: True if the server has welcomed the trainer.
       gone: True if the server has ended, or did not reconnect in time.

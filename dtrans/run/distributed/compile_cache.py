@@ -3,8 +3,8 @@
 A role that starts again finds its compiled programs in a folder. The folder is temporary: compiled
 programs are for this host's processor, and a folder of cuts may be used on another host later.
 
-If a role is killed while JAX writes a program, the file is incomplete. A role that reads the file
-then logs a warning of JAX, and compiles the program.
+If a role is killed while JAX writes a program, the file is incomplete. In a role that reads this
+file, JAX logs a warning and compiles the program.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Launcher's side of the epochs of a job with cuts: decides when roles can go back to a cut.
 
     epoch folder    roles report their epochs and cuts there, the launcher grants epochs
-    in place        a restart of the lost role alone; the other roles live and go back to a cut
+    in place        a restart of the lost role alone; the other roles live. Synchronous servers and
+                    their trainers go back to a cut
     pending         True from the grant of an epoch until all roles have entered it
 
 The launcher alone grants epochs. `dtrans.protocol.epochs` describes what the roles do.
@@ -32,7 +33,7 @@ class JobEpochs:
     """Epochs of one job. A new object grants the first epoch of this launcher.
 
     A folder with an epoch belongs to a job whose launcher has ended. The job is continued: its next
-    epoch begins at the newest cut of all servers.
+    epoch begins at the newest complete cut, or at the newest cut of each asynchronous server.
 
     Args:
       path: the folder.

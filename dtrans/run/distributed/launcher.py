@@ -102,13 +102,14 @@ def launch(
       log_dir: a folder for the output of the roles, one file per role (`trainer-0.log`).
       site: the hosts of the roles; by default this host.
       restarts: the largest number of restarts, after a signal or the loss of a host ended a role.
-        In a job with cuts, only the role that a signal ended starts again, and all roles go back to
-        the newest cut. In other jobs, and after the loss of a host, all roles start again. If it is
-        not 0, the variable DTRANS_RESTARTS of each role has the number of restarts so far. After
-        the deadline no restart begins, and the loss is the job's error. `RestartOptions` can also
-        set the folder of the cuts, and the number of spares. On several hosts, a job has cuts only
-        in such a folder, which all hosts must share. The roles of a job on this host share JAX's
-        compilation cache in a temporary folder, unless the environment sets or disables the cache.
+        In a job with cuts, only the role that a signal ended starts again, and the job continues
+        from the newest cut. In other jobs, and after the loss of a host, all roles start again. If
+        `restarts` is not 0, the variable DTRANS_RESTARTS of each role has the number of restarts so
+        far. After the deadline no restart begins, and the loss is the job's error. `RestartOptions`
+        can also set the folder of the cuts, and the number of spares. On several hosts, a job has
+        cuts only in such a folder, which all hosts must share. The roles of a job on this host
+        share JAX's compilation cache in a temporary folder, unless the environment sets or disables
+        the cache.
 
     Raises:
       ConfigError: an argument has an invalid value.

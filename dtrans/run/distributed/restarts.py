@@ -4,13 +4,14 @@ A role is lost if a signal ended it, or if its host was lost. There are two kind
 
     all roles    the launcher ends the other roles and starts all again, with the same endpoints
     in place     the launcher starts only the lost role; the others live and go back to a cut.
-                 If it has a spare (`dtrans.run.distributed.spares`), the spare becomes the role.
+                 If there is a spare (`dtrans.run.distributed.spares`), it becomes the role.
 
 A restart in place needs cuts: every other role takes part in the current epoch and has not left,
-and all servers have a common cut (`dtrans.run.distributed.job_epochs`). After the loss of a host,
-all roles start again, because all roles of this host are lost. After a restart of all roles, the
-script continues from the newest common cut, or from its newest checkpoint. Each start of all roles
-has its own run name, so pieces of checkpoints from different starts never mix.
+and all servers have a common cut (`dtrans.run.distributed.job_epochs`). Asynchronous servers have
+separate cuts, and only a lost server goes back to its newest cut. After the loss of a host, all
+roles start again, because all roles of this host are lost. After a restart of all roles, the script
+continues from the newest cuts, or from its newest checkpoint. Each start of all roles has another
+run name, so pieces of checkpoints from different starts never mix.
 
 A role that raised an exception ends the job, since it would raise the exception again. For the same
 reason, a role of a job with cuts that is lost twice without a newer cut ends the job.
@@ -56,8 +57,8 @@ class RestartOptions:
       cuts: a folder for the cuts of servers, which all hosts of the job share. None is a temporary
         folder, or no cuts on several hosts. If the launcher itself is killed, a launch with the
         same folder continues the job from the newest cut.
-      spares: number of processes that have imported the modules of the script, and wait in
-        `Role.from_env` to take the place of a lost role.
+      spares: number of processes that run the script up to `Role.from_env`, and wait there to take
+        the place of a lost role.
     """
 
     most: int = 0

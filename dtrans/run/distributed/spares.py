@@ -80,7 +80,8 @@ class SpareChild(Child):
 class Spares:
     """Spares of a job. It is a context manager that ends them.
 
-    It is also the queue of their ends. It passes on the end of a process that has become a role.
+    It is also the queue (`Events`) to which these processes add themselves when they end. If a
+    process has become a role, `put` adds it to the launcher's queue instead.
 
     Args:
       count: number of spares.

@@ -3,7 +3,7 @@
 When a connected role ends, a server notices the end of the connection. If a role ends before it
 connects, only the launcher notices. The launcher creates a folder, passes its path in an
 environment variable, and writes a file for each role that has ended. Servers read the folder every
-second. On another host, the agent of each role writes the folder.
+second. On other hosts, the agent of each role writes such a folder for the launcher.
 
 In a job with cuts, each report has the number of an epoch (`dtrans.protocol.epochs`). A role whose
 process is replaced takes part in the next epoch, where the report has no effect.

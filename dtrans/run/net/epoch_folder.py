@@ -163,8 +163,8 @@ class EpochFolder:
         """Remove all files of a job that has ended without an error."""
         (self.path / "epoch.json").unlink()
         for path in self.path.iterdir():
-            is_of_server = path.name.startswith("pserver-")
-            if path.name in ("roles", "lost") or path.name.isdecimal() or is_of_server:
+            has_cuts = path.name.isdecimal() or path.name.startswith("pserver-")
+            if path.name in ("roles", "lost") or has_cuts:
                 shutil.rmtree(path)
 
     def forget_marks(self) -> None:
@@ -174,15 +174,14 @@ class EpochFolder:
 
     def marks(self) -> dict[str, RoleMark]:
         """Return the last report of each role, by name."""
-        found = {}
-        for name, fields in _read_all(self.path / "roles").items():
-            found[name] = _mark_of(fields)
-        return found
+        files = _read_all(self.path / "roles")
+        return {name: _mark_of(fields) for name, fields in files.items()}
 
     def newest_cut(self, servers: Collection[str]) -> int | None:
         """Return the step of the newest complete cut; None if there is none.
 
-        Every server has written a complete cut, and every trainer if trainers write parts of cuts.
+        A cut is complete if every server has written its piece. If trainers write parts of cuts,
+        every trainer has written its part, too.
 
         Args:
           servers: names of all servers.
