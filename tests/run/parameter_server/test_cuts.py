@@ -462,5 +462,7 @@ def test_an_asynchronous_server_goes_back_alone(
     assert lines.count("it starts again, and the other roles continue") == 2
     assert "all roles start again" not in lines
     assert re.search(r"\[pserver 0\] .* continues from its cut after \d+ steps", lines)
-    # server 0 has lost the steps after its cut; each loss skips at most one step of a trainer
-    assert 2 * FINAL - 2 * 10 - 2 * 20 <= adam.count <= 2 * FINAL
+    # The first trainer that ends requests the checkpoint, while the other one may still train. Server
+    # 0 has lost less than two intervals of cuts, of which a message can have 20 merged steps.
+    merged = 20 if "communicator" in mode else 1
+    assert max(1, FINAL - 2 * (10 + merged) - 2 * 2 * merged) <= adam.count <= 2 * FINAL
