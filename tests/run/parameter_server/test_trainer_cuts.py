@@ -188,7 +188,7 @@ def test_servers_alone_write_and_restore_the_rest_of_a_cut(
         folder = EpochFolder(tmp_path, f"pserver {i}")
         cuts = ServerCuts(folder, plan, endpoint, every=10)
         cuts.begin(state)
-        cuts.write(0, state, Mark(("a run",), 10))
+        cuts.write(0, {}, state, Mark(("a run",), 10))
         assert folder.marks()[f"pserver {i}"].with_trainers
     EpochFolder(tmp_path).grant(Epoch(1, 10), "a run", trainers=2)
     for i, (endpoint, state) in enumerate(states.items()):
