@@ -126,6 +126,15 @@ def unit_layer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr("dtrans.run.executor.Executor.__init__", refuse)
 
 
+@pytest.fixture(scope="session")
+def system_fonts() -> None:
+    """Find the fonts before `unit_layer` refuses processes.
+
+    On its first import on a machine, matplotlib runs `fc-list`.
+    """
+    import matplotlib.font_manager  # noqa: F401
+
+
 def open_sockets() -> set[str]:
     """The sockets and pollers that this process has open (Linux tells); ZeroMQ's threads have one
     each at least."""

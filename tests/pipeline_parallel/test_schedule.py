@@ -25,6 +25,8 @@ from dtrans.pipeline_parallel.schedule import Schedule, schedule
 from dtrans.pipeline_parallel.task import Play, Task, TimedTask
 
 
+pytestmark = pytest.mark.usefixtures("system_fonts")
+
 EPL = ("PreferForward", "PreferBackward", "PreferBackwardOptimizer")
 NAMES = (*EPL, "Interleaved", "ZeroBubble")
 SIZES = list(itertools.product(range(1, 7), range(1, 13)))
