@@ -10,6 +10,7 @@ import pytest
 from dtrans.protocol.epochs import NewEpoch
 from dtrans.protocol.server.async_server import AsyncServer
 from dtrans.protocol.server.epoch_gate import EpochGate
+from dtrans.protocol.server.step_counts import StepCounts
 from dtrans.protocol.server.sync_server import SyncServer
 from dtrans.protocol.trainer.server_connection import ServerConnection
 from tools.simulate.launcher import SimulatedEpochs, SimulatedLauncher
@@ -164,7 +165,7 @@ PLANTED_IN_CUTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         AsyncServer, "count_of", lambda self, k: 0
     ),
     "an asynchronous server keeps its lower count of steps": lambda m: m.setattr(
-        AsyncServer, "_adopt_count", lambda *_: None
+        StepCounts, "adopt", lambda self, k, count: False
     ),
     "an asynchronous server that lives goes back, too": lambda m: m.setattr(
         SimulatedServer, "_load_alone", _always_loads(SimulatedServer._load_alone)

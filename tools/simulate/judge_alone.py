@@ -59,7 +59,7 @@ def _begun_since(server: SimulatedServer, cut: SimulatedCut | None) -> int:
 def _counts(server: SimulatedServer) -> dict[int, int]:
     """Return the number of steps of each trainer at the end of a process."""
     assert isinstance(server.machine.kind, AsyncServer)
-    return server.machine.kind.counts()
+    return server.machine.kind.counts.by_trainer
 
 
 def _faults_of_log(case: Case, server: SimulatedServer, epochs: int) -> Iterator[str]:

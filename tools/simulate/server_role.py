@@ -131,7 +131,7 @@ class SimulatedServer(Process):
             if not kind.has_tables:
                 self._between_steps(kind.step)
         elif self._newest_cut is None:
-            self._write_cut(kind.total)
+            self._write_cut(kind.counts.total)
         early = {} if before is None else before.early
         self._loop.begin(self.machine, self._listener, early)
 
@@ -145,7 +145,7 @@ class SimulatedServer(Process):
         """Load the newest cut of an asynchronous server in a new process; later keep the state."""
         kind = self.machine.kind
         assert isinstance(kind, AsyncServer) and self.blocks is not None
-        self._counts = kind.counts()
+        self._counts = kind.counts.by_trainer
         if not self._has_entered:
             self._newest_cut, cut = launcher.cut_alone(self.endpoint)
             if cut is not None:
@@ -169,7 +169,7 @@ class SimulatedServer(Process):
         self.spend(max(0.0, self._written_at - self.now))
         if isinstance(kind, AsyncServer):
             assert self.blocks is not None
-            cut = self.blocks.cut(kind.counts())
+            cut = self.blocks.cut(kind.counts.by_trainer)
         else:
             assert isinstance(self.update, SimulatedUpdate)
             cut = self.update.cut()

@@ -5,8 +5,10 @@ trainer_registry   the trainers of a server: their connections, and lost or late
 trainer_exits      trainers that leave a synchronous server before other trainers do
 sync_server        a synchronous server
 step_waits         deadlines of a synchronous server's trainers within a step
+between_steps      evictions of table rows between two steps of a synchronous server
 trainer_rounds     exchanges between trainers in the middle of a step
 async_server       an asynchronous server
+step_counts        counts of the steps of an asynchronous server's trainers
 server_peers       the other servers
 exchange           partial results that servers send each other
 peer_line          one server's connection to another

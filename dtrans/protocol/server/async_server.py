@@ -46,6 +46,7 @@ from dtrans.protocol import wire
 from dtrans.protocol.buffers import BufferPool
 from dtrans.protocol.inbox import Inbox
 from dtrans.protocol.server.server_peers import ServerPeers
+from dtrans.protocol.server.step_counts import StepCounts
 from dtrans.protocol.server.trainer_registry import Say, TrainerRegistry, answer, log, wanted
 from dtrans.protocol.server_blocks import BlockUpdate, ServerBlocks
 from dtrans.protocol.tables.changed_rows import UnseenChanges
@@ -103,7 +104,6 @@ class _Step:
     Attributes:
       grads: gradients of the current step, as they arrive.
       number: number of the current step in the trainer's messages.
-      count: number of steps whose gradients were used; merged gradients count several steps.
       read: number of steps of other trainers that the trainer's newest parameters include.
       staleness: number of steps of other trainers that the parameters behind the trainer's last
         gradients did not include; None before the first gradients.
@@ -112,7 +112,6 @@ class _Step:
 
     grads: Inbox
     number: int = 0
-    count: int = 0
     read: int = 0
     staleness: int | None = None
     updates: StepUpdates = dataclasses.field(default_factory=StepUpdates)
@@ -134,6 +133,7 @@ class AsyncServer:
       between_steps: called with the total number of steps of all trainers when it has increased.
       endpoint: endpoint of the server.
       peers: the other servers; always empty.
+      counts: numbers of the trainers' steps, in all epochs.
       tables: the server's blocks of tables; None if it has none.
     """
 
@@ -165,26 +165,17 @@ class AsyncServer:
         self._requests = RowRequests(served.endpoint, served.tables)
         self._changed = UnseenChanges(served.tables, trainers.count)
         self._failed: set[int] = set()
-        self._before, self._has_cuts = dict(counts), has_cuts
-        self._count = sum(self._before.values())  # total number of steps of all trainers
+        self._has_cuts = has_cuts
+        self.counts = StepCounts(served.endpoint, counts)
         self.tables: StoredTables | None = None
 
     def step_count(self) -> int:
         """Return the largest number of steps that a trainer has made."""
-        return max(self.counts().values(), default=0)
-
-    @property
-    def total(self) -> int:
-        """Total number of steps of all trainers."""
-        return self._count
-
-    def counts(self) -> dict[int, int]:
-        """Return a map from the id of each trainer to the number of its steps in all epochs."""
-        return self._before | {k: step.count for k, step in self._steps.items()}
+        return self.counts.largest
 
     def count_of(self, k: int) -> int | None:
         """Return the number of trainer k's steps, for its welcome; None if it is 0."""
-        return self.counts().get(k) or None
+        return self.counts.of_trainer(k) or None
 
     def progress(self) -> dict[int, int]:
         """Return a map from the id of each trainer to the number of its steps.
@@ -193,7 +184,7 @@ class AsyncServer:
         """
         if not self._served.gradients and not self._served.tables:
             return {}
-        return {k: step.count for k, step in self._steps.items()}
+        return {k: self.counts.of_trainer(k) for k in self._steps}
 
     def staleness(self, k: int) -> int | None:
         """Return the staleness of trainer k's last gradients; None before the first gradients.
@@ -221,7 +212,7 @@ class AsyncServer:
             refusal = f"is not a gradient that trainer {k} sends to pserver {self.endpoint}"
             memory = {n: self._pool.take(f"{n} of {k}", t.shape, t.dtype) for n, t in types}
             inbox = Inbox(memory | self._requests.memory_of(k), lambda name: f"{name} {refusal}")
-            self._steps[k] = _Step(inbox, count=self._before.get(k, 0))
+            self._steps[k] = _Step(inbox)
         return self._steps[k]
 
     def send(self, k: int, message: wire.Message) -> None:
@@ -242,9 +233,8 @@ class AsyncServer:
                 self._changed.changed(k, block, inputs[gradient].ids)
         if len(full) == len(step.grads.memory):
             step.number += 1
-            step.staleness = self._count - step.count - step.read
-            step.count += steps
-            self._count += steps
+            step.staleness = self.counts.of_others(k) - step.read
+            self.counts.add(k, steps)
             step.grads.clear()
             self._requests.used(k, step.grads, steps)
             step.updates = StepUpdates()
@@ -252,7 +242,7 @@ class AsyncServer:
 
     def _note_count(self) -> None:
         if self.between_steps is not None:
-            self.between_steps(self._count)
+            self.between_steps(self.counts.total)
 
     def send_barrier(self, k: int, message: wire.Message) -> None:
         """Refuse `send_barrier`, which only synchronous trainers send."""
@@ -306,38 +296,21 @@ class AsyncServer:
         t = self._trainers.known[k]
         self._check_step(k, message)
         step = self._step_of(k)
+        count = message.fields.get("count", 0)
+        self.counts.check(k, count)
         if "blocks" in message.fields:
             t.wants = wanted(self._served, k, message["blocks"])
         if "changed" in message.fields:
             self._tell_changed(k, message)
-        if "count" in message.fields:
-            self._adopt_count(k, step, message["count"])
-        step.read = self._count - step.count
+        if self.counts.adopt(k, count):
+            self._note_count()
+        step.read = self.counts.of_others(k)
         values = {}
         for name in t.wants:
             values[name] = np.asarray(self.state[name])
             if name in self._served.backed:
                 self.state[backup_of(name, k)] = self.state[name]
         answer(self._say, t, message["step"], values)
-
-    def _adopt_count(self, k: int, step: _Step, count: int) -> None:
-        """Count the steps of trainer k that another server has received, but this one has not.
-
-        Either this server has lost them, or the trainer has not repeated them after a loss.
-        """
-        missing = count - step.count
-        if missing > 0:
-            log.warning(
-                "pserver %s lacks the gradients of %d steps of trainer %d, which continues after "
-                "step %d",
-                self.endpoint,
-                missing,
-                k,
-                count,
-            )
-            step.count += missing
-            self._count += missing
-            self._note_count()
 
     def _tell_changed(self, k: int, message: wire.Message) -> None:
         """Send trainer k those of its stored rows that other trainers have changed.

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from dtrans.errors import DeadlineError, LostPeerError
 from dtrans.protocol.inbox import Inbox
 from dtrans.protocol.server.server_peers import JointUpdate
 from dtrans.protocol.server.trainer_registry import Say, TrainerRegistry, log, named
 from dtrans.protocol.server.trainer_rounds import TrainerRounds
-from dtrans.protocol.tables.stored_tables import PendingEvictions
 from dtrans.protocol.wait_reminder import WaitReminder
 
 
@@ -44,7 +43,7 @@ class StepWaits:
       joint: the update, which may wait for other servers.
       turns: progress of each trainer, by id.
       rounds: exchanges between the trainers.
-      evictions: evictions that not all trainers have requested yet.
+      evicting: ids of the trainers that wait for an eviction; the caller updates the collection.
       say: function that sends a message.
     """
 
@@ -54,11 +53,11 @@ class StepWaits:
         joint: JointUpdate,
         turns: Mapping[int, TrainerTurn],
         rounds: TrainerRounds,
-        evictions: PendingEvictions,
+        evicting: Collection[int],
         say: Say,
     ) -> None:
         self._trainers, self._joint, self._turns = trainers, joint, turns
-        self._rounds, self._evictions, self._say = rounds, evictions, say
+        self._rounds, self._evicting, self._say = rounds, evicting, say
         self._since: float | None = None
         self._reminder = WaitReminder()
         # Ids of the trainers that have sent `saving` since the last call of `look`
@@ -75,7 +74,7 @@ class StepWaits:
     def waiting(self) -> list[int]:
         """Return the ids of the trainers that wait for the update, a round or an eviction."""
         at_barrier = [k for k in self._trainers.known if self._turns[k].at_barrier]
-        return at_barrier + self._rounds.waiting() + list(self._evictions.asked)
+        return at_barrier + self._rounds.waiting() + list(self._evicting)
 
     def doing(self, k: int) -> str:
         """Return the progress of trainer k in this step, for the job's status."""
@@ -103,7 +102,7 @@ class StepWaits:
         return f"{self._due()} of step {step} from {', '.join(late)}"
 
     def _due(self) -> str:
-        if self._evictions.asked:
+        if self._evicting:
             return "job.tables.evict before gradients"
         number = self._rounds.number
         return "gradients" if number is None else f"the exchange of round {number}"

@@ -29,7 +29,7 @@ trainer or server does not connect, falls silent, or lets others wait beyond the
 that violates the protocol is refused and logged, and changes nothing.
 
 Read next: `step_waits` (deadlines), `server_peers` (other servers), `trainer_rounds` (exchanges),
-`tables.row_answers` (lookups) and `tables.stored_tables` (evictions).
+`tables.row_answers` (lookups) and `between_steps` (evictions).
 """
 
 from __future__ import annotations
@@ -44,19 +44,15 @@ from dtrans.ir.selection import subset
 from dtrans.protocol import wire
 from dtrans.protocol.buffers import BufferPool
 from dtrans.protocol.inbox import Inbox
+from dtrans.protocol.server.between_steps import BetweenSteps
 from dtrans.protocol.server.server_peers import JointUpdate, ServerPeers
 from dtrans.protocol.server.step_waits import StepWaits, TrainerTurn
 from dtrans.protocol.server.trainer_exits import TrainerExits
-from dtrans.protocol.server.trainer_registry import (
-    Say,
-    TrainerRegistry,
-    answer,
-    wanted,
-)
+from dtrans.protocol.server.trainer_registry import Say, TrainerRegistry, answer, wanted
 from dtrans.protocol.server.trainer_rounds import TrainerRounds
 from dtrans.protocol.server_blocks import ServerBlocks, StepUpdate
 from dtrans.protocol.tables.row_answers import RowAnswers
-from dtrans.protocol.tables.stored_tables import PendingEvictions, StoredTables, check_eviction
+from dtrans.protocol.tables.stored_tables import StoredTables
 
 
 class SyncServer:
@@ -108,13 +104,13 @@ class SyncServer:
         self._joint = JointUpdate(update, self.peers, trainers, say, step)
         self._rows = RowAnswers(served, update, trainers, say)
         self._rounds = TrainerRounds(trainers.count)
-        self._evictions = PendingEvictions()
+        self._between = BetweenSteps(served, trainers, say)
         self._exits = TrainerExits(self.on_trainer_exit, trainers)
 
         pool = BufferPool()
         self._grads = {n: pool.take(n, t.shape, t.dtype) for n, t in served.gradients.items()}
         self._turns = _turns_of(served, self._grads, self._rows, trainers.count)
-        waits = (self._joint, self._turns, self._rounds, self._evictions)
+        waits = (self._joint, self._turns, self._rounds, self._between.evicting)
         self._waits = StepWaits(trainers, *waits, say)
 
     # -- status ----------------------------------------------------------------------------------
@@ -202,16 +198,9 @@ class SyncServer:
 
     def evict(self, k: int, message: wire.Message) -> None:
         """Record a request to evict rows. If all trainers have requested it, evict the rows."""
-        rows = check_eviction(self.endpoint, self._served.tables, k, message)
-        if self._in_turn(k, message).begun:
-            raise WireError(
-                f"trainer {k} sent `evict` in the middle of step {self.step}; rows can be evicted "
-                "only between two steps"
-            )
-        self._evictions.ask(k, rows, message.request, self.step)
-        for other in self._trainers.present:
-            if self._turns[other].begun:
-                self._evictions.check_none(other, self.step)
+        self._in_turn(k, message)
+        in_step = [x for x in self._trainers.present if self._turns[x].begun]
+        self._between.evict(k, message, self.step, in_step)
         self._exits.check(self._trainers.left, [k], self.step)
         self._evict_if_all_said()
 
@@ -227,13 +216,10 @@ class SyncServer:
     def recv(self, k: int, message: wire.Message) -> None:
         """Handle a request for parameters: answer now, or after the update if one is due."""
         t, turn, step = self._trainers.known[k], self._turns[k], message["step"]
+        _check_fields(message)
         wants = t.wants
         if "blocks" in message.fields:
             wants = wanted(self._served, k, message["blocks"])
-        if "changed" in message.fields:
-            raise WireError(
-                "a `recv` message with the field `changed`, which only asynchronous servers accept"
-            )
         if step not in (self.step, self.step + 1) or (step > self.step and not turn.at_barrier):
             raise _other_step(self, message)
         t.wants, turn.waits = wants, True
@@ -265,7 +251,7 @@ class SyncServer:
 
     def _begin_step(self, k: int) -> None:
         """Check that trainer k may begin the current step, or continue it."""
-        self._evictions.check_none(k, self.step)
+        self._between.check_step(k, self.step)
         self._end_between_steps()
 
     def _end_between_steps(self) -> None:
@@ -289,25 +275,15 @@ class SyncServer:
 
     def _exchange_if_all_sent(self) -> None:
         """Send the merged values of the open round if all trainers have sent their values."""
-        if not self._trainers.all_said(self._rounds.waiting()):
-            return
-        self._waits.restart()
-        at = {"step": self.step, "round": self._rounds.number}
-        for k, values in self._rounds.answers(self._trainers.present).items():
-            table = [[x.dtype.name, list(x.shape)] for x in values]
-            blocks = [(str(i), x) for i, x in enumerate(values)]
-            address = self._trainers.known[k].address
-            self._say(address, "exchanged", blocks, **at, values=table)
+        if self._trainers.all_said(self._rounds.waiting()):
+            self._waits.restart()
+            self._rounds.carry_out(self._trainers, self._say)
 
     def _evict_if_all_said(self) -> None:
         """Evict rows if all trainers have requested the eviction."""
-        if not self._trainers.all_said(self._evictions.asked):
-            return
-        self._waits.restart()
-        name, answers = self._evictions.carry_out(self.tables)
-        self._rows.forget_table(name)
-        for k, fields in answers.items():
-            self._say(self._trainers.known[k].address, "evicted", **fields)
+        if self._trainers.all_said(self._between.evicting):
+            self._waits.restart()
+            self._rows.forget_table(self._between.carry_out(self.tables))
 
     # -- updates ---------------------------------------------------------------------------------
 
@@ -403,6 +379,15 @@ def _open(turn: TrainerTurn, k: int, step: int, what: str) -> TrainerTurn:
 def _other_step(server: SyncServer, message: wire.Message) -> WireError:
     at = f"pserver {server.endpoint} is at step {server.step}"
     return WireError(f"a `{message.op}` message of step {message['step']} arrived, but {at}")
+
+
+def _check_fields(message: wire.Message) -> None:
+    """Raise WireError if a `recv` message has a field of asynchronous trainers."""
+    for name in ("changed", "count"):
+        if name in message.fields:
+            raise WireError(
+                f"a `recv` message with the field `{name}`, which only asynchronous servers accept"
+            )
 
 
 def _check_complete(k: int, grads: Inbox, step: int) -> None:

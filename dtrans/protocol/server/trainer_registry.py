@@ -67,6 +67,32 @@ class Trainer:
     failed: bool = False
     parted: bool = False
 
+    @classmethod
+    def from_hello(cls, address: bytes, message: wire.Message) -> Trainer:
+        """Return the state of a trainer after its first `hello`."""
+        return cls(
+            message["session"],
+            address,
+            local=message.fields.get("local", False),
+            connection=message.fields.get("connection", 0),
+            epoch=message.fields.get("epoch", 0),
+        )
+
+    def move(self, address: bytes, message: wire.Message) -> None:
+        """Continue on the new connection of a later `hello`.
+
+        The trainer has reconnected, or moves from TCP to the Unix socket.
+
+        Raises:
+          WireError: the server has already released a message that the trainer lacks.
+        """
+        heard = message.fields.get("heard", 0)
+        self.messages.check_resumable(heard)
+        self.messages.acknowledge(heard)
+        self.address, self.lost = address, None
+        self.local = message.fields.get("local", False)
+        self.connection = message.fields.get("connection", 0)
+
     def framed(
         self, op: str, blocks: Sequence[tuple[str, Any]], fields: Mapping[str, Any]
     ) -> Iterator[list[Any]]:
@@ -207,20 +233,16 @@ class TrainerRegistry:
             return f"the end of a job of {self.count} trainers, which trainer {k} has left"
         self._check_identity(k, address, message, peer)
 
-        local, epoch = message.fields.get("local", False), message.fields.get("epoch", 0)
         if known is None:
             if message.fields.get("back", False):
                 raise WireError(
                     f"trainer {k} was in a job of pserver {self.endpoint} that has ended"
                 )
-            self.known[k] = Trainer(message["session"], address, local=local, epoch=epoch)
-        else:  # The trainer has reconnected, or moves from TCP to the Unix socket.
-            heard = message.fields.get("heard", 0)
-            known.messages.check_resumable(heard)
-            known.messages.acknowledge(heard)
-            del self.by_address[known.address]
-            known.address, known.lost, known.local = address, None, local
-        self.known[k].connection = message.fields.get("connection", 0)
+            self.known[k] = Trainer.from_hello(address, message)
+        else:
+            before = known.address
+            known.move(address, message)
+            del self.by_address[before]
         self.by_address[address] = k
         self._refused.pop(k, None)
         return ""

@@ -20,6 +20,7 @@ from dtrans.errors import WireError
 from dtrans.ops import COLLECTIVES, exchanged, is_way
 from dtrans.protocol import wire
 from dtrans.protocol.inbox import Inbox
+from dtrans.protocol.server.trainer_registry import Say, TrainerRegistry
 
 
 LARGEST = 1 << 30  # bytes that one trainer may send in a round, at most
@@ -117,6 +118,19 @@ class TrainerRounds:
     def waiting(self) -> list[int]:
         """Return the ids of the trainers that have sent all their values of the open round."""
         return [k for k, part in self._parts.items() if not part.missing()]
+
+    def carry_out(self, trainers: TrainerRegistry, say: Say) -> None:
+        """Close the open round, and send the merged values to the trainers.
+
+        Args:
+          trainers: the server's trainers. All that have not left have sent their values.
+          say: function that sends a message.
+        """
+        at = {"step": self._step, "round": self.number}
+        for k, values in self.answers(trainers.present).items():
+            table = [[x.dtype.name, list(x.shape)] for x in values]
+            blocks = [(str(i), x) for i, x in enumerate(values)]
+            say(trainers.known[k].address, "exchanged", blocks, **at, values=table)
 
     def answers(self, trainers: Collection[int]) -> dict[int, list[np.ndarray]]:
         """Close the open round, and return a map from trainer ids to the merged values.

@@ -4,9 +4,9 @@
     changed_since   requests the ids of the rows that were changed or evicted after a given step
     evict           requests the eviction of rows without recent gradients
 
-A synchronous server evicts rows when all trainers have requested the eviction between the same two
-steps. So no trainer is in the middle of a step, where it may need the rows. An asynchronous server
-evicts rows at once, but it keeps rows with a pending gradient.
+A synchronous server evicts rows when all trainers have requested the eviction
+(`dtrans.protocol.server.between_steps`). An asynchronous server evicts rows at once, except rows
+with a pending gradient.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from dtrans.errors import DtransError, PeerError, WireError
+from dtrans.errors import DtransError, WireError
 from dtrans.protocol import wire
 from dtrans.protocol.server.trainer_registry import Say
 from dtrans.protocol.server_blocks import TableSpec
@@ -109,62 +109,6 @@ def check_eviction(
             "at least 1"
         )
     return name, unused_for
-
-
-class PendingEvictions:
-    """Eviction that waits until all trainers of a synchronous server have requested it.
-
-    Attributes:
-      asked: maps the id of each requesting trainer to the table and `unused_for` of its request.
-    """
-
-    def __init__(self) -> None:
-        self.asked: dict[int, tuple[str, int]] = {}
-        self._requests: dict[int, dict[str, int]] = {}  # trainer id -> `wire.Message.request`
-
-    def ask(self, k: int, rows: tuple[str, int], request: dict[str, int], step: int) -> None:
-        """Record a request of trainer k.
-
-        Args:
-          rows: table and `unused_for` of the request.
-          request: field with the request's number (`wire.Message.request`).
-          step: number of complete updates.
-
-        Raises:
-          WireError: the server has not answered the trainer's last request yet.
-          PeerError: another trainer has requested a different eviction.
-        """
-        if k in self.asked:
-            raise WireError(
-                f"trainer {k} sent a second `evict` before the answer to its first `evict`"
-            )
-        for other, before in self.asked.items():
-            if before != rows:
-                raise PeerError(
-                    f"after step {step}, trainer {k} evicts rows of {rows[0]} with "
-                    f"unused_for={rows[1]}, but trainer {other} evicts rows of {before[0]} with "
-                    f"unused_for={before[1]}; all trainers must call job.tables.evict with the "
-                    "same arguments, between the same two steps"
-                )
-        self.asked[k], self._requests[k] = rows, request
-
-    def check_none(self, k: int, step: int) -> None:
-        """Raise PeerError if trainer k starts a step, but another trainer waits to evict rows."""
-        if self.asked:
-            other = min(self.asked)
-            raise PeerError(
-                f"trainer {other} evicts rows of {self.asked[other][0]} after step {step}, but "
-                f"trainer {k} continues without an eviction: all trainers must call "
-                "job.tables.evict between the same two steps"
-            )
-
-    def carry_out(self, stored: StoredTables | None) -> tuple[str, dict[int, dict[str, Any]]]:
-        """Evict rows; return the table, and the fields of the answer to each trainer, by id."""
-        (name, unused_for), *_ = self.asked.values()
-        fields = evict(stored, name, unused_for, np.empty(0, np.int32))
-        answers = {k: {**fields, **self._requests.pop(k)} for k in sorted(self.asked)}
-        self.asked.clear()
-        return name, answers
 
 
 def evict(

@@ -109,7 +109,7 @@ class Server:
         if isinstance(like, BlockUpdates):
             assert cuts is not None and before is not None
             assert isinstance(before.kind, AsyncServer)
-            epoch, state, counts = cuts.enter_alone(), like.state, before.kind.counts()
+            epoch, state, counts = cuts.enter_alone(), like.state, before.kind.counts.by_trainer
         elif cuts is not None and cuts.is_alone:
             epoch, loaded, state, counts = cuts.begin_alone(state)
         elif cuts is not None:

@@ -90,7 +90,7 @@ class ServerSaves:
             if self._newest_cut is None:
                 self._newest_cut = loaded
             if self._newest_cut is None:
-                self._write_cut(kind.total)
+                self._write_cut(kind.counts.total)
             return
         self._first = kind.step
         if not kind.has_tables:
@@ -165,7 +165,7 @@ class ServerSaves:
         """Start writing a cut of the current state."""
         assert self._writer is not None and self._cuts is not None
         self._newest_cut, kind = step, self._protocol.kind
-        counts = kind.counts() if isinstance(kind, AsyncServer) else {}
+        counts = kind.counts.by_trainer if isinstance(kind, AsyncServer) else {}
         write = functools.partial(self._cuts.write, self._epoch.number, counts)
         state, spent = self._snapshot()
         self._writer.begin_cut(write, state, self._mark(step), spent)
