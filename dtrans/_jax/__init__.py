@@ -1,4 +1,4 @@
-"""Use of JAX beyond its documented API, so that changes of JAX internals concern this folder only.
+"""Access to parts of JAX without a documented API: only this folder depends on JAX internals.
 
     imports      imports from modules without a stability promise
     versions     tested versions of JAX

@@ -1,7 +1,7 @@
 """Parameters of equations with loops, branches, calls, callbacks and collectives.
 
-No other file of dtrans names these parameters. If JAX renames a parameter, its accessor here
-accepts both names. If an equation has neither name, the accessor raises TraceError.
+No other file of dtrans names these parameters. If JAX renames a parameter, the accessor of this
+parameter accepts both names. If an equation has neither name, the accessor raises TraceError.
 """
 
 from __future__ import annotations
@@ -69,12 +69,13 @@ def with_bodies(eqn: JaxprEqn, new: Iterable[Any]) -> dict[str, Any]:
 def call_body(eqn: JaxprEqn, *, rules: bool) -> Any | None:
     """Return the body of a call that can be inlined; None for other equations.
 
-    After differentiation nobody needs custom derivative rules, so calls with such rules can be
-    inlined too. `jax.checkpoint` is not inlined: it keeps XLA from merging recomputed values.
+    Custom derivative rules are useless after differentiation, so calls with such rules can be
+    inlined then. `jax.checkpoint` is never inlined: the call keeps XLA from merging recomputed
+    values.
 
     Args:
       eqn: the equation.
-      rules: True to keep calls with custom derivative rules.
+      rules: True to return None for calls with custom derivative rules.
     """
     name = eqn.primitive.name
     if is_plain_jit(eqn) or name in CALLS or (name in CUSTOM_RULES and not rules):
@@ -113,7 +114,7 @@ def scan_iterations(length: int) -> dict[str, Any]:
 
 
 def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
-    """Return two counts for a `scan`: constant and carried operands. The others are scanned."""
+    """Return (number of constants, number of carried operands) of a `scan`; the rest is scanned."""
     if "ft_in" in eqn.params:  # from jax 0.11, `ft_in` has one pytree for each kind of operand
         consts, carried, _ = map(len, eqn.params["ft_in"].unpack())
         return consts, carried
@@ -128,10 +129,10 @@ def closed_over(eqn: JaxprEqn) -> int:
 
 
 def params_besides_bodies(eqn: JaxprEqn) -> dict[str, Any]:
-    """Return the parameters of an equation without its bodies.
+    """Return the parameters of an equation other than its bodies, to compare equations.
 
-    Equal loops may have different operand pytrees. So for a `scan`, the numbers of constants and of
-    carried operands replace the pytrees.
+    Equal scans may have different operand pytrees. So the numbers of constants and of carried
+    operands replace these pytrees.
     """
     found = {
         key: value for key, value in eqn.params.items() if "jaxpr" not in key and key != "branches"
@@ -145,7 +146,7 @@ def params_besides_bodies(eqn: JaxprEqn) -> dict[str, Any]:
 
 
 def while_counts(eqn: JaxprEqn) -> tuple[int, int]:
-    """Return two counts for a `while`: constants of the condition, and of the body."""
+    """Return (constants of the condition, constants of the body) of a `while`, as two numbers."""
     return int(param(eqn, "cond_nconsts")), int(param(eqn, "body_nconsts"))
 
 
@@ -153,11 +154,11 @@ class Wiring(NamedTuple):
     """Connections between an equation and its bodies; all values are indices.
 
     Attributes:
-      ins: for each body, the list of operands that the body's inputs read.
-      outs: for each body, the list of outputs that the body's outputs define; None for the
+      ins: for each body, the equation's operand that each input of the body reads.
+      outs: for each body, the equation's output that each output of the body defines; None for the
         condition of a `while`.
-      carried: maps the operand with the first value of a carried value to the output with its last
-        value.
+      carried: for each carried value of a loop: operand with the initial value -> output with the
+        final value.
       slices: operands that a scan reads slice by slice.
       stacks: outputs that a scan stacks.
     """
@@ -197,7 +198,10 @@ def wiring(eqn: JaxprEqn) -> Wiring:
 def scan_with(
     eqn: JaxprEqn, body: ClosedJaxpr, invars: Sequence[Atom], outvars: Sequence[Var]
 ) -> JaxprEqn:
-    """Return a `scan` with a new body and new stacks, and the old constants and carried values."""
+    """Return a `scan` with a new body, and with other scanned operands and stacked outputs.
+
+    The numbers of constants and of carried values must not change.
+    """
     return rebuilt(eqn, [body], invars, outvars)
 
 
@@ -210,13 +214,14 @@ def rebuilt(
 ) -> JaxprEqn:
     """Return a loop, a branch or a call with new bodies, operands and outputs.
 
-    A loop must have as many constants and carried values as before. A `scan` may have other stacks.
+    A loop must have as many constants and carried values as before. A `scan` may have other scanned
+    operands and stacked outputs.
 
     Args:
-      eqn: the equation.
-      new: its new bodies.
-      invars, outvars: its new operands and outputs.
-      first: additional leading operands, which every body takes; for a loop, constants.
+      eqn: the old equation.
+      new: the new bodies.
+      invars, outvars: the new operands and outputs.
+      first: additional operands, which every body takes as its first inputs; constants in a loop.
     """
     name, count, params = eqn.primitive.name, len(first), {**eqn.params, **with_bodies(eqn, new)}
     operands = [*first, *invars]
@@ -254,7 +259,7 @@ def _scan_trees(consts: int, carried: int, scanned: int, stacked: int) -> dict[s
 
 
 def linear_solve(eqn: JaxprEqn, operands: Sequence[Any]) -> tuple[Any, list[Any]]:
-    """Return the `solve` jaxpr of a `custom_linear_solve`, and its operands."""
+    """Return the `solve` jaxpr of a `custom_linear_solve`, and the operands of this jaxpr."""
     lengths, jaxprs = param(eqn, "const_lengths"), param(eqn, "jaxprs")
     counts = [int(n) for n in lengths]  # of matvec, vecmat, solve, transpose_solve
     first = sum(counts[:2])

@@ -55,7 +55,7 @@ def map_bodies(params: Mapping[str, Any], fn: Callable[[Any], Any]) -> dict[str,
 
 
 def opened(jaxpr: Any) -> Jaxpr:
-    """Return the open jaxpr of a jaxpr; from jax 0.11, the same object."""
+    """Return the open jaxpr of a closed one; return an open jaxpr unchanged."""
     inner: Jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     return inner
 
@@ -132,7 +132,7 @@ class HoldsJaxpr:
 
 
 class NamedJaxpr(HoldsJaxpr):
-    """Closed jaxpr whose inputs and outputs have names: a program, a half of a step, or a block.
+    """Base class of closed jaxprs whose inputs and outputs have names, such as `dtrans.Program`.
 
     Attributes:
       in_names, out_names: name of each input and of each output.
@@ -161,21 +161,21 @@ def lowered_jaxpr(fn: Callable[..., Any], *args: Any) -> ClosedJaxpr:
     """Trace `fn` to a jaxpr without opaque `call_hi_primitive` equations.
 
     With `jax_remat3` and `jax_custom_vjp3`, JAX creates such equations, which would hide gradients
-    and marks. `Traced.lojax` lowers these. It is undocumented, but has no underscore (0.10.2,
-    0.11.0, head).
+    and marks. `Traced.lojax` lowers these equations. JAX does not document this attribute, but its
+    name has no underscore (0.10.2, 0.11.0, head).
     """
     return jax.jit(fn).trace(*args).lojax.jaxpr
 
 
 def small_jaxpr(fn: Callable[..., Any], types: Sequence[Any]) -> ClosedJaxpr:
-    """Return the jaxpr of a function for arrays of these types; weak types are kept."""
+    """Trace a function for arrays of these types; weak types stay weak."""
     specs = [jax.ShapeDtypeStruct(t.shape, t.dtype, weak_type=t.weak_type) for t in types]
     jaxpr: Any = jax.make_jaxpr(fn)(*specs)
     return jaxpr
 
 
 def evaluate(jaxpr: ClosedJaxpr, *args: Any) -> list[Any]:
-    """Evaluate a closed jaxpr; inside a trace, its equations keep their source information."""
+    """Evaluate a closed jaxpr. Inside a trace, the new equations have the old source lines."""
     inner: Any = opened(jaxpr)
     return jax.core.eval_jaxpr(inner, constants(jaxpr), *args)
 
@@ -202,7 +202,7 @@ def live_part(
 def abstract_eval(
     primitive: Primitive, avals: Sequence[Any], params: Mapping[str, Any]
 ) -> list[Any]:
-    """Return the output types of one equation, by the primitive's own rule."""
+    """Return the output types of an equation with this primitive, operand types and parameters."""
     out, _ = primitive.abstract_eval(*avals, **params)
     if primitive.multiple_results:
         return list(out)

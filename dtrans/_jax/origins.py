@@ -17,8 +17,8 @@ def scope_of(eqn: JaxprEqn) -> str:
 def within_scope(eqn: JaxprEqn, outer: JaxprEqn) -> JaxprEqn:
     """Return `eqn` with the name stack and traceback that it gets when call `outer` is inlined.
 
-    The name stack is that of the call, then that of `eqn`. The traceback is that of the call,
-    because JAX traces a jitted function once: its equations have the traceback of the first caller.
+    The name stack of the call precedes the name stack of `eqn`. The traceback is the call's: JAX
+    traces a jitted function once, so equations of the body have the traceback of the first caller.
     """
     info, call = eqn.source_info, outer.source_info
     stack = call.name_stack + info.name_stack if len(call.name_stack) else info.name_stack
@@ -55,7 +55,7 @@ def line_of(eqn: JaxprEqn) -> str:
 
 
 def origin_of(eqn: JaxprEqn) -> str:
-    """Return the function in the user's code or in optax that created an equation.
+    """Return the name of the function that created an equation, in the user's code or in optax.
 
     In optax, this is the function that defines `update`, such as `optax.clip_by_global_norm`.
     """

@@ -80,10 +80,10 @@ def new_identity(
 class _NoOpEffect(jax.debug.DebugEffect):
     """Effect that keeps JAX from removing an equation as dead code.
 
-    The base class is the effect of `jax.debug.print`, which JAX exports without a promise of
-    stability (0.10.2, 0.11.0). JAX allows this effect in loops, branches, `jax.checkpoint` and
-    custom derivatives, and does not repeat it in recomputations. `jax.checkpoint` rejects the
-    effect of `def_effectful_abstract_eval2`.
+    The base class is the effect of `jax.debug.print`. JAX exports this class without a promise of
+    stability (0.10.2, 0.11.0). JAX allows the effect in loops, branches, `jax.checkpoint` and
+    custom derivatives, and does not repeat it in recomputations. The effect of
+    `def_effectful_abstract_eval2` does not work here, because `jax.checkpoint` rejects it.
     """
 
     __str__ = lambda self: "Kept"

@@ -1,6 +1,6 @@
 """Properties of JAX's primitives: one record for each, which all analyses and writers read.
 
-A property (*fact*) holds for all equations of the primitive, unless its field has a condition.
+A property (*fact*) holds for all equations with the primitive, unless its field has a condition.
 `tests/test_jax_primitives.py` checks each fact on numbers, and finds primitives without a record.
 If a primitive has no record, dtrans assumes that its outputs depend on all entries of the operands,
 and warns (`dtrans.errors.UnknownPrimitiveWarning`).
@@ -65,8 +65,8 @@ def _two_axes(eqn: JaxprEqn) -> int:
 class PrimitiveFacts:
     """Facts about one primitive; the default of a field asserts nothing.
 
-    Operands that a field does not name are *fixed*: the field holds for every value of them, while
-    that value does not change.
+    Operands that a field does not name are *fixed*: the field's statement holds while the values of
+    these operands are constant.
 
     Attributes:
       elementwise: an entry of an output depends only on the operands' entries at the same index.
@@ -89,7 +89,7 @@ class PrimitiveFacts:
         group of `linear_in` is zero and fixed operands are finite, outputs are zero too.
       axes: name of the parameter with the axes of operand 0 along which entries are combined. Along
         every other axis, an index of the outputs depends only on the same index of the operands.
-      last_axes: number of trailing axes along which entries are combined.
+      last_axes: returns the number of trailing axes along which an equation combines entries.
       reduces: reduction, such as "sum", over `axes`; outputs do not have these axes. The same
         operation combines partial results, except for "position" (argmax and argmin).
       flops: operations that `dtrans.ir.cost` counts. "outputs", "inputs" or "updates" (the last
@@ -292,9 +292,9 @@ FACTS: Mapping[str, PrimitiveFacts] = {
 
 
 def facts_of(eqn: JaxprEqn) -> PrimitiveFacts:
-    """Return the facts about an equation's primitive; defaults if it is unknown.
+    """Return the facts about an equation's primitive; without a record, facts that assert nothing.
 
-    The identities of dtrans (`new_identity`) get the facts of an identity on operand 0.
+    Identities of dtrans (`new_identity`) have the facts of an identity on operand 0.
     """
     if eqn.primitive in IDENTITIES:
         return _IDENTITY
@@ -315,7 +315,10 @@ def linear_group(eqn: JaxprEqn, operands: Collection[int]) -> tuple[int, ...]:
 
 
 def scaling_operands(eqn: JaxprEqn) -> list[tuple[int, ...]]:
-    """Return the groups of operands with f(c*x) = c*f(x) if c > 0 multiplies a whole group."""
+    """Return the groups of operands in which an equation scales.
+
+    If one number c > 0 multiplies all operands of a group, then c multiplies the outputs.
+    """
     facts = facts_of(eqn)
     if linear := linear_operands(eqn):
         return linear
@@ -342,10 +345,10 @@ def same_operand(eqn: JaxprEqn, out: int = 0) -> int | None:
 
 
 def zeros_by(eqn: JaxprEqn, zeros: Collection[int]) -> tuple[int, ...] | None:
-    """Return the operands that must be finite, so that the outputs are zero.
+    """Return the operands that must be finite for the outputs to be zero.
 
-    Divisors among these operands must also differ from zero. If the outputs may differ from zero in
-    any case, return None.
+    Divisors among these operands must also differ from zero. Return None if the outputs may differ
+    from zero even then.
 
     Args:
       eqn: the equation.
@@ -363,7 +366,7 @@ def zeros_by(eqn: JaxprEqn, zeros: Collection[int]) -> tuple[int, ...] | None:
 
 
 def is_rearrangement(eqn: JaxprEqn) -> bool:
-    """Return True if an equation only moves entries of its operand; False for marks of dtrans."""
+    """Return True if an equation only moves entries of its one operand; False for marks."""
     return len(eqn.invars) == 1 and moved_operands(eqn) == (0,) and not is_identity(eqn)
 
 
@@ -386,17 +389,22 @@ def _positions(group: Operands, eqn: JaxprEqn) -> tuple[int, ...]:
 
 
 def is_known(eqn: JaxprEqn) -> bool:
-    """Return True if the primitive is in the tables above or is one of dtrans's own."""
+    """Return True if a primitive has a record above, or is a primitive of dtrans."""
     return eqn.primitive.name in FACTS or eqn.primitive in DTRANS_PRIMITIVES
 
 
 def is_identity(eqn: JaxprEqn) -> bool:
-    """Return True if an equation is one of dtrans's identities (`new_identity`)."""
+    """Return True if an equation is an identity of dtrans (`new_identity`)."""
     return eqn.primitive in IDENTITIES
 
 
 def warn_if_unknown(eqn: JaxprEqn, effect: str) -> None:
-    """Warn if a primitive has no record; `effect` continues the text: "is assumed to ..."."""
+    """Warn if a primitive has no record.
+
+    Args:
+      eqn: the equation.
+      effect: rest of the sentence after the primitive's name, "is assumed to ...".
+    """
     if not is_known(eqn):
         line = line_of(eqn)
         name = eqn.primitive.name + (f" ({line})" if line else "")

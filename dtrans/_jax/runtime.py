@@ -13,9 +13,10 @@ from dtrans.errors import TraceError
 
 
 def backends_started() -> bool:
-    """Return True if JAX has created its devices; then JAX can no longer connect processes.
+    """Return True if JAX has created its devices, after which it can no longer connect processes.
 
-    JAX has no public function for this test. With devices, it refuses to change some options.
+    JAX has no public function for this test. But once JAX has devices, it refuses to change some
+    options.
     """
     config: Any = jax.config
     had = config.jax_num_cpu_devices

@@ -1,9 +1,9 @@
 """Removal of a user's meshes and shardings from arrays, constants and contexts.
 
-From JAX 0.8, the type of a value contains the mesh of its trace, and with Explicit axes also its
-sharding. So a program that is traced with arrays on a user's mesh could not run on another mesh.
-These functions remove meshes and shardings from types, and drop equations that only place a value.
-The plan decides placement.
+From JAX 0.8, the type of a value contains the mesh under which it was traced. With Explicit axes,
+the type also contains the sharding. So a program that is traced with arrays on a user's mesh could
+not run on another mesh. These functions remove meshes and shardings from types, and drop equations
+that only place a value. The plan decides placement.
 
     without_mesh        removes the mesh that `jax.set_mesh` has set while a function runs
     plain_type          the type of an argument
@@ -50,7 +50,7 @@ def current_mesh() -> Mesh | None:
 
 @contextlib.contextmanager
 def within_mesh(mesh: Mesh | None) -> Iterator[None]:
-    """Set a mesh, as `jax.set_mesh` does; None does not change the current mesh."""
+    """Set a mesh, as `jax.set_mesh` does; None removes the current mesh."""
     if mesh is None and jax.sharding.get_abstract_mesh().empty:
         yield
         return
@@ -123,7 +123,7 @@ def plain_jaxpr(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
 
 
 class _Plain:
-    """Rewriter that removes placement; a jaxpr that occurs several times is rewritten once."""
+    """Rewriter that removes placement; it rewrites a jaxpr that occurs several times only once."""
 
     def __init__(self) -> None:
         # id of a jaxpr -> (jaxpr, new jaxpr); the reference keeps the id from being reused
@@ -221,7 +221,7 @@ def _places(eqn: JaxprEqn, key: str) -> bool:
 
 
 def _only_moves(eqn: JaxprEqn) -> bool:
-    """Return True if an equation only moves its operands between memories of a device."""
+    """Return True if an equation only moves or reshards arrays, within the memory of devices."""
     if eqn.primitive.name == "device_put":
         targets = eqn.params["devices"]
         return all(

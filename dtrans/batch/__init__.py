@@ -4,6 +4,6 @@ trainer_step   the step of one trainer, on its part of the batch
 scaled         proof that one device's step is the mean, or the sum, of the user's step on parts
 exact_step     the sharded step, and the merge of gradients and results
 precomputed    values of the full batch, which a job computes before it runs the parts
-written_parts  steps of parts that need no communication
+written_parts  steps on parts, written so that the parts need no communication
 precomputed_micro_steps  micro-batches of pipelines and micro-steps of trainers, from such parts
 """

@@ -201,10 +201,13 @@ def shard_alone(step: Cut, batch: Batch, parts: int, name: str) -> ExactStep:
 
 
 def parts_error(step: Cut, shared: ExactStep, name: str, kind: str = "local") -> ConfigError:
-    """Return the error for a step that has parts which would have to communicate.
+    """Return the error for a step whose parts would have to communicate.
 
-    `name` says what the parts are, e.g. "micro-batches". `kind` is the value of `batch` that the
-    error proposes.
+    Args:
+      step: the step.
+      shared: its sharded form, with the communication.
+      name: description of the parts, e.g. "micro-batches".
+      kind: the value of `batch` that the error proposes.
     """
     return ConfigError(
         f"batch is 'exact', but {step.program.name} needs values of the whole batch "
@@ -215,7 +218,7 @@ def parts_error(step: Cut, shared: ExactStep, name: str, kind: str = "local") ->
 
 
 def batch_axes(step: Cut, batch: Batch) -> dict[str, int]:
-    """Map each sharded batch array to the dimension of its rows.
+    """Return the row dimension of each batch array that is sharded.
 
     Raises:
       ConfigError: an array does not have the dimension; or `batch.axes` is a tuple whose length
@@ -289,7 +292,7 @@ def split_merges(ways: Mapping[str, str | int]) -> tuple[dict[str, str], dict[st
 
 
 def full_type(t: Any, axis: int | None, trainers: int) -> jax.ShapeDtypeStruct:
-    """Return the type of a value that is cut along `axis` into parts of type `t`."""
+    """Return the type of a value from the type `t` of its parts along `axis`; None for copies."""
     shape = list(t.shape)
     if axis is not None:
         shape[axis] *= trainers

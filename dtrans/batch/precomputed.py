@@ -1,7 +1,7 @@
-"""Precomputed values: they depend on the full batch, but on no trained parameter.
+"""Precomputed values, which depend on the full batch, but on no trained parameter.
 
-Examples are the number of entries in a mask, a dropout mask, or a permutation of rows. A program of
-its own computes these values from the full batch, before the steps of the parts run. Each part gets
+Examples are the number of entries in a mask, a dropout mask, or a permutation of rows. A separate
+program computes these values from the full batch, before the steps of the parts run. Each part gets
 its rows of such a value, or the full value. Then the rest of the step may need no communication:
 for example, a masked mean is a sum over parts once its divisor is known.
 
@@ -247,5 +247,5 @@ class FlatStep:
 
 
 def _with_operands(env: Mapping[Var, Atom], eqns: Iterable[JaxprEqn]) -> list[JaxprEqn]:
-    """Return equations with their operands replaced by those in `env`."""
+    """Replace the operands of equations that are in `env`."""
     return [e.replace(invars=read_from(env, e.invars)) for e in eqns]

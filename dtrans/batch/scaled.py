@@ -3,7 +3,7 @@
 The proof compares two programs: the user's step traced on a part, and the *derived* step. The
 engine writes the derived step for a trainer, from the step on the full batch
 (`dtrans.batch.trainer_step`). If it does not communicate, the programs have the same equations,
-except numbers that depend on the batch size, such as 1 / B. The proof pairs the outputs of
+except for numbers that depend on the batch size, such as 1 / B. The proof pairs the outputs of
 the two programs, then the equations that compute these outputs, and so on back to the inputs. Each
 value of the user's step is trainers**exponent times the paired value.
 
@@ -202,7 +202,7 @@ class _Pairing:
         return [power(*p) for p in outs]
 
     def ratio(self, here: Any, there: Any) -> Power:
-        """Return the exponent with which `here` is trainers**exponent times `there`, its pair."""
+        """Return the exponent for which `here` is trainers**exponent times its pair `there`."""
         if here.dtype == object or here.shape != there.shape:
             raise _NoScaleError
         if np.array_equal(here, there, equal_nan=here.dtype.kind in "fc"):
@@ -221,7 +221,7 @@ class _Pairing:
             return self.of_loss(x, y, ins)
         if name == CUSTOM_JVP:
             return self.of_rule(x, y, ins)
-        if not _alike(x, y, lambda e: e.params):
+        if not _have_equal_params(x, y, lambda e: e.params):
             raise _NoScaleError
         if groups := scaling_operands(x):
             return [self.of_product(x, groups, ins)] * count
@@ -252,7 +252,7 @@ class _Pairing:
             raise _NoScaleError
         total = -sum(others)
         for group in groups:
-            (power,) = _together([[ins[i]] for i in group])
+            (power,) = _merge_exponents([[ins[i]] for i in group])
             if power is _ZERO:
                 return _ZERO
             total += power
@@ -267,7 +267,10 @@ class _Pairing:
         return [*exponents, *[exponents[0]] * x.params["count"]]
 
     def of_rule(self, x: JaxprEqn, y: JaxprEqn, ins: Sequence[Power]) -> list[Power]:
-        """Return the exponents of a `custom_jvp` call, whose rule is linear in the tangents."""
+        """Return the exponents of a `custom_jvp` call.
+
+        The derivative rule is linear in the tangents, so the exponents of tangents follow.
+        """
         if any(ins):
             raise _NoScaleError
         calls = [inline_calls(_closed(bodies(eqn)[0])) for eqn in (x, y)]
@@ -277,7 +280,7 @@ class _Pairing:
         """Return the exponents of the outputs of a loop, a branch or remat."""
         name = x.primitive.name
         here, there = _inlined_bodies(x), _inlined_bodies(y)
-        if len(here) != len(there) or not _alike(x, y, params_besides_bodies):
+        if len(here) != len(there) or not _have_equal_params(x, y, params_besides_bodies):
             raise _NoScaleError
         pairs = list(zip(here, there, strict=True))
         if name in REMAT:
@@ -285,14 +288,14 @@ class _Pairing:
         if name == COND:
             if ins[0]:
                 raise _NoScaleError
-            return _together([self.powers(pair, ins[1:]) for pair in pairs])
+            return _merge_exponents([self.powers(pair, ins[1:]) for pair in pairs])
         if name == SCAN:
             consts, carried = scan_counts(x)
             fixed, carry = ins[:consts], list(ins[consts : consts + carried])
             parts = ins[consts + carried :]
             for _ in range(len(carry) + 1):
                 after = self.powers(pairs[0], [*fixed, *carry, *parts])
-                joined = _together([carry, after[:carried]])
+                joined = _merge_exponents([carry, after[:carried]])
                 if joined == carry:
                     return [*carry, *after[carried:]]
                 carry = joined
@@ -301,7 +304,7 @@ class _Pairing:
         carry = list(ins[of_cond + of_body :])
         for _ in range(len(carry) + 1):
             after = self.powers(pairs[1], [*ins[of_cond : of_cond + of_body], *carry])
-            joined = _together([carry, after])
+            joined = _merge_exponents([carry, after])
             if joined == carry:
                 break
             carry = joined
@@ -310,7 +313,7 @@ class _Pairing:
         return carry
 
 
-def _together(several: Sequence[Sequence[Power]]) -> list[Power]:
+def _merge_exponents(several: Sequence[Sequence[Power]]) -> list[Power]:
     """Merge the exponents that several bodies give for one list of values; they must agree."""
     found: list[Power] = []
     for powers in zip(*several, strict=True):
@@ -322,7 +325,7 @@ def _together(several: Sequence[Sequence[Power]]) -> list[Power]:
 
 
 def _producers(inner: Any) -> dict[Atom, tuple[JaxprEqn, int]]:
-    """Map each variable to a pair (equation that computes it, index of the output)."""
+    """Return (equation that computes it, index of the output) for each variable."""
     producers: dict[Atom, tuple[JaxprEqn, int]] = {}
     for eqn in inner.eqns:
         producers |= {v: (eqn, i) for i, v in enumerate(eqn.outvars)}
@@ -339,7 +342,9 @@ def _closed(body: Any) -> ClosedJaxpr:
     return closed(inner.constvars, constants(body), inner.invars, inner.outvars, inner.eqns, inner)
 
 
-def _alike(x: JaxprEqn, y: JaxprEqn, params: Callable[[JaxprEqn], Mapping[str, Any]]) -> bool:
+def _have_equal_params(
+    x: JaxprEqn, y: JaxprEqn, params: Callable[[JaxprEqn], Mapping[str, Any]]
+) -> bool:
     """Return True if two equations of one primitive have the same parameters."""
     here, there = params(x), params(y)
     if here.keys() != there.keys():

@@ -61,7 +61,7 @@ INDEX = "@number"  # name of the argument that is the trainer's index
 
 @dataclasses.dataclass(frozen=True)
 class Exchanged:
-    """Collective in the forward or backward pass, which reduces neither gradients nor results.
+    """Collective in the forward or backward pass, except reductions of gradients and results.
 
     Attributes:
       op: `all_reduce`, `all_gather`, `all_to_all` or `reduce_scatter`.
@@ -164,7 +164,7 @@ def trainer_step(
     rows = {source.inputs[n].shape[axis] for n, axis in axes.items()}
 
     def joins(row: RowAxis, aval: Any) -> bool:
-        """Return True if the pieces of real rows of the batch concatenate to the value."""
+        """Return True if the trainers' pieces, without padding, concatenate to the value."""
         size = aval.shape[row.axis]
         is_even = not shards.pads(size, row) and not any(n % trainers for n in rows)
         return row.order is None and (is_even or any(row.width * n == size for n in rows))
@@ -232,7 +232,8 @@ def _is_local(
     """Return True if some equations are inside `dtrans.local`.
 
     Raises:
-      BatchError: some are, but the number of trainers does not divide the rows.
+      BatchError: some equations are, and the number of rows is no multiple of the number of
+        trainers.
     """
     if not any(map(has_local_scope, eqns)):
         return False

@@ -1,4 +1,4 @@
-"""Steps of parts of the batch that need no communication.
+"""Steps on parts of the batch, written so that the parts need no communication.
 
 Micro-batches of a pipeline, and micro-steps of trainers, cannot communicate. The engine derives
 their step from the step on the full batch. A captured loss is rewritten before it is
@@ -8,7 +8,7 @@ differentiated:
     term(params, part, given, number)       term of a part; the loss is the sum of all terms
 
 So the gradient of the loss is the sum of the terms' gradients. If the loss is not captured, the
-step's own gradients are rewritten as partial sums.
+gradients of the step are rewritten as partial sums.
 
 `given` are precomputed values (`dtrans.batch.precomputed`), which depend on no trained parameter.
 To compute them, a part would need communication, or the indices of its rows (a dropout mask).
@@ -182,7 +182,7 @@ def written_parts(
       The writer, and the step of a part, which may still communicate (see `adds_up`).
     """
     flat = FlatStep(full_step)
-    ways = _ways(flat, axes, Shards(parts, tuple(over), noun), fixed, part)
+    ways = _values_to_precompute(flat, axes, Shards(parts, tuple(over), noun), fixed, part)
 
     def of(ways: Mapping[Spot, bool]) -> tuple[WrittenParts, TrainerStep]:
         shared = tuple(f"{ROOT}/{i}" for i, is_rows in enumerate(ways.values()) if not is_rows)
@@ -191,7 +191,7 @@ def written_parts(
         return found, found.step_of(full_step)
 
     precomputed = {spot: bool(is_rows) for spot, is_rows in ways.items() if is_rows is not None}
-    # also precompute these values, if each part only reads its own rows
+    # also precompute these values, if each part only reads its rows of them
     if len(precomputed) < len(ways):
         _, step = of({spot: bool(is_rows) for spot, is_rows in ways.items()})
         read = dict(zip(ways, (f"{ROOT}/{i}" for i in range(len(ways))), strict=True))
@@ -204,7 +204,7 @@ def written_parts(
     return dataclasses.replace(found, numbered=step.takes_index), step
 
 
-def _ways(
+def _values_to_precompute(
     flat: FlatStep,
     axes: Mapping[str, int],
     shards: Shards,
@@ -213,15 +213,15 @@ def _ways(
 ) -> dict[Spot, bool | None]:
     """Find the values to precompute: position -> True, False or None.
 
-    These are the values for which a part would need communication, or its own index. If `part` is
+    These are the values for which a part would need communication, or its index. If `part` is
     passed, numbers in the update that depend on the batch size are added.
 
       True    each part gets its rows of the value
       False   each part gets the full value
       None    the value has as many rows as the batch, and a part can compute it in full: precompute
-              the value only if parts read just their own rows
+              the value only if each part reads just its rows
     """
-    spots = _free(flat, fixed)
+    spots = _untrained_values(flat, fixed)
     jaxpr, _ = flat.without_loss([flat.value(s) for s in spots])
     rows = _rows(flat.program, axes)
     has_rows = [flat.value(s).aval.shape[:1] == (rows,) for s in spots]
@@ -283,7 +283,7 @@ def _sized(flat: FlatStep, part: Program, spots: Sequence[Spot]) -> set[Spot]:
     return {s for s in spots if mine[flat.value(s)] not in known}
 
 
-def _free(flat: FlatStep, fixed: Collection[str]) -> list[Spot]:
+def _untrained_values(flat: FlatStep, fixed: Collection[str]) -> list[Spot]:
     """Find untrained values that trained equations read, or that are outputs; return positions.
 
     A value or equation is *trained* if it depends on a trained parameter.
@@ -330,7 +330,7 @@ def _free(flat: FlatStep, fixed: Collection[str]) -> list[Spot]:
 
 
 def _moves_rows(eqn: JaxprEqn) -> bool:
-    """Return True for a transpose that moves dimension 0; each part transposes its own rows."""
+    """Return True for a transpose that moves dimension 0; each part transposes its rows itself."""
     return eqn.primitive.name == "transpose" and eqn.params["permutation"][0] != 0
 
 
@@ -343,7 +343,7 @@ def _numbers_type(rows: int) -> Any:
 
 
 def without_effects(program: Program) -> Program:
-    """Return a step without prints and callbacks, since users expect values of the full batch."""
+    """Remove prints and callbacks from a step, because users expect them to see the full batch."""
     return program.rewritten(_drop_effects)
 
 

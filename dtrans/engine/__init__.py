@@ -10,7 +10,7 @@ Batches are sharded over trainers, columns of parameters over devices.
     values            the values of a shard, and their conversion between layouts
     counted_values    pieces of counters, masks and random bits, which a shard computes alone
     writer            writer of the program, and of the bodies of its equations
-    strategy_writers  equations that are written for each strategy of `rules`
+    strategy_writers  functions that write an equation by each strategy of `rules`
     open_sums         equations that run on the terms of a sum, so that it is reduced later
     row_moves         concatenations, slices and padding along the sharded dimension
     sharded_scans     scans whose iterations are sharded

@@ -21,7 +21,7 @@ Array = jax.Array
 
 @functools.cache
 def select_before(axis: int, size: int) -> Callable[[Array, Array, Array], Array]:
-    """Return a function (x, start, fill) that replaces the padding of a piece.
+    """Return a function (x, start, fill) that replaces the padding of a piece by `fill`.
 
     Entry i of the piece is padding if `start + i >= size`.
     """
@@ -35,7 +35,7 @@ def select_before(axis: int, size: int) -> Callable[[Array, Array, Array], Array
 
 @functools.cache
 def select_slots(axis: int) -> Callable[[Array, Array, Array], Array]:
-    """Return a function (x, mask, fill) that replaces entries where the mask is False.
+    """Return a function (x, mask, fill) that replaces an entry by `fill` where the mask is False.
 
     The mask has one entry for each index along `axis`.
     """
@@ -76,7 +76,7 @@ def _wide(x: Array) -> Array:
 
 
 def _with(indices: Array, component: int, value: Array) -> Array:
-    """Replace one component of gather or scatter indices."""
+    """Replace one component of gather or scatter indices by `value`."""
     wide = _wide(indices)
     at = jax.lax.broadcasted_iota(jnp.int32, wide.shape, wide.ndim - 1)
     return jnp.where(at == component, value[..., None], wide)
@@ -85,7 +85,7 @@ def _with(indices: Array, component: int, value: Array) -> Array:
 def _owned(
     indices: Array, component: int, start: Array, local: int, size: int, clip: bool
 ) -> tuple[Array, Array]:
-    """Return the component for the sharded dimension; and True for each index on this shard."""
+    """Return the indices along the sharded dimension, and a mask of the indices on this shard."""
     at = _wide(indices)[..., component]
     if clip:
         at = jnp.clip(at, 0, size - 1)

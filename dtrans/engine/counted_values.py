@@ -1,4 +1,4 @@
-"""Pieces that a shard computes alone, because a value depends only on counters and fills.
+"""Pieces of values that depend only on counters and fills: a shard computes its piece alone.
 
 Positions (`iota`), masks (`iota < n`), constants that were broadcast, and random bits are *counted*
 values. A shard computes its piece directly, without a gather and without the full value.
@@ -69,7 +69,7 @@ class CountedValues:
         recipe = recipe_of(
             eqn, 0, self.values.pieces.of(eqn.outvars[0].aval.shape[axis], cut_along(axis))
         )
-        # these two primitives have small operands, which need not be counted
+        # the operands of these two primitives are small, so they need not be counted
         if recipe is None or name in ("broadcast_in_dim", "random_bits"):
             return recipe is not None
         # the indices are smaller than the gathered slices

@@ -1,7 +1,7 @@
 """`jax.custom_jvp` and `jax.custom_vjp` calls on shards.
 
 If a program is differentiated later, it must keep these calls. The engine rewrites the function and
-the derivative rule for one shard, and writes a new call of both. Layouts of derivatives:
+the derivative rule for one shard, and writes a new call with both. Layouts of derivatives:
 
     jvp   a tangent has the layout of its primal
     vjp   the cotangent of a sharded value is sharded,
@@ -40,8 +40,8 @@ from dtrans.ir.selection import values_at
 from dtrans.rows.layout import RowAxis
 
 
-# (jaxpr, layouts of its inputs, layouts of its outputs) -> jaxpr for one shard, or None if that
-# needs communication
+# (jaxpr, layouts of its inputs, layouts of its outputs) -> jaxpr for one shard; None if one shard
+# cannot run the jaxpr without communication
 WriteRule = Callable[
     [ClosedJaxpr, Sequence[ShardLayout], Sequence[ShardLayout]], ClosedJaxpr | None
 ]
@@ -73,7 +73,7 @@ class _Call:
     def types(self) -> list[Any]:
         return _in_types(self.jaxpr)
 
-    def _outs(self, operands: Sequence[Any]) -> Callable[..., list[Any]]:
+    def _on_floats(self, operands: Sequence[Any]) -> Callable[..., list[Any]]:
         """Return the call as a function of differentiable operands; other operands are fixed."""
 
         def fn(*floats: Any) -> list[Any]:
@@ -88,21 +88,23 @@ class _Call:
         """Map operands and tangents of differentiable operands to outputs and their tangents."""
         operands, tangents = args[: len(self.types)], args[len(self.types) :]
         outs, found = jax.jvp(
-            self._outs(operands), values_at(operands, self.floats), list(tangents)
+            self._on_floats(operands), values_at(operands, self.floats), list(tangents)
         )
         return [*outs, *values_at(found, self.float_outs)]
 
     def vjp(self, *args: Any) -> list[Any]:
         """Map operands and cotangents of outputs to cotangents of differentiable operands."""
         operands, cotangents = args[: len(self.types)], args[len(self.types) :]
-        outs, pull = jax.vjp(self._outs(operands), *values_at(operands, self.floats))
+        outs, pull = jax.vjp(self._on_floats(operands), *values_at(operands, self.floats))
         return list(pull(_with_zeros(outs, self.float_outs, cotangents)))
 
 
 def _with_zeros(
     outs: Sequence[Any], places: Collection[int], derivatives: Iterable[Any]
 ) -> list[Any]:
-    """Return one derivative for each output: `derivatives` in `places`, float0 zeros elsewhere."""
+    """Return one derivative for each output: `derivatives` at the indices `places`, else float0
+    zeros.
+    """
     present = iter(derivatives)
     found = []
     for i, x in enumerate(outs):
@@ -124,7 +126,7 @@ def call_on_pieces(
 ) -> ClosedJaxpr | None:
     """Return a jaxpr for one shard that calls a custom_jvp or custom_vjp function.
 
-    If the function or its rule reads the shard's index, that index is the first input of the jaxpr.
+    If the function or its rule reads the shard's index, the first input of the jaxpr is this index.
 
     Args:
       eqn: the call in the full program.
@@ -174,7 +176,7 @@ def _cotangent(layout: ShardLayout) -> ShardLayout:
 def _with_jvp(
     call: _Call, body: Callable[..., list[Any]], rule: Callable[..., list[Any]], skipped: int
 ) -> Callable[..., Any]:
-    """Return a `jax.custom_jvp` function; before its operands it takes `skipped` shard indices."""
+    """Return a `jax.custom_jvp` function; its first `skipped` arguments are the shard's index."""
     fn = jax.custom_jvp(body)
 
     @fn.defjvp
@@ -190,7 +192,7 @@ def _with_jvp(
 def _with_vjp(
     call: _Call, body: Callable[..., list[Any]], rule: Callable[..., list[Any]], skipped: int
 ) -> Callable[..., Any]:
-    """Return a `jax.custom_vjp` function; before its operands it takes `skipped` shard indices."""
+    """Return a `jax.custom_vjp` function; its first `skipped` arguments are the shard's index."""
     fn = jax.custom_vjp(body)
 
     def forward(*args: Any) -> tuple[Any, Any]:

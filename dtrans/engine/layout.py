@@ -61,17 +61,19 @@ class Shards:
     finite_padding: bool = False
 
     def local(self, size: int, row: RowAxis) -> int:
-        """Return the size of each piece of a dimension of this size, padding included."""
+        """Return the size of a piece, padding included; `size` is that of the full dimension."""
         if row.order is not None:
             return len(row.order.slots[0]) * row.width
         return -(-(size // row.width) // self.count) * row.width
 
     def padded_size(self, size: int, row: RowAxis) -> int:
-        """Return the total size of all pieces, padding included."""
+        """Return the total size of all pieces, padding included; `size` is the size without
+        padding.
+        """
         return self.local(size, row) * self.count
 
     def pads(self, size: int, row: RowAxis) -> bool:
-        """Return True if some piece has padding."""
+        """Return True if some piece of a dimension of this size has padding."""
         if row.order is not None:
             return any(-1 in slots for slots in row.order.slots)
         return self.padded_size(size, row) != size
@@ -140,12 +142,13 @@ def _longest_runs(size: int, entries: np.ndarray) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Gathered:
-    """Record of an all-gather, because an equation or output needs a sharded value in full.
+    """Record of an all-gather of a sharded value, with the reason for it.
 
     Attributes:
       shape, dtype: type of the full value.
       nbytes: size of the full value in bytes.
-      reason: the equation or output that needs it: `sort of f32[8,10] (model/head)`, or a name.
+      reason: the equation or output that reads the full value: `sort of f32[8,10] (model/head)`, or
+        a name.
       line: source line of the reader, `model.py:12`; empty if unknown.
     """
 

@@ -69,7 +69,7 @@ class WrittenBody:
 
 
 def moved_bytes(eqns: Iterable[JaxprEqn]) -> dict[str, int]:
-    """Map the name of each primitive to the bytes that one shard communicates with it.
+    """Return the bytes that one shard communicates, for the name of each collective.
 
     For an all-gather, these are the bytes of its output; for other collectives, of the operands.
     """
@@ -131,7 +131,7 @@ def plan_loop(
 
 
 def _cut_before(eqn: JaxprEqn, plan: LoopPlan) -> dict[int, RowAxis]:
-    """Find the replicated operands that the body only reads as pieces: index -> layout.
+    """Return the layouts of replicated operands that the body reads only as pieces, by index.
 
     The caller cuts such an operand once before the loop, instead of in each iteration.
     """
@@ -212,9 +212,9 @@ def _join_iterations(carried: ShardLayout, after: ShardLayout) -> ShardLayout:
 
 
 def _inside(x: ShardLayout) -> ShardLayout:
-    """Return the layout of the slice that one iteration reads.
+    """Return the layout of the slice that one iteration reads from a scanned array.
 
-    If the stack is sharded along the iterations, each iteration reads a replicated slice.
+    If the array is sharded along the iterations, each iteration reads a replicated slice.
     """
     if isinstance(x, RowAxis) and x.axis:
         return _moved(x, -1)

@@ -32,9 +32,9 @@ from dtrans.ir.selection import values_at
 from dtrans.rows.layout import row_axes
 
 
-# Name -> operand to compare: if the output is larger, the sum is reduced before the equation.
-# `pad` is not listed, because the gradients of several slices of a parameter are padded, added, and
-# then reduced once.
+# Name -> operand with which the output is compared. If the output is larger, the sum is reduced
+# before the equation. `pad` is not listed, because the gradients of several slices of a parameter
+# are padded, added, and then reduced once.
 _GROWS: Mapping[str, int] = {"broadcast_in_dim": 0, "scatter-add": 2}
 
 
@@ -83,9 +83,10 @@ def open_operands(
 def linear_terms(inner: Jaxpr, outs: Collection[Var], summed: Collection[Var] = ()) -> set[Var]:
     """Return the values that may be open sums, because `outs` depend on them linearly.
 
-    A sum is reduced before a broadcast, where it is smaller. It stays open if elementwise equations
-    turn the broadcast into one of the `summed` values. If an equation needs the full result of a
-    cast, the sum is reduced before the cast, because a cast rounds.
+    A sum is reduced before a broadcast rather than after, because the broadcast is larger. But it
+    stays open if elementwise equations turn the broadcast into one of the `summed` values. If an
+    equation needs the full result of a cast, the sum is reduced before the cast, because a cast
+    rounds.
 
     Args:
       inner: the jaxpr.

@@ -32,8 +32,8 @@ class Pieces:
       shards: number and mesh axes of the shards.
 
     Attributes:
-      takes_index: True to make the shard's index, if the program reads it, the first input of the
-        program. By default a `trainer_index` equation computes the index.
+      takes_index: True if a program that reads the shard's index gets it as its first input. By
+        default a `trainer_index` equation computes the index.
     """
 
     def __init__(self, b: Builder, shards: Shards) -> None:
@@ -82,7 +82,9 @@ class Pieces:
         return Slice(row.axis, self._starts[local, order], local)
 
     def shard_row(self, table: np.ndarray) -> Atom:
-        """Return this shard's row of a table with one row for each shard; integers become int32."""
+        """Return this shard's row of a table that has one row for each shard; integers become
+        int32.
+        """
         if table.dtype != bool:
             table = table.astype(np.int32)
         key = (table.shape, table.dtype), table.tobytes()

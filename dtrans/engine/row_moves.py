@@ -53,8 +53,8 @@ class RowMoves:
     Attributes:
       operands: layout in which each operand is read.
       outs: layout of each output.
-      params: takes the output types on a shard; returns the changed parameters with which the
-        equation runs on pieces before the moves. None if the equation does not run.
+      params: (output types on a shard) -> changed parameters of the equation. The equation runs on
+        pieces with these parameters, before the moves. None if the moves replace the equation.
       moves: the move of each output.
     """
 
@@ -156,9 +156,9 @@ def _has(local_entries: np.ndarray, target: np.ndarray, free: np.ndarray) -> boo
 
 
 def _pack(entries: np.ndarray, free: np.ndarray) -> np.ndarray:
-    """Return slots for the entries of each shard, and for a share of the `free` entries.
+    """Return the slots of each shard: the shard's entries, then some of the `free` entries.
 
-    Every shard can compute `free` entries, so the shares make all pieces equally long.
+    Every shard can compute `free` entries, so they fill the shorter pieces up.
     """
     rows = [local_entries[local_entries >= 0] for local_entries in entries]
     local = max(-(-(sum(map(len, rows)) + len(free)) // len(rows)), *map(len, rows))
@@ -282,9 +282,9 @@ RULES: Mapping[str, Callable[[JaxprEqn, Ins, _Rows], RowMoves | None]] = {
 
 
 def regroup(eqn: JaxprEqn, row: RowAxis, shards: Shards) -> RowAxis | None:
-    """Return the output layout of a reshape that merges the sharded axis into others or splits it.
+    """Return the output layout of a reshape that merges or splits the sharded axis.
 
-    Each shard reshapes its own piece. If entries would have to change shards, return None.
+    Each shard reshapes its piece. Return None if entries would have to change shards.
     """
     old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     entries = shards.entries(old[row.axis], row)
@@ -316,7 +316,7 @@ def _merge_axes(entries: np.ndarray, size: int, times: int, new: int) -> np.ndar
 
 
 def _split_copies(entries: np.ndarray, size: int, times: int, new: int) -> np.ndarray | None:
-    """Return the entries of the second axis after a split of the sharded axis to [times, ...].
+    """Return the entries of the second axis, if the sharded axis is split into [times, ...].
 
     Return None if a shard does not have the same entries in all `times` parts.
     """

@@ -224,8 +224,8 @@ def _arg_reduce(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
 def _gather(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
     """Return the strategy of a gather.
 
-    The sharded dimension may be a dimension of the indices, or a batch dimension of the operand.
-    Or the indices look up single entries of that dimension, or each slice contains all of it.
+    The sharded dimension may be a dimension of the indices, or a batch dimension of the operand. It
+    may also be a dimension along which the gather looks up single entries, or copies all entries.
     """
     (x, indices), (found, of) = avals(eqn.invars), ins
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
@@ -267,8 +267,8 @@ def _gather(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
 def _scatter(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
     """Return the strategy of a scatter.
 
-    The sharded dimension may be a dimension of the indices, or a batch dimension of the operand.
-    Or the indices write single entries of that dimension, or each window covers all of it.
+    The sharded dimension may be a dimension of the indices, or a batch dimension of the operand. It
+    may also be a dimension along which the scatter writes single entries, or all entries.
     """
     x, indices, updates = avals(eqn.invars)
     numbers = eqn.params["dimension_numbers"]

@@ -39,8 +39,8 @@ class SplitProgram:
 
     Attributes:
       jaxpr: the program; sharded inputs and outputs are padded to `ceil(size / shards)` entries.
-      in_cuts: sharded dimension of each input; None if it is replicated.
-      out_cuts: sharded dimension of each output; None if it is replicated.
+      in_cuts: sharded dimension of each input; None for a replicated input.
+      out_cuts: sharded dimension of each output; None for a replicated output.
       shards: number of shards.
       axis_name: named axis of the shards.
       gathers: records of the sharded values that are gathered, with reasons.
@@ -72,7 +72,7 @@ def split(
     An equation without a rule runs on gathered operands, which `gathers` lists.
 
     Args:
-      jaxpr: a forward pass, with or without its gradients, or a whole training step.
+      jaxpr: a forward pass, with or without its gradients, or a complete training step.
       cuts: index of an input -> its sharded dimension. Other inputs are replicated.
       shards: number of shards; with 1, the jaxpr is returned with calls inlined.
       axis_name: mesh axis of the shards.
@@ -122,7 +122,10 @@ def split(
 
 
 def _output(computed: ShardLayout, axis: int | None, a: Atom, shards: Shards) -> ShardLayout:
-    """Return the layout of an output: sharded along `axis`; -1 for its computed axis."""
+    """Return the layout of an output.
+
+    The output is sharded along `axis`, replicated (None), or has its computed layout (-1).
+    """
     if axis == -1:
         axis = computed.axis if isinstance(computed, RowAxis) else None
     if axis is None:

@@ -1,4 +1,4 @@
-"""Writers that write an equation by the strategy that `dtrans.engine.rules` chose.
+"""Functions that write an equation by the strategy that `dtrans.engine.rules` chose.
 
 Most equations are copied and run on pieces. Some are replaced by several equations: moves between
 slots, gathers and scatters along the sharded dimension, and argmax or argmin over it.
@@ -32,7 +32,7 @@ from dtrans.rows.layout import RowAxis
 
 
 def write_strategy(w: ShardValues, eqn: JaxprEqn, way: Strategy) -> list[Atom]:
-    """Write an equation by a strategy; return this shard's outputs, before their reduction."""
+    """Write an equation by a strategy; return the outputs on this shard before they are reduced."""
     atoms = [w.read(a, row) for a, row in zip(eqn.invars, way.operands, strict=True)]
     if way.write:
         return _WRITE[way.write](w, eqn, way, atoms)
@@ -103,7 +103,7 @@ def _write_pick(w: ShardValues, eqn: JaxprEqn, way: Strategy, atoms: list[Atom])
 
 
 def _write_put(w: ShardValues, eqn: JaxprEqn, way: Strategy, atoms: list[Atom]) -> list[Atom]:
-    """Write a scatter along the sharded dimension: each shard writes into its own piece."""
+    """Write a scatter along the sharded dimension: each shard writes into its piece."""
     (row, *_), piece = way.operands, atoms[0]
     assert row is not None
     size = eqn.invars[0].aval.shape[row.axis]

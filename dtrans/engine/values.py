@@ -1,7 +1,7 @@
 """Values on a shard, and their conversions between layouts.
 
-A value is stored in the layout in which it was computed. When an equation reads it in another
-layout, it is converted, and the result is stored too:
+A value is stored in the layout in which it was computed. For an equation that reads another layout,
+the value is converted, and the result is stored too:
 
     replicated -> sharded   a slice; the piece of a counter or fill is computed directly
     sharded -> replicated   all_gather, which is listed in `gathers`
@@ -54,7 +54,7 @@ class ShardValues(abc.ABC):
     Args:
       jaxpr: the jaxpr, with calls inlined.
       shards: number and mesh axes of the shards.
-      within: text of the equation whose body the jaxpr is; "" if the jaxpr is no body.
+      within: text of the equation that has the jaxpr as a body; "" if the jaxpr is no body.
 
     Attributes:
       gathers: values that are gathered.
@@ -101,10 +101,7 @@ class ShardValues(abc.ABC):
         return self.layouts.get(atom, SHARED)
 
     def operand(self, atom: Atom) -> Operand:
-        """Return what `dtrans.engine.rules.choose` must know about a value.
-
-        This is its layout, whether it is an input, and the layouts to which it is converted so far.
-        """
+        """Return a value's layout, and the other facts that `dtrans.engine.rules.choose` reads."""
         if isinstance(atom, Literal):
             return Operand(SHARED)
         is_converted = lambda row: (atom, row) in self._values
@@ -119,7 +116,9 @@ class ShardValues(abc.ABC):
         self._values[var, layout] = value
 
     def take(self, var: Var, layout: ShardLayout, *, is_input: bool) -> None:
-        """Add an input in this layout; `is_input` is True for an input of the whole program."""
+        """Add an input in this layout; `is_input` is True for an input of the program, not of a
+        body.
+        """
         self.define(var, layout, self.b.input(self.shards.cut(var.aval, layout)))
         if layout is SHARED:
             self.sliced[var] = SHARED
@@ -132,7 +131,9 @@ class ShardValues(abc.ABC):
         return self.is_local or (self.b.source is not None and in_local_scope(self.b.source))
 
     def needed_by(self, reason: Callable[[], str], eqn: JaxprEqn | None = None) -> None:
-        """Set the equation or output that reads values from now on, and its description."""
+        """Set the equation or output that reads values from now on; `reason` describes it for
+        errors.
+        """
         self._reason = reason
         self.b.source = eqn
 
@@ -323,4 +324,6 @@ class ShardValues(abc.ABC):
 
     @abc.abstractmethod
     def carry_out(self, eqn: JaxprEqn, way: Strategy) -> list[Atom]:
-        """Write an equation by a strategy; return this shard's outputs, before their reduction."""
+        """Write an equation by a strategy; return the outputs on this shard before they are
+        reduced.
+        """

@@ -73,7 +73,7 @@ Result = TypeVar("Result")
 class SplitWriter(ShardValues):
     """Writer of the equations of one jaxpr for one shard."""
 
-    # value -> layout, for values that equations only read as pieces: only pieces are computed
+    # layouts of values that equations read only as pieces; then only the pieces are computed
     only_as_rows: Mapping[Var, RowAxis] = MappingProxyType({})
     out_names: Sequence[str] = ()  # names of the program's outputs, for `gathers`
     # True if the program is differentiated later, so that custom derivative rules must stay
@@ -91,7 +91,9 @@ class SplitWriter(ShardValues):
         return self._counted.build_rows(var, row)
 
     def carry_out(self, eqn: JaxprEqn, way: Strategy) -> list[Atom]:
-        """Write an equation by a strategy; return this shard's outputs, before their reduction."""
+        """Write an equation by a strategy; return the outputs on this shard before they are
+        reduced.
+        """
         return write_strategy(self, eqn, way)
 
     # -- equations -------------------------------------------------------------------------------
@@ -494,8 +496,8 @@ def _written(
 ) -> tuple[Result, SplitWriter]:
     """Call `write` with a new writer for a jaxpr; return the result of `write`, and the writer.
 
-    If equations read only pieces of a full value, write the jaxpr a second time, in which only the
-    pieces are computed. If the second program has more gathers, return the first.
+    If equations read only pieces of a full value, write the jaxpr again and compute only the
+    pieces. If the second program has more gathers, return the first.
     """
     first = SplitWriter(jaxpr, shards, within)
     first.orders = orders

@@ -7,7 +7,7 @@ display     programs and plans as text and HTML
 inline      inlining of calls, and dead code elimination
 builder     `Builder`: writes new jaxprs from equations of old ones
 dataflow    backward slices, and propagation from inputs to outputs
-selection   entries of mappings and sequences under several keys
+selection   several entries of a mapping or sequence, and inverse mappings
 interpret   forward and backward analyses, which enter loops, branches and calls
 folding     constant folding, and values that equal an input
 cost        flops and bytes of an equation

@@ -61,7 +61,10 @@ def padded(axis: int, size: int) -> Callable[[jax.Array], jax.Array]:
 
 @functools.cache
 def rows_from(axis: int, count: int, size: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Return a function (x, start) that pads x to `size` entries and selects `count` of them."""
+    """Return a function (x, start) that selects `count` entries of x along `axis`, from `start` on.
+
+    The function first pads x to `size` entries along this axis.
+    """
 
     def fn(x: jax.Array, start: jax.Array) -> jax.Array:
         return jax.lax.dynamic_slice_in_dim(padded_to(x, axis, size), start, count, axis)
@@ -116,6 +119,8 @@ def keys_of(impl: str) -> Callable[[jax.Array], jax.Array]:
 
 
 def together(*xs: jax.Array) -> Sequence[jax.Array]:
-    """Return the arrays behind one optimization barrier: XLA computes all before any is read."""
+    """Return the arrays behind one optimization barrier: XLA computes all of them before any is
+    read.
+    """
     outputs: Sequence[jax.Array] = jax.lax.optimization_barrier(xs)
     return outputs

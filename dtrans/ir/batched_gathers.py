@@ -3,8 +3,8 @@
 `x[jnp.arange(len(y)), y]` reads one entry of each row of `x`. Its `gather` looks up (row, column)
 pairs in all of `x`. This pass proves that the row numbers are 0, 1, 2 and so on, as in `arange`. It
 then makes the rows of `x` and of the indices batch dimensions of the gather. So the row analysis
-(`dtrans.rows`) sees that row i of the output depends only on row i of `x`. The same is done for
-scatters, the derivatives of these gathers.
+(`dtrans.rows`) sees that row i of the output depends only on row i of `x`. The pass rewrites
+scatters, the derivatives of these gathers, in the same way.
 
     gather x[8,10] by [(0, y0), (1, y1), ...]       ->  gather each row of x by [(y0), (y1), ...]
 
@@ -41,8 +41,8 @@ from dtrans.ir.selection import values_at
 _PICKS = frozenset(
     {"gather", "scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"}
 )
-# names, in the dimension numbers, of: the indexed dimensions of the operand, the collapsed
-# dimensions, the window dimensions, and the batch dimensions of the indices
+# fields of the dimension numbers: indexed dimensions of the operand, collapsed dimensions, window
+# dimensions, and batch dimensions of the indices
 _GATHER_FIELDS = (
     "start_index_map",
     "collapsed_slice_dims",
@@ -81,10 +81,10 @@ def _has_picks(jaxpr: Any) -> bool:
 
 
 def _rewritten(jaxpr: Any, numbers: Facts[Fact]) -> Any:
-    """Return a jaxpr with batched gathers, open or closed as `jaxpr`; `jaxpr` if none changes.
+    """Return a jaxpr with batched gathers; return `jaxpr` itself if no gather changes.
 
     Args:
-      jaxpr: the jaxpr.
+      jaxpr: an open or closed jaxpr. The result is open or closed, like `jaxpr`.
       numbers: proven facts about its integer arrays.
     """
     inner = opened(jaxpr)
@@ -112,7 +112,7 @@ def _rewritten(jaxpr: Any, numbers: Facts[Fact]) -> Any:
 
 
 def _without_unread(jaxpr: ClosedJaxpr, old: Any) -> ClosedJaxpr:
-    """Drop equations whose outputs only replaced gathers read; other dead equations stay."""
+    """Drop equations that only the replaced gathers needed; other dead equations stay."""
     inner = opened(jaxpr)
     unread = set(outputs_of(old.eqns))
     unread.difference_update(variables_read(old.eqns, old.outvars))
@@ -126,7 +126,7 @@ def _without_unread(jaxpr: ClosedJaxpr, old: Any) -> ClosedJaxpr:
 
 
 def _with_rewritten_bodies(eqn: JaxprEqn, inside: Mapping[int, Facts[Fact]]) -> JaxprEqn:
-    """Return an equation with batched gathers in its bodies; `eqn` itself if none changes."""
+    """Return an equation with batched gathers in its bodies; return `eqn` if no gather changes."""
     old = bodies(eqn)
     new = [_rewritten(body, inside[k]) for k, body in enumerate(old)]
     if all(a is b for a, b in zip(old, new, strict=True)):
@@ -155,7 +155,7 @@ def _batched(
 ) -> Atom | None:
     """Write a gather or scatter with batch dimensions, and return its output.
 
-    If no component of its indices counts a dimension, write nothing and return None.
+    Write nothing and return None if no component of its indices counts a dimension.
 
     Args:
       eqn: the gather or scatter.
@@ -192,7 +192,7 @@ def _batched(
     if not found:
         return None
 
-    # new batch dimensions leave the index components, the collapsed dimensions and the window
+    # the window, the index components and the collapsed dimensions lose the new batch dimensions
     remaining = [component for component, d in enumerate(dims) if d not in found]
     new_dims = tuple(values_at(dims, remaining))
     new_gone = tuple(d for d in gone if d not in found)

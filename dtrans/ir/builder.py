@@ -112,7 +112,9 @@ class Builder:
         return self.inline(_traced(fn, tuple(avals(atoms))), *atoms)
 
     def call_as(self, var: Var, fn: Callable[..., Any], *atoms: Atom) -> None:
-        """Write a function as `call` does; its output is `var`, a variable of the old jaxpr."""
+        """Write the equations of a function so that its output is `var`, a variable of the old
+        jaxpr.
+        """
         self.call(fn, *atoms)
         self.eqns[-1] = self.eqns[-1].replace(outvars=[var])
 
@@ -138,9 +140,9 @@ class Builder:
 
         Args:
           jaxpr: the other jaxpr.
-          env: maps variables of `jaxpr` to values of the new jaxpr; others stay as they are.
+          env: maps variables of `jaxpr` to values of the new jaxpr; other variables stay unchanged.
           eqns: equations in order.
-          wanted: values of the other jaxpr to return.
+          wanted: variables of `jaxpr` whose new values are returned.
         """
         known: dict[Var, Atom] = dict(env)
         known |= zip(opened(jaxpr).constvars, map(self.constant, constants(jaxpr)), strict=True)
@@ -152,10 +154,11 @@ class Builder:
         return read_from(known, wanted)
 
     def bind(self, primitive: Primitive, *atoms: Atom, **params: Any) -> list[Var]:
-        """Write a new equation and return its outputs; the primitive's own rule infers their types.
+        """Write a new equation and return its outputs; their types follow from the operands.
 
-        Use it for dtrans's own primitives, and for primitives of `jax.lax` with stable parameters.
-        For other primitives use `call`: their parameters change between JAX releases.
+        Use this method for primitives of dtrans, and for primitives of `jax.lax` with stable
+        parameters. Use `call` for other primitives, because their parameters change between JAX
+        releases.
         """
         types = abstract_eval(primitive, avals(atoms), params)
         outs = [Var(t) for t in types]
@@ -190,8 +193,8 @@ class Builder:
         Args:
           eqn: the equation.
           atoms: its new operands.
-          types: types of the outputs. By default they stay, unless the type of an operand or a
-            parameter differs: then they are inferred.
+          types: types of the outputs. By default, these are the old types. If a parameter or the
+            type of an operand changes, they are inferred instead.
           params: changed parameters.
         """
         if types is None and not params and avals(atoms) == avals(eqn.invars):
@@ -216,10 +219,10 @@ class Builder:
 
         Args:
           eqn: the equation.
-          new: its bodies, in order.
-          atoms: its operands.
+          new: its new bodies, in order.
+          atoms: its new operands.
           types: types of its outputs.
-          first: additional leading operands, which every body takes.
+          first: additional operands, which every body takes as its first inputs.
           params: other changed parameters.
         """
         rewritten = self.with_bodies(eqn, new, atoms, [Var(t) for t in types], first)
@@ -233,9 +236,11 @@ class Builder:
         outvars: Sequence[Var],
         first: Sequence[Atom] = (),
     ) -> JaxprEqn:
-        """Return a loop, a branch or a call with new bodies, without writing it.
+        """Return a loop, a branch or a call with new bodies, but do not write it.
 
-        Arguments are those of `copy_with_bodies`; `outvars` are its output variables.
+        Args:
+          eqn, new, atoms, first: as for `copy_with_bodies`.
+          outvars: output variables of the new equation.
         """
         if eqn.primitive.name in REMAT:  # a remat body has no constants
             (body,) = new
@@ -246,11 +251,11 @@ class Builder:
         return rebuilt(eqn, new, atoms, outvars, first)
 
     def keep(self, eqn: JaxprEqn, invars: Sequence[Atom] | None = None) -> None:
-        """Write an equation of the old jaxpr with its own output variables.
+        """Write an equation of the old jaxpr without renaming its outputs.
 
         Args:
           eqn: the equation.
-          invars: new operands; by default its own.
+          invars: new operands; by default, the old ones.
         """
         if invars is None:
             self._append(eqn, eqn.invars)
@@ -284,7 +289,7 @@ class Builder:
 def extract_part(
     jaxpr: ClosedJaxpr, invars: Iterable[Var], eqns: Iterable[JaxprEqn], outvars: Sequence[Atom]
 ) -> ClosedJaxpr:
-    """Return a jaxpr of some equations of `jaxpr`, with the constants that they read."""
+    """Return a jaxpr of some equations of `jaxpr`, with the constants that these equations read."""
     b = Builder(jaxpr)
     b.invars += invars
     for eqn in eqns:

@@ -98,7 +98,9 @@ def free_variables(eqns: Sequence[JaxprEqn]) -> list[Var]:
 
 
 def bits_of(bits: Mapping[Var, int], *atoms: Atom) -> int:
-    """Return the union of the bits of `atoms`; literals and absent variables have no bits."""
+    """Return the union of bit sets (ints) of some values; literals and absent variables have no
+    bits.
+    """
     union = 0
     for a in atoms:
         if isinstance(a, Var):
@@ -109,12 +111,12 @@ def bits_of(bits: Mapping[Var, int], *atoms: Atom) -> int:
 def propagate(
     eqns: Sequence[JaxprEqn], seeds: Mapping[Var, int], fixed: Mapping[Var, int]
 ) -> dict[Var, int]:
-    """Propagate bits forward: an output has the union of the bits of its equation's operands.
+    """Propagate bit sets forward: outputs of an equation get the union of its operands' bits.
 
     Args:
       eqns: equations in order.
-      seeds: bits of some variables.
-      fixed: bits of variables that keep these bits, even if an equation computes the variable.
+      seeds: bits of some variables, as an int.
+      fixed: bits of variables that no equation changes, even if it computes the variable.
 
     Returns:
       The bits of each variable; variables without bits may be absent.

@@ -70,12 +70,13 @@ def program_parts(
 ) -> dict[str, str]:
     """Return the fingerprint of a program: a digest for each part.
 
-    Inputs are written by name. Values that pass from one part to another have numbers of their own.
-    So a change in one part leaves the digests of other parts unchanged.
+    The text of a part contains the names of inputs. A value that another part computes is numbered
+    apart from the part's values. So a change in one part does not change the digests of other
+    parts.
 
     Args:
       program: the program.
-      groups: the roles of the equations in each part.
+      groups: part -> roles of the equations in the part.
     """
     write = _Writer()
     inner, consts = opened(program.jaxpr), constants(program.jaxpr)
@@ -171,7 +172,7 @@ def output_digest(half: Any) -> str:
 
 
 def number(literal: Literal) -> str:
-    """Return the bytes of a literal as hexadecimal text, converted to its dtype."""
+    """Convert a literal to its dtype; return the bytes as hexadecimal text."""
     return np.asarray(literal.val, literal.aval.dtype).tobytes().hex()
 
 

@@ -71,9 +71,9 @@ class ForwardAnalysis(NamedTuple, Generic[Fact]):
       default: (type, value) -> fact of a literal or constant; the value is None if unknown.
       turn: fact of a scanned array -> fact of the slice that one iteration reads.
       stack: fact of one iteration's output -> fact of the stacked outputs.
-      fit: (result of `turn`, type of the slice) -> fact without parts that this type cannot have.
-      decide: (fact of a condition, fact of a value) -> fact of the value. The condition selects the
-        branch, or the number of iterations, that computes the value.
+      fit: (result of `turn`, type of the slice) -> fact that a value of this type can have.
+      decide: (fact of a condition, fact of a value) -> new fact of the value. The condition selects
+        the branch that computes the value, or the number of iterations.
       branch: fact of the index of a `cond` -> index of the branch; None if unknown.
     """
 
@@ -98,7 +98,7 @@ class BackwardAnalysis(NamedTuple, Generic[Fact]):
       default: fact of a value that nothing reads; the lowest fact.
       turn: fact of the stacked outputs of a scan -> fact of one iteration's output.
       stack: fact of the slice that one iteration reads -> fact of the scanned array.
-      decide: joined facts of the outputs -> fact of the condition that selects the branch or the
+      decide: joined facts of the outputs -> fact of the condition, which selects the branch or the
         number of iterations.
     """
 
@@ -119,11 +119,11 @@ class Entered(NamedTuple, Generic[Fact, Result]):
     Attributes:
       operands: fact of each operand; facts of carried operands are joined over the iterations.
       outs: fact of each output.
-      bodies: result of `run` for each body, by its index in `bodies(eqn)`; branches that are never
-        taken are absent.
+      bodies: index of a body in `bodies(eqn)` -> result of `run` for the body. Branches that are
+        never taken are absent.
       decision: fact of the condition of a `while`, or of the index of a `cond`.
-      ends: facts of each body's outputs, by the index of the body; only `enter` fills it. The facts
-        of carried values and of branch outputs are those of the equation's outputs.
+      ends: index of a body -> facts of its outputs; only `enter` sets it. For carried values and
+        branch outputs, these are the facts of the equation's outputs.
     """
 
     operands: list[Fact]
@@ -147,7 +147,7 @@ def enter(
       analysis: functions that join and convert facts; its `rule` is not called here.
       eqn: the equation.
       ins: facts of its operands.
-      run: evaluates one body. The result of its last call for a body is recorded.
+      run: evaluates one body. `Entered.bodies` has the result of the last call for each body.
     """
     wires, inner = wiring(eqn), bodies(eqn)
     found: dict[int, Result] = {}
@@ -194,7 +194,7 @@ def enter_backward(
       analysis: functions that join and convert facts; its `rule` is not called here.
       eqn: the equation.
       outs: facts of its outputs.
-      run: evaluates one body backward. The result of its last call for a body is recorded.
+      run: evaluates one body backward. `Entered.bodies` has the result of the last call.
     """
     wires, inner = wiring(eqn), bodies(eqn)
     found: dict[int, Result] = {}
@@ -235,13 +235,14 @@ def _settle(
 ) -> tuple[list[Fact], list[Fact]]:
     """Iterate until the facts of carried values settle.
 
-    Return the facts before and after the last iteration.
-
     Args:
       join: joins two facts.
       start: facts before the first iteration.
-      carried: index in `start` -> index in the results of `turn`, for each carried value.
+      carried: for each carried value: index in `start` -> index in the results of `turn`.
       turn: evaluates one iteration.
+
+    Returns:
+      The facts before and after the last iteration.
     """
     while True:
         results = turn(start)

@@ -22,7 +22,7 @@ class Op:
     Attributes:
       type: name of the primitive, e.g. `dot_general`, `send`.
       role: one of `ROLES`.
-      inputs, outputs: name of each operand and output; a literal is its value as text.
+      inputs, outputs: name of each operand and output; for a literal, its value as text.
       attrs: parameters of the equation.
     """
 

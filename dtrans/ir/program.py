@@ -13,8 +13,8 @@ The roles are those of Paddle's `OpRole` (paddle/fluid/framework/op_proto_maker.
 
 A jaxpr has fixed shapes, but a program can be traced again for others, as `jax.jit` does.
 `Program.specialize(*arguments)` returns the cached program for another batch size. Only the shapes
-of state are fixed. A program that a pass rewrote (`Program.rewritten`) is specialized in two steps:
-its source is specialized, and the pass runs again on the result.
+of state are fixed. For a program that a pass rewrote (`Program.rewritten`), this specializes the
+program before the pass, and runs the pass on the result.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Program(NamedJaxpr):
       frozen_constants: name of a constant state array -> the number in all its entries.
       takes_one_state: True if the step has one state argument (`dtrans.step.one_state`).
       specializer: returns the program for other types of the inputs; None if shapes are fixed.
-      plan: the plan of a role's program.
+      plan: the plan that this program belongs to, if any.
 
     Example:
       >>> import jax.numpy as jnp, dtrans
@@ -131,7 +131,7 @@ class Program(NamedJaxpr):
           b: the builder.
           args: structure of each argument.
           out: structure of the result.
-          values: maps names to values; must contain the names of `out`.
+          values: name -> value; contains at least the names of `out`.
         """
         return cls(name, b.build(values_at(values, out.names)), args, out, tuple(b.roles), b.labels)
 
@@ -238,8 +238,8 @@ class Program(NamedJaxpr):
     ) -> Program:
         """Return `pass_(self)`, with a specializer that runs the pass again for other shapes.
 
-        When the result is specialized, so is this program: each input that is not state gets the
-        new type of the result's input with the same name.
+        The specializer gets new types of the result's inputs. It specializes this program first: an
+        input that is not state gets the new type with its name.
 
         Args:
           pass_: returns the rewritten program, for any shapes.
@@ -265,9 +265,9 @@ class Program(NamedJaxpr):
         return dataclasses.replace(result, specializer=again)
 
     def returning(self, out: TreeSpec, names: Sequence[str], **changed: Any) -> Program:
-        """Return a program that computes some outputs of this one, in a new structure.
+        """Return a program that computes some outputs of this program, in a new structure.
 
-        Its shapes are fixed.
+        The shapes of the new program are fixed.
 
         Args:
           out: the new structure.
@@ -298,7 +298,7 @@ class Program(NamedJaxpr):
         """Return `make(self)`; the result is computed once and cached in the program.
 
         Args:
-          make: a function of the program that reads nothing else.
+          make: a pure function, which reads only the program.
         """
         results = vars(self).setdefault("_results", {})
         if make not in results:
@@ -328,9 +328,9 @@ class Program(NamedJaxpr):
 
     @cached_property
     def _family(self) -> dict[Signature, Program]:
-        """Cache: signature -> program. All specialized programs of one trace share it."""
-        # Inputs of a trace may have weak types (a Python number), inputs of a call never do, and
-        # strong types lead to other equations. So a program with weak types fits no call.
+        """Cache of specialized programs: signature -> program; all programs of a trace share it."""
+        # Inputs of a trace may have weak types (a Python number), but arguments of a call never do.
+        # Strong types lead to other equations, so a program with weak types fits no call.
         return {} if _has_weak_types(self.inner) else {self._signature: self}
 
     # -- showing it ------------------------------------------------------------------------------
@@ -453,7 +453,7 @@ class Rewrite:
 
 
 def rewrite_root(program: Program, change: Callable[[Program], Program]) -> Program:
-    """Change the traced program from which `program` comes, and run all its passes again.
+    """Change the traced program from which `program` was rewritten, and run all passes again.
 
     Args:
       program: a traced program, or one that passes rewrote.

@@ -33,7 +33,7 @@ def is_array(leaf: Any) -> bool:
 
 
 def array_leaves(tree: Any) -> list[Any]:
-    """Return the leaves of a pytree that are data, in order."""
+    """Return the array leaves of a pytree, in order."""
     return [x for x in jax.tree.leaves(tree) if is_array(x)]
 
 
@@ -102,7 +102,7 @@ class TreeSpec:
         return ""
 
     def flatten(self, tree: Any, what: str = "argument") -> list[Any]:
-        """Return the arrays of `tree` in leaf order; mesh axes are removed from their types.
+        """Return the arrays of `tree` in leaf order, without mesh axes in their types.
 
         Raises:
           TraceError: the structure or a static leaf differs from this spec.
@@ -135,7 +135,7 @@ class TreeSpec:
         )
 
     def unflatten_named(self, values: Mapping[str, Any]) -> Any:
-        """Return the pytree with the values of its names; `values` may contain other names too."""
+        """Return the pytree with the array `values[name]` for each name; ignore other entries."""
         return self.unflatten(values_at(values, self.names))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -213,7 +213,7 @@ def partition(tree: Any, keep: Any) -> tuple[Any, Any]:
 
 
 def combine(first: Any, second: Any) -> Any:
-    """Merge two pytrees: fill each None of the first from the second; inverts `partition`."""
+    """Merge two pytrees: fill each None of the first from the second; inverse of `partition`."""
     return jax.tree.map(
         lambda a, b: b if a is None else a, first, second, is_leaf=lambda x: x is None
     )
@@ -226,7 +226,7 @@ def tuple_of(*specs: TreeSpec) -> TreeSpec:
 
 
 def result_of(spec: TreeSpec, leaves: Sequence[Any]) -> tuple[Any, ...]:
-    """Return as a tuple the results that follow the new state; `spec` is their structure."""
+    """Unflatten the results that a step returns after the new state; return them as a tuple."""
     tree = spec.unflatten(leaves)
     if isinstance(tree, (tuple, list)) and not hasattr(tree, "_fields"):
         return tuple(tree)
@@ -234,7 +234,7 @@ def result_of(spec: TreeSpec, leaves: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def without(spec: TreeSpec, part: TreeSpec) -> TreeSpec:
-    """Remove the first child equal to `part` from a tuple, list or dict.
+    """Return a spec without its first child that equals `part`; `spec` is a tuple, list or dict.
 
     In a NamedTuple, whose fields are fixed, None replaces the child.
     """

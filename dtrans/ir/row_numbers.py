@@ -35,10 +35,10 @@ class Same:
 
 
 Known = Count | Same | None
-# the fact about the whole value, then about each entry of its last dimension; () if unknown
+# the fact about the value, then about each entry of its last dimension; () if unknown
 Fact = tuple[Known, ...]
 
-Entry = int | None  # index in the last dimension; None for the whole value
+Entry = int | None  # index in the last dimension; None for the value with all its entries
 
 
 _COMPARE: Mapping[str, Callable[[int, int], bool]] = {
@@ -54,7 +54,7 @@ def numbers_of(jaxpr: Any) -> Facts[Fact]:
 
 
 def known_of(fact: Fact, component: Entry = None) -> Known:
-    """Return the fact about a whole value, or about one entry of its last dimension."""
+    """Return the fact about a value, or about one entry of its last dimension."""
     place = 0 if component is None else 1 + component
     if place < len(fact):
         return fact[place]
@@ -101,7 +101,7 @@ def _counts(aval: Any) -> bool:
 
 
 def _entries(aval: Any) -> tuple[Entry, ...]:
-    """Return the entries that get a fact: None (the whole value), and each of a short last axis."""
+    """Return the entries that have a fact: None (all), and each index of a short last axis."""
     if aval.ndim and aval.shape[-1] <= _MOST_COMPONENTS:
         return (None, *range(aval.shape[-1]))
     return (None,)
@@ -139,7 +139,7 @@ def _of_constant(aval: Any, value: Any) -> Fact:
 
 
 def _of_value(value: np.ndarray[Any, Any]) -> Known:
-    """Return the fact about a constant; first compare two entries, which is cheap."""
+    """Return the fact about a constant. Comparing two entries first is cheap."""
     first, last = value.flat[0], value.flat[-1]
     if first == last and np.all(value == first):
         of_one_row = value.shape == (1,) and value.dtype.kind != "b" and value[0] == 0

@@ -21,7 +21,8 @@ from dtrans.ops.primitive import communication
 def _over_axis(x: jax.Array, y: jax.Array) -> Sequence[Any]:
     """Return `x` with a dependency on `y`.
 
-    On CPUs, XLA removes `optimization_barrier` before it merges equal equations.
+    An `optimization_barrier` is not enough on CPUs: XLA removes it before it merges equal
+    equations.
     """
     return [jax.lax.platform_dependent(x, y, cpu=_after_on_cpu, default=_after_elsewhere)]
 

@@ -3,9 +3,9 @@
     x... = all_reduce x...   [op, name, owners, over]
 
 Among servers, `over` lists their endpoints. Each server runs this equation with one operand and the
-same `name`. The result is the reduction of the operands of the servers in `owners`, in this order.
-All other servers have no rows to reduce, and their operands are ignored. With a single owner this
-is a broadcast.
+same `name`. The result is the reduction of the owners' operands, in the order of `owners`. All
+other servers have no rows to reduce, and their operands are ignored. With a single owner this is a
+broadcast.
 
 Among trainers, `over` lists the names of their mesh axes. `owners` is empty, because all trainers
 have parts.
@@ -44,7 +44,7 @@ EXACT = "exact_sum"  # the reduction that adds parts of `dtrans.ops.exact_sum`
 
 
 def combine(op: str, parts: Sequence[Any], xp: Any = jnp) -> Any:
-    """Reduce parts in order; `xp` is `jnp` or `np`, whose arrays the parts are."""
+    """Reduce arrays in order; `xp` is the module of the arrays, `jnp` or `np`."""
     if op == EXACT:
         return functools.reduce(joined, parts)
     return functools.reduce(getattr(xp, COMBINE[op]), parts)

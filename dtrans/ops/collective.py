@@ -68,11 +68,11 @@ def new_collective(
 ) -> Primitive:
     """Register a collective, and return its primitive.
 
-    All other arguments are attributes of `Collective`.
+    Arguments that are not listed here are attributes of `Collective`.
 
     Args:
       over_axis, under_vmap: lowerings, as in `communication`.
-      check: function of the operands' types and the parameters that asserts further conditions.
+      check: function of (*operand types, **parameters) that asserts further conditions.
     """
 
     def types(*operands: Any, **values: Any) -> list[Any]:
@@ -105,9 +105,9 @@ def moved_values(eqn: JaxprEqn) -> Sequence[Atom]:
 
 
 def way_of(eqn: JaxprEqn) -> tuple[Any, ...]:
-    """Return (name, *values of `params`) of a collective, an entry of the parameter `how`.
+    """Return (name, *values of `params`) of a collective equation.
 
-    `exchange` (`dtrans.ops.rpc`) has this parameter.
+    The parameter `how` of `exchange` (`dtrans.ops.rpc`) lists such tuples.
     """
     record = collective_of(eqn)
     assert record is not None, eqn.primitive
@@ -115,7 +115,7 @@ def way_of(eqn: JaxprEqn) -> tuple[Any, ...]:
 
 
 def is_way(way: Any, shape: Sequence[int], trainers: int) -> bool:
-    """Return True if a value, which comes from a message, is a valid result of `way_of`.
+    """Return True if a value from a message is a valid result of `way_of`.
 
     Args:
       way: the value.
@@ -134,5 +134,5 @@ def is_way(way: Any, shape: Sequence[int], trainers: int) -> bool:
 
 
 def are_dimensions(shape: Sequence[int], *axes: Any) -> bool:
-    """Return True if values, which come from a message, are dimensions of a shape."""
+    """Return True if values from a message are dimensions of an array with this shape."""
     return all(type(axis) is int and 0 <= axis < len(shape) for axis in axes)

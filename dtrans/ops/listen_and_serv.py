@@ -44,7 +44,10 @@ ON_TRAINER_EXIT = ("drop", "paddle", "error")
 
 
 def backup_of(block: str, trainer_id: int) -> str:
-    """Return Paddle's name for a server's copy of a block, as a trainer last received the block."""
+    """Return Paddle's name for the copy of a block that a server stores for one trainer.
+
+    The copy is the block as the trainer last received it.
+    """
     return f"{block}.trainer_{trainer_id}_bak"
 
 
@@ -72,10 +75,10 @@ class BlockGradient:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class OptimizeBlock(NamedJaxpr):
-    """One of the jaxprs that a server runs in an update.
+    """Jaxpr that a server runs in an update.
 
     Attributes:
-      name: name of the parameter block that it updates; or `lr_sched`, or `all_reduce`.
+      name: name of the parameter block that the jaxpr updates; or `lr_sched`, or `all_reduce`.
       role: `optimize`, `lr_sched` or `dist`.
       jaxpr: the closed jaxpr. Only a block of role `dist` communicates.
       in_names: names of inputs: gradients (`params/w@GRAD.block0`), state before the step

@@ -23,7 +23,7 @@ returns a program that computes `n` rows from their ids and the arguments of ini
 each row on first use; a call of the equation as a function computes all rows.
 
 The last two equations belong to GEO-SGD (`geo_prefetch_p`, `geo_init_p`). There a trainer stores
-the rows that it has looked up, with their optimizer state; at first, no rows. `prefetch`
+the rows that it has looked up, with their optimizer state. At first it stores none. `prefetch`
 returns the rows with these ids, and requests rows that the trainer lacks from servers. `write(n)`
 returns a program that computes the initial optimizer state of `n` rows.
 

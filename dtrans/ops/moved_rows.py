@@ -1,4 +1,4 @@
-"""Movement of rows by their ids: an equation of steps that are traced for verification.
+"""Movement of rows by their ids, as an equation. Only steps traced for verification have it.
 
     numbers..., X... = move_rows numbers..., X...    [fn, count, types]
 
@@ -27,7 +27,7 @@ def trace_move(
     rows: Sequence[Any],
     types: Sequence[tuple[tuple[int, ...], Any]],
 ) -> list[Any]:
-    """Bind `move_rows`.
+    """Add a `move_rows` equation to the current trace; return its outputs.
 
     Args:
       fn: function of (integer arrays, arrays) that returns the outputs.

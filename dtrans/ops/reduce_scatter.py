@@ -24,7 +24,9 @@ def _type_of(x: Any, size: int, axis: int) -> Any:
 
 
 def _over_axis(*xs: Any, over: tuple[str, ...], axis: int, **_: Any) -> Sequence[Any]:
-    """Reduce and scatter; before JAX 0.12 reduce and slice on CPUs, because Gloo has a bug."""
+    """Reduce and scatter. On CPUs before JAX 0.12, where Gloo has a bug, all-reduce and slice
+    instead.
+    """
     scatter = partial(jax.lax.psum_scatter, axis_name=over, scatter_dimension=axis, tiled=True)
     if not gloo_scatters_wrongly():
         return [scatter(x) for x in xs]
@@ -33,7 +35,7 @@ def _over_axis(*xs: Any, over: tuple[str, ...], axis: int, **_: Any) -> Sequence
 
 
 def _reduce_and_slice(x: jax.Array, *, over: tuple[str, ...], axis: int) -> jax.Array:
-    """Return this trainer's piece of the sum, by an all-reduce."""
+    """All-reduce; return this trainer's piece of the sum."""
     part = x.shape[axis] // jax.lax.axis_size(over)
     start = jax.lax.axis_index(over) * part
     piece: jax.Array = jax.lax.dynamic_slice_in_dim(jax.lax.psum(x, over), start, part, axis)

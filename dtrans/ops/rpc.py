@@ -25,9 +25,9 @@ step whose leaves are all tables receives nothing, and has a `fetch_barrier` aft
 The second `send` belongs to GEO-SGD (`geo_send_p`). Its operands are parameters that the program
 has updated. In every `push_every`-th step the trainer sends their changes to the servers. The
 results include changes of other trainers. In a startup program `push_every` is 0: the trainer then
-records initial values. `tables` lists names of tables, each with a number of arrays. The operands
-of a table are the ids of the rows that the step has looked up, the updated rows, and their
-optimizer state. The trainer stores these rows (`dtrans.ops.lookup`).
+records initial values. `tables` lists (name of a table, number of arrays). The operands of a table
+are the ids of the rows that the step has looked up, and this number of arrays: the updated rows,
+and their optimizer state. The trainer stores these rows (`dtrans.ops.lookup`).
 
 `exchange` is a collective among trainers in the middle of a synchronous step, through a server.
 `how` lists, for each operand, the name of the collective and its parameters, such as
@@ -61,8 +61,8 @@ class CommunicatorConfig:
     """Options of the communicator, which sends gradients and receives parameters in the background.
 
     Attributes:
-      max_merge_var_num: if steps are faster than sending, the communicator merges gradients of
-        several steps into one message: the largest number of these steps.
+      max_merge_var_num: largest number of steps whose gradients the communicator merges into one
+        message, if steps are faster than sending.
       send_queue_size: largest number of steps whose gradients wait in the queue; a step blocks
         while the queue is full.
       min_send_grad_num_before_recv: number of sends before parameters are received again.

@@ -1,4 +1,4 @@
-"""Row analysis: leaves that an optimizer allows to slice by rows, and the update of a block.
+"""Row analysis: the leaves whose updates can be sliced by rows, and the update of a block.
 
 A *block* is a part of a leaf's rows (indices of dimension 0) that one server has. The analysis
 relates every value of the update to the rows of parameters. The writer then writes the update of a

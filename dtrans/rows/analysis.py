@@ -1,4 +1,4 @@
-"""Row analysis: the leaves that an optimizer allows to slice along dimension 0.
+"""Row analysis: the leaves whose updates can be sliced along dimension 0.
 
 One forward pass over the optimize half of a step assigns a layout (`dtrans.rows.layout`) to every
 value, by the rules of the primitives (`dtrans.rows.rules`). Elementwise equations keep rows. A
@@ -10,8 +10,9 @@ The layouts of optimizer state are not guessed from names or shapes. A state inp
 `Shared`, and then gets the layout of the output with its name. The pass is repeated until no layout
 changes. Layouts only rise in a finite lattice, so two or three passes suffice.
 
-Without this analysis, sliced updates with clipping by global norm, LAMB, LARS or Adafactor would be
-wrong by 1e-2 to 1e-1, without an error. An unknown primitive binds its leaves: loads are less
+Without this analysis, updates with LAMB, LARS, Adafactor or clipping by global norm would be wrong
+by 1e-2 to 1e-1, without an error. An unknown primitive binds its leaves: loads are less balanced,
+but the numbers are correct.
 balanced, but the numbers are correct.
 """
 
@@ -54,7 +55,7 @@ class RowAnalysis:
     """Result of the row analysis of an update (`analyse`).
 
     Attributes:
-      half: the optimize half that was analysed; its branches are split, one for each leaf.
+      half: the analysed optimize half, with branches and loops split by `dtrans.rows.normalize`.
       flow: layout of each value, and the `Step` of each equation on rows.
       groups: maps each leaf that cannot be sliced to its group.
       params: names of the leaves, in leaf order.
@@ -82,13 +83,13 @@ class RowAnalysis:
         return self.half.outvars
 
     def home(self, layout: Layout) -> str | None:
-        """Return the leaf on whose server such values are (`home_of`); None if they are shared."""
+        """Return the home (see `home_of`) of values with this layout; None for shared values."""
         if layout is SHARED:
             return None
         return self.home_of(min(leaves_of([layout])))
 
     def home_of(self, leaf: str) -> str:
-        """Return the home of a leaf: the first leaf of its group, or the leaf itself."""
+        """Return the first leaf of the group of a leaf, or the leaf if it is in no group."""
         if leaf not in self.groups:
             return leaf
         return self.groups[leaf].leaves[0]
@@ -162,7 +163,7 @@ def analyse(
 
 
 def leaves_of_state(half: OptimizeHalf, params: Sequence[str]) -> dict[str, str]:
-    """Map each array of optimizer state to the leaf on whose server it is; omit shared state."""
+    """Return, for each array of unshared optimizer state, the leaf on whose server the array is."""
     found: dict[str, str] = {}
     for leaf, names in analyse(half, params).state_of.items():
         if leaf is not None:

@@ -22,7 +22,7 @@ class Shared:
 
 @dataclasses.dataclass(frozen=True)
 class RowOrder:
-    """Assignment of runs of entries to the slots of shards, if runs are not in order.
+    """Order of runs of entries on the shards, for layouts in which the runs are not consecutive.
 
     Attributes:
       slots: for each shard, the index of the run in each slot; -1 for padding.
@@ -48,8 +48,8 @@ class RowAxis:
 class Colocated:
     """Layout of a value that depends on `leaves`, but not row by row.
 
-    `reason` describes the equation that mixed the rows. If it is None, other servers can get the
-    value.
+    `reason` describes the equation that mixed the rows. If `reason` is None, other servers can get
+    the value.
     """
 
     leaves: frozenset[str]
@@ -114,9 +114,9 @@ def first_reason(layouts: Iterable[Layout]) -> str | None:
 
 
 def join(a: Layout, b: Layout, name: str) -> Layout:
-    """Return the layout of a value that has layout `a` or `b`, e.g. in two branches.
+    """Return the layout of a value that has layout `a` or layout `b`, e.g. in two branches.
 
-    A value that can be sent is sent to the server of the other value. If neither can be sent, the
+    If one of two unshared layouts is `sendable`, the result is the other layout. If neither is, the
     leaves of both are bound, with the reason that `name` depends on rows in two ways.
     """
     if a == b or b is SHARED:

@@ -155,7 +155,7 @@ class _Rewriter:
         return outputs
 
     def place(self, layout: Layout) -> str | None:
-        """Return a leaf on whose server a value with this layout is; None if shared.
+        """Return the leaf on whose server a value with this layout is; None for a shared value.
 
         For the leaves of a group, this is the first leaf of the group.
         """
@@ -197,7 +197,7 @@ class _Rewriter:
     def loop(
         self, eqn: JaxprEqn, atoms: Sequence[Atom], outs: Sequence[Layout]
     ) -> Sequence[Atom] | None:
-        """Write a loop twice: for shared outputs and for others. Dead code is eliminated later."""
+        """Write a loop twice, once for its shared outputs; dead code is removed from both later."""
         shared = [x is SHARED for x in outs]
         reads_shared = False
         for is_shared, v in zip(shared, eqn.outvars, strict=True):
@@ -267,9 +267,9 @@ class _Branch:
         """
         eqns: set[int] = set()
         operands: set[int] = set()
-        ahead: list[Atom] = values_at(self.inner.outvars, wanted)
-        while ahead:
-            atom = ahead.pop()
+        pending: list[Atom] = values_at(self.inner.outvars, wanted)
+        while pending:
+            atom = pending.pop()
             if isinstance(atom, Literal):
                 continue
             if atom in self.operand:
@@ -277,7 +277,7 @@ class _Branch:
             i = self.producers.get(atom)
             if i is not None and i not in eqns:
                 eqns.add(i)
-                ahead += self.inner.eqns[i].invars
+                pending += self.inner.eqns[i].invars
         return sorted(eqns), operands
 
     def pruned(

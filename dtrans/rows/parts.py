@@ -48,7 +48,8 @@ class Recipe:
 
 
 def recipe_of(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
-    """Return the recipe for slice `part` of output number `out`; None if it needs full operands.
+    """Return the recipe for slice `part` of output number `out`; None if the slice needs full
+    operands.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -63,7 +64,7 @@ def recipe_of(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
 
 
 def _by_row_analysis(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
-    """Return a recipe that runs the equation on slices of operands; use the row analysis."""
+    """Return a recipe that runs the equation on slices, by the rules of the row analysis."""
     step = rows_of_operands(eqn, RowAxis("", part.axis), out)
     if step is None:
         return None
@@ -85,7 +86,7 @@ def _by_row_analysis(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
 def _on_parts(
     eqn: JaxprEqn, out: int, types: Sequence[Any], needs: Sequence[Want], params: Mapping[str, Any]
 ) -> Recipe:
-    """Return a recipe that runs the equation on slices; `types` are the types of its outputs."""
+    """Return a recipe that runs the equation on slices; its outputs have the types `types`."""
     return Recipe(tuple(needs), lambda b, atoms: b.copy(eqn, atoms, types, **params)[out])
 
 

@@ -2,10 +2,10 @@
 
 `jax.random.normal`, `uniform`, `truncated_normal` and others draw one array of random bits with the
 equation `random_bits[bit_width=32 shape=(4096, 1024)]`. A *counter-based* generator hashes the key
-and the row-major index of an entry (64 bits) to the bits of the entry. So the bits of rows
-`start:stop` can be computed alone, with the primitive `block_bits_p`. It prints as `random_bits`,
-with the rows in addition to the full shape. The start of the rows may be a value of the program. Or
-a vector of the program contains the ids of the rows.
+and the row-major index of an entry (64 bits) to the bits of the entry. So the primitive
+`block_bits_p` can compute the bits of rows `start:stop` alone. In listings, its name is
+`random_bits`, and its parameters are the rows and the full shape. The start of the rows may also be
+a value of the program, and so may the ids of all rows.
 
 JAX's default implementation `threefry2x32` is counter-based in its default mode,
 `jax_threefry_partitionable`, for bits of any width and keys of any shape. `rbg` is not, because it

@@ -60,7 +60,7 @@ class RowBuckets:
         return self.stop - self.start
 
     def numbers(self) -> np.ndarray:
-        """Return the ids of these rows, increasing."""
+        """Return the ids of these rows in increasing order."""
         return self.in_leaf(np.arange(self.rows))
 
     def in_leaf(self, places: np.ndarray) -> np.ndarray:
@@ -100,7 +100,7 @@ class BucketRows:
         self._start = Start(lambda b: b.call(_all_numbers(rows))[0])
 
     def of(self, row: RowAxis) -> Slice:
-        """Return the slice of a value for these rows; `row` is the layout of the value."""
+        """Return the slice that selects these rows of a value with layout `row`."""
         return Slice(row.axis, self._start, self._rows.rows).widened(row.width)
 
     def inside(self, b: Builder) -> BucketRows:

@@ -1,7 +1,8 @@
-"""Rules of primitives for rows.
+"""Rules of primitives, which state in what form an equation can run on a block of rows.
 
 A rule takes an equation whose operands are shared or have the rows of one leaf. If the equation
-mixes rows, the rule returns None; otherwise a `Step`, one way to run it on a block of rows.
+mixes rows, the rule returns None. Otherwise it returns a `Step`: one way to run the equation on a
+block of rows.
 
 Primitives that are elementwise, that reduce, or that only mix other axes than the rows need no rule
 here (`dtrans._jax.primitives` lists them). A primitive that moves rows to another axis needs a
@@ -55,7 +56,8 @@ def step_of(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
 
 
 def rows_of_operands(eqn: JaxprEqn, row: RowAxis, out: int = 0) -> Step | None:
-    """Return a step whose output number `out` has layout `row`; None if there is none.
+    """Return the step of an equation whose output number `out` has layout `row`; None if there is
+    none.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -77,8 +79,8 @@ def rows_of_operands(eqn: JaxprEqn, row: RowAxis, out: int = 0) -> Step | None:
     return None
 
 
-def _one(ins: Sequence[Layout]) -> RowAxis | None:
-    """Return the layout that all operands with rows have; None if their layouts differ."""
+def _common_rows(ins: Sequence[Layout]) -> RowAxis | None:
+    """Return the layout of all operands that have rows; None if their layouts differ."""
     rows = set(row_axes(ins))
     if len(rows) == 1:
         return rows.pop()
@@ -96,7 +98,7 @@ def _elementwise(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
     Operands have the shape of the output, or are broadcast to it: they are scalars or have
     dimensions of size 1. An operand with rows must have all rows.
     """
-    row = _one(ins)
+    row = _common_rows(ins)
     shape = eqn.outvars[0].aval.shape
     if row is None or any(v.aval.shape != shape for v in eqn.outvars):
         return None
@@ -118,7 +120,7 @@ def _elementwise(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
 
 
 def _broadcast_in_dim(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
-    row = _one(ins[:1])
+    row = _common_rows(ins[:1])
     if row is None or len(ins) > 1:
         return None
     axis = eqn.params["broadcast_dimensions"][row.axis]
@@ -130,7 +132,7 @@ def _broadcast_in_dim(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
 
 def _reshape(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
     """Merge the row axis with the axes after it, or split it: a row is a run of `width` entries."""
-    row = _one(ins[:1])
+    row = _common_rows(ins[:1])
     old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     if row is None or len(ins) > 1 or eqn.params["dimensions"] is not None or not old[row.axis]:
         return None
@@ -144,19 +146,19 @@ def _reshape(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
 
 
 def _transpose(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
-    row = _one(ins)
+    row = _common_rows(ins)
     if row is None:
         return None
     return Step((row,), (dataclasses.replace(row, axis=eqn.params["permutation"].index(row.axis)),))
 
 
 def _without(row: RowAxis, gone: Sequence[int]) -> RowAxis:
-    """Return the layout after the axes `gone` were removed."""
+    """Return the layout of the rows after the axes `gone` were removed."""
     return dataclasses.replace(row, axis=row.axis - sum(d < row.axis for d in gone))
 
 
 def _squeeze(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
-    row, gone = _one(ins), eqn.params["dimensions"]
+    row, gone = _common_rows(ins), eqn.params["dimensions"]
     if row is None or row.axis in gone:
         return None
     return Step((row,), (_without(row, gone),))
@@ -167,7 +169,7 @@ def _reduce(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
 
     No argmax over rows occurs here, since `dtrans.rows.normalize` has replaced it.
     """
-    row, gone, op = _one(ins), mixed_axes(eqn) or (), facts_of(eqn).reduces
+    row, gone, op = _common_rows(ins), mixed_axes(eqn) or (), facts_of(eqn).reduces
     if row is None or len(ins) > 1:
         return None
     if row.axis not in gone:
@@ -178,8 +180,11 @@ def _reduce(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
 
 
 def _along(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
-    """Run an equation that mixes other axes only; all operands except scalars have the row axis."""
-    row, last = _one(ins), facts_of(eqn).last_axes(eqn)
+    """Run an equation that mixes entries only along axes other than the row axis.
+
+    All operands except scalars must have the row axis.
+    """
+    row, last = _common_rows(ins), facts_of(eqn).last_axes(eqn)
     if (
         row is None
         or row.axis in (mixed_axes(eqn) or ())
@@ -193,7 +198,7 @@ def _along(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
 
 def _stack(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
     """Stack along a new axis; a new axis before the row axis moves the row axis by one."""
-    row = _one(ins)
+    row = _common_rows(ins)
     if row is None:
         return None
     axis = row.axis + (eqn.params["axis"] <= row.axis)
@@ -201,7 +206,7 @@ def _stack(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
 
 
 def _unstack(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
-    row, axis = _one(ins), eqn.params["axis"]
+    row, axis = _common_rows(ins), eqn.params["axis"]
     if row is None or axis == row.axis:
         return None
     return Step((row,), (_without(row, [axis]),) * len(eqn.outvars))
@@ -209,14 +214,14 @@ def _unstack(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
 
 def _tile(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
     """Tile along other axes."""
-    row, reps = _one(ins), eqn.params["reps"]
+    row, reps = _common_rows(ins), eqn.params["reps"]
     if row is None or len(reps) != eqn.invars[0].aval.ndim or reps[row.axis] != 1:
         return None
     return Step((row,), (row,))
 
 
 def _pad(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
-    row = _one(ins[:1])
+    row = _common_rows(ins[:1])
     if (
         row is None
         or ins[1] is not SHARED
@@ -228,7 +233,7 @@ def _pad(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
 
 def _slice(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
     """Slice along other axes."""
-    row = _one(ins)
+    row = _common_rows(ins)
     if row is None or eqn.outvars[0].aval.shape[row.axis] != eqn.invars[0].aval.shape[row.axis]:
         return None
     axis, limits = row.axis, eqn.params["limit_indices"]
@@ -241,7 +246,7 @@ def _slice(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
 
 def _dynamic_slice(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
     """Slice along other axes. Along rows the slice is full: XLA clamps its start to 0."""
-    row = _one(ins[:1])
+    row = _common_rows(ins[:1])
     if row is None or not all_shared(ins[1:]):
         return None
     if eqn.outvars[0].aval.shape[row.axis] != eqn.invars[0].aval.shape[row.axis]:
@@ -251,7 +256,7 @@ def _dynamic_slice(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
 
 
 def _dynamic_update_slice(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
-    row = _one(ins[:2])
+    row = _common_rows(ins[:2])
     if row is None or not all_shared(ins[2:]):
         return None
     if eqn.invars[0].aval.shape[row.axis] != eqn.invars[1].aval.shape[row.axis]:

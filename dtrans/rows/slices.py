@@ -25,7 +25,7 @@ from dtrans.ir.builder import Builder
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Start:
-    """Start of a slice, or ids of its entries, if only the running program knows them.
+    """Start of a slice, or ids of its entries, which only the running program knows.
 
     Objects are compared by identity.
 
@@ -46,7 +46,7 @@ class Start:
         return atom
 
     def widened(self, width: int) -> Start:
-        """Return the start, or ids, in an axis in which each entry became `width` entries."""
+        """Return the start, or the ids, for an axis in which each entry became `width` entries."""
         if width not in self._cache:
             self._cache[width] = Start(
                 lambda b: b.call(_widened(width), self.value(b))[0], self.reach * width
@@ -57,7 +57,7 @@ class Start:
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-    """Slice along `axis`: `size` entries from `start` on, or the `size` entries with given ids."""
+    """Slice along `axis`: `size` entries from `start` on, or `size` entries with ids `start`."""
 
     axis: int
     start: int | Start

@@ -7,8 +7,8 @@ scalars, counters and keys. So the program contains no array of the full shape. 
 impossible, it computes the full operand and slices that. Bodies of loops and branches are written
 in the same way.
 
-A `BlockRows` object, such as `RowRange`, describes the rows of a block. The one in
-`dtrans.parameter_server.tables.trainer_rows` has rows of several leaves, by their ids.
+A `BlockRows` object, such as `RowRange`, describes the rows of a block.
+`dtrans.parameter_server.tables.trainer_rows` has another, for rows of several leaves by their ids.
 """
 
 from __future__ import annotations
@@ -42,13 +42,15 @@ class BlockRows(Protocol):
     """Rows of a block."""
 
     def of(self, row: RowAxis) -> Slice:
-        """Return the slice of a value for these rows; equal arguments must give equal slices."""
+        """Return the slice that selects these rows of a value; equal layouts must give equal
+        slices.
+        """
 
     def inside(self, b: Builder) -> BlockRows:
-        """Return these rows for use in a body with builder `b`, to which it may add inputs."""
+        """Return these rows for a body with builder `b`; this may add inputs to the body."""
 
     def operands(self) -> Sequence[Atom]:
-        """Return the values to pass to a body for the inputs that `inside` added to it."""
+        """Return the operands for the inputs that `inside` added to a body."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,11 +66,11 @@ class RowRange:
         return self.stop - self.start
 
     def of(self, row: RowAxis) -> Slice:
-        """Return the slice of a value for these rows; `row` is the layout of the value."""
+        """Return the slice that selects these rows of a value with layout `row`."""
         return Slice(row.axis, self.start * row.width, self.rows * row.width)
 
     def inside(self, b: Builder) -> RowRange:
-        """Return this range, which is the same inside a body."""
+        """Return this range, because it needs no inputs in a body."""
         return self
 
     def operands(self) -> Sequence[Atom]:
@@ -76,7 +78,7 @@ class RowRange:
         return ()
 
     def numbers(self) -> np.ndarray:
-        """Return the ids of these rows, increasing."""
+        """Return the ids of these rows in increasing order."""
         return np.arange(self.start, self.stop)
 
     def in_leaf(self, places: np.ndarray) -> np.ndarray:
@@ -111,15 +113,16 @@ class RowWriter:
       flow: result of the forward pass over the equations.
       rows: rows of the block; None if the block has full leaves.
       producers: maps each value to the equation that computes it.
-      read_block: returns the block's rows of a value that this writer has not computed, such as an
-        input. Returns None if the value is shared.
-      outside: returns a shared value that is an input; None if the writer must compute it.
-      special: writes an equation, here or in a body, and returns its outputs. Returns None to have
-        the equation written as usual.
+      read_block: (value that this writer has not computed) -> the block's rows of the value, or
+        None for a shared value.
+      outside: (shared value) -> the program's input with this value, or None if the writer must
+        compute the value.
+      special: (this writer, equation, its step) -> outputs of the equation, which `special` has
+        written, or None to have the equation written as usual. Bodies use it too.
 
     Attributes:
-      env: maps each value with rows that is written to the block's rows of the value.
-      shared: maps each shared value that is written to its full value.
+      env: value with rows -> the block's rows of this value, once they are written.
+      shared: shared value -> the full value in the new program, once it is written.
     """
 
     def __init__(

@@ -32,8 +32,8 @@ class Block:
       shape, dtype: type of the block.
       endpoint: server of the block.
       word: word before the index in the name: "block", or another word if a leaf has that name.
-      is_table: True for a block of a table. Its update is written for some rows, even if the block
-        has all rows of the leaf.
+      is_table: True for a block of a table. Its update is written for a range of rows, even if the
+        block has all rows of the leaf.
     """
 
     leaf: str

@@ -1,7 +1,7 @@
 """Mean or sum of the trainers' gradients on a server.
 
-Paddle adds `sum` and `scale` ops to an optimize block. Here the reduction is recorded in
-`OptimizeBlock.grads`, so that it can be changed when trainers leave.
+Paddle adds `sum` and `scale` ops to an optimize block. Here `OptimizeBlock.grads` records the
+reduction, so that a server can change it when trainers leave.
 """
 
 from __future__ import annotations

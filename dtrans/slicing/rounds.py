@@ -1,8 +1,8 @@
 """Cross-server values, and the exchange round after which each is known.
 
-A value that depends on the rows of a leaf is computed on the servers of this leaf, its *home*.
-Leaves of a group have one home. Shared values are computed on every server that reads them. A
-*cross-server value* is computed at a home and read on other servers:
+A value that depends on the rows of a leaf is computed on the servers of this leaf. The leaf is the
+*home* of the value. Leaves of a group have one home. Shared values are computed on every server
+that reads them. A *cross-server value* is computed at a home and read on other servers:
 
     a reduction over the rows of a leaf               each block has a part; the parts are combined
     a value of an unsliced leaf                       its server sends it
@@ -89,13 +89,15 @@ class ExchangeRounds:
         self._dependent = propagate(self.eqns, dict.fromkeys(analysis.half.inner.invars, 1), {})
 
     def depends(self, var: Var) -> bool:
-        """Return True if a value depends on an input, so that it is not a constant."""
+        """Return True if a value depends on an input; False for a constant."""
         return bool(self._dependent.get(var))
 
     # -- homes and levels ------------------------------------------------------------------------
 
     def home_of(self, i: int) -> str | None:
-        """Return the home of equation `i`; None if every server that reads its outputs runs it."""
+        """Return the home of equation `i`; None if every server that reads its outputs runs it
+        itself.
+        """
         step = self.analysis.flow.steps.get(i)
         if step is None:
             return None
@@ -133,9 +135,9 @@ class ExchangeRounds:
     def derived(self, var: Var) -> bool:
         """Return True if servers should send the operands of a value instead of the value.
 
-        The value belongs to an unsliced leaf. Its operands are better if they are smaller (a
-        broadcast scalar). They are also better if they have the same size, but are known one round
-        earlier (the square of a 0-d leaf).
+        The value belongs to an unsliced leaf. The operands are sent if they are smaller, such as a
+        scalar that is broadcast. They are also sent if they are equally large but known one round
+        earlier, such as a 0-d leaf that is squared.
         """
         i = self.producers.get(var)
         if i is None or not isinstance(self.analysis.layout(var), Colocated):

@@ -1,10 +1,11 @@
 """Division of an update among servers: state, inputs and computed values of each server.
 
 The units of all servers are written first (`dtrans.slicing.unit_program`). They determine the
-shared values that each server reads. A server computes a shared value by itself, or gets it from
-others if it is a cross-server value (`dtrans.slicing.rounds`). *Shared state* depends on rows only
-through reductions, such as Adafactor's column sums. Every server that reads an array of shared
-state stores a copy of it; if no server reads it, all servers do. All copies are equal.
+shared values that each server reads. A server computes a shared value by itself, unless it is a
+cross-server value, which servers exchange (`dtrans.slicing.rounds`). *Shared state* depends on rows
+only through reductions, such as Adafactor's column sums. Every server that reads an array of shared
+state stores a copy of the array. An array that no server reads is on all servers. All copies are
+equal.
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ class UpdateSpec:
       exact: leaves whose sums over rows have the same bits for every placement.
       names: maps each name in the update to a description of its value, for errors.
       owners: maps each home to the servers that have parts of its cross-server values.
-      servers: maps the endpoint of each server with work to its work.
-      over: maps each cross-server value to the servers that have parts of it or read it.
+      servers: endpoint -> work of the server; a server without work is absent.
+      over: maps each cross-server value to the servers that have parts of the value or read it.
     """
 
     rounds: ExchangeRounds
@@ -95,8 +96,8 @@ class UpdateSpec:
     def stays(self, crossing: CrossServerValue) -> bool:
         """Return True if only one server uses a cross-server value, so that no exchange is needed.
 
-        With exact sums, one server exchanges too. Otherwise XLA would compile different programs
-        for one server and for several, and these round differently.
+        With exact sums, a single server also runs the exchange: XLA would compile the program
+        without exchanges differently, and the results would round differently.
         """
         return len(self.over[crossing.var]) == 1 and not self.exact
 
@@ -217,12 +218,12 @@ def _server_spec(
     analysis = rounds.analysis
     computed, crossings = set[Var](), set[Var]()
     inputs, state_names, new = set[str](), set[str](), set(state)
-    ahead: list[Atom] = [v for u in units for v in u.shared]
-    while ahead or new:
+    pending: list[Atom] = [v for u in units for v in u.shared]
+    while pending or new:
         state_names |= new
-        ahead += values_at(analysis.outputs, new)
-        while ahead:
-            var = ahead.pop()
+        pending += values_at(analysis.outputs, new)
+        while pending:
+            var = pending.pop()
             if not isinstance(var, Var) or var in computed or var in crossings:
                 continue
             if var in rounds.crossings:
@@ -230,7 +231,7 @@ def _server_spec(
             elif var in rounds.producers:
                 eqn = rounds.eqns[rounds.producers[var]]
                 computed.update(eqn.outvars)
-                ahead += eqn.invars
+                pending += eqn.invars
             elif var in analysis.input_names:
                 inputs.add(analysis.input_names[var])
         # a server stores and updates the shared state that it reads

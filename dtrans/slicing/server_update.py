@@ -85,7 +85,7 @@ class ServerWork:
 
     @property
     def grads(self) -> dict[str, int]:
-        """Gradient (`params/w@GRAD.block0`) -> number of the block that reads it, from 1."""
+        """Number (from 1) of the block that reads each gradient, such as `params/w@GRAD.block0`."""
         found: dict[str, int] = {}
         for i, block in enumerate(self.blocks, 1):
             found |= dict.fromkeys((g.name for g in block.grads), i)
@@ -252,7 +252,7 @@ def _write_shared(
 def _joins(
     spec: UpdateSpec, server: ServerSpec, endpoint: str
 ) -> dict[int, list[CrossServerValue]]:
-    """Return for each level the cross-server values whose parts a server combines or sends."""
+    """Return, for each level, the cross-server values whose parts the server combines or sends."""
     found: dict[int, list[CrossServerValue]] = {}
     for var, crossing in spec.rounds.crossings.items():
         if endpoint not in spec.over[var]:

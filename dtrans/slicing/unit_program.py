@@ -36,7 +36,7 @@ class LevelProgram:
 
     Attributes:
       jaxpr: the equations.
-      reads: one entry for each input: its name, or its variable if it is a shared value.
+      reads: one entry for each input: its name; for a shared value, its variable.
       out_names: names of the outputs.
       grads: gradients that are inputs.
     """
@@ -90,7 +90,7 @@ class LevelWriter:
     Args:
       rounds: equations of the update, with the level of each value.
       rows: rows of the block; None for full leaves, and for a program of shared values.
-      read_unit: returns the input that has a value of the unit; None for a shared value.
+      read_unit: returns the input for a value of the unit; None for a shared value.
       computes: takes a shared value; returns True if this program computes it.
     """
 
@@ -217,9 +217,10 @@ class _UnitLevels:
         return w.writer.env[var]
 
     def _from_earlier(self, level: int, var: Var) -> str | None:
-        """Return the name of an earlier level's value, and add the value to that level's outputs.
+        """Return the name of a value that an earlier level computes; add the value to that level's
+        outputs.
 
-        If no earlier level computes the value, return None.
+        Return None if no earlier level computes the value.
         """
         before = self.of.get(var, level)
         if before == level or var not in self.writers[before].writer.env:
@@ -260,7 +261,10 @@ class _UnitLevels:
 
 
 def _digits(w: LevelWriter, eqn: JaxprEqn, step: Step) -> list[Atom]:
-    """Write a block's part of an exact sum: sums in rows are floats, the sum of rows is exact."""
+    """Write a block's part of an exact sum.
+
+    The entries of each row are summed in floats, and the rows are added exactly.
+    """
     (row,) = step.operands
     assert row is not None
     return w.b.call(_digits_of_rows(row.axis, row.width), w.writer.read(eqn.invars[0], row))
