@@ -33,7 +33,7 @@ import pytest
 TESTS = str(Path(__file__).parents[1])
 OURS = (TESTS, str(Path(__file__).parents[2] / "examples"))  # helpers are read, dtrans is not
 LAYERS = ("unit", "plan", "job", "process", "cluster")
-DAYS = {"unit": 1, "plan": 1, "job": 3, "process": 6, "cluster": 12}  # until a test has run by day
+DAYS = {"unit": 1, "plan": 1, "job": 4, "process": 8, "cluster": 16}  # until a test has run by day
 SECONDS = {"unit": 0.1, "plan": 0.2, "job": 1, "process": 5, "cluster": 20}  # of a test, on average
 
 # names that code of a layer reads: modules, functions, methods, and words of commands

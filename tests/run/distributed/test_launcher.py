@@ -690,6 +690,7 @@ def test_from_another_thread(script: Any, capsys: pytest.CaptureFixture[str]) ->
 DRIVER = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup lets its children ignore it
 from dtrans.run.distributed.launcher import launch
 launch(sys.argv[1:], trainers=2, pservers=2, grace=60)
 """
