@@ -26,7 +26,7 @@ def check(name: str, *, seed: int = 0, devices: int | None = None) -> Report:
     Args:
       name: `module:name` of a plan, or of a function without arguments that returns a plan, a
         report, or a tuple `(distributed_step, step, args)`.
-      seed: seed of the points.
+      seed: seed of the random inputs, on which the two steps are compared.
       devices: number of CPU devices to create, for the meshes of the module.
 
     Raises:
@@ -45,7 +45,7 @@ def check(name: str, *, seed: int = 0, devices: int | None = None) -> Report:
 
 
 def _report(name: str, found: Any, seed: int) -> Report:
-    """Verify an object of the user's module; a function is called, and its result is verified.
+    """Verify the user's object, or its result if the object is a function.
 
     Raises:
       VerifyError: the outputs of a step written by hand differ.

@@ -26,14 +26,14 @@ def check_int(
     most: float = float("inf"),
     or_none: bool = False,
 ) -> None:
-    """Raise ConfigError unless an option is an integer in a range, or None with `or_none`.
+    """Raise ConfigError unless an option is an integer in a range.
 
     Args:
       name: name of the option.
       value: its value.
       what: noun phrase for the expected value.
       least, most: the range, inclusive.
-      or_none: True to accept None.
+      or_none: True to accept None, too.
     """
     if not (is_int(value) and least <= value <= most) and not (or_none and value is None):
         _refuse(name, f"{what}, or None" if or_none else what, value)
@@ -42,8 +42,10 @@ def check_int(
 def check_number(
     name: str, value: Any, what: str, fits: Callable[[float], bool], *, or_none: bool = False
 ) -> None:
-    """Raise ConfigError unless an option is a number for which `fits` is True, or None with
-    `or_none`."""
+    """Raise ConfigError unless an option is a number for which `fits` returns True.
+
+    With `or_none=True`, None is valid, too.
+    """
     if not (is_number(value) and fits(value)) and not (or_none and value is None):
         _refuse(name, f"{what}, or None" if or_none else what, value)
 
@@ -79,12 +81,12 @@ def check_name(name: str, value: Any, what: str) -> None:
 
 
 def check_together(options: Mapping[str, bool], why: str, other: str) -> None:
-    """Raise ConfigError if an option is set that cannot be combined with the option `other`.
+    """Raise ConfigError if one of `options` is set. The user has also set `other`.
 
     Args:
-      options: for each option, as text (`name=value`), True if it is set.
-      why: the reason, as a clause.
-      other: the option with which none of them can be combined, as text.
+      options: for the text of each option, such as `"stage=3"`: True if the option is set.
+      why: the reason why they cannot be combined, as a clause.
+      other: text of the option that the user has set.
     """
     for option, is_set in options.items():
         if is_set:
@@ -104,8 +106,8 @@ def is_number(x: Any) -> bool:
 def did_you_mean(name: Any, known: Iterable[str], otherwise: str) -> str:
     """Return the end of a message about an unknown name.
 
-    The text suggests the most similar known name. If no name is similar, the text is `otherwise`
-    and all known names.
+    The text suggests the most similar known name. If no name is similar, the text is `otherwise`,
+    followed by all known names.
     """
     known = list(known)
     close = difflib.get_close_matches(str(name), known, 1)
@@ -119,21 +121,22 @@ def check_known(
     records: Mapping[str, Any],
     renamed: Mapping[str, str],
 ) -> None:
-    """Raise ConfigError for an unknown option of an interface that calls a strategy.
+    """Raise ConfigError for an option that an interface for Paddle or EPL users does not have.
 
     Args:
       who: name of the interface, for errors.
       options: the options and their values.
-      known: names of the interface's own options.
-      records: as for `group_options`; the fields of these records are also options.
-      renamed: maps some of the strategy's names of options to the names that the interface uses.
+      known: names of options that are not fields of records.
+      records: as for `group_options`. The fields of these records are also options.
+      renamed: options with another name in the interface: a dict from dtrans's name to this name.
     """
     fields = {name: _field_names(record) for name, record in records.items()}
     known = [*known, *records, *itertools.chain(*fields.values())]
     for name, value in options.items():
         if name in renamed:
             raise ConfigError(f"{name} is an unknown option of {who}; use {renamed[name]}")
-        # A string stands for a record with this first field, and no interface renames the field.
+        # A string is short for a record: "exact" for Batch("exact"). No interface renames the
+        # record's first field.
         passed = () if isinstance(value, str) else fields.get(name, ())
         separate = [renamed[field] for field in passed if field in renamed]
         if separate:
@@ -149,14 +152,15 @@ def check_known(
 
 
 def group_options(options: Mapping[str, Any], records: Mapping[str, Any]) -> dict[str, Any]:
-    """Move options that are fields of records into records, and return the strategy's arguments.
+    """Move options into the records that a strategy takes as arguments.
 
-    An interface with a flat list of options calls this function, then a strategy.
+    For example, `{"prefetch": 2}` becomes `{"slicing": Slicing(prefetch=2)}`. Interfaces with a
+    flat list of options call this function before they call a strategy.
 
     Args:
-      options: the options. If a record is among them, options with names of its fields replace
-        these fields.
-      records: maps each argument of the strategy that is a record to its default.
+      options: the options. An option with the name of a field replaces this field in the record,
+        even if the record is also among the options.
+      records: default of each argument that is a record, by the argument's name.
     """
     found = dict(options)
     for argument, default in records.items():

@@ -100,10 +100,10 @@ def launch_command(
         int,
         typer.Option(
             min=0,
-            help="Largest number of restarts, after a signal or the loss of a host ended a role. "
-            "In a job with cuts, only the role that a signal ended starts again, and the job "
-            "continues from the newest cut. Else all roles start again, and SCRIPT continues from "
-            "its newest checkpoint.",
+            help="Largest number of restarts. The launcher restarts roles after a signal, or the "
+            "loss of a host, has ended a role. In a job with cuts, only the role that a signal "
+            "ended starts again, and the job continues from the newest cut. Else all roles start "
+            "again, and SCRIPT continues from its newest checkpoint.",
         ),
     ] = 0,
     cuts: Annotated[
@@ -314,7 +314,12 @@ def _emit(context: typer.Context, name: str, arguments: list[str]) -> None:
 
 
 def _refuse_options(context: typer.Context, panel: str, way: str) -> None:
-    """Raise ConfigError if an option of `panel` is on the command line; `way` would enable it."""
+    """Raise ConfigError if the command line has an option of a help panel.
+
+    Args:
+      panel: title of the panel, such as "On a Ray cluster".
+      way: the option that the options of the panel need, such as `--on ray`.
+    """
     for parameter in context.command.params:
         is_of_panel = getattr(parameter, "rich_help_panel", None) == panel
         if is_of_panel and _is_set(context, parameter.name):
@@ -460,7 +465,7 @@ def check_command(
         str,
         typer.Argument(help="`module:function`, or `file.py:function`.", metavar="MODULE:FUNCTION"),
     ],
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the random points.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the steps' random inputs.")] = 0,
     devices: Annotated[
         int | None,
         typer.Option(

@@ -108,7 +108,7 @@ def is_loopback(host: str) -> bool:
 
 
 def resolve_host(host: str) -> str:
-    """Return the first address to which a host name resolves; empty if it does not resolve."""
+    """Return the first address of a host name, or "" if the name does not resolve."""
     with contextlib.suppress(OSError):
         return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     return ""

@@ -58,11 +58,11 @@ class ConfigError(DtransError, ValueError):
 
 
 class ConfigAssertionError(ConfigError, AssertionError):
-    """`ConfigError` for which Paddle's transpiler raised an `AssertionError` without a message."""
+    """`ConfigError` that is also an `AssertionError`, because Paddle's transpiler raises this."""
 
 
 class ConfigTypeError(ConfigError, TypeError):
-    """`ConfigError` for which Paddle's transpiler raised a `TypeError`."""
+    """`ConfigError` that is also a `TypeError`, because Paddle's transpiler raises this."""
 
 
 class UnknownEndpointError(ConfigError, KeyError):

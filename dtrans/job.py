@@ -34,14 +34,10 @@ BatchOfStep = Callable[[int], Sequence[Any]]  # step number -> batch arguments
 def _numbered_steps(
     job: Job, state: Any, batch_of: BatchOfStep, numbers: tuple[int, int], ahead: int
 ) -> Iterator[tuple[Any, ...]]:
-    """Run numbered steps. After a loss, repeat the steps since the cut.
+    """Run the steps `start` to `stop - 1`, with `numbers = (start, stop)`.
 
-    Args:
-      job: the job.
-      state: the state before the first step.
-      batch_of: returns the batch of a step.
-      numbers: the number of the first step, and the end of the numbers.
-      ahead: as in `Job.steps`.
+    If a process is lost, the job goes back to an earlier state, and this function repeats the
+    steps after that state.
     """
     start, stop = numbers
     offset = max(start, job.first_step) - job.first_step
@@ -105,11 +101,11 @@ class StateFunctions(abc.ABC):
 
     @abc.abstractmethod
     def params(self, state: Any) -> Any:
-        """Return the parameters as the pytree that the step has as an argument."""
+        """Return the parameters as a pytree, like the step's first argument."""
 
     @abc.abstractmethod
     def opt_state(self, state: Any) -> Any:
-        """Return the optimizer state as the pytree that the step has as an argument."""
+        """Return the optimizer state as a pytree, like the step's second argument."""
 
     @abc.abstractmethod
     def state_of(self, params: Any, opt_state: Any) -> Any:
@@ -121,7 +117,7 @@ class StateFunctions(abc.ABC):
         """
 
     def gather(self, state: Any) -> Any:
-        """Convert the job's state to (params, opt_state), or the one state, of a single device.
+        """Convert the job's state to the single-device step's: (params, opt_state) or one state.
 
         Example:
           >>> import jax, jax.numpy as jnp, dtrans
@@ -151,9 +147,9 @@ class StateFunctions(abc.ABC):
     def with_hyperparameters(self, state: Any, **values: float) -> Any:
         """Return a state with new values of hyperparameters (`optax.inject_hyperparams`).
 
-        The hyperparameters must be in the state of this process. In a job of several processes with
-        parameter servers, only servers have optimizer state; in a pipeline of several processes,
-        each stage has its own. In these jobs, pass the value as an argument of the step instead.
+        The hyperparameters must be in the state of this process. In a job of several processes,
+        other processes have the hyperparameters if they are parameter servers or other stages of a
+        pipeline. In such a job, pass the value as an argument of the step instead.
 
         Args:
           **values: new values, e.g. `learning_rate=1e-3`. If several optimizers have a
@@ -183,12 +179,12 @@ class StateFunctions(abc.ABC):
         """Call a function of the parameters, for evaluation or sampling.
 
         Each function object is compiled once for each shape of `args`. The job gathers only arrays
-        that `fn` reads. On a mesh, slices stay on their devices, and XLA gathers the operands of
-        each product.
+        that `fn` reads. On a mesh, parameters stay sharded, and XLA gathers the operands of each
+        matrix product when the product runs.
 
         Args:
-          fn: a pure function `fn(params, *args)`, or `fn(state, *args)` for a step of one state.
-            Pass the same object in each call.
+          fn: a pure function `fn(params, *args)`; or `fn(state, *args)`, if the step has one state
+            argument instead of params and opt_state. Pass the same object in each call.
           state: the state.
           *args: pytrees of arrays, replicated over the trainers.
 
@@ -236,7 +232,7 @@ class Job(StateFunctions):
     part = (0, 1)  # index of this process's part of a global batch, and the number of parts
     takes_uneven_parts = False  # True if a part may be a `dtrans.UnevenPart`
     batches_ahead = 1  # default of the argument `ahead` of `steps`
-    is_driver = False  # True if actors run the steps, save and restore
+    is_driver = False  # True if Ray actors run the steps, and save and restore the state
     run_id: str  # default tag of the run's checkpoints
     saves = True  # True if this process saves the replicated arrays
     # True while a loop over `steps` can go back to earlier steps; None before such a loop
@@ -294,16 +290,16 @@ class Job(StateFunctions):
         """Run a step for each batch, and pass each batch to `prefetch` some steps earlier.
 
         If servers write cuts (`job.serve(state, cuts=10)`), pass a function of the step number.
-        After the loss of a process, the steps since the cut are repeated, and their results are
-        yielded again, with the same bits.
+        After the loss of a process, this method repeats the steps since the cut, and yields their
+        results again, bit for bit the same.
 
         Args:
           state: the state before the first step.
           batches: for each step, a tuple of the step's batch arguments, or a function that returns
             this tuple for a step's number. The loop reads them `ahead` batches early.
           ahead: number of steps between `prefetch` and `step` of a batch. Default: `batches_ahead`.
-          start: for a function, the number of the first step. A trainer of servers begins at its
-            job's step, if that is larger.
+          start: for a function, the number of the first step. A trainer begins at the servers'
+            step (`first_step`) if that is larger.
           stop: for a function, the number after the last step.
 
         Yields:
@@ -346,7 +342,7 @@ class Job(StateFunctions):
 
     @property
     def first_step(self) -> int:
-        """Number of the next step of the servers' state; 0 for a job whose caller has the state."""
+        """Number of the next step, if servers have the state; 0 if the caller has the state."""
         return 0
 
     @cached_property
@@ -392,7 +388,7 @@ class Job(StateFunctions):
         return self.shard_batch(*batch)
 
     def cut_axes(self) -> Mapping[str, int]:
-        """Return, for each batch array that is split, by name, the dimension of the split."""
+        """Return the dimension along which each batch array is split, by the array's name."""
         shared = getattr(self.plan, "shared", None)
         return _cut_on_dim_0(self.plan.main) if shared is None else shared.axes
 
@@ -419,7 +415,7 @@ class Job(StateFunctions):
 
 
 def _cut_on_dim_0(main: Program) -> dict[str, int]:
-    """Return a dict with dimension 0 for each batch array that is not 0-d, by name."""
+    """Return `{name: 0}` for the batch arrays that have a dimension."""
     axes = {}
     for spec in main.args[2:]:
         for name in spec.names:
@@ -440,7 +436,7 @@ def _on_one_device(job: StateFunctions, state: Any, names: Collection[str]) -> d
 
 
 def _applied(job: StateFunctions, fn: Callable[..., Any]) -> one_state.Applied:
-    """Return a compiled function of the parameters, from the cache of the job."""
+    """Return the compiled `fn`, from the job's cache if the job has called `fn` before."""
     if job._functions is None:
         job._functions = weakref.WeakKeyDictionary()
     found = job._functions.get(fn)

@@ -14,8 +14,8 @@ from dtrans.errors import ConfigError
 def named_object(name: str, option: str, kind: str) -> Any:
     """Import a module, and return the object of this name.
 
-    First, a folder is inserted into `sys.path`. For a module, it is the current folder, as with
-    `python -m`. For a file, it is the file's folder, as with `python file.py`.
+    This function first inserts a folder into `sys.path`: the current folder for a module, as
+    `python -m` does; the file's folder for a file, as `python file.py` does.
 
     Args:
       name: `module:name` or `file.py:name`.

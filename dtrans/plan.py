@@ -84,7 +84,7 @@ class Plan(abc.ABC):
     """Result of a transform: the programs of all roles of a distributed job.
 
     Attributes:
-      main: the step, with calls inlined and exact roles.
+      main: the step, with calls inlined and a role for each equation.
       recipe: the call that returned the plan; None if the plan was derived from another plan.
     """
 
@@ -286,7 +286,7 @@ class Plan(abc.ABC):
             Arrays of integers and random keys are used unchanged; for an array of floats, random
             numbers near its entries are used. Default: the types with which the step was traced.
           points: numbers of one-device steps after which states are compared.
-          seed: seed of the points.
+          seed: seed of the random points.
 
         Returns:
           A report: `report.equal`, `report.complete`, and the outputs that differ.
@@ -322,7 +322,8 @@ class Plan(abc.ABC):
                     values[name] = x
         traced: Any = self._realise("verify", types)
 
-        # The job must compute `main`; in asynchronous modes and GEO-SGD, it must compute `replay`.
+        # Asynchronous jobs and GEO-SGD do not compute `main`. For them, `replay` is the one-device
+        # program that the job must compute.
         if traced.replay is None:
             params, opt_state = main.args[:2]
             state_types = values_at(main.inputs, (*params.names, *opt_state.names))
@@ -401,4 +402,4 @@ def realiser(plan: Any, way: str) -> Callable[..., Any]:
     names = {other for kind, other in _REALISERS if isinstance(plan, kind)}
     ways = sorted(names - {"roles", "verify"})
     remedy = f"; use one of {', '.join(ways)}" if ways else ""
-    raise ConfigError(f"a {type(plan).__name__} cannot run by {way!r}{remedy}")
+    raise ConfigError(f"a {type(plan).__name__} cannot run in the way {way!r}{remedy}")

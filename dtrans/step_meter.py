@@ -66,7 +66,7 @@ _last: StepMeter | None = None
 
 
 def completed_steps() -> int | None:
-    """Return the step count of the job that last ran a step in this process; None without a job."""
+    """Return the step count of the job that last ran a step in this process, or None."""
     return None if _last is None else _last.steps
 
 

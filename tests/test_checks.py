@@ -95,7 +95,7 @@ def test_arguments_that_are_no_records_are_named() -> None:
         (
             dtrans.pserver,
             {"batch": dtrans.Batch("local", unsplit_inputs=["x"])},
-            r"batch=Batch\(.*sets more than merge, the only option of a local batch",
+            r"batch=Batch\(.*sets more than merge; with parameter servers, a local batch has no",
         ),
         (
             dtrans.pserver,

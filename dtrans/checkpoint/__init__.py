@@ -30,14 +30,15 @@ process. So no device ever needs memory for a full leaf. If groups of ranks have
 the first group writes. `save` returns when this process has written its pieces. The checkpoint is
 complete when all processes have written their pieces, which `latest` checks.
 
-A server is saved after it ended: `exe.run(pserver, state)` returns its state when every trainer has
-closed. Another job can continue from that state, or from a restored state. To save while servers
-run, use `job.save`, which writes NumPy files (`array_files`) instead of an orbax checkpoint.
+Save a server after it has ended: `exe.run(pserver, state)` returns the server's state when every
+trainer has closed. Another job can continue from that state, or from a restored state. To save
+while servers run, use `job.save`, which writes NumPy files (`array_files`) instead of an orbax
+checkpoint.
 
 Source: `save_persistables` and `load_persistables` of python/paddle/fluid/io.py,
 `checkpoint_notify` and `recv_save` of paddle/fluid/operators/distributed_ops. In Paddle, one
-trainer joins the blocks of a parameter. Blocks of optimizer state are recognised by their names,
-and only the same server can load its rows.
+trainer joins the blocks of a parameter. Paddle recognises blocks of optimizer state by their names,
+and only the server that saved a block of optimizer state can load it.
 
 Example:
   >>> import tempfile, jax, jax.numpy as jnp, optax, dtrans

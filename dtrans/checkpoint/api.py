@@ -1,4 +1,4 @@
-"""Functions that save and restore checkpoints: each process writes its pieces and reads any."""
+"""Functions that save and restore checkpoints; a process writes some pieces, and may read all."""
 
 from __future__ import annotations
 
@@ -236,9 +236,9 @@ def _mark_of_job(job: Any, layout: PieceLayout, here: Iterable[str], tag: str | 
 
 
 def _values(job: Any, state: Any, here: Iterable[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield each saver of this process with its arrays.
+    """Yield (saver, arrays) for each saver of this process.
 
-    It is a generator, so that only one saver's arrays are copied to the host at a time.
+    A generator copies only one saver's arrays to the host at a time.
     """
     plan = job.plan
     if isinstance(plan, PServerPlan):
@@ -442,7 +442,7 @@ def _init_outputs(
 
 
 def _init_slices(saved: Checkpoint, init: Program | None) -> InitSlice | None:
-    """Return a function from a slice to its initial values; None if the init is not needed."""
+    """Return a function that computes a slice's initial values, or None if none are needed."""
     if init is None:
         return None
     first = _init_outputs(saved, init)
@@ -488,7 +488,7 @@ def _trainer_params(path: Folder, plan: PServerPlan) -> Any:
 
 
 def restore_trainer(path: Folder, plan: PServerPlan, params: Any) -> Any:
-    """Return a trainer's parameters, with the leaves that no server stores restored.
+    """Restore the leaves that no server stores, and return a trainer's parameters with them.
 
     These leaves are `plan.frozen`. All other leaves are returned unchanged, since the trainer
     receives them from the servers.
@@ -575,7 +575,7 @@ def load(path: Folder, main: Program, startup: Program | None = None) -> Any:
 
 
 def latest(folder: Folder) -> Path | None:
-    """Return the path of the last complete checkpoint in a folder; None if there is none.
+    """Return the path of the last complete checkpoint in a folder, or None.
 
     Checkpoints that are incomplete or unreadable, or contain pieces of several runs or steps, are
     skipped with a `CheckpointWarning`. If the result is None, start with `job.init(...)`, since

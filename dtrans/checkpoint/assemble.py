@@ -150,7 +150,7 @@ def _box(row: VarDistributed) -> Box:
 
 
 def _intersect(a: Box, b: Box) -> Shared | None:
-    """Return the intersection of two boxes; None if it is empty."""
+    """Return the intersection of two boxes, or None if it is empty."""
     shared = []
     for x, y in zip(a, b, strict=True):
         common = _intersect_rows(x, y)

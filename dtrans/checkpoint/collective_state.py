@@ -1,4 +1,4 @@
-"""Conversion between the state of trainers or ranks and rows of the single-device step's arrays.
+"""Conversion of a collective job's state to slices of the single-device step's arrays, and back.
 
     nccl2       trainer 0 saves all arrays, since they are equal on all trainers
     sharding    each rank of the first group saves its rows of sliced arrays, without padding.
@@ -38,20 +38,20 @@ if TYPE_CHECKING:
 
 
 class SavedJob(Protocol):
-    """Interface of a collective job, as far as this module uses it."""
+    """Attributes and methods of a collective job that this module uses."""
 
     plan: Any
     mesh: jax.sharding.Mesh | None
 
     def slice_axis(self, name: str) -> int | None:
-        """Return the dimension along which ranks slice an array; None if it is not sliced."""
+        """Return the dimension along which an array is sliced, or None for an array in full."""
 
     def sharding_of(self, name: str) -> Any:
         """Return the `jax.sharding.Sharding` of an array of the state."""
 
 
 def piece_names(plan: CollectivePlan) -> dict[str, str]:
-    """Return the folder name of each *saver*: a rank or trainer that writes a piece (dict)."""
+    """Return the folder name of each *saver*, a rank or trainer that writes a piece."""
     if isinstance(plan, ShardingPlan):
         return {f"rank {k}": f"rank-{k}" for k in range(plan.options.degree)}
     return {TRAINER: "trainer-0"}
@@ -281,7 +281,7 @@ def _device_parts(job: SavedJob, name: str, aval: Any) -> dict[Any, Part]:
 def _part_rows(
     plan: CollectivePlan, name: str, axis: int | None, part: Part
 ) -> list[tuple[VarDistributed, int]]:
-    """Return the slices of the step's arrays in a part, each with its start in the part.
+    """Return the slices of the step's arrays that a part contains, each with its start in the part.
 
     Args:
       name: an array of the job's state: an array of the step, or a bin, which contains several.

@@ -289,11 +289,11 @@ class Checkpoint:
     def table(
         self, targets: Sequence[VarDistributed], eqn: Any, args: Sequence[Any] | None
     ) -> SavedTable | None:
-        """Return the saved rows of a server's block; None if they were not all saved by rows.
+        """Return the saved rows of a server's block, or None if some are not in files of rows.
 
         Args:
           targets: the slices of the block and of the state arrays that have the block's rows.
-          eqn: the `init_on_use` equation that generates rows that were not saved; None without one.
+          eqn: the `init_on_use` equation that generates the rows that were not saved, or None.
           args: the arguments of the init.
         """
         target = targets[0]
@@ -520,7 +520,7 @@ def _write_errors(who: str, place: Path) -> Iterator[None]:
 
 
 def check_first(name: str, old: np.ndarray, new: np.ndarray) -> None:
-    """Raise StateError if this init generates other rows than the init of the job that saved.
+    """Raise StateError if this plan's init generates other rows than the saving job's init.
 
     Args:
       name: the table.
@@ -530,8 +530,8 @@ def check_first(name: str, old: np.ndarray, new: np.ndarray) -> None:
     if not same_values(old, new):
         raise StateError(
             f"the init of this plan generates other rows of {name} than the init of the job that "
-            "saved, but rows that no step looked up must be generated again; plan with the init of "
-            "that job"
+            "wrote the checkpoint; the checkpoint lacks rows that no step looked up, so the same "
+            "init must generate them again; plan with the init of that job"
         )
 
 
@@ -557,7 +557,7 @@ def _shared_rows(target: VarDistributed, row: VarDistributed) -> int:
 
 
 def _select_rows(target: VarDistributed, row: VarDistributed, segment: RowSegment) -> RowSegment:
-    """Return the rows of a segment of `row` that `target` also contains, with ids in `target`."""
+    """Return the rows of a segment of `row` that `target` contains, numbered as in `target`."""
     at, local = _locate_rows(target, row, segment.ids)
     # `segment.rows` lacks evicted rows, which are in `segment.ids` and `segment.changed`.
     positions = np.cumsum(segment.changed > 0) - 1
@@ -705,7 +705,7 @@ def _is_complete(
 
 
 def _read_or_torn(piece: Path) -> dict[str, Any] | None:
-    """Return the description of a piece; None if it is torn: a crash of the host lost its files."""
+    """Return the description of a piece, or None if a crash of the host lost files of the piece."""
     try:
         return _read_about(piece)
     except StateError as e:
@@ -886,7 +886,7 @@ def _piece_types() -> tuple[Any, Any]:
     ocp = _orbax()
 
     class Handler(ocp.CheckpointHandler):  # type: ignore[name-defined]
-        """Orbax handler for a piece: a folder each for overview, arrays and rows of tables."""
+        """Orbax handler for a piece: it writes the folders that the module's docstring lists."""
 
         def __init__(self, arrays: Any, overview: Any) -> None:
             self.arrays, self.overview = arrays, overview

@@ -231,7 +231,7 @@ def has_checkpoints(plan: PServerPlan) -> bool:
 
 
 def _on_no_server(plan: PServerPlan) -> str | None:
-    """Return the name of an optimizer state array that no server stores; None if there is none."""
+    """Return the name of an optimizer state array that no server stores, or None."""
     there = {row.origin_name for row in plan.overview}
     return next((n for n in plan.main.args[1].names if n not in there), None)
 
@@ -250,7 +250,7 @@ def check_server_state(
     """Return the state of a server as a dict, after checks of its arrays.
 
     Raises:
-      StateError: it is not a state of this server.
+      StateError: `state` is not a state of this server.
       UnknownEndpointError: the plan has no server with this endpoint.
     """
     wanted = plan.servers[endpoint].main.inputs

@@ -50,7 +50,7 @@ def run_of(who: str, environ: Mapping[str, str] | None = None) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """Origin of a piece: pieces are combined only if their marks agree.
+    """Run, step and tag that a piece records. Only pieces with matching marks are combined.
 
     Attributes:
       run: identifiers of the run. All pieces of one save have at least one in common.

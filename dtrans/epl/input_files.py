@@ -45,8 +45,8 @@ def slice_files(
 
     Returns:
       The worker's part of the files, if all rounds are full or one of the options is set. Otherwise
-      all files, repeated as many times as the worker's share. If there are too few files for one
-      round, the result is also all files, even with an option.
+      all files, repeated as many times as the worker's share. With too few files for one round, the
+      result is always the latter.
 
     Raises:
       ConfigError: `replicas` is empty or has a number below 1, the worker does not exist, or both

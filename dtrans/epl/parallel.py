@@ -161,6 +161,6 @@ def _precision(level: str, scale: Any) -> Precision:
 
 
 def _level(key: str, level: str, levels: Mapping[str, Any]) -> Any:
-    """Return the value of `levels` for a level, in upper or lower case as in EPL."""
+    """Return `levels[level]`. As in EPL, a level may be in upper or lower case."""
     check_one_of(key, level.lower(), levels)
     return levels[level.lower()]

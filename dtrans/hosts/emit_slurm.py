@@ -228,7 +228,10 @@ def _observers(parts: EmitParts) -> list[str]:
 
 
 def _cores(parts: EmitParts) -> str:
-    """Return the option for processors. Since Slurm 22.05, `srun` needs it as well as `sbatch`."""
+    """Return the option with the number of processors of each process, for `sbatch` and `srun`.
+
+    Before Slurm 22.05, `srun` inherited the number from `sbatch`.
+    """
     if parts.cores is None:
         return ""
     return f" --cpus-per-task={parts.cores}"

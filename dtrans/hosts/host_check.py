@@ -73,7 +73,7 @@ def check_hosts(
       python: the interpreter on hosts whose entry names none.
       script: the path of the script, which every host must have; empty if there is none.
       ports: the number of free ports that each host chooses.
-      cuts: the folder of the cuts, which every host must share; None without one.
+      cuts: the folder of the cuts, which every host must share, or None.
       limit: seconds until a host must answer.
 
     Raises:
@@ -107,9 +107,9 @@ def check_hosts(
 
 @contextlib.contextmanager
 def _probe_in(cuts: str | os.PathLike[str] | None) -> Iterator[str]:
-    """Create the folder of the cuts, and a file in it while the block runs; yield its path.
+    """Create a file in the folder of the cuts while the block runs; yield the file's path.
 
-    A host that finds the file shares the folder. The path is empty without a folder.
+    A host that finds the file shares the folder. If `cuts` is None, the path is empty.
     """
     if cuts is None:
         yield ""
@@ -148,8 +148,8 @@ class _Question:
       host: the host.
       rsh, script, ports: as for `check_hosts`.
       python: the interpreter on the host.
-      probe: path of a file that the host must find, and to whose folder it can write; empty without
-        one.
+      probe: path of a file that the host must find, in a folder that the host can write to. An
+        empty path skips this check.
 
     Raises:
       LaunchError: the `rsh` command cannot be started.

@@ -1,7 +1,7 @@
 """Launch of a job on several hosts: `dtrans launch --hosts`.
 
-`dtrans.run.distributed.launcher` runs the job, and `SeveralHosts` is its `Site`. First all hosts
-are checked (`dtrans.hosts.host_check`). Then an agent on each host starts a role
+`dtrans.run.distributed.launcher` runs the job, and `SeveralHosts` is its `Site`. First
+`dtrans.hosts.host_check` checks all hosts. Then an agent on each host starts the host's roles
 (`dtrans.hosts.remote_child`).
 """
 
@@ -151,7 +151,7 @@ class SeveralHosts(Site):
 
         Args:
           counts: the number of roles on each host.
-          cuts: the folder of the cuts, which these hosts must share; None without one.
+          cuts: the folder of the cuts, which these hosts must share, or None.
         """
         idle = ", ".join(host.name for host in self._hosts if host.name not in counts)
         if idle:

@@ -74,11 +74,10 @@ class RayJob(Job):
     Args:
       plan: the result of `dtrans.pserver`, `dtrans.nccl2`, `dtrans.sharding` or `dtrans.pipeline`.
         Only the number of the servers' endpoints is used.
-      batches: a function of (trainer, step) that returns the step's arguments after its state. It
-        runs in the trainer's actor. Or a dataset of Ray Data, whose columns have the names of these
-        arguments.
-        Each trainer gets the same number of rows (`streaming_split`), and starts again after its
-        last row.
+      batches: a function of (trainer, step) that returns the step's batch arguments, and runs in
+        the trainer's actor. Or a dataset of Ray Data, whose columns have the names of these
+        arguments. Each trainer then gets the same number of rows (`streaming_split`), and starts
+        again after its last row.
       address: the address of the cluster, as for `ray.init`. The default is the cluster to which
         this process is connected, else the cluster in RAY_ADDRESS, else a new local cluster.
       trainers_on: "PACK" puts trainers on few nodes, "SPREAD" on different nodes. Servers are

@@ -1,7 +1,7 @@
 """Plans in a form that can be pickled, so that another process can rebuild them.
 
 A jaxpr cannot be pickled: it refers to tracebacks, and to primitives that JAX compares by identity.
-Ray pickles functions by cloudpickle. So a plan is sent as its recipe (`dtrans.plan.PlanRecipe`):
+Ray pickles functions with cloudpickle. So a plan is sent as its recipe (`dtrans.plan.PlanRecipe`):
 the transform, its options, and for each traced program its function and the types of its arguments.
 The other process traces the functions and calls the transform. It raises an error if the
 fingerprint of the new plan differs from the original's.

@@ -89,7 +89,7 @@ class RoleActor(RoleProcess):
           role: the role.
           environment: variables in addition to those of the role, such as the token.
           pickled: the pickled `PortablePlan`, and the function `batches` or None.
-          data: the trainer's part of a dataset and the rows of a batch; None without a dataset.
+          data: a pair (the trainer's part of the dataset, number of rows in a batch), or None.
           options: `deadline` and `patience`.
 
         Returns:

@@ -471,7 +471,7 @@ class RoleFailure:
 
     @property
     def is_by_peer(self) -> bool:
-        """Return True if the error was caused by the failure of another role."""
+        """True if the failure of another role caused the error."""
         return not self.has_gone and (
             isinstance(self.cause, PeerError) or is_by_peer(str(self.cause))
         )

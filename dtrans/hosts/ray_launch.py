@@ -330,7 +330,7 @@ class OnRay(Site):
         *,
         inherit_stdout: bool,
     ) -> Child:
-        """Return a role, which its actor starts at `begin`."""
+        """Return the launcher's side of a role. The role's actor starts the role at `begin`."""
         assert self._group is not None
         order = (command, carried_variables(env, CARRIED), os.getcwd(), sys.executable)
         name = role.name

@@ -94,7 +94,7 @@ def look(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def _look_for_probe(path: str) -> str:
-    """Return the reason why this host does not share the folder of a file; empty if it does."""
+    """Return the reason why this host does not share a file's folder, or "" if it does."""
     if path and not os.path.exists(path):
         return "does not see"
     if path and not os.access(os.path.dirname(path), os.W_OK | os.X_OK):

@@ -529,7 +529,7 @@ Traffic = tuple[float, float]
 
 
 def _traffic(received: int | None, sent: int | None) -> Traffic:
-    """Return a server's traffic; one byte each if it is unknown, so that all servers are equal."""
+    """Return a server's traffic, or one byte in each direction if a number is unknown."""
     if received is None or sent is None:
         return (1.0, 1.0)
     return (float(received), float(sent))

@@ -94,7 +94,7 @@ class Embedding:
     Attributes:
       is_sparse: True if trainers request single rows from the servers, and send the gradients of
         these rows. Each server stores a contiguous range of rows (Paddle's `remote_prefetch`).
-      is_distributed: True as for `is_sparse`, but server n % servers stores row n.
+      is_distributed: like `is_sparse`, but row n is on server `n % servers`.
       lazy_mode: True if rows that no trainer looks up stay unchanged (an option of Paddle's Adam).
         With False every optimizer updates all rows, as on one device.
 
@@ -138,8 +138,8 @@ class DistributeTranspilerConfig:
       mode: "pserver" for parameter servers; "nccl2" or "collective" for trainers that all-reduce
         gradients, without servers.
       collective_mode: required with mode="collective". With "grad_allreduce" each gradient is
-        reduced separately. With "local_sgd" each trainer steps alone, and then parameters and
-        optimizer state are averaged over trainers. (Paddle averages the parameters only.)
+        reduced separately. With "local_sgd" each trainer runs the step alone, and then the job
+        averages parameters and optimizer state over trainers. (Paddle averages only parameters.)
       slice_var_up: in pserver mode, True cuts parameters into blocks of rows, and False places each
         parameter whole on one server. "require" raises an error if the optimizer cannot update a
         parameter in blocks.
@@ -162,7 +162,7 @@ class DistributeTranspilerConfig:
       completely_not_async: with runtime_split_send_recv=True, True if updates use the gradients of
         all trainers, as with sync_mode=True.
       geo_sgd_mode: with sync_mode=False, True if trainers update their own parameters, and servers
-        add up the changes (`dtrans.Geo`). `GeoSgdTranspiler` always sets it.
+        add up the changes (`dtrans.Geo`). `GeoSgdTranspiler` always sets this option.
       geo_sgd_need_push_nums: the number of steps between two pushes of a trainer's changes.
       geo_sgd_block_on_pull: an extension: True if a step that pushes also waits for the changes of
         other trainers.
@@ -172,8 +172,8 @@ class DistributeTranspilerConfig:
         as in `dtrans.pserver`. In Paddle, these options are arguments of the layers.
       print_log: True if `transpile` logs the plan, at level INFO, with the logger
         "dtrans.paddle.transpiler". If logging has no handler, the plan is printed to stderr.
-      nccl_comm_num: in nccl2 mode, the number of chains of reductions that may overlap; with 1, XLA
-        decides.
+      nccl_comm_num: in nccl2 mode, the number of reductions that may run at the same time; with 1,
+        XLA decides.
       use_hierarchical_allreduce: in nccl2 mode, True reduces gradients inside each node, then
         across nodes, and then gathers them inside each node.
       hierarchical_allreduce_inter_nranks: the number of trainers per node; by default the number

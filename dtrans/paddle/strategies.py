@@ -107,7 +107,7 @@ def sharding(
       segment_broadcast_MB: in stage 3, the size of a bucket, whose parameters are gathered
         together.
       enable_overlap: True if collectives may overlap computation.
-      comm_stream_num: the number of chains of reductions that may overlap; with 1, XLA decides.
+      comm_stream_num: the number of reductions that may run at the same time; with 1, XLA decides.
       gradient_merge_acc_step: the number of micro-batches into which each rank cuts its batch.
       amp: True computes matrix products in 16 bits.
       amp_dtype: "float16" or "bfloat16".

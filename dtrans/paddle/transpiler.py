@@ -277,7 +277,7 @@ class DistributeTranspiler:
     ) -> Program:
         """Return the startup program of the server at `endpoint`.
 
-        The other arguments are accepted because Paddle has them, and ignored.
+        The other arguments have no effect. They exist because Paddle has them.
         """
         return self._server(endpoint, "get_startup_program").startup
 

@@ -33,7 +33,7 @@ class VarBlock:
 
     Attributes:
       varname: name of the variable.
-      offset: index of the block within the variable, 0, 1, ... (Paddle's word).
+      offset: index of the block within the variable, 0, 1, ...; Paddle calls it `offset`.
       size: the number of elements.
     """
 

@@ -130,7 +130,7 @@ def _is_collective(eqn: JaxprEqn) -> bool:
 def _communicating_remat(eqn: JaxprEqn) -> Any:
     """Return the body of a remat that communicates, or None for any other equation.
 
-    Such a body is inlined; otherwise it would communicate again in the recomputation of backward.
+    Such a body is inlined; otherwise it would communicate again when backward recomputes it.
     """
     if eqn.primitive.name not in REMAT or _collective_inside(eqn) is None:
         return None

@@ -9,7 +9,8 @@ store their own copy of the parameters. `old` is the trainer's copy of the serve
            and sets old = server
 
 So a trainer never waits, and it receives the changes of other trainers some steps later. With one
-trainer, the server's parameters equal the trainer's. A trainer that closes pushes its last changes.
+trainer, the server's parameters equal the trainer's. When a trainer closes, it pushes its last
+changes.
 
 Each trainer has its own optimizer state, and its own values of leaves without gradients (batch
 statistics, counters).
@@ -132,7 +133,7 @@ def plan_geo_sgd(
 
 
 def with_shared_leaves(step: Cut) -> Cut:
-    """Move parameters whose new values use no gradient from `optimized` to `frozen`.
+    """Move each parameter from `optimized` to `frozen` if its new value uses no gradient.
 
     Each trainer has its own value of these parameters.
 

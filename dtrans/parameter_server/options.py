@@ -72,7 +72,7 @@ class Sync:
 
 @dataclasses.dataclass(frozen=True)
 class Async:
-    """Asynchronous mode: servers update with each gradient as it arrives.
+    """Asynchronous mode: a server applies each gradient as soon as it arrives.
 
     Trainers do not wait for each other.
 
@@ -111,7 +111,7 @@ class Async:
 class HalfAsync:
     """Asynchronous mode with a communicator, where each step waits for the communicator.
 
-    A step ends when its gradients were sent, and the updated parameters received.
+    A step ends after its gradients have been sent and the updated parameters have been received.
 
     Attributes:
       delay: options of delay compensation; None turns it off.
@@ -174,8 +174,8 @@ class BlockPlacement:
       slice_var_up: True cuts leaves into blocks of rows, except leaves that the optimizer cannot
         update in blocks; the printed plan lists these with the reason. "require" raises
         OptimizerError for such leaves. False places every leaf whole on one server.
-      split_method: a subclass of `PSDispatcher`: `RoundRobin`, `HashName`, `SizeBalanced`, or the
-        user's own.
+      split_method: a subclass of `PSDispatcher`: `RoundRobin`, `HashName`, `SizeBalanced`, or a
+        subclass that the user defines.
       min_block_size: the minimum number of elements in a block, at least 1.
       seed: seed of the random order in which leaves are dispatched if `slice_var_up` is False.
 
@@ -227,8 +227,8 @@ def check_options(
         )
     if found.example_count is not None or (found.unsplit_inputs and not found.exact):
         raise ConfigError(
-            f"batch={batch!r} sets more than merge, the only option of a local batch with "
-            "parameter servers; pass plan.on_mesh(unsplit_inputs=...) to replicate arrays"
+            f"batch={batch!r} sets more than merge; with parameter servers, a local batch has no "
+            "other option; pass plan.on_mesh(unsplit_inputs=...) to replicate arrays"
         )
     if found.merge and isinstance(mode, Geo):
         raise ConfigError(

@@ -24,7 +24,7 @@ from dtrans.slicing.server_update import ServerVariable
 
 @dataclasses.dataclass(frozen=True)
 class VarDistributed:
-    """Array on one server, the *slice*; it is cut from an array of the step, the *origin*.
+    """Array on one server (the *slice*), and the array of the step that it is cut from (*origin*).
 
     Attributes:
       origin_name: name of the origin: `params/w`, `opt_state/0/mu/w`.
@@ -115,7 +115,7 @@ class VarsDistributed(tuple[VarDistributed, ...]):
     __slots__ = ()
 
     def by_endpoint(self, endpoint: str) -> VarsDistributed:
-        """Return the arrays on one server; Paddle's `get_distributed_vars_by_ep`."""
+        """Return the arrays on one server, like Paddle's `get_distributed_vars_by_ep`."""
         return VarsDistributed(row for row in self if row.endpoint == endpoint)
 
     def by_origin(self, name: str) -> VarsDistributed:
@@ -124,7 +124,7 @@ class VarsDistributed(tuple[VarDistributed, ...]):
         return VarsDistributed(sorted(slices, key=lambda row: row.block_id))
 
     def by_slice(self, name: str) -> VarsDistributed:
-        """Return the arrays named `name`; Paddle's `get_distributed_var_by_slice`.
+        """Return the arrays named `name`, like Paddle's `get_distributed_var_by_slice`.
 
         Several servers can have copies of state that belongs to no parameter.
         """

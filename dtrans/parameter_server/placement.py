@@ -46,7 +46,7 @@ def place(
       leaves: type of each leaf, by name, in leaf order.
       endpoints: the servers.
       options: rules for all leaves that are not in `buckets`.
-      buckets: for leaves with `dtrans.Rows(place="bucket")`, by name, the number of buckets. Each
+      buckets: number of buckets of each leaf with `dtrans.Rows(place="bucket")`, by name. Each
         server gets a contiguous range of buckets, in the order of `endpoints`.
 
     Raises:
@@ -140,7 +140,7 @@ def _assign(
                 blocks_of[b.leaf].append(dataclasses.replace(b, endpoint=endpoint))
 
     # SizeBalanced places the (large) units first, so that blocks even out the loads. Other
-    # dispatchers ignore loads, so units come last and even out the blocks.
+    # dispatchers ignore loads, so units come last, and even out the loads of the blocks.
     if is_balanced:
         assign_tied()
     answers = _answer(dispatcher, blocks, old.endpoints)

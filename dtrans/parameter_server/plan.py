@@ -43,8 +43,9 @@ class ServerPrograms:
     """Main and startup program of one parameter server.
 
     Attributes:
-      main: the main program: one `listen_and_serv` equation, from the server's state to its state.
-      startup: the startup program: from init's arguments to the server's initial state.
+      main: the main program: one `listen_and_serv` equation. Its inputs are the server's state, and
+        its outputs the state at the end of the job.
+      startup: the startup program, which computes the server's initial state from init's arguments.
       variables: the arrays of the state, by name, with their origins in the step.
     """
 
@@ -98,7 +99,7 @@ class ServedUpdate:
     Attributes:
       frozen: parameters that servers do not update: either nothing changes them, or each trainer
         has its own value.
-      unsent: parameters on the servers whose update uses no gradient.
+      unsent: parameters that servers update without a gradient.
       shared_state: optimizer state that belongs to no parameter. Each server that reads it has a
         copy.
       sized: the update, with inputs in place of numbers that depend on the batch size. Trainers
@@ -118,7 +119,7 @@ class ServedUpdate:
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class PServerPlan(Plan):
-    """Plan of a step's training with parameter servers; `dtrans.pserver` returns it.
+    """Plan of a job with parameter servers; `dtrans.pserver` returns it.
 
     Attributes:
       main: the single-device step, with calls inlined and a role for each equation.
@@ -130,7 +131,7 @@ class PServerPlan(Plan):
       update: facts about the update that servers run.
       tables: leaves that trainers request by rows instead of in full.
       shared: the split of the batch over trainers in an exact step; None for local steps.
-      callers: one sentence for each host callback of the step, which names the calling role.
+      callers: for each host callback of the step, a sentence that names the role which calls it.
     """
 
     main: Program
@@ -286,7 +287,7 @@ class PServerPlan(Plan):
         return imbalance([sum(sizes.values()) for sizes in self.server_bytes.values()])
 
     def compare(self, *split_methods: type[PSDispatcher]) -> dict[str, float]:
-        """Return, for each of several dispatchers, by name, the `balance` of a plan that uses it.
+        """Return the `balance` that this plan would have with each dispatcher, by class name.
 
         The optimizer state of a block is on the block's server. State that belongs to no parameter,
         such as a step count, is counted on every server that has a block. In a plan, only servers

@@ -41,8 +41,8 @@ def _batch_notes(plan: Any) -> list[str]:
     except BatchError as e:
         # The plan works if the user replicates these arrays: `plan.on_mesh(unsplit_inputs=...)`.
         return [
-            "local: each trainer computes its own numbers, and the updates average them; they "
-            f"were not compared with one device's: {e}"
+            "local: each trainer computes its own numbers, and the updates average these; dtrans "
+            f"could not compare them with one device's numbers: {e}"
         ]
 
 

@@ -65,7 +65,7 @@ def compare_dispatchers(
 def _state_units(
     placement: Placement, optimize_blocks: Iterable[OptimizeBlock], trainers: int
 ) -> dict[str, str]:
-    """Return, for each array of a server's state, by name, the unit to which the array belongs."""
+    """Return the unit to which each array of the servers' state belongs, by the array's name."""
     found: dict[str, str] = {}
     for block in optimize_blocks:
         if block.role == OPTIMIZE:

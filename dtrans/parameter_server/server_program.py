@@ -35,7 +35,7 @@ class ServerProgramWriter:
 
     Args:
       step: the step; servers run its optimize half.
-      spec: analysis of the optimize half, with the servers of its blocks.
+      spec: analysis of the optimize half, and the server of each block.
       startup: the init, whose outputs are named as in the step.
       trainers: the number of trainers.
       sync_mode: True if an update waits for the gradients of all trainers.
@@ -86,7 +86,7 @@ class ServerProgramWriter:
         for block in self._blocks(endpoint):
             if not block.is_table:
                 param_names.append(block.name)
-        # Trainers also receive the optimizer state that their forward reads.
+        # Trainers also receive the optimizer state that their forward pass reads.
         for n in self.spec.requested:
             if self.spec.holder_of(n) == endpoint:
                 param_names.append(n)
@@ -128,7 +128,7 @@ class ServerProgramWriter:
         return TreeSpec.from_tree({n: self._type(x) for n, x in work.variables.items()})
 
     def _tables(self, endpoint: str, work: ServerWork) -> dict[str, Any]:
-        """Return the parameter `tables` of `listen_and_serv`, or no parameter without tables."""
+        """Return the parameter `tables` of `listen_and_serv`; an empty dict without tables."""
         if not self.tables or self.sized is None:
             return {}
         sized = self.sized
@@ -172,7 +172,7 @@ class ServerProgramWriter:
         if table.zero.rests is not None:
             rests = {b.named(n): number for n, number in table.zero.rests.items()}
             rests |= dict.fromkeys(beside, 0)
-        # The limit is for the full table: a block gets its share by rows, rounded up.
+        # The user's limit is for the full table. The limit of a block is proportional to its rows.
         limit = table.limit and -(-table.limit * b.rows // table.lookups.rows)
         return TableBlock(
             b.leaf,
@@ -190,7 +190,7 @@ class ServerProgramWriter:
         )
 
     def init(self, endpoint: str, work: ServerWork) -> Program:
-        """Return a server's startup program, which computes its rows of the single-device init.
+        """Return a server's startup program: the init, for the rows that the server stores.
 
         If an update changes only the rows that trainers look up, a table begins empty, and a row is
         initialised at its first lookup.
@@ -255,7 +255,7 @@ class ServerProgramWriter:
 
 
 def _part(x: ServerVariable) -> Slice | None:
-    """Return the slice of the init's array that a server stores; None for the full array."""
+    """Return the slice of the init's array that a server stores, or None for the full array."""
     if x.buckets is None or x.part is None:
         return x.part
     return BucketRows(x.buckets).of(RowAxis(x.of, x.part.axis))

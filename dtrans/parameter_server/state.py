@@ -1,4 +1,4 @@
-"""State of a job of parameter servers in one process."""
+"""State of a parameter-server job that runs in one process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax
 @partial(jax.tree_util.register_dataclass, data_fields=["params", "servers"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class MeshState:
-    """State of a job in one process, as a pytree of arrays.
+    """State of a parameter-server job that runs in one process: a pytree of arrays.
 
     Attributes:
       params: the trainers' parameters, by name; replicated over the trainers' devices.

@@ -96,7 +96,8 @@ class TrainerCommConfig:
     def server_update(self, step: Cut) -> Cut:
         """Return the step with the update that servers run.
 
-        This update has inputs for the values that trainers send, and it averages `averages`.
+        This update has inputs for the values that trainers send. It averages the leaves in
+        `averages`.
         """
         return add_averages(self.numbers.taken_by(self.hand_over(step)), self.averages)
 
@@ -212,7 +213,7 @@ def out_names(step: Cut) -> tuple[str, ...]:
 
 
 def without_rows(aval: Any) -> Any:
-    """Return the type of an array with zero rows of the same shape."""
+    """Return the array type `aval` with 0 rows."""
     return aval.update(shape=(0, *aval.shape[1:]))
 
 
@@ -293,7 +294,7 @@ class TrainerCommWriter:
         self._tables: TableWriter | None = None
 
     def on_rows(self, step: Cut) -> Callable[..., HalfWriter] | None:
-        """Return a function that creates the writer of a step with tables; None without tables."""
+        """Return a function that creates the writer of a step with tables, else None."""
         if not self.comm.tables:
             return None
         found = find_lookups(step, self.comm.tables)

@@ -112,12 +112,11 @@ def pserver(
       placement: rules that cut leaves into blocks, and assign blocks to servers.
       on_trainer_exit: the effect on synchronous updates if one trainer closes early.
 
-        - "drop": each later update averages the gradients of the remaining trainers, as one device
-          would that sees only their rows.
-        - "paddle": as Paddle 1.8 does in one outcome of a race. The last gradient of the closed
-          trainer is used in one more update, and later counts as zero; the sum is still divided by
-          `trainers`. (In the other outcome, all later updates use this gradient:
-          `dtrans.ops.listen_and_serv`.)
+        - "drop": each later update averages the gradients of the remaining trainers only.
+        - "paddle": one more update uses the closed trainer's last gradient. Later updates count its
+          gradient as zero, but still divide the sum by `trainers`. Paddle 1.8 does this in one
+          outcome of a race. In the other outcome, all later updates use that last gradient
+          (`dtrans.ops.listen_and_serv`).
         - "error": the job ends with a `PeerError` that names the trainer.
 
         A trainer that fails, or closes in the middle of a step, always ends a synchronous job. A
@@ -128,9 +127,9 @@ def pserver(
           batch, trainers exchange them through the servers; the plan counts these rounds.
           Asynchronous trainers cannot exchange values, so such a step raises ConfigError.
         - "local": each trainer runs the step on its part of the batch, and keeps its own value of
-          leaves without gradients, such as batch statistics. `dtrans.Batch(merge=...)` maps names
-          of these leaves, or prefixes, to "own" (this default) or "mean": servers average them, or
-          use the newest value in asynchronous modes.
+          leaves without gradients, such as batch statistics. With
+          `dtrans.Batch("local", merge={"params/stats": "mean"})`, servers average the leaves with
+          this name or prefix. Asynchronous servers use the newest value instead of a mean.
       sparse: tables, which trainers request by rows instead of in full: a dict of `dtrans.Rows` by
         leaf name. A trainer requests the rows of its batch before forward, and sends their
         gradients. With `dtrans.Geo`, a trainer stores the rows, and sends their changes. "auto"
@@ -321,9 +320,9 @@ def split_batch(step: Cut, batch: Batch, trainers: int, mode: Mode) -> ExactStep
 
 
 def sent_parts(step: Cut, batch: Batch, trainers: int, mode: Mode) -> tuple[str, ...] | None:
-    """Return the names of all batch arrays, or None.
+    """Return the names of all batch arrays if trainers may send values of the batch to the update.
 
-    None means that trainers may not send the update values that they compute from the batch.
+    Otherwise return None.
     """
     if isinstance(mode, Sync) and (trainers == 1 or batch.exact):
         return tuple(batch_axes(step, batch))
@@ -490,7 +489,7 @@ def check_step(step: Cut, comm: TrainerCommConfig, on_trainer_exit: str) -> None
 def compensation(
     step: Cut, mode: Sync | Async | HalfAsync, comm: TrainerCommConfig
 ) -> Callable[[ServerWork, Sequence[Unit]], ServerWork] | None:
-    """Return the function that adds delay compensation to a server's work; None without it."""
+    """Return the function that adds delay compensation to a server's updates, or None."""
     if isinstance(mode, Sync) or mode.delay is None:
         return None
     return functools.partial(

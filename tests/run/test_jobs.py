@@ -237,7 +237,7 @@ def test_what_runs_no_plan_says_so() -> None:
     class Nothing(Plan):
         main = programs = costs = notes = rows = _title = _header = None
 
-    with pytest.raises(ConfigError, match="^a Nothing cannot run by 'mesh'$"):
+    with pytest.raises(ConfigError, match="^a Nothing cannot run in the way 'mesh'$"):
         Nothing().on_mesh()
 
 

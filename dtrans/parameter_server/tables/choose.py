@@ -246,7 +246,7 @@ def table_notes(tables: Tables, row_bytes: Mapping[str, int], often: str = "") -
         if t.buckets:
             buckets = f" in {t.buckets} buckets"
         if t.on_trainers:
-            keeps = ", which keeps them"
+            keeps = ", and kept by the trainer"
         if t.staleness:
             stale = f"; prefetched rows may miss {t.staleness} updates"
         notes.append(

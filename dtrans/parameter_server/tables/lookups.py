@@ -367,7 +367,7 @@ def _in_branches(
 def _in_scan(
     eqn: JaxprEqn, jaxpr: Any, flow: Flow, known: dict[Any, Sequence[Var]]
 ) -> tuple[list[_Lookup], list[JaxprEqn]]:
-    """Return the picks of a `scan`, and a `scan` that computes the ids that exist only inside."""
+    """Return the picks in a `scan`'s body, and a second `scan` for ids that only the body has."""
     body, wires = opened(jaxpr), wiring(eqn)
     inside, new = _lookups_in(body.eqns, flow)
     count = len(wires.carried)

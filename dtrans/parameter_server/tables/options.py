@@ -29,9 +29,9 @@ class Rows:
         and each server has a contiguous range of buckets. So a server has rows from all parts of
         the table.
       buckets: the number of buckets; a table with fewer rows has one bucket for each row.
-      limit: the maximum number of rows that all servers together may create; each server may create
-        its share. A step that looks up more rows raises an error that names the table. None: no
-        limit.
+      limit: the maximum number of rows that all servers together may create. The limit of one
+        server is proportional to the rows that are assigned to it. A step that looks up more rows
+        raises an error that names the table. None: no limit.
       staleness: the number of updates that prefetched rows (`job.prefetch`) may miss. If a trainer
         calls `job.prefetch` at least this many steps ahead, its rows miss exactly this many
         updates. 0: a server sends a row again if the row changed since the prefetch, so results are
@@ -66,7 +66,7 @@ def check_sparse(sparse: Any) -> Mapping[str, Rows] | Literal["auto"] | None:
     """Check the type of the argument `sparse`, and return it; a mapping is copied.
 
     Raises:
-      ConfigError: it is not None, "auto", or a mapping to `dtrans.Rows`.
+      ConfigError: `sparse` is not None, "auto", or a mapping to `dtrans.Rows`.
     """
     if sparse is None:
         return None

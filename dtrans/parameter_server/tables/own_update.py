@@ -1,8 +1,8 @@
 """Tables of GEO-SGD: a trainer updates the rows that it looks up, with its own optimizer state.
 
 The trainer stores all rows that it has looked up, and their optimizer state
-(`dtrans.protocol.tables.cached_rows`). A step reads and updates the rows of its batch. The update
-is written like the update of a server that stores these rows of tables, and all other leaves.
+(`dtrans.protocol.tables.cached_rows`). A step reads and updates the rows of its batch. Its update
+is written as for a server that stores these rows, and all leaves that are not tables.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from dtrans.slicing.server_update import inline_update, write_server
 from dtrans.step.cut import Cut
 
 
-TRAINER = "trainer:0"  # an update is written for an endpoint: a server's, or this for a trainer
+TRAINER = "trainer:0"  # stands for a server's endpoint when the update of a trainer is written
 REMEDY = "Leave it out of sparse, or use another optimizer for it"
 OTHER_ROWS = "with dtrans.Geo trainers update only the rows that they look up"
 

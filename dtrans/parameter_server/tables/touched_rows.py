@@ -35,8 +35,8 @@ class TableBlock:
       moves: True if an update also changes rows that no trainer looked up, or the optimizer state
         of such rows. Servers apply these changes later, before a trainer reads the row.
       leaf_moves: True if an update also changes rows of the leaf that no trainer looked up.
-      rests: maps each state array to its initial value, if rows with these values do not change
-        before their first lookup; otherwise None.
+      rests: initial value of each state array, by name, if rows keep these values until their first
+        lookup; otherwise None.
       limit: the maximum number of rows of the block that the server may create; None for no limit.
       on_trainers: True if trainers store the rows that they looked up (GEO-SGD).
       staleness: the maximum number of updates that prefetched rows may miss.
@@ -67,8 +67,8 @@ class ServedTables:
 
     Attributes:
       blocks: the server's blocks of tables, by name.
-      sized: function of a capacity for each block, by name. It returns a `listen_and_serv` equation
-        with blocks of these sizes.
+      sized: function that takes the capacity of each block, by name, and returns a
+        `listen_and_serv` equation for blocks of these sizes.
     """
 
     blocks: Mapping[str, TableBlock]

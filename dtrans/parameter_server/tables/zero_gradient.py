@@ -102,8 +102,8 @@ class ZeroGradient:
         no such equation.
       state: arrays of the optimizer state that have a row for each row of the leaf.
       unlike: arrays in `state` whose rows are not along dimension 0.
-      rests: maps each array in `state` to its initial value, if rows with these values do not
-        change before their first lookup; otherwise None.
+      rests: initial value of each array in `state`, by name, if rows keep these values until their
+        first lookup; otherwise None.
     """
 
     moves: tuple[str, ...]

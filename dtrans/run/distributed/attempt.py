@@ -41,16 +41,16 @@ class Attempt:
       site: the hosts of the roles.
       guard: kills the roles if this process is killed.
       ended_roles: the folder in which each role reads which other roles have ended.
-      look: called every LOOK seconds while roles run, and after each end of a role; None without.
+      look: called every LOOK seconds while roles run, and after each end of a role, or None.
 
     Attributes:
-      failed: the role that made the job fail; None while there is none.
+      failed: the role that made the job fail, or None.
       note: a remark about the failed role's loss, for the error message.
       error: the job's error, if it ends without a failed role.
-      superseded: the reason why all roles start again although none has failed; empty without one.
+      superseded: the reason why all roles start again although none has failed, or "".
       epoch: number of the job's epoch; 0 in a job without cuts.
-      timed_out: names of the roles that still ran at the time limit; empty before it.
-      signum: the first signal that this process received; None without one.
+      timed_out: names of the roles that still ran at the time limit; empty before the limit.
+      signum: the first signal that this process received, or None.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Attempt:
         child.begin()
 
     def find_running(self, name: str) -> Child | None:
-        """Return the running role with a name; None if it does not run."""
+        """Return the role with a name if it runs, else None."""
         return next((child for child in self.running if child.role.name == name), None)
 
     def begin_epoch(self, number: int) -> None:
@@ -144,7 +144,7 @@ class Attempt:
             limit = None
 
     def lost(self, *, was_reached: bool, has_cuts: bool) -> Child | None:
-        """Return the lost role that made the job fail; None if the job did not fail by a loss.
+        """Return the lost role that made the job fail, or None if no loss made the job fail.
 
         Args:
           was_reached: True if every host ran its roles in an earlier attempt.
@@ -236,7 +236,7 @@ def by_peer(child: Child) -> bool:
 
 
 def _last_error(child: Child) -> str:
-    """Return the last line of a role's output that begins with an exception; empty without one."""
+    """Return the last line of a role's output that begins with an exception, or ""."""
     found = [line for line in child.tail if re.match(r"[\w.]+(Error|Exception|Rewound)\b", line)]
     return found[-1] if found else ""
 

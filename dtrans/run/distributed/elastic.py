@@ -37,7 +37,7 @@ class Loss(Exception):
     """Loss of trainers during a block of `all_or_none`.
 
     Attributes:
-      trainers: their ids.
+      trainers: ids of the lost trainers.
     """
 
     def __init__(self, trainers: frozenset[int]) -> None:

@@ -1,7 +1,8 @@
-"""Identity of a spare: the environment variables of the role that it takes.
+"""Identity of a spare: the environment variables of the role that the spare becomes.
 
 A spare is a process that runs the script of a job, and waits in `Role.from_env` for a role. The
-launcher sends the identity as one line of JSON over the spare's standard input, and closes it.
+launcher writes the identity to the spare's standard input, as one line of JSON, and closes this
+input.
 """
 
 from __future__ import annotations

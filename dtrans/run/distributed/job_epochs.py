@@ -107,7 +107,7 @@ class JobEpochs:
         return all(mark.epoch == self.epoch.number and not mark.left for mark in found)
 
     def note_loss(self, name: str) -> bool:
-        """Note that a role was lost; return True if it was lost before with the same newest cut."""
+        """Record the loss of a role; return True if no cut is newer than the role's last loss."""
         if not self.has_marks:
             return False
         newest = self._newest()
@@ -116,16 +116,16 @@ class JobEpochs:
         return is_crash_loop
 
     def _newest(self) -> Any:
-        """Return the newest cut, or that of each asynchronous server; None without one."""
+        """Return the newest common cut, or asynchronous servers' newest cuts, or None."""
         alone = self._folder.cuts_alone(self._servers)
         return alone or self._folder.newest_cut(self._servers)
 
     def can_go_back(self, lost: str, running: Collection[str]) -> bool:
-        """Return True if a lost role can start again in place: all others can go back to a cut.
+        """Return True if a lost role can start again in place, while the others go back to a cut.
 
-        A role that has not entered an epoch since its start is still starting, and may be anywhere.
-        While an epoch is pending, this is only a role that was lost shortly before. It will enter
-        the newest epoch.
+        All other roles must run, and must not have left the job. A role that has not entered an
+        epoch since its start is an obstacle, unless an epoch is pending. Then it has just replaced
+        another lost role, and will enter the newest epoch.
 
         Args:
           lost: name of the lost role.
@@ -164,7 +164,7 @@ class JobEpochs:
         self._grant_next()
 
     def find_unable(self, running: Collection[str]) -> str | None:
-        """Return a role that left or ended before it entered a pending epoch; None without one.
+        """Return a role that left or ended before it entered a pending epoch, or None.
 
         Args:
           running: names of the running roles.
@@ -185,16 +185,16 @@ class JobEpochs:
     # -- reports ---------------------------------------------------------------------------------
 
     def reports(self, running: Collection[str]) -> list[LostReport]:
-        """Return the reports of running roles, in the current epoch, that they lost another role.
+        """Return the reports in which running roles say that they lost a role in this epoch.
 
-        A report about a process that is still starting is left out: it is about the greeting of the
-        process before, which a server has read after the loss.
+        Reports about a process that is still starting are left out. They are about the role's
+        previous process: a server has read its first message after its loss.
 
         Args:
           running: names of the running roles.
         """
         marks = self._current_marks()
-        # a role that has left its last step does not wait for another role
+        # a role that has left the job does not wait for another role
         waiting = set(running) - {name for name, mark in marks.items() if mark.left}
         found = []
         for report in self._folder.lost(self.epoch.number):
@@ -229,7 +229,7 @@ class JobEpochs:
 
 
 def endpoints_of(cuts: str | os.PathLike[str] | None) -> tuple[str, ...]:
-    """Return the endpoints of the servers of the job that a folder continues; empty without one."""
+    """Return the server endpoints of the job whose cuts a folder contains; empty if it has none."""
     folder = EpochFolder("" if cuts is None else cuts)
     if cuts is None or not folder.is_used:
         return ()

@@ -101,15 +101,15 @@ def launch(
         that draw on a terminal.
       log_dir: a folder for the output of the roles, one file per role (`trainer-0.log`).
       site: the hosts of the roles; by default this host.
-      restarts: the largest number of restarts, after a signal or the loss of a host ended a role.
-        In a job with cuts, only the role that a signal ended starts again, and the job continues
-        from the newest cut. In other jobs, and after the loss of a host, all roles start again. If
-        `restarts` is not 0, the variable DTRANS_RESTARTS of each role has the number of restarts so
-        far. After the deadline no restart begins, and the loss is the job's error. `RestartOptions`
-        can also set the folder of the cuts, and the number of spares. On several hosts, a job has
-        cuts only in such a folder, which all hosts must share. The roles of a job on this host
-        share JAX's compilation cache in a temporary folder, unless the environment sets or disables
-        the cache.
+      restarts: the largest number of restarts. The launcher restarts roles after a signal, or the
+        loss of a host, has ended a role. In a job with cuts, only the role that a signal ended
+        starts again, and the job continues from the newest cut. In other jobs, and after the loss
+        of a host, all roles start again. The variable DTRANS_RESTARTS of each role has the number
+        of restarts so far. After the deadline no restart begins, and the loss is the job's error.
+        `RestartOptions` can also set the folder of the cuts, and the number of spares. On several
+        hosts, a job has cuts only in such a folder, which all hosts must share. A job on this host
+        with restarts has a temporary compilation cache of JAX, unless the environment sets or
+        disables the cache.
 
     Raises:
       ConfigError: an argument has an invalid value.
@@ -289,7 +289,7 @@ def _check_cuts(
     if on_trainer_loss == "drop":
         raise ConfigError(
             f"{argument}: with on_trainer_loss='drop' a lost trainer does not start again; leave "
-            "one of them out"
+            "cuts or on_trainer_loss out"
         )
     if not restarts:
         raise ConfigError(
@@ -333,7 +333,7 @@ def _check_spares(
 
 @contextlib.contextmanager
 def _announce(endpoints: Sequence[str], secret: str) -> Iterator[None]:
-    """Print the `dtrans status` command of the job; let this user's `dtrans status` find its token.
+    """Print the job's `dtrans status` command; store the job's token where this command finds it.
 
     Args:
       endpoints: the endpoints that answer; empty if the job does not answer.
@@ -353,7 +353,7 @@ def _failure(child: Child, note: str) -> LaunchError:
 
     Args:
       child: the role.
-      note: a remark about its loss; empty without one.
+      note: a remark about the role's loss, or an empty string.
     """
     words = child.last_words()
     output = f"its last output was:\n{words}" if words else "it wrote nothing to standard error"

@@ -64,7 +64,7 @@ def join(membership: Membership) -> Membership:
 
 
 def known() -> Membership | None:
-    """Return the stored membership of this process; None before `join`."""
+    """Return the stored membership of this process, or None before `join`."""
     return _current
 
 

@@ -1,4 +1,4 @@
-"""Global arrays, and sums, broadcasts and checks over trainers that are processes.
+"""Global arrays of trainers in separate processes, and their sums, broadcasts and checks.
 
 A trainer's part of the batch is its shard of a global array. Parameters and results that a trainer
 reads are arrays on its first device.
@@ -150,7 +150,7 @@ def check_consistent(
     *,
     rows: int | None = None,
 ) -> None:
-    """Check that all trainers are about to run the same program on equal parts of the batch.
+    """Check that all trainers are about to run the same program on equally many rows.
 
     Trainers compare digests on the key-value store of JAX's coordinator. Without this check, a
     reduction would wait forever for a trainer that runs a different program.
@@ -158,7 +158,7 @@ def check_consistent(
     Args:
       program: the program of this trainer.
       split: names of the arrays that are split over the trainers.
-      merges: rule by which each result is merged (dict).
+      merges: the merge rule of each result, by name.
       rows: number of rows of this trainer's part. By default it is the number with which the
         program was traced.
 
@@ -219,7 +219,7 @@ def disagreement(trainers: Iterable[int], subject: str, difference: str) -> Peer
     )
 
 
-_rounds: dict[tuple[int, ...], int] = {}  # number of calls among some trainers
+_rounds: dict[tuple[int, ...], int] = {}  # calls of `_all_gather_words`, by the ids of trainers
 
 
 def _all_gather_words(words: Sequence[str]) -> dict[int, list[str]]:

@@ -50,13 +50,13 @@ RESTARTS = "DTRANS_RESTARTS"  # the number of restarts before this one, in each 
 
 @dataclasses.dataclass(frozen=True)
 class RestartOptions:
-    """Restarts that a launcher may make, after a signal or the loss of a host ended a role.
+    """Restarts that a launcher may make if a signal, or the loss of a host, ends a role.
 
     Attributes:
       most: the largest number of restarts.
-      cuts: a folder for the cuts of servers, which all hosts of the job share. None is a temporary
-        folder, or no cuts on several hosts. If the launcher itself is killed, a launch with the
-        same folder continues the job from the newest cut.
+      cuts: a folder for the cuts of servers, which all hosts of the job share. With None, a job on
+        this host has a temporary folder, and a job on several hosts has no cuts. If the launcher
+        itself is killed, a launch with the same folder continues the job from the newest cut.
       spares: number of processes that run the script up to `Role.from_env`, and wait there to take
         the place of a lost role.
     """
@@ -112,12 +112,11 @@ class Restarts:
     Args:
       roles: every role of the job.
       starter: starts a role.
-      new_attempt: returns an attempt without roles, for the folder in which roles learn of ends and
-        for the function that the attempt calls while roles run.
+      new_attempt: creates an attempt without roles, from `ended_roles` and `look` of `Attempt`.
       spares: spares of the job.
-      limit: end of the job's deadline, in seconds of the monotonic clock; None without a deadline.
+      limit: end of the job's deadline, in seconds of the monotonic clock, or None.
       restarts: the largest number of restarts.
-      epochs: epochs of the job; None for a job without.
+      epochs: epochs of the job, or None if the job has no cuts.
     """
 
     def __init__(
@@ -145,7 +144,7 @@ class Restarts:
             if attempt.signum is not None:
                 return attempt
             if attempt.superseded:
-                # It belongs to the last restart in place, which has been counted.
+                # `_count` already includes this restart: it replaces the last restart in place.
                 say(f"{attempt.superseded}; all roles start again ({self._number()})")
             elif lost is None or not self._restarts_all(attempt, lost):
                 return attempt
@@ -153,7 +152,7 @@ class Restarts:
                 self._epochs.start_again()
 
     def _run_once(self) -> tuple[Attempt, Child | None]:
-        """Start all roles, and lost ones again in place, until all have ended or were ended.
+        """Start all roles, restart lost roles in place, and wait until all roles have ended.
 
         Returns:
           The attempt, and the lost role if all roles may start again.
@@ -198,7 +197,7 @@ class Restarts:
     # -- losses ----------------------------------------------------------------------------------
 
     def _find_loss(self, attempt: Attempt) -> Child | None:
-        """Return the lost role that ended an attempt; None if no restart may follow."""
+        """Return the lost role that ended an attempt, or None if no restart may follow."""
         has_cuts = self._epochs is not None and self._epochs.has_marks
         lost = attempt.lost(was_reached=self._count > 0, has_cuts=has_cuts)
         if lost is None or attempt.signum is not None or self._count == self._restarts:
@@ -308,9 +307,9 @@ class _FirstReport:
         self._since = 0.0
 
     def choose(self, reports: Sequence[LostReport]) -> LostReport | None:
-        """Return the first of the current reports when it is old enough; None before.
+        """Return the first of the current reports if it is old enough, or None.
 
-        Two roles may report each other. Only the one that was reported first is ended.
+        Two roles may report each other. The launcher ends only the role in the first report.
         """
         if self._report not in reports:
             self._report, self._since = next(iter(reports), None), time.monotonic()

@@ -14,7 +14,7 @@ from dtrans.run.distributed.role import Role, roles_of, trainer_roles
 
 
 class Site:
-    """The hosts on which a job's roles run. This class is for this host; subclasses have others.
+    """Hosts on which a job's roles run. This class is for this host, subclasses for other hosts.
 
     Attributes:
       is_this_host: True if all roles run on this host, so that they share its temporary folders.
@@ -47,7 +47,7 @@ class Site:
         Args:
           mode, trainers, pservers: as for `launch`.
           endpoints: endpoints of the pservers of the job that is continued; empty for a new job.
-          cuts: the folder of the cuts, which all hosts must share; None without one.
+          cuts: the folder of the cuts, which all hosts must share, or None.
 
         Raises:
           ConfigError: an endpoint is not on the host of its pserver.
@@ -107,7 +107,7 @@ def roles_at(mode: str, trainers: int, endpoints: Sequence[str]) -> tuple[Role, 
 
 
 def check_place(endpoint: str, address: str, host: str) -> None:
-    """Raise ConfigError unless a pserver of a job that is continued has the address of its host.
+    """Raise ConfigError if a pserver of a continued job would have another address than before.
 
     Args:
       endpoint: endpoint of the pserver, which the pieces of its cuts contain.

@@ -39,7 +39,7 @@ class SpareChild(Child):
 
     Attributes:
       is_taken: True if the process has become a role.
-      has_ended: True if the process has ended before that.
+      has_ended: True if the process has ended without becoming a role.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Spares:
         queue.put(child)
 
     def take(self) -> SpareChild | None:
-        """Return the spare that has waited longest, for a role; None without a spare."""
+        """Return the spare that has waited longest and mark it as taken, or return None."""
         with self._lock:
             for child in self._waiting:
                 if not child.has_ended:

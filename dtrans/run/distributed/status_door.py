@@ -39,7 +39,7 @@ class WatchedTrainers:
       count: number of trainers.
       members: progress and ends of the other trainers.
       me: returns the progress of trainer 0 itself.
-      awaited: returns a description of the operation in which trainer 0 waits; empty without one.
+      awaited: returns a description of the operation in which trainer 0 waits, or "".
 
     Attributes:
       heard: the time of each trainer's last message, by its id.
@@ -157,5 +157,5 @@ class StatusDoor:
 
 
 def status_endpoint() -> str:
-    """Read the endpoint at which trainer 0 answers observers; empty if it answers nowhere."""
+    """Return the endpoint at which trainer 0 answers observers, or "" if it does not answer."""
     return os.environ.get(VARIABLE, "").strip()

@@ -66,7 +66,7 @@ PATIENCE = 3.0  # seconds from another trainer's end until a process that waits 
 LINGER = 2.0  # seconds to send the last message
 SAY = 2.0  # seconds between two reports of progress
 SLOW = 20.0  # seconds until a wait is logged; each further log comes after twice the time
-LOOK = 0.1  # seconds between two checks whether the process waits in JAX, after a trainer has ended
+LOOK = 0.1  # after a trainer's end, seconds between two checks whether this process waits in JAX
 KNOWN = 1.0  # seconds to wait for the name of the lost trainer after an operation has failed
 MISSED = "connect"
 UNWATCHED = "a job of one trainer, or with on_trainer_loss='drop', does not answer `dtrans status`"
@@ -431,5 +431,5 @@ def start(cluster: Membership) -> None:
 
 
 def watch() -> Watch | None:
-    """Return the watch of this process; None if it has none."""
+    """Return the watch of this process, or None."""
     return _watch
