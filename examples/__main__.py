@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run an example.
 
     Args:
-      arguments: its name and its options; by default those of this process.
+      arguments: the name and the options of the example. Default: the arguments of this process.
     """
     app(args=arguments, prog_name="dtrans example")
 

@@ -1,13 +1,13 @@
-"""The job of pipeline mode: train on characters in stages, and compare with one device on the same
-batches.
+"""Pipeline job: trains a transformer on characters, and compares the result with one device.
 
-Two engines: `mesh` has every stage of every replica on a separate device; `simulate` has all of
-them on one.
+There are two engines. `mesh` runs each stage of each replica on a separate device. `simulate` runs
+all stages on one device.
 
-After training on the mesh, the job times a few more steps. The plot shows the plan beside them,
-scaled to the same total work. In the plan a forward pass costs the operations that the planner
-counted, a backward pass twice as many, and transfers nothing. Differences come from slower stages,
-transfers, and devices that share the cores of this machine.
+After training on the mesh, the job measures a few more steps. The plot compares the planned
+schedule with the measured schedule, scaled to the same total work. In the planned schedule, a
+forward pass takes as long as its counted operations, a backward pass twice as long, and transfers
+take no time. The two differ because stages may be slower than planned, transfers take time, and
+virtual devices share the cores of this machine.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ TIMED_STEPS = 7
 
 @dataclasses.dataclass(frozen=True)
 class CharactersSettings:
-    """The settings of a job.
+    """Settings of a job.
 
     Attributes:
       stages, micro_batches, schedule, replicas, chunks: as in `dtrans.pipeline`.
-      steps: number of training steps. Speeds leave the first one out, which compiles.
-      batch_size: rows of a global batch, which replicas and micro-batches share.
-      seed: of the first parameters and the batches.
+      steps: number of training steps. Speeds do not include the first step, which compiles.
+      batch_size: rows of a global batch, which is divided over replicas and micro-batches.
+      seed: seed of the initial parameters and the batches.
       engine: one of `ENGINES`.
     """
 
@@ -61,16 +61,16 @@ class CharactersSettings:
 
     @property
     def key(self) -> jax.Array:
-        """Return the key of the first parameters."""
+        """Return the random key of the initial parameters."""
         return jax.random.key(self.seed)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Trained:
-    """Outcome of training on characters.
+    """Result of training on characters.
 
     Attributes:
-      losses: one per step.
+      losses: the loss of each step.
       params: the parameters after the last step, on the host.
       seconds: duration of the steps after the first.
     """
@@ -80,18 +80,18 @@ class Trained:
     seconds: float
 
     def speed(self, batch_size: int) -> float:
-        """Return characters per second, of the steps after the first."""
+        """Return characters per second, without the first step."""
         return (len(self.losses) - 1) * batch_size * characters.LENGTH / self.seconds
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Watched:
-    """Schedule of a pipeline, as planned and as it ran.
+    """Planned schedule of a pipeline, and its measured schedule.
 
     Attributes:
-      planned: the schedule with the planner's costs; seconds, where it also `ran`.
-      ran: the step of median length; None where all stages are on one device.
-      stored: activations between forward and backward, in a step.
+      planned: the schedule with the planner's costs, in seconds if `ran` is not None.
+      ran: the measured step with the median duration; None if all stages are on one device.
+      stored: the activations that a step stores between forward and backward.
     """
 
     planned: Play
@@ -100,18 +100,18 @@ class Watched:
 
 
 def train(settings: CharactersSettings, *, plot: Path | None = None, check: bool = True) -> bool:
-    """Train, print what came of it, and compare with one device.
+    """Train, print the results, and compare them with one device.
 
     Args:
-      plot: draw what was planned and what ran into this file.
-      check: train on one device too, and compare.
+      plot: file for a plot of the planned and the measured schedule.
+      check: True to train on one device too, and compare.
 
     Returns:
-      True if the model has learnt from context, and the difference is within bounds. True if
-      nothing is checked.
+      True if the model has learnt to use context, and the difference from one device is below the
+      bound. Always True if `check` is False.
 
     Raises:
-      ConfigError, BatchError: settings that cannot be.
+      ConfigError, BatchError: a setting is invalid.
     """
     _check(settings, plot)
     devices = settings.stages * settings.replicas if settings.engine == "mesh" else 1
@@ -125,12 +125,14 @@ def train(settings: CharactersSettings, *, plot: Path | None = None, check: bool
     single = single_device(settings, text) if check else None
     if plot is not None and watched.ran is not None:
         plan.schedule.gantt(plot, _panels(plan, watched), unit="ms")
-        Console(soft_wrap=True).print(f"what was planned, and what ran: {plot}", highlight=False)
+        Console(soft_wrap=True).print(
+            f"plot of the planned and the measured schedule: {plot}", highlight=False
+        )
     return _compare(settings, text, plan, pipelined, single, watched)
 
 
 def plan_characters(settings: CharactersSettings, text: characters.Text) -> dtrans.PipelinePlan:
-    """Return the plan."""
+    """Return the plan of the job."""
     step, init = training()
     program = dtrans.trace(step, *jax.eval_shape(init, settings.key), batch(settings, text, 0))
     return dtrans.pipeline(
@@ -145,7 +147,7 @@ def plan_characters(settings: CharactersSettings, text: characters.Text) -> dtra
 
 
 def training() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return one training step for one device, and init."""
+    """Return the training step for one device, and the init."""
     tx = characters.optimizer()
 
     def init(key: jax.Array) -> tuple[Any, Any]:
@@ -161,7 +163,7 @@ def batch(settings: CharactersSettings, text: characters.Text, step: int) -> np.
 
 
 def single_device(settings: CharactersSettings, text: characters.Text) -> Trained:
-    """Train on one device: the plain step, jitted, on whole batches."""
+    """Train on one device, with the jitted step and global batches."""
     step, init = training()
     jitted = jax.jit(step)
 
@@ -178,8 +180,7 @@ def single_device(settings: CharactersSettings, text: characters.Text) -> Traine
 def watch(
     settings: CharactersSettings, job: PipelineJob, state: PipelineState, tokens: np.ndarray
 ) -> Watched:
-    """Run some more steps, whose results nobody needs, and look at what they keep and when each
-    task runs."""
+    """Run a few more steps to measure stored activations and the times of tasks."""
     (state, _), stored = measured(job, state, tokens)
     if settings.engine == "simulate":
         return Watched(planned_play(job.plan), None, stored)
@@ -194,15 +195,15 @@ def watch(
 
 
 def planned_play(plan: dtrans.PipelinePlan, work: float = 1.0) -> Play:
-    """Return the plan's schedule, at what its stages cost by their operations.
+    """Return the plan's schedule, where a task takes as long as its counted operations.
 
     Args:
-      work: duration of all tasks together.
+      work: the sum of the durations of all tasks.
     """
     forward = [stage.flops for stage in plan.stages]
     backward = [2 * cost for cost in forward]
-    # where backward is split: the first stage has no cotangents to send back, and all that it does
-    # is for its weights
+    # A schedule such as ZeroBubble splits the backward pass. The first stage sends no cotangents
+    # back, so its backward pass consists of the gradients of weights.
     weight = [
         half if stage.backward.out_names else full
         for stage, half, full in zip(plan.step_programs.stages, forward, backward, strict=True)
@@ -216,30 +217,29 @@ def _scaled(play: Play, factor: float) -> Play:
 
 
 def _check(settings: CharactersSettings, plot: Path | None) -> None:
-    """Say what cannot be before anything is compiled."""
+    """Raise an error for invalid settings, before anything is compiled."""
     if settings.engine not in ENGINES:
         raise ConfigError(
-            f"in pipeline mode the engine is {' or '.join(ENGINES)}, not {settings.engine!r}: one "
-            "process drives all "
-            "stages"
+            f"--engine is {settings.engine!r}; expected {' or '.join(ENGINES)}, which run all "
+            "stages in one process"
         )
     parts = settings.micro_batches * settings.replicas
     if settings.batch_size % parts:
         raise BatchError(
             f"a batch of {settings.batch_size} rows cannot be divided among "
-            f"{settings.micro_batches} micro-batches of "
-            f"{settings.replicas} replicas: give --batch-size a multiple of {parts}"
+            f"{settings.micro_batches} micro-batches of {settings.replicas} replicas; pass a "
+            f"multiple of {parts} as --batch-size"
         )
     if settings.steps < 2:
         raise ConfigError(
-            f"--steps must be 2 or more, it is {settings.steps}: the first compiles, and is not "
-            "timed"
+            f"--steps must be 2 or more, it is {settings.steps}: the first step compiles, and is "
+            "not timed"
         )
     if plot is not None:
         if settings.engine == "simulate":
             raise ConfigError(
-                "--plot draws when each device did what, and --engine simulate has one device: use "
-                "--engine mesh"
+                "--plot draws the tasks of each device, but --engine simulate has only one device; "
+                "use --engine mesh"
             )
         report.check_plot(plot)
 
@@ -251,8 +251,7 @@ def _trained(
     text: characters.Text,
     where: str,
 ) -> tuple[Any, np.ndarray, float]:
-    """Train, and return the last state, the losses, and the seconds that steps after the first
-    took."""
+    """Train; return the last state, the losses, and the seconds of all steps after the first."""
     losses: list[float] = []
     start = 0.0
     with report.progress_of_steps(settings.steps, where) as advance:
@@ -268,7 +267,7 @@ def _trained(
 def _pipelined(
     job: PipelineJob, settings: CharactersSettings, text: characters.Text
 ) -> tuple[PipelineState, Trained]:
-    """Train in stages."""
+    """Train with the pipeline."""
 
     def one(state: PipelineState, tokens: np.ndarray) -> tuple[PipelineState, jax.Array]:
         state, loss = job.step(state, tokens)
@@ -279,15 +278,15 @@ def _pipelined(
 
 
 def _panels(plan: dtrans.PipelinePlan, watched: Watched) -> list[tuple[str, Play]]:
-    """Return the panels of the drawing, in milliseconds."""
+    """Return the panels of the plot, in milliseconds."""
     assert watched.ran is not None
     return [
         (
-            f"planned: {plan.schedule.name}, tasks as long as their operations say, in all as long "
-            "as those that ran",
+            f"planned: {plan.schedule.name}, times from counted operations, scaled to the measured "
+            "total",
             _scaled(watched.planned, 1e3),
         ),
-        (f"ran: the median of {TIMED_STEPS} steps", _scaled(watched.ran, 1e3)),
+        (f"measured: the median of {TIMED_STEPS} steps", _scaled(watched.ran, 1e3)),
     ]
 
 
@@ -299,7 +298,7 @@ def _compare(
     single: Trained | None,
     watched: Watched,
 ) -> bool:
-    """Print what came of it, and the verdict."""
+    """Print the results, and return True if they are within bounds."""
     both = (pipelined,) if single is None else (pipelined, single)
     last = min(10, settings.steps // 2)
     validation = [characters.validation_loss(t.params, text) for t in both]
@@ -354,7 +353,7 @@ def _of_schedule(plan: dtrans.PipelinePlan, watched: Watched) -> list[tuple[str,
 
 
 def _shares(play: Play) -> list[int]:
-    """Return the share of all work that each device does, in percent."""
+    """Return each device's share of the work, in percent."""
     work = [0.0] * play.num_devices
     for task in play:
         work[task.device] += float(task.end - task.start)
@@ -374,14 +373,12 @@ def _verdict(
     good, near = validation < alone, apart < bound()
     console = Console(soft_wrap=True, highlight=False)
     console.print(
-        f"validation is on {len(text.validation):,} characters, in nats for each; how often each "
-        "comes, without those "
-        f"before it, gives {alone:.4f}"
+        f"the validation loss is in nats per character, for {len(text.validation):,} characters; a "
+        f"model that knows only the frequency of each character has {alone:.4f}"
     )
     console.print(
         f"final parameters against single-device training on the same {settings.steps} global "
-        "batches: "
-        f"max relative difference {apart:.2e} ({kind}, bound {bound():.0e})"
+        f"batches: max relative difference {apart:.2e} ({kind}, bound {bound():.0e})"
     )
     if not good:
         console.print(
@@ -391,7 +388,6 @@ def _verdict(
     if not near:
         console.print(
             f"[red]the difference is above the bound of {bound():.0e}: training amplified "
-            "rounding, or something is "
-            "wrong; JAX_ENABLE_X64=1 tells which[/]"
+            "rounding, or there is a fault; with JAX_ENABLE_X64=1 only a fault remains[/]"
         )
     return good and near

@@ -1,13 +1,12 @@
-"""The source of Python's standard library, character by character, and a small transformer that
-reads it.
+"""Characters of Python's standard library as training data, and a small transformer.
 
-The text is there wherever Python is: the first million characters of the library's modules in
-alphabetical order, without packages, so the same for everyone with the same version of Python. Its
-tail is kept for validation. A printable ASCII character or a newline is one token; all
-others are one.
+The text consists of the first million characters of the library's modules in alphabetical order,
+without packages. It depends only on the version of Python, and needs no download. The last 50,000
+characters are for validation. Each printable ASCII character, and the newline, is a token. All
+other characters are one further token.
 
-Everything is a pure function of its arguments. The batch of a step depends only on (seed, step). A
-pipeline and a single device therefore train on the same examples in the same order.
+All functions are pure. The batch of a step depends only on (seed, step). So a pipeline and a single
+device train on the same examples in the same order.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ from dtrans.errors import BatchError, ConfigError
 
 
 PRINTABLE = "".join(map(chr, range(32, 127))) + "\n"
-VOCABULARY = len(PRINTABLE) + 1  # the last is for all other characters
+VOCABULARY = len(PRINTABLE) + 1  # the last token stands for all other characters
 CHARACTERS, VALIDATION = 1_000_000, 50_000
 
-LENGTH = 64  # characters that are read, of a row; each but the first is also to be told
+LENGTH = 64  # characters of a row that the model reads; it predicts the character after each
 LAYERS, WIDTH, HEADS = 4, 64, 4
 LEARNING_RATE, WARM_UP = 6e-3, 20
 
@@ -41,11 +40,11 @@ Params = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Text:
-    """The text as tokens, split.
+    """Text as tokens, split into two parts.
 
     Attributes:
-      train: the characters for training.
-      validation: the tail, for validation.
+      train: tokens for training.
+      validation: the last tokens, for validation.
     """
 
     train: np.ndarray
@@ -56,13 +55,13 @@ class Text:
 
 
 def load(library: Path | None = None) -> Text:
-    """Return the standard library's first 1,000,000 characters; the last 50,000 are held out.
+    """Return the standard library's first 1,000,000 characters, the last 50,000 for validation.
 
     Args:
-      library: the directory that has it; that of the running Python by default.
+      library: the folder of the library; by default the folder of the running Python.
 
     Raises:
-      ConfigError: there are not as many characters, as where a distribution keeps the library in an
+      ConfigError: the folder has fewer characters, for example because the library is in an
         archive.
 
     Example:
@@ -75,7 +74,7 @@ def load(library: Path | None = None) -> Text:
     parts: list[str] = []
     left = CHARACTERS
     for module in modules(where):
-        # as Python reads it: by its declared encoding, with newlines of one kind
+        # `tokenize.open` decodes the file as Python does, and converts newlines to \n
         with tokenize.open(module) as file:
             parts.append(file.read(left))
         left -= len(parts[-1])
@@ -84,15 +83,14 @@ def load(library: Path | None = None) -> Text:
             return Text(tokens[:-VALIDATION], tokens[-VALIDATION:])
     raise ConfigError(
         f"the source of Python's standard library has {CHARACTERS - left:,} characters in {where}, "
-        f"and {CHARACTERS:,} "
-        "are trained on: use a Python that is installed with its source"
+        f"expected {CHARACTERS:,}; use a Python that is installed with its source"
     )
 
 
 def modules(library: Path) -> Iterator[Path]:
-    """Return the library's modules that are one file of source, in the order of their names.
+    """Return the library's modules that consist of one source file, in alphabetical order.
 
-    Python lists its modules. Modules that a distribution or the build added are left out.
+    Modules that are not in Python's list of modules, such as a distribution's, are left out.
     """
     return (
         path
@@ -102,7 +100,7 @@ def modules(library: Path) -> Iterator[Path]:
 
 
 def encode(text: str) -> np.ndarray:
-    r"""Return the tokens of a text, uint8.
+    r"""Return the tokens of a text as an array of uint8.
 
     Example:
       >>> from examples.characters import decode, encode
@@ -123,21 +121,25 @@ def decode(tokens: np.ndarray) -> str:
 
 
 def batch(text: Text, seed: int, step: int, rows: int) -> np.ndarray:
-    """Return the global batch of a step: rows of LENGTH + 1 tokens from anywhere in the training
-    text, int32.
+    """Return the global batch of a step: random rows of the training text.
+
+    Returns:
+      An int32 array of shape (rows, LENGTH + 1).
 
     Raises:
-      BatchError: no rows.
+      BatchError: `rows` is less than 1.
     """
     if rows < 1:
-        raise BatchError(f"a batch of {rows} rows cannot be made")
+        raise BatchError(f"a batch of {rows} rows is empty; pass 1 row or more")
     starts = np.random.default_rng((seed, step)).integers(len(text.train) - LENGTH, size=rows)
     return text.train[starts[:, None] + np.arange(LENGTH + 1)].astype(np.int32)
 
 
 def validation_rows(text: Text) -> np.ndarray:
-    """Return the held-out text as rows of LENGTH + 1 tokens; each begins with the last token of the
-    one before."""
+    """Return the validation text as an int32 array of shape (rows, LENGTH + 1).
+
+    Each row begins with the last token of the previous row.
+    """
     rows = (len(text.validation) - 1) // LENGTH
     return text.validation[np.arange(rows)[:, None] * LENGTH + np.arange(LENGTH + 1)].astype(
         np.int32
@@ -145,8 +147,7 @@ def validation_rows(text: Text) -> np.ndarray:
 
 
 def entropy(tokens: np.ndarray) -> float:
-    """Return the loss (nats) of knowing how often each character comes, and nothing about those
-    before it."""
+    """Return the entropy of the character frequencies in nats: the loss without any context."""
     share = np.bincount(tokens, minlength=VOCABULARY) / len(tokens)
     seen = share[share > 0]
     return float(-np.sum(seen * np.log(seen)))
@@ -156,12 +157,11 @@ def entropy(tokens: np.ndarray) -> float:
 
 
 def init(key: jax.Array) -> Params:
-    """Return first parameters of the transformer, which tell next to nothing: the loss is about
-    log(VOCABULARY)."""
+    """Return initial parameters of the transformer, with a loss of about log(VOCABULARY)."""
     keys = jax.random.split(key, LAYERS + 2)
     return {
-        # with smaller ones the loss stays long on a plateau, and leaves it in a way that amplifies
-        # rounding
+        # With a smaller factor, the loss stays on a plateau for a long time, and training then
+        # amplifies rounding.
         "embedding": jax.random.normal(keys[0], (VOCABULARY, WIDTH)) * 0.1,
         "positions": jax.random.normal(keys[1], (LENGTH, WIDTH)) * 0.1,
         "blocks": [_block(k) for k in keys[2:]],
@@ -175,7 +175,7 @@ def _block(key: jax.Array) -> Params:
     def dense(key: jax.Array, n: int, m: int, gain: float = 1.0) -> jax.Array:
         return jax.random.normal(key, (n, m)) * gain / np.sqrt(n)
 
-    # what goes into the residual stream is smaller the more layers add to it (GPT-2)
+    # As in GPT-2, weights that write to the residual stream are divided by sqrt(number of writes).
     small = 1 / np.sqrt(2 * LAYERS)
     return {
         "norm1": _norm(),
@@ -192,11 +192,13 @@ def _norm() -> Params:
 
 
 def logits(params: Params, tokens: jax.Array) -> jax.Array:
-    """Return scores of the next token, (rows, length, VOCABULARY), after each of (rows, length)
-    tokens.
+    """Return logits of the next token after each token, of shape (rows, length, VOCABULARY).
 
-    A decoder-only transformer with the norms before the layers; its embedding is also its last
-    layer.
+    The model is a decoder-only transformer with norms before the layers and a tied embedding.
+
+    Args:
+      params: the parameters.
+      tokens: an array of shape (rows, length).
     """
     h = params["embedding"][tokens] + params["positions"][: tokens.shape[1]]
     for block in params["blocks"]:
@@ -213,7 +215,7 @@ def _normed(norm: Params, x: jax.Array) -> jax.Array:
 
 
 def _attention(block: Params, x: jax.Array) -> jax.Array:
-    """Let each token read itself and those before it."""
+    """Return causal self-attention: each token attends to itself and to earlier tokens."""
     rows, length, width = x.shape
     q, k, v = (a.reshape(rows, length, HEADS, -1) for a in jnp.split(x @ block["qkv"], 3, -1))
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(width // HEADS)
@@ -223,18 +225,17 @@ def _attention(block: Params, x: jax.Array) -> jax.Array:
 
 
 def loss_fn(params: Params, tokens: jax.Array) -> jax.Array:
-    """Return the mean cross entropy (nats per character) of telling each token of a row from those
-    before it."""
+    """Return the mean cross entropy of each token given the earlier tokens, in nats."""
     scores = logits(params, tokens[:, :-1])
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(scores, tokens[:, 1:]))
 
 
 def optimizer() -> Any:
-    """Return AdamW, its learning rate warmed up in a line."""
+    """Return AdamW with a linear warm-up of the learning rate."""
     rate = optax.linear_schedule(LEARNING_RATE / WARM_UP, LEARNING_RATE, WARM_UP)
     return optax.adamw(rate, b2=0.99, weight_decay=0.01)
 
 
 def validation_loss(params: Params, text: Text) -> float:
-    """Return the loss on the held-out text."""
+    """Return the loss on the validation text."""
     return float(jax.jit(loss_fn)(params, validation_rows(text)))

@@ -1,8 +1,7 @@
-"""The job of `dtrans example ctr`: clicks with a planted truth, learnt in tables on parameter
-servers.
+"""Job of `dtrans example ctr`: a click model whose tables are on parameter servers.
 
-Every role is a process that runs this module. Trainers have a limit of the memory that they may ask
-for, so that it is shown that none of them holds a large table.
+Every role is a process that runs this module. Trainers may allocate only `LIMIT` bytes. So the job
+fails if a trainer stores a large table.
 """
 
 from __future__ import annotations
@@ -21,22 +20,22 @@ from examples import clicks, table_job
 from examples.clicks import ENOUGH, TEST, ClickSettings, auc, batch, logits, names, scores, training
 
 
-LIMIT = 1 << 30  # bytes of data that a trainer may ask for (RLIMIT_DATA)
-MEMORY = 700.0  # MB that a trainer may have had in memory at any time
-COMPARED = 300  # batches at most that one device trains on, too
-CHUNK = 5_000  # test impressions that are scored at once
+LIMIT = 1 << 30  # bytes that a trainer may allocate (RLIMIT_DATA)
+MEMORY = 700.0  # bound of a trainer's peak memory, in MB
+COMPARED = 300  # one device trains on at most this number of batches
+CHUNK = 5_000  # number of test impressions that are scored together
 
 
 def train(settings: ClickSettings, *, trainers: int, pservers: int, check: bool = True) -> bool:
-    """Train, print how much of what can be learnt was, and compare the first losses with those of
-    one device.
+    """Train, print the AUC and its maximum, and compare the first losses with one device.
 
     Returns:
-      True if the area under the curve, the difference and the memory of trainers are within
-      bounds, or if nothing is checked.
+      True if the AUC, the difference and the memory of trainers are within bounds. Always True if
+      `check` is False.
 
     Raises:
-      ConfigError, BatchError: settings that cannot be; LaunchError: a role failed.
+      ConfigError, BatchError: a setting is invalid.
+      LaunchError: a role failed.
     """
     table_job.check_batch(settings.batch_size, trainers, "impressions")
     console = Console(soft_wrap=True, highlight=False)
@@ -46,13 +45,13 @@ def train(settings: ClickSettings, *, trainers: int, pservers: int, check: bool 
     share = (found - 0.5) / (best - 0.5)
     memory = [float(of["memory"]) for of in left]
     console.print(
-        f"AUC {found:.4f} on {TEST:,} other impressions; of the true probabilities {best:.4f} "
-        f"(Bayes): {share:.1%} of what can be learnt"
+        f"AUC {found:.4f} on {TEST:,} test impressions; maximum {best:.4f} (the true "
+        f"probabilities): {share:.1%} of what can be learnt"
     )
     peaks = ", ".join(f"{megabytes:,.0f}" for megabytes in memory)
     console.print(
-        f"of at most {MEMORY:.0f} MB, and {LIMIT >> 20} MiB of data, trainers had at most {peaks} "
-        "MB in memory"
+        f"peak memory of the trainers: {peaks} MB (bound {MEMORY:.0f} MB, limit {LIMIT >> 20} MiB "
+        "of data)"
     )
     if not check:
         return True
@@ -67,7 +66,7 @@ def train(settings: ClickSettings, *, trainers: int, pservers: int, check: bool 
 def single_device(settings: ClickSettings) -> np.ndarray:
     """Train on one device with the first batches, and return the losses.
 
-    It has the rows that these look up: Adagrad leaves others as they are.
+    The tables contain only the rows that these batches look up. Adagrad changes no other rows.
     """
     steps = min(settings.steps, COMPARED)
     batches = [batch(settings, i) for i in range(steps)]
@@ -100,7 +99,7 @@ def single_device(settings: ClickSettings) -> np.ndarray:
 
 
 def _scores(job: Any, state: Any, settings: ClickSettings) -> np.ndarray:
-    """Return the model's logits of the test set, from rows that are looked up."""
+    """Return the model's logits of the test set; look up the rows on the servers."""
     ids, _ = clicks.test_set(settings)
     weights, score = state[0]["weights"], jax.jit(scores)
     found = []
@@ -113,7 +112,7 @@ def _scores(job: Any, state: Any, settings: ClickSettings) -> np.ndarray:
 
 
 def main() -> None:
-    """Be the role that the environment says; trainer 0 leaves the logits of the test set."""
+    """Run the role of this process; trainer 0 also saves the logits of the test set."""
     directory, *rest = sys.argv[1:]
     settings = ClickSettings.parse(rest)
     if dtrans.Role.from_env().is_trainer:

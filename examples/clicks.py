@@ -1,22 +1,20 @@
-"""Click-through data with a planted truth, and a field-weighted factorisation machine that learns
-it.
+"""Random clicks with known probabilities, and a factorization machine that predicts them.
 
-An impression has one feature of each of 20 tables. Numbers of features follow a power law, as
-words, users and advertisements do. Each feature has a hidden vector, and whether an impression is
-clicked is drawn with a probability that is known: the logistic function of a bias and of the
-products of the vectors of some pairs of tables. So the best that can be learnt is known too: the
-area under the curve (AUC) of the test set's own logits (Bayes). Of other tables nothing can be
-learnt, and a model has to find that out. The first, which may be large, is one of these: most of
-its features are seen too rarely to learn anything of them.
+An *impression* is one view of an advertisement. It has 20 features, one from each table. The
+frequencies of a table's features follow a power law. Each feature has a hidden vector. The
+probability of a click is the logistic function of a bias plus dot products of the hidden vectors of
+some pairs of tables (`PAIRS`). So the best possible area under the ROC curve (AUC) is known: the
+AUC of the true logits. Tables that are in no pair have no effect on clicks. The first table, which
+may be large, is one of them.
 
-A hidden vector is made from its number when it is wanted, so that nobody has a table of them. Which
-features are frequent is not seen in their numbers.
+A hidden vector is a hash of the feature's id, so no table of hidden vectors exists. The id does not
+show how frequent a feature is.
 
-The batch of a step depends on (seed, step) alone, so that a job and one device train on the same
+The batch of a step depends only on (seed, step), so a job and one device train on the same
 impressions.
 
-Sources: power law and planted truth: Zipf (1949); the model: Pan et al., Field-weighted
-factorization machines for click-through rate prediction (2018).
+Sources: Zipf (1949) for the power law; Pan et al., Field-weighted factorization machines for
+click-through rate prediction (2018), for the model.
 """
 
 from __future__ import annotations
@@ -36,35 +34,35 @@ from examples.settings import as_arguments, from_arguments
 
 
 TABLES, WIDTH = 20, 16
-ROWS = 2_500  # of a table, but for the first
-# of hidden vectors: entries, and their standard deviation; of the logit
+ROWS = 2_500  # rows of each table except the first
+# hidden vectors: number of entries, and their standard deviation; and the bias of the true logits
 HIDDEN, SPREAD, BIAS = (
     4,
     1.4,
     -1.0,
 )
 PAIRS = ((1, 2), (3, 4), (5, 6), (7, 8))  # the tables whose vectors are multiplied
-EXPONENT = 1.05  # of the power law
-# between the numbers of features that are next to each other by frequency; a prime
+EXPONENT = 1.05  # exponent of the power law
+# A feature with frequency rank r has the id r * STRIDE modulo the number of rows. STRIDE is prime.
 STRIDE = 2_654_435_761
-TEST = 50_000  # impressions that are kept for testing
-LEARNING_RATE, FIRST = 0.25, 0.2  # of Adagrad; the standard deviation of first entries
-ENOUGH = 0.98  # of what can be learnt
+TEST = 50_000  # impressions of the test set
+LEARNING_RATE, FIRST = 0.25, 0.2  # learning rate, and standard deviation of initial table entries
+ENOUGH = 0.98  # bound of (AUC - 0.5) / (best AUC - 0.5)
 
 
 @dataclasses.dataclass(frozen=True)
 class ClickSettings:
-    """The settings of a job. Written as arguments of a command, since roles are processes.
+    """Settings of a job, which the launcher passes to roles as arguments of a command.
 
     Attributes:
-      rows: of the first table; the others have `ROWS`.
+      rows: number of rows of the first table. All other tables have `ROWS` rows.
       steps: number of training batches.
       batch_size: impressions in a global batch.
-      seed: of the truth, the first parameters and the batches.
-      deadline: seconds that a role may wait for another.
+      seed: seed of the hidden vectors, the initial parameters and the batches.
+      deadline: seconds that a role may wait for another role.
 
     Raises:
-      ConfigError: a table that has fewer rows than the others.
+      ConfigError: `rows` is less than `ROWS`.
 
     Example:
       >>> from examples.clicks import ClickSettings
@@ -87,7 +85,7 @@ class ClickSettings:
 
     @classmethod
     def parse(cls, arguments: list[str]) -> ClickSettings:
-        """Parse the settings that `arguments` wrote."""
+        """Parse the result of `arguments`."""
         return from_arguments(cls, arguments)
 
     @property
@@ -100,8 +98,17 @@ class ClickSettings:
 
 
 def vectors(seed: int, table: int, ids: np.ndarray) -> np.ndarray:
-    """Return the hidden vectors of features: (*ids.shape, `HIDDEN`), independent and normal."""
-    with np.errstate(over="ignore"):  # numbers of 64 bits wrap
+    """Return the hidden vectors of features, independent and normal.
+
+    Args:
+      seed: the seed of the job.
+      table: index of the table.
+      ids: ids of features in this table.
+
+    Returns:
+      An array of shape (*ids.shape, `HIDDEN`).
+    """
+    with np.errstate(over="ignore"):  # 64-bit integers wrap
         of_table = _mixed(np.array([seed * TABLES + table], np.uint64))
         words = ids.astype(np.uint64)[..., None] * np.uint64(HIDDEN // 2) + np.arange(
             HIDDEN // 2, dtype=np.uint64
@@ -117,8 +124,7 @@ def vectors(seed: int, table: int, ids: np.ndarray) -> np.ndarray:
 
 
 def _mixed(x: np.ndarray) -> np.ndarray:
-    """Return numbers of 64 bits that look random, one for each (SplitMix64: Steele et al.,
-    2014)."""
+    """Return pseudorandom 64-bit hashes of integers (SplitMix64: Steele et al., 2014)."""
     x = x * np.uint64(0x9E3779B97F4A7C15) + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -129,15 +135,18 @@ def logits(seed: int, ids: np.ndarray) -> np.ndarray:
     """Return the true logits of impressions.
 
     Args:
-      ids: (impressions, tables).
+      seed: the seed of the job.
+      ids: feature ids, of shape (impressions, tables).
     """
     of = [vectors(seed, t, ids[:, t]) for t in range(TABLES)]
     return BIAS + sum(np.einsum("nd,nd->n", of[a], of[b]) for a, b in PAIRS)
 
 
 def _drawn(rng: np.random.Generator, settings: ClickSettings, count: int) -> np.ndarray:
-    """Draw features of impressions: the rank of each is a number between 1 and rows + 1 whose
-    density is a power."""
+    """Draw features of impressions, of shape (count, tables).
+
+    The frequency rank of a feature has a power-law density between 1 and rows + 1.
+    """
     most = (settings.sizes + 1.0) ** (1 - EXPONENT)
     ranks = (1 - rng.random((count, TABLES)) * (1 - most)) ** (1 / (1 - EXPONENT))
     places = np.minimum(ranks.astype(np.int64) - 1, settings.sizes - 1)
@@ -154,20 +163,24 @@ def _impressions(
 
 
 def batch(settings: ClickSettings, step: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the global batch of a step: features, (impressions, tables), and which are clicked, 1
-    or 0."""
+    """Return the global batch of a step.
+
+    Returns:
+      Feature ids of shape (impressions, tables), and 1 for each click, 0 otherwise.
+    """
     return _impressions(settings, settings.batch_size, 1, step)
 
 
 def test_set(settings: ClickSettings) -> tuple[np.ndarray, np.ndarray]:
-    """Return impressions that are in no batch."""
+    """Return the test impressions, which are drawn independently of the batches."""
     return _impressions(settings, TEST, 0)
 
 
 def auc(scores: np.ndarray, clicked: np.ndarray) -> float:
-    """Return the area under the receiver operating characteristic.
+    """Return the area under the receiver operating characteristic (ROC) curve.
 
-    It is the share of pairs in which a click has a higher score than an impression without one.
+    It is the probability that a random click has a higher score than a random impression without a
+    click.
 
     Example:
       >>> import numpy as np
@@ -191,19 +204,18 @@ def names() -> list[str]:
 
 
 def scores(weights: Any, rows: Any) -> jax.Array:
-    """Return logits of the model: a bias, and the products of all pairs of rows, each pair of
-    tables with its weight.
+    """Return logits of the model: a bias plus weighted dot products of all pairs of rows.
 
     Args:
-      weights: the parameters that are not tables.
-      rows: (impressions, tables, `WIDTH`).
+      weights: the bias, and a weight for each pair of tables.
+      rows: the looked-up rows, of shape (impressions, tables, `WIDTH`).
     """
     crossed = jnp.einsum("nad,nbd->nab", rows, rows)
     return weights["bias"] + jnp.einsum("nab,ab->n", crossed, jnp.triu(weights["pair"], 1))
 
 
 def training(settings: ClickSettings) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return one training step for one device, and init."""
+    """Return the training step for one device, and the init."""
     tx = optax.adagrad(LEARNING_RATE)
 
     def init(key: jax.Array) -> tuple[Any, Any]:

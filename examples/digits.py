@@ -1,9 +1,8 @@
-"""Handwritten digits: 1,797 images of 8 x 8 pixels, which scikit-learn ships, and a small
-perceptron for them.
+"""Handwritten digits, and a small perceptron. scikit-learn contains the 1,797 images of 8 x 8.
 
-Everything is a pure function of its arguments. The sequence of *global* batches depends only on
-(seed, epoch). Trainer k of N takes rows k*B/N to (k+1)*B/N of each (`shard`), a single device all
-rows. Both therefore train on the same examples in the same order.
+All functions are pure. The sequence of *global* batches depends only on (seed, epoch). Trainer k of
+N uses rows k*B/N to (k+1)*B/N of a batch (`shard`), and a single device uses all rows. So both
+train on the same examples in the same order.
 
 Source of the data: E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI
 (1998).
@@ -30,11 +29,11 @@ Params = dict[str, dict[str, jax.Array]]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Digits:
-    """The images, split.
+    """Images and labels, split into a training set and a test set.
 
     Attributes:
-      x, y: training images (rows of pixels in 0 to 1) and labels.
-      test_x, test_y: those kept for testing.
+      x, y: training images (rows of 64 pixels, from 0 to 1), and their labels.
+      test_x, test_y: test images and labels.
     """
 
     x: np.ndarray
@@ -44,7 +43,7 @@ class Digits:
 
 
 def load(seed: int = 0) -> Digits:
-    """Return the digits, split into 1,437 and 360 by a permutation that depends on the seed alone.
+    """Return the digits: 1,437 training images and 360 test images, chosen by the seed.
 
     Images have JAX's default floating-point type: float32, or float64 with `JAX_ENABLE_X64`.
 
@@ -62,22 +61,23 @@ def load(seed: int = 0) -> Digits:
 
 
 def check_installed() -> None:
-    """Raise ConfigError when scikit-learn is not there."""
+    """Raise ConfigError if scikit-learn is not installed."""
     if importlib.util.find_spec("sklearn") is None:
-        raise missing_extra("the digits come with scikit-learn", "examples")
+        raise missing_extra("the digits are a data set of scikit-learn", "examples")
 
 
 def batches(
     data: Digits, seed: int, epoch: int, size: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Return the global batches of one epoch: a new permutation for each, without the incomplete
-    last batch.
+    """Yield the global batches of one epoch, without an incomplete last batch.
+
+    Each epoch has another permutation of the images.
 
     Raises:
-      BatchError: a size that no batch of these data can have.
+      BatchError: `size` is not between 1 and the number of training images.
     """
     if not 0 < size <= len(data.x):
-        raise BatchError(f"a batch of {size} images cannot be made of {len(data.x)}")
+        raise BatchError(f"the batch size is {size}; expected 1 to {len(data.x)} images")
     order = np.random.default_rng((seed, epoch)).permutation(len(data.x))
     for start in range(0, len(order) - size + 1, size):
         rows = order[start : start + size]
@@ -87,23 +87,23 @@ def batches(
 def shard(
     batch: tuple[np.ndarray, np.ndarray], trainer: int, trainers: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rows of a global batch that one trainer takes.
+    """Return one trainer's rows of a global batch.
 
     Raises:
-      BatchError: a batch that the trainers do not divide.
+      BatchError: the number of trainers does not divide the batch.
     """
     size, rest = divmod(len(batch[0]), trainers)
     if rest:
         raise BatchError(
-            f"a batch of {len(batch[0])} images cannot be divided among {trainers} trainers: make "
-            "it a multiple"
+            f"a batch of {len(batch[0])} images cannot be divided among {trainers} trainers; use a "
+            "multiple of the number of trainers"
         )
     rows = slice(trainer * size, (trainer + 1) * size)
     return batch[0][rows], batch[1][rows]
 
 
 def init(key: jax.Array) -> Params:
-    """Return first parameters of a 64-512-10 perceptron: wide enough to be cut over servers."""
+    """Return initial parameters of a 64-512-10 perceptron, wide enough to be cut into blocks."""
     k1, k2 = jax.random.split(key)
     return {
         "hidden": {
@@ -118,10 +118,10 @@ def init(key: jax.Array) -> Params:
 
 
 def logits(params: Params, x: jax.Array) -> jax.Array:
-    """Return one row of ten scores per image."""
-    # tanh, not relu: where two runs round a pre-activation to different sides of a kink, the
-    # gradient jumps, and optimizers that divide by its size carry that into the parameters (1e-4
-    # after 12 epochs of adam, against 1e-6)
+    """Return ten logits for each image."""
+    # tanh is used because relu has a kink. If two runs round a value to different sides of the
+    # kink, their gradients differ, and Adam amplifies the difference: 1e-4 instead of 1e-6 after 12
+    # epochs.
     h = jnp.tanh(x @ params["hidden"]["w"] + params["hidden"]["b"])
     return h @ params["output"]["w"] + params["output"]["b"]
 
@@ -133,5 +133,5 @@ def loss_fn(params: Params, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def accuracy(params: Params, x: np.ndarray, y: np.ndarray) -> float:
-    """Return the share of images whose highest score is that of their label."""
+    """Return the fraction of images for which the largest logit is the label's."""
     return float(jnp.mean(jnp.argmax(logits(params, jnp.asarray(x)), axis=1) == y))

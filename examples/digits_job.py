@@ -1,13 +1,12 @@
-"""The main job: train on the digits with trainers, distributed, and compare with one device on the
-same global batches.
+"""Job of `dtrans example digits`: distributed training, compared with one device.
 
-Two engines: `processes` starts trainers and pservers with `dtrans.run.distributed.launcher`, each
-running `examples.digits_role`; `mesh` runs the whole plan in this process. In nccl2 and sharding
-mode there are no pservers.
+There are two engines. `processes` starts trainers and pservers with the launcher of dtrans; each
+process runs `examples.digits_role`. `mesh` runs the full plan in this process. In nccl2 and
+sharding mode, there are no pservers.
 
-In exact arithmetic the two trainings are the same. Floating-point sums are rounded in another
-order, and the difference that remains is the figure this job reports: over all leaves, the largest
-max|a - b| / max|b|.
+Both trainings use the same global batches, so in exact arithmetic their results would be equal.
+Floating-point sums are added in another order. The job prints the remaining difference: the largest
+max|a - b| / max|b| over all leaves.
 """
 
 from __future__ import annotations
@@ -48,17 +47,24 @@ def train(
     plot: Path | None = None,
     check: bool = True,
 ) -> bool:
-    """Train, print what came of it, and compare with one device.
+    """Train, print the results, and compare them with one device.
 
     Args:
-      pservers: two by default; none in nccl2 and sharding mode.
-      check: train on one device too, and compare.
+      settings: the settings of the job.
+      engine: "processes" or "mesh".
+      trainers: number of trainers.
+      pservers: number of pservers in pserver mode; two by default.
+      mode: "pserver", "nccl2" or "sharding".
+      plot: file for a plot of the loss.
+      check: True to train on one device too, and compare.
 
     Returns:
-      True if the test accuracy and the difference are within bounds, or if nothing is checked.
+      True if the test accuracy and the difference are within bounds. Always True if `check` is
+      False.
 
     Raises:
-      ConfigError, BatchError: settings that cannot be; LaunchError: a role failed.
+      ConfigError, BatchError: a setting is invalid.
+      LaunchError: a role failed.
     """
     if mode == "sharding" and not settings.sharding_stage:
         settings = dataclasses.replace(settings, sharding_stage=SHARDING_STAGE)
@@ -82,7 +88,7 @@ def train(
 
 
 def single_device(settings: DigitsSettings) -> Outcome:
-    """Train on one device: the plain step, jitted, on whole batches."""
+    """Train on one device, with the jitted step and global batches."""
     data = digits.load(settings.seed)
     step, init = training(settings)
     jitted = jax.jit(step)
@@ -98,7 +104,7 @@ def single_device(settings: DigitsSettings) -> Outcome:
 def _check(
     settings: DigitsSettings, engine: str, mode: str, trainers: int, pservers: int | None
 ) -> None:
-    """Say what cannot be before processes are started that all say it."""
+    """Raise an error for invalid settings once, before all roles would raise it."""
     if engine not in ENGINES:
         raise ConfigError(f"there is no engine {engine!r}; it is one of {', '.join(ENGINES)}")
     if mode not in MODES:
@@ -112,12 +118,13 @@ def _check(
         )
     if trainers < 1 or settings.batch_size % trainers:
         raise BatchError(
-            f"a batch of {settings.batch_size} images cannot be divided among {trainers} trainers: "
-            "give --batch-size a multiple of --trainers"
+            f"a batch of {settings.batch_size} images cannot be divided among {trainers} trainers; "
+            "pass a multiple of --trainers as --batch-size"
         )
     if not 0 < settings.batch_size <= digits.TRAIN_IMAGES:
         raise BatchError(
-            f"--batch-size must be 1 to {digits.TRAIN_IMAGES}, the number of training images"
+            f"--batch-size is {settings.batch_size}; expected 1 to {digits.TRAIN_IMAGES}, the "
+            "number of training images"
         )
     if settings.epochs < 1:
         raise ConfigError(f"--epochs must be 1 or more, it is {settings.epochs}")
@@ -131,10 +138,10 @@ def _check(
 def _plan(
     settings: DigitsSettings, mode: str, main: Any, startup: Any, trainers: int, pservers: int
 ) -> Any:
-    """Return the plan of a mode, for roles that are all in this process."""
+    """Return the plan of a mode, for a job whose roles are all in this process."""
     if mode == "sharding":
         return dtrans.sharding(main, startup, degree=trainers, stage=settings.sharding_stage)
-    # names only: nothing listens there
+    # these endpoints are only names, because no process listens at them
     endpoints = [f"127.0.0.1:{6174 + i}" for i in range(pservers or trainers)]
     config = dtrans.DistributeTranspilerConfig(mode=mode, min_block_size=settings.min_block_size)
     t = dtrans.DistributeTranspiler(config)
@@ -148,13 +155,12 @@ def _plan(
 
 
 def _on_mesh(settings: DigitsSettings, mode: str, trainers: int, pservers: int) -> Outcome:
-    """Train with every role on a device of this process. Without pservers in nccl2 and sharding
-    mode."""
+    """Train with every role on a device of this process."""
     virtual_devices(trainers + pservers)
     data = digits.load(settings.seed)
     step, init = training(settings)
     batch = next(digits.batches(data, settings.seed, 0, settings.batch_size))
-    # a part of it, as a process has it: plans tell the rows of all
+    # The step is traced with the part of one trainer, as in a job of processes.
     program = dtrans.trace(
         step, *jax.eval_shape(init, settings.key), *digits.shard(batch, 0, trainers)
     )
@@ -166,17 +172,16 @@ def _on_mesh(settings: DigitsSettings, mode: str, trainers: int, pservers: int) 
 
 
 def _as_processes(settings: DigitsSettings, trainers: int, pservers: int) -> Outcome:
-    """Train with every role as a process. Trainers leave their losses, and their parameters, in
-    files."""
-    # roles see the precision of this process, however it was set, and on a GPU leave room for one
-    # another
+    """Train with every role as a process; read losses and parameters from files of the trainers."""
+    # Roles get the precision of this process. On a GPU, several roles share the memory, so JAX must
+    # not preallocate it.
     env = {"JAX_ENABLE_X64": str(int(jax.config.read("jax_enable_x64")))}
     env["PYTHONPATH"] = role_path()
     env["XLA_PYTHON_CLIENT_PREALLOCATE"] = os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     with tempfile.TemporaryDirectory(prefix="dtrans-train-") as directory:
         command = [sys.executable, "-m", "examples.digits_role", directory, *settings.arguments()]
         try:
-            # ranks of sharding meet as trainers of nccl2 mode do
+            # the launcher has one mode for all jobs without pservers
             kind = "pserver" if pservers else "nccl2"
             launch(
                 command,
@@ -187,15 +192,16 @@ def _as_processes(settings: DigitsSettings, trainers: int, pservers: int) -> Out
                 inherit_stdout=True,
             )
         finally:
-            # trainer 0 hides it while it draws its progress, and may have been ended meanwhile
+            # trainer 0 hides the cursor for its progress bar, and may have ended before it shows it
             Console().show_cursor(True)
         found = [Outcome.load(Path(directory) / f"trainer-{i}.npz") for i in range(trainers)]
-    # with pservers each loss is a mean over a shard, and shards have one size; else over all rows
+    # With pservers, each trainer has the mean loss of its rows, and all have equally many rows. In
+    # other modes, each trainer has the mean loss of all rows.
     return Outcome(np.mean([o.losses for o in found], axis=0), found[0].params)
 
 
 def _compare(settings: DigitsSettings, distributed: Outcome, single: Outcome | None) -> bool:
-    """Print the verdict; without training on one device the accuracy alone."""
+    """Print the accuracy, and compare with one device; return True if both are within bounds."""
     data = digits.load(settings.seed)
     console = Console(soft_wrap=True, highlight=False)
     got = digits.accuracy(distributed.params, data.test_x, data.test_y)
@@ -210,15 +216,13 @@ def _compare(settings: DigitsSettings, distributed: Outcome, single: Outcome | N
     console.print(f"{said}; single device {alone:.4f}")
     console.print(
         f"final parameters against single-device training on the same {len(single.losses)} global "
-        "batches: "
-        f"max relative difference {apart:.2e} ({kind}, bound {bound():.0e})"
+        f"batches: max relative difference {apart:.2e} ({kind}, bound {bound():.0e})"
     )
     if not good:
         console.print(f"[red]the test accuracy is below {MIN_ACCURACY}[/]")
     if not near:
         console.print(
             f"[red]the difference is above the bound of {bound():.0e}: {settings.optimizer} "
-            "amplified rounding, or "
-            "something is wrong; JAX_ENABLE_X64=1 tells which[/]"
+            "amplified rounding, or there is a fault; with JAX_ENABLE_X64=1 only a fault remains[/]"
         )
     return good and near

@@ -1,6 +1,6 @@
-"""One role of the digits job: the script that `dtrans launch` starts as every process.
+"""Script of every role of the digits job, with the calls of Paddle's interface.
 
-A user of Paddle's interface would write it in this way. `dtrans example digits` starts it, or you:
+`dtrans example digits` starts the script. You can also start it yourself:
 
     dtrans launch --trainers 2 --pservers 2 -m examples.digits_role runs/digits --optimizer adam
 
@@ -8,7 +8,8 @@ With collectives:
 
     dtrans launch --mode nccl2 --trainers 2 -m examples.digits_role runs/digits --sharding-stage 3
 
-Several hosts may share no folder. Then `-` instead of the folder prints the accuracy:
+Trainers write their results to the folder `runs/digits`. With `-` in place of the folder, trainer 0
+prints the accuracy instead, for hosts that share no folder:
 
     dtrans launch --hosts gpu1,gpu2 --mode nccl2 --trainers 2 -m examples.digits_role - --stages 2
 """
@@ -32,17 +33,15 @@ MICRO_BATCHES = 4
 
 
 def main() -> None:
-    """Be the role that the environment says, and leave what a trainer saw as `trainer-K.npz` in a
-    directory.
+    """Run the role of this process. A trainer writes its result to `trainer-K.npz` in a folder.
 
-    With `-` for the directory trainer 0 prints how well the parameters do on images that it was not
-    trained on.
+    With `-` in place of the folder, trainer 0 prints the accuracy on the test set instead.
     """
     directory, *rest = sys.argv[1:]
     settings = DigitsSettings.parse(rest)
     role = dtrans.Role.from_env()
     if role.mode == "nccl2":
-        dtrans.connect(deadline=settings.deadline)  # before JAX looks for devices
+        dtrans.connect(deadline=settings.deadline)  # before JAX creates devices
     data = digits.load(settings.seed)
 
     def my_batches(epoch: int) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -53,7 +52,7 @@ def main() -> None:
     program = dtrans.trace(step, *jax.eval_shape(init, settings.key), *my_batches(0)[0])
     startup = dtrans.trace(init, settings.key)
     first = role.trainer_id == 0
-    # without pservers each has the loss of all
+    # without pservers, each trainer has the loss of the global batch
     bar = report.progress(
         settings, what="loss of trainer 0" if role.mode == "pserver" else "loss", shown=first
     )
@@ -99,7 +98,7 @@ def main() -> None:
     trainer = t.get_trainer_program()
     losses = []
     with dtrans.Executor(deadline=settings.deadline) as exe, bar as advance:
-        # params; in nccl2 mode (params, opt_state)
+        # `started` is params; in nccl2 mode it is (params, opt_state)
         started = exe.run(t.get_trainer_startup_program(), settings.key)
         state = started if role.mode == "nccl2" else (started,)
         for epoch in range(settings.epochs):
@@ -121,7 +120,7 @@ def _collective_plan(
 
 
 def _leave(directory: str, trainer: int, data: digits.Digits) -> Callable[[Outcome], None]:
-    """Return what takes the outcome of a trainer."""
+    """Return a function that saves a trainer's result, or prints its accuracy."""
     if directory != "-":
         return lambda outcome: outcome.save(Path(directory) / f"trainer-{trainer}.npz")
 

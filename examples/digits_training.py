@@ -1,4 +1,4 @@
-"""Settings that every role of the digits job has to agree on, and the outcome of a trainer."""
+"""Settings of the digits job, which all roles share, and the result of a trainer."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from examples.settings import as_arguments, from_arguments
 
 @dataclasses.dataclass(frozen=True)
 class DigitsSettings:
-    """The settings of a job. Written as arguments of a command, since roles are processes.
+    """Settings of a job, which the launcher passes to roles as arguments of a command.
 
     Attributes:
-      optimizer: a name of `optimizer_choice`.
-      epochs: passes over the images.
+      optimizer: a name in `optimizer_choice`.
+      epochs: number of passes over the images.
       batch_size: images in a global batch.
-      seed: of the split, the first parameters and the batches.
-      min_block_size: the fewest elements worth a block, with parameter servers.
-      sharding_stage: 1, 2 or 3 in sharding mode; 0 in the others.
-      deadline: seconds that a role may wait for another.
-      stages: of a pipeline, one on each trainer; 0 for no pipeline.
+      seed: seed of the test set, the initial parameters and the batches.
+      min_block_size: with parameter servers, the minimum number of elements in a block.
+      sharding_stage: 1, 2 or 3 in sharding mode; 0 in other modes.
+      deadline: seconds that a role may wait for another role.
+      stages: number of pipeline stages, one on each trainer; 0 for no pipeline.
 
     Example:
       >>> from examples.digits_training import DigitsSettings
@@ -54,25 +54,25 @@ class DigitsSettings:
 
     @classmethod
     def parse(cls, arguments: Sequence[str]) -> DigitsSettings:
-        """Parse the settings that `arguments` wrote."""
+        """Parse the result of `arguments`."""
         return from_arguments(cls, arguments)
 
     @property
     def key(self) -> jax.Array:
-        """Return the key of the first parameters."""
+        """Return the random key of the initial parameters."""
         return jax.random.key(self.seed)
 
     @property
     def steps_per_epoch(self) -> int:
-        """Return the number of whole batches that the training images make."""
+        """Return the number of complete batches in an epoch."""
         return digits.TRAIN_IMAGES // self.batch_size
 
 
 def training(settings: DigitsSettings) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return one training step for one device, and init.
+    """Return the training step for one device, and the init.
 
     Raises:
-      ConfigError: no optimizer has that name.
+      ConfigError: the optimizer's name is unknown.
     """
     tx = make_optimizer(settings.optimizer)
 
@@ -92,8 +92,10 @@ def train(
     """Train with a job.
 
     Args:
-      batches: those of an epoch, or this process's parts of them.
-      advance: is called after each step, with the epoch and the loss.
+      job: the job.
+      settings: the settings.
+      batches: returns the batches of an epoch, or this process's parts of them.
+      advance: called after each step, with the epoch and the loss.
     """
     state = job.init(settings.key)
     losses: list[float] = []
@@ -107,10 +109,10 @@ def train(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Outcome:
-    """Outcome of training on digits.
+    """Result of training on digits.
 
     Attributes:
-      losses: one per step; those of one trainer, or of all.
+      losses: the loss of each step, of one trainer or of the global batch.
       params: the parameters after the last step.
     """
 
@@ -118,7 +120,7 @@ class Outcome:
     params: digits.Params
 
     def save(self, path: Path) -> None:
-        """Write it as npz, parameters under their paths: numbers only, nothing to unpickle."""
+        """Write the result to an npz file, without pickled objects."""
         leaves = {
             f"{layer}/{name}": np.asarray(x)
             for layer, of in self.params.items()
@@ -128,7 +130,7 @@ class Outcome:
 
     @classmethod
     def load(cls, path: Path) -> Outcome:
-        """Read what `save` wrote."""
+        """Read a file that `save` wrote."""
         with np.load(path) as file:
             found = {name: file[name] for name in file.files}
         losses = found.pop("losses")

@@ -1,4 +1,4 @@
-"""Optimizers by name, each with a learning rate that suits the digits in batches of 64."""
+"""Optimizers by name, with learning rates for batches of 64 digits."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 
 
 def make_optimizer(name: str) -> Any:
-    """Return the optax optimizer of that name.
+    """Return the optax optimizer with this name.
 
     Raises:
-      ConfigError: there is none.
+      ConfigError: the name is unknown.
     """
     if name not in OPTIMIZERS:
         raise ConfigError(

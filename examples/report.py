@@ -23,7 +23,7 @@ from examples.digits_training import DigitsSettings
 
 
 def show_plan(plan: PServerPlan | CollectivePlan) -> None:
-    """Print the places of blocks, or the groups of gradients, and the bytes of a step."""
+    """Print the plan's table (blocks and servers, or buckets of gradients) and its notes."""
     console = Console(soft_wrap=True)
     if isinstance(plan, PServerPlan):
         title = f"{plan.trainers} trainers, {len(plan.servers)} pservers"
@@ -43,12 +43,12 @@ def show_plan(plan: PServerPlan | CollectivePlan) -> None:
 
 
 def show_stages(plan: PipelinePlan, where: str) -> None:
-    """Print what each stage has, does, sends and keeps; narrower than the plan's own table."""
+    """Print a table of the stages, narrower than the plan's table: parameters, work and bytes."""
     o = plan.options
     also = f", {o.replicas} replicas" if o.replicas > 1 else ""
     show_table(
-        f"{o.model_stages} stages on {where}{also}; Mflop, sent and kept for a micro-batch",
-        ("stage", "parameters", "Mflop", "sent", "kept", "held"),
+        f"{o.model_stages} stages on {where}{also}; per micro-batch: Mflop, bytes sent and saved",
+        ("stage", "parameters", "Mflop", "sent", "saved", "stored"),
         [
             (
                 str(s.index),
@@ -65,7 +65,7 @@ def show_stages(plan: PipelinePlan, where: str) -> None:
 
 
 def _layers(names: Iterable[str]) -> list[str]:
-    """Return the layers that have these parameters: `params/blocks/0/up` is in blocks/0."""
+    """Return the layers of some parameters: `blocks/0` for `params/blocks/0/up`."""
     parts = [name.split("/")[1:] for name in names]
     return list(dict.fromkeys("/".join(p[: 1 + (len(p) > 1 and p[1].isdigit())]) for p in parts))
 
@@ -77,7 +77,7 @@ def _kib(count: int) -> str:
 def show_table(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1
 ) -> None:
-    """Print rows, the first columns to the left and the others to the right."""
+    """Print a table whose first `left` columns are left-aligned, and all others right-aligned."""
     table = Table(title=title, title_justify="left")
     for i, name in enumerate(columns):
         table.add_column(name, justify="left" if i < left else "right")
@@ -90,7 +90,7 @@ def show_table(
 def progress_of_steps(
     steps: int, what: str, shown: bool = True
 ) -> Iterator[Callable[[float], None]]:
-    """Show progress over steps. Yields the function to call after each, with the loss."""
+    """Show progress; yield a function that the caller calls after each step, with the loss."""
     with _progress(steps, f"{what:10}", shown) as advance:
         yield lambda loss: advance(f"loss {loss:.4f}")
 
@@ -99,25 +99,28 @@ def progress_of_steps(
 def progress(
     settings: DigitsSettings, *, what: str = "loss", shown: bool = True
 ) -> Iterator[Callable[[int, float], None]]:
-    """Show progress over all steps. Yields the function to call after each, with the epoch and the
-    loss.
+    """Show progress; yield a function of epoch and loss that the caller calls after each step.
 
     Args:
-      what: the loss it is.
-      shown: True to show it.
+      settings: the settings of the job.
+      what: name of the loss.
+      shown: False to print nothing.
     """
     total = settings.epochs * settings.steps_per_epoch
     with _progress(total, "training", shown) as advance:
         yield lambda epoch, loss: advance(f"epoch {epoch + 1}/{settings.epochs} {what} {loss:.4f}")
 
 
-LINES = 10  # of progress, where no terminal shows a bar
+LINES = 10  # number of progress lines if the output is not a terminal
 
 
 @contextlib.contextmanager
 def _progress(steps: int, what: str, shown: bool = True) -> Iterator[Callable[[str], None]]:
-    """Show a bar in a terminal; elsewhere a line now and then. Yields the function that takes the
-    news of a step."""
+    """Show a progress bar, or some lines if the output is not a terminal.
+
+    Yields:
+      A function that the caller calls after each step, with a text to show.
+    """
     console = Console(soft_wrap=True, highlight=False)
     if shown and not console.is_terminal:
         done = itertools.count(1)
@@ -147,16 +150,16 @@ def _progress(steps: int, what: str, shown: bool = True) -> Iterator[Callable[[s
 
 
 def check_plot(path: Path) -> None:
-    """Say before training what would prevent a plot after it.
+    """Check, before training, that the plot can be written after training.
 
     Raises:
-      ConfigError: matplotlib is not installed, or the file cannot be there.
+      ConfigError: matplotlib is not installed, the folder does not exist, or the suffix is unknown.
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise missing_extra("--plot needs matplotlib", "examples")
     if not path.parent.is_dir():
         raise ConfigError(
-            f"the plot cannot be written to {path}: there is no directory {path.parent}"
+            f"the plot cannot be written to {path}: the folder {path.parent} does not exist"
         )
     from matplotlib.backend_bases import FigureCanvasBase
 
@@ -168,15 +171,15 @@ def check_plot(path: Path) -> None:
 
 
 def plot_losses(path: Path, distributed: np.ndarray, single: np.ndarray | None, title: str) -> None:
-    """Draw the loss over the steps, and that of one device, into an image file.
+    """Plot the losses of the job, and of one device, over the steps.
 
     Raises:
-      ConfigError: the file cannot be written; or as `check_plot`.
+      ConfigError: the file cannot be written; also as in `check_plot`.
     """
     check_plot(path)
     from matplotlib.figure import Figure
 
-    # a separate figure, without pyplot: no window system is asked for, no global state changes
+    # pyplot is not used, because it has global state and may need a window system
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot(
         xlabel="step", ylabel="training loss (mean cross entropy)", title=title, yscale="log"

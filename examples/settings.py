@@ -1,4 +1,4 @@
-"""Settings of jobs as arguments of a command, since roles are processes."""
+"""Conversion of settings to arguments of a command, with which a launcher starts roles."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def as_arguments(settings: Any) -> list[str]:
 
 
 def from_arguments(kind: type[T], arguments: Sequence[str]) -> T:
-    """Parse the settings that `as_arguments` wrote. All fields have defaults."""
+    """Parse the result of `as_arguments`. All fields of `kind` must have defaults."""
     parser = argparse.ArgumentParser()
     fields: Any = dataclasses.fields(kind)  # type: ignore[arg-type]
     for field in fields:

@@ -1,7 +1,7 @@
-"""Jobs whose tables are on parameter servers: every role is a process, beside one device.
+"""Jobs of processes with tables on parameter servers, and the same training on one device.
 
-The losses of such jobs are sums over a batch, so that Adagrad's steps do not depend on its size.
-Outputs show the mean.
+The loss of such a job is a sum over the batch, so Adagrad's step size does not depend on the batch
+size. The output shows the mean loss.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from dtrans.run.distributed.launcher import launch
 from examples import report, role_path
 
 
-# of the difference of losses, relative to the largest: rounding, amplified by some thousand steps
+# bound of the largest difference of losses, divided by the largest loss: rounding errors after some
+# thousand steps
 BOUND = 1e-3
 
 Batch = Callable[[int], Sequence[Any]]
 
 
 def check_batch(size: int, trainers: int, what: str) -> None:
-    """Raise BatchError for a batch that trainers do not divide."""
+    """Raise BatchError if the number of trainers does not divide the batch."""
     if size % trainers:
         raise BatchError(
-            f"a batch of {size} {what} cannot be divided among {trainers} trainers: give "
-            "--batch-size a multiple of "
-            "--trainers"
+            f"a batch of {size} {what} cannot be divided among {trainers} trainers; pass a "
+            "multiple of --trainers as --batch-size"
         )
 
 
@@ -46,11 +46,14 @@ def launched(
     pservers: int,
     leave: Callable[[Path], None] = lambda _: None,
 ) -> list[dict[str, np.ndarray]]:
-    """Run a job, and return what each trainer has left.
+    """Run a job, and return the arrays that each trainer has saved.
 
     Args:
-      module: the script of every role. Its arguments are a directory and the settings.
-      leave: puts files for the roles into that directory.
+      module: the script of every role. Its arguments are a folder and the settings.
+      settings: the settings.
+      trainers: number of trainers.
+      pservers: number of pservers.
+      leave: writes files for the roles into that folder.
     """
     with tempfile.TemporaryDirectory(prefix="dtrans-train-") as directory:
         leave(Path(directory))
@@ -82,13 +85,14 @@ def be_role(
     batch: Batch,
     ask: Callable[[Any, Any], Mapping[str, Any]],
 ) -> None:
-    """Be the role that the environment says; a trainer leaves its losses and its memory in the
-    directory.
+    """Run the role of this process; a trainer saves its losses and its peak memory in a folder.
 
     Args:
-      step, init: for one device.
-      batch: gives the global batch of a step.
-      ask: returns further results of trainer 0, from its job and the last state.
+      directory: the folder.
+      settings: the settings.
+      step, init: the functions for one device.
+      batch: returns the global batch of a step.
+      ask: returns further arrays that trainer 0 saves, from its job and the last state.
     """
     role, key = dtrans.Role.from_env(), jax.random.key(settings.seed)
     part = [x[: settings.batch_size // role.trainers] if x.ndim else x for x in batch(0)]
@@ -121,7 +125,7 @@ def be_role(
 def single_device(
     settings: Any, step: Callable[..., Any], state: tuple[Any, Any], batch: Batch, steps: int
 ) -> np.ndarray:
-    """Train on one device from (params, opt_state), which are donated, and return the losses."""
+    """Train on one device from `state`, which is donated, and return the losses."""
     jitted = jax.jit(step, donate_argnums=(0, 1))
     (params, opt_state), losses = state, []
     for i in range(steps):
@@ -131,8 +135,7 @@ def single_device(
 
 
 def losses_agree(console: Console, losses: np.ndarray, single: np.ndarray) -> bool:
-    """Print how far losses are from those of one device on the first batches, and whether that is
-    within bounds."""
+    """Print the largest difference of the first losses from one device's; return True if small."""
     apart = float(np.max(np.abs(losses[: len(single)] - single)) / np.max(np.abs(single)))
     bound = 1e-9 if jax.config.read("jax_enable_x64") else BOUND
     console.print(f"losses against one device on the same {len(single)} batches: max difference "
@@ -144,12 +147,12 @@ f"{apart:.1e} of the "
 
 
 def _left(directory: str, trainer_id: int) -> Path:
-    """Return the file that a trainer leaves."""
+    """Return the path of the file that a trainer saves."""
     return Path(directory) / f"trainer-{trainer_id}.npz"
 
 
 def _peak() -> float:
-    """Return the most memory that this process has had, in MB; 0 where the system does not say."""
+    """Return the peak memory of this process in MB, or 0 on systems other than Linux."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:

@@ -1,5 +1,4 @@
-"""Script `ctr`: twenty tables on parameter servers, and clicks that are drawn by a truth that is
-known."""
+"""Script `ctr`: predicts clicks, with twenty tables on parameter servers."""
 
 from __future__ import annotations
 
@@ -12,13 +11,11 @@ from examples.clicks import ClickSettings
 
 
 def main(
-    rows: Annotated[int, typer.Option(min=1, help="How many rows the largest table has.")] = 10_000,
+    rows: Annotated[int, typer.Option(min=1, help="Rows of the largest table.")] = 10_000,
     trainers: options.Trainers = 2,
     pservers: options.PServers = 2,
-    steps: Annotated[int, typer.Option(min=2, help="How many batches are trained on.")] = 6000,
-    batch_size: Annotated[
-        int, typer.Option(min=1, help="Impressions in a global batch; trainers share it.")
-    ] = 1024,
+    steps: Annotated[int, typer.Option(min=2, help="Number of training batches.")] = 6000,
+    batch_size: Annotated[int, typer.Option(min=1, help="Impressions in a global batch.")] = 1024,
     deadline: options.Deadline = 60.0,
     seed: options.Seed = 0,
     check: options.Check = True,

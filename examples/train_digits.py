@@ -14,36 +14,35 @@ def main(
     mode: Annotated[
         str,
         typer.Option(
-            help="`pserver`, `nccl2` (trainers only) or `sharding` (trainers share the state too)."
+            help="`pserver`, `nccl2` (trainers only) or `sharding` (ZeRO: each trainer stores a "
+            "slice of the state)."
         ),
     ] = "pserver",
     engine: Annotated[
-        str, typer.Option(help="`processes`: one per role. `mesh`: all in this one.")
+        str, typer.Option(help="`processes`: one per role. `mesh`: all roles in this process.")
     ] = "processes",
     trainers: options.Trainers = 2,
     pservers: Annotated[
         int | None,
         typer.Option(
-            min=1, help="How many parameter servers, in pserver mode alone.", show_default="2"
+            min=1, help="Number of parameter servers, only in pserver mode.", show_default="2"
         ),
     ] = None,
     optimizer: Annotated[
         str, typer.Option(help="sgd, momentum, adam, adamw, lion, rmsprop, ...")
     ] = "momentum",
-    epochs: Annotated[int, typer.Option(min=1, help="How often each image is seen.")] = 20,
-    batch_size: Annotated[
-        int, typer.Option(min=1, help="Images in a global batch; trainers share it.")
-    ] = 64,
+    epochs: Annotated[int, typer.Option(min=1, help="Number of passes over the images.")] = 20,
+    batch_size: Annotated[int, typer.Option(min=1, help="Images in a global batch.")] = 64,
     min_block_size: Annotated[
-        int, typer.Option(help="The fewest elements worth a block; 8192 or more.")
+        int, typer.Option(help="Minimum number of elements in a block; 8192 or more.")
     ] = 8192,
     sharding_stage: Annotated[
         int | None,
         typer.Option(
             min=1,
             max=3,
-            help="Of sharding mode: trainers share the optimizer's state (1), gradients too (2), "
-            "parameters too (3).",
+            help="Only in sharding mode: 1 shards the optimizer state, 2 also gradients, 3 also "
+            "parameters.",
             show_default="3",
         ),
     ] = None,

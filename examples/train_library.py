@@ -1,4 +1,4 @@
-"""Scripts of the steps of Flax, nnx and Equinox: any of them in any strategy."""
+"""Scripts that train the steps of flax, nnx and Equinox with any strategy."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def script(name: str) -> Callable[..., None]:
         ] = "nccl2",
         trainers: Annotated[
             int,
-            typer.Option(min=1, help="How many trainers; also how many servers, ranks or stages."),
+            typer.Option(min=1, help="Number of trainers, and of servers; or of ranks or stages."),
         ] = 2,
-        stage: Annotated[int, typer.Option(min=1, max=3, help="Of sharding.")] = 3,
-        steps: Annotated[int, typer.Option(min=1, help="How many batches are trained on.")] = 100,
+        stage: Annotated[int, typer.Option(min=1, max=3, help="ZeRO stage of `sharding`.")] = 3,
+        steps: Annotated[int, typer.Option(min=1, help="Number of training batches.")] = 100,
         x64: Annotated[
-            bool, typer.Option(help="Compute in 64 bits, where rounding is small.")
+            bool, typer.Option(help="Compute in 64 bits, so that rounding errors are small.")
         ] = True,
     ) -> None:
         options.end(run(name, mode, trainers=trainers, stage=stage, steps=steps, x64=x64))

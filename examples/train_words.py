@@ -1,4 +1,4 @@
-"""Script `word2vec`: two tables of word vectors on parameter servers."""
+"""Script `word2vec`: trains word vectors, with two tables on parameter servers."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ def main(
     loss: Annotated[str, typer.Option(help="`nce`, or `tree` (hierarchical softmax).")] = "nce",
     trainers: options.Trainers = 2,
     pservers: options.PServers = 2,
-    steps: Annotated[int, typer.Option(min=2, help="How many batches are trained on.")] = 3000,
+    steps: Annotated[int, typer.Option(min=2, help="Number of training batches.")] = 3000,
     batch_size: Annotated[
-        int, typer.Option(min=1, help="Pairs of words in a global batch; trainers share it.")
+        int, typer.Option(min=1, help="Pairs of words in a global batch.")
     ] = 2048,
     deadline: options.Deadline = 60.0,
     seed: options.Seed = 0,
     plot: options.Plot = None,
     check: options.Check = True,
 ) -> None:
-    """Learn word vectors of the source of Python's standard library, in tables that no trainer
-    holds."""
+    """Train word vectors on the source of Python's standard library, with tables on servers."""
     settings = WordSettings(loss, steps, batch_size, seed, deadline)
     options.end(
         word_job.train(settings, trainers=trainers, pservers=pservers, plot=plot, check=check)

@@ -1,14 +1,12 @@
-"""Word vectors of the source of Python's standard library: a skip-gram model whose tables trainers
-do not hold.
+"""Word vectors of Python's standard library: a skip-gram model with two tables.
 
-A word is an identifier, a keyword or a word of a comment. Frequent words are left out at random
+A word is an identifier, a keyword or a word of a comment. Frequent words are dropped at random
 (Mikolov et al., 2013). Each remaining word predicts its neighbours, by noise-contrastive estimation
-or by a Huffman tree (`dtrans.nn`). The two tables, of words and of
-contexts, are on parameter servers; a trainer has the rows that its part of a batch looks up. The
-optimizer is Adagrad, which leaves other rows as they are.
+or by a Huffman tree (`dtrans.nn`). Parameter servers store the two tables, of words and of
+contexts. A trainer requests only the rows that its part of a batch looks up. The optimizer is
+Adagrad, which changes no other rows.
 
-The batch of a step depends on (seed, step) alone, so that a job and one device train on the same
-pairs.
+The batch of a step depends only on (seed, step), so a job and one device train on the same pairs.
 """
 
 from __future__ import annotations
@@ -34,15 +32,15 @@ from examples.settings import as_arguments, from_arguments
 
 
 WORD = re.compile(r"[A-Za-z_]{2,}")
-LEAST = 8  # of a word that is rarer nothing is learnt
-FREQUENT = 1e-4  # the share of the text from which on a word is left out now and then
-BESIDE = 4  # words on either side that a word is asked for
+LEAST = 8  # rarer words are not in the vocabulary
+FREQUENT = 1e-4  # words with a larger share of the text are dropped at random
+BESIDE = 4  # a word predicts this number of neighbours on each side
 SKIPPED = {"test", "tests", "idlelib", "lib2to3", "site-packages"}
 WIDTH, NOISE, LEARNING_RATE = 48, 32, 0.1
 LOSSES = ("nce", "tree")
 NEAREST, ENOUGH = 10, 15
 
-# words, and what should be among the nearest of each
+# test words, each with words that should be among its nearest words
 PARTNERS: dict[str, set[str]] = {
     "int": {"float", "integer", "str", "hex", "oct"},
     "float": {"int", "complex", "Real", "Fraction"},
@@ -69,14 +67,14 @@ PARTNERS: dict[str, set[str]] = {
 
 @dataclasses.dataclass(frozen=True)
 class WordSettings:
-    """The settings of a job. Written as arguments of a command, since roles are processes.
+    """Settings of a job, which the launcher passes to roles as arguments of a command.
 
     Attributes:
       loss: "nce", or "tree" for hierarchical softmax.
       steps: number of training batches.
       batch_size: pairs in a global batch.
-      seed: of the pairs, the first parameters and the batches.
-      deadline: seconds that a role may wait for another.
+      seed: seed of the pairs, the initial parameters and the batches.
+      deadline: seconds that a role may wait for another role.
 
     Example:
       >>> from examples.word2vec import WordSettings
@@ -99,7 +97,7 @@ class WordSettings:
 
     @classmethod
     def parse(cls, arguments: Sequence[str]) -> WordSettings:
-        """Parse the settings that `arguments` wrote."""
+        """Parse the result of `arguments`."""
         return from_arguments(cls, arguments)
 
 
@@ -108,12 +106,12 @@ class WordSettings:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Words:
-    """The text as pairs of words.
+    """Text as pairs of neighbouring words.
 
     Attributes:
-      words: the vocabulary, the most frequent first.
-      counts: occurrences of each word in the text.
-      centers, contexts: pairs of words that stand beside each other, by their numbers, int32.
+      words: the vocabulary, the most frequent word first.
+      counts: number of occurrences of each word in the text.
+      centers, contexts: the two words of each pair, as int32 indices into `words`.
     """
 
     words: np.ndarray
@@ -122,18 +120,17 @@ class Words:
     contexts: np.ndarray
 
     def save(self, path: Path) -> None:
-        """Write it as npz."""
+        """Write the words to an npz file."""
         np.savez(path, allow_pickle=False, **dataclasses.asdict(self))
 
     @classmethod
     def load(cls, path: Path) -> Words:
-        """Read what `save` wrote."""
+        """Read a file that `save` wrote."""
         with np.load(path) as file:
             return cls(**{n: file[n] for n in file.files})
 
     def batch(self, settings: WordSettings, step: int) -> tuple[np.ndarray, np.ndarray, jax.Array]:
-        """Return the global batch of a step: pairs from anywhere in the text, and the key of its
-        noise."""
+        """Return the global batch of a step: random pairs, and a random key for noise words."""
         chosen = np.random.default_rng((settings.seed, step)).integers(
             len(self.centers), size=settings.batch_size
         )
@@ -144,10 +141,11 @@ def read(seed: int = 0, library: Path | None = None) -> Words:
     """Return the words of the standard library, without its tests.
 
     Args:
-      library: the directory that has it; that of the running Python by default.
+      seed: seed of the frequent words that are dropped.
+      library: the folder of the library; by default the folder of the running Python.
 
     Raises:
-      ConfigError: there is no source there.
+      ConfigError: the folder contains no source files.
     """
     where = Path(sysconfig.get_path("stdlib")) if library is None else library
     texts = [WORD.findall(text) for text in _sources(where)]
@@ -155,7 +153,8 @@ def read(seed: int = 0, library: Path | None = None) -> Words:
     words = [w for w, count in found.most_common() if count >= LEAST]
     if not words:
         raise ConfigError(
-            f"there is no source of Python's standard library in {where}: use a Python that has it"
+            f"there is no source of Python's standard library in {where}; use a Python that is "
+            "installed with its source"
         )
     number = {w: i for i, w in enumerate(words)}
     counts = np.array([found[w] for w in words])
@@ -183,7 +182,7 @@ def _sources(library: Path) -> Iterator[str]:
 def training(
     settings: WordSettings, counts: np.ndarray
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return one training step for one device, and init."""
+    """Return the training step for one device, and the init."""
     tx, size = optax.adagrad(LEARNING_RATE), len(counts)
     sampler = nn.custom_sampler(counts**0.75)
     tree = nn.huffman_tree(counts) if settings.loss == "tree" else None
@@ -192,7 +191,7 @@ def training(
         words = jax.random.normal(key, (size, WIDTH)) / WIDTH
         rows = size if tree is None else tree.inner
         params = {"word": words, "context": jnp.zeros((rows, WIDTH)), "bias": jnp.zeros(rows)}
-        if tree is None:  # where a word is as likely as it is in noise
+        if tree is None:  # at first, each word has the probability that the noise gives it
             params["bias"] = sampler.log_probability(jnp.arange(size)).astype(words.dtype)
         return params, tx.init(params)
 
@@ -209,10 +208,10 @@ def training(
 
 
 def nearest(words: Words, vectors: np.ndarray, word: str, count: int = NEAREST) -> list[str]:
-    """Return the words whose vectors have the smallest angles to that of a word.
+    """Return the words whose vectors have the smallest angles to a word's vector.
 
     Raises:
-      ConfigError: a word that the vocabulary does not have.
+      ConfigError: the word is not in the vocabulary.
     """
     (at,) = np.nonzero(words.words == word)
     if not len(at):
@@ -223,6 +222,6 @@ def nearest(words: Words, vectors: np.ndarray, word: str, count: int = NEAREST) 
 
 
 def with_partners(words: Words, vectors: np.ndarray) -> dict[str, list[str]]:
-    """Return the words of `PARTNERS` that have one of theirs among the nearest, with these."""
+    """Return the test words that have a partner among their nearest words, with these words."""
     found = {w: nearest(words, vectors, w) for w in PARTNERS}
     return {w: near for w, near in found.items() if PARTNERS[w].intersection(near)}

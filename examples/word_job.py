@@ -1,7 +1,7 @@
-"""The job of `dtrans example word2vec`: word vectors on parameter servers, beside one device.
+"""Job of `dtrans example word2vec`: word vectors on parameter servers, compared with one device.
 
-Every role is a process that runs this module; the launcher reads the text, and leaves it in a file
-for them.
+Every role is a process that runs this module. The launching process reads the text once, and writes
+it to a file for the roles.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from examples.word2vec import (
 
 
 TEXT = "words.npz"
-SHOWN = 5  # nearest words that are printed
+SHOWN = 5  # number of nearest words that are printed
 
 
 def train(
@@ -40,13 +40,14 @@ def train(
     plot: Path | None = None,
     check: bool = True,
 ) -> bool:
-    """Train, print the nearest of some words, and compare the losses with those of one device.
+    """Train, print the nearest words of the test words, and compare the losses with one device.
 
     Returns:
-      True if the vectors and the difference are within bounds, or if nothing is checked.
+      True if the vectors and the difference are within bounds. Always True if `check` is False.
 
     Raises:
-      ConfigError, BatchError: settings that cannot be; LaunchError: a role failed.
+      ConfigError, BatchError: a setting is invalid.
+      LaunchError: a role failed.
     """
     table_job.check_batch(settings.batch_size, trainers, "pairs")
     if plot is not None:
@@ -81,8 +82,7 @@ def single_device(settings: WordSettings, words: Words) -> np.ndarray:
 
 
 def plot_words(path: Path, words: Words, vectors: np.ndarray) -> None:
-    """Draw the words of `PARTNERS` and their nearest, by the two directions in which these differ
-    most."""
+    """Plot the test words and their nearest words along their first two principal components."""
     from matplotlib.figure import Figure
 
     shown = sorted({n for w in PARTNERS for n in (w, *nearest(words, vectors, w, SHOWN))})
@@ -117,10 +117,14 @@ def _compare(
     left: list[dict[str, np.ndarray]],
     single: np.ndarray | None,
 ) -> bool:
-    """Print the verdict.
+    """Print the results, and return True if they are within bounds.
 
     Args:
-      left: of each trainer.
+      console: prints the results.
+      settings: the settings.
+      words: the text.
+      left: the arrays that each trainer has saved.
+      single: the losses of one device, or None.
     """
     losses, vectors = left[0]["losses"], left[0]["vectors"]
     found = with_partners(words, vectors)
@@ -136,7 +140,8 @@ def _compare(
         f"{memory} MB"
     )
     console.print(
-        f"of {len(PARTNERS)} words {len(found)} have a partner among their {NEAREST} nearest"
+        f"{len(found)} of {len(PARTNERS)} test words have a partner among their {NEAREST} nearest "
+        "words"
     )
     if single is None:
         return True
@@ -150,7 +155,7 @@ def _compare(
 
 
 def main() -> None:
-    """Be the role that the environment says; trainer 0 leaves the vectors of all words."""
+    """Run the role of this process; trainer 0 also saves the vectors of all words."""
     directory, *rest = sys.argv[1:]
     settings, words = WordSettings.parse(rest), Words.load(Path(directory) / TEXT)
     table_job.be_role(

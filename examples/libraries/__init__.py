@@ -1,18 +1,17 @@
-"""Training steps in the form that the first pages of Flax, nnx and Equinox give them, in every
-strategy.
+"""Training steps in the style of the documentation of flax, nnx and Equinox.
 
-Each file has a model and its step for one device, without dtrans. `run` distributes it.
+Each file has a model and a step for one device, without dtrans. `run` distributes the step.
 
-    dtrans example                                 lists them
-    dtrans example flax_cnn --mode sharding        trains one, and compares it with one device
+    dtrans example                                 lists the examples
+    dtrans example flax_cnn --mode sharding        trains an example, and compares with one device
 
-    data        batches of the digits, and of the standard library's source
-    run         the strategies, and what is printed
+    data        batches of the digits, and of characters
+    run         the plan of an example, and its training
 
-A file has `init(key)`, which makes the state, or the pair of a model and an optimizer's state;
-`batch(step)`; and `training(value_and_grad)`, which makes the step. For a pipeline `value_and_grad`
-is `dtrans.value_and_grad`, else the library's own. They need the extra `libraries`: flax, equinox
-and scikit-learn.
+A file defines three functions. `init(key)` returns the state, or a pair (model, optimizer state).
+`batch(step)` returns a batch. `training(value_and_grad)` returns the step. Its argument is
+`dtrans.value_and_grad` for a pipeline, else the library's function. The examples need the extra
+`libraries`: flax, equinox and scikit-learn.
 """
 
 EXAMPLES = {
@@ -21,9 +20,8 @@ EXAMPLES = {
     "equinox_mlp": "a perceptron of Equinox and its optimizer's state, on handwritten digits",
     "equinox_transformer": "a transformer of Equinox with dropout, on characters of Python's "
     "standard library",
-    "nanogpt": "a GPT in flax.linen: clipping, a schedule, and a decay of matrices alone; on "
-    "characters",
-    "gan": "two TrainStates, each with its loss, that learn against each other to draw digits",
-    "lora": "low-rank adapters beside the frozen weights of an Equinox model, on handwritten "
-    "digits",
+    "nanogpt": "a GPT in flax.linen with clipping, a schedule, and weight decay of matrices only, "
+    "on characters",
+    "gan": "a generator and a discriminator of handwritten digits, with two losses and TrainStates",
+    "lora": "low-rank adapters of an Equinox model with frozen weights, on handwritten digits",
 }

@@ -1,4 +1,4 @@
-"""Batches of a step's number alone, so that one device and a job train on the same."""
+"""Batches that depend only on the number of the step, so a job and one device use the same."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def images(step: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def text(step: int) -> np.ndarray:
-    """Return rows of the standard library's source, (16, 65) characters as numbers."""
+    """Return rows of the standard library's source: tokens of shape (16, 65)."""
     return characters.batch(_text(), 0, step, TEXT_ROWS)
 
 

@@ -1,5 +1,4 @@
-"""A perceptron of Equinox and its optimizer's state, as Equinox's pages have them, on handwritten
-digits."""
+"""A perceptron of Equinox, on handwritten digits, in the style of Equinox's documentation."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ optim = optax.adam(3e-3)
 
 
 def init(key: jax.Array) -> tuple[Any, Any]:
-    """Return the first model, and its optimizer's state."""
+    """Return the initial model and optimizer state."""
     model = eqx.nn.MLP(in_size=64, out_size=10, width_size=128, depth=2, key=key)
     return model, optim.init(eqx.filter(model, eqx.is_array))
 
@@ -29,7 +28,7 @@ def loss(model: Any, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def training(value_and_grad: Any = eqx.filter_value_and_grad) -> Callable[..., Any]:
-    """Return the step."""
+    """Return the training step."""
 
     @eqx.filter_jit
     def make_step(

@@ -1,7 +1,7 @@
-"""A transformer of Equinox with dropout, in the manner of its BERT, on characters of Python's
-standard library.
+"""A transformer of Equinox with dropout, on characters of Python's standard library.
 
-The key of a step's dropout comes with its batch: it has no rows, and goes to every trainer whole.
+The model follows Equinox's example of BERT. The random key for dropout is part of the batch. It is
+0-d, so every trainer gets the same key.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class TransformerBlock(eqx.Module):
 
 
 class Transformer(eqx.Module):
-    """Scores of the next character, (length, VOCABULARY), after each of a row."""
+    """Transformer that returns logits of the next token after each token: (length, VOCABULARY)."""
 
     embedding: eqx.nn.Embedding
     positions: jax.Array
@@ -75,20 +75,20 @@ class Transformer(eqx.Module):
 
 
 def init(key: jax.Array) -> tuple[Any, Any]:
-    """Return the first model, and its optimizer's state."""
+    """Return the initial model and optimizer state."""
     model = Transformer(key)
     return model, optim.init(eqx.filter(model, eqx.is_array))
 
 
 def compute_loss(model: Transformer, tokens: jax.Array, key: jax.Array) -> jax.Array:
-    """Return the mean cross entropy, with one key for each row."""
+    """Return the mean cross entropy; each row has its own dropout key."""
     keys = jax.random.split(key, len(tokens))
     logits = jax.vmap(model)(tokens[:, :-1], keys)
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
 
 def training(value_and_grad: Any = eqx.filter_value_and_grad) -> Callable[..., Any]:
-    """Return the step."""
+    """Return the training step."""
 
     @eqx.filter_jit
     def make_step(
@@ -102,5 +102,5 @@ def training(value_and_grad: Any = eqx.filter_value_and_grad) -> Callable[..., A
 
 
 def batch(step: int) -> tuple[Any, ...]:
-    """Return the batch of a step, and its key."""
+    """Return the batch of a step: tokens, and a dropout key."""
     return data.text(step), jax.random.key(step)

@@ -1,5 +1,7 @@
-"""A convolutional net of flax.linen and a `TrainState`, as Flax's quick start has them, on
-handwritten digits."""
+"""A convolutional net of flax.linen with a `TrainState`, on handwritten digits.
+
+The code follows the quick start of flax.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +32,14 @@ class CNN(nn.Module):
 
 
 def init(key: jax.Array) -> TrainState:
-    """Return the first state."""
+    """Return the initial state."""
     cnn = CNN()
     params = cnn.init(key, jnp.ones((1, 8, 8, 1)))["params"]
     return TrainState.create(apply_fn=cnn.apply, params=params, tx=optax.sgd(0.1, momentum=0.9))
 
 
 def training(value_and_grad: Any = jax.value_and_grad) -> Callable[..., Any]:
-    """Return the step."""
+    """Return the training step."""
 
     @jax.jit
     def train_step(

@@ -1,8 +1,8 @@
-"""A generator and a discriminator of flax.linen, which learn against each other to draw handwritten
-digits.
+"""A generative adversarial network (GAN) of flax.linen, which draws handwritten digits.
 
-Each has its `TrainState` and its loss. Both gradients are taken at the same parameters; a step that
-updates one, and then the other by it, is refused with parameter servers alone.
+The generator and the discriminator each have a `TrainState` and a loss. The step computes both
+gradients at the same parameters. Parameter servers would not support a step that computes the
+second gradient after the first update.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LATENT = 16
 
 
 class Generator(nn.Module):
-    """Images of noise."""
+    """Generator: maps noise to images."""
 
     @nn.compact
     def __call__(self, z: jax.Array) -> jax.Array:
@@ -32,7 +32,7 @@ class Generator(nn.Module):
 
 
 class Discriminator(nn.Module):
-    """A score of each image: above zero for a real one."""
+    """Discriminator: returns a score for each image, positive for a real image."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -41,7 +41,7 @@ class Discriminator(nn.Module):
 
 
 def init(key: jax.Array) -> dict[str, Any]:
-    """Return both states, and the key of the noise."""
+    """Return the initial states of both networks, and the random key of the noise."""
 
     def create(model: nn.Module, key: jax.Array, inputs: int) -> TrainState:
         params = model.init(key, jnp.ones((1, inputs)))["params"]
@@ -56,7 +56,7 @@ def init(key: jax.Array) -> dict[str, Any]:
 
 
 def training(value_and_grad: Any = jax.value_and_grad) -> Callable[..., Any]:
-    """Return the step."""
+    """Return the training step."""
     cross_entropy = optax.sigmoid_binary_cross_entropy
 
     @jax.jit

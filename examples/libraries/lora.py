@@ -1,8 +1,8 @@
-"""Low-rank adapters beside frozen weights, by Equinox's `partition` and `combine`, on handwritten
-digits.
+"""Low-rank adapters of an Equinox model with frozen weights, on handwritten digits.
 
-Frozen weights have no gradient and no optimizer state; trainers have them, and servers do not. Here
-it is random: a trained model's weights would come in by `job.scatter`.
+`eqx.partition` separates the adapters from the frozen weights. Frozen weights have no gradient and
+no optimizer state, so only trainers store them, not servers. In this example the frozen weights are
+random. `job.scatter` would create a state with the weights of a trained model.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ optim = optax.adam(1e-2)
 
 
 class LoRALinear(eqx.Module):
-    """A linear layer, and the product of two thin matrices beside it."""
+    """Linear layer plus the product of two low-rank matrices."""
 
     base: eqx.nn.Linear
     a: jax.Array
@@ -41,28 +41,28 @@ class LoRALinear(eqx.Module):
 
 
 def adapted(model: Any, key: jax.Array) -> Any:
-    """Return a perceptron whose layers have adapters."""
+    """Return the model with an adapter for each layer."""
     keys = jax.random.split(key, len(model.layers))
     layers = tuple(LoRALinear(layer, k) for layer, k in zip(model.layers, keys, strict=True))
     return eqx.tree_at(lambda m: m.layers, model, layers)
 
 
 def trainable(model: Any) -> Any:
-    """Mark the leaves that are trained: the adapters'."""
+    """Return a pytree of booleans: True for leaves of adapters."""
     nothing = jax.tree.map(lambda _: False, model)
     adapters = lambda m: [x for layer in m.layers for x in (layer.a, layer.b)]
     return eqx.tree_at(adapters, nothing, replace_fn=lambda _: True)
 
 
 def init(key: jax.Array) -> tuple[Any, Any]:
-    """Return the first model, and its optimizer's state."""
+    """Return the initial model and optimizer state."""
     one, two = jax.random.split(key)
     model = adapted(eqx.nn.MLP(in_size=64, out_size=10, width_size=128, depth=1, key=one), two)
     return model, optim.init(eqx.filter(model, trainable(model)))
 
 
 def training(value_and_grad: Any = eqx.filter_value_and_grad) -> Callable[..., Any]:
-    """Return the step."""
+    """Return the training step."""
 
     @eqx.filter_jit
     def make_step(

@@ -1,7 +1,7 @@
-"""A small GPT in flax.linen, trained as nanoGPT is, on characters of Python's standard library.
+"""A small GPT in flax.linen, trained like nanoGPT, on characters of Python's standard library.
 
-The gradient's norm is clipped, the learning rate warms up and falls as a cosine, and matrices alone
-decay.
+The gradients are clipped by their global norm. The learning rate has a warm-up and a cosine decay.
+Weight decay applies only to matrices.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ LAYERS, WIDTH, HEADS = 2, 48, 4
 
 
 class GPTBlock(nn.Module):
-    """Attention and a perceptron, each behind a norm."""
+    """Attention and a perceptron, each after a norm."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         causal = nn.make_causal_mask(x[..., 0])
-        # no biases, as nanoGPT: that of the keys has no gradient but rounding, which Adam would
-        # scale up
+        # There are no biases, as in nanoGPT. The gradient of a key's bias is zero up to rounding,
+        # which Adam would amplify.
         x = x + nn.SelfAttention(num_heads=HEADS, use_bias=False)(nn.LayerNorm()(x), mask=causal)
         h = nn.gelu(nn.Dense(4 * WIDTH)(nn.LayerNorm()(x)))
         return x + nn.Dense(WIDTH)(h)
 
 
 class GPT(nn.Module):
-    """Scores of the next character; the embedding is also the last layer."""
+    """GPT with a tied embedding; it returns logits of the next token after each token."""
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -48,7 +48,7 @@ class GPT(nn.Module):
 
 
 def configure_optimizer() -> optax.GradientTransformation:
-    """Return AdamW, clipped and scheduled; vectors do not decay."""
+    """Return AdamW with clipping and a schedule, and with weight decay of matrices only."""
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, 6e-3, warmup_steps=10, decay_steps=200, end_value=6e-4
     )
@@ -58,14 +58,14 @@ def configure_optimizer() -> optax.GradientTransformation:
 
 
 def init(key: jax.Array) -> TrainState:
-    """Return the first state."""
+    """Return the initial state."""
     model = GPT()
     params = model.init(key, jnp.zeros((1, LENGTH), int))["params"]
     return TrainState.create(apply_fn=model.apply, params=params, tx=configure_optimizer())
 
 
 def training(value_and_grad: Any = jax.value_and_grad) -> Callable[..., Any]:
-    """Return the step."""
+    """Return the training step."""
 
     @jax.jit
     def train_step(state: TrainState, tokens: jax.Array) -> tuple[TrainState, jax.Array]:

@@ -1,7 +1,7 @@
-"""A model, an optimizer and metrics of nnx, as its first pages have them, on handwritten digits.
+"""A model, an optimizer and metrics of nnx, on handwritten digits, in the style of nnx's tutorial.
 
-The step changes them in place. dtrans takes a step that returns its state, which is nnx's
-functional form: `nnx.merge` before the step, `nnx.state` behind it.
+nnx's step changes these objects in place, but dtrans needs a step that returns the new state. So
+`functional` calls `nnx.merge` before the step and `nnx.state` after it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from examples.libraries import data
 
 
 class MLP(nnx.Module):
-    """A perceptron with batch norm and dropout."""
+    """Perceptron with batch norm and dropout."""
 
     def __init__(self, inputs: int, hidden: int, outputs: int, *, rngs: nnx.Rngs) -> None:
-        # a bias in front of batch norm has no gradient but rounding, which Adam would scale up
+        # Before a batch norm, the gradient of a bias is zero up to rounding, which Adam would
+        # amplify.
         self.linear = nnx.Linear(inputs, hidden, use_bias=False, rngs=rngs)
         self.bn = nnx.BatchNorm(hidden, rngs=rngs)
         self.dropout = nnx.Dropout(0.2, rngs=rngs)
@@ -32,7 +33,7 @@ class MLP(nnx.Module):
 
 
 def build(key: jax.Array) -> tuple[MLP, nnx.Optimizer, nnx.MultiMetric]:
-    """Build all that the step changes."""
+    """Create the objects that the step changes."""
     model = MLP(64, 128, 10, rngs=nnx.Rngs(key))
     optimizer = nnx.Optimizer(model, optax.adamw(5e-3), wrt=nnx.Param)
     metrics = nnx.MultiMetric(accuracy=nnx.metrics.Accuracy(), loss=nnx.metrics.Average("loss"))
@@ -40,12 +41,12 @@ def build(key: jax.Array) -> tuple[MLP, nnx.Optimizer, nnx.MultiMetric]:
 
 
 def init(key: jax.Array) -> Any:
-    """Return the first state."""
+    """Return the initial state."""
     return nnx.state(build(key))
 
 
 def training(value_and_grad: Any = nnx.value_and_grad) -> Callable[..., Any]:
-    """Return the step, in nnx's functional form."""
+    """Return the training step as a function of the state."""
 
     def loss_fn(model: MLP, x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
         logits = model(x)

@@ -1,7 +1,7 @@
-"""A library's step in a strategy: trained, shown, and compared with one device on the same batches.
+"""Distribution of a library's step: training, output, and comparison with one device.
 
-Two calls of `dtrans.trace`, a plan and its job distribute it (`planned`, `train`). The rest is data
-and printing.
+`planned` traces the step and its init, and returns a plan. `train` runs the plan's job. All other
+functions only prepare data or print.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from examples.libraries import EXAMPLES
 
 
 MODES = ("single", "nccl2", "sharding", "pserver", "pipeline")
-LINES = 10  # of results
-BOUND = 1e-10  # in 64 bits; in 32 rounding is amplified, by some models more than by others
+LINES = 10  # number of steps whose results are printed
+BOUND = 1e-10  # bound in 64 bits; in 32 bits, some models amplify rounding too much for a bound
 
 
 def run(
@@ -37,22 +37,22 @@ def run(
     steps: int = 100,
     x64: bool = True,
 ) -> bool:
-    """Train an example, print what comes of it, and compare with one device.
+    """Train an example, print its results, and compare with one device.
 
     Args:
       name: one of `EXAMPLES`.
-      mode: one of `MODES`; `single` is the step on one device, without dtrans.
-      trainers: number of trainers; also that of servers, ranks of sharding or stages of a pipeline.
-      stage: of sharding: 1, 2 or 3.
+      mode: one of `MODES`; "single" runs the step on one device, without dtrans.
+      trainers: number of trainers, and of servers in pserver mode; or of ranks or stages.
+      stage: the ZeRO stage in sharding mode: 1, 2 or 3.
       steps: number of training batches.
-      x64: compute in 64 bits, where what differs is rounding by some 1e-14.
+      x64: True to compute in 64 bits, where results differ by about 1e-14.
 
     Returns:
-      True if the difference is within bounds; in 32 bits there are none.
+      True if the difference is within its bound. In 32 bits there is no bound.
 
     Raises:
-      ConfigError: no such example or mode, or a library is missing. A strategy that refuses the
-        step has its own error.
+      ConfigError: the example or the mode does not exist, or a library is missing.
+      DtransError: the strategy does not support the step.
     """
     if mode not in MODES:
         raise ConfigError(f"there is no mode {mode!r}; {did_you_mean(mode, MODES, 'it is one of')}")
@@ -82,7 +82,7 @@ def run(
         + (
             f"(float64, bound {BOUND:.0e})"
             if x64
-            else "(float32; --x64 tells rounding from anything else)"
+            else "(float32; with --x64, rounding errors are below 1e-10)"
         )
     )
     return apart < BOUND or not x64
@@ -92,7 +92,7 @@ def load(name: str) -> Any:
     """Return the module of an example.
 
     Raises:
-      ConfigError: there is none of this name, or a library that it needs is missing.
+      ConfigError: the example does not exist, or a library is missing.
     """
     if name not in EXAMPLES:
         raise ConfigError(
@@ -105,8 +105,10 @@ def load(name: str) -> Any:
 
 
 def planned(example: Any, mode: str, trainers: int, stage: int = 3) -> Plan:
-    """Return the plan of an example. A pipeline takes `dtrans.value_and_grad` for the library's,
-    and whole batches."""
+    """Return the plan of an example.
+
+    A pipeline needs `dtrans.value_and_grad` in the step, and is traced with the global batch.
+    """
     init, key = _in_default_precision(example.init), jax.random.key(0)
     startup = dtrans.trace(init, key)
     if mode == "pipeline":
@@ -125,7 +127,7 @@ def planned(example: Any, mode: str, trainers: int, stage: int = 3) -> Plan:
 
 
 def one_device(example: Any) -> Callable[..., tuple[Any, ...]]:
-    """Return the step on one device, from a state to the next, as a job's `step` is."""
+    """Return the step on one device with the arguments and results of a job's `step`."""
     step = example.training()
 
     def from_state(state: Any, *batch: Any) -> tuple[Any, ...]:
@@ -138,7 +140,7 @@ def one_device(example: Any) -> Callable[..., tuple[Any, ...]]:
 def train(
     example: Any, state: Any, step: Callable[..., tuple[Any, ...]], steps: int, *, show: bool
 ) -> Any:
-    """Train for some steps, print their results now and then, and return the state."""
+    """Train for some steps, print the results of `LINES` steps, and return the state."""
     for i in range(steps):
         state, *results = step(state, *example.batch(i))
         if show and (i % max(1, steps // LINES) == 0 or i == steps - 1):
@@ -147,13 +149,12 @@ def train(
 
 
 def _parts(state: Any) -> tuple[Any, ...]:
-    """Return the first arguments of a step: one state, or a model and its optimizer's state."""
+    """Return the step's arguments for a state: the state, or the model and the optimizer state."""
     return state if isinstance(state, tuple) else (state,)
 
 
 def _in_default_precision(init: Callable[[jax.Array], Any]) -> Callable[[jax.Array], Any]:
-    """Return a function that makes a state in JAX's default precision; Flax makes it in 32 bits
-    wherever."""
+    """Return an init whose floats have JAX's default precision; flax always creates float32."""
     cast = lambda a: jnp.asarray(a, float) if getattr(a, "dtype", None) == jnp.float32 else a
 
     def wide(key: jax.Array) -> Any:
@@ -167,7 +168,7 @@ def _on_one_device(x: Any) -> Any:
 
 
 def _named(results: Any) -> list[tuple[str, Any]]:
-    """Return numbers that a step returns, with their names."""
+    """Return the results of a step, with their names."""
     found = jax.tree.leaves_with_path(results)
     return [(getattr(path[-1], "key", "loss"), x) for path, x in found]
 

@@ -52,11 +52,14 @@ def pipeline(command: Any) -> Any:
         (["--optimizer", "adm"], "there is no optimizer 'adm'; did you mean adam?"),
         (
             ["--batch-size", "63"],
-            "a batch of 63 images cannot be divided among 2 trainers: give --batch-size a multiple",
+            "a batch of 63 images cannot be divided among 2 trainers; pass a multiple of --trainers",
         ),
-        (["--batch-size", "2000"], "--batch-size must be 1 to 1437, the number of training images"),
+        (
+            ["--batch-size", "2000"],
+            "--batch-size is 2000; expected 1 to 1437, the number of training images",
+        ),
         (["--min-block-size", "100"], "min_block_size must be 8192 or more, it is 100"),
-        (["--plot", "/nowhere/at-all.png"], "there is no directory /nowhere"),
+        (["--plot", "/nowhere/at-all.png"], "the folder /nowhere does not exist"),
         (
             ["--plot", "loss.xyz"],
             "the plot cannot be written to loss.xyz: its name must end in one of",
@@ -310,19 +313,19 @@ def test_simulated_and_out_of_bounds(
     [
         (
             ["--engine", "processes"],
-            "in pipeline mode the engine is mesh or simulate, not 'processes': one process",
+            "--engine is 'processes'; expected mesh or simulate, which run all",
         ),
-        (["--engine", "cloud"], "in pipeline mode the engine is mesh or simulate, not 'cloud'"),
+        (["--engine", "cloud"], "--engine is 'cloud'; expected mesh or simulate"),
         (
             ["--batch-size", "20"],
-            "cannot be divided among 8 micro-batches of 1 replicas: give --batch-size a multiple",
+            "cannot be divided among 8 micro-batches of 1 replicas; pass a multiple of 8",
         ),
-        (["--replicas", "3"], "of 3 replicas: give --batch-size a multiple of 24"),
+        (["--replicas", "3"], "of 3 replicas; pass a multiple of 24 as --batch-size"),
         (
             ["--engine", "simulate", "--plot", "x.png"],
-            "--engine simulate has one device: use --engine mesh",
+            "--engine simulate has only one device; use --engine mesh",
         ),
-        (["--plot", "/nowhere/at-all.png"], "there is no directory /nowhere"),
+        (["--plot", "/nowhere/at-all.png"], "the folder /nowhere does not exist"),
         (["--schedule", "PreferNothing"], "expected one of PreferForward"),
         (
             ["--chunks", "2"],
