@@ -785,9 +785,9 @@ gives no rate. A seed determines the initial parameters and the order of example
 step is one update with the mean of 3 gradients, at 3 times the rate. All seeds ({SEEDS[0]} to
 {SEEDS[-1]}) train in one job: each array has one independent row for each seed.
 
-The *delay* of a gradient counts the gradients of other trainers that the servers have applied since
-the gradient's trainer received parameters. It does not depend on clocks: trainers take turns, and
-the order of turns determines the delays:
+The *delay* of a gradient is the number of other trainers' gradients that the servers have applied
+since this gradient's trainer received parameters. It does not depend on clocks: trainers take turns,
+and the order of turns determines the delays:
 
 - *in turn*: of n trainers, after the first turns, every gradient is n - 1 updates old;
 - *one slow*: the last of 3 trainers has every {ONE_SLOW.slow}th turn, so its gradients are

@@ -165,7 +165,7 @@ def local_savers(job: SavedJob) -> list[str]:
 
 
 def values_to_save(plan: CollectivePlan, who: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arrays that one saver writes, by name, each on a device that already has it."""
+    """Return the arrays that one saver writes, by name, without copies between devices."""
     places, found = _bin_slots(plan), {}
     for row in saver_rows(plan):
         if row.endpoint != who:

@@ -538,7 +538,7 @@ def check_first(name: str, old: np.ndarray, new: np.ndarray) -> None:
 def _locate_rows(
     target: VarDistributed, row: VarDistributed, ids: np.ndarray
 ) -> tuple[slice | np.ndarray, np.ndarray]:
-    """Return the positions in `ids`, and in `target`, of the rows that both contain.
+    """Find the rows of `ids` that are in `target`; return their positions in `ids` and in `target`.
 
     Args:
       target: a slice of a table.
@@ -610,7 +610,7 @@ def _run_of(about: Mapping[str, Any]) -> set[str]:
 
 
 def _tag_of(about: Mapping[str, Any]) -> str | None:
-    """Return the user's tag. In pieces of older versions, the tag identifies the run instead."""
+    """Return the user's tag; None for pieces of older versions, where `tag` identifies the run."""
     return about["tag"] if "run" in about else None
 
 
@@ -630,7 +630,7 @@ def _may_be_replaced(theirs: Mapping[str, Any] | None, mark: Mark) -> bool:
     """Return True if it is certain that no process needs a piece of an incomplete checkpoint.
 
     Args:
-      theirs: the description of the piece; None if the piece is torn.
+      theirs: the description of the piece; None if a crash of the host lost files of the piece.
       mark: the mark of the piece that this process is about to write.
     """
     if theirs is None:
@@ -851,7 +851,7 @@ _one_at_a_time = threading.Lock()
 
 
 def _single_process() -> Any:
-    """Return the options that tell orbax that this is the only process."""
+    """Return options with which orbax treats this process as the only one."""
     me = jax.process_index()
     prefix = f"dtrans-{me}"
     return _orbax().options.MultiprocessingOptions(

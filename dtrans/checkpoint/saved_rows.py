@@ -56,9 +56,8 @@ class RowSegment:
 
     Attributes:
       ids: indices of the rows within the block, increasing.
-      changed: a number for each id. For an existing row it is n + 1, where step n was the last to
-        change the row (n is 0 for an unchanged row). For a row evicted before step n it is
-        -(n + 1).
+      changed: a number for each id. 1: the row exists, and no step has changed it. n + 1: the row
+        exists, and step n was the last to change it. -(n + 1): the row was evicted before step n.
       rows: the existing rows, as one array for the block and one for each state array.
     """
 

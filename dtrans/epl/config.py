@@ -1,4 +1,4 @@
-"""EPL's configuration: its keys and defaults, and the options of `dtrans.pipeline` for them.
+"""EPL's configuration: keys, defaults, and the matching options of `dtrans.pipeline`.
 
 A key is `category.attribute`. In contrast to EPL, unknown keys are errors, and environment
 variables are not read.

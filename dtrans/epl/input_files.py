@@ -45,8 +45,8 @@ def slice_files(
 
     Returns:
       The worker's part of the files, if all rounds are full or one of the options is set. Otherwise
-      all files, repeated as many times as the worker's share. With too few files for one round, the
-      result is always the latter.
+      all files, repeated as many times as the worker's share. If the files do not fill the first
+      round, options have no effect: the result is all files, repeated.
 
     Raises:
       ConfigError: `replicas` is empty or has a number below 1, the worker does not exist, or both

@@ -95,7 +95,7 @@ def resources(option: str, text: str) -> dict[str, float]:
 
 
 class ScriptActor(RoleProcess):
-    """Actor that runs a role as a process. `signal` and `tell_ended` are called during `run`."""
+    """Actor that runs a role as a process. `signal` and `tell_ended` may be called during `run`."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)

@@ -203,7 +203,7 @@ def _attend(child: Child, events: SimpleQueue[Any], ended: EndedRoles, silence: 
     Args:
       child: the role.
       events: messages of the launcher, None at their end, and `child` when the role has ended.
-      ended: the folder in which the role reads which other roles have ended.
+      ended: the folder from which the role learns that other roles have ended.
       silence: seconds without a message after which the launcher counts as lost.
 
     Returns:

@@ -3,7 +3,7 @@
 transpiler   `DistributeTranspiler`, `GeoSgdTranspiler`
 strategies   `sharding`
 config       `DistributeTranspilerConfig`, `Embedding`
-optimizers   Paddle's optimizers, decays and clips, with the numbers of its kernels
+optimizers   Paddle's optimizers, decays and clips, which compute what Paddle's kernels compute
 """
 
 import importlib

@@ -112,7 +112,7 @@ def _backups(
 
 
 def moving_suffixes(mode: Mode) -> tuple[str, ...]:
-    """Return name suffixes of arrays that servers add, and that a zero gradient may change."""
+    """Return name suffixes of the added arrays that change even if the gradient is zero."""
     delay = mode.delay if isinstance(mode, Async | HalfAsync) else None
     if delay is None or delay.decay is None:
         return ()

@@ -36,7 +36,7 @@ def merging(step: Cut) -> Literal["sum", "mean", "none"]:
     enters = propagate(half.inner.eqns, seeds, {})
     for eqn in half.inner.eqns:
         if bits_of(enters, *eqn.outvars) & of_gradient:
-            # An update that a counter selects, as in `optax.MultiSteps`.
+            # A counter decides whether this step applies gradients, as in `optax.MultiSteps`.
             which = bits_of(enters, eqn.invars[0])
             selects_by_state = eqn.primitive.name == "select_n" and which == of_state
             if selects_by_state or eqn.primitive.name in (COND, *LOOPS):

@@ -121,7 +121,7 @@ def _assign(
     """Return the placement `old`, but with newly chosen servers for its blocks.
 
     Args:
-      blocks: blocks whose servers the dispatcher chooses, in the order in which it gets them.
+      blocks: blocks for which the dispatcher chooses servers; it gets them in this order.
       tied: units; each unit is placed on the server with the fewest bytes.
       fixed: blocks that stay on their servers.
     """

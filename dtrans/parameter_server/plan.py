@@ -131,7 +131,7 @@ class PServerPlan(Plan):
       update: facts about the update that servers run.
       tables: leaves that trainers request by rows instead of in full.
       shared: the split of the batch over trainers in an exact step; None for local steps.
-      callers: for each host callback of the step, a sentence that names the role which calls it.
+      callers: for each host callback of the step, a sentence with the role that calls it.
     """
 
     main: Program

@@ -14,7 +14,7 @@ def plan_notes(plan: Any) -> list[str]:
     """Return the remarks: the batch split, servers, traffic, the update, and state on trainers.
 
     Args:
-      plan: a `PServerPlan`. Its class cannot be named here, since its module imports this one.
+      plan: a `PServerPlan`. (This module cannot import the class, whose module imports this one.)
     """
     notes = _batch_notes(plan)
     notes += _server_notes(plan)

@@ -369,7 +369,7 @@ class TrainerCommWriter:
         return {"merge": self.comm.communicator.merge}
 
     def receive_state(self, state: Mapping[str, Var]) -> None:
-        """Write equations that receive the optimizer state that forward reads.
+        """Write the equations that receive optimizer state for the forward pass.
 
         Args:
           state: variables of the step, by name; these equations define them.

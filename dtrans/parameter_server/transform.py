@@ -283,7 +283,7 @@ def served_update(step: Cut, update: UpdateSpec, comm: TrainerCommConfig) -> Ser
 
 
 def check_callbacks(step: Cut, trainers: int, mode: Mode, *, has_tables: bool) -> None:
-    """Raise GradientError for host callbacks that read values which no trainer has."""
+    """Raise GradientError if a host callback reads a value that no trainer has."""
     if trainers > 1:
         check_observers(step.program, step.observers)
     # Without tables, trainers of GEO-SGD run the full step, so they have all values.
@@ -357,7 +357,7 @@ def batch_size_numbers(step: Cut, batch: Batch, comm: TrainerCommConfig) -> Batc
 
 
 def source_line(step: Cut, handed: str) -> str:
-    """Return the line of the user's code that computes a value which trainers send."""
+    """Return the line of the user's code for a value that trainers send to the update."""
     makers = needed_equations(step.program.eqns, [step.handed[handed]])
     return next(filter(None, map(line_of, reversed(makers))), "an unknown line")
 
@@ -380,7 +380,7 @@ def refuse_paddle_exit(on_trainer_exit: str, shared: ExactStep) -> Literal["erro
 def check_arguments(
     step: Cut, parts: Sequence[str] | None, batch: Batch, trainers: int, on_trainer_exit: str
 ) -> None:
-    """Raise an error for an update that reads an argument which servers cannot get.
+    """Raise an error if the update reads an argument that servers cannot get.
 
     Args:
       parts: the result of `sent_parts`.

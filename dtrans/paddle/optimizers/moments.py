@@ -29,7 +29,7 @@ class AdamState(NamedTuple):
       moment1: per leaf, the moving average of gradients.
       moment2: per leaf, the moving average of squared gradients.
       beta1_pow: beta1^t, where t is the number of the next update; one scalar for all leaves.
-      beta2_pow: beta2^t, likewise.
+      beta2_pow: beta2^t; one scalar for all leaves.
     """
 
     count: Any
@@ -276,7 +276,7 @@ def lamb(
       beta2: decay rate of the second moment.
       epsilon: added to the root.
       exclude_from_weight_decay_fn: a function of a leaf's path, e.g. `dense/bias`: True for leaves
-        that do not decay; their steps are scaled all the same. None: all leaves decay.
+        without weight decay, whose steps are also scaled. None: all leaves decay.
       fix: True for `optax.lamb`: the paper's rule, with corrected moments.
 
     Returns:

@@ -90,8 +90,8 @@ def choose_tables(
       analysis: the row analysis of the update.
       startup: the init, whose outputs are named as in the step.
       sparse: as in `dtrans.pserver`.
-      beside: name suffixes of arrays that servers add for each table, and that an update changes
-        even if the gradient is zero.
+      beside: name suffixes of arrays that servers add for each table. These arrays change even if
+        the gradient is zero.
       otherwise: the remedy in the error for an update without a lazy form.
 
     Raises:

@@ -11,8 +11,8 @@ Row analysis (`dtrans.rows`) finds the operations that read the leaf. Picks may 
 of an elementwise operation on all rows (a cast, a factor). Any other operation, such as a matrix
 product with the leaf, needs all rows, so the leaf is no table.
 
-Autodiff creates the zeros with which a gradient begins by a broadcast, which does not read the
-leaf. A backward search from the gradient finds these zeros.
+Autodiff creates these zeros by a broadcast, which does not read the leaf. A backward search from
+the gradient finds them.
 
 Loops, branches and `jax.checkpoint` may contain picks, but a trainer needs all ids before the first
 pick. For a `scan`, the trainer needs the ids of all iterations: they are an input or output of the
@@ -143,7 +143,7 @@ class _Lookup:
 
 @dataclasses.dataclass(eq=False)
 class _Zeros:
-    """Zeros with which the gradients of tables begin.
+    """Arrays of zeros, to which the step adds the rows of a table's gradient.
 
     Attributes:
       of: for each array of zeros, also inside bodies, the layout of its table.
@@ -158,7 +158,7 @@ class _LookupPass(FlowPass):
     """Row analysis that also finds picks of rows, at the top level and inside bodies.
 
     Args:
-      zeros: the zeros with which the gradients of tables begin.
+      zeros: the result of `_find_zeros` for all tables.
       within: as in `FlowPass`.
     """
 
@@ -275,7 +275,7 @@ def _find_zeros(
     row: RowAxis,
     found: _Zeros,
 ) -> None:
-    """Find the zeros with which a gradient begins.
+    """Find the arrays of zeros to which a step adds the rows of a leaf's gradient.
 
     Args:
       eqns: the equations of forward and backward.
@@ -513,7 +513,7 @@ def _refusal(
 def _refused_numbers(
     eqns: Sequence[JaxprEqn], picks: Sequence[_Lookup], tables: set[Var], like: Any
 ) -> dict[str, str]:
-    """Return the reason for each table whose row ids depend on rows of a table."""
+    """Return the tables whose row ids depend on rows of a table, each with a reason for users."""
 
     def depend(numbers: Sequence[Atom]) -> bool:
         return not tables.isdisjoint(variables_read(numbers_first(eqns, numbers, like)))

@@ -205,7 +205,7 @@ def find_waiting(analysis: RowAnalysis, leaf: str) -> str:
 
 
 def _arrays_with_rows(analysis: RowAnalysis, leaf: str) -> dict[str, Var]:
-    """Return the arrays with rows of a leaf that the update reads and replaces, by name."""
+    """Return the arrays that the update changes and that have a row for each row of the leaf."""
     found = {}
     for n, v in analysis.inputs.items():
         layout = analysis.layout(v)
@@ -281,7 +281,7 @@ def _decider(
 
 
 def constant_outputs(program: Program) -> dict[str, Any]:
-    """Return a dict that maps each init output that is filled with one number to this number."""
+    """Return {name: number} for the outputs of an init that are filled with one number."""
     followed = _FollowedRow("", Flow({}), program.inner.eqns, {})
     found = {}
     for n, a in program.outvars.items():

@@ -40,7 +40,7 @@ class Attempt:
       optional: ids of the trainers whose failure does not end the job.
       site: the hosts of the roles.
       guard: kills the roles if this process is killed.
-      ended_roles: the folder in which each role reads which other roles have ended.
+      ended_roles: the folder from which roles learn that other roles have ended.
       look: called every LOOK seconds while roles run, and after each end of a role, or None.
 
     Attributes:
@@ -148,8 +148,8 @@ class Attempt:
 
         Args:
           was_reached: True if every host ran its roles in an earlier attempt.
-          has_cuts: True if roles of the job take part in epochs. Then a role that ended because it
-            lost another one counts as lost, too.
+          has_cuts: True if roles of the job take part in epochs. Then a role also counts as lost if
+            it ended because it lost another role.
         """
         if self.failed is None or is_lost(self.failed, was_reached):
             return self.failed

@@ -84,8 +84,8 @@ def connect(
       role: the role of this process; by default from the environment.
       deadline: seconds to wait for the other trainers: at `connect`, for a new batch shape, and at
         the end of the job.
-      patience: seconds without a message from another process after which that process counts as
-        dead; at most the deadline. The job survives shorter pauses of a process.
+      patience: another process counts as dead if it sends no message for this number of seconds; at
+        most the deadline. The job survives shorter pauses of a process.
       allow_remote: True to allow endpoints on other hosts, and connections between pipeline stages
         on several hosts. All processes then need the same DTRANS_TOKEN. The default is True if
         DTRANS_ALLOW_REMOTE is 1. JAX's own connections use no token and are not encrypted, so set
@@ -288,7 +288,7 @@ def heartbeat_timeout(patience: float, loss: str) -> int:
 
 
 def bind_address(coordinator: str) -> str:
-    """Return the address that JAX's coordinator should bind in a job that a scheduler started.
+    """Return the address for JAX's coordinator to bind, if a scheduler started the job.
 
     Args:
       coordinator: the address that JAX detected, `host:port`.

@@ -143,7 +143,7 @@ class JobEpochs:
         return self._newest() is not None
 
     def go_back(self, lost: str) -> None:
-        """Grant the next epoch, for a role that starts again in place."""
+        """Grant the next epoch, before a lost role starts again in place."""
         self._started[lost] = self.epoch.number + 1
         self._grant_next()
         self._is_pending = True
@@ -156,7 +156,7 @@ class JobEpochs:
         return f"all roles go back to step {self.epoch.cut}"
 
     def start_again(self) -> None:
-        """Grant the next epoch, for all roles, which start again."""
+        """Grant the next epoch, before all roles start again."""
         self._started = dict.fromkeys(self._names, self.epoch.number + 1)
         self._is_pending = False
         if self._newest() is None:
@@ -185,7 +185,7 @@ class JobEpochs:
     # -- reports ---------------------------------------------------------------------------------
 
     def reports(self, running: Collection[str]) -> list[LostReport]:
-        """Return the reports in which running roles say that they lost a role in this epoch.
+        """Return the reports of lost roles that running roles wrote in the current epoch.
 
         Reports about a process that is still starting are left out. They are about the role's
         previous process: a server has read its first message after its loss.

@@ -38,7 +38,7 @@ from dtrans.run.net.ended_roles import EndedRoles
 from dtrans.run.net.epoch_folder import LostReport
 
 
-BACK_OFF = 1.0  # seconds before the second restart of all; each further pause is twice as long
+BACK_OFF = 1.0  # seconds before the second restart of all roles; each further wait is twice as long
 # Seconds before a restart after the connection to a host was lost. The agent on that host ends its
 # role within 5 seconds, and the role's port is in use until then.
 HOST_PAUSE = 8.0

@@ -123,5 +123,5 @@ def check_place(endpoint: str, address: str, host: str) -> None:
 
 
 def jax_variables(device: int) -> dict[str, str]:
-    """Return JAX's variables for a trainer of nccl2 mode that uses one device of its host."""
+    """Return JAX's environment variables for a trainer that uses one device of its host."""
     return {"JAX_ENABLE_PREEMPTION_SERVICE": "0", "JAX_LOCAL_DEVICE_IDS": str(device)}

@@ -65,7 +65,7 @@ class WatchedTrainers:
 
     @property
     def known(self) -> dict[int, Trainer]:
-        """The trainers from which a message has arrived, or which have ended."""
+        """The trainers that have sent a message or have ended, and trainer 0."""
         now = time.monotonic()
         found = {0: Trainer("", b"", heard_at=now)}
         for k in sorted({*self.heard, *self._members.ended}):
