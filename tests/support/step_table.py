@@ -35,8 +35,8 @@ steps.
 The tests verify each plan by [`plan.verify()`](verify.md), without a tolerance. Strategies are
 nccl2 mode, sharding stages 1 to 3, synchronous parameter servers, and pipelines with two stages.
 Plans have two trainers and 12 rows, or three trainers and 13 rows. Pipelines have no trainers, and
-always 12 rows. Steps that a strategy refuses are left out. Seven jobs also run, at least one for
-each strategy: their parameters, optimizer state and results equal those of one device within 1e-12
+always 12 rows. Steps that a strategy refuses are left out. The tests also run seven jobs, at least
+one for each strategy. Their parameters, state and results equal those of one device within 1e-12
 (64 bits). `make docs` generates the table, for {TRAINERS} trainers or micro-batches and
 {ROWS} rows.
 
