@@ -4,21 +4,21 @@
     w = all_gather x
     y = dot_general h w         the first equation of a window (`dtrans.zero.live_ranges`)
 
-A leaf stays gathered for a *window* of equations. The backward pass gathers the leaf again, because
-JAX has differentiated the step before this rewrite: backward equations read the leaf itself.
-`after` keeps XLA from merging two gathers of one slice, and from starting all gathers at once. With
-a prefetch of k, a gather is written k windows ahead.
+A leaf stays gathered for a *window* of equations: from one equation that reads the leaf to another.
+The backward pass gathers the leaf again, because its equations also read the leaf. Without `after`,
+XLA would merge two gathers of one slice, or start all gathers at once. With `prefetch=k`, a rank
+gathers a leaf k windows before the leaf is needed.
 
 `dtrans.zero.slice_analysis` finds the values that can be computed as slices. A loop over layers
-takes slices of the stacked layers, gathers one layer in each iteration, and returns results as
-slices. A penalty such as sum(w ** 2) is computed on slices, and then summed over ranks. The loop
-that computes gradients of layers also scatters these (`dtrans.zero.scatter_flow`). So no rank
+takes slices of the stacked layers, gathers one layer in each iteration, and returns slices. A
+penalty such as sum(w ** 2) is computed on slices, and then summed over ranks. A loop that computes
+gradients of layers also scatters these gradients (`dtrans.zero.scatter_flow`). So no rank
 stores the stack of gathered layers, or the stack of full gradients. With a prefetch, the loop
 gathers the first leaf of the next layer while it computes the current layer
 (`dtrans.zero.prefetch`).
 
-Source: stage 3 of ZeRO (arXiv 1910.02054); in Paddle, `_shard_parameter` of
-auto_parallel_sharding.py, which broadcasts whole variables for each operator that reads them.
+Source: stage 3 of ZeRO (arXiv 1910.02054). In Paddle, `_shard_parameter` of
+auto_parallel_sharding.py broadcasts a full variable to each operator that reads it.
 """
 
 from __future__ import annotations
@@ -53,24 +53,23 @@ Prefetch = tuple[Callable[[Any], Any], int]
 
 
 class Gatherer(SliceWriter):
-    """Writer of equations that read leaves, and of the gathers of these leaves.
+    """Writer of equations that gathers each sliced leaf before an equation reads the full leaf.
 
     Call `begin` once, then `emit` with each equation in order.
 
     Attributes:
-      slice_results: outputs of the equations that are returned as slices.
-      uses: the windows in which leaves are gathered.
+      slice_results: the results to return as slices.
+      uses: the windows: for each leaf, the equations during which it stays gathered.
     """
 
     slice_results: Collection[Var]
     uses: LiveRanges
 
     def begin(self, ends: Sequence[tuple[int, Atom]], slice_results: Collection[Var]) -> None:
-        """Plan the windows.
+        """Choose the windows in which leaves stay gathered; call this before the first `emit`.
 
         Args:
-          ends: the values to return, as pairs (index of the equation that computes the value,
-            value).
+          ends: the results, as pairs (index of the equation that computes the value, value).
           slice_results: the values in `ends` to return as slices.
         """
         self.slice_results = slice_results
@@ -83,25 +82,25 @@ class Gatherer(SliceWriter):
             self.eqns, self.roots, self.reads, self.roles, full_ends, once=self.how.once
         )
         self._gathered_leaves: dict[int, Atom] = {}  # id of a window -> gathered leaf
-        # (value, ids of windows) or (slice, dtype) -> value
+        # written values by key: (value, ids of windows) in full, or (slice, dtype) for a cast slice
         self._derived: dict[tuple[Any, ...], Atom] = {}
         self._emitted = 0  # number of equations passed to `emit` so far
         self._at = 0  # index of the equation that is being written
         self._next = 0  # index of the next window to gather
         self._begun = 0  # number of windows that have begun
-        # for each begun window, a value computed just before it
+        # for each window that has begun, a value that is computed just before it
         self._anchors: list[Atom | None] = []
         self._last: Atom | None = None  # latest value that a gather may wait for
 
     # -- equations ---------------------------------------------------------------------------------
 
     def emit(self, eqn: JaxprEqn) -> None:
-        """Write the next equation, after the gathers that it needs.
+        """Write the gathers that the next equation needs, then the equation.
 
-        If the equation runs on slices, `slice_of` writes it when its result is first read.
+        If the equation runs on slices, `slice_of` writes it later, when its result is first read.
 
         Args:
-          eqn: the equation, as the step has it: before calls in its bodies are inlined.
+          eqn: the next equation of the step, in which calls are not inlined yet.
         """
         i, self._emitted = self._emitted, self._emitted + 1
         if i in self.scattering.steps:
@@ -114,7 +113,7 @@ class Gatherer(SliceWriter):
             self.write_reduction(i)
 
     def _write(self, i: int, eqn: JaxprEqn) -> None:
-        """Write an equation on full values, or an equation whose bodies read slices."""
+        """Write an equation that reads full values, or whose bodies read slices."""
         self._gather_for(i, eqn)
         if i in self.entered:
             self._write_bodies(i)
@@ -127,11 +126,11 @@ class Gatherer(SliceWriter):
                 self._last = v
 
     def result(self, atom: Atom, maker: int) -> Atom:
-        """Return a result of the equations: as a slice if `begin` asked for slices, else in full.
+        """Return the new variable of a result: a slice if `slice_results` lists it, else in full.
 
         Args:
-          atom: the value.
-          maker: the index of the equation that computes the value. `emit` has written it already.
+          atom: the result, one of the values in `ends`.
+          maker: the index of the equation that computes the result. `emit` has written it already.
         """
         if isinstance(atom, Var) and atom in self.slice_results:
             return self.slice_of(atom)
@@ -153,7 +152,7 @@ class Gatherer(SliceWriter):
         return self._derived[key]
 
     def _write_full(self, atom: Var) -> Atom:
-        """Return a gathered leaf, or compute a value from gathered leaves."""
+        """Return the gathered leaf; for a value computed from leaves, write its equation again."""
         if atom not in self.uses.derived:
             return self._gathered_leaves[id(self.uses.window(atom, self._at))]
         eqn = self.uses.derived[atom]
@@ -167,7 +166,7 @@ class Gatherer(SliceWriter):
     # -- gathers -----------------------------------------------------------------------------------
 
     def _gather_for(self, i: int, eqn: JaxprEqn | None) -> None:
-        """Write the gathers of windows that begin at equation `i`, and of windows to prefetch."""
+        """Gather the leaves that equation `i` is the first to read, and the leaves to prefetch."""
         self._at = i
         windows = self.uses.windows
         while self._begun < len(windows) and windows[self._begun].first <= i:
@@ -191,9 +190,9 @@ class Gatherer(SliceWriter):
             self._next += len(group)
 
     def _anchor(self, eqn: JaxprEqn | None) -> Atom | None:
-        """Return a value for a gather to wait for: an operand of the equation.
+        """Return the value that the next gather waits for: the last full float operand of `eqn`.
 
-        If no operand qualifies, return the latest value that does.
+        If `eqn` has none, return the latest full float value that was computed.
         """
         for a in reversed(eqn.invars if eqn else ()):
             if isinstance(a, Var) and a not in self.roots and self._can_be_waited_for(a):
@@ -201,12 +200,12 @@ class Gatherer(SliceWriter):
         return self._last
 
     def _can_be_waited_for(self, v: Var) -> bool:
-        """Return True for a float value that the program computes in full, not as slices."""
+        """Return True if the program computes `v` in full, and `v` is a float array."""
         exists = v not in self.env and v not in self.rows and not self.b.is_constant(v)
         return exists and bool(v.aval.size) and bool(jnp.issubdtype(v.aval.dtype, jnp.floating))
 
     def _gather(self, windows: Sequence[LiveRange], anchor: Atom | None) -> None:
-        """Gather the leaves of windows: one `all_gather` for each pair of type and dimension."""
+        """Write one `all_gather` for all leaves that have the same type and cut dimension."""
         b = self.b
         groups: dict[tuple[Any, int], list[LiveRange]] = {}
         for window in windows:
@@ -228,7 +227,7 @@ class Gatherer(SliceWriter):
                 self._gathered_leaves[id(window)] = self._without_end(x, axis, size)
 
     def _cast(self, x: Atom, dtype: Any) -> Atom:
-        """Cast a slice; a second call returns the first result."""
+        """Return a slice as `dtype`; write the cast once."""
         key = (x, jnp.dtype(dtype))
         if key not in self._derived:
             self._derived[key] = self.b.call(converted(jnp.dtype(dtype)), x)[0]
@@ -237,7 +236,7 @@ class Gatherer(SliceWriter):
     # -- loops -------------------------------------------------------------------------------------
 
     def _write_bodies(self, i: int) -> None:
-        """Write an equation whose bodies read or return slices: a loop, a branch, or a remat."""
+        """Write a loop, a branch or a remat whose bodies read or return slices."""
         eqn, entered = self.eqns[i], self.entered[i]
         wires, wanted = wiring(eqn), entered.wanted
         atoms: list[Atom] = []
@@ -273,14 +272,14 @@ class Gatherer(SliceWriter):
     def write_body(
         self, sliced: Collection[int], wires: Wiring
     ) -> tuple[ClosedJaxpr, Prefetch | None]:
-        """Write all equations of the body that this object analyzes.
+        """Write the body for which this writer was created.
 
         Args:
           sliced: indices of the outputs to return as slices.
           wires: maps inputs and outputs of the body to operands and outputs of its equation.
 
         Returns:
-          The body; and the gather of its first layer if the loop prefetches that layer, else None.
+          A pair (new body, prefetch). If the loop prefetches no layer, `prefetch` is None.
         """
         outvars = self.inner.outvars
         # a body may return one variable twice: as a slice and as a full value
@@ -303,10 +302,10 @@ class Gatherer(SliceWriter):
         return self.b.build(outs), prefetch
 
     def _prefetch_first(self, layers: Sequence[Var]) -> Prefetch | None:
-        """Return the gather of the body's first leaf, and add an input for the gathered leaf.
+        """Let the body take its first gathered layer as an input; return the layer's gather.
 
-        The loop gathers the leaf one iteration ahead, and passes it in. If the first leaf that the
-        body gathers is no scanned layer, return None.
+        The loop gathers this layer one iteration earlier. If the first leaf that the body gathers
+        is not a layer of a scanned stack, change nothing and return None.
         """
         windows, shards = self.uses.windows, self.shards
         if not windows or windows[0].leaf not in self.slice_inputs.slices:
@@ -332,14 +331,14 @@ class Gatherer(SliceWriter):
 def _segment(
     windows: Sequence[LiveRange], largest: float, is_available: Callable[[LiveRange], bool]
 ) -> list[LiveRange]:
-    """Return the next windows to gather together, from the start of `windows`.
+    """Return the windows at the start of the list whose leaves are gathered together.
 
-    All returned windows begin in the forward pass, or all in the backward pass. The list is empty
-    if the slice of the first window's leaf cannot be computed yet.
+    All returned windows have one role, forward or backward. The result is empty if the slice of the
+    first window's leaf cannot be computed yet.
 
     Args:
       windows: the windows whose leaves are not gathered yet.
-      largest: the limit in bytes for the leaves together; one larger leaf is gathered alone.
+      largest: the limit in bytes for the sum of the leaves. A larger leaf is gathered alone.
       is_available: returns True if the slice of a window's leaf can be computed.
     """
     total = 0

@@ -1,12 +1,12 @@
-"""Choice of the leaves that are cut over the ranks of a sharding axis, and of their dimensions.
+"""Choice of the leaves to cut into one slice per rank, and of the dimension to cut.
 
-Every rank has the same number of rows of a leaf. If the degree does not divide the rows, the last
-rows of the last ranks are *padding*. Padding is zero in the first state. Gathers drop padding, and
+All slices of a leaf have the same number of rows. If the number of ranks does not divide the rows,
+the last slices end with *padding*. Padding is zero in the first state. Gathers drop padding, and
 norms omit it.
 
-A leaf is cut along its first dimension. If that dimension is shorter than the number of ranks (the
-kernel of a convolution), the leaf is cut along its longest other dimension. If loops read a stack
-layer by layer, the stack is cut along a later dimension: each rank has a slice of every layer.
+A leaf is cut along its first dimension. If that dimension is shorter than the number of ranks, as
+in the kernel of a convolution, the longest dimension is cut. A stack that loops read layer by layer
+is cut along a later dimension, so that each rank has a slice of every layer.
 These leaves are not cut:
 
   - leaves without dimensions;
@@ -16,12 +16,12 @@ These leaves are not cut:
   - leaves that no gradient updates;
   - leaves without optimizer state whose gradient is equal on all ranks without communication.
 
-The optimizer's state is cut along the rows of its leaf. If an update mixes rows (Muon, Shampoo),
-leaf and state are cut too, and the update gathers the operands that it needs
+The optimizer's state is cut along the same rows as its leaf. If an update mixes rows (Muon,
+Shampoo), leaf and state are cut too, and the update gathers the operands that it needs
 (`dtrans.zero.update`).
 
-Source: the sharding pass of Paddle (auto_parallel_sharding.py) assigns whole variables to owners.
-ZeRO cuts them into slices (Rajbhandari et al., arXiv 1910.02054).
+Source: ZeRO cuts variables into slices (Rajbhandari et al., arXiv 1910.02054). The sharding pass of
+Paddle (auto_parallel_sharding.py) assigns each variable to one owner instead.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ class Sliced:
     Attributes:
       axis: the dimension that is cut.
       size: the length of that dimension, without padding.
-      part: the number of entries of each rank.
+      part: the length of a slice along that dimension, with padding.
       degree: the number of ranks.
-      width: the number of adjacent entries that stay on one rank, because they belong to one row of
-        a leaf.
+      width: the number of adjacent entries that belong to one row of the leaf, and so are not
+        divided between two ranks.
     """
 
     axis: int
@@ -75,7 +75,7 @@ class Sliced:
 
     @property
     def padded(self) -> int:
-        """Length of the dimension, with padding."""
+        """Length of the cut dimension, with padding."""
         return self.part * self.degree
 
     def rank_type(self, aval: Any) -> Any:
@@ -87,19 +87,20 @@ class Sliced:
         return resized(aval, self.axis, self.padded)
 
     def padding(self, aval: Any) -> int:
-        """Return the number of padding elements on all ranks together."""
+        """Return the number of padding elements, summed over all ranks."""
         return (self.padded - self.size) * (math.prod(aval.shape) // self.size)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Slices:
-    """The leaves and the arrays of the optimizer's state that are cut.
+    """Choice of the leaves and the arrays of optimizer state to cut into slices.
 
     Attributes:
-      analysis: the row analysis of the optimize half; its rows are along the chosen dimensions.
-      leaves: the cut leaves.
-      state: the arrays of the optimizer's state that are cut, by name.
-      unsliced: maps each leaf that is not cut to the reason.
+      analysis: the row analysis of the optimize half: which values it computes row by row. The rows
+        of a leaf are the entries along its chosen dimension.
+      leaves: the sliced leaves, by name.
+      state: the sliced arrays of the optimizer's state, by name.
+      unsliced: maps each leaf that is not cut to the reason, such as "it has no dimensions".
       replicated: leaves whose gradients are equal on all ranks without communication.
     """
 
@@ -111,7 +112,7 @@ class Slices:
 
     @property
     def cuts(self) -> dict[Name, Sliced]:
-        """Inputs of the update that are slices: leaves, their gradients and arrays of the state."""
+        """Sliced inputs of the update: leaves, gradients and arrays of the state."""
         found: dict[Name, Sliced] = {Gradient(n): sliced for n, sliced in self.leaves.items()}
         found.update(self.leaves)
         found.update(self.state)
@@ -128,20 +129,20 @@ def choose_slices(
     differing: Collection[Name] = (),
     planned: Slices | None = None,
 ) -> Slices:
-    """Choose the leaves and the state to cut, and the dimension along which to cut each.
+    """Choose the leaves and arrays of state to cut into slices, and the dimension to cut in each.
 
     Args:
-      step: the step, cut.
+      step: the step, divided at its gradients.
       degree: the number of ranks.
-      least: leaves with fewer elements are not cut.
+      least: the minimum number of elements of a leaf that is cut.
       in_layers: True to try later dimensions too, for stacks that loops read layer by layer.
-      sliced_in_use: True if leaves are sliced in the forward pass too (stage 3).
+      sliced_in_use: True if the forward pass also reads slices (stage 3).
       differing: inputs of the update that differ from rank to rank.
-      planned: the choice for another batch size; cut the same dimensions again.
+      planned: an earlier choice for another batch size. The same dimensions are cut again.
     """
     axes = _choose_axes(step, degree, in_layers, planned)
     with warnings.catch_warnings():
-        # the engine gathers operands of unknown primitives, and warns about them later
+        # for unknown primitives, the engine later gathers the operands, and then warns
         warnings.simplefilter("ignore", UnknownPrimitiveWarning)
         later_axes = {n: axis for n, axis in axes.items() if axis}
         analysis = analyse(step.optimize, step.params, later_axes)
@@ -174,10 +175,7 @@ def choose_slices(
 
 
 def _choose_axes(step: Cut, degree: int, in_layers: bool, planned: Slices | None) -> dict[str, int]:
-    """Map each leaf that can be cut to the dimension to cut.
-
-    Arguments as for `choose_slices`.
-    """
+    """Return the dimension to cut, by leaf; omit leaves that cannot be cut."""
     axes: dict[str, int] = {}
     for n in step.params:
         axis = _choose_axis(step.program.inputs[n].shape, degree)
@@ -189,13 +187,12 @@ def _choose_axes(step: Cut, degree: int, in_layers: bool, planned: Slices | None
 
 
 class _SliceRules:
-    """Rules that decide if a leaf is cut.
+    """Rules that decide if a leaf is cut; `choose_slices` describes most arguments.
 
     Args:
-      step, degree, least, sliced_in_use, differing: as for `choose_slices`.
       axes: maps each leaf that can be cut to the dimension to cut.
       analysis: the row analysis of the optimize half.
-      homes: maps each array of the state to its leaf and its row dimension.
+      homes: maps an array of the state to a pair (leaf, row dimension of the array).
 
     Attributes:
       replicated: leaves whose gradients are equal on all ranks without communication.
@@ -225,7 +222,7 @@ class _SliceRules:
                 self.state_read[leaf] = name
 
     def reason_unsliced(self, leaf: str) -> str:
-        """Return the reason for which a leaf is not cut; "" if it is cut."""
+        """Return the reason why a leaf is not cut; "" if it is cut."""
         step, t = self.step, self.step.program.inputs[leaf]
         if leaf not in step.optimized:
             return step.reason_not_optimized(leaf)
@@ -252,7 +249,7 @@ class _SliceRules:
 
 
 def _find_state_homes(analysis: RowAnalysis) -> dict[str, tuple[str, RowAxis | None]]:
-    """Map each array of the optimizer's state to a pair (leaf, row dimension of the array).
+    """Return a pair (leaf, row dimension) for each array of optimizer state, by name.
 
     If the update mixes rows of the array, the row dimension is None.
     """
@@ -269,11 +266,11 @@ def _find_state_homes(analysis: RowAnalysis) -> dict[str, tuple[str, RowAxis | N
 def _choose_state_row(
     shape: tuple[int, ...], leaf: tuple[int, ...], axis: int, degree: int, least: int
 ) -> RowAxis | None:
-    """Return the dimension along which to cut a state array whose rows the update mixes.
+    """Return the dimension to cut in a state array whose rows the update mixes.
 
-    If the shape of the array ends with the shape of its leaf, the array is cut like the leaf. Any
-    other array, such as a preconditioner, is cut if it has at least `least` elements, and one of
-    its dimensions is long enough. Otherwise return None.
+    If the array's shape ends with the leaf's shape, the array is cut like the leaf. Another array,
+    such as a preconditioner, is cut if it has at least `least` elements and a dimension that
+    is long enough. Return None for an array that is not cut.
     """
     if shape[-len(leaf) :] == leaf:
         return cut_along(len(shape) - len(leaf) + axis)
@@ -284,7 +281,10 @@ def _choose_state_row(
 
 
 def _choose_axis(shape: tuple[int, ...], degree: int, first: int = 0) -> int | None:
-    """Return the dimension to cut, `first` or later; None if padding would more than double it."""
+    """Return the dimension to cut, `first` or later.
+
+    Return None if padding would more than double the dimension.
+    """
     if len(shape) <= first:
         return None
     if shape[first] >= degree:
@@ -299,8 +299,7 @@ def _choose_axis(shape: tuple[int, ...], degree: int, first: int = 0) -> int | N
 def _find_replicated_gradients(step: Cut) -> set[str]:
     """Return the leaves whose gradients are equal on all ranks without a reduction.
 
-    Such a gradient depends only on values that all ranks have: not on the batch, and not on the
-    index of the rank.
+    Such a gradient does not depend on the batch or on the index of the rank.
     """
     batch = values_at(step.program.invars, step.batch)
     local = local_values(step.program.inner.eqns, batch)
@@ -308,13 +307,13 @@ def _find_replicated_gradients(step: Cut) -> set[str]:
 
 
 def _choose_layer_axes(step: Cut, axes: Mapping[str, int], degree: int) -> dict[str, int]:
-    """Choose the dimensions to cut so that the largest gather of each leaf is small.
+    """Return the dimension to cut, by leaf, that makes the largest gather of the leaf smallest.
 
-    An attempt assigns a dimension to every leaf, and analyzes the step once.
+    Each attempt cuts a later dimension of all leaves, and analyzes the step once.
 
     Args:
-      step: the step.
-      axes: the default dimensions.
+      step: the step, divided at its gradients.
+      axes: the default dimension of each leaf.
       degree: the number of ranks.
     """
     eqns, roles = trainer_equations(step)
@@ -338,7 +337,7 @@ def _choose_layer_axes(step: Cut, axes: Mapping[str, int], degree: int) -> dict[
         for n, axis in tried.items():
             if largest.get(n, 0) < smallest.get(n, math.inf):
                 best[n], smallest[n] = axis, largest.get(n, 0)
-        # keep the default dimension of a leaf, if with it loops gather only parts of the leaf
+        # keep the default dimension if loops then gather only parts of the leaf
         following: dict[str, int] = {}
         for n in tried:
             if first > 1 or smallest[n] == vars_of[n].aval.size:
@@ -352,7 +351,7 @@ def _choose_layer_axes(step: Cut, axes: Mapping[str, int], degree: int) -> dict[
 def summed_gradients(
     step: Cut, eqns: Sequence[JaxprEqn], leaves: Collection[str]
 ) -> dict[Var, str]:
-    """Map each gradient that only the update reads to its leaf.
+    """Return the gradients that only the update reads, with the leaf of each.
 
     Loops may compute these gradients as slices.
     """
@@ -367,7 +366,7 @@ def summed_gradients(
 
 
 def trainer_equations(step: Cut) -> tuple[list[JaxprEqn], list[str]]:
-    """Return the forward and backward equations, and their roles; calls in bodies are inlined."""
+    """Return the forward and backward equations with calls in bodies inlined, and their roles."""
     eqns: list[JaxprEqn] = []
     roles: list[str] = []
     for eqn, role in zip(step.program.eqns, step.program.roles, strict=True):

@@ -1,12 +1,12 @@
 """Forward values that an update reads: the loss, statistics of activations, counts of rows.
 
-A rank's update has slices of parameters, and the rank's part of the batch. If the update computed
+A rank's update reads slices of parameters, and the rank's part of the batch. If the update computed
 `x @ w` from slices, the sum over ranks would mix different rows of the batch. So the forward pass
-computes such values from full parameters, and hands them to the update
+computes such values from full parameters, and passes them to the update
 (`dtrans.step.handed_values`).
 
-If an equation of the update reads the batch and reduces over the rows of a leaf, the leaf is not
-cut (`leaves_that_meet_the_batch`).
+If an equation of the update combines a leaf's rows with the batch, the leaf is not cut
+(`leaves_that_meet_the_batch`).
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from dtrans.zero.rank_values import local_values
 
 
 def with_forward_values(step: Cut, options: ShardingOptions) -> Cut:
-    """Return a step whose update takes forward values as inputs (`Cut.handed`).
+    """Return the step with an update that takes forward values as inputs (`Cut.handed`).
 
-    If ranks own whole leaves, the forward pass also computes the values that need a collective.
-    Otherwise an owner's branch would run a collective that other ranks never reach.
+    If each rank updates complete leaves, the forward pass also computes values that need a
+    collective. In the update, only one rank would reach the collective.
     """
     if options.trainers == 1:
         return step
@@ -75,7 +75,7 @@ def leaves_that_meet_the_batch(
       differing: the inputs of the update that differ from rank to rank.
 
     Returns:
-      A dict: leaf -> reason, a clause for a message to the user.
+      The reason by leaf, as in "its update mixes it with each rank's rows of the batch (...)".
     """
     eqns = analysis.half.eqns
     local = local_values(eqns, values_at(analysis.inputs, differing), completed=_completed())

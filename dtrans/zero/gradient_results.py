@@ -1,7 +1,7 @@
 """Results that a step computes from sliced gradients: a norm, a count of non-finite numbers.
 
-The equations of these results form an optimize half, which the engine rewrites for slices like the
-optimize half of an update (`dtrans.zero.update`).
+The equations of these results form an `OptimizeHalf` that updates no leaf. The engine rewrites
+it for slices like an update (`dtrans.zero.update`).
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from dtrans.zero.forward_values import leaves_that_meet_the_batch
 
 
 class GradientResults:
-    """Results that a step computes from gradients, as an optimize half that updates no leaf.
+    """Program part that computes a step's results from gradients, such as a norm.
 
     Args:
-      step: the step, cut.
-      leaves: the cut leaves.
+      step: the step, divided at its gradients.
+      leaves: the sliced leaves, by name.
       computed: the values of the step that the program has computed so far.
       differing: the values of the step that differ from rank to rank.
 
     Attributes:
       half: computes the results from gradients, parameters and other values.
-      others: maps each input of `half` that is neither gradient nor parameter to its variable in
+      others: the inputs of `half` that are neither gradients nor parameters: name -> variable of
         the step.
-      mixed: cut leaves that the results combine with values that differ from rank to rank. The
+      mixed: sliced leaves that the results combine with values that differ from rank to rank. The
         results read these leaves and their gradients in full.
     """
 
@@ -67,7 +67,7 @@ class GradientResults:
     def _name_inputs(
         self, step: Cut, b: Builder, eqns: Sequence[JaxprEqn], wanted: Sequence[Atom]
     ) -> dict[Var, Name]:
-        """Map each input of the half to its name; fill `others`."""
+        """Return the name of each input of `half`; add the other values to `others`."""
         names: dict[Var, Name] = {v: Gradient(n) for n, v in step.boundary.items()}
         names |= {v: n for n, v in step.program.invars.items() if n in step.params}
         computed = set(outputs_of(eqns))
@@ -98,7 +98,7 @@ class GradientResults:
             if isinstance(n, str) and n in step.params:
                 params.append(n)
                 values.append(v)
-        # the row analysis follows only leaves that are inputs and outputs
+        # the row analysis follows a leaf only if it is an input and an output
         jaxpr = b.build([*wanted, *values])
         out_names = (*step.from_gradients, *params)
         half = OptimizeHalf(jaxpr, tuple(self.inputs.values()), out_names)

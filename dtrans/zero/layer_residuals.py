@@ -1,10 +1,10 @@
-"""Rewrite of loops: recompute, instead of store, the residuals that depend on parameters only.
+"""Rewrite of loops so that residuals that depend only on parameters are not stored.
 
     forward: scan w -> h, stack of bf16(w)      becomes    forward: scan w -> h
     backward: scan (stack of bf16(w)) ...                  backward: scan w ..., begins with bf16(w)
 
-The forward loop then stores no copies of layers. The backward loop gathers each layer in the type
-in which it reads the layer.
+The backward loop computes such a residual again, from the parameters. So the forward loop stores
+no copies of layers.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from dtrans.zero.slice_analysis import SliceAnalysis, is_cheap
 
 
 class _LayerResidual(NamedTuple):
-    """Stacked output of a loop, computed layer by layer from one scanned stack of layers.
+    """Stacked output of a scan that each iteration computes from one layer of parameters.
 
     Attributes:
       out: the index of the output.
-      stack: the index of the operand with the layers.
-      chain: the equations that compute the residual from a layer.
+      stack: the index of the operand that stacks the layers.
+      chain: the equations that compute the output from a layer.
     """
 
     out: int
@@ -47,14 +47,14 @@ class _LayerResidual(NamedTuple):
 
 
 def rematerialize_layers(analysis: SliceAnalysis, wanted: Collection[Atom]) -> list[JaxprEqn]:
-    """Rewrite loops so that they no longer output values that depend on layers alone.
+    """Rewrite loops so that they recompute values that depend only on parameters.
 
     Args:
       analysis: the analysis of the equations.
-      wanted: values that are read after these equations.
+      wanted: values that are read after these equations, and so must remain outputs.
 
     Returns:
-      The equations with the rewritten loops.
+      All equations of the analysis, with rewritten loops.
     """
     eqns = list(analysis.eqns)
     for i, eqn in enumerate(eqns):
@@ -71,7 +71,7 @@ def rematerialize_layers(analysis: SliceAnalysis, wanted: Collection[Atom]) -> l
         removed: set[int] = set()
         for residual in _find_residuals(analysis, eqn, body):
             v = eqn.outvars[residual.out]
-            # skip a residual unless only loops read it, and only layer by layer
+            # rewrite only residuals that loops read layer by layer, and nothing else reads
             if v in wanted or not _is_read_by_slices(eqns, readers.get(v, ())):
                 continue
             removed.add(residual.out)
@@ -86,7 +86,7 @@ def rematerialize_layers(analysis: SliceAnalysis, wanted: Collection[Atom]) -> l
 
 
 def _readers_of(eqns: Sequence[JaxprEqn]) -> Mapping[Var, list[tuple[int, int]]]:
-    """Map each value to its reads: pairs (index of the equation, index of the operand)."""
+    """Return by value where it is read: pairs (index of the equation, index of the operand)."""
     readers: dict[Var, list[tuple[int, int]]] = {}
     for i, eqn in enumerate(eqns):
         for k, a in enumerate(eqn.invars):
@@ -106,7 +106,7 @@ def _is_read_by_slices(eqns: Sequence[JaxprEqn], readers: Sequence[tuple[int, in
 def _find_residuals(
     analysis: SliceAnalysis, eqn: JaxprEqn, body: Jaxpr
 ) -> Iterator[_LayerResidual]:
-    """Yield the stacked outputs of a loop that depend on one stack of layers only."""
+    """Yield the stacked outputs of a loop that depend only on one stack of layers."""
     wires = wiring(eqn)
     stack_of: dict[Atom, int] = {}
     for k in wires.slices:
@@ -134,11 +134,11 @@ def _join(chains: Sequence[Sequence[JaxprEqn]], last: JaxprEqn) -> tuple[JaxprEq
 
 
 def _recompute(eqn: JaxprEqn, source: JaxprEqn, inner: Jaxpr, residual: _LayerResidual) -> JaxprEqn:
-    """Return a copy of a loop that computes a residual from the layers instead of reading it.
+    """Return a copy of the loop `eqn` that computes a residual from layers instead of reading it.
 
     Args:
       eqn: the loop that reads the residual.
-      source: the loop that outputs it.
+      source: the loop that outputs the residual.
       inner: the body of `source`.
       residual: the residual.
     """

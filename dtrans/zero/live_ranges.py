@@ -1,11 +1,11 @@
-r"""Uses of sliced leaves in a step, and the windows in which each leaf is gathered.
+r"""Windows: for each sliced leaf, the consecutive equations during which it stays gathered.
 
-A *window* is the run of equations for which a leaf stays gathered. It lasts from the first use of
-the leaf in the forward (or backward) pass to the last use in that pass. If many other leaves are
-gathered between two uses, the window ends at the first of the two, and the second begins a new
-window. So an embedding that is tied to the last layer is gathered for each of its two uses.
+A leaf has one *window* in the forward pass and one in the backward pass. A window begins at the
+first equation that reads the leaf, and ends at the last. If many other leaves are gathered between
+two reads of a leaf, the leaf gets two windows. So an embedding that is tied to the last layer is
+gathered twice in the forward pass.
 
-A value is *derived* if it is cheap to compute and depends on leaves alone: a cast, a transpose, a
+A value is *derived* if it is cheap to compute and depends only on leaves: a cast, a transpose, a
 bias broadcast over the batch. Each window recomputes its derived values, so none is stored for
 the backward pass. If all equations of a window read the leaf in one smaller type, the
 slice is cast before the gather.
@@ -32,12 +32,12 @@ MAX_GATHERS_BETWEEN = 8
 
 @dataclasses.dataclass(eq=False)
 class LiveRange:
-    """Window: the run of equations for which a leaf stays gathered.
+    """Window: consecutive equations during which a leaf stays gathered.
 
     Attributes:
       leaf: the leaf's variable.
-      role: the direction, forward or backward.
-      first, last: the indices of the first and the last equation.
+      role: the pass, "forward" or "backward".
+      first, last: the indices of the first and the last equation that read the leaf.
       dtypes: the types in which equations read the leaf.
     """
 
@@ -49,10 +49,7 @@ class LiveRange:
 
     @property
     def dtype(self) -> Any:
-        """Type in which to gather the leaf.
-
-        If all readers need one type that is smaller than the leaf's own, gather that type.
-        """
+        """Type in which to gather the leaf: the readers' type if they need one smaller type."""
         leaf_dtype = self.leaf.aval.dtype
         if len(self.dtypes) != 1:
             return leaf_dtype
@@ -61,19 +58,19 @@ class LiveRange:
 
 
 class LiveRanges:
-    """Windows of the leaves, and of the parts of leaves, that equations read.
+    """Windows of all leaves that equations read, and of parts such as one layer of a stack.
 
     Args:
       eqns: the equations.
-      roots: maps each sliced value to the leaves and parts that it depends on.
+      roots: maps each sliced value to the leaves, or parts of leaves, from which it is computed.
       reads: maps the index of an equation to the sliced values that it reads in full.
-      roles: the role of each equation.
+      roles: the role of each equation, such as "forward".
       ends: values that are read after the equations, as pairs (index of the equation that computes
         the value, value).
-      once: True if each leaf has one window, from its first use to its last.
+      once: True if each leaf has one window, from the first equation that reads it to the last.
 
     Attributes:
-      derived: maps a derived value to the equation that computes it.
+      derived: maps each value that is computed only from leaves to its equation.
       windows: all windows, sorted by their first equation.
     """
 
@@ -93,7 +90,7 @@ class LiveRanges:
         self.windows: list[LiveRange] = []
         self._types: dict[Var, frozenset[tuple[Var, Any]]] = {}
         self._at: dict[tuple[Var, int], LiveRange] = {}
-        # leaf -> (its latest window, number of windows at its latest use)
+        # leaf -> (its latest window, number of all windows when the leaf was last read)
         self._open: dict[Var, tuple[LiveRange, int]] = {}
         wanted: dict[int, list[Atom]] = {}
         for i, atom in ends:
@@ -108,11 +105,11 @@ class LiveRanges:
             self._use(a, len(eqns), roles[-1] if roles else "")
 
     def window(self, leaf: Var, at: int) -> LiveRange:
-        """Return the window of a leaf that contains equation `at`, which reads the leaf."""
+        """Return the leaf's window that contains equation `at`, which reads the leaf."""
         return self._at[leaf, at]
 
     def _types_of(self, v: Var) -> frozenset[tuple[Var, Any]]:
-        """Return pairs (leaf, type in which to gather the leaf) for the leaves of a value."""
+        """Return the leaves from which `v` is computed, as pairs (leaf, type to gather it in)."""
         if v not in self._types:
             self._types[v] = self._find_types(v)
         return self._types[v]
@@ -127,10 +124,7 @@ class LiveRanges:
         return frozenset().union(*map(self._types_of, ins))
 
     def _use(self, atom: Atom, i: int, role: str) -> None:
-        """Record that equation `i` reads a value.
-
-        For each leaf of the value, extend the leaf's window, or begin a new window.
-        """
+        """Extend or begin the windows of the leaves that equation `i` needs to read `atom`."""
         if isinstance(atom, Literal) or atom not in self.roots:
             return
         for leaf, dtype in self._types_of(atom):

@@ -2,12 +2,12 @@
 
     dot_general f32 x f32      becomes    convert, dot_general in 16 bits, convert back
 
-If only products read a weight, ranks convert slices of the weight before the gather, which then
-sends half as many bytes. For this, a cast is written as early as possible: before a transpose, and
-before a loop over layers. Sums, norms, softmax, the loss and the updated parameters have 32 bits.
+If only products read a weight, ranks convert their slices of the weight before the gather, which
+then sends half as many bytes. For this, a cast is written as early as possible: before a transpose,
+and before a loop over layers. Sums, norms, softmax, the loss and the update keep 32 bits.
 
 bfloat16 has the range of float32. float16 has a smaller range, in which small gradients become
-zero. So with float16 the pass multiplies the first cotangent of the backward pass by a loss scale
+zero. So with float16 the first cotangent of the backward pass is multiplied by a loss scale
 (`dtrans.step.marks`).
 
 Source: the white list of Paddle's AMP pass (auto_parallel_fp16.py, amp_lists.py); Micikevicius et
@@ -90,13 +90,7 @@ def scale_of(scaling: LossScaling, inputs: Mapping[str, Var]) -> Atom:
 
 
 def check_scale(scaling: LossScaling, dtype: Any, name: str) -> None:
-    """Raise ConfigError if a fixed scale overflows `dtype`, the type of the loss.
-
-    Args:
-      scaling: the scaling.
-      dtype: the type of the loss.
-      name: the name of the step, for the message.
-    """
+    """Raise ConfigError if a fixed scale overflows `dtype`, the type of the loss of step `name`."""
     if not scaling.dynamic and scaling.initial > float(jnp.finfo(dtype).max):
         raise ConfigError(
             f"loss_scaling={scaling.initial!r} is infinite in {dtype}, the type of the loss of "
@@ -136,11 +130,12 @@ def _check_seeds(
 
 
 def low_precision(main: Program, step: Cut, amp: str, scaling: LossScaling | None) -> Program:
-    """Return the step with its products in 16 bits, and its loss scaled.
+    """Return the step with matrix products in 16 bits, and with a scaled loss.
 
     Args:
       main: the step.
-      step: the same step, cut. Only products in its forward and backward pass change.
+      step: the same step, divided at its gradients. Only products in the forward and backward pass
+        change.
       amp: "bf16" or "fp16".
       scaling: the scaling of the loss. With a dynamic scale, the new step takes the state of the
         scale (`scale_spec`) as its third argument.
@@ -168,7 +163,7 @@ def low_precision(main: Program, step: Cut, amp: str, scaling: LossScaling | Non
 
     params = dict(zip(main.in_names, inner.invars, strict=True))
     writer = _LowWriter(b, COMPRESSED[amp], values_at(params, main.args[0].names))
-    # `step` has no seed equations, so its roles are those of all other equations of `main`
+    # `step` has a role for each equation of `main`, except for the seeds of the backward pass
     roles = iter(step.program.roles)
     found: list[str] = []
     for eqn in inner.eqns:
@@ -215,16 +210,16 @@ def low_products(
 ) -> tuple[ClosedJaxpr, list[int]]:
     """Rewrite the matrix products of a function to 16 bits, before the function is differentiated.
 
-    Products in the derivative of the result then have 16 bits too. All variables of the function
-    keep their names and types. Calls of functions with a custom derivative rule are copied.
+    Products in its derivative then have 16 bits too. All variables of the function keep their names
+    and types. Calls of functions with a custom derivative rule are copied.
 
     Args:
-      jaxpr: the function, its calls inlined.
+      jaxpr: the function, with inlined calls.
       amp: "bf16" or "fp16".
       params: inputs that are parameters.
 
     Returns:
-      The new function, and for each new equation the index of the old equation from which it comes.
+      The new function; and for each new equation, the index of the old equation that it replaces.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -247,7 +242,7 @@ def low_products(
 
 
 def low_gradients(step: Cut, dtype: Any) -> set[str]:
-    """Return the leaves whose gradients are cast from 16 bits, and so can be reduced in 16 bits."""
+    """Return the leaves whose gradients are cast from `dtype`, and so can be reduced in `dtype`."""
 
     def rule(eqn: JaxprEqn, ins: Sequence[bool]) -> list[bool] | None:
         keeps = is_rearrangement(eqn) or eqn.primitive.name == "add_any"
@@ -280,7 +275,7 @@ class _LowWriter:
         self._low: dict[Var, Atom] = {}
 
     def read(self, atom: Atom) -> Atom:
-        """Return the value of an atom in the rewritten program."""
+        """Return the variable of the rewritten program for an atom of the original."""
         return read_from(self.env, [atom])[0]
 
     def emit(self, eqn: JaxprEqn, *, rewrite: bool) -> None:
@@ -313,7 +308,7 @@ class _LowWriter:
         (out,) = eqn.outvars
         start = len(self.b.eqns)
         operands = [self.low(a) for a in atoms]
-        # the name stack in an equation's source info tells forward from backward, so casts copy it
+        # casts copy the source info, since its name stack separates forward from backward equations
         for k in range(start, len(self.b.eqns)):
             self.b.eqns[k] = self.b.eqns[k].replace(source_info=eqn.source_info)
         dtype = jnp.dtype(self.dtype)
@@ -321,7 +316,7 @@ class _LowWriter:
         (product,) = self.b.copy(eqn, operands, [out.aval.update(dtype=dtype)], **params)
         self._low[out] = product
         self.b.call(converted(out.aval.dtype), product)
-        # the cast gets the output variable and the source line of the product
+        # give the cast the product's output variable and source line
         self.b.eqns[-1] = self.b.eqns[-1].replace(outvars=[out], source_info=eqn.source_info)
 
     def low(self, atom: Atom) -> Atom:
@@ -337,7 +332,7 @@ class _LowWriter:
     def _convert(self, atom: Var) -> Atom:
         eqn = self._producers.get(atom)
         if eqn is not None and is_rearrangement(eqn) and len(eqn.outvars) == 1:
-            # cast the operand instead: if that is a parameter, its slice is cast before the gather
+            # cast the operand: if it is a parameter, the cast can move before the gather
             operand = self.low(self.read(eqn.invars[0]))
             return self.b.copy(eqn, [operand], [atom.aval.update(dtype=jnp.dtype(self.dtype))])[0]
         if eqn is not None and _widens(eqn, self.dtype):
@@ -345,9 +340,9 @@ class _LowWriter:
         return self.b.call(converted(self.dtype), atom)[0]
 
     def _write_bodies(self, eqn: JaxprEqn, atoms: Sequence[Atom]) -> None:
-        """Write an equation that has bodies, and compute the products in its bodies in 16 bits.
+        """Write a loop, branch or call with 16-bit products in its bodies.
 
-        Casts of parameters move from the bodies to the operands.
+        If a body casts a parameter, the operand is cast instead.
         """
         name = eqn.primitive.name
         operands = list(atoms)
@@ -376,11 +371,11 @@ def _lower_body(
     Args:
       body: the body.
       dtype: the type of products.
-      params: for each input, True if it is a parameter.
-      hoist: for each input, True if a cast of the input may move out of the body.
+      params: for each input of the body, True if it is a parameter.
+      hoist: for each input of the body, True if its cast may move out of the body.
 
     Returns:
-      The new body; and one flag for each input, True if the input now has 16 bits.
+      The new body; and for each input, True if it now has 16 bits.
     """
     inner = opened(body)
     b = Builder(body)
@@ -403,7 +398,7 @@ def _lower_body(
 
 
 def _is_only_cast(body: Jaxpr, v: Var, dtype: Any) -> bool:
-    """Return True if a body reads the input `v`, and all its readers cast it to `dtype`."""
+    """Return True if a body reads the input `v`, and only to cast it to `dtype`."""
     readers = 0
     for eqn in body.eqns:
         if any(a is v for a in eqn.invars):
@@ -414,7 +409,7 @@ def _is_only_cast(body: Jaxpr, v: Var, dtype: Any) -> bool:
 
 
 def _narrow_inputs(body: ClosedJaxpr, narrow: Sequence[bool], dtype: Any) -> ClosedJaxpr:
-    """Return a body that takes the inputs marked in `narrow` as `dtype`, without their casts."""
+    """Return a body whose inputs marked in `narrow` already have type `dtype`; omit their casts."""
     inner = opened(body)
     b = Builder(body)
     env: dict[Var, Atom] = {}
@@ -439,7 +434,7 @@ def _is_wide(atom: Atom) -> bool:
 
 
 def _names_algorithm(eqn: JaxprEqn) -> bool:
-    """Return True if a product's `precision` names an algorithm, which fixes the types."""
+    """Return True if a product's `precision` names an algorithm, which prescribes the types."""
     precision = eqn.params.get("precision")
     for name in precision if isinstance(precision, tuple) else (precision,):
         if name is not None and not isinstance(name, jax.lax.Precision):
@@ -452,7 +447,7 @@ def _widens(eqn: JaxprEqn, dtype: Any) -> bool:
     return is_cast(eqn) and bool(eqn.invars[0].aval.dtype == dtype)
 
 
-# -- array functions, which a builder traces once for each type ------------------------------------
+# -- functions of arrays: `Builder.call` traces each once per type ---------------------------------
 
 
 def _multiply_seed(seed: jax.Array, scale: jax.Array) -> jax.Array:
@@ -461,10 +456,16 @@ def _multiply_seed(seed: jax.Array, scale: jax.Array) -> jax.Array:
 
 @functools.cache
 def next_scale(s: LossScaling) -> Callable[..., tuple[jax.Array, ...]]:
-    """Return a function that updates the state of a dynamic scale.
+    """Return a function that updates the state of a dynamic loss scale.
 
-    The function takes `finite` (True if all gradients are finite), the number of good steps, the
-    scale, and the number of skipped steps. It returns the new values of the last three.
+    Its arguments are:
+
+    - finite: True if all gradients of this step are finite;
+    - good: the number of finite steps in a row;
+    - scale: the loss scale;
+    - skipped: the number of skipped steps.
+
+    It returns the new values of `good`, `scale` and `skipped`.
     """
 
     def fn(
@@ -481,7 +482,7 @@ def next_scale(s: LossScaling) -> Callable[..., tuple[jax.Array, ...]]:
 
 
 def unscale(g: jax.Array, scale: jax.Array) -> jax.Array:
-    """Divide a gradient by the scale, in at least 32 bits, because a scale may overflow float16."""
+    """Divide a gradient by the loss scale in at least 32 bits: the scale may overflow float16."""
     wide = jnp.promote_types(g.dtype, jnp.float32)
     return (g.astype(wide) / scale.astype(wide)).astype(g.dtype)
 

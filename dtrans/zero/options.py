@@ -1,4 +1,4 @@
-"""Options of sharding, with their checks: slices of the state, types of the step, loss scaling."""
+"""Options of sharding: slices of the state, 16-bit types, loss scaling."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class LossScaling:
     Attributes:
       initial: the first scale.
       dynamic: True to adapt the scale to the gradients. If a gradient is not finite, the step
-        changes no parameter and no optimizer state, and divides the scale by `factor`. After
-        `interval` finite steps in a row, the scale is multiplied by `factor`. False keeps the
-        scale, and skips no step.
+        only divides the scale by `factor`; it changes no parameter and no optimizer state. After
+        `interval` finite steps in a row, the scale is multiplied by `factor`. With False, the scale
+        is fixed and no step is skipped.
       factor, interval: see `dynamic`.
 
     Raises:
@@ -71,9 +71,9 @@ class Precision:
     Attributes:
       dtype: "bf16" or "fp16", the type of matrix products (`dtrans.zero.mixed_precision`). None
         changes no type. If only products read a parameter, the parameter is gathered, and its
-        gradient reduced, in this type. The update keeps its types. In every stage ranks store
-        slices of parameters between steps; in stages 1 and 2 they gather them once in each step
-        (or micro-step).
+        gradient reduced, in this type. The update keeps its types. With a `dtype`, ranks store
+        slices of parameters between steps in every stage. In stages 1 and 2, each step (or
+        micro-step) gathers each parameter once.
       loss_scaling: a `LossScaling`, or a number for a fixed scale. The default for "fp16" is a
         dynamic scale: it starts at 2^15 and doubles after 2,000 finite steps. If a gradient of
         any rank is not finite, the step halves the scale, and changes nothing else. "bf16" needs
@@ -121,21 +121,21 @@ class Precision:
 
 @dataclasses.dataclass(frozen=True)
 class Slicing:
-    """Options of `dtrans.sharding`: the slices of parameters, and the gathers from slices.
+    """Options that control the slices of parameters, and when slices are gathered.
 
     Attributes:
-      partition: "rows" cuts each parameter. "greedy_even" and "use_order" assign whole parameters
-        to ranks, and only the owner of a parameter updates it and stores its state. Choose one of
-        these two if the update mixes the rows of every parameter, which is expensive on slices
+      partition: "rows" cuts each parameter. "greedy_even" and "use_order" assign each parameter to
+        one rank, its owner. Only the owner updates the parameter and stores its state. Choose one
+        of these two if the update mixes the rows of every parameter, which is expensive on slices
         (`dtrans.zero.by_leaf.layout`). They need stage 1 or 2 and no `precision`, and ignore
         `min_slice_size`.
       min_slice_size: parameters with fewer elements are not cut.
-      gather_bucket_MB: in stage 3, the size up to which adjacent gathers of parameters are
-        combined. 0 gathers each separately.
-      prefetch: in stage 3, the number of parameters that are gathered ahead. A loop over layers
-        gathers only the first parameter of the next layer ahead. The default is 1 if `overlap`
-        is True, else 0. By default, loops prefetch only on platforms that overlap gathers with
-        computation (`dtrans.run.base.platforms`).
+      gather_bucket_MB: in stage 3, the size in MB up to which adjacent parameters share one
+        all-gather. 0 gathers each parameter separately.
+      prefetch: in stage 3, the number of parameters that are gathered before they are needed. A
+        loop over layers prefetches only the first parameter of the next layer. The default is 1 if
+        `overlap` is True, else 0. By default, loops prefetch only on platforms that overlap gathers
+        with computation (`dtrans.run.base.platforms`).
       overlap: True to let collectives overlap with computation. False starts each collective when
         the previous one has ended.
       axis_name: the mesh axis over the ranks of a group.
@@ -182,7 +182,7 @@ class Slicing:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardingOptions(Options):
-    """Options of `dtrans.sharding`, which describes them."""
+    """All options of `dtrans.sharding`, which describes each of them."""
 
     stage: int
     degree: int
@@ -237,11 +237,11 @@ class ShardingOptions(Options):
 
     @property
     def _scatters_micro_steps(self) -> bool:
-        """True if each micro-step scatters its gradients, so that ranks sum up slices."""
+        """True if each micro-step scatters its gradients, so that ranks accumulate slices."""
         return self.num_micro_batch > 1 and self.stage > 1
 
     def _check_micro_steps(self) -> None:
-        """Refuse options that need a rank's full gradient over all micro-steps."""
+        """Raise ConfigError if an option needs a rank's full gradient after all micro-steps."""
         if not self._scatters_micro_steps:
             return
         where = f"{self._micro_steps} in stage {self.stage}: each micro-step scatters its gradients"
@@ -267,12 +267,12 @@ class ShardingOptions(Options):
 
     @property
     def prefetch(self) -> int:
-        """Number of parameters that are gathered ahead in stage 3."""
+        """Number of parameters that stage 3 gathers before they are needed."""
         if self.slices.prefetch is not None:
             return self.slices.prefetch
         return 1 if self.slices.overlap else 0
 
     @property
     def slices_params(self) -> bool:
-        """True if parameters are slices between steps: in stage 3, or with products in 16 bits."""
+        """True if ranks store parameters as slices: in stage 3, or with products in 16 bits."""
         return self.stage == 3 or self.precision.dtype is not None

@@ -1,4 +1,4 @@
-"""Plan of sharding: one program for all ranks, the state of a rank, and bytes of collectives."""
+"""Plan of sharding: the program of all ranks, the bytes that they store and communicate."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 class ShardingPlan(CollectivePlan):
     """Plan of sharded data-parallel training, from `dtrans.sharding`.
 
-    It has the attributes of `CollectivePlan`, and these.
+    It also has the attributes of `CollectivePlan`.
 
     Attributes:
-      slices: the leaves that are cut, and for each other leaf the reason.
+      slices: the leaves that are cut into slices, and the reason why each other leaf is not.
       gathers: the values that the update gathers, with reasons.
-      owned: the owner of each leaf, if ranks own whole leaves; None if leaves are cut.
+      owned: the owner of each leaf, if each rank updates complete leaves. None if leaves are cut.
     """
 
     options: ShardingOptions
@@ -52,7 +52,7 @@ class ShardingPlan(CollectivePlan):
         return scale_types(self.options.precision.scaling)
 
     def for_trainers(self, trainers: int) -> ShardingPlan:
-        """Return the plan for another number of ranks: more or fewer groups of the same degree.
+        """Return the plan for another number of ranks, which changes only the number of groups.
 
         Raises:
           ConfigError: the number is not a multiple of the degree.
@@ -94,9 +94,9 @@ class ShardingPlan(CollectivePlan):
     def traffic(self) -> dict[tuple[str, str], int]:
         """Return the bytes of the collectives in a step; keys are pairs (primitive, axis).
 
-        A gather counts the bytes of its output, and a reduction the bytes of its input: a gather of
-        all parameters has the size of the model. In a ring of N ranks, a link carries (N - 1)/N of
-        this number; twice as much for an all-reduce.
+        A gather counts the bytes of its output, and a reduction the bytes of its input. So a gather
+        of all parameters counts the size of the model. In a ring of N ranks, each link carries
+        (N - 1)/N of this number for a gather or reduce-scatter, and twice that for an all-reduce.
         """
         found: dict[tuple[str, str], int] = {}
         for eqn, times in collectives(self.program.jaxpr):

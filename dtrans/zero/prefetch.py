@@ -1,12 +1,12 @@
-"""Loop over layers that gathers the next layer while it computes the current one.
+"""Rewrite of a loop over layers so that it gathers the next layer while it computes the current.
 
     scan: gather, compute      becomes      gather
                                             scan: gather the next layer, compute
                                             compute the last layer
 
-The scan carries the gathered layer. The last layer is computed after the scan, because it has no
-next layer to gather. So a prefetch gathers no additional bytes. Each iteration indexes the stacked
-operands, because a stack that is shifted by one layer would be a copy.
+The scan carries the gathered layer. The last layer is computed after the scan, because no layer is
+left to gather. So a prefetch gathers no additional bytes. Each iteration indexes the stacked
+operands. A scan over a stack shifted by one layer would need a copy of the stack.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def prefetch_layers(
     types: Sequence[Any],
     outvars: list[Var],
 ) -> JaxprEqn:
-    """Rewrite a loop over layers so that it prefetches layers; return one equation.
+    """Return a loop over layers, as one equation, that gathers each layer one iteration earlier.
 
     Args:
       eqn: the loop over layers, a `scan`.
       body: one iteration. Its inputs are constants, carried values, slices of the stacks, and the
         gathered layer. Its outputs are carried values, and slices of the stacked outputs.
-      gather: maps a rank's slice of a layer to the gathered layer.
+      gather: returns the full layer from a rank's slice of the layer.
       stack: the position of the layers among the stacked operands.
       types: the types of the loop's operands: constants, carried values, stacks.
       outvars: the variables of the loop's outputs.

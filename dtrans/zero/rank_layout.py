@@ -1,4 +1,4 @@
-"""Layout of a step on ranks: the slices, the update on slices, the reductions of gradients."""
+"""Layout of a step on ranks: which arrays are slices, and how gradients are reduced."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ from dtrans.zero.update import slice_half
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RankLayout:
-    """Layout of a step on ranks.
+    """Layout of a step on ranks: which arrays are slices, and how gradients are reduced.
 
-    The layout of another batch size is the same, if the update does not contain the batch size.
+    It holds for every batch size, unless the update contains the batch size.
 
     Attributes:
-      options: the options.
-      merges: maps each result to the rule that merges the results of ranks.
-      slices: the leaves and state that are cut.
+      options: the options of `dtrans.sharding`.
+      merges: maps each result to the rule that merges the results of ranks, such as "mean".
+      slices: the sliced leaves and state.
       half: the optimize half of a rank.
       gathers: the values that the update gathers, with reasons.
-      owned: the owner of each leaf, if ranks own whole leaves; None if leaves are cut.
-      groups: maps each leaf to its stage in a pipeline. A collective combines leaves of one stage
-        only.
-      sums: inputs that are slices of gradients, which a pipeline has scattered and summed.
+      owned: the owner of each leaf, if each rank updates complete leaves. None if leaves are cut.
+      groups: maps each leaf to its stage in a pipeline. Each collective contains leaves of only one
+        stage.
+      sums: sliced inputs that contain gradients. A pipeline has scattered and summed them.
     """
 
     options: ShardingOptions
@@ -68,18 +68,18 @@ class RankLayout:
         merges: Mapping[str, str],
         planned: Slices | None = None,
     ) -> RankLayout:
-        """Return the layout of a step.
+        """Choose the layout of a step.
 
         Args:
-          step: the step, cut.
-          options: the options.
+          step: the step, divided at its gradients.
+          options: the options of `dtrans.sharding`.
           merges: maps each result to the rule that merges the results of ranks.
-          planned: the slices for another batch size. They are kept, since jobs store the state in
-            these slices.
+          planned: the slices for another batch size, to use again because a job stores its state
+            in them.
 
         Raises:
-          ConfigError: ranks own whole leaves, but the update of a leaf reads values that its owner
-            does not have.
+          ConfigError: with this `partition`, one rank updates a complete leaf, but the update reads
+            values that this rank does not have.
         """
         if options.degree == 1:
             analysis = analyse(step.optimize, step.params)
@@ -110,14 +110,14 @@ class RankLayout:
         return cls(options, merges, slices, half, gathers)
 
     def for_update(self, planned: Cut, again: Cut) -> RankLayout:
-        """Return this layout for a batch of another size, with the update traced at that size.
+        """Return the layout for another batch size, with the same slices.
 
         Args:
-          planned: the step of this layout.
-          again: the same step, traced at the other size.
+          planned: the step at this layout's batch size.
+          again: the same step, traced at the other batch size.
 
         Raises:
-          BatchError: the other size needs other slices.
+          BatchError: the other batch size needs other slices.
         """
         if not planned.handed and not planned.optimize.differing_outputs(again.optimize):
             return self
@@ -130,19 +130,19 @@ class RankLayout:
 
     @property
     def cuts(self) -> dict[str, Sliced]:
-        """Inputs of the step that are slices: name -> cut."""
+        """Sliced inputs of the step, by name."""
         leaves = self.slices.leaves if self.options.slices_params else {}
         return {**leaves, **self.slices.state, **self.sums}
 
     @property
     def owner(self) -> Mapping[str, int] | None:
-        """Owner of each leaf; None if leaves are cut."""
+        """Rank that owns each leaf; None if leaves are cut."""
         return None if self.owned is None else self.owned.owner
 
     # -- gradients -------------------------------------------------------------------------------
 
     def layer_gradients(self, step: Cut) -> dict[Var, str]:
-        """Map each gradient that loops scatter layer by layer to its leaf."""
+        """Return the gradients that loops scatter layer by layer, with the leaf of each."""
         options = self.options
         if options.stage == 1 or self._weights_or_clips or options.reduce.compress is not None:
             return {}
@@ -161,12 +161,12 @@ class RankLayout:
         return found
 
     def spec_of(self, step: Cut) -> Callable[[str], ScatterSpec]:
-        """Return a function that maps a leaf to the spec of its gradient's reduction."""
+        """Return a function that describes how the gradient of a leaf is reduced."""
         layers = set(self.layer_gradients(step).values())
         compress: dict[str, str] = {}
         dtype = self.options.precision.dtype
         if dtype is not None:
-            # loops that scatter gradients already reduce in 16 bits
+            # gradients in `layers` are missing here, because their loops reduce in 16 bits already
             compress = dict.fromkeys(low_gradients(step, COMPRESSED[dtype]) - layers, dtype)
         return scatter_specs(self.slices.leaves, layers, compress, self.replicated, self.groups)
 
@@ -181,8 +181,8 @@ class RankLayout:
     def replicated(self) -> Collection[str]:
         """Leaves whose gradients are not reduced, because they are equal on all ranks.
 
-        Empty if ranks weight or clip their gradients. Also empty if micro-steps are summed: then
-        one rank alone adds a term that does not depend on the batch.
+        The result is empty if each rank weights or clips its gradients. It is also empty if
+        gradients of micro-batches are summed, since only one rank then adds such a gradient.
         """
         adds_terms = self.options.num_micro_batch > 1 and self.options.reduce.op == "sum"
         return () if self._weights_or_clips or adds_terms else self.slices.replicated

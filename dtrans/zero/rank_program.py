@@ -1,11 +1,11 @@
 """Program of a rank.
 
     inputs                slices of cut arrays; other arrays in full
-    forward, backward     written by `Gatherer` if it gathers or scatters in loops, else copied
+    forward, backward     copied; or written by `Gatherer`, if parameters or gradients are slices
     gradients             reduced by `Scatterer` (stage 1: after the backward pass)
-    update                written by `RankUpdate`: the optimize half on slices
+    update                written by `RankUpdate`: computes new slices of parameters and state
     parameters            gathered, if ranks store full parameters between steps
-    results               merged as in nccl2 mode; results of gradients are computed from slices
+    results               merged as in nccl2 mode; a gradient norm is computed from slices
 
 `dtrans.zero.rank_layout` decides which values are slices.
 """
@@ -43,27 +43,27 @@ from dtrans.zero.reduce_scatter import Scatterer, scatter_specs
 from dtrans.zero.slice_analysis import GatherOptions, SliceAnalysis, SliceInputs
 
 
-# function of (builder, inputs by name) that yields pairs (leaf, gradient); gradients of cut leaves
-# are slices
+# function of (builder, inputs by name) that yields pairs (leaf, gradient); for a sliced leaf, the
+# gradient is a slice too
 WriteGradients = Callable[[Builder, Mapping[str, Atom]], Iterator[tuple[str, Atom]]]
 
 HalfWriterOf = Callable[[Sequence[JaxprEqn], Sequence[str], Sequence[tuple[int, Atom]]], HalfWriter]
 
 
 def write_rank(step: Cut, layout: RankLayout, gradients: WriteGradients | None = None) -> Program:
-    """Write the program of one rank.
+    """Write the program that each rank runs.
 
     Args:
-      step: the step, cut.
+      step: the step, divided at its gradients.
       layout: the layout of the step.
-      gradients: function that writes the gradients; None to write the forward and backward pass
-        of `step`.
+      gradients: a function that writes equations for the gradients. By default, the forward and
+        backward pass of `step` computes them.
     """
     return RankWriter(step, layout, gradients).write()
 
 
 class RankWriter:
-    """Writer of the program of one rank; arguments as for `write_rank`."""
+    """Writer of the program that each rank runs; `write_rank` describes the arguments."""
 
     def __init__(
         self, step: Cut, layout: RankLayout, gradients: WriteGradients | None = None
@@ -77,7 +77,7 @@ class RankWriter:
         self.spec_of = layout.spec_of(step)
         self.reduce_options: ShardingOptions = options
         if not options.slices.overlap and not options.reduce.chains:
-            # one chain: each reduction waits for the previous reduction, so that none overlap
+            # with one chain, each reduction waits for the previous one, so that none overlap
             one_chain = dataclasses.replace(options.reduce, chains=1)
             self.reduce_options = dataclasses.replace(options, reduce=one_chain)
         self.scale: Atom | None = None
@@ -145,7 +145,7 @@ class RankWriter:
     # -- forward and backward --------------------------------------------------------------------
 
     def _write_means(self, found: dict[str, Atom]) -> Scatterer:
-        """Write forward, backward and the reductions; add the results to `found`.
+        """Write forward, backward and the reductions; add the step's results to `found`.
 
         Returns:
           The writer of the reductions; its `means` are the reduced gradients.
@@ -173,12 +173,12 @@ class RankWriter:
     def _reducer(
         self, values: Mapping[str, Atom], example_count: Atom | None, are_scattered: bool = False
     ) -> Scatterer:
-        """Return the writer of the reductions.
+        """Return a writer of the reductions of gradients.
 
         Args:
           values: the step's gradients.
           example_count: the weight of this rank, if gradients are averaged with weights.
-          are_scattered: True if all gradients of cut leaves are slices already.
+          are_scattered: True if the gradients of sliced leaves are slices already.
         """
         b, options, owned = self.b, self.reduce_options, self.layout.owned
         if owned is not None:
@@ -203,7 +203,8 @@ class RankWriter:
           b: the builder to write with.
           step: the step, or a micro-step.
           results: the outputs to compute.
-          on_gradient: called with each leaf and its gradient; in stage 1 after the backward pass.
+          on_gradient: called with each leaf and its gradient. Stages 2 and 3 call it as soon as the
+            gradient is computed, stage 1 after the backward pass.
           local: the rank's inputs by name.
         """
         delayed: list[tuple[str, Atom]] = []
@@ -220,7 +221,8 @@ class RankWriter:
     def _arrange(self, step: Cut) -> Arrange:
         """Return a function that rewrites forward and backward equations before they are written.
 
-        It fuses transposes. In stage 3 it also removes residuals that depend on layers only.
+        It fuses transposes. In stage 3, it also rewrites loops so that they recompute residuals
+        that depend only on parameters.
         """
         options, jaxpr, vars_of = self.options, step.program.jaxpr, step.program.invars
         rows: dict[Var, RowAxis] = {}
@@ -275,7 +277,7 @@ class RankWriter:
         return writer
 
     def _gather_options(self, step: Cut, layers: Mapping[Var, str]) -> GatherOptions:
-        """Return the options of gathers and scatters in forward and backward."""
+        """Return the options of the gathers and scatters that forward and backward contain."""
         options = self.options
         dtypes = {n: g.aval.dtype for g, n in layers.items()}
         if options.precision.dtype is not None:
@@ -295,7 +297,10 @@ class RankWriter:
         )
 
     def _accumulate(self, results: Sequence[str]) -> Outputs:
-        """Write all micro-steps; return results and gradients, as slices in stages 2 and 3."""
+        """Write all micro-steps; return results and summed gradients.
+
+        In stages 2 and 3 the gradients are slices.
+        """
         options, step = self.options, self.step
         window = MicroSteps.from_options(step, options, self.layout.merges)
         slices = subset(self.local, self.leaves) if options.slices_params else {}
@@ -320,9 +325,9 @@ class RankWriter:
 
 
 class _MicroStepScatterer(Scatterer):
-    """Writer of the reduce-scatters of one micro-step, over the ranks of a group.
+    """Writer of the reduce-scatters within one micro-step, over the ranks of a group.
 
-    Gradients are summed over groups, and averaged, after the last micro-step.
+    After the last micro-step, another writer sums gradients over groups and averages them.
     """
 
     adds_up = False

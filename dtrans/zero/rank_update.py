@@ -1,4 +1,4 @@
-"""Writer of a rank's update: loss scale, optimize half, gathers of parameters, gradient results."""
+"""Writer of a rank's equations after the reductions: unscaling, update, gathers, results."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RankUpdate:
 
     Args:
       b: the builder to write with.
-      step: the step, cut.
+      step: the step, divided at its gradients.
       layout: the layout of the step.
       local: the rank's inputs, and the forward values that the update reads, by name.
       scale: the scale of the loss; None if the loss is not scaled.
@@ -106,7 +106,7 @@ class RankUpdate:
         return found
 
     def _gather_buckets(self, slices: Mapping[str, Atom]) -> list[list[str]]:
-        """Return buckets of leaves that have one stage, one dtype and one cut dimension."""
+        """Return lists of leaves that share an all-gather: one stage, dtype and cut dimension."""
         limit = self.options.reduce.bucket_MB * 2**20
         groups = self.layout.groups
         kind = lambda n: (groups.get(n, 0), str(slices[n].aval.dtype), self.leaves[n].axis)
@@ -125,7 +125,7 @@ class RankUpdate:
     # -- results of gradients --------------------------------------------------------------------
 
     def gradient_results(self, means: Mapping[str, Atom]) -> dict[str, Atom]:
-        """Write the results that are computed from gradients, on slices if possible.
+        """Write the results that the step computes from gradients; use slices if possible.
 
         Args:
           means: the reduced gradients by leaf.
@@ -147,7 +147,7 @@ class RankUpdate:
                     cuts[leaf] = sliced
         half, _ = slice_half(results.half, cuts, options.degree, options.axis_name)
 
-        # results combine these leaves with rows of the batch, so they read them in full
+        # gather the leaves that results combine with rows of the batch
         full_grads = self._gather({n: means[n] for n in results.mixed if n in half.graded})
         params = {n: self.local[n] for n in results.mixed if n in half.in_names}
         if options.slices_params:
@@ -166,11 +166,11 @@ class RankUpdate:
     # -- loss scaling ----------------------------------------------------------------------------
 
     def unscale_gradients(self, means: Mapping[str, Atom]) -> tuple[dict[str, Atom], Atom | None]:
-        """Write equations that divide gradients by the scale of the loss.
+        """Write equations that divide gradients by the loss scale.
 
         Returns:
-          The divided gradients by leaf. With a dynamic scale, also a value that is True if all
-          gradients of all ranks are finite; None otherwise.
+          A pair (divided gradients by leaf, finite). `finite` is True if all gradients of all ranks
+          are finite. Without a dynamic scale, `finite` is None.
         """
         b, scaling = self.b, self.options.precision.scaling
         if scaling is None or self.scale is None:

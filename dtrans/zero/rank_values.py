@@ -22,14 +22,14 @@ def local_values(
     Args:
       eqns: the equations.
       seeds: inputs that differ from rank to rank.
-      completed: collectives whose results are equal on every rank. The result of any other
-        collective differs if an operand differs.
+      completed: collectives whose results are equal on every rank, such as an all-reduce. Any other
+        equation has results that differ if an operand differs.
     """
     return _local(forward(_differing(completed), eqns, dict.fromkeys(seeds, True)))
 
 
 def local_inside(eqn: JaxprEqn, local: Collection[Var]) -> list[set[Var]]:
-    """Return, for each body of an equation, the values in it that differ from rank to rank.
+    """Return for each body of `eqn` the values inside that differ from rank to rank.
 
     Args:
       eqn: the equation.
@@ -54,7 +54,7 @@ def _local(facts: Facts[bool]) -> set[Var]:
 
 
 def _differing(completed: Collection[Primitive]) -> ForwardAnalysis[bool]:
-    """Return an analysis that computes, for each value, True if it differs from rank to rank."""
+    """Return an analysis that marks the values that differ from rank to rank."""
 
     def rule(eqn: JaxprEqn, ins: Sequence[bool]) -> list[bool] | None:
         if eqn.primitive in completed:

@@ -1,12 +1,12 @@
-"""Reduction of gradients that ranks store as slices.
+"""Reduction of gradients to slices: first over the ranks of a group, then over groups.
 
-Gradients are summed over the sharding axis first. The resulting slices are then summed over the
-groups of ranks:
+    gradient of          reduction
+    a sliced leaf        reduce_scatter of the padded gradient in a group; all_reduce over groups
+    layers in a loop     the loop scatters each layer's gradient; all_reduce over groups
+    a leaf in full       all_reduce over all ranks
+    a replicated leaf    none: every rank computes the same gradient, and takes its slice
 
-    sliced       padded, reduce_scatter over the sharding axis; all_reduce of the slice over groups
-    layers       scattered by a loop, layer by layer; all_reduce of the slice over groups
-    full         all_reduce over both axes
-    replicated   no reduction: every rank computes the same gradient, and keeps its slice of it
+In stage 2, a gradient is reduced as soon as its bucket is complete.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from dtrans.zero.options import ShardingOptions
 
 @dataclasses.dataclass(frozen=True)
 class ScatterSpec(ReduceSpec):
-    """Reduction of one gradient, if ranks may store it as slices.
+    """Description of how one gradient is reduced, as slices or in full.
 
     Attributes:
-      axis: the dimension along which the gradient is scattered; None if the gradient is not cut.
+      axis: the dimension along which the gradient is scattered. None for a full gradient.
       layers: True if a loop has already scattered the gradient, layer by layer.
     """
 
@@ -48,13 +48,13 @@ def scatter_specs(
     replicated: Collection[str] = (),
     groups: Mapping[str, int] | None = None,
 ) -> Callable[[str], ScatterSpec]:
-    """Return a function that maps a leaf to the spec of its gradient's reduction.
+    """Return a function that describes how the gradient of a leaf is reduced.
 
     Args:
-      slices: the cut leaves.
+      slices: the sliced leaves, by name.
       layers: the leaves whose gradients are scattered in loops.
-      compress: maps a leaf to the type in which its gradient is reduced; other gradients keep their
-        type.
+      compress: maps a leaf to the type in which its gradient is reduced, such as "bf16". Other
+        gradients keep their type.
       replicated: leaves whose gradients are equal on all ranks.
       groups: maps a leaf to the stage of a pipeline that computes its gradient.
     """
@@ -73,15 +73,15 @@ def scatter_specs(
 
 
 class Scatterer(Reducer):
-    """Writer of reductions of gradients; `means` maps each cut leaf to a slice of its gradient.
+    """Writer of reductions of gradients; for a sliced leaf, `means` has a slice of the gradient.
 
     Args:
-      b, values, options, example_count, suffix, scale: as for `Reducer`.
-      slices: the cut leaves.
-      spec_of: returns the spec of a leaf's gradient.
+      slices: the sliced leaves, by name.
+      spec_of: returns how the gradient of a leaf is reduced.
+      b, values, options, example_count, suffix, scale: see `Reducer`.
     """
 
-    # False in subclasses whose callers sum `means` over groups and micro-steps
+    # False in a subclass whose caller sums `means` over groups and micro-steps
     adds_up = True
 
     options: ShardingOptions
@@ -102,9 +102,9 @@ class Scatterer(Reducer):
         self.slices = slices
 
     def add(self, leaf: str, grad: Atom) -> None:
-        """Add a gradient; if it completes its bucket, reduce the bucket.
+        """Add a gradient to its bucket, and reduce the bucket if it is complete.
 
-        Replicated gradients are not reduced.
+        A replicated gradient is not reduced: the rank takes its slice.
         """
         if not self.spec_of(leaf).is_replicated:
             super().add(leaf, grad)
@@ -116,13 +116,13 @@ class Scatterer(Reducer):
             (index,) = b.bind(trainer_index_p, over=(options.axis_name,))
             grad = b.call(_take_slice(cut.axis, cut.part, cut.padded), grad, index)[0]
         if self.adds_up and options.reduce.op == "sum" and options.trainers > 1:
-            # a sum over ranks would contain the replicated gradient once for each rank
+            # multiply, because a sum over ranks would contain this gradient once for each rank
             grad = b.call(times(options.trainers), grad)[0]
         b.role = role
         self.means[leaf] = grad
 
     def sums(self, bucket: Bucket, sent: Sequence[Atom]) -> Sequence[Atom]:
-        """Write the sums over all ranks; return them, as slices if the leaves are cut."""
+        """Write the sums over all ranks; return slices if the bucket's leaves are sliced."""
         spec, options = self.spec_of(bucket.leaves[0]), self.options
         if spec.axis is None:
             return super().sums(bucket, sent)
@@ -134,7 +134,7 @@ class Scatterer(Reducer):
         return self._sum(bucket.name, slices, (options.slices.replica_axis_name,))
 
     def _scatter(self, bucket: Bucket, sent: Sequence[Atom], axis: int) -> Sequence[Atom]:
-        """Write the reduce-scatter of a bucket over the sharding axis."""
+        """Write the reduce-scatter of a bucket over the ranks of a group; return the slices."""
         b, options = self.b, self.options
         padded_sizes = {self.slices[n].size: self.slices[n].padded for n in bucket.leaves}
         parts = []
@@ -146,7 +146,7 @@ class Scatterer(Reducer):
         )
 
     def _compress(self, bucket: Bucket) -> str | None:
-        """Return the type in which a bucket is reduced; None for its own type."""
+        """Return the type to which a bucket is cast for its reduction; None for no cast."""
         if self.spec_of(bucket.leaves[0]).layers and self.options.replicas == 1:
             return None
         return super()._compress(bucket)
@@ -156,5 +156,5 @@ class Scatterer(Reducer):
 def _take_slice(
     axis: int, part: int, padded_size: int
 ) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Return a function that maps an array and the index of a rank to the slice of that rank."""
+    """Return a function of (array, index of a rank) that takes the rank's slice of the array."""
     return lambda x, index: rows_from(axis, part, padded_size)(x, index * part)

@@ -1,15 +1,15 @@
-"""Analysis of gradients that loops can scatter: each layer's gradient in the layer's iteration.
+"""Analysis of gradients that loops can scatter: each iteration scatters one layer's gradient.
 
-The update wants slices of a gradient, and can sum them from slices of the gradient's terms. The
-search follows the terms from the last equation to the first, through equations that are linear and
-keep rows:
+The update needs slices of a gradient. If the gradient is a sum of terms, slices of the terms
+suffice. The search follows the terms from the last equation to the first. It passes through
+equations that are linear and compute each row from one row:
 
     g = add_any a b          slices of g are computed from slices of a and of b
     a = pad a'               (layers 0 to 8)
     a' = scan ...            computed by a loop: each iteration scatters one layer
-    b = mul 2 w              depends on leaves alone: its slice, times the number of ranks
+    b = mul 2 w              equal on all ranks: its slice, times the number of ranks
 
-If a loop carries a gradient, and adds one layer's part in each iteration, it carries slices.
+If a loop accumulates a gradient in a carried value, the rewritten loop carries a slice.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class ScatterFlow:
     """Result of `scatter_flow`: the values to compute as slices.
 
     Attributes:
-      rows: maps a value to the dimension of its slices (`RowAxis`).
+      rows: the dimension along which each of these values is sliced (`RowAxis`).
       steps: maps the index of an equation to its `Step` on slices.
-      loops: maps the index of a loop to the outputs that it computes as slices. These are a dict:
-        index of the output -> dimension of the slices in the body.
+      loops: maps the index of a loop to its sliced outputs: a dict with the index of an output, and
+        the sliced dimension of the output in the body.
     """
 
     rows: dict[Var, RowAxis]
@@ -54,7 +54,7 @@ class ScatterFlow:
     loops: dict[int, dict[int, RowAxis]] = dataclasses.field(default_factory=dict)
 
     def operands(self, eqns: Sequence[JaxprEqn]) -> dict[int, Collection[int]]:
-        """Map the index of each equation to the indices of operands that it reads as slices."""
+        """Return by equation index the indices of the operands that it reads as slices."""
         return {i: self.operands_at(i, eqns[i]) for i in (*self.steps, *self.loops)}
 
     def operands_at(self, i: int, eqn: JaxprEqn) -> Collection[int]:
@@ -64,15 +64,15 @@ class ScatterFlow:
         return [k for k, out in wiring(eqn).carried.items() if out in self.loops[i]]
 
     def ends_of(self, v: Var, makers: Mapping[Var, tuple[int, JaxprEqn]]) -> tuple[int, bool]:
-        """Find the values that are scattered to compute slices of `v`.
+        """Find the values that ranks reduce-scatter to compute slices of `v`.
 
         Args:
           v: the value.
-          makers: as returned by `makers_of`.
+          makers: the result of `makers_of`.
 
         Returns:
-          The size of the largest scattered value outside of loops, and True if a loop scatters one
-          of the values.
+          A pair: the number of elements of the largest such value outside of loops; and True if a
+          loop scatters one of these values.
         """
         ahead, largest, in_loops = [v], 0, False
         while ahead:
@@ -90,12 +90,12 @@ class ScatterFlow:
 
 
 def makers_of(eqns: Sequence[JaxprEqn]) -> dict[Var, tuple[int, JaxprEqn]]:
-    """Map each value to a pair (index of the equation that computes it, equation)."""
+    """Return for each value the equation that computes it: a pair (index, equation)."""
     return {v: (i, e) for i, e in enumerate(eqns) for v in e.outvars}
 
 
 def rows_of_outputs(outvars: Sequence[Atom], rows: Mapping[int, RowAxis]) -> dict[Var, RowAxis]:
-    """Replace the output indices in `rows` by the output variables; omit literals."""
+    """Return `rows` with output variables as keys instead of output indices; omit literals."""
     found: dict[Var, RowAxis] = {}
     for k, row in rows.items():
         out = outvars[k]
@@ -115,7 +115,7 @@ def scatter_flow(
 
     Args:
       eqns: the equations.
-      wanted: maps each gradient that is wanted as slices to the dimension of the slices.
+      wanted: the gradients that must be slices, with the sliced dimension of each.
       local: values that differ from rank to rank.
       ends: values that are read after the equations.
       inputs: inputs of the equations that may become slices too.
@@ -128,7 +128,7 @@ def scatter_flow(
 
 
 class _Search:
-    """Search from the last equation to the first; arguments as for `scatter_flow`."""
+    """Search from the last equation to the first; `scatter_flow` describes the arguments."""
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class _Search:
                     self._want(a, row)
 
     def _want(self, a: Atom, row: RowAxis | None) -> None:
-        """Record that slices of an operand are wanted; skip an operand with several readers."""
+        """Record that slices of operand `a` are wanted, if only one equation reads it."""
         if row is None or not isinstance(a, Var):
             return
         may_be_slice = a in self.local and a in self.sliceable and a not in self.wanted
@@ -170,7 +170,7 @@ class _Search:
             self.flow.rows[a] = row
 
     def _enter(self, i: int, rows: Mapping[int, RowAxis]) -> None:
-        """Follow gradients into a loop, or into a rematerialized body."""
+        """Search the body of a loop or remat, if slices of its outputs are wanted."""
         eqn = self.eqns[i]
         body, wires = opened(*bodies(eqn)), wiring(eqn)
         carried = {out: body.invars[k] for k, out in wires.carried.items()}
@@ -182,8 +182,8 @@ class _Search:
                 inside[k] = dataclasses.replace(row, axis=row.axis - 1)
         (local,) = local_inside(eqn, self.local)
 
-        # Slices of one output may need slices of another. So drop outputs whose slices save no
-        # memory, until none is dropped.
+        # Slices of one output may need slices of another. So repeat: drop the outputs whose slices
+        # save no memory, until all remaining slices save memory.
         while inside:
             targets = rows_of_outputs(body.outvars, inside)
             inputs = {carried[k] for k in inside if k in carried}
@@ -207,12 +207,12 @@ def _prune(
     local: Collection[Var],
     inputs: Collection[Var],
 ) -> None:
-    """Remove from the flow the equations that save no memory on slices.
+    """Remove the equations for which slices would save no memory.
 
-    An equation on slices scatters its operands instead of its output. This saves memory only if
-    loops scatter the operands, or the operands are smaller than the output.
+    To compute slices, an equation scatters its operands instead of its output. This saves memory
+    only if loops scatter the operands, or the operands are smaller than the output.
     """
-    # value -> elements of the largest array to scatter for its slices; 0 for outputs of loops
+    # value -> size of the largest array that is scattered for its slices; 0 for outputs of loops
     size: dict[Var, int] = dict.fromkeys(inputs, 0)
     for i in sorted({*flow.steps, *flow.loops}):
         eqn = eqns[i]
@@ -224,7 +224,7 @@ def _prune(
         sizes = [size.get(a, int(a.aval.size)) for a in terms if a in local]
         largest = max(sizes, default=0)
         (out,) = eqn.outvars
-        # a term that is equal on all ranks is not scattered: with such a term, keep the equation
+        # keep an equation with a term that is equal on all ranks, since that term is not scattered
         if len(sizes) == len(terms) and largest >= out.aval.size:
             del flow.steps[i]
         else:
@@ -244,7 +244,7 @@ def _prune(
 
 
 def _step_on_rows(eqn: JaxprEqn, row: RowAxis, local: Collection[Var]) -> Step | None:
-    """Return the step of an equation on slices; None if it is not linear in partial sums."""
+    """Return how an equation runs on slices; None if it is not linear in the `local` operands."""
     summed = operands_among(eqn, local)
     if not linear_group(eqn, summed):
         return None
@@ -255,14 +255,14 @@ def _step_on_rows(eqn: JaxprEqn, row: RowAxis, local: Collection[Var]) -> Step |
 
 
 def _pays(inner: ScatterFlow, body: Jaxpr, k: int, wires: Wiring, carried: Var | None) -> bool:
-    """Return True if the body needs less memory when it computes an output as slices.
+    """Return True if a body needs less memory when it computes output `k` as slices.
 
     Args:
-      inner: the flow of the body.
+      inner: the values that the body can compute as slices.
       body: the body.
       k: the index of the output.
       wires: maps inputs and outputs of the body to operands and outputs of its equation.
-      carried: for a carried output, the input of the body with its previous value.
+      carried: the body's input with the previous value of a carried output; else None.
     """
     out = body.outvars[k]
     if not isinstance(out, Var) or out in body.invars:

@@ -1,20 +1,20 @@
-"""Analysis of equations that read sliced leaves: values that can be computed as slices.
+"""Analysis that finds the values that a rank can compute from its slices of leaves.
 
-A leaf is cut along one dimension (`RowAxis`). A value that depends on leaves alone, row by row, can
-be computed as slices: a cast of a stack, some of its layers, a layer at an index. So a loop can
-take slices of a stack. A layer is gathered only for an equation that mixes its rows:
+A leaf is cut along one dimension (`RowAxis`). An equation runs on slices if it computes each row
+from one row of a leaf: a cast of a stack, some layers of a stack, a layer at an index. So a loop
+can take slices of a stack. A layer is gathered only for an equation that mixes its rows:
 
     w: (16, D, D), cut along its second dimension
-    stack = convert w          computed as slices, which the loop scans over
-    layer = dynamic_slice w i  a *root*: an equation gathers it, instead of w
+    stack = convert w          computed as slices; the loop scans over them
+    layer = dynamic_slice w i  a *root*: `layer` is gathered instead of w
     sum(w ** 2)                computed on slices, then an all_reduce
     dot h layer                reads the full `layer`
 
 A *local* value depends on the batch or on the rank, and so differs from rank to rank
-(`dtrans.zero.rank_values`). This analysis finds no slices of local values.
+(`dtrans.zero.rank_values`). Local values are not computed as slices.
 
-`dtrans.engine.rules` has the strategies for an equation on slices. `dtrans.zero.slice_writer`
-writes the equations.
+`dtrans.engine.rules` decides how an equation runs on slices. `dtrans.zero.slice_writer` writes the
+equations.
 """
 
 from __future__ import annotations
@@ -61,16 +61,16 @@ _WITH_SLICED_BODIES = frozenset({SCAN, COND, *REMAT})
 
 @dataclasses.dataclass(frozen=True)
 class GatherOptions:
-    """Options of the gathers of leaves and of the scatters of gradients.
+    """Options of the equations that gather leaves and scatter gradients.
 
     Attributes:
       axis_name: the named axis of the ranks.
       degree: the number of ranks.
-      dtypes: maps a leaf to the type in which its gradient is reduced; other gradients keep their
+      dtypes: maps a leaf to the type in which its gradient is reduced. Other gradients keep their
         type.
-      prefetch: the number of windows that are gathered ahead.
-      prefetch_in_loops: as `prefetch`, for windows in the bodies of loops.
-      segment: leaves of neighbouring windows are gathered together up to this number of bytes.
+      prefetch: the number of leaves that are gathered before they are needed.
+      prefetch_in_loops: the same number for the bodies of loops.
+      segment: the limit in bytes up to which consecutive gathers are combined.
       once: True if a leaf is gathered once, for both forward and backward.
     """
 
@@ -85,15 +85,15 @@ class GatherOptions:
 
 @dataclasses.dataclass(frozen=True)
 class SliceInputs:
-    """Values that exist as slices before the equations, and gradients that are wanted as slices.
+    """Inputs that are slices, such as parameters, and gradients that must become slices.
 
     Attributes:
-      rows: maps each value that exists as slices to its layout, which names the leaf.
+      rows: the inputs that are slices, with the layout of each: the leaf and the cut dimension.
       local: values that differ from rank to rank.
-      wanted: maps each gradient that is wanted as slices to its layout.
-      slices: maps each value in `rows` to the variable of this rank's slice; empty if equations are
+      wanted: the gradients that must become slices, with the layout of each.
+      slices: for each input in `rows`, the variable of this rank's slice. Empty if equations are
         analyzed but not written.
-      summed: maps each gradient that a loop carries as slices to the variable of the slice.
+      summed: for each gradient that a loop carries as slices, the variable of this rank's slice.
     """
 
     rows: Mapping[Var, RowAxis]
@@ -108,9 +108,9 @@ class SlicedBodies:
     """Bodies of a loop, a branch, or a remat that take or return slices.
 
     Attributes:
-      passed: operands that the bodies take as slices: index of the operand -> layout in the body.
-      wanted: outputs that are slices of gradients: index of the output -> layout in the body.
-      bodies: the analysis of each body; a `Gatherer` if the body is also written.
+      passed: the operands that the bodies take as slices: index -> layout in the body.
+      wanted: the outputs that are slices of gradients: index -> layout in the body.
+      bodies: the analysis of each body: a `SliceAnalysis`, or a `Gatherer` that also writes it.
     """
 
     passed: Mapping[int, RowAxis]
@@ -119,25 +119,25 @@ class SlicedBodies:
 
 
 class SliceAnalysis(SplitWriter):
-    """Analysis of equations that read sliced leaves.
+    """Analysis that finds the values that a rank can compute from its slices of leaves.
 
     Args:
       b: the builder to write with.
-      like: the jaxpr of the equations.
-      eqns: the equations in order, with calls in their bodies inlined.
-      roles: the role of each equation.
-      inputs: values that exist or are wanted as slices.
-      how: the options.
+      like: the jaxpr that contains the equations.
+      eqns: the equations in order, with inlined calls.
+      roles: the role of each equation, such as "forward".
+      inputs: the inputs that are slices, and the gradients that must become slices.
+      how: the options of gathers.
       ends: values that are read after the equations.
 
     Attributes:
-      rows: maps each value that can be computed as slices to its layout, which names the leaf.
-      roots: maps each such value to its roots: the leaves, or parts of leaves, whose gathers yield
-        the full value.
-      full: roots that are gathered, because some equation reads them in full.
+      rows: the values that can be computed as slices, with the layout of each: the leaf and the cut
+        dimension.
+      roots: for each of these values, the leaves or parts of leaves to gather for the full value.
+      full: the roots that are gathered, because an equation reads them in full.
       reads: maps the index of an equation to the sliced values that it reads in full.
-      ways: maps the index of an equation to its strategy on slices.
-      entered: maps the index of an equation to its bodies, if the bodies take or return slices.
+      ways: maps the index of an equation to the strategy by which it runs on slices.
+      entered: maps the index of a loop, branch or remat to its bodies that take or return slices.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class SliceAnalysis(SplitWriter):
             self._add_slices(v, row, [v])
         self._values |= {(v, self.layouts[v]): piece for v, piece in inputs.slices.items()}
         with warnings.catch_warnings():
-            # no warning here: an unknown primitive gets full operands, like many known ones
+            # do not warn: an unknown primitive reads full operands, which is correct
             warnings.simplefilter("ignore", UnknownPrimitiveWarning)
             self._follow()
 
@@ -212,11 +212,11 @@ class SliceAnalysis(SplitWriter):
         self.layouts[v] = self._engine_layout(v, row)
 
     def _row(self, atom: Atom) -> RowAxis | None:
-        """Return the layout of a value that can be computed as slices; None for other values."""
+        """Return the layout of a value as slices; None if it cannot be computed as slices."""
         return self.rows.get(atom) if isinstance(atom, Var) else None
 
     def _engine_layout(self, atom: Atom, row: RowAxis) -> RowAxis:
-        """Return a layout in the form that the engine compares: without the name of the leaf."""
+        """Return the layout without the name of the leaf, as the engine compares layouts."""
         return self.shards.plain(dataclasses.replace(row, leaf=""), atom.aval.shape[row.axis])
 
     def _rank_type(self, v: Var, row: RowAxis) -> Any:
@@ -226,7 +226,7 @@ class SliceAnalysis(SplitWriter):
     # -- equations ---------------------------------------------------------------------------------
 
     def _follow(self) -> None:
-        """Find the equations that run on slices, and the values that others read in full."""
+        """Decide for each equation which operands it reads as slices, and which in full."""
         scattered = self.scattering.operands(self.eqns)
         for i, eqn in enumerate(self.eqns):
             if i not in self.scattering.loops and not any(map(self._row, eqn.invars)):
@@ -246,11 +246,11 @@ class SliceAnalysis(SplitWriter):
                 self.read_full(self.reads[i])
 
     def _reduces_full(self, i: int, way: Strategy) -> bool:
-        """Return True if an equation reduces over slices of a root that is gathered."""
+        """Return True if an equation reduces slices of a root that is gathered anyway."""
         return bool(way.reduce) and not self.full.isdisjoint(self.roots_of(self.eqns[i].invars))
 
     def _follow_equation(self, i: int, eqn: JaxprEqn) -> Collection[int]:
-        """Record how an equation runs on slices; return the operands that it reads as slices."""
+        """Record how an equation runs on slices; return the indices of the sliced operands."""
         way = self._strategy(eqn)
         if way is None:
             return ()
@@ -258,7 +258,7 @@ class SliceAnalysis(SplitWriter):
         (out,), (row,) = eqn.outvars, way.outs
         if isinstance(row, RowAxis):
             first = next(a for a in eqn.invars if isinstance(a, Var) and a in self.rows)
-            # gather a part rather than the leaf, and an expensive value rather than its operands
+            # if the result is a part of a leaf, or expensive to compute, gather it and no operand
             is_root = not is_cheap(eqn)
             if eqn.primitive.name == "slice":
                 sizes = zip(out.aval.shape[: row.axis], first.aval.shape, strict=False)
@@ -268,7 +268,7 @@ class SliceAnalysis(SplitWriter):
         return range(len(eqn.invars))
 
     def _strategy(self, eqn: JaxprEqn) -> Strategy | None:
-        """Return the strategy of an equation on slices; None if it needs full values."""
+        """Return how an equation runs on slices; None if it needs full values."""
         if eqn.effects or len(eqn.outvars) != 1:
             return None
         leaves = set()
@@ -286,14 +286,14 @@ class SliceAnalysis(SplitWriter):
             return None
         if any(x not in (SHARED, y) for x, y in zip(ins, way.operands, strict=True)):
             return None
-        # a 16-bit reduction runs on the full value, because each rank would round its part
+        # a 16-bit reduction needs the full value: on slices, each rank would round its partial sum
         rounds = way.reduce and eqn.outvars[0].aval.dtype.itemsize == 2
         return None if rounds else way
 
     # -- bodies ------------------------------------------------------------------------------------
 
     def _enter(self, i: int, eqn: JaxprEqn) -> Collection[int]:
-        """Analyze the bodies of an equation; return the operands that they take as slices."""
+        """Analyze the bodies of an equation; return the operands that the bodies take as slices."""
         wires, wanted = wiring(eqn), self.scattering.loops.get(i, {})
         passed = {} if self.how.once else self._passable(eqn, wires)
         local = local_inside(eqn, self.local) if passed or wanted else []
@@ -312,7 +312,7 @@ class SliceAnalysis(SplitWriter):
         return passed
 
     def _passable(self, eqn: JaxprEqn, wires: Wiring) -> dict[int, RowAxis]:
-        """Find operands that bodies may take as slices: index -> layout in the bodies."""
+        """Return the operands that bodies may take as slices: index -> layout in the bodies."""
         found: dict[int, RowAxis] = {}
         picks = eqn.invars[0]
         if (
@@ -320,7 +320,7 @@ class SliceAnalysis(SplitWriter):
             and isinstance(picks, Var)
             and (picks in self.local or self._row(picks))
         ):
-            return found  # ranks may take different branches: gathers would never complete
+            return found  # ranks may take different branches, and then a gather would hang
         for k in wires.ins[0]:
             row, less = self._row(eqn.invars[k]), int(k in wires.slices)
             if row is not None and k not in wires.carried and row.axis >= less:
@@ -351,14 +351,14 @@ class SliceAnalysis(SplitWriter):
         number: int,
         local: Collection[Var],
     ) -> SliceAnalysis:
-        """Return the analysis of a body, with a builder that has the inputs of the body.
+        """Return the analysis of one body of equation `i`.
 
         Args:
           i: the index of the equation.
           wires: maps operands and outputs of the equation to inputs and outputs of its bodies.
-          passed: index of each operand that the body takes as slices -> layout in the body.
-          wanted: index of each output that is slices of a gradient -> layout in the body.
-          number: the index of the body.
+          passed: the operands that the body takes as slices: index -> layout in the body.
+          wanted: the outputs that are slices of gradients: index -> layout in the body.
+          number: the index of the body among the bodies of the equation.
           local: values of the body that differ from rank to rank.
         """
         old, role = bodies(self.eqns[i])[number], self.roles[i]
@@ -389,15 +389,16 @@ class SliceAnalysis(SplitWriter):
 def is_cheap(eqn: JaxprEqn) -> bool:
     """Return True for elementwise equations and rearrangements.
 
-    Sharding recomputes results of these equations, and gathers the operands instead of the results.
+    A rank gathers the operands of such an equation and computes the result again, instead of
+    gathering the result.
     """
     return facts_of(eqn).elementwise or is_rearrangement(eqn)
 
 
 def _gathers(eqn: JaxprEqn, wires: Wiring, k: int, body: SliceAnalysis) -> bool:
-    """Return True if a body would gather operand `k` in full, in each iteration of a loop.
+    """Return True if a body would gather operand `k`, which is the same in each iteration.
 
-    False for a branch that returns the operand, since its result is not gathered.
+    Return False for a branch that returns the operand, since a returned slice is not gathered.
     """
     v = body.inner.invars[wires.ins[0].index(k)]
     returns = eqn.primitive.name == COND and v in body.roots_of(body.inner.outvars)

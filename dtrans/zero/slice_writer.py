@@ -1,7 +1,6 @@
 """Writer of equations on slices of leaves; `dtrans.zero.slice_analysis` finds these equations.
 
-A gradient is the sum of a local value over ranks. `dtrans.zero.scatter_flow` finds where it is
-reduced to slices: a loop scatters the gradient of each layer in the layer's iteration.
+`dtrans.zero.scatter_flow` decides where gradients are summed over ranks and scattered.
 `dtrans.zero.all_gather` decides when leaves are gathered.
 """
 
@@ -25,23 +24,22 @@ from dtrans.zero.slice_analysis import GatherOptions, SliceAnalysis, SliceInputs
 
 
 class _EqualValues(CountedValues):
-    """Writer of slices of values that all ranks have: a rank cuts or computes its own slice."""
+    """Writer of slices of values that are equal on all ranks, and so need no communication."""
 
     def _is_counted(self, var: Atom, axis: int) -> bool:
         return True
 
 
 class SliceWriter(SliceAnalysis):
-    """Writer of equations on slices, of reductions over them, and of scattered gradients.
+    """Writer of equations on slices, and of their reductions and reduce-scatters.
 
-    Args:
-      b, like, eqns, roles, inputs, how, ends: as for `SliceAnalysis`.
+    `SliceAnalysis` describes the arguments.
 
     Attributes:
-      env: maps values of the step to replacements: to slices of gradients, and to results of
-        reductions.
-      last_scattered: the latest scattered gradient, which the next gather can wait for; None if a
-        gather has waited for it already.
+      env: maps a value of the step to the variable that replaces it: this rank's slice of a
+        gradient, or the result of a reduction.
+      last_scattered: the latest scattered gradient, for which the next gather may wait. None after
+        a gather has waited for it.
     """
 
     def __init__(
@@ -89,13 +87,13 @@ class SliceWriter(SliceAnalysis):
 
     @contextlib.contextmanager
     def communicating(self) -> Iterator[None]:
-        """Give the role of communication to all equations that are written in this context."""
+        """Write all equations in this context with the role of communication."""
         role, self.b.role = self.b.role, DIST
         yield
         self.b.role = role
 
     def write_reduction(self, i: int) -> None:
-        """Write reduction `i`: each rank reduces its slice, then an all-reduce follows."""
+        """Write a reduction over slices: each rank reduces its slice, then an all-reduce."""
         eqn, way = self.eqns[i], self.ways[i]
         (part,) = self.carry_out(eqn, way)
         over = self.shards.over
@@ -106,7 +104,7 @@ class SliceWriter(SliceAnalysis):
         self.env[eqn.outvars[0]] = total
 
     def scatter_sum(self, var: Var, row: RowAxis) -> Atom:
-        """Write the reduce-scatter of a gradient; return this rank's slice of the sum."""
+        """Sum a value over ranks by a reduce-scatter; return this rank's slice of the sum."""
         grad, grad_dtype = self.env.get(var, var), jnp.dtype(var.aval.dtype)
         dtype = jnp.dtype(self.how.dtypes.get(row.leaf, grad_dtype))
         with self.communicating():
@@ -124,14 +122,14 @@ class SliceWriter(SliceAnalysis):
             return self.env[atom]
         if isinstance(atom, Var) and atom in self.local:
             return self.scatter_sum(atom, row)
-        # all ranks have this term, so the sum over ranks contains it `degree` times
+        # the term is equal on all ranks, so the sum over ranks contains it `degree` times
         piece = self.read(atom, self._engine_layout(atom, row))
         if is_zero_array(atom, self._producers):
             return piece
         return self.b.call(times(self.how.degree), piece)[0]
 
     def write_on_rows(self, i: int) -> None:
-        """Write equation `i`, which is linear in gradients, on slices of the gradients."""
+        """Write equation `i` on slices of gradients, in which the equation is linear."""
         eqn, step = self.eqns[i], self.scattering.steps[i]
         summed = linear_group(eqn, operands_among(eqn, self.local))
         atoms: list[Atom] = []

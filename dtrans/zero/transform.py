@@ -3,7 +3,7 @@
     stage    stored as slices       communication
     1        optimizer state        gradients are reduce-scattered after the backward pass
     2        gradients too          each gradient is reduce-scattered as soon as it is computed
-    3        parameters too         gathered for each use, in the forward and the backward pass
+    3        parameters too         parameters are also gathered, in forward and backward
 
     forward, backward     each rank on its part of the batch
     reduce_scatter        gradients: a rank receives its slice of the sum
@@ -18,7 +18,7 @@ ranks. Each group stores all slices, one on each rank. The slices of gradients a
 groups.
 
 Source: Rajbhandari et al., ZeRO (arXiv 1910.02054); passes/auto_parallel_sharding.py and
-meta_optimizers/sharding_optimizer.py (Paddle), which move whole variables from and to owners.
+meta_optimizers/sharding_optimizer.py (Paddle), in which each variable has one owner.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def sharding(
       reduce: the reduction of gradients: a `dtrans.Reduce`, or its `op`. Its `bucket_MB` is also
         the bucket size of the gathers after an update.
       batch: "exact" computes, for any step, the results of one device on the full batch. With
-        "local", each rank takes the step on its part of the batch alone. A `dtrans.Batch` also
+        "local", each rank computes the step on only its part of the batch. A `dtrans.Batch` also
         selects the arrays and dimensions to cut.
 
     Raises:
@@ -138,7 +138,7 @@ def sharding(
 
 
 def plan_sharding(main: Program, startup: Program, options: ShardingOptions) -> ShardingPlan:
-    """Plan sharding from an options record, for `sharding` and `plan.for_trainers`."""
+    """Plan sharding from checked options."""
     refuse_collectives(main)
     plain = cut(main).with_reported()
     check_names(plain, options)
@@ -185,7 +185,7 @@ def _write_uneven(
 ) -> Program:
     """Return a rank's program for a batch that the number of ranks does not divide.
 
-    The state is stored in the planned slices, as for other batches.
+    Ranks store the state in the planned slices.
 
     Raises:
       BatchError: the update of the padded step needs other slices.
@@ -203,7 +203,7 @@ def _write_uneven(
 
 
 def in_precision(plain: Cut, main: Program, precision: Precision) -> Cut:
-    """Return the step with matrix products in 16 bits; without a `dtype`, return it unchanged."""
+    """Return the step with matrix products in 16 bits, if `precision` has a `dtype`."""
     if precision.dtype is None:
         return plain
     return cut(low_precision(main, plain, precision.dtype, precision.scaling)).with_reported()

@@ -1,9 +1,9 @@
-"""Optimize half of a rank, on its slices: one program for all ranks.
+"""Rewrite of an optimizer's update so that each rank computes its slices.
 
-The engine (`dtrans.engine`) writes the program. Sliced leaves, their gradients and their state are
-inputs with a sharded dimension. If an equation mixes rows (a product of matrices, a sort), the
-engine gathers the operands. A reduction over rows becomes an all-reduce. Independent all-reduces
-are merged into one equation.
+All ranks run the rewritten program. The engine (`dtrans.engine`) writes it. Sliced leaves, their
+gradients and their state are inputs with a sharded dimension. If an equation mixes rows (a product
+of matrices, a sort), the engine gathers the operands. A reduction over rows becomes an all-reduce.
+Independent all-reduces are merged into one equation.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from dtrans.zero.choose_slices import Sliced
 def slice_half(
     half: OptimizeHalf, cuts: Mapping[Name, Sliced], degree: int, axis_name: str
 ) -> tuple[OptimizeHalf, tuple[Gathered, ...]]:
-    """Rewrite the optimize half of one device for the slices of a rank.
+    """Rewrite the update of one device so that each rank computes its slices.
 
     Args:
-      half: the optimize half of one device.
-      cuts: the inputs and outputs that ranks store as slices.
+      half: the update of one device: new parameters and state from gradients.
+      cuts: the inputs and outputs that are slices, by name.
       degree: the number of ranks.
       axis_name: the named axis of the ranks.
 
     Returns:
-      The optimize half of a rank, and the values that it gathers.
+      The update of a rank, and the values that it gathers.
     """
     shards = Shards(degree, (axis_name,), "rank", label="optimizer", shares_work=False)
     flat = eliminate_dead(inline_calls(half.jaxpr))

@@ -1,7 +1,9 @@
-"""Ranks that own whole leaves, for optimizers that mix rows (Paddle's `partition_algor`).
+"""Sharding that assigns each leaf to one rank, its owner (Paddle's `partition_algor`).
 
-assign    the owner of each leaf
-layout    gradients and state in bins, and the reduction of gradients
-packing   bins: the arrays of one owner as one vector
-update    the update, with one branch per rank
+It suits optimizers that mix the rows of a leaf.
+
+assign    chooses the owner of each leaf
+layout    packs gradients and state into one vector per owner, and reduces gradients
+packing   bins: vectors that pack the arrays of one owner
+update    writes the update, with one branch per rank
 """

@@ -1,16 +1,15 @@
-"""Assignment of whole leaves to ranks, by Paddle's two rules.
+"""Assignment of each leaf to one rank, by one of Paddle's two rules.
 
     greedy_even    each leaf goes to the rank with the fewest elements so far (ties: lowest rank)
-    use_order      leaves fill rank after rank; the next rank begins after 1/ranks of all elements
+    use_order      leaves fill rank 0 up to 1/ranks of all elements, then rank 1, and so on
 
 Both rules process leaves in the order in which the program first uses them. `greedy_even` balances
-the loads of ranks. `use_order` assigns neighbouring leaves to one rank, but loads can be uneven:
-after each leaf it advances by at most one rank, even if that leaf is larger than two shares. So the
-last ranks may own no leaf. In stage 2, `use_order` delays gradients: each bucket contains gradients
-of all ranks, and the backward pass computes the gradients of rank 0 last.
+the number of elements per rank. `use_order` assigns neighbouring leaves to one rank, but can be
+uneven: after a leaf it continues with the same rank or the next, even if the leaf is larger than
+two ranks' targets. So the last ranks may own no leaf. In stage 2, `use_order` delays reductions.
+Each bucket contains gradients of all ranks, and the backward pass computes those of rank 0 last.
 
-If the optimizer binds leaves together (`RowAnalysis.groups`), the rank of the first leaf owns all
-of them.
+If the optimizer combines several leaves (`RowAnalysis.groups`), one rank owns all of them.
 
 Source: `partition_parameters` of passes/auto_parallel_sharding.py (Paddle).
 """
@@ -29,7 +28,7 @@ RULES = ("greedy_even", "use_order")
 
 
 def assign_owners(sizes: Sequence[int], ranks: int, rule: str) -> list[int]:
-    """Return the rank that owns each leaf, in the order of `sizes`.
+    """Return for each leaf the rank that owns it, in the order of `sizes`.
 
     Args:
       sizes: the sizes of the leaves in elements.
@@ -62,7 +61,7 @@ def assign_owners(sizes: Sequence[int], ranks: int, rule: str) -> list[int]:
 
 
 def assign_leaves(step: Cut, analysis: RowAnalysis, ranks: int, rule: str) -> dict[str, int]:
-    """Map each leaf to the rank that owns the leaf, in the order of the assignment."""
+    """Return the rank that owns each leaf, by leaf, in the order of the assignment."""
     groups: dict[str, list[str]] = {}
     for n in leaves_by_use(step):
         if n in analysis.params:
@@ -92,7 +91,7 @@ def leaves_by_use(step: Cut) -> list[str]:
 
 
 def sum_loads(sizes: Mapping[str, int], owner: Mapping[str, int], ranks: int) -> list[int]:
-    """Return for each rank the sum of the sizes of its leaves."""
+    """Return for each rank the total size of the leaves that it owns."""
     loads = [0] * ranks
     for n, rank in owner.items():
         loads[rank] += sizes[n]

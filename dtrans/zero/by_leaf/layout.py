@@ -1,21 +1,22 @@
-"""Sharding by whole leaves: only the owner of a leaf updates it and stores its state.
+"""Sharding in which each leaf has one owner: only this rank updates it and stores its state.
 
-    forward, backward     each rank on its part of the batch
+    forward, backward     each rank computes gradients of its part of the batch
     reduce_scatter        gradients, packed by owner: a rank receives the sums of its leaves
     optimize              each rank updates its leaves (`dtrans.zero.by_leaf.update`)
     all_gather            parameters, packed by owner
 
-Use this for optimizers that mix rows, which is expensive on slices (Muon). With `partition="rows"`
-every rank gathers each matrix and iterates on all matrices. Here each rank iterates only on the
-matrices that it owns. If loads are uneven, bins contain padding. `dtrans.zero.by_leaf.assign`
-chooses the owners. The state contains bins (`opt_state/bins/float32`) instead of the arrays that
-are packed in them.
+A *bin* is a vector that packs the arrays of one owner. The optimizer's state contains bins
+(`opt_state/bins/float32`) instead of the packed arrays. All bins have one length, so that bins of
+ranks with fewer elements end with padding. `dtrans.zero.by_leaf.assign` chooses the owners.
+
+Use this for optimizers that mix rows, such as Muon. With `partition="rows"` every rank gathers each
+matrix and iterates on all matrices. Here each rank iterates only on the matrices that it owns.
 
 In stage 1 gradients are scattered after the backward pass. In stage 2 bins are scattered in parts:
 a part is scattered as soon as all gradients in this part are computed.
 
-Source: the sharding pass of Paddle (auto_parallel_sharding.py), which moves whole variables to and
-from owners, one by one.
+Source: the sharding pass of Paddle (auto_parallel_sharding.py), which moves variables to and from
+their owners one by one.
 """
 
 from __future__ import annotations
@@ -48,16 +49,16 @@ from dtrans.zero.reduce_scatter import Scatterer, ScatterSpec
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LeafOwners:
-    """Owner of each leaf, and the layout of leaves in bins.
+    """Owner of each leaf, and how gradients and state are packed into one vector per owner (a bin).
 
     Attributes:
-      owner: the rank of each leaf, in the order in which leaves were assigned.
+      owner: the rank that owns each leaf, in the order of the assignment.
       loads: for each rank, the number of elements of the parameters that it owns.
-      grads, state: the bins of gradients and of the optimizer's state.
-      slices: the choice to cut no leaf, with the row analysis of the update.
-      half: the optimize half of a rank.
-      args: the arguments of the step, with state in bins.
-      out: the outputs of the step: parameters, state in bins, and the rest.
+      grads, state: the positions of gradients, and of the optimizer's state, in bins.
+      slices: the reasons why leaves are not cut, and the row analysis of the update.
+      half: the update that each rank runs.
+      args: the arguments of the step, with packed state.
+      out: the outputs of the step: parameters, packed state, and results.
     """
 
     owner: Mapping[str, int]
@@ -107,7 +108,7 @@ class LeafOwners:
 
     @property
     def cuts(self) -> dict[str, Sliced]:
-        """Bins of state as cut arrays: the slice of a rank is the bin of that rank."""
+        """Packed state as sliced arrays: the slice of a rank is the bin of that rank."""
         return self.state.cuts
 
     @property
@@ -122,10 +123,10 @@ class LeafOwners:
     # -- the step --------------------------------------------------------------------------------
 
     def take_bins(self, b: Builder, names: Sequence[str]) -> dict[str, Atom]:
-        """Replace inputs of a program by the bins that contain them; return the bins by name.
+        """Replace the program's inputs of state by packed vectors; return these by name.
 
         Args:
-          b: the builder of the program, with its inputs.
+          b: the builder of the program, which already has the inputs.
           names: the names of the inputs.
         """
         inputs = dict(zip(names, b.invars, strict=True))
@@ -141,11 +142,11 @@ class LeafOwners:
         options: ShardingOptions,
         example_count: Atom | None,
     ) -> Scatterer:
-        """Return the writer that reduces the step's gradients in bins."""
+        """Return a writer that packs the step's gradients by owner and reduces them."""
         return _BinScatterer(b, values, options, example_count, self.grads)
 
     def buckets(self, step: Cut, options: ShardingOptions) -> tuple[Bucket, ...]:
-        """Return the buckets of gradients; each lists the leaves whose gradients it reduces."""
+        """Return the buckets of gradients: for each reduction, the leaves that it contains."""
         values: dict[str, Atom] = subset(step.gradients, ready_order(step))
         parts = _scattered_parts(self.grads, options)
         found = []
@@ -161,14 +162,14 @@ class LeafOwners:
     def gather_gradients(
         self, b: Builder, means: Mapping[str, Atom], options: ShardingOptions
     ) -> dict[str, Atom]:
-        """Write the gather of reduced gradients; return the gradients of all leaves."""
+        """Gather reduced gradients from their owners; return the gradients of all leaves."""
         bins = subset(means, self.grads.types)
         return {**means, **gather_bins(b, self.grads, bins, options, "grads")}
 
     # -- the first state -------------------------------------------------------------------------
 
     def startup(self, startup: Program) -> Program:
-        """Rewrite the init of one device so that it returns the state in bins."""
+        """Rewrite the init of one device so that it returns packed state."""
         inner = startup.inner
         b = Builder(startup.jaxpr)
         b.invars += inner.invars
@@ -191,7 +192,7 @@ class LeafOwners:
 
     @cached_property
     def unpack_state(self) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-        """Function that takes a dict with bins, and adds the arrays that these bins pack."""
+        """Function that copies a dict with packed state, and adds the unpacked arrays."""
         run: Any = jax.jit(self.state.unpack)
 
         def unpack_state(arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -202,11 +203,11 @@ class LeafOwners:
 
 
 class _BinScatterer(Scatterer):
-    """Writer that reduces gradients in bins, part by part; `means` maps bins to this rank's sums.
+    """Writer that packs gradients into one vector per owner (a bin), and reduces them by parts.
 
     A part contains elements `start` to `stop` of every rank's bin. As soon as all gradients of a
-    part are computed, the part is packed and scattered. Bins have the order in which the backward
-    pass computes gradients.
+    part are computed, the part is packed and scattered. Within a bin, gradients have the order in
+    which the backward pass computes them. The results, `means`, are the bins of this rank.
     """
 
     def __init__(
@@ -237,7 +238,7 @@ class _BinScatterer(Scatterer):
                     self._pack(n)
 
     def _pack(self, name: str) -> None:
-        """Pack the gradients of a part, and add the part as if it were one gradient."""
+        """Pack the gradients of a part, and add the packed vector as if it were one gradient."""
         part, bins = self.parts[name], self.bins
         leaves = bins.arrays_in(part)
 
@@ -252,7 +253,7 @@ class _BinScatterer(Scatterer):
     def finish(self) -> None:
         for n in self.lacking:
             if not self.bins.arrays_in(self.parts[n]):
-                # this part is padding only, so `add` has not packed it
+                # this part contains only padding, so `add` has not packed it
                 self._pack(n)
         super().finish()
         role, self.b.role = self.b.role, DIST
@@ -267,16 +268,16 @@ def _concatenate(*xs: jax.Array) -> jax.Array:
 
 
 def _scattered_parts(bins: Bins, options: ShardingOptions) -> dict[str, BinPart]:
-    """Return by name the parts into which `bucket_MB` cuts the bins."""
+    """Divide the bins into parts of `bucket_MB`; return the parts by name."""
     return {p.name: p for p in bins.parts(options.reduce.bucket_MB * 2**20)}
 
 
 def _parts_of(
     values: Mapping[str, Atom], bins: Bins, parts: Mapping[str, BinPart]
 ) -> dict[str, Atom]:
-    """Return the values to reduce: gradients that are in no bin, then parts of bins.
+    """Return the values to reduce: first gradients that are not packed, then parts of bins.
 
-    The part whose last gradient is computed first comes first.
+    Parts are sorted by the time at which the backward pass has computed all their gradients.
     """
     at = number_items(values)
     ends: dict[str, int] = {}
@@ -294,13 +295,13 @@ def _spec_of(parts: Mapping[str, BinPart]) -> Callable[[str], ScatterSpec]:
 
 
 def _half_of_owners(step: Cut) -> tuple[list[str], OptimizeHalf]:
-    """Return the leaves that need an owner, and an optimize half that takes all these leaves.
+    """Return the leaves that need an owner, and the update with all these leaves as inputs.
 
-    A leaf that is not updated needs an owner if a result, such as a norm, reads its gradient.
+    A leaf that is not updated needs an owner if the update, or a gradient norm, reads its gradient.
     """
     half = step.optimize
     leaves: list[str] = []
-    more: list[str] = []  # leaves with a gradient that are not updated
+    more: list[str] = []  # leaves that are not updated, but have a gradient
     for n in step.params:
         if n in step.optimized:
             leaves.append(n)

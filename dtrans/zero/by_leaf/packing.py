@@ -1,14 +1,14 @@
 """Bins: vectors that pack the arrays of each rank, with one length for all ranks.
 
-All ranks run one program, so an array has the same shape on every rank. But ranks own arrays of
-different shapes. So each rank's arrays are concatenated into vectors, one for each dtype, and the
-vectors are padded with zeros to the length of the longest:
+All ranks run one program, in which a variable has the same shape on every rank. But ranks own
+arrays of different shapes. So each rank's arrays are concatenated into vectors, one for each dtype.
+Zeros pad the vectors to the length of the longest:
 
     rank 0    w1 w1 w1 w1 b1 b1
     rank 1    w2 w2 w2 b2  0  0
 
-The bin of all ranks is the concatenation of these rows. It is the input of `reduce_scatter`, and
-the output of `all_gather`.
+The concatenation of these rows is called the bin of all ranks. It is the input of `reduce_scatter`,
+and the output of `all_gather`.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from dtrans.zero.choose_slices import Sliced
 
 @dataclasses.dataclass(frozen=True)
 class BinSlot:
-    """Position of an array in a bin.
+    """Position of an array in a bin, the vector that packs one rank's arrays.
 
     Attributes:
-      bin: the name of the bin.
-      rank: the rank of the owner.
-      start: the position of its first element in the bin.
+      bin: the name of the bin, such as "grads/float32".
+      rank: the rank that owns the array.
+      start: the position of the array's first element in the bin.
       shape, dtype: the shape and type of the array.
     """
 
@@ -51,7 +51,7 @@ class BinSlot:
         return math.prod(self.shape)
 
     def overlap(self, part: BinPart) -> range:
-        """Return the positions in a rank's bin at which the array and a part overlap."""
+        """Return the positions in the bin that belong to both the array and the part."""
         if part.bin != self.bin:
             return range(0)
         return range(max(self.start, part.start), min(self.start + self.size, part.stop))
@@ -59,7 +59,7 @@ class BinSlot:
 
 @dataclasses.dataclass(frozen=True)
 class BinPart:
-    """Part of a bin of all ranks: elements `start` to `stop` of each rank's bin."""
+    """Elements `start` to `stop` of each rank's bin, the vector that packs its arrays."""
 
     bin: str
     start: int
@@ -67,23 +67,23 @@ class BinPart:
 
     @property
     def size(self) -> int:
-        """Number of elements on each rank."""
+        """Number of elements in each rank's bin."""
         return self.stop - self.start
 
     @property
     def name(self) -> str:
-        """Name of the part."""
+        """Name of the part, such as "grads/float32/1024"."""
         return f"{self.bin}/{self.start}"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Bins:
-    """Layout that packs the arrays of several owners into bins, one bin for each dtype.
+    """Layout that packs each owner's arrays into vectors (bins), one for each dtype.
 
     Attributes:
       ranks: the number of owners.
-      places: maps the name of each array to its slot.
-      types: maps the name of each bin to the type of the vector on one rank.
+      places: the position of each array, by name.
+      types: the type of one rank's vector, by the name of the bin.
 
     Example:
       >>> import jax.numpy as jnp
@@ -105,11 +105,11 @@ class Bins:
     def from_types(
         cls, types: Mapping[str, Any], owner: Mapping[str, int], ranks: int, root: str
     ) -> Bins:
-        """Assign each array a slot in its owner's bin, in the given order.
+        """Lay out arrays, in the order of `types`, in the bins of their owners.
 
         Args:
           types: the arrays, or their types, by name.
-          owner: the rank of each array.
+          owner: the rank that owns each array.
           ranks: the number of ranks.
           root: names of bins are `root`, a slash, and the dtype.
 
@@ -129,31 +129,31 @@ class Bins:
             places[n] = BinSlot(name, owner[n], bin_loads[owner[n]], tuple(t.shape), t.dtype)
             bin_loads[owner[n]] += places[n].size
             dtypes[name] = t.dtype
-        # collectives refuse empty arrays, so a bin has at least one element
+        # collectives reject empty arrays, so a bin has at least one element
         bin_types = {n: ShapedArray((max(1, *x),), dtypes[n]) for n, x in loads.items()}
         return cls(ranks, places, bin_types)
 
     @property
     def cuts(self) -> dict[str, Sliced]:
-        """Bins of all ranks as cut arrays: the slice of a rank is the bin of that rank."""
+        """Bins of all ranks as sliced arrays: the slice of a rank is the bin of that rank."""
         return {
             n: Sliced(0, t.size * self.ranks, t.size, self.ranks) for n, t in self.types.items()
         }
 
     @property
     def padding(self) -> int:
-        """Bytes of padding on all ranks together."""
+        """Bytes of padding, summed over all ranks."""
         stored = sum(t.size * t.dtype.itemsize for t in self.types.values()) * self.ranks
         return stored - sum(p.size * jnp.dtype(p.dtype).itemsize for p in self.places.values())
 
     def of_rank(self, rank: int) -> dict[str, BinSlot]:
-        """Return the slots of a rank's arrays."""
+        """Return the positions of the arrays that a rank owns, by name."""
         return {n: p for n, p in self.places.items() if p.rank == rank}
 
     def parts(self, limit: float) -> list[BinPart]:
-        """Cut the bins into parts of about `limit` bytes, summed over all ranks.
+        """Divide the bins into parts of about `limit` bytes, counting all ranks.
 
-        A part is at least as long as the largest array in its bin.
+        In each bin, a part is at least as long as the largest array.
         """
         found = []
         for name, t in self.types.items():
@@ -164,7 +164,7 @@ class Bins:
         return found
 
     def arrays_in(self, part: BinPart) -> list[str]:
-        """Return the arrays that a part contains, entirely or in pieces; [] for padding."""
+        """Return the arrays that have elements in a part; [] if the part contains only padding."""
         return [n for n, p in self.places.items() if p.overlap(part)]
 
     # -- from arrays to bins ---------------------------------------------------------------------
@@ -188,7 +188,7 @@ class Bins:
         return [(n, BinPart(n, 0, t.size)) for n, t in self.types.items()]
 
     def _rows(self, part: BinPart, rank: int, values: Mapping[str, Any]) -> list[Any]:
-        """Return the vectors to concatenate for one rank's row of a part: arrays, then padding."""
+        """Return one rank's elements of a part, as vectors to concatenate: arrays, then padding."""
         rows, filled = [], part.start
         for n, p in self.of_rank(rank).items():
             overlap = p.overlap(part)
@@ -207,12 +207,12 @@ class Bins:
     # -- from bins to arrays ---------------------------------------------------------------------
 
     def array_of(self, name: str, bins: Mapping[str, Any]) -> Any:
-        """Extract one array from the bins of its rank."""
+        """Extract one array from the bins of the rank that owns it."""
         p = self.places[name]
         return jax.lax.slice(bins[p.bin], (p.start,), (p.start + p.size,)).reshape(p.shape)
 
     def from_parts(self, parts: Mapping[BinPart, Any]) -> dict[str, Any]:
-        """Extract all arrays from `parts`, which together contain the bins of all ranks."""
+        """Extract all arrays from `parts`, which must cover the bins of all ranks."""
         found = {}
         for n, p in self.places.items():
             rows = []
@@ -232,7 +232,7 @@ class Bins:
 
 
 def unused_root(name: str, names: Collection[str]) -> str:
-    """Return an unused root for names of bins: `name`, with underscores if needed."""
+    """Return `name`, with underscores if one of `names` starts with it already."""
     while any(is_under(n, [name]) for n in names):
         name += "_"
     return name

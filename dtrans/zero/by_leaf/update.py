@@ -1,21 +1,22 @@
-"""Optimize half for leaves with owners: one program for all ranks, with one branch per rank.
+"""Update for leaves with owners: one program for all ranks, with one branch per rank.
 
 The equations differ from rank to rank, so they are the branches of a `switch` over the index of the
-rank. Each branch does the work of a parameter server (`dtrans.slicing.server_update`) that has the
-rank's leaves, level by level:
+rank. Each branch updates the leaves that the rank owns, like a parameter server that stores these
+leaves (`dtrans.slicing.server_update`). A value that depends on leaves of several ranks, such as a
+norm, is summed between two levels:
 
-    level 0    switch        each rank computes its parts of cross-server values
-               all_reduce    sums the parts; a rank without a part adds the identity
+    level 0    switch        each rank computes its terms of such values
+               all_reduce    sums the terms; a rank without a term adds the identity
     level 1    switch        ...
     last       switch        new state and new parameters, in bins
                all_gather    parameters
 
 Branches contain no collective, since other ranks would not reach it. All branches return the same
-types. So branches return bins (`dtrans.zero.by_leaf.packing`): at the last level the new state and
-parameters, at other levels the values that later levels read.
+types. So a branch packs its outputs into vectors (`dtrans.zero.by_leaf.packing`). The last level
+returns the new state and parameters. Each other level returns the values that later levels read.
 
-Some state belongs to no leaf (a count of steps). The new value of this state is computed outside
-the branches, so that every rank has it, even a rank that owns no leaf. A branch that reads the new
+Some state belongs to no leaf, such as a count of steps. Its new value is computed outside the
+branches, so that every rank has it, even a rank that owns no leaf. A branch that reads the new
 value computes it again.
 """
 
@@ -47,20 +48,22 @@ from dtrans.zero.options import ShardingOptions
 
 
 class OwnerWriter:
-    """Writer of the optimize half.
+    """Writer of the update in which each rank updates the leaves that it owns.
+
+    Arrays are packed into bins: one vector per owner and dtype.
 
     Args:
-      analysis: the row analysis of one device's optimize half.
-      owner: maps each leaf to its rank; a leaf that is not updated may be absent.
+      analysis: the row analysis of one device's update.
+      owner: the rank that owns each leaf. A leaf that is not updated may be absent.
       options: the options.
-      root: the prefix of the names of the bins of state.
-      ready: the leaves in the order in which the backward pass computes their gradients. The
-        bins of gradients have this order.
+      root: the prefix of the names of packed state, such as "opt_state/bins".
+      ready: the leaves in the order in which the backward pass computes their gradients.
+        Gradients are packed in this order.
 
     Attributes:
-      grads: the bins of gradients, by the name of the leaf.
-      state: the bins of the state of leaves.
-      params: the bins of new parameters, to be gathered. Unchanged parameters are in no bin.
+      grads: the layout of packed gradients, by leaf.
+      state: the layout of packed state that belongs to leaves.
+      params: the layout of packed new parameters. It omits unchanged parameters.
     """
 
     def __init__(
@@ -77,7 +80,7 @@ class OwnerWriter:
         self.analysis = self.spec.analysis
         self._lay_out_bins(owner, root, ready)
 
-        # for each rank, the blocks of a parameter server that has the rank's leaves
+        # for each rank, the blocks of a parameter server that stores the rank's leaves
         placement = self.spec.placement
         self.work: list[list[OptimizeBlock]] = []
         for endpoint in placement.endpoints:
@@ -97,7 +100,7 @@ class OwnerWriter:
         self.carried = {level: self._carried_bins(level) for level in self.levels[:-1]}
 
     def _lay_out_bins(self, owner: Mapping[str, int], root: str, ready: Sequence[str]) -> None:
-        """Lay out the bins of gradients, state and new parameters."""
+        """Choose the layout of packed gradients, state and new parameters."""
         a = self.analysis
         types: dict[str, Any] = {n: v.aval for n, v in a.inputs.items() if isinstance(n, str)}
         # a gradient may have another type than its leaf
@@ -116,18 +119,15 @@ class OwnerWriter:
         self.state = Bins.from_types(state_types, self.rank_of, self.ranks, root)
 
     def _is_unit(self, block: OptimizeBlock) -> bool:
-        """Return True if a block updates leaves. Other blocks depend on no leaf."""
+        """Return True if a block updates leaves. Other blocks read no leaf."""
         return block.role != LR_SCHED and block.name in self.units
 
     def _output_name(self, name: str) -> str:
-        """Return the name of a block's output.
-
-        If an input has the same name, the output is `new NAME`, since blocks also read the input.
-        """
+        """Return the name of a block's output: "new NAME" if an input already has this name."""
         return f"new {name}" if name in self.analysis.inputs else name
 
     def _find_shared_work(self) -> None:
-        """Find the values to reduce, and the equations of the state that belongs to no leaf."""
+        """Find the values that ranks reduce, and the equations of state that belongs to no leaf."""
         rounds, crossings = self.spec.rounds, self.spec.rounds.crossings
         outs = values_at(self.analysis.outputs, self.spec.shared_state)
         self.shared_eqns, read = backward_slice(rounds.eqns, outs, crossings)
@@ -137,7 +137,7 @@ class OwnerWriter:
                 self.reduced.setdefault(c.level, []).append(c)
 
     def _carried_bins(self, level: int) -> Bins:
-        """Return bins for the values that ranks compute at a level and read at later levels."""
+        """Return the layout that packs the values that later levels read from this level."""
         types: dict[str, Any] = {}
         owner: dict[str, int] = {}
         for k, work in enumerate(self.work):
@@ -160,8 +160,8 @@ class OwnerWriter:
     def half(self) -> OptimizeHalf:
         """Write the update.
 
-        Inputs are gradients in bins (`grads/float32`), state in bins, and full parameters. Outputs
-        are full new parameters, and new state in bins.
+        Inputs are packed gradients (`grads/float32`), packed state, and full parameters. Outputs
+        are full new parameters, and packed new state.
         """
         a, b = self.analysis, Builder(self.analysis.half.jaxpr)
         binned = {*self.rank_of, *map(Gradient, self.grads.places)}
@@ -197,7 +197,7 @@ class OwnerWriter:
     def _all_reduce(
         self, b: Builder, op: str, reduced: Sequence[CrossServerValue], part: Atom
     ) -> list[Atom]:
-        """Reduce a vector over ranks; return the values that it concatenates."""
+        """All-reduce a vector of concatenated terms; return the reduced values."""
         over = (self.options.axis_name,)
         b.role = DIST
         (vector,) = b.bind(all_reduce_p, part, op=op, name="optimizer", owners=(), over=over)
@@ -205,13 +205,13 @@ class OwnerWriter:
         return write_function(b, partial(_split, tuple(c.var.aval.shape for c in reduced)), vector)
 
     def _bin_names(self, level: int) -> list[str]:
-        """Return the names of the bins that a level computes."""
+        """Return the names of the packed vectors that a level computes."""
         if level != self.levels[-1]:
             return list(self.carried[level].types)
         return [f"new {n}" for n in (*self.params.types, *self.state.types)]
 
     def _sums(self, level: int) -> dict[tuple[str, Any], list[CrossServerValue]]:
-        """Return the values that ranks reduce after a level; keys are pairs (operation, dtype)."""
+        """Return the values that ranks reduce after a level, by (operation, dtype)."""
         found: dict[tuple[str, Any], list[CrossServerValue]] = {}
         for c in self.reduced.get(level, ()):
             found.setdefault((c.op, c.var.aval.dtype), []).append(c)
@@ -240,23 +240,21 @@ class OwnerWriter:
     # -- branches --------------------------------------------------------------------------------
 
     def _switch(self, level: int, names: Sequence[str]) -> Callable[..., Any]:
-        """Return the function of a level, which takes the index of a rank and runs its branch.
+        """Return a function that takes the index of a rank and runs the rank's branch of a level.
 
         Args:
           level: the level.
-          names: the names of the arguments that follow the index of the rank.
+          names: the names of the function's other arguments.
         """
         branches = [partial(self._branch, level, k, names) for k in range(self.ranks)]
         return lambda index, *values: jax.lax.switch(index, branches, *values)
 
     def _branch(self, level: int, rank: int, names: Sequence[str], *values: Any) -> list[Any]:
-        """Run one rank's branch at a level; return vectors to reduce, then bins.
+        """Compute one rank's branch of a level from `values`, which have these names.
 
-        Args:
-          level: the level.
-          rank: the rank.
-          names: the names of `values`.
-          *values: the inputs of the branch.
+        Returns:
+          The vectors that ranks reduce, then packed values for later levels. At the last level:
+          packed new parameters and state.
         """
         inputs = dict(zip(names, values, strict=True))
         computed: dict[str, Any] = {}
@@ -291,21 +289,21 @@ class OwnerWriter:
         reduced: Sequence[CrossServerValue],
         computed: Mapping[str, Any],
     ) -> Any:
-        """Return one vector with a rank's term of each value in `reduced`."""
+        """Concatenate a rank's terms of the values in `reduced` to one vector."""
         op, dtype = key
         terms = []
         for c in reduced:
             name = f"{c.home}/{c.name}"
             if name in computed:
                 terms.append(computed[name])
-            else:  # another rank computes the term
+            else:  # this rank has no term
                 terms.append(identity_of(op, c.var.aval.shape, dtype)())
         rows = [jnp.reshape(jax.lax.convert_element_type(x, dtype), -1) for x in terms]
         return rows[0] if len(rows) == 1 else jax.lax.concatenate(rows, 0)
 
 
 def write_function(b: Builder, fn: Callable[..., Any], *atoms: Atom) -> list[Atom]:
-    """Write the equations of a function of arrays.
+    """Trace a function of arrays and write its equations.
 
     Unlike `Builder.call`, this does not cache the traced function for the life of the process.
     """
@@ -315,14 +313,14 @@ def write_function(b: Builder, fn: Callable[..., Any], *atoms: Atom) -> list[Ato
 def gather_bins(
     b: Builder, bins: Bins, shards: Mapping[str, Atom], options: ShardingOptions, name: str
 ) -> dict[str, Atom]:
-    """Gather bins from all ranks, part by part; return the arrays of all ranks by name.
+    """Gather packed arrays from all ranks, part by part; return all arrays by name.
 
     Args:
       b: the builder to write with.
-      bins: the layout.
-      shards: this rank's bins, by name.
+      bins: the layout of the packed vectors.
+      shards: this rank's packed vectors, by name.
       options: the options.
-      name: the prefix of the names of the gathers.
+      name: the prefix for the names of the gathers.
     """
     b.role = DIST
     parts = bins.parts(options.reduce.bucket_MB * 2**20)
@@ -349,7 +347,7 @@ def gather_bins(
 
 
 def pack_bins(b: Builder, bins: Bins, atoms: Mapping[str, Atom]) -> dict[str, Atom]:
-    """Write equations that pack arrays into the bins of all ranks; return the bins by name."""
+    """Write equations that pack arrays by owner; return the packed vectors of all ranks by name."""
     names = list(bins.places)
 
     def pack(*xs: Any) -> list[Any]:
@@ -370,7 +368,7 @@ def _split(shapes: Sequence[tuple[int, ...]], x: Any) -> list[Any]:
 
 
 def _place_leaves(analysis: RowAnalysis, owner: Mapping[str, int], ranks: int) -> Placement:
-    """Return a placement of whole leaves in which each rank is a parameter server."""
+    """Return the owners as a placement in which each rank is a parameter server."""
     endpoints = [f"rank {k}" for k in range(ranks)]
     blocks = {}
     for n in analysis.params:
