@@ -2,11 +2,11 @@
 
 transform      `nccl2`: plans a step
 plan           the plan: one program for all trainers
-options        options and their checks
+options        the options, which check their values
 merge_rules    rules that merge the results of trainers
 reducer        buckets of gradients, and their reduction
-replica        inputs of a trainer; results that the step computes from reduced gradients
-accumulation   micro-steps of a trainer
-startup        startup program of a trainer that is a process
+replica        inputs of a trainer; results that depend on reduced gradients
+accumulation   micro-steps: a trainer processes its part of the batch piece by piece
+startup        startup program of a trainer process
 state          state of a job between steps
 """

@@ -1,10 +1,11 @@
-"""Micro-steps over a trainer's part of the batch: a scan without communication.
+"""Micro-steps: a scan in which a trainer processes its part of the batch piece by piece.
 
     accumulate    scan: forward, backward, add up         --> one gradient, results
     local steps   scan: forward, backward, optimize       --> parameters, optimizer state, results
 
-The scan carries parameters that trainers update locally (batch statistics); in local steps it
-carries all state. Random keys of the batch are folded with the index of the micro-step.
+The scan does not communicate. It carries the parameters that a trainer updates locally, such as
+batch statistics. In local steps it carries all state. `jax.random.fold_in` gives each micro-step
+different random keys.
 
 Sources of local steps: Stich, Local SGD Converges Fast and Communicates Little (arXiv 1805.09767);
 Yu, Jin, Yang (arXiv 1905.03817), who average the optimizer's state too. Paddle's `LocalSGD`
@@ -41,24 +42,24 @@ Outputs = tuple[dict[str, Atom], dict[str, Atom]]  # (output name -> value, leaf
 
 @dataclasses.dataclass(frozen=True)
 class MicroSteps:
-    """Micro-steps into which a trainer cuts its part of the batch.
+    """Rules of a trainer's micro-steps, which cut inputs and merge outputs.
 
     Attributes:
       count: the number of micro-steps.
-      reduce: the merge of the gradients of micro-steps: "mean" or "sum".
-      ways: maps each result to its merge over micro-steps: "mean", "sum", "max", "concat", or
-        "same" (the value of the last micro-step).
-      example_count: the result that weights means over micro-steps; its own merge is a sum.
+      reduce: the rule that merges gradients of micro-steps: "mean" or "sum".
+      ways: maps each result to the rule that merges it over micro-steps: "mean", "sum", "max",
+        "concat", or "same" (the value of the last micro-step).
+      example_count: the result that counts examples, and so weights means. It is summed.
       axes: maps batch arrays to the dimension along which they are cut. Other arrays are not cut.
-      keys: random keys of the batch, which are folded with the index of the micro-step.
-      joined: maps results with "concat" to the dimension to concatenate; the default is 0.
+      keys: random keys of the batch; each micro-step folds its index into them.
+      joined: maps a result with rule "concat" to the dimension to concatenate. The default is 0.
       carried: parameters that trainers update locally and that the scan carries, such as batch
-        statistics. All other locally updated parameters have in each micro-step the value from
-        before the step, and are merged like results.
-      precomputed: the inputs of micro-steps that trainers compute before the scan; None if there
-        are none.
-      clip_norm: the norm to which the gradients of each micro-step are clipped, if any.
-      noun: the word for a trainer in errors.
+        statistics. All other locally updated parameters are merged like results: each micro-step
+        reads the value from before the step.
+      precomputed: the inputs of micro-steps that trainers compute before the scan. None without
+        such inputs.
+      clip_norm: the norm to which the gradients of each micro-step are clipped. None for no clip.
+      noun: the word for a trainer in errors, such as "rank".
     """
 
     count: int
@@ -112,23 +113,23 @@ def write_micro_steps(
     Args:
       b: the builder to write with; it has the step's inputs.
       step: the step of a trainer.
-      window: its micro-steps.
-      results: the wanted outputs, in addition to parameters that trainers update locally.
-      inputs: maps names of a micro-step's inputs to their values in `b`. All other inputs are those
-        of `step`.
-      half: writes a micro-step instead of `write_trainer_half`. It adds one variable for each of
-        `inputs` to the builder, after all other inputs. It returns a pair of dicts: results and
-        locally updated parameters by name, and gradients by leaf.
+      window: the trainer's micro-steps.
+      results: the wanted outputs. Parameters that trainers update locally are returned anyway.
+      inputs: values in `b` that replace inputs of the step, by name.
+      half: a function that writes one micro-step. It adds one variable for each of `inputs` to the
+        builder, after all other inputs. It returns two dicts: outputs by name, and gradients by
+        leaf. The default is `write_trainer_half`.
 
     Returns:
-      Outputs by name, and gradients by leaf.
+      Merged outputs by name, and merged gradients by leaf.
 
     Raises:
       BatchError: the number of rows is not a multiple of the number of micro-steps.
     """
     micro = cut(_micro_program(step.program, window)).with_reported()
     if not step.early:
-        # these callbacks only read parameters: they are called once, after all micro-steps
+        # the remaining callbacks only read parameters, so that one call after all micro-steps is
+        # enough
         micro = dataclasses.replace(micro, observers=())
     source = micro.program
     vars_of = source.invars
@@ -169,10 +170,10 @@ def write_micro_steps(
 def write_local_steps(b: Builder, step: Cut, window: MicroSteps) -> dict[str, Atom]:
     """Write complete steps of one trainer, one after the other.
 
-    Arguments and errors as for `write_micro_steps`.
+    `write_micro_steps` describes arguments and errors.
 
     Returns:
-      All outputs of the step by name: parameters and optimizer state after the last step.
+      All outputs of the step by name. Parameters and optimizer state are those after the last step.
     """
     micro = _micro_program(step.program, window)
     state = [*step.params, *step.opt_state]
@@ -185,7 +186,7 @@ def write_local_steps(b: Builder, step: Cut, window: MicroSteps) -> dict[str, At
 
 
 def _micro_program(source: Program, window: MicroSteps) -> Program:
-    """Return the step, traced for a micro-step's part of the batch."""
+    """Return the step, traced again for the rows of one micro-step."""
     types = [*micro_types(source, window.axes, window.count, window.noun).values()]
     if window.precomputed is None:
         return source.specialize_flat(types)
@@ -193,7 +194,7 @@ def _micro_program(source: Program, window: MicroSteps) -> Program:
 
 
 def _write_precomputed(b: Builder, step: Cut, window: MicroSteps) -> dict[str, Atom]:
-    """Write the precomputed values that micro-steps read; return them by name."""
+    """Write the values that are computed before the scan of micro-steps; return them by name."""
     if window.precomputed is None:
         return {}
     source = step.program
@@ -207,7 +208,7 @@ def _write_precomputed(b: Builder, step: Cut, window: MicroSteps) -> dict[str, A
 def micro_types(
     source: Program, axes: Mapping[str, int], count: int, noun: str
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the types of the inputs of one of `count` micro-steps.
+    """Return the types of a micro-step's inputs, by name.
 
     Args:
       source: the step of a trainer.
@@ -246,16 +247,14 @@ class _Body:
 
 
 class _Scan:
-    """Scan over micro-steps, as a function of the inputs of the scan.
-
-    The function returns the merged outputs, then the carried outputs.
+    """Function that runs all micro-steps in a scan; it returns merged, then carried outputs.
 
     Args:
-      names: the inputs of a micro-step.
-      body: the micro-step.
-      ways: maps each output to its merge.
+      names: the names of the function's arguments, the inputs of a micro-step.
+      body: one micro-step.
+      ways: maps each output to the rule that merges it.
       carried: outputs that are inputs of the next micro-step.
-      window: the micro-steps.
+      window: the description of the micro-steps.
     """
 
     def __init__(
@@ -279,7 +278,7 @@ class _Scan:
                 self.largest.append(n)
             else:
                 self.stacked.append(n)
-        # sums of 16-bit floats have a wider type, so that the last terms are not rounded away
+        # 16-bit floats are summed in a wider type, since a large sum would round small terms away
         self.sum_types = {n: sum_type(t.dtype) for n, t in body.types.items()}
 
     def __call__(self, *arrays: Any) -> list[Any]:
@@ -302,7 +301,7 @@ class _Scan:
         return outputs + values_at(state, self.carried)
 
     def _start(self) -> dict[str, jax.Array]:
-        """Return the first values of sums and maxima: their neutral elements."""
+        """Return the initial value of each sum (zero) and of each maximum (the lowest value)."""
         start: dict[str, jax.Array] = {}
         for n in self.summed:
             start[n] = jnp.zeros(self.types[n].shape, self.sum_types[n])
@@ -311,7 +310,7 @@ class _Scan:
         return start
 
     def _merge(self, merged: Mapping[str, Any], outputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Add the outputs of one more micro-step to sums and maxima."""
+        """Return the sums and maxima after one more micro-step with these outputs."""
         weight = None
         if self.window.example_count is not None:
             weight = jnp.asarray(outputs[self.window.example_count])
@@ -328,7 +327,7 @@ class _Scan:
         return found
 
     def _finish(self, merged: Mapping[str, Any], stacks: Mapping[str, Any]) -> dict[str, Any]:
-        """Return all outputs in their own types; divide sums whose rule is "mean"."""
+        """Divide sums to means, restore types, and join the outputs of micro-steps."""
         found, total = dict(merged), self._total_weight(merged)
         for n in self.summed:
             if self.ways[n] == "mean":
@@ -357,8 +356,7 @@ def _write_scan(b: Builder, step: Cut, scan: _Scan, inputs: Mapping[str, Atom]) 
       b: the builder to write with.
       step: the step of a trainer.
       scan: the scan, as a function of arrays.
-      inputs: maps names of a micro-step's inputs to their values in `b`. All other inputs are those
-        of `step`.
+      inputs: values in `b` that replace inputs of the step, by name.
     """
     atoms_of = {**step.program.invars, **inputs}
     atoms = values_at(atoms_of, scan.names)
@@ -368,7 +366,7 @@ def _write_scan(b: Builder, step: Cut, scan: _Scan, inputs: Mapping[str, Atom]) 
 
 
 def _lowest_value(t: Any) -> jax.Array:
-    """Return an array filled with the lowest value of its type."""
+    """Return an array of type `t` filled with the type's lowest value, such as -inf."""
     if jnp.issubdtype(t.dtype, jnp.bool_):
         return jnp.zeros(t.shape, t.dtype)
     if jnp.issubdtype(t.dtype, jnp.inexact):

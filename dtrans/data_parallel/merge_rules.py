@@ -1,6 +1,7 @@
-"""Merge rules of trainers' outputs: results, batch statistics, and all state of local steps.
+"""Choice of the rule that merges an output of all trainers, such as "mean" or "concat".
 
-A rule in the user's `merge` has priority. Other rules are inferred from two traces: the step of one
+Such outputs are results and batch statistics. With local steps, they also include all state. A rule
+in the user's `merge` has priority. Other rules are inferred from two traces: the step of one
 trainer, and the step on the full batch. Results that are larger in the second trace grow with the
 batch. Propagation over the equations finds the values that depend on rows of the batch, and the
 values that depend only on the number of rows. If no rule can be inferred, the plan raises an error.
@@ -27,7 +28,7 @@ from dtrans.step.cut import Cut
 
 
 def check_merge(name: str, way: str, t: Any, *, is_state: bool, options: Options) -> None:
-    """Raise ConfigError if a merge rule does not fit the type of its output."""
+    """Raise ConfigError if the rule `way` cannot merge an output of type `t`."""
     if is_state and way in ("concat", "each"):
         raise ConfigError(
             f"merge[{name!r}]={way!r}: every {options.noun} must have the same state; write "
@@ -66,10 +67,10 @@ def infer_merges(step: Cut, options: Options, count_remedy: str = "") -> dict[st
     Args:
       step: the step of one trainer.
       options: the options.
-      count_remedy: the remedy in the error for state that depends on the number of rows.
+      count_remedy: the advice in the error for state that depends on the number of rows.
 
     Raises:
-      ConfigError: no rule is known, or the user's rule does not fit.
+      ConfigError: no rule can be inferred, or the user's rule cannot merge the output.
     """
     local_state = _local_state(step, options)
     names = (*step.results, *local_state)
@@ -86,13 +87,13 @@ def infer_merges(step: Cut, options: Options, count_remedy: str = "") -> dict[st
 
 
 class _MergeRules:
-    """Merge rules of a step's outputs, from two traces.
+    """Inference of merge rules from two traces: with one trainer's rows, and with the full batch.
 
     Args:
       step: the step of one trainer.
       options: the options.
       local_state: the state that trainers update locally.
-      count_remedy: as for `infer_merges`.
+      count_remedy: see `infer_merges`.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class _MergeRules:
             self.row_counts = _find_row_counts(step, self.full_step)
 
     def _trace_full_step(self) -> Program | None:
-        """Trace the step on the full batch if a rule depends on it; return None otherwise."""
+        """Trace the step on the full batch; return None if no rule depends on this trace."""
         may_grow = []
         is_needed = False
         for n in (*self.step.results, *self.local_state):
@@ -129,7 +130,7 @@ class _MergeRules:
         """Return the merge rule of an output.
 
         Raises:
-          ConfigError: no rule is known, or the user's rule does not fit.
+          ConfigError: no rule can be inferred, or the user's rule cannot merge the output.
         """
         t, out = self.step.program.outputs[name], self.outs[name]
         if name in self.options.batch.merge:
@@ -148,7 +149,7 @@ class _MergeRules:
         return "same"
 
     def _check_user_rule(self, name: str, way: str) -> str:
-        """Check the rule of the user for an output, and return it.
+        """Return the user's rule for an output, after a check.
 
         Raises:
           ConfigError: the rule is "same" for state that differs between trainers.
@@ -163,10 +164,10 @@ class _MergeRules:
         return way
 
     def _check_growth(self, name: str, full: Any) -> str:
-        """Check the shape of a result that grows with the batch; return its rule, "concat".
+        """Return the rule "concat" for a result that grows with the batch, after a check.
 
         Raises:
-          ConfigError: the result grows along another dimension than the first.
+          ConfigError: the result does not grow along its first dimension.
         """
         t = self.step.program.outputs[name]
         if full.shape != (self.parts * t.shape[0], *t.shape[1:]):
@@ -178,7 +179,7 @@ class _MergeRules:
         return "concat"
 
     def _merge_batch_value(self, name: str) -> str:
-        """Return the rule of a value that depends on rows of the batch."""
+        """Return the rule of an output that depends on rows of the batch."""
         options, t = self.options, self.step.program.outputs[name]
         if jnp.issubdtype(t.dtype, jnp.inexact):
             return (options.reduce.op or "mean") if name in self.step.results else "mean"
@@ -201,17 +202,20 @@ class _MergeRules:
         remedy = remedy or f"write merge={{{name!r}: 'sum'}} or 'max'"
         raise ConfigError(
             f"{name} ({t.str_short()}) depends on the number of rows in a {self.options.noun}'s "
-            f"part, but not on the contents of rows; {remedy}"
+            f"part of the batch, but not on the contents of rows; {remedy}"
         )
 
 
 def _local_state(step: Cut, options: Options) -> list[str]:
-    """Return the state that trainers update locally: batch statistics, or all state."""
+    """Return the state that each trainer updates from its rows, such as batch statistics."""
     return [n for n in mergeable_state(step, options) if not _is_unchanged(step.program, n)]
 
 
 def mergeable_state(step: Cut, options: Options) -> Sequence[str]:
-    """Return the state that can have merge rules: all state of local steps, else frozen leaves."""
+    """Return the state that can have merge rules.
+
+    With local steps this is all state, and else the leaves that the optimizer does not update.
+    """
     if options.local_sgd is not None:
         return (*step.params, *step.opt_state)
     return step.frozen
@@ -226,10 +230,13 @@ def _trace_full_batch(
       step: the step of one trainer.
       options: the options.
       parts: the number of parts of the full batch.
-      may_grow: outputs that have no rule without this trace.
+      may_grow: outputs whose rule depends on this trace.
 
     Returns:
-      The step; None if arrays have different numbers of rows and `may_grow` is empty.
+      The traced step. If arrays have different numbers of rows: None, if `may_grow` is empty.
+
+    Raises:
+      ConfigError: arrays have different numbers of rows, and `may_grow` is not empty.
     """
     types = step.program.inputs
     split = [
@@ -253,10 +260,10 @@ def _trace_full_batch(
 
 
 def _find_row_counts(step: Cut, full_step: Program) -> dict[Var, int]:
-    """Return the values that depend on the number of rows, but not on the rows.
+    """Return the values that depend on the number of rows, but not on their contents.
 
-    Each equation of a trainer's step is compared with the same equation of the full step. If the
-    two steps have different equations, the result is empty.
+    The function compares each equation of a trainer's step with the same equation of the full step.
+    If the two steps have different equations, the result is empty.
     """
     here, there = step.program.eqns, inline_calls(full_step.jaxpr).jaxpr.eqns
     if len(here) != len(there):
@@ -271,7 +278,7 @@ def _find_row_counts(step: Cut, full_step: Program) -> dict[Var, int]:
 
 
 def _differ(x: JaxprEqn, y: JaxprEqn) -> bool:
-    """Return True if two equations of one primitive differ in literals or parameters."""
+    """Return True if two equations differ in literals or parameters; the primitive is equal."""
     for a, b in zip(x.invars, y.invars, strict=True):
         if isinstance(a, Literal) and isinstance(b, Literal) and not np.array_equal(a.val, b.val):
             return True
@@ -287,12 +294,13 @@ def _find_batch_values(step: Cut, options: Options) -> dict[Var, int]:
     ins = program.invars
     outs = program.outvars
     if options.local_sgd is None:
-        # reduced gradients are equal on all trainers, so propagation stops at gradients
+        # stop at gradients, since reduced gradients are equal on all trainers
         stops = dict.fromkeys(step.boundary.values(), 0)
         return propagate(inner.eqns, {ins[n]: 1 for n in step.batch}, stops)
     names = set(step.batch)
     state = {n: a for n in (*step.params, *step.opt_state) if isinstance(a := outs[n], Var)}
-    # a local step reads the state of the step before, so repeat until no state is added
+    # a local step reads the state that the previous step has returned, so repeat until no state is
+    # added
     while True:
         found = propagate(inner.eqns, {ins[n]: 1 for n in names}, {})
         more = {n for n, a in state.items() if found.get(a)}
@@ -302,7 +310,10 @@ def _find_batch_values(step: Cut, options: Options) -> dict[Var, int]:
 
 
 def _constant_way(name: str, here: Literal, there: Atom | None, parts: int, noun: str) -> str:
-    """Return the merge rule of a constant, such as a number of rows, from its two traces."""
+    """Return the merge rule of a constant output from its values in the two traces.
+
+    For example, a number of rows is 4 on one of two trainers and 8 on the full batch: "sum".
+    """
     if not isinstance(there, Literal) or np.array_equal(here.val, there.val):
         return "same"
     if np.array_equal(parts * np.asarray(here.val), there.val):

@@ -1,4 +1,4 @@
-"""Options of gradient reduction (`Reduce`) and of nccl2 mode, with their checks."""
+"""Options of gradient reduction (`Reduce`) and of nccl2 mode."""
 
 from __future__ import annotations
 
@@ -30,30 +30,30 @@ MERGES = (*REDUCED, "concat", "each", "same")
 
 @dataclasses.dataclass(frozen=True)
 class Reduce:
-    """Reduction of gradients over trainers, the ranks of a sharded job, or the replicas of a stage.
+    """Options of the reduction of gradients over trainers, ranks, or replicas of a stage.
 
     Attributes:
-      op: "mean", or "sum" for a loss that is a sum over the batch. For an exact batch the plan
-        infers it, so leave it out.
-      bucket_MB: the size of a bucket: gradients up to this size are reduced together. 0 reduces
-        each gradient separately.
-      max_buckets: the largest number of buckets, which then have about equal sizes (EPL's rule).
-        It replaces `bucket_MB`.
+      op: "mean", or "sum" for a loss that is a sum over the batch. Leave it out with
+        `batch="exact"`, for which the plan infers it.
+      bucket_MB: the size in MB of a bucket. All gradients of a bucket share one reduction. 0
+        reduces each gradient separately.
+      max_buckets: the maximum number of buckets. It replaces `bucket_MB`: gradients are divided
+        into about equal buckets (EPL's rule).
       chains: the number of chains of reductions that may overlap. In a chain, each reduction waits
         for the previous one. By default XLA decides.
       compress: "bf16" or "fp16": the type in which gradients are reduced. A sum that overflows
         becomes infinity.
-      compress_scale: the factor by which compressed gradients are multiplied before the
-        reduction, and divided after the reduction.
-      clip_local_norm: the global norm to which the gradients of each trainer are clipped *before*
-        the reduction, as EPL does by default. (A clip in the optimizer reads reduced gradients.)
-        With it, all reductions wait for the last gradient.
+      compress_scale: the factor that multiplies compressed gradients before the reduction, and
+        divides them after it.
+      clip_local_norm: the global norm to which each trainer clips its gradients *before* the
+        reduction, as EPL does by default. (A clip in the optimizer reads reduced gradients.)
+        With this option, all reductions wait for the last gradient.
       clip_local_per: "step" applies `clip_local_norm` to the sum over a trainer's micro-batches,
         and "micro_batch" to the gradients of each micro-batch, as EPL does. With "micro_batch", a
         pipeline must store the gradients of all micro-batches until the update.
 
     Raises:
-      ConfigError: a value is out of range, or an option lacks the option that it needs.
+      ConfigError: a value is out of range, or an option needs another option that is missing.
 
     Example:
       >>> import dtrans
@@ -101,12 +101,12 @@ class Reduce:
             )
 
     def clip_per_micro_batch(self, num_micro_batch: int) -> float | None:
-        """Return the norm to which to clip the gradients of each micro-batch; None for no clip."""
+        """Return the norm for clipping each micro-batch's gradients; None for no clip."""
         applies = num_micro_batch > 1 and self.clip_local_per == "micro_batch"
         return self.clip_local_norm if applies else None
 
     def clip_per_step(self, num_micro_batch: int) -> float | None:
-        """Return the norm to which to clip the sum over micro-batches; None for no clip."""
+        """Return the norm for clipping a trainer's sum over micro-batches; None for no clip."""
         return self.clip_local_norm if self.clip_per_micro_batch(num_micro_batch) is None else None
 
     @classmethod
@@ -121,7 +121,7 @@ class Reduce:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of `nccl2`, which describes them."""
+    """All options of `dtrans.nccl2`, which describes each of them."""
 
     trainers: int
     axis_name: str
@@ -185,8 +185,9 @@ class Options:
         for name, value in local_options.items():
             if b.exact and value is not None:
                 raise ConfigError(
-                    f"{name}={value!r} needs batch='local', with which {self.noun}s have separate "
-                    f"results; leave {name} out for one device's results, or pass batch='local'"
+                    f"{name}={value!r} needs batch='local', where each {self.noun} computes "
+                    f"separate results; leave {name} out to get one device's results, or pass "
+                    "batch='local'"
                 )
 
     @property
@@ -197,7 +198,7 @@ class Options:
         return dataclasses.replace(self, batch=batch, reduce=reduce)
 
     def with_shared(self, shared: ExactStep) -> Self:
-        """Return the options with which to write the step of one trainer of an exact batch."""
+        """Return the options for writing one trainer's step of an exact batch."""
         unsplit = tuple(n for n in shared.step.batch if n not in shared.axes)
         batch = dataclasses.replace(
             self.batch, kind="local", axes=0, merge=shared.merges, unsplit_inputs=unsplit
@@ -212,12 +213,15 @@ class Options:
 
     @property
     def splits_evenly(self) -> bool:
-        """True if the number of trainers must divide the batch: for local clips and micro-steps."""
+        """True if an option needs a batch that the number of trainers divides."""
         return self.micro_steps > 1 or self.reduce.clip_local_norm is not None
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
-        """Mesh axes as pairs (name, size): one; or over nodes, then over a node's trainers."""
+        """Mesh axes as pairs (name, size).
+
+        Hierarchical reductions need two axes: over nodes, and over the trainers of a node.
+        """
         if not self.trainers_per_node:
             return ((self.axis_name, self.trainers),)
         return (
@@ -227,7 +231,7 @@ class Options:
 
     @property
     def over(self) -> tuple[str, ...]:
-        """Names of the axes."""
+        """Names of the mesh axes."""
         return tuple(name for name, _ in self.axes)
 
 

@@ -1,4 +1,4 @@
-"""Plan of a data-parallel job: one program for all trainers, and its communication."""
+"""Plan of a data-parallel job: the program of all trainers, and the bytes that it communicates."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """Gradients that are reduced together.
+    """Gradients that one reduction sums.
 
     Attributes:
-      name: `bucket/0`, ...
+      name: the name, such as "bucket/0".
       leaves: the leaves of the gradients, in the order of the backward pass.
       dtype: the dtype of the gradients.
-      nbytes: the bytes of the reduction, after compression.
+      nbytes: the bytes that a trainer sends to the reduction, after compression.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Bucket:
 
 
 def collectives(jaxpr: Any, times: int = 1) -> Iterator[tuple[JaxprEqn, int]]:
-    """Yield pairs (collective of a jaxpr, number of times that it runs in a step)."""
+    """Yield pairs (equation of a collective, number of times that it runs in a step)."""
     for eqn in opened(jaxpr).eqns:
         if collective_of(eqn) is not None:
             yield eqn, times
@@ -58,15 +58,15 @@ class CollectivePlan(Plan):
     Attributes:
       main: the step, with calls inlined and a role for each equation.
       startup: the single-device init.
-      program: the program of every trainer, (params, opt_state, *part of the batch) -> the outputs
-        of the step.
+      program: the program that every trainer runs: (params, opt_state, *part of the batch) -> the
+        outputs of the step.
       options: the options: see `dtrans.nccl2`.
-      buckets: the buckets of gradients in the order of their reductions; with local steps, buckets
-        of state.
+      buckets: the buckets of gradients in the order of their reductions. With local steps, these
+        are buckets of state.
       merges: maps each result, and each parameter that trainers update locally, to its merge rule.
       callers: sentences that say which trainers call each host callback of the step.
       replan: function that plans the same step with different options.
-      shared: the split of an exact batch; None if each trainer takes the step on its part alone.
+      shared: the split of an exact batch. None with `batch="local"`.
       for_uneven_batch: function that takes the types of the step's inputs, and returns the program
         for a batch that the number of trainers does not divide. None if the number must divide
         every batch.
@@ -90,7 +90,7 @@ class CollectivePlan(Plan):
 
     @property
     def owned(self) -> Any:
-        """Owners of leaves, if sharding assigns whole leaves to ranks; None otherwise."""
+        """Owner of each leaf, if sharding assigns each leaf to one rank; None otherwise."""
         return None
 
     @property
@@ -114,7 +114,7 @@ class CollectivePlan(Plan):
 
     @property
     def unsplit_inputs(self) -> tuple[str, ...]:
-        """Names of batch arrays that are replicated."""
+        """Names of the batch arrays that every trainer gets in full."""
         return tuple(self.options.batch.unsplit_inputs)
 
     @property
@@ -126,16 +126,16 @@ class CollectivePlan(Plan):
 
     @property
     def function(self) -> Callable[..., Any]:
-        """The program as a pure function of one trainer: (params, opt_state, *batch) -> outputs.
+        """The program of one trainer as a pure function: (params, opt_state, *batch) -> outputs.
 
-        Call it under `jax.pmap`, `jax.vmap`, or `jax.shard_map(..., check_vma=False)`, which must
-        have the names of `axes`; with one trainer no axis is needed. Each trainer passes its part
-        of the batch. Results are merged already, with two exceptions: for "concat" a trainer
-        returns its own rows, and for "each" its own value.
+        Call it under `jax.pmap`, `jax.vmap`, or `jax.shard_map(..., check_vma=False)` with the axis
+        names in `axes`. One trainer alone needs no axis. Each trainer passes its part of the batch.
+        Results are merged already, with two exceptions: a result with rule "concat" has only this
+        trainer's rows, and a result with rule "each" has only this trainer's value.
 
         Raises:
-          ConfigError: the function is called under a `jax.shard_map` that checks varying types. The
-            equations have no such types, because the step was traced without them.
+          ConfigError: the function is called under a `jax.shard_map` with `check_vma=True`. The
+            equations lack the varying types that it checks, because the step was traced outside.
         """
         per_trainer = realiser(self, "function")
 
@@ -176,7 +176,7 @@ class CollectivePlan(Plan):
 
     @property
     def axis_names(self) -> tuple[str, ...]:
-        """Names of the axes."""
+        """Names of the mesh axes."""
         return tuple(name for name, _ in self.axes)
 
     def costs(self) -> Costs:

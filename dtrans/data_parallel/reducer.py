@@ -3,7 +3,7 @@
     gradients   clipped, weighted, compressed
     all_reduce  one for each bucket. With nodes: reduce_scatter, all_reduce and all_gather. With
                 chains: each reduction waits for the previous reduction of its chain
-    means       sums in their own type, divided by the number of trainers
+    means       sums converted to the gradient's type, divided by the number of trainers
 
 A `Reducer` receives each gradient when the program computes it. After the last gradient of a
 bucket, the `Reducer` writes the bucket's reduction. After local steps it reduces parameters and
@@ -35,10 +35,11 @@ from dtrans.ops import all_gather_p, all_reduce_p, reduce_scatter_p
 
 @dataclasses.dataclass(frozen=True)
 class ReduceSpec:
-    """Reduction of one gradient; all gradients of a bucket have equal specs.
+    """Description of how one gradient is reduced; it is equal for all gradients of a bucket.
 
     Attributes:
-      compress: the type of the reduction; None for the type in `Reduce.compress`.
+      compress: the type to which the gradient is cast for the reduction, such as "bf16". None for
+        the type in `Reduce.compress`.
       group: the index of the pipeline stage that computes the gradient.
       is_replicated: True if all trainers compute the same gradient, which needs no reduction.
     """
@@ -56,13 +57,13 @@ def assign_buckets(
     options: Options,
     kind: Callable[[str], ReduceSpec] = lambda leaf: SAME_FOR_ALL,
 ) -> tuple[Bucket, ...]:
-    """Assign values to buckets; return the buckets in the order in which they are complete.
+    """Assign values to buckets; sort the buckets by the time at which their last value is computed.
 
     Args:
-      values: maps each leaf to the value to reduce, in the order in which the values are computed.
-        Several leaves may have one value.
+      values: the value to reduce for each leaf, in the order in which the program computes them.
+        Several leaves may share one value.
       options: the options.
-      kind: returns the spec of a leaf's reduction.
+      kind: returns how the value of a leaf is reduced.
     """
     reduced: dict[str, Atom] = {}
     for leaf, value in values.items():
@@ -70,7 +71,7 @@ def assign_buckets(
             reduced[leaf] = value
     groups = _group_leaves(reduced, options, kind)
 
-    # a bucket is reduced as soon as its last value is computed
+    # a bucket is reduced as soon as its last value is computed, so sort by that value
     position = number_items(reduced)
     groups.sort(key=lambda leaves: position[leaves[-1]])
 
@@ -78,7 +79,7 @@ def assign_buckets(
     for i, leaves in enumerate(groups):
         dtype = reduced[leaves[0]].aval.dtype
         itemsize = np.dtype(reduced_type(dtype, kind(leaves[0]), options)).itemsize
-        # a value that several leaves have counts once
+        # count a value that several leaves share once
         sizes = {id(reduced[n]): reduced[n].aval.size for n in leaves}
         buckets.append(Bucket(f"bucket/{i}", tuple(leaves), dtype, sum(sizes.values()) * itemsize))
     return tuple(buckets)
@@ -87,9 +88,9 @@ def assign_buckets(
 def _group_leaves(
     values: Mapping[str, Atom], options: Options, kind: Callable[[str], ReduceSpec]
 ) -> list[list[str]]:
-    """Group leaves for buckets: in a group, values have one dtype and one spec.
+    """Divide leaves into groups whose values share a bucket: one dtype, one spec, limited size.
 
-    A group is not larger than a bucket may be. Leaves that have one value are in one group.
+    Leaves that share one value are in one group.
     """
     limits = bucket_sizes(avals(values.values()), options)
     open_groups: dict[Any, list[str]] = {}
@@ -114,11 +115,11 @@ def _group_leaves(
 
 
 def bucket_sizes(types: Sequence[Any], options: Options) -> dict[Any, float]:
-    """Map each dtype to the largest size of its buckets, in bytes.
+    """Return the maximum size of a bucket in bytes, by dtype.
 
-    With `max_buckets`, each dtype gets a share of the buckets, in proportion to its number of
-    gradients; the first dtype also gets the remainder. If a dtype gets n buckets, their size is
-    (bytes of its gradients)/(n - 1).
+    `max_buckets` is divided among the dtypes in proportion to their numbers of gradients. The first
+    dtype also gets the remainder. If a dtype gets n buckets, the size of a bucket is
+    (bytes of the dtype's gradients)/(n - 1).
 
     Source of `max_buckets`: epl/communicators/coalescing.py.
     """
@@ -140,22 +141,22 @@ def bucket_sizes(types: Sequence[Any], options: Options) -> dict[Any, float]:
 
 
 def reduced_type(dtype: Any, kind: ReduceSpec, options: Options) -> Any:
-    """Return the type in which gradients of a dtype are reduced."""
+    """Return the type in which a gradient of type `dtype` is reduced."""
     to = kind.compress or options.reduce.compress
     return dtype if to is None else COMPRESSED[to]
 
 
 class Reducer:
-    """Writer of reductions of gradients, or of state after local steps.
+    """Writer of equations that reduce gradients over trainers, or state after local steps.
 
     Args:
       b: the builder to write with.
-      values: the step's gradients, as for `assign_buckets`.
+      values: the step's gradients by leaf, in the order in which the program computes them.
       options: the options.
       example_count: the weight of this trainer, if means are weighted.
-      suffix: names of reduced values are leaf + suffix.
-      kind: as for `assign_buckets`.
-      scale: the scale of the loss, which multiplies the gradients too; None for no scale.
+      suffix: a suffix for names of reduced values: "params/w" + suffix.
+      kind: returns how the gradient of a leaf is reduced.
+      scale: the loss scale, by which the gradients are still multiplied. None for no scale.
 
     Attributes:
       means: the reduced values, by leaf.
@@ -197,7 +198,7 @@ class Reducer:
 
     def add(self, leaf: str, grad: Atom) -> None:
         """Add a gradient; if its bucket is complete now, reduce the bucket."""
-        # if several leaves have one gradient, it is reduced once
+        # if several leaves share one gradient, reduce it once
         self.grads[leaf] = self._of.setdefault(id(self._values[leaf]), grad)
         bucket = self.bucket_of.get(leaf)
         if bucket is None:  # gradients without elements have no bucket
@@ -243,7 +244,7 @@ class Reducer:
         if self.options.trainers == 1:
             self.means |= subset(self.grads, bucket.leaves)
             return
-        # a variable of several leaves is reduced once; literals cannot be keys of a dict
+        # reduce a variable that several leaves share once; literals cannot be keys of a dict
         leaf_of = {id(self.grads[n]): n for n in bucket.leaves}
         unique: dict[Var, None] = {}
         literals: list[Atom] = []
@@ -268,7 +269,7 @@ class Reducer:
             self.means |= {n: mean for n in bucket.leaves if self.grads[n] is grad}
 
     def _prepare_part(self, x: Atom, bucket: Bucket) -> Atom:
-        """Write what precedes the reduction of a gradient: division, weight, compression."""
+        """Write the division, weight and compression of a gradient before its reduction."""
         b, options = self.b, self.options
         if self._divides_first(x):
             x = b.call(_divide(options.trainers), x)[0]
@@ -279,7 +280,7 @@ class Reducer:
         return x
 
     def _finish_sum(self, grad: Atom, total: Atom, bucket: Bucket) -> Atom:
-        """Write what follows the reduction of a gradient: restore its type, divide the sum."""
+        """Restore the type of a reduced sum, and divide it by the number of trainers for a mean."""
         b, options = self.b, self.options
         if self._compress(bucket) is not None:
             total = b.call(_restore(grad.aval.dtype, options.reduce.compress_scale), total)[0]
@@ -294,7 +295,7 @@ class Reducer:
         return self._sum(bucket.name, sent, self.options.over)
 
     def _compress(self, bucket: Bucket) -> str | None:
-        """Return the type in which a bucket is reduced; None for its own type."""
+        """Return the type to which a bucket is cast for its reduction; None for no cast."""
         return self.kind(bucket.leaves[0]).compress or self.options.reduce.compress
 
     def _chain(self, parts: list[Atom]) -> list[Atom]:
@@ -307,7 +308,7 @@ class Reducer:
         return self.b.call(together, *parts, *before)[: len(parts)]
 
     def _divides_first(self, x: Atom) -> bool:
-        """Return True for means of float16 parameters, whose sum may overflow: divide first."""
+        """Return True for a mean of float16 parameters: divide first, as the sum may overflow."""
         return (
             self.options.local_sgd is not None
             and self.example_count is None
@@ -323,7 +324,7 @@ class Reducer:
     def _by_count(self, x: Atom) -> Atom:
         """Multiply a trainer's value by its weight in the mean; without weights, return `x`.
 
-        The multiplication precedes the sum, which might overflow otherwise.
+        A sum of unweighted values might overflow.
         """
         if self.example_count is None:
             return x
@@ -343,7 +344,7 @@ class Reducer:
         return self.b.bind(all_reduce_p, *parts, op="sum", name=name, owners=(), over=tuple(over))
 
     def _hierarchical_sum(self, name: str, parts: Sequence[Atom]) -> Sequence[Atom]:
-        """Write a sum inside nodes, a sum across nodes, and a gather inside nodes.
+        """Write a hierarchical sum: reduce-scatter in nodes, sum across nodes, gather in nodes.
 
         Vectors are padded to a multiple of the number of trainers in a node.
         """
@@ -361,15 +362,16 @@ class Reducer:
     def reduce_results(
         self, outs: Mapping[str, Atom], merges: Mapping[str, str], before: Mapping[str, Atom]
     ) -> dict[str, Atom]:
-        """Merge the results and statistics of trainers; return them by name.
-
-        There is one reduction with many operands for each operation.
+        """Merge trainers' results and statistics; write one reduction for each operation.
 
         Args:
           outs: the outputs of a trainer, by name.
           merges: the merge rule of each output.
-          before: the state before the step, by name. For a variable of the state, "sum" adds the
-            increments of all trainers to the value in `before`.
+          before: the state before the step, by name. For state with rule "sum", the increments of
+            all trainers are added to the value in `before`.
+
+        Returns:
+          The merged outputs, by name.
         """
         b, options = self.b, self.options
         b.role = DIST
@@ -411,7 +413,8 @@ class Reducer:
         return found
 
 
-# functions before and after reductions; they are cached, so that each is traced once per type
+# functions that compute values before and after reductions; they are cached, so that JAX traces
+# each function once per type
 
 
 def _weighted_share(x: jax.Array, example_count: jax.Array, total: jax.Array) -> jax.Array:
@@ -434,10 +437,9 @@ def clip_to_norm(norm: float) -> Callable[..., Sequence[jax.Array]]:
 
 @functools.cache
 def _clip_scaled_to_norm(norm: float) -> Callable[..., Sequence[jax.Array]]:
-    """Return a function that clips the gradients of a scaled loss.
+    """Return a function (scale, *gradients) that clips the gradients of a scaled loss.
 
-    The first argument of the function is the scale of the loss. The function clips by the norm of
-    gradients / scale.
+    It clips by the norm of gradients / scale.
     """
 
     def fn(scale: jax.Array, *grads: jax.Array) -> Sequence[jax.Array]:
@@ -458,7 +460,7 @@ def _divide(by: int) -> Callable[[jax.Array], jax.Array]:
 
 @functools.cache
 def _flatten(size: int) -> Callable[[jax.Array], jax.Array]:
-    """Return a function that flattens to a vector, padded to a multiple of `size`."""
+    """Return a function that flattens an array, and pads the vector to a multiple of `size`."""
     return lambda x: jnp.pad(x.reshape(-1), (0, -x.size % size))
 
 

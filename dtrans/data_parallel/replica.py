@@ -1,7 +1,7 @@
 """Inputs of each trainer, and results that the step computes from reduced gradients.
 
-Random keys of the batch are folded with the id of the trainer, so each trainer draws different
-numbers. If a result depends on gradients (their norm), it is computed from the reduced gradients.
+Each trainer folds its index into the random keys of the batch, and so draws different numbers. A
+result that depends on gradients, such as their norm, is computed from the reduced gradients.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def take_inputs(
       b: the builder of the program.
       step: the step.
       options: the options.
-      cut: input -> type of a trainer's slice, for inputs that are sliced.
+      cut: for each sliced input, the type of a trainer's slice, by name.
 
     Returns:
-      A dict for keys and slices: variable of the step -> new variable.
+      A dict for random keys and slices: variable of the step -> new variable.
     """
     replaced: dict[Var, Var] = {}
     cut = cut or {}
@@ -52,11 +52,11 @@ def take_inputs(
 
 
 def fold_keys(b: Builder, keys: Mapping[Var, Var], options: Options) -> None:
-    """Write equations that fold random keys with the id of the trainer.
+    """Write equations that fold the index of the trainer into random keys.
 
     Args:
       b: the builder of the program.
-      keys: maps the variable of each folded key to the variable of its key.
+      keys: a dict: variable of the folded key -> variable of the original key.
       options: the options.
     """
     if not keys:

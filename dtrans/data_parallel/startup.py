@@ -1,4 +1,4 @@
-"""Startup program of a trainer in nccl2 mode: rendezvous, init, broadcast from trainer 0."""
+"""Startup program of a trainer process in nccl2 mode: rendezvous, init, broadcast of the state."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dtrans.ops import broadcast_p, gen_nccl_id_p
 
 
 def rendezvous_startup(plan: CollectivePlan, trainer_id: int, endpoints: Sequence[str]) -> Program:
-    """Return the startup program of one trainer: arguments of init -> (params, opt_state).
+    """Return the program that computes one trainer's first state from the arguments of init.
 
     The program ends with a broadcast, so that all trainers have the state of trainer 0.
 

@@ -1,18 +1,18 @@
-"""nccl2 mode: data parallelism; trainers average gradients with collectives.
+"""nccl2 mode: data parallelism in which trainers average gradients with collectives.
 
-    forward, backward     each trainer on its part of the batch
+    forward, backward     each trainer computes gradients of its part of the batch
     all_reduce            over a named axis, right after the last gradient of a bucket, so that XLA
                           can overlap it with the remaining backward pass
-    optimize              unchanged, on averaged gradients: equal on every trainer
+    optimize              every trainer computes the same update, from averaged gradients
 
 All trainers run one program (SPMD). For any step, it computes the numbers of one device on the full
-batch (`dtrans.batch`): where a value mixes rows of the batch, the program reduces over trainers.
-With `batch="local"` each trainer takes the step on its part alone, and trainers average gradients
-and results. If `Batch.example_count` names a result that counts examples, averages are weighted by
-this count.
+batch (`dtrans.batch`). If a value mixes rows of the batch, the program reduces over trainers. With
+`batch="local"` each trainer computes the step on only its part, and trainers average gradients and
+results. If `Batch.example_count` names a result that counts examples, this count weights averages.
 
-With `local_sgd` trainers take complete steps alone, and then average parameters and optimizer
-state. With any option, all trainers have equal state after each step of the job.
+With `local_sgd`, each trainer takes several complete steps without communication. Then the trainers
+average parameters and optimizer state. With any option, all trainers have equal state after each
+step of the job.
 
 A *bucket* is a sequence of gradients of one dtype, in the order of the backward pass, up to
 `Reduce.bucket_MB`. The reduction of a bucket is one equation with many operands, so that gradients
@@ -97,20 +97,21 @@ def nccl2(
     Args:
       main: `dtrans.trace(step, params, opt_state, *batch)`, for any batch shape.
       startup: `dtrans.trace(init, *args)` with `init(*args) -> (params, opt_state)`.
-      trainers: the number of trainers that share each batch.
+      trainers: the number of trainers among which each batch is divided.
       num_micro_batch: the number of micro-batches into which each trainer cuts its part of the
         batch. A scan adds up their gradients, and the sum is reduced once. Values that depend on
         the full batch, but not on parameters (a dropout mask), are computed before the scan.
-      local_sgd: the number of steps that each trainer takes alone before trainers average
-        parameters and optimizer state (local SGD). Each step reads one part of the trainer's batch.
-        If the optimizer's state contains counts, other than of steps, `batch.merge` must name them.
-      trainers_per_node: the number of trainers of a node, for hierarchical reductions: a reduction
+      local_sgd: the number of steps that each trainer takes without communication, before trainers
+        average parameters and optimizer state (local SGD). Each step reads one part of the
+        trainer's batch. If the optimizer's state contains counts of anything but steps,
+        `batch.merge` must name them.
+      trainers_per_node: the number of trainers in a node, for hierarchical reductions: a reduction
         inside each node, one across nodes, and a gather inside each node. With n trainers in a
-        node, 1/n of the bytes cross nodes. Trainers then have two axes: `{axis_name}_exter` over
+        node, 1/n of the bytes cross nodes. The mesh then has two axes: `{axis_name}_exter` over
         nodes, and `{axis_name}_inter` over the trainers of a node.
       reduce: the reduction of gradients: a `dtrans.Reduce`, or its `op`, "mean" or "sum".
       batch: "exact" computes, for any step, the results of one device on the full batch. With
-        "local", each trainer takes the step on its part of the batch alone. A `dtrans.Batch` also
+        "local", each trainer computes the step on only its part of the batch. A `dtrans.Batch` also
         selects the arrays and dimensions to cut.
       axis_name: the name of the trainers' axis.
 
@@ -151,7 +152,7 @@ def nccl2(
 
 
 def plan_data_parallel(main: Program, startup: Program, options: Options) -> CollectivePlan:
-    """Plan data parallelism from an options record, for `nccl2` and `plan.for_trainers`."""
+    """Plan data-parallel training from checked options."""
     refuse_collectives(main)
     plain = cut(main).with_reported()
     check_names(plain, options)
@@ -178,7 +179,10 @@ def plan_data_parallel(main: Program, startup: Program, options: Options) -> Col
 
 
 def callers(options: Options) -> tuple[str, str]:
-    """Return two phrases: who calls callbacks in forward and backward, and who calls all others."""
+    """Return two phrases that name the trainers that call host callbacks, such as "trainer 0".
+
+    The first is for callbacks in forward and backward, the second for all others.
+    """
     noun = options.noun
     each = f"each {noun}, with its own values"
     if options.micro_steps > 1:
@@ -199,12 +203,16 @@ def _write_uneven(
 def share_step(
     plain: Cut, options: OptionsT, main: Program | None
 ) -> tuple[Cut, OptionsT, ExactStep | None]:
-    """Return the step of one trainer, the options to write it with, and the split of the batch.
+    """Derive the step of one trainer.
 
     Args:
       plain: the step.
       options: the user's options.
-      main: the step as it was traced; None if it was modified, such as for 16 bits.
+      main: the traced step. None if `plain` was modified after tracing, such as for 16 bits.
+
+    Returns:
+      The step, the options for writing it, and the split of an exact batch. The split is None with
+      `batch="local"`.
 
     Raises:
       ConfigError: the options have micro-steps or a local clip, but the step is not a sum over
@@ -219,7 +227,7 @@ def share_step(
     if options.num_micro_batch == 1:
         shared = shard_step(plain, options.batch, parts, options.over, noun=options.noun)
     else:
-        # refuse callbacks that read rows: a call would only see the rows of one micro-step
+        # reject callbacks that read rows, since each call would see only one micro-step's rows
         of_rows = [dataclasses.replace(x, reads=READS_BATCH) for x in plain.observers if x.rows]
         refuse_observers(of_rows, (READS_BATCH,), "micro-steps have rows of", RETURN_IT)
         shared, precomputed = _by_micro_steps(plain, options, main)
@@ -230,7 +238,7 @@ def share_step(
 
 
 def _refuse_differing_gradients(step: Cut, options: Options) -> None:
-    """Raise GradientError for gradients of gradients that differ between trainers."""
+    """Raise GradientError if a gradient depends on another gradient, which differs by trainer."""
     if options.local_sgd is None:
         refuse_nested(step, options.trainers, options.noun)
     if options.trainers > 1:
@@ -242,13 +250,15 @@ def _refuse_differing_gradients(step: Cut, options: Options) -> None:
 
 
 def _refuse_mixed_rows(name: str, shared: ExactStep, options: Options, *, is_sum: bool) -> None:
-    """Raise ConfigError for local clips and micro-steps if the step is not a sum over parts.
+    """Raise ConfigError if an option needs a step that is a sum over parts of the batch.
+
+    Such options are local clips and micro-steps.
 
     Args:
       name: the name of the step.
       shared: the split of the batch.
       options: the options.
-      is_sum: True if a part of the batch needs no precomputed values.
+      is_sum: True if no value of the full batch must be computed before the micro-steps.
     """
     mixed = f"{name} has values that depend on all rows ({shared.reason})"
     if options.reduce.clip_local_norm is not None and not (shared.proven and is_sum):
@@ -268,12 +278,12 @@ def _refuse_mixed_rows(name: str, shared: ExactStep, options: Options, *, is_sum
 def _by_micro_steps(
     step: Cut, options: Options, main: Program | None
 ) -> tuple[ExactStep, PrecomputedMicroSteps | None]:
-    """Split the batch over all micro-steps; return the split, and their precomputed inputs."""
+    """Split the batch over all micro-steps; return the split, and the inputs to precompute."""
     axes, parts = batch_axes(step, options.batch), options.trainers * options.num_micro_batch
     of_part = micro_types(step.program, axes, options.num_micro_batch, options.noun)
-    # Prefer the step itself on each part, if the step is a sum over parts. The alternative computes
-    # terms of the gradients. Terms are smaller: a norm would clip too little, and they may
-    # underflow in 16 bits.
+    # If the step is a sum over parts, prefer to run the step itself on each part. The alternative
+    # computes terms of the gradients. Terms are smaller than gradients: a clip by norm would change
+    # too few of them, and in 16 bits they may underflow.
     if options.reduce.clip_local_norm is not None or main is None:
         part = step.program.specialize_flat([*of_part.values()])
         alone = shard_step(
@@ -297,7 +307,7 @@ def _by_micro_steps(
 def _refuse_sized(step: Cut, full: Cut, options: Options) -> None:
     """Raise ConfigError if the update, or a result of gradients, depends on the batch or its size.
 
-    Each trainer computes such values once, after its micro-steps, from its own rows alone.
+    After the micro-steps, each trainer would compute such a value from only its rows.
 
     Args:
       step: the step with a trainer's part of the batch.
@@ -309,7 +319,7 @@ def _refuse_sized(step: Cut, full: Cut, options: Options) -> None:
         raise ConfigError(
             f"num_micro_batch={options.num_micro_batch}: {name} of {step.program.name} depends on "
             f"gradients and on rows of the batch, or their number ({line}), and each "
-            f"{options.noun} has other rows; divide inside the loss function, or leave "
+            f"{options.noun} has different rows; divide inside the loss function, or leave "
             "num_micro_batch out"
         )
 
@@ -318,7 +328,7 @@ def _refuse_sized(step: Cut, full: Cut, options: Options) -> None:
 
 
 def check_names(step: Cut, options: Options) -> None:
-    """Raise ConfigError for a name that the step does not have, or for an unfit merge rule."""
+    """Raise ConfigError if an option names an unknown array, or a rule cannot merge an output."""
     state = mergeable_state(step, options)
     mergeable = (*step.results, *state)
     for name, way in options.batch.merge.items():
@@ -382,9 +392,9 @@ def check_example_count(step: Cut, options: Options, name: str) -> None:
 
 
 def refuse_collectives(main: Program) -> None:
-    """Raise GradientError for a step with collectives, which would reduce gradients twice."""
+    """Raise GradientError if the step has collectives, since gradients would be reduced twice."""
     for eqn in equations(main.jaxpr):
-        # an integer is an array dimension: jax.vmap turns a psum over its axis into such a sum
+        # ignore integers, which are array dimensions: jax.vmap turns its psum into such a sum
         is_local = all(isinstance(n, (int, np.integer)) for n in axes_of(eqn))
         if eqn.primitive.name == "shard_map" or not is_local:
             raise GradientError(
@@ -416,13 +426,13 @@ def write_trainer(
     Args:
       step: the step of one trainer.
       options: the options.
-      merges: the merge rules of outputs.
-      kind: returns the spec of a leaf's reduction.
+      merges: the merge rule of each output.
+      kind: returns how the gradient of a leaf is reduced.
     """
     source = step.program
     outs: dict[str, Atom] = source.outvars
     if options.micro_steps > 1 and options.shared is not None:
-        # remove other callbacks, which each micro-step would call again
+        # remove all other callbacks, which each micro-step would call again
         step = step.with_observers(STATE, UPDATE)
     b = Builder(source.jaxpr)
     b.role = FORWARD
@@ -490,7 +500,7 @@ def _write_shared_update(
 def _write_averaged_state(
     b: Builder, step: Cut, options: Options, merges: Mapping[str, str], outs: Mapping[str, Atom]
 ) -> dict[str, Atom]:
-    """Write local steps and the mean of their state; return the outputs by name."""
+    """Write a trainer's local steps and the mean of all trainers' state; return the outputs."""
     found = {**outs, **write_local_steps(b, step, MicroSteps.from_options(step, options, merges))}
     values = reduced_values(step, options, merges)
     reducer = Reducer(b, values, options, found.get(options.batch.example_count or ""))

@@ -1,4 +1,6 @@
-"""Tensor parallelism: default cuts of a layer's parameters; `dtrans.engine` writes the program.
+"""Tensor parallelism: chooses the dimension along which each parameter of a layer is sharded.
 
-defaults    choice of the default cuts
+`dtrans.engine` writes the program.
+
+defaults    chooses the default dimensions
 """

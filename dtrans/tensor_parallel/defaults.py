@@ -1,21 +1,20 @@
 """Default cuts: the dimensions along which the parameters of a layer are sharded.
 
-One pass over the equations chooses the cuts. The first equation that reads a parameter, and that is
-in this table, decides the cut:
+One pass over the equations chooses the cuts. The first equation in this table that reads a
+parameter decides how the parameter is cut:
 
     dot_general    A kernel is cut along its output dimension (columns). If the other operand is
                    already cut along the contracted dimension, the kernel is cut along that
-                   dimension too (rows): a second layer reads the shards of the first. A stack of
-                   kernels with a batch dimension (experts) is cut along the batch dimension.
+                   dimension too (rows). So a second layer reads the shards of the first. A stack
+                   of kernels with a batch dimension (experts) is cut along the batch dimension.
     convolution    A kernel is cut along its output features.
     gather         An embedding table is cut along the dimension of the ids.
     elementwise    A parameter (a bias) is cut along the dimension in which another operand is cut.
 
-The equation may read the parameter itself, its transpose, its conversion to another dtype, or the
-parameter with added dimensions.
+The equation may read the parameter itself or a view: a transpose, a cast, or added dimensions.
 
-Source: EPL's `split` scopes (epl/ops/distributed_dense.py: columns of every dense layer); rows
-after columns are Megatron's (Shoeybi et al., 2019).
+Source: EPL's `split` scopes (epl/ops/distributed_dense.py) cut columns of every dense layer.
+Megatron cuts columns, then rows (Shoeybi et al., 2019).
 """
 
 from __future__ import annotations
@@ -30,7 +29,8 @@ from dtrans.ir.selection import values_at
 from dtrans.rows.layout import SHARED, RowAxis, row_axes, rows_or_none
 
 
-# (index of a parameter; for each dimension of a value, the dimension of the parameter, or None)
+# pair that describes a view of a parameter: (index of the parameter, dims). For each dimension of
+# the view, `dims` has the dimension of the parameter, or None for an added dimension.
 Origin = tuple[int, tuple[int | None, ...]]
 
 
@@ -41,12 +41,12 @@ def default_cuts(
     scope: Callable[[JaxprEqn], bool] | None = None,
     cuts: Mapping[int, int] | None = None,
 ) -> dict[int, int]:
-    """Return the cuts of parameters in a `dtrans.split(shards)` scope.
+    """Return the dimension along which each parameter in a `dtrans.split(shards)` scope is cut.
 
     Args:
       jaxpr: a forward pass, with or without gradients.
       params: indices of the inputs that are parameters.
-      shards: number of shards.
+      shards: the number of shards.
       scope: returns True if an equation is in the scope. By default all equations are. Parameters
         that no equation in the scope reads are not cut.
       cuts: cuts that the user chose: index of an input -> dimension.
@@ -77,7 +77,7 @@ def default_cuts(
 
 
 class _CutChooser:
-    """Pass over equations that chooses cuts, and finds the layouts of values with these cuts."""
+    """Pass over equations that chooses cuts of parameters, and tracks how values are sharded."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class _CutChooser:
         return self.layouts.get(a, SHARED)
 
     def origin(self, a: Atom) -> Origin | None:
-        """Return the origin of a value if it is a view of a parameter that has no cut yet."""
+        """Return the origin of `a` if it is a view of a parameter that is not cut; else None."""
         found = None if isinstance(a, Literal) else self.origins.get(a)
         if found is None or found[0] in self.cuts:
             return None
@@ -130,7 +130,7 @@ class _CutChooser:
             self.layouts[v] = self.layout(a)
 
     def _decide(self, eqn: JaxprEqn) -> None:
-        """Cut the parameters that an equation reads, by the table in the module docstring."""
+        """Choose cuts for the parameters that an equation reads, by the module's table."""
         for i, a in enumerate(eqn.invars):
             origin = self.origin(a)
             if origin is None:
@@ -148,7 +148,7 @@ class _CutChooser:
 
 
 def _axis(eqn: JaxprEqn, i: int, cuts: list[RowAxis | None]) -> int | None:
-    """Return the dimension along which operand `i`, a parameter, is cut; None without a rule."""
+    """Return the dimension along which operand `i`, a parameter, is cut; None for no cut."""
     name, shape = eqn.primitive.name, eqn.invars[i].aval.shape
     if name == "dot_general":
         contract, batch = eqn.params["dimension_numbers"]
@@ -167,7 +167,7 @@ def _axis(eqn: JaxprEqn, i: int, cuts: list[RowAxis | None]) -> int | None:
     if name == "conv_general_dilated" and i == 1 and eqn.params["feature_group_count"] == 1:
         numbers = eqn.params["dimension_numbers"]
         if cuts[0] is not None and cuts[0].axis == numbers.lhs_spec[0]:
-            return None  # no cut for this kernel: its examples are sharded
+            return None  # the operand's batch dimension is sharded, so do not cut the kernel
         return int(numbers.rhs_spec[0])
     if name == "gather" and i == 0:
         numbers = eqn.params["dimension_numbers"]

@@ -427,7 +427,7 @@ def test_what_belongs_to_trainers_with_numbers_of_their_own_is_refused() -> None
         {"batch": Batch(example_count="loss")},
     ):
         with pytest.raises(
-            ConfigError, match="needs batch='local', with which trainers have separate results"
+            ConfigError, match="needs batch='local', where each trainer computes separate results"
         ):
             dtrans.nccl2(*given, trainers=2, **options)
     with pytest.raises(
