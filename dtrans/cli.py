@@ -7,12 +7,15 @@ the codes in `dtrans.check_command`.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import os
+import shlex
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -21,6 +24,10 @@ import dtrans
 from dtrans.checks import check_one_of
 from dtrans.endpoints import parse_endpoints
 from dtrans.errors import ConfigError, DtransError, LaunchError
+
+
+if TYPE_CHECKING:
+    from dtrans.run.distributed.launch_record import LaunchRecord
 
 
 # rich's tracebacks show all local variables and hide the error, so they are switched off
@@ -80,8 +87,9 @@ def options(
 def launch_command(
     context: typer.Context,
     script: Annotated[
-        str, typer.Argument(help="The script that every role runs.", metavar="SCRIPT")
-    ],
+        str | None,
+        typer.Argument(help="The script that every role runs.", metavar="SCRIPT"),
+    ] = None,
     arguments: Annotated[
         list[str] | None,
         typer.Argument(help="Arguments of SCRIPT, passed verbatim.", metavar="ARGS..."),
@@ -110,10 +118,19 @@ def launch_command(
         Path | None,
         typer.Option(
             help="With --restarts: folder for the cuts of parameter servers. With --hosts, all "
-            "hosts must share it. If the launcher is killed, the same command continues the job "
+            "hosts must share it. If the launcher is killed, `--resume DIR` continues the job "
             "from the newest cut.",
             metavar="DIR",
             show_default="a temporary folder; with --hosts no cuts",
+        ),
+    ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            help="Continue a job whose launcher has ended, from the newest cut in the folder DIR. "
+            "SCRIPT and all options are those of the earlier launch, except the options that you "
+            "write here.",
+            metavar="DIR",
         ),
     ] = None,
     spares: Annotated[
@@ -231,6 +248,11 @@ def launch_command(
     from dtrans.run.distributed.launcher import launch
     from dtrans.run.distributed.restarts import RestartOptions
 
+    if resume is not None:
+        _resume(context, resume)
+        return
+    if script is None:
+        context.fail("Missing argument 'SCRIPT'.")
     if emit is not None:
         _emit(context, emit, [*(["-m"] if module else []), script, *(arguments or [])])
         return
@@ -240,7 +262,6 @@ def launch_command(
     if not module and not Path(script).is_file():
         raise typer.BadParameter(f"the file {script} does not exist", param_hint="SCRIPT")
     command = [sys.executable, *(["-m"] if module else []), script, *(arguments or [])]
-    is_plain = cuts is None and not spares
     options: dict[str, Any] = {
         "trainers": trainers,
         "pservers": pservers,
@@ -248,8 +269,10 @@ def launch_command(
         "on_trainer_loss": on_trainer_loss,
         "deadline": time_limit,
         "log_dir": log_dir,
-        "restarts": restarts if is_plain else RestartOptions(restarts, cuts, spares),
+        "restarts": restarts,
     }
+    if cuts is not None or spares:
+        options["restarts"] = RestartOptions(restarts, cuts, spares, _record(context))
     check_one_of("--on", on, (None, "ray"))
     if on is None:
         _refuse_options(context, RAY, "--on ray")
@@ -274,6 +297,52 @@ def launch_command(
         server_resources=resources("--server-resources", server_resources),
         **options,
     )
+
+
+def _record(context: typer.Context) -> LaunchRecord:
+    """Return the record of this command line: all values that differ from the default."""
+    from dtrans.run.distributed.launch_record import LaunchRecord
+
+    values = {}
+    for parameter in context.command.params:
+        name = str(parameter.name)
+        value = context.params.get(name)
+        if value not in (parameter.default, None, ()):
+            values[name] = value
+    return LaunchRecord(values, os.getcwd())
+
+
+def _resume(context: typer.Context, folder: Path) -> None:
+    """Continue the job of a folder of cuts, with its command line and the options that are set now.
+
+    Raises:
+      ConfigError: the folder has no job, or the job has another script.
+    """
+    from dtrans.run.distributed.launch_record import LaunchRecord
+
+    record = LaunchRecord.read(folder)
+    values, earlier = context.params, record.options
+    for option in ("cuts", "emit"):
+        if _is_set(context, option):
+            raise ConfigError(f"--{option} cannot be combined with --resume; remove it")
+    before = [earlier["script"], *earlier.get("arguments", ())]
+    now = [values["script"], *(values["arguments"] or ())]
+    if values["script"] is not None and now != before:
+        raise ConfigError(
+            f"--resume {folder}: the job of this folder runs `{shlex.join(before)}`, but this "
+            f"command line has `{shlex.join(now)}`; leave SCRIPT and its arguments out, or write "
+            f"--cuts {folder} instead of --resume"
+        )
+    for name, value in earlier.items():
+        if not _is_set(context, name):
+            values[name] = value
+    # the job runs in the earlier directory, and paths on this command line are from the current one
+    for name in ("log_dir", "hosts"):
+        if _is_set(context, name) and (name == "log_dir" or Path(values[name]).is_file()):
+            values[name] = os.path.abspath(values[name])
+    values |= {"cuts": folder.absolute(), "resume": None}
+    with contextlib.chdir(record.directory):
+        launch_command(context, **values)
 
 
 _EMITTED = (

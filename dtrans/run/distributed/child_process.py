@@ -203,20 +203,22 @@ def _check_command(role: Role, program: str, env: Mapping[str, str]) -> None:
 
 
 class Guard:
-    """A separate process that kills the registered roles if this process dies.
+    """A separate process that ends the registered roles if this process dies.
 
     It is a context manager. See `dtrans.run.distributed.orphan_guard`.
 
     Args:
       python: the interpreter that runs the guard.
+      lock: descriptor of a locked file, which the guard has open until the roles have ended.
     """
 
-    def __init__(self, python: str) -> None:
+    def __init__(self, python: str, lock: int | None = None) -> None:
         self._process = subprocess.Popen(
             [python, "-I", "-S", orphan_guard.__file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             bufsize=0,
+            pass_fds=() if lock is None else (lock,),
             start_new_session=True,
         )
 

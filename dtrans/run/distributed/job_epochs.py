@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import time
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,20 @@ from typing import Any
 from dtrans.checkpoint.runs import new_run
 from dtrans.errors import ConfigError
 from dtrans.protocol.epochs import Epoch
+from dtrans.run.distributed.launch_record import LaunchRecord
 from dtrans.run.distributed.role import Role
 from dtrans.run.distributed.role_output import say
-from dtrans.run.net.epoch_folder import EpochFolder, LostReport, RoleMark
+from dtrans.run.net.epoch_folder import LAUNCH, EpochFolder, LostReport, RoleMark
 from dtrans.run.net.temp_dir import TempDir
 
 
-LOCK = ".launcher"  # file that the launcher of a folder locks
+# Files that the launcher of a folder locks. If the launcher is killed, its guard process has the
+# second lock until all roles on this host have ended.
+LOCK, ROLES_LOCK = ".launcher", ".guard"
+# Seconds to wait for the roles of a killed launcher. Its guard kills them after a grace period of 5
+# seconds.
+ROLES_END = 30.0
+LOCK_PAUSE = 0.05  # seconds between two tries to lock a file
 
 
 class JobEpochs:
@@ -38,12 +46,14 @@ class JobEpochs:
     Args:
       path: the folder.
       roles: every role of the job.
+      lock: file descriptor of a lock for the guard of the roles; None for a temporary folder.
 
     Raises:
       ConfigError: the folder belongs to a job with other roles.
     """
 
-    def __init__(self, path: Path, roles: Sequence[Role]) -> None:
+    def __init__(self, path: Path, roles: Sequence[Role], lock: int | None = None) -> None:
+        self.lock = lock
         self._folder = EpochFolder(path)
         self._names = [role.name for role in roles]
         self._servers = [role.name for role in roles if role.is_pserver]
@@ -237,12 +247,17 @@ def endpoints_of(cuts: str | os.PathLike[str] | None) -> tuple[str, ...]:
 
 
 @contextlib.contextmanager
-def open_epochs(roles: Sequence[Role], cuts: str | os.PathLike[str] | None) -> Iterator[JobEpochs]:
+def open_epochs(
+    roles: Sequence[Role],
+    cuts: str | os.PathLike[str] | None,
+    record: LaunchRecord | None = None,
+) -> Iterator[JobEpochs]:
     """Yield the epochs of a job.
 
     Args:
       roles: every role of the job.
       cuts: the folder of the epochs and cuts; None for a temporary one.
+      record: the command line of the launcher, for `dtrans launch --resume`; None without one.
 
     Raises:
       ConfigError: the folder cannot be used.
@@ -251,31 +266,46 @@ def open_epochs(roles: Sequence[Role], cuts: str | os.PathLike[str] | None) -> I
         if cuts is None:
             temporary = TempDir()
             stack.callback(temporary.close)
-            path = temporary.path
-        else:
-            path = Path(cuts)
-            stack.enter_context(_lock(path))
-        yield JobEpochs(path, roles)
+            yield JobEpochs(temporary.path, roles)
+            return
+        path = Path(cuts)
+        stack.enter_context(_lock(path, LOCK))
+        lock = stack.enter_context(_lock(path, ROLES_LOCK, patience=ROLES_END))
+        epochs = JobEpochs(path, roles, lock)
+        (path / LAUNCH).unlink(missing_ok=True)
+        if record is not None:
+            record.write(path)
+        yield epochs
 
 
 @contextlib.contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Create a folder, and lock it against other launchers. The end of this process unlocks it."""
+def _lock(path: Path, name: str, patience: float = 0.0) -> Iterator[int]:
+    """Create a folder, and lock a file in it; yield the file's descriptor.
+
+    The lock ends with the last process that has the descriptor.
+
+    Args:
+      path: the folder.
+      name: name of the file.
+      patience: seconds to wait for another process that has the lock.
+    """
     try:
         path.mkdir(parents=True, exist_ok=True)
-        file = os.open(path / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+        file = os.open(path / name, os.O_CREAT | os.O_RDWR, 0o600)
     except OSError as e:
         raise ConfigError(f"cuts={str(path)!r} cannot be created: {e.strerror}") from e
     try:
-        _lock_file(file, path)
-        yield
+        _lock_file(file, path, patience)
+        yield file
     finally:
         os.close(file)
 
 
-def _lock_file(file: int, path: Path) -> None:
+def _lock_file(file: int, path: Path, patience: float) -> None:
+    limit = time.monotonic() + patience
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        while not _try_to_lock(file, is_last=time.monotonic() >= limit):
+            time.sleep(LOCK_PAUSE)
     except BlockingIOError as e:
         raise ConfigError(
             f"cuts={str(path)!r} is the folder of a job that runs; wait for its end, or write "
@@ -286,3 +316,14 @@ def _lock_file(file: int, path: Path) -> None:
             f"cuts={str(path)!r} cannot be locked: {e.strerror}; write a folder of a file system "
             "with locks, such as NFS 4"
         ) from e
+
+
+def _try_to_lock(file: int, *, is_last: bool) -> bool:
+    """Lock a file. If another process has the lock, return False, or raise if `is_last`."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        if is_last:
+            raise
+        return False
+    return True

@@ -22,8 +22,8 @@ servers would wait up to their deadline for a role that ended before it connecte
 
 With `restarts`, a lost role does not end the job: see `dtrans.run.distributed.restarts`.
 
-If the launcher itself is killed, `dtrans.run.distributed.orphan_guard` kills the roles. The same
-command with `cuts` continues the job.
+If the launcher itself is killed, `dtrans.run.distributed.orphan_guard` ends the roles. If the job
+has a folder of cuts, `dtrans launch --resume` continues the job.
 
 Source of the behaviour: torch/distributed/elastic/multiprocessing/api.py,
 python/paddle/distributed/launch_ps.py.
@@ -156,7 +156,7 @@ def launch(
         open_logs(log_dir) as open_log,
         _epochs_of(roles, site, options, drops=drops) as epochs,
         _cache_of(site, options, base) as cache,
-        Guard(sys.executable) as guard,
+        Guard(sys.executable, lock=None if epochs is None else epochs.lock) as guard,
         _announce(observed, base[token.VARIABLE]),
         Spares(options.spares, command, base | cache, open_log, guard, events) as spares,
     ):
@@ -198,7 +198,7 @@ def _epochs_of(
     can_share = site.is_this_host or options.cuts is not None
     if not options.most or not has_servers or not can_share or drops:
         return contextlib.nullcontext()
-    return open_epochs(roles, options.cuts)
+    return open_epochs(roles, options.cuts, options.record)
 
 
 def _cache_of(

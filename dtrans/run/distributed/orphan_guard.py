@@ -1,11 +1,12 @@
-"""Guard process that kills the roles of a launcher if the launcher itself is killed.
+"""Guard process that ends the roles of a launcher if the launcher itself is killed.
 
 It runs as a script, by path, and does not import dtrans.
 
 A launcher that gets SIGKILL, or runs out of memory, cannot end its roles. The guard reads a pipe
 whose only writer is the launcher. It reads `+pid` when a role starts, and `-pid` when a role has
-ended. The pipe closes when the launcher ends for any reason. The guard then kills the remaining
-process groups.
+ended. The pipe closes when the launcher ends for any reason. The guard then sends SIGTERM to the
+remaining process groups, so that parameter servers save their state. After a grace period it sends
+SIGKILL.
 
 With arguments, the script is the *gate* of a role: the first program of the role's process. It
 waits for a line on standard input, and then executes its arguments as a command. The launcher
@@ -21,10 +22,15 @@ import contextlib
 import os
 import signal
 import sys
+import time
+
+
+GRACE = 5.0  # seconds between SIGTERM and SIGKILL
+PAUSE = 0.05  # seconds between two looks at the groups
 
 
 def main() -> None:
-    """Read process ids from standard input until it closes, then kill the remaining groups."""
+    """Read process ids from standard input until it closes, then end the remaining groups."""
     alive = set()
     for line in sys.stdin.buffer:
         pid = int(line[1:])
@@ -32,10 +38,27 @@ def main() -> None:
             alive.add(pid)
         else:
             alive.discard(pid)
-    for pid in alive:
+    _end(alive)
+
+
+def _end(groups: set[int]) -> None:
+    """Send SIGTERM to process groups, and SIGKILL to those that remain after the grace period."""
+    _send(groups, signal.SIGTERM)
+    limit = time.monotonic() + GRACE
+    while time.monotonic() < limit and _send(groups, 0):
+        time.sleep(PAUSE)
+    _send(groups, signal.SIGKILL)
+
+
+def _send(groups: set[int], signum: int) -> bool:
+    """Send a signal to process groups; return False if no group remains."""
+    remains = False
+    for pid in groups:
         # a role may have ended after the launcher died
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
+            os.killpg(pid, signum)
+            remains = True
+    return remains
 
 
 def begin(command: list[str]) -> None:

@@ -30,6 +30,7 @@ from dtrans.errors import LaunchError
 from dtrans.run.distributed.attempt import Attempt, Event, is_lost
 from dtrans.run.distributed.child_process import Child, Emit
 from dtrans.run.distributed.job_epochs import JobEpochs
+from dtrans.run.distributed.launch_record import LaunchRecord
 from dtrans.run.distributed.role import Role
 from dtrans.run.distributed.role_output import say
 from dtrans.run.distributed.site import Site
@@ -59,11 +60,13 @@ class RestartOptions:
         itself is killed, a launch with the same folder continues the job from the newest cut.
       spares: number of processes that run the script up to `Role.from_env`, and wait there to take
         the place of a lost role.
+      record: the launcher's command line, which is written to the folder of the cuts.
     """
 
     most: int = 0
     cuts: str | os.PathLike[str] | None = None
     spares: int = 0
+    record: LaunchRecord | None = None
 
 
 @dataclasses.dataclass(frozen=True)

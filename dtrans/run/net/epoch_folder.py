@@ -1,6 +1,7 @@
 """Folder in which a launcher and the roles of a job agree on epochs and cuts.
 
     epoch.json      the launcher: the job's run and its current epoch
+    launch.json     the launcher: its command line (`dtrans.run.distributed.launch_record`)
     roles/ROLE      each role: the epoch in which it takes part, and its written cuts
     lost/ROLE       each role: the last role that it has lost
     STEP/           each synchronous server: its piece of the cut of a step, as a checkpoint. Each
@@ -34,6 +35,7 @@ from dtrans.protocol.epochs import Epoch, ReplacedError
 # Environment variables that the launcher sets: the path of the folder, and the epoch in which the
 # process was started
 VARIABLE, STARTED = "DTRANS_CUTS", "DTRANS_CUTS_STARTED"
+LAUNCH = "launch.json"
 TRIES = 100  # reads of a file that another host may replace meanwhile
 
 
@@ -162,6 +164,7 @@ class EpochFolder:
     def clear(self) -> None:
         """Remove all files of a job that has ended without an error."""
         (self.path / "epoch.json").unlink()
+        (self.path / LAUNCH).unlink(missing_ok=True)
         for path in self.path.iterdir():
             has_cuts = path.name.isdecimal() or path.name.startswith("pserver-")
             if path.name in ("roles", "lost") or has_cuts:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 from paths import DOCS, ROOT
+from role_threads import HANG
 
 import dtrans
 from dtrans.run.distributed.launcher import launch
@@ -25,11 +29,14 @@ KILL = """
             if (int(os.environ.get("DTRANS_RESTARTS", 0)), step) == (attempt, at):
                 if {trainer} == 1:
                     os.kill(int(open(f"pid-{{victim}}").read()), signal.SIGKILL)
+                    while victim == "launcher":  # until the launcher's guard ends this process
+                        signal.pause()
 """
 # every process tells its name and id
 TELL = """import os
 from dtrans.run.distributed.role import Role
 open(f"pid-{Role.from_env().name}", "w").write(str(os.getpid()))
+open("pid-launcher", "w").write(str(os.getppid()))
 """
 
 
@@ -101,3 +108,32 @@ def test_a_killed_job_ends_with_the_bits_of_an_undisturbed_one(
     assert len([line for line in lines if "all roles start again" in line]) == len(kills)
     for killed, undisturbed in zip(*states, strict=True):
         np.testing.assert_array_equal(killed, undisturbed)
+
+
+def test_servers_save_their_state_when_the_launcher_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher is killed after 25 steps; the job has saved a checkpoint after 20."""
+    states = []
+    for case, planned in (("killed", [(0, 25, "launcher")]), ("undisturbed", [])):
+        folder = tmp_path / case
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        variables = {"PYTHONPATH": f"{folder}:{ROOT}", "JAX_PLATFORMS": "cpu"}
+        options = ["--trainers", "2", "--pservers", "2"]
+        if planned:
+            write_scripts(folder, planned)
+            killed = subprocess.run(
+                [sys.executable, "-m", "dtrans", "launch", *options, "resume.py"],
+                env={**os.environ, **variables},
+                capture_output=True,  # the pipes end with the last role
+                timeout=4 * HANG,
+            )
+            assert killed.returncode == -signal.SIGKILL
+            saved = dtrans.checkpoint.latest(folder / "ckpt")
+            assert saved is not None and saved.name == "25"
+        write_scripts(folder, [])
+        launch([sys.executable, "resume.py"], trainers=2, pservers=2, env=variables)
+        states.append(final_state(folder))
+    for continued, undisturbed in zip(*states, strict=True):
+        np.testing.assert_array_equal(continued, undisturbed)

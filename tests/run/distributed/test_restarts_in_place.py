@@ -679,7 +679,8 @@ CACHE = "JAX_COMPILATION_CACHE_DIR"
 SHORTEST = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
 PRINT_CACHE = f"""
     found = [os.environ.get(x) for x in ({CACHE!r}, {SHORTEST!r})]
-    print(*found, os.path.isdir(found[0] or ""), "lost" if name == "trainer 1" else "")
+    found += [os.path.isdir(found[0] or ""), "lost" if name == "trainer 1" else ""]
+    print(" ".join(map(str, found)))  # one write: the launcher may end this role
     if name == "trainer 1" and os.environ.get("DTRANS_RESTARTS") == "0":
         die()
 """

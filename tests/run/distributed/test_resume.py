@@ -1,0 +1,197 @@
+"""`dtrans launch --resume`: which command line it repeats, and when there is nothing to continue."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from paths import ROOT
+from role_scripts import EPOCHS, script_writer
+from role_threads import HANG, until
+
+from dtrans.errors import ConfigError
+from dtrans.protocol.epochs import Epoch
+from dtrans.run.distributed import job_epochs
+from dtrans.run.distributed.child_process import Guard
+from dtrans.run.distributed.job_epochs import LOCK, ROLES_LOCK, open_epochs
+from dtrans.run.distributed.launch_record import LaunchRecord
+from dtrans.run.distributed.role import roles_of
+from dtrans.run.net.epoch_folder import EpochFolder
+
+
+ROLES = roles_of(1, ("127.0.0.1:1",))
+SCRIPT = """
+    print("at", os.getcwd(), *sys.argv[1:])
+    if enter() == 0:
+        cut(10, 20)
+        forever()
+    finish(1)
+"""
+
+
+def job_in(folder: Path, directory: Path, **options: Any) -> None:
+    """Let a folder have a job whose launcher has ended."""
+    EpochFolder(folder).grant(Epoch(), "a run", 1, ["127.0.0.1:1"])
+    LaunchRecord({"script": "train.py", **options}, str(directory)).write(folder)
+
+
+def lock(path: Path) -> int:
+    """Lock a file; return its descriptor."""
+    file = os.open(path, os.O_CREAT | os.O_RDWR)
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return file
+
+
+def test_the_command_line_is_repeated(
+    command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """From another directory, with the script and the numbers of roles of the killed launcher."""
+    job = tmp_path / "job"
+    job.mkdir()
+    script_writer(job, EPOCHS)(SCRIPT)
+    roles = ["--trainers", "2", "--pservers", "2", "--log-dir", "logs"]
+    options = [*roles, "--restarts", "1", "--cuts", "cuts"]
+    arguments = ["script.py", "--cuts", "a b"]
+    first = subprocess.Popen(
+        [sys.executable, "-m", "dtrans", "launch", *options, *arguments],
+        cwd=job,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    with first:
+        folder = EpochFolder(job / "cuts")
+        servers = ["pserver 0", "pserver 1"]
+        until(lambda: folder.newest_cut(servers) == 20 and len(folder.marks()) == 4, "a cut")
+        with monkeypatch.context() as patch:
+            patch.chdir(tmp_path)
+            assert command("launch", "--resume", "job/cuts") == 1
+        assert "is the folder of a job that runs; wait" in capfd.readouterr().err
+        first.kill()
+
+    monkeypatch.chdir(tmp_path)
+    given = ["--log-dir", "other logs", "--resume", "job/cuts"]
+    assert command("launch", *given, *arguments) == 0
+    out, err = capfd.readouterr()
+    at = [line.split("] at ")[1] for line in out.splitlines() if "] at " in line]
+    assert at == [f"{job} --cuts a b"] * 4
+    assert f"[launcher] the job of {job / 'cuts'} continues at step 20\n" in err
+    assert len([*(tmp_path / "other logs").iterdir()]) == 4
+    assert not folder.is_used and not (job / "cuts" / "launch.json").exists()
+    assert Path.cwd() == tmp_path
+
+
+def test_the_record_has_all_options(
+    command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The record of a resumed job has the options that replace the earlier ones."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("raise SystemExit(5)")
+    base = ("--restarts", "2", "--cuts", "cuts")
+    assert command("launch", *base, "--trainers", "1", "train.py", "-x") == 5
+    assert LaunchRecord.read("cuts") == LaunchRecord(
+        {"script": "train.py", "arguments": ["-x"], "restarts": 2, "cuts": "cuts"}, str(tmp_path)
+    )
+    assert command("launch", "--resume", "cuts", "--time-limit", "50", "--restarts", "4") == 5
+    assert LaunchRecord.read("cuts").options == {
+        "script": "train.py",
+        "arguments": ["-x"],
+        "restarts": 4,
+        "time_limit": 50.0,
+        "cuts": str(tmp_path / "cuts"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "no job: --resume none: this folder has no job with cuts; name the folder of"),
+        (["other.py", "-x"], "runs `train.py 'a b'`, but this command line has `other.py -x`; "),
+        (["--trainers", "2"], "has the cuts of a job with 1 trainers and 1 pservers, but this "),
+        (["--cuts", "x"], "--cuts cannot be combined with --resume; remove it"),
+        (["--emit", "hosts"], "--emit cannot be combined with --resume; remove it"),
+    ],
+)
+def test_errors(
+    command: Any,
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    options = {"restarts": 1, "arguments": ["a b"]}
+    job_in(tmp_path / "cuts", tmp_path, **options)
+    folder = "none" if message.startswith("no job") else "cuts"
+    assert command("launch", "--resume", folder, *arguments) == 1
+    assert message.removeprefix("no job: ") in capsys.readouterr().err
+    assert LaunchRecord.read("cuts").options == {"script": "train.py", **options}
+
+
+def test_a_job_without_a_record_or_directory(tmp_path: Path) -> None:
+    job_in(tmp_path / "cuts", tmp_path / "gone")
+    with pytest.raises(ConfigError, match="working directory .*gone does not exist on this host"):
+        LaunchRecord.read(tmp_path / "cuts")
+    with open_epochs(ROLES, tmp_path / "cuts"):  # a program that calls `launch`
+        pass
+    with pytest.raises(ConfigError, match="`dtrans launch` did not start the job of this folder"):
+        LaunchRecord.read(tmp_path / "cuts")
+
+
+# -- locks -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.process
+def test_a_guard_has_the_lock_until_its_roles_have_ended(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    file = lock(path)
+    with Guard(sys.executable, file):
+        os.close(file)
+        with pytest.raises(BlockingIOError):
+            lock(path)
+    os.close(lock(path))
+
+
+def test_a_launcher_waits_for_the_roles_of_a_killed_one(tmp_path: Path) -> None:
+    file = lock(tmp_path / ROLES_LOCK)
+    begun, found = threading.Event(), []
+
+    def launch() -> None:
+        begun.set()
+        with open_epochs(ROLES, tmp_path) as epochs:
+            found.append(epochs.epoch)
+
+    thread = threading.Thread(target=launch)
+    thread.start()
+    assert begun.wait(HANG)
+    until(lambda: (tmp_path / LOCK).exists(), "the lock of the launcher")
+    assert not EpochFolder(tmp_path).is_used
+    os.close(file)
+    thread.join(HANG)
+    assert found == [Epoch()]
+
+
+def test_roles_that_do_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_epochs, "ROLES_END", 0.1)
+    file = lock(tmp_path / ROLES_LOCK)
+    with (
+        pytest.raises(ConfigError, match="is the folder of a job that runs"),
+        open_epochs(ROLES, tmp_path),
+    ):
+        pass
+    os.close(file)
+
+
+def test_a_record_has_paths_as_text(tmp_path: Path) -> None:
+    LaunchRecord({"cuts": tmp_path}, "/").write(tmp_path)
+    found = json.loads((tmp_path / "launch.json").read_text())
+    assert found == {"options": {"cuts": str(tmp_path)}, "directory": "/"}
