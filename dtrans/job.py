@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import abc
 import collections
+import itertools
 import os
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 
@@ -31,8 +32,23 @@ from dtrans.step_meter import JobReport, StepMeter
 BatchOfStep = Callable[[int], Sequence[Any]]  # step number -> batch arguments
 
 
+@runtime_checkable
+class SeekableBatches(Protocol):
+    """Batches that can go to the batch of a step, such as those of `dtrans.feed`."""
+
+    def seek(self, step: int) -> None:
+        """Continue with the batch of a step."""
+
+    def __iter__(self) -> Iterator[Sequence[Any]]:
+        """Return an iterator over the batches from there on."""
+
+
 def _numbered_steps(
-    job: Job, state: Any, batch_of: BatchOfStep, numbers: tuple[int, int], ahead: int
+    job: Job,
+    state: Any,
+    batches: BatchOfStep | SeekableBatches,
+    numbers: tuple[int, int],
+    ahead: int,
 ) -> Iterator[tuple[Any, ...]]:
     """Run the steps `start` to `stop - 1`, with `numbers = (start, stop)`.
 
@@ -44,9 +60,9 @@ def _numbered_steps(
     job.repeats_steps = True
     try:
         while True:
-            batches = map(batch_of, range(offset + job.first_step, stop))
+            numbered = _batches_from(batches, offset + job.first_step, stop)
             try:
-                yield from _steps_ahead(job, state, batches, ahead)
+                yield from _steps_ahead(job, state, numbered, ahead)
                 job.check_return()  # a process may be lost after the last step
             except Rewound as e:
                 state = e.state
@@ -56,12 +72,22 @@ def _numbered_steps(
         job.repeats_steps = False
 
 
+def _batches_from(
+    batches: BatchOfStep | SeekableBatches, first: int, stop: int
+) -> Iterator[Sequence[Any]]:
+    """Return the batches of the steps from `first` to `stop` - 1."""
+    if isinstance(batches, SeekableBatches):
+        batches.seek(first)
+        return itertools.islice(batches, max(0, stop - first))
+    return map(batches, range(first, stop))
+
+
 def _numbers(start: int, stop: int | None) -> tuple[int, int]:
     """Return `start` and `stop`; raise ConfigError if `stop` is missing."""
     if stop is None:
         raise ConfigError(
-            "batches is a function of the step number, so job.steps needs the number after the "
-            "last step: job.steps(state, batches, stop=1000)"
+            "batches are those of numbered steps, so job.steps needs the number after the last "
+            "step: job.steps(state, batches, stop=1000)"
         )
     return start, stop
 
@@ -289,26 +315,28 @@ class Job(StateFunctions):
     ) -> Iterator[tuple[Any, ...]]:
         """Run a step for each batch, and pass each batch to `prefetch` some steps earlier.
 
-        If servers write cuts (`job.serve(state, cuts=10)`), pass a function of the step number.
-        After the loss of a process, this method repeats the steps since the cut, and yields their
-        results again, bit for bit the same.
+        If servers write cuts (`job.serve(state, cuts=10)`), pass a function of the step number, or
+        an iterable with a method `seek(step)`. `dtrans.feed` gives loaders this method. After the
+        loss of a process, this method repeats the steps since the cut, and yields their results
+        again, bit for bit the same.
 
         Args:
           state: the state before the first step.
           batches: for each step, a tuple of the step's batch arguments, or a function that returns
             this tuple for a step's number. The loop reads them `ahead` batches early.
           ahead: number of steps between `prefetch` and `step` of a batch. Default: `batches_ahead`.
-          start: for a function, the number of the first step. A trainer begins at the servers'
-            step (`first_step`) if that is larger.
-          stop: for a function, the number after the last step.
+          start: the number of the first step. A trainer begins at the servers' step (`first_step`)
+            if that is larger.
+          stop: the number after the last step, for a function or an iterable with `seek`. Without
+            `stop`, an iterable is read from its position to its end, and no steps are repeated.
 
         Yields:
           The results of `step`.
 
         Raises:
           ConfigError: `ahead` is not a positive integer; or `stop` is missing for a function, or
-            set for an iterable.
-          Rewound: a process was lost, and `batches` is not a function.
+            set for an iterable without `seek`.
+          Rewound: a process was lost, and the steps have no numbers.
 
         Example:
           >>> import jax.numpy as jnp, optax, dtrans
@@ -323,12 +351,13 @@ class Job(StateFunctions):
         """
         ahead = self.batches_ahead if ahead is None else ahead
         check_int("ahead", ahead, "a number of steps", least=1)
-        if callable(batches):
+        has_numbers = stop is not None or start > 0
+        if callable(batches) or (has_numbers and isinstance(batches, SeekableBatches)):
             return _numbered_steps(self, state, batches, _numbers(start, stop), ahead)
-        if stop is not None or start:
+        if has_numbers:
             raise ConfigError(
                 "start and stop are for a function of the step number, but batches is "
-                f"{type(batches).__name__}; leave them out, or pass a function"
+                f"{type(batches).__name__}; leave them out, or pass a function or dtrans.feed(...)"
             )
         return _steps_ahead(self, state, batches, ahead)
 

@@ -7,6 +7,9 @@
 `loader` yields global batches. It may be any iterator of NumPy arrays: a grain loader,
 `tf.data.Dataset.as_numpy_iterator()`, or a generator. Each process cuts out its own part
 (`job.shard_batch`). On a mesh, `feed` copies batches to the devices where steps read them.
+
+To go back to an earlier batch, the thread ends, and another thread starts there. The sources of
+`dtrans.run.base.batch_source` find the batch.
 """
 
 from __future__ import annotations
@@ -15,34 +18,165 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
 
 from dtrans.checks import check_int
 from dtrans.job import Job
+from dtrans.run.base.batch_source import BatchSource, open_source
 
 
-_END = object()
+class _Loaded(NamedTuple):
+    """Batch that waits for a step, or the end of the batches.
+
+    Attributes:
+      batch: this process's part.
+      state: the source's state after this batch.
+      error: the error in place of a batch; StopIteration at the end.
+    """
+
+    batch: Any = None
+    state: Any = None
+    error: BaseException | None = None
+
+
+class Feed(Iterator[Any]):
+    """Iterator over the batches that a thread loads. `dtrans.feed` creates it.
+
+    Attributes:
+      position: number of batches before the next one.
+    """
+
+    def __init__(self, source: BatchSource, job: Job, ahead: int) -> None:
+        self._source, self._job, self._ahead = source, job, ahead
+        # jax.enable_x64 is set for each thread, so the loading thread copies the caller's setting
+        self._wide = bool(jax.config.read("jax_enable_x64"))
+        self._end: BaseException | None = None
+        self.position, self._state = source.position, source.state
+        self._start()
+
+    def __next__(self) -> Any:
+        if self._end is not None:
+            raise self._end
+        start = time.perf_counter()
+        loaded = self._ready.get()
+        self._job.meter.waited += time.perf_counter() - start
+        if loaded.error is not None:
+            self._end = StopIteration()
+            raise loaded.error
+        self.position, self._state = self.position + 1, loaded.state
+        return loaded.batch
+
+    def seek(self, step: int) -> None:
+        """Continue with the batch of a step. `job.steps` calls it after the loss of a process.
+
+        The method drops loaded batches. If the source cannot go to the batch, the next batch is a
+        ConfigError.
+
+        Args:
+          step: number of batches before the next one.
+        """
+        if step != self.position or self._end is not None:
+            self.close()
+            self._go_to(step, lambda: self._source.seek(step))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position after the batches that steps have read, for `load_state_dict`.
+
+        The dict contains the loader's state if the loader has `get_state` or `state_dict`.
+        """
+        return {"position": self.position, "source": self._state}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue at the position that `state_dict` returned, also in another process.
+
+        Args:
+          state: the dict.
+        """
+        self.close()
+        position, saved = state["position"], state["source"]
+        self._go_to(position, lambda: self._source.restore(position, saved))
+        self._state = saved
+
+    def close(self) -> None:
+        """Drop loaded batches, and wait until the thread has ended."""
+        self._stopped.set()
+        # the thread may wait at a full queue, so empty the queue until the thread ends
+        while self._thread.is_alive():
+            with contextlib.suppress(queue.Empty):
+                self._ready.get(timeout=0.02)
+        self._thread.join()
+        self._end = StopIteration()
+
+    def _go_to(self, position: int, move: Callable[[], None]) -> None:
+        self.position, self._end = position, None
+        self._start(move)
+
+    def _start(self, move: Callable[[], None] = lambda: None) -> None:
+        """Start a thread that loads batches.
+
+        Args:
+          move: changes the position of the source.
+        """
+        self._ready: queue.Queue[_Loaded] = queue.Queue(self._ahead)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(
+            target=self._load, args=(move,), name="dtrans feed", daemon=True
+        )
+        self._thread.start()
+
+    def _load(self, move: Callable[[], None]) -> None:
+        ready, stopped = self._ready, self._stopped
+        try:
+            with jax.enable_x64(self._wide):
+                move()
+                for batch in self._source:
+                    if stopped.is_set():
+                        return
+                    ready.put(_Loaded(self._place(batch), self._source.state))
+                    if stopped.is_set():
+                        return
+            ready.put(_Loaded(error=StopIteration()))
+        except BaseException as e:  # `__next__` raises the error in the loop
+            ready.put(_Loaded(error=e))
+
+    def _place(self, batch: Any) -> Any:
+        if isinstance(batch, tuple):
+            return self._job.place(*batch)
+        (placed,) = self._job.place(batch)
+        return placed
 
 
 @contextlib.contextmanager
-def feed(batches: Iterable[Any], job: Job, ahead: int = 2) -> Iterator[Iterator[Any]]:
+def feed(batches: Iterable[Any] | Callable[[int], Any], job: Job, ahead: int = 2) -> Iterator[Feed]:
     """Load batches in a thread, ahead of the steps that read them.
 
     When the `with` block ends, `feed` drops batches that no step has read, and waits for the
     thread. The thread ends after the iterator returns its current batch. If the iterator raises an
     error, the loop over the loaded batches raises it.
 
+    In a job with cuts, pass the result to `job.steps` with `stop`. After the loss of a process,
+    `feed` goes back to the batch of the cut. This works with a function of the step number, and with
+    a loader that has one of these methods:
+
+    - `seek(step)`;
+    - `get_state` and `set_state`, as iterators of grain have;
+    - `state_dict` and `load_state_dict`, as torchdata's `StatefulDataLoader` has.
+
+    A loader without `seek` must yield the same batches in each start of the script. A process that
+    starts again reads its batches from the first one, and drops them up to the batch of the cut.
+
     Args:
-      batches: iterator of global batches. A batch is the argument of `job.step` after the state, or
-        a tuple of such arguments.
+      batches: iterator of global batches, or a function that returns the batch of a step number. A
+        batch is the argument of `job.step` after the state, or a tuple of such arguments.
       job: the job whose steps read the batches.
       ahead: largest number of loaded batches that wait for a step.
 
     Yields:
-      An iterator of this process's parts of the batches: arguments, or tuples of arguments.
+      An iterator of this process's parts of the batches: arguments, or tuples of arguments. Its
+      methods `state_dict` and `load_state_dict` save and restore the position.
 
     Raises:
       ConfigError: `ahead` is not a positive number.
@@ -58,51 +192,12 @@ def feed(batches: Iterable[Any], job: Job, ahead: int = 2) -> Iterator[Iterator[
       >>> with dtrans.feed((np.eye(2, dtype=np.float32) for _ in range(3)), job) as batches:
       ...     for x in batches:
       ...         state, loss = job.step(state, x)
-      >>> float(loss), job.report().steps
-      (0.0625, 3)
+      >>> float(loss), job.report().steps, batches.position
+      (0.0625, 3, 3)
     """
     check_int("ahead", ahead, "a positive number of batches")
-    ready: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(ahead)
-    ended = threading.Event()
-    # jax.enable_x64 is set for each thread, so the loading thread copies the setting of its caller
-    wide = bool(jax.config.read("jax_enable_x64"))
-
-    def load() -> None:
-        try:
-            with jax.enable_x64(wide):
-                for batch in batches:
-                    if ended.is_set():
-                        return
-                    if isinstance(batch, tuple):
-                        placed = job.place(*batch)
-                    else:
-                        (placed,) = job.place(batch)
-                    ready.put((placed, None))
-                    if ended.is_set():
-                        return
-            ready.put((_END, None))
-        except BaseException as e:  # the error goes to `parts`, which raises it in the loop
-            ready.put((_END, e))
-
-    def parts() -> Iterator[Any]:
-        while True:
-            start = time.perf_counter()
-            batch, error = ready.get()
-            job.meter.waited += time.perf_counter() - start
-            if error is not None:
-                raise error
-            if batch is _END:
-                return
-            yield batch
-
-    thread = threading.Thread(target=load, name="dtrans feed", daemon=True)
-    thread.start()
+    loaded = Feed(open_source(batches), job, ahead)
     try:
-        yield parts()
+        yield loaded
     finally:
-        ended.set()
-        # the thread may wait at a full queue, so empty the queue until the thread ends
-        while thread.is_alive():
-            with contextlib.suppress(queue.Empty):
-                ready.get(timeout=0.02)
-        thread.join()
+        loaded.close()

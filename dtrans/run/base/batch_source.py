@@ -1,0 +1,179 @@
+"""Positions of a user's batches: how `dtrans.feed` goes back to an earlier batch.
+
+    position    number of batches before the next one
+    mark        the source's state at a position, for sources that can save and restore a state
+
+`dtrans.run.base.feeder` reads a source in a thread, and goes back after the loss of a process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+from dtrans.errors import ConfigError
+
+
+MOST_MARKS = 64  # of one source. Beyond this number, every second mark is dropped.
+
+
+class _StateMethods(NamedTuple):
+    """Names of the methods that save and restore a state."""
+
+    save: str
+    restore: str
+
+
+# grain's iterators; torchdata's `StatefulDataLoader` and iterable data sets of Hugging Face
+STATE_METHODS = (
+    _StateMethods("get_state", "set_state"),
+    _StateMethods("state_dict", "load_state_dict"),
+)
+
+
+class BatchSource:
+    """Batches of a user's iterable, which is read once from its start to its end.
+
+    Args:
+      batches: the iterable.
+      iterator: its iterator.
+
+    Attributes:
+      position: number of batches before the next one.
+      state: the iterable's state at the position; None if the iterable has none.
+    """
+
+    state: Any = None
+
+    def __init__(self, batches: Any, iterator: Iterator[Any]) -> None:
+        self._batches, self._iterator = batches, iterator
+        self.position = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        batch = next(self._iterator)
+        self.position += 1
+        return batch
+
+    def seek(self, position: int) -> None:
+        """Continue at a position.
+
+        Raises:
+          ConfigError: the source cannot go there.
+        """
+        if position != self.position:
+            raise ConfigError(
+                f"{type(self._batches).__name__} is at batch {self.position}, and cannot go to "
+                f"batch {position}; pass dtrans.feed a function of the step number, or a loader "
+                f"with a method seek(step), {' or '.join(x.restore for x in STATE_METHODS)}"
+            )
+
+    def restore(self, position: int, state: Any) -> None:
+        """Continue at a position, at which the source had a state."""
+        self.seek(position)
+
+
+class FunctionSource(BatchSource):
+    """Batches that a function of the step number returns. They have no end."""
+
+    def __init__(self, batch_of: Callable[[int], Any]) -> None:
+        super().__init__(batch_of, iter(()))
+
+    def __next__(self) -> Any:
+        batch = self._batches(self.position)
+        self.position += 1
+        return batch
+
+    def seek(self, position: int) -> None:
+        self.position = position
+
+
+class SeekableSource(BatchSource):
+    """Batches of an iterable with a method `seek(step)`."""
+
+    def seek(self, position: int) -> None:
+        if position != self.position:
+            self._batches.seek(position)
+            self._iterator, self.position = iter(self._batches), position
+
+
+class StatefulSource(BatchSource):
+    """Batches of a loader that can save and restore its state.
+
+    To go back, the source restores the nearest earlier mark, and skips batches. The first mark is
+    the state at the start, or the state that the user has restored.
+
+    Args:
+      batches: the loader, or an iterator.
+      iterator: its iterator.
+      stateful: the loader or the iterator, whichever has the methods.
+      methods: names of the methods.
+    """
+
+    def __init__(
+        self, batches: Any, iterator: Iterator[Any], stateful: Any, methods: _StateMethods
+    ) -> None:
+        super().__init__(batches, iterator)
+        self._stateful, self._methods = stateful, methods
+        self.state = self._save()
+        self._marks = {0: self.state}
+        self._first, self._spacing = 0, 1
+
+    def __next__(self) -> Any:
+        batch = super().__next__()
+        self.state = self._save()
+        if (self.position - self._first) % self._spacing == 0:
+            self._marks[self.position] = self.state
+        if len(self._marks) > MOST_MARKS:
+            self._spacing *= 2
+            for position in [*self._marks]:
+                if (position - self._first) % self._spacing:
+                    del self._marks[position]
+        return batch
+
+    def seek(self, position: int) -> None:
+        if position < self.position:
+            marks = [x for x in self._marks if x <= position]
+            if not marks:
+                raise ConfigError(
+                    f"the first batch of {type(self._batches).__name__} has the number "
+                    f"{self._first}, so it cannot go to batch {position}"
+                )
+            self._go_to(max(marks), self._marks[max(marks)])
+        while self.position < position:
+            next(self)
+
+    def restore(self, position: int, state: Any) -> None:
+        self._go_to(position, state)
+        self._marks = {position: state}
+        self._first, self._spacing = position, 1
+
+    def _go_to(self, position: int, state: Any) -> None:
+        getattr(self._stateful, self._methods.restore)(state)
+        if self._stateful is self._batches:
+            self._iterator = iter(self._batches)
+        self.position, self.state = position, state
+
+    def _save(self) -> Any:
+        return getattr(self._stateful, self._methods.save)()
+
+
+def open_source(batches: Iterable[Any] | Callable[[int], Any]) -> BatchSource:
+    """Return the batches of a user, by number.
+
+    Args:
+      batches: an iterable, or a function that returns the batch of a step number.
+    """
+    if callable(batches) and not isinstance(batches, Iterable):
+        return FunctionSource(batches)
+    assert isinstance(batches, Iterable)
+    iterator = iter(batches)
+    if hasattr(batches, "seek"):
+        return SeekableSource(batches, iterator)
+    for stateful in (iterator, batches):
+        for methods in STATE_METHODS:
+            if hasattr(stateful, methods.save) and hasattr(stateful, methods.restore):
+                return StatefulSource(batches, iterator, stateful, methods)
+    return BatchSource(batches, iterator)
