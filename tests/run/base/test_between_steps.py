@@ -6,8 +6,9 @@ from __future__ import annotations
 import csv
 import gc
 import gzip
+import pickle
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -261,3 +262,155 @@ def test_a_writer_that_fails_closes_what_it_opened(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"metrics cannot be written to .*taken/m\.csv"):
         dtrans.MetricsWriter(tmp_path / "first.csv", taken / "m.csv")
     gc.collect()
+
+
+# -- positions of batches --------------------------------------------------------------------------
+
+
+class Seekable:
+    """A loader that can go to the batch of a step."""
+
+    def __init__(self, batches: list[np.ndarray]) -> None:
+        self._batches, self.position = batches, 0
+        self.reads: list[int] = []
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        while self.position < len(self._batches):
+            self.reads.append(self.position)
+            self.position += 1
+            yield self._batches[self.position - 1]
+
+    def seek(self, step: int) -> None:
+        self.position = step
+
+
+class StatefulIterator:
+    """An iterator that has the methods of grain's iterators."""
+
+    def __init__(self, batches: list[np.ndarray]) -> None:
+        self._batches, self._next = batches, 0
+        self.reads: list[int] = []
+
+    def __iter__(self) -> StatefulIterator:
+        return self
+
+    def __next__(self) -> np.ndarray:
+        if self._next == len(self._batches):
+            raise StopIteration
+        self.reads.append(self._next)
+        self._next += 1
+        return self._batches[self._next - 1]
+
+    def get_state(self) -> bytes:
+        return b"%d" % self._next
+
+    def set_state(self, state: bytes) -> None:
+        self._next = int(state)
+
+
+class StatefulLoader:
+    """A loader that has the methods of torchdata's; the next `iter` uses a restored state."""
+
+    def __init__(self, batches: list[np.ndarray]) -> None:
+        self._batches = batches
+        self._restored = self._next = 0
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        self._next, self._restored = self._restored, 0
+        while self._next < len(self._batches):
+            self._next += 1
+            yield self._batches[self._next - 1]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self._next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._restored = state["next"]
+
+
+SOURCES: dict[str, Callable[[list[np.ndarray]], Any]] = {
+    "function": lambda batches: lambda step: batches[step],
+    "seek": Seekable,
+    "get_state": StatefulIterator,
+    "state_dict": StatefulLoader,
+}
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_a_feed_goes_back_and_ahead(kind: str) -> None:
+    """Loaded batches that no step has read are dropped."""
+    with dtrans.feed(SOURCES[kind](rows(20)), job_of()) as batches:
+        read = lambda count: [int(next(batches)[0, 0]) for _ in range(count)]
+        assert read(7) == [*range(7)] and batches.position == 7
+        batches.seek(2)
+        assert read(3) == [2, 3, 4] and batches.position == 5
+        batches.seek(11)
+        assert read(2) == [11, 12]
+        batches.seek(13)  # where it is
+        assert read(1) == [13]
+        batches.seek(0)
+        assert read(1) == [0]
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_another_feed_continues_at_a_saved_position(kind: str) -> None:
+    with dtrans.feed(SOURCES[kind](rows(9)), job_of(), ahead=3) as batches:
+        for _ in range(4):
+            next(batches)
+        saved = batches.state_dict()
+    with dtrans.feed(SOURCES[kind](rows(9)), job_of()) as batches:
+        batches.load_state_dict(pickle.loads(pickle.dumps(saved)))
+        assert batches.state_dict() == saved and saved["position"] == 4
+        assert [int(next(batches)[0, 0]) for _ in range(3)] == [4, 5, 6]
+        batches.seek(5)
+        assert int(next(batches)[0, 0]) == 5
+
+
+def test_a_loader_skips_from_the_nearest_mark() -> None:
+    """There are few marks, and nothing before the first one."""
+    source = StatefulIterator(rows(1000))
+    with dtrans.feed(source, job_of()) as batches:
+        for _ in range(900):
+            next(batches)
+        batches.seek(700)
+        source.reads.clear()
+        assert int(next(batches)[0, 0]) == 700
+        assert 700 - source.reads[0] < 32
+        batches.load_state_dict({"position": 500, "source": b"500"})
+        batches.seek(499)
+        with pytest.raises(
+            ConfigError, match="first batch of StatefulIterator has the number 500, so .* batch 499"
+        ):
+            next(batches)
+
+
+def test_a_generator_cannot_go_back() -> None:
+    with dtrans.feed(iter(rows(9)), job_of(), ahead=1) as batches:
+        next(batches)
+        batches.seek(0)
+        message = "list_iterator is at batch [23], and cannot go to batch 0; pass dtrans.feed a fun"
+        with pytest.raises(ConfigError, match=message):
+            next(batches)
+        with pytest.raises(StopIteration):
+            next(batches)
+
+
+def test_steps_begin_at_the_batch_of_their_number() -> None:
+    """A feed with `stop` is read by number; without, from where it is."""
+    job = job_of()
+    source = Seekable(rows(9))
+    with dtrans.feed(lambda step: (source._batches[step],), job) as batches:
+        next(batches)
+        found = [float(results[1]) for results in job.steps(job.init(), batches, start=2, stop=4)]
+        assert batches.position == 4
+    expected = [
+        float(results[1]) for results in job.steps(job.init(), [(x,) for x in rows(9)[2:4]])
+    ]
+    assert found == expected and len(found) == 2
+    with dtrans.feed([(x,) for x in rows(4)], job) as batches:
+        next(batches)
+        assert len([*job.steps(job.init(), batches)]) == 3
+    with pytest.raises(ConfigError, match="or pass a function or dtrans.feed"):
+        job.steps(job.init(), [], stop=3)
+    with pytest.raises(ConfigError, match="needs the number after the last step"):
+        job.steps(job.init(), source, start=3)
