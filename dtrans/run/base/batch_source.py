@@ -1,4 +1,4 @@
-"""Positions of a user's batches: how `dtrans.feed` goes back to an earlier batch.
+"""Positions of a user's batches, to which `dtrans.feed` can go back.
 
     position    number of batches before the next one
     mark        the source's state at a position, for sources that can save and restore a state

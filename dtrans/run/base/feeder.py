@@ -158,8 +158,8 @@ def feed(batches: Iterable[Any] | Callable[[int], Any], job: Job, ahead: int = 2
     error, the loop over the loaded batches raises it.
 
     In a job with cuts, pass the result to `job.steps` with `stop`. After the loss of a process,
-    `feed` goes back to the batch of the cut. This works with a function of the step number, and with
-    a loader that has one of these methods:
+    `feed` goes back to the batch of the cut. This works with a function of the step number, and
+    with a loader that has one of these methods:
 
     - `seek(step)`;
     - `get_state` and `set_state`, as iterators of grain have;

@@ -235,6 +235,11 @@ def run(
     """Run the page's job, or one with tables; return all arrays of its last checkpoint."""
     scripts = (TABLES, TRAIN) if tables else ()
     run_job(folder, kills, monkeypatch, scripts, on_hosts, spares)
+    return arrays_of(folder)
+
+
+def arrays_of(folder: Path) -> list[np.ndarray]:
+    """Return all arrays of the last checkpoint of a job."""
     model: dict[str, Any] = {}
     exec((folder / "model.py").read_text(), model)
     path = dtrans.checkpoint.latest(folder / "ckpt")
@@ -276,6 +281,34 @@ def test_only_the_lost_process_starts_again(
     for name in ("trainer 0", "trainer 1"):
         processes = list((tmp_path / "killed").glob(f"pid-{name}-*"))
         assert len(processes) == 1 + [victim for _, _, victim in kills].count(name)
+
+
+@pytest.mark.rotated
+def test_batches_of_a_feed_go_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The servers' loss repeats steps in the processes of trainers, and one of them starts again."""
+    undisturbed = run(tmp_path / "undisturbed", [], monkeypatch)
+    model, script = (Path(name).read_text() for name in ("model.py", "survive.py"))
+    for old, new in (
+        ("import dtrans", "import contextlib, dtrans"),
+        ("with plan.on_cluster()", "with contextlib.ExitStack() as feeds, plan.on_cluster()"),
+        (
+            "lambda step: job.shard_batch(*batch(step))",
+            "feeds.enter_context(dtrans.feed(batch, job, ahead=5))",
+        ),
+    ):
+        assert script.count(old) == 1
+        script = script.replace(old, new)
+    script = script.removeprefix(TELL)
+    head, rest = script.split("    import os, signal, time\n")
+    script = head + rest[rest.index("    return ") :]
+    kills = [(0, 25, "pserver 0"), (1, 44, "trainer 0")]
+    run_job(tmp_path / "killed", kills, monkeypatch, (model, script))
+    assert capsys.readouterr().err.count("it starts again, and all roles go back to step") == 2
+    killed = arrays_of(tmp_path / "killed")
+    for x, y in zip(killed, undisturbed, strict=True):
+        assert x.tobytes() == y.tobytes()
 
 
 def test_only_the_lost_process_starts_again_on_several_hosts(
