@@ -39,10 +39,9 @@ from dtrans.run.base.segments import Compute, Rules, Segments, cut_program
 from dtrans.run.collective.cluster import ClusterFabric, is_of_cluster
 from dtrans.run.net.net_options import allows_remote, choose_encryption
 from dtrans.run.net.sockets import DEADLINE, PATIENCE
-from dtrans.run.parameter_server.cuts import ServerCuts
 from dtrans.run.parameter_server.fabric import EndpointFabric
 from dtrans.run.parameter_server.server_connections import ServerConnections
-from dtrans.run.parameter_server.state_writer import Keep, KeepLast
+from dtrans.run.parameter_server.server_saves import ServerStorage
 from dtrans.run.parameter_server.tables.batch_rows import BatchRows
 
 
@@ -306,18 +305,9 @@ class Executor:
         """This trainer's connections to its servers."""
         return self._fabric.connections
 
-    def set_checkpoints(
-        self, save: Keep | None, save_last: KeepLast | None, cuts: ServerCuts | None
-    ) -> None:
-        """Set the functions by which a server of this executor saves its state.
-
-        Args:
-          save: saves a snapshot when trainers request a checkpoint; None to refuse requests.
-          save_last: saves the state when the job fails; None to drop the state.
-          cuts: writes and reads cuts; None if the job ends when a process is lost.
-        """
-        fabric = self._fabric
-        fabric.keep, fabric.keep_last, fabric.cuts = save, save_last, cuts
+    def set_storage(self, storage: ServerStorage) -> None:
+        """Set the storage in which a server of this executor saves its state."""
+        self._fabric.storage = storage
 
     def close(self, error: BaseException | None = None) -> None:
         """Tell the servers that this trainer has finished. Later calls do nothing.

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -32,9 +31,6 @@ from dtrans.job import Job
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.plan import realises
 from dtrans.protocol.epochs import NewEpoch
-from dtrans.protocol.trainer.operation import Operation
-from dtrans.protocol.trainer.trainer_line import log
-from dtrans.protocol.trainer.trainer_steps import TrainerSteps
 from dtrans.run.base.lowered import LoweredStep, recording
 from dtrans.run.distributed.role import Role
 from dtrans.run.executor import Executor
@@ -42,16 +38,15 @@ from dtrans.run.net.epoch_folder import EpochFolder
 from dtrans.run.parameter_server.checkpoints import ServerCheckpoints
 from dtrans.run.parameter_server.cuts import ServerCuts, check_cuts
 from dtrans.run.parameter_server.return_to_cut import ReturnToCut
+from dtrans.run.parameter_server.server_saves import ServerStorage
 from dtrans.run.parameter_server.state_writer import Keep, KeepLast
 from dtrans.run.parameter_server.step_results import merge_results
 from dtrans.run.parameter_server.tables.job_tables import TrainerTables
 from dtrans.run.parameter_server.tables.new_rows import with_makers
 from dtrans.run.parameter_server.trainer_calls import TrainerCalls
 from dtrans.run.parameter_server.trainer_cuts import TrainerCuts
+from dtrans.run.parameter_server.trainer_requests import TrainerRequests
 from dtrans.step_meter import metered
-
-
-T = TypeVar("T")
 
 
 class RoleJob(Job):
@@ -108,13 +103,20 @@ class TrainerJob(RoleJob):
 
     _step_count = 0
     _init_args: tuple[Any, ...] | None = None
-    _unconfirmed: tuple[str, int] | None = None  # name and step of the last save with wait=False
 
     def __init__(self, plan: PServerPlan, role: Role, options: dict[str, Any]) -> None:
         super().__init__(plan, role, options)
         self._calls = TrainerCalls(plan, role.trainer_id)
         self._return = ReturnToCut(role.name, self._epochs, self._connect, self._init_again)
         self._cuts = TrainerCuts(self._epochs, plan, role.name)
+        self._requests = TrainerRequests(
+            plan,
+            self._return,
+            run=self._executor.between_steps,
+            look_up=self._look_up,
+            step_count=lambda: self._step_count,
+            repeats_steps=lambda: self.repeats_steps,
+        )
         if self._epochs is not None:
             self._connect(self._epochs.current().number)
 
@@ -169,13 +171,7 @@ class TrainerJob(RoleJob):
                 "not from job.init(...); create it by job.init, which receives the servers' state"
             )
         params = self._cuts.keep_constants(self.init(*self._init_args)[0])
-        if self._unconfirmed is not None and self._unconfirmed[1] <= self._step_count:
-            log.warning(
-                "checkpoint %s may be incomplete: a process was lost while servers wrote it, and "
-                "no repeated step saves it again",
-                self._unconfirmed[0],
-            )
-        self._unconfirmed = None
+        self._requests.drop_save(self._step_count)
         return params
 
     def _receive_first(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -270,58 +266,12 @@ class TrainerJob(RoleJob):
     def tables(self) -> TrainerTables:
         """The tables of the job, with `lookup`, `export`, `report`, `changed` and `evict`."""
         self._check_open()
-        return TrainerTables(self.plan, self._look_up, self._ask)
+        return self._requests.tables
 
     def _look_up(self, table: str, ids: np.ndarray) -> np.ndarray:
         """Return the current rows of a table, between two steps."""
         program = self.plan.trainer_program(self.role.trainer_id)
-        look_up = partial(self._executor.look_up, program, table, ids)
-        return self._between_steps(f"a lookup of {table}", look_up)
-
-    def _ask(
-        self,
-        what: str,
-        ask: Callable[[TrainerSteps], Operation[T]],
-        skipped: Callable[[], T] | None = None,
-    ) -> T:
-        """Implement `dtrans.run.parameter_server.tables.job_tables.AskServers`."""
-        request = partial(self._executor.between_steps, what, ask)
-        call, retries = f"a request for {what}", not self.plan.sync_mode
-        return self._between_steps(call, request, skipped, retries=retries)
-
-    def _between_steps(
-        self,
-        call: str,
-        request: Callable[[], T],
-        skipped: Callable[[], T] | None = None,
-        *,
-        retries: bool = True,
-    ) -> T:
-        """Send a request to the servers between two steps.
-
-        If the servers go back to the cut of an earlier step, the loop over `steps` repeats the
-        request with its step. Until then, the cut answers a request that only reads.
-
-        Args:
-          call: the user's call, for errors.
-          request: sends the request, and returns the answer.
-          skipped: returns the result of a request that is skipped, because a repeated step will
-            send it; None for a request that only reads.
-          retries: False to skip the request also if the cut has the current step. Such a cut of
-            synchronous servers contains the evictions between the steps.
-        """
-        while skipped is None or not self._return.is_due:
-            before, is_due = self._step_count, self._return.is_due
-            try:
-                return request()
-            except NewEpoch as e:
-                self._return.begin(e.number, before)
-            if not is_due:
-                repeats = self.repeats_steps
-                self._return.end_request(call, before, self._step_count, repeats=repeats)
-            if skipped is not None and not retries:
-                break
-        return skipped()
+        return self._executor.look_up(program, table, ids)
 
     def save(self, name: str, *, wait: bool = True) -> None:
         """Save a checkpoint on the servers while the job runs. Each server writes its piece.
@@ -354,8 +304,7 @@ class TrainerJob(RoleJob):
                 f"{self.plan.frozen[0]} is only on trainers, so servers cannot save it; save with "
                 "dtrans.checkpoint.save after the job has ended"
             )
-        save = partial(self._save, name, wait=wait)
-        self._between_steps(f"job.save({name!r})", save, skipped=lambda: None)
+        self._requests.save(name, wait=wait)
 
     def close(self) -> None:
         with self:
@@ -366,17 +315,6 @@ class TrainerJob(RoleJob):
         super().__exit__(kind, error or lost, trace)
         if lost is not None:
             raise lost
-
-    def _save(self, name: str, *, wait: bool) -> None:
-        servers = tuple(self.plan.servers)
-        between = partial(self._executor.between_steps, f"checkpoint {name}")
-        between(lambda to: to.saved())  # wait for an earlier save with wait=False
-        self._unconfirmed = None
-        between(lambda to: to.save(servers, name, self._step_count))
-        if wait:
-            between(lambda to: to.saved())
-        else:
-            self._unconfirmed = name, self._step_count
 
     def params(self, state: tuple[Any, ...]) -> Any:
         """Return the parameters. All rows of tables are looked up on the servers.
@@ -534,10 +472,11 @@ class ServerJob(RoleJob):
             endpoint = self.role.current_endpoint
             written = ServerCuts(self._epochs, self.plan, endpoint, cuts, first_step)
             first_step = 0  # the step count starts from it
-        saves: tuple[Keep | None, KeepLast | None] = None, None
+        storage = ServerStorage(cuts=written)
         if checkpoints is not None:
-            saves = self._checkpoints(Path(checkpoints), on_failure, first_step)
-        self._executor.set_checkpoints(*saves, written)
+            keep, keep_last = self._checkpoints(Path(checkpoints), on_failure, first_step)
+            storage = ServerStorage(keep, keep_last, written)
+        self._executor.set_storage(storage)
         program = self.plan.servers[self.role.current_endpoint].main
         final: dict[str, Any] = self._executor.run(program, state)
         return final

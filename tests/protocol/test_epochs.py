@@ -38,8 +38,9 @@ from dtrans.protocol.trainer.epoch_member import EpochMember
 from dtrans.protocol.trainer.operation import Operation, nothing
 from dtrans.protocol.transport import Event
 from dtrans.run.net.ended_roles import EndedRoles, ended_roles
-from dtrans.run.net.epoch_folder import VARIABLE, EpochFolder, LostReport, RoleMark
-from dtrans.run.parameter_server.cuts import ServerCuts, check_cuts
+from dtrans.run.net.epoch_folder import VARIABLE, EpochFolder
+from dtrans.run.net.role_marks import LostReport, RoleMark
+from dtrans.run.parameter_server.cuts import EpochStart, ServerCuts, check_cuts
 from dtrans.run.parameter_server.return_to_cut import ReturnToCut
 from dtrans.run.parameter_server.server_connections import ServerConnections
 from dtrans.run.parameter_server.state_writer import StateWriter
@@ -622,7 +623,7 @@ def cuts_of(path: Path) -> ServerCuts:
     folder = EpochFolder(path, "pserver 0")
     folder.grant(Epoch(), "a run")
     cuts = ServerCuts(folder, planned(), SERVER, every=1, first_step=7)
-    assert cuts.begin({"w": 1}) == (Epoch(), 7, {"w": 1})
+    assert cuts.begin({"w": 1}) == EpochStart(Epoch(), {"w": 1}, 7)
     return cuts
 
 
@@ -748,7 +749,7 @@ def test_an_asynchronous_server_counts_from_the_restored_checkpoint(tmp_path: Pa
     EpochFolder(tmp_path).grant(Epoch(), "a run")
     plan = planned(mode=dtrans.Async())
     cuts = ServerCuts(EpochFolder(tmp_path, "pserver 0"), plan, SERVER, every=1, first_step=40)
-    assert cuts.begin_alone({"w": 1}) == (Epoch(), None, {"w": 1}, {0: 40, 1: 40})
+    assert cuts.begin_alone({"w": 1}) == EpochStart(Epoch(), {"w": 1}, counts={0: 40, 1: 40})
 
 
 def returning(step: int) -> ReturnToCut:

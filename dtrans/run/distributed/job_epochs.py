@@ -16,7 +16,6 @@ import os
 import time
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from dtrans.checkpoint.runs import new_run
 from dtrans.errors import ConfigError
@@ -24,7 +23,8 @@ from dtrans.protocol.epochs import Epoch
 from dtrans.run.distributed.launch_record import LaunchRecord
 from dtrans.run.distributed.role import Role
 from dtrans.run.distributed.role_output import say
-from dtrans.run.net.epoch_folder import LAUNCH, EpochFolder, LostReport, RoleMark
+from dtrans.run.net.epoch_folder import LAUNCH, EpochFolder
+from dtrans.run.net.role_marks import LostReport, RoleMark
 from dtrans.run.net.temp_dir import TempDir
 
 
@@ -67,8 +67,8 @@ class JobEpochs:
         self._started: dict[str, int] = {}
         self._is_pending = False
         self._ignored: set[LostReport] = set()
-        # for each role, `_newest` at its last loss
-        self._losses: dict[str, Any] = {}
+        # for each role, the newest cuts at its last loss
+        self._losses: dict[str, int | tuple[int, ...] | None] = {}
         if self._folder.is_used:
             self._continue(path)
         else:
@@ -125,7 +125,7 @@ class JobEpochs:
         self._losses[name] = newest
         return is_crash_loop
 
-    def _newest(self) -> Any:
+    def _newest(self) -> int | tuple[int, ...] | None:
         """Return the newest common cut, or asynchronous servers' newest cuts, or None."""
         alone = self._folder.cuts_alone(self._servers)
         return alone or self._folder.newest_cut(self._servers)
@@ -159,8 +159,8 @@ class JobEpochs:
         self._is_pending = True
 
     @property
-    def what_follows(self) -> str:
-        """Words about the roles after `go_back`, for the log."""
+    def other_roles(self) -> str:
+        """Log text about the roles that live, after `go_back`."""
         if self.epoch.cut is None:
             return "the other roles continue"
         return f"all roles go back to step {self.epoch.cut}"

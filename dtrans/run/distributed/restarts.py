@@ -36,7 +36,7 @@ from dtrans.run.distributed.role_output import say
 from dtrans.run.distributed.site import Site
 from dtrans.run.distributed.spares import SpareChild, Spares
 from dtrans.run.net.ended_roles import EndedRoles
-from dtrans.run.net.epoch_folder import LostReport
+from dtrans.run.net.role_marks import LostReport
 
 
 BACK_OFF = 1.0  # seconds before the second restart of all roles; each further wait is twice as long
@@ -233,7 +233,7 @@ class Restarts:
         how = "it starts again" if spare is None else "a spare takes its place"
         say(
             f"{lost.role.name}{lost.where} failed with {lost.how()}; {how}, and "
-            f"{self._epochs.what_follows} ({self._number()})"
+            f"{self._epochs.other_roles} ({self._number()})"
         )
         self._start(attempt, lost.role, shared, spare)
 

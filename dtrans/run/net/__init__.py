@@ -7,6 +7,8 @@ sockets        ZeroMQ sockets with limits and authentication
 keys           keys that authenticate processes and encrypt connections
 net_options    options of connections, and the environment variables with their defaults
 temp_dir       a temporary folder of one process, for its Unix socket
+epoch_folder   folder in which a launcher and the roles of a job agree on epochs and cuts
+role_marks     reports of the roles in this folder
 started_jobs   endpoints and tokens of the jobs that this user has launched on this host
 ended_roles    the launcher's report of the roles whose processes have ended
 """

@@ -30,6 +30,13 @@ from typing import Any, BinaryIO
 
 from dtrans.errors import ConfigError
 from dtrans.protocol.epochs import Epoch, ReplacedError
+from dtrans.run.net.role_marks import (
+    LostReport,
+    RoleMark,
+    complete_cuts,
+    mark_of,
+    newest_alone,
+)
 
 
 # Environment variables that the launcher sets: the path of the folder, and the epoch in which the
@@ -37,44 +44,6 @@ from dtrans.protocol.epochs import Epoch, ReplacedError
 VARIABLE, STARTED = "DTRANS_CUTS", "DTRANS_CUTS_STARTED"
 LAUNCH = "launch.json"
 TRIES = 100  # reads of a file that another host may replace meanwhile
-
-
-@dataclasses.dataclass(frozen=True)
-class RoleMark:
-    """Report of one role.
-
-    Attributes:
-      epoch: number of the epoch in which the role takes part.
-      cuts: steps of the cuts that the role has written, increasing.
-      left: True if the role has left the job after its last step.
-      with_trainers: in a server's report, True if trainers write parts of its cuts, too.
-      is_alone: True for an asynchronous server, which goes back to its cuts alone.
-      counts: for an asynchronous server, the number of steps of each trainer in its cut.
-    """
-
-    epoch: int = 0
-    cuts: tuple[int, ...] = ()
-    left: bool = False
-    with_trainers: bool = False
-    is_alone: bool = False
-    counts: tuple[int, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class LostReport:
-    """Report that one role has lost another.
-
-    Attributes:
-      reporter: name of the role that reports.
-      epoch: number of the epoch in which it lost the other role.
-      role: the lost role: "trainer 1", or "pserver " and its endpoint.
-      reason: text of the error.
-    """
-
-    reporter: str
-    epoch: int
-    role: str
-    reason: str
 
 
 class EpochFolder:
@@ -178,7 +147,7 @@ class EpochFolder:
     def marks(self) -> dict[str, RoleMark]:
         """Return the last report of each role, by name."""
         files = _read_all(self.path / "roles")
-        return {name: _mark_of(fields) for name, fields in files.items()}
+        return {name: mark_of(fields) for name, fields in files.items()}
 
     def newest_cut(self, servers: Collection[str]) -> int | None:
         """Return the step of the newest complete cut; None if there is none.
@@ -189,7 +158,7 @@ class EpochFolder:
         Args:
           servers: names of all servers.
         """
-        return max(self._common_cuts(servers), default=None)
+        return max(self._complete_cuts(servers), default=None)
 
     def cuts_alone(self, servers: Collection[str]) -> tuple[int, ...]:
         """Return the newest cut of each server, if all are asynchronous and have one; else ().
@@ -197,22 +166,13 @@ class EpochFolder:
         Args:
           servers: names of all servers.
         """
-        marks = self.marks()
-        newest = []
-        for name in servers:
-            if name not in marks or not marks[name].is_alone or not marks[name].cuts:
-                return ()
-            newest.append(marks[name].cuts[-1])
-        return tuple(newest)
+        return newest_alone(self.marks(), servers)
 
     def lost(self, epoch: int) -> list[LostReport]:
         """Return the reports of lost roles in an epoch, in the order of the reporters' names."""
-        found = []
-        for reporter, fields in _read_all(self.path / "lost").items():
-            report = LostReport(reporter, **fields)
-            if report.epoch == epoch:
-                found.append(report)
-        return found
+        files = _read_all(self.path / "lost")
+        reports = [LostReport(reporter, **fields) for reporter, fields in files.items()]
+        return [report for report in reports if report.epoch == epoch]
 
     # -- a role ----------------------------------------------------------------------------------
 
@@ -245,13 +205,9 @@ class EpochFolder:
           epoch: the epoch.
           with_trainers: in a server, True if trainers write parts of its cuts, too.
         """
-        cuts = []
-        for step in self.mark().cuts:
-            if epoch.cut is not None and step <= epoch.cut:
-                cuts.append(step)
         with self._lock:
-            mark = RoleMark(epoch.number, tuple(cuts), with_trainers=with_trainers)
-            self._write_mark(mark)
+            cuts = self.mark().cuts_until(epoch.cut)
+            self._write_mark(RoleMark(epoch.number, cuts, with_trainers=with_trainers))
 
     def enter_alone(self, epoch: Epoch) -> None:
         """Tell the launcher that this asynchronous server takes part in an epoch, with its cuts."""
@@ -262,7 +218,7 @@ class EpochFolder:
 
     def mark(self) -> RoleMark:
         """Return the last report of this role, which an earlier process may have written."""
-        return _mark_of(_read_all(self.path / "roles").get(self._role, {}))
+        return mark_of(_read_all(self.path / "roles").get(self._role, {}))
 
     @property
     def newest_written(self) -> int | None:
@@ -341,12 +297,11 @@ class EpochFolder:
         fields = {"epoch": epoch, "role": role, "reason": reason}
         _write(self.path / "lost" / self._role, fields)
 
-    def _common_cuts(self, servers: Collection[str]) -> set[int]:
-        marks, names = self.marks(), {*servers}
+    def _complete_cuts(self, servers: Collection[str]) -> set[int]:
+        marks, roles = self.marks(), {*servers}
         if any(name in marks and marks[name].with_trainers for name in servers):
-            names |= {f"trainer {k}" for k in range(self.trainers)}
-        cuts = [set(marks[name].cuts) if name in marks else set() for name in names]
-        return set.intersection(*cuts) if cuts else set()
+            roles |= {f"trainer {k}" for k in range(self.trainers)}
+        return complete_cuts(marks, roles)
 
     def old_cut(self, servers: Collection[str]) -> int:
         """Return the second newest complete cut; 0 if there is none.
@@ -354,7 +309,7 @@ class EpochFolder:
         Roles may remove older cuts: the launcher chooses the newest one, and the second newest one
         covers a choice that is made while roles write.
         """
-        common = sorted(self._common_cuts(servers))
+        common = sorted(self._complete_cuts(servers))
         return common[-2] if len(common) > 1 else 0
 
     def _write_mark(self, mark: RoleMark) -> None:
@@ -372,12 +327,6 @@ class EpochFolder:
                 f"{VARIABLE}={self.path} has no epoch.json; if `dtrans launch --cuts` has set this "
                 "variable, mount the folder on this host, otherwise unset the variable"
             ) from e
-
-
-def _mark_of(fields: Mapping[str, Any]) -> RoleMark:
-    """Return a report from the contents of its file, in which tuples are lists."""
-    mark = RoleMark(**fields)
-    return dataclasses.replace(mark, cuts=tuple(mark.cuts), counts=tuple(mark.counts))
 
 
 def _write(path: Path, fields: Mapping[str, Any]) -> None:

@@ -10,8 +10,10 @@ As processes:
     fabric              executes communication equations (`dtrans.ops`) by messages
     server_connections  connections of a trainer to its servers
     background          communication while a trainer computes: `communicator`, `geo`
+    trainer_requests    a trainer's requests between two steps: checkpoints and tables
     server              a server process; it runs `dtrans.protocol.server.server_loop`
-    checkpoints         folder and names of a server's checkpoints; `state_writer` writes them
+    server_saves        saves of a server's state: `checkpoints`, `cuts` and `state_writer`
+    trainer_cuts        a trainer's part of cuts; `return_to_cut` goes back to a cut
 
 In both:
 

@@ -24,6 +24,26 @@ from dtrans.run.parameter_server.trainer_cuts import computed_leaves, server_nam
 
 
 @dataclasses.dataclass(frozen=True)
+class EpochStart:
+    """State with which one server begins an epoch.
+
+    Attributes:
+      epoch: the epoch.
+      state: the server's arrays, by name.
+      step: for a synchronous server, the number of steps before the epoch.
+      counts: for an asynchronous server, the number of each trainer's steps before the epoch, by
+        id.
+      loaded: step of the cut that the server has loaded; None if it has loaded none.
+    """
+
+    epoch: Epoch
+    state: Mapping[str, Any]
+    step: int = 0
+    counts: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    loaded: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class ServerCuts:
     """Writer and reader of one server's cuts.
 
@@ -61,42 +81,36 @@ class ServerCuts:
     def _me(self) -> str:
         return server_names(self.plan)[list(self.plan.servers).index(self.endpoint)]
 
-    def begin(self, state: Mapping[str, Any]) -> tuple[Epoch, int, dict[str, Any]]:
-        """Enter the current epoch.
+    def begin(self, state: Mapping[str, Any]) -> EpochStart:
+        """Enter the current epoch as a synchronous server; return the state of its cut.
 
         Args:
-          state: the initial state, by name.
+          state: the initial arrays, by name. The epoch begins with them if it has no cut.
 
         Raises:
           ConfigError: the folder has cuts of asynchronous servers.
-
-        Returns:
-          The epoch, the number of steps before its first step, and the state with which it begins.
         """
         epoch = self.epochs.current()
         if self.epochs.mark().is_alone:
             raise ConfigError(_other_mode(self.epochs.path, "asynchronous", "synchronous"))
         if epoch.cut is None:
-            found = epoch, self.first_step, dict(state)
+            start = EpochStart(epoch, state, self.first_step)
         else:
-            found = epoch, epoch.cut, self._load(epoch.cut)
+            start = EpochStart(epoch, self._load(epoch.cut), epoch.cut, loaded=epoch.cut)
         self.epochs.enter(epoch, with_trainers=bool(computed_leaves(self.plan)))
-        return found
+        return start
 
-    def begin_alone(
-        self, state: Mapping[str, Any]
-    ) -> tuple[Epoch, int | None, dict[str, Any], dict[int, int]]:
+    def begin_alone(self, state: Mapping[str, Any]) -> EpochStart:
         """Enter the current epoch as a new process of an asynchronous server.
 
         Args:
-          state: the initial state, by name.
+          state: the initial arrays, by name. The server begins with them if it has no cut.
+
+        Returns:
+          The state of the server's newest cut.
 
         Raises:
           ConfigError: the folder has cuts of synchronous servers.
-
-        Returns:
-          The epoch, and the step of the server's newest cut, or None. Then the state with which the
-          server begins, and the number of each trainer's steps in it.
         """
         mark = self.epochs.mark()
         if mark.cuts and not mark.is_alone:
@@ -104,13 +118,14 @@ class ServerCuts:
         epoch = self.enter_alone()
         if not mark.cuts:
             counts = dict.fromkeys(range(self.plan.trainers), self.first_step)
-            return epoch, None, dict(state), counts
+            return EpochStart(epoch, state, counts=counts)
         (step,) = mark.cuts
         log.warning("pserver %s continues from its cut after %d steps", self.endpoint, step)
-        return epoch, step, self._load(step), dict(enumerate(mark.counts))
+        counts = dict(enumerate(mark.counts))
+        return EpochStart(epoch, self._load(step), counts=counts, loaded=step)
 
     def enter_alone(self) -> Epoch:
-        """Enter and return the current epoch, as an asynchronous server."""
+        """Enter the current epoch as an asynchronous server that lives; return the epoch."""
         epoch = self.epochs.current()
         self.epochs.enter_alone(epoch)
         return epoch

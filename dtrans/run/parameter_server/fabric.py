@@ -62,10 +62,9 @@ from dtrans.protocol.trainer.traffic import Leaf, rows_of
 from dtrans.protocol.trainer.trainer_steps import Landing, TrainerSteps
 from dtrans.run.base.nonfinite import NonfiniteCheck
 from dtrans.run.parameter_server.background import BackgroundComm, leaf_of
-from dtrans.run.parameter_server.cuts import ServerCuts
 from dtrans.run.parameter_server.server import Server
 from dtrans.run.parameter_server.server_connections import ServerConnections
-from dtrans.run.parameter_server.state_writer import Keep, KeepLast
+from dtrans.run.parameter_server.server_saves import ServerStorage
 from dtrans.run.parameter_server.tables.new_rows import new_rows
 from dtrans.run.parameter_server.tables.row_lookups import RowLookups
 from dtrans.run.parameter_server.update import ServerUpdate
@@ -86,7 +85,7 @@ class EndpointFabric:
       watch: checks gradients before they are sent.
 
     Attributes:
-      keep, keep_last, cuts: as for `Server`; None at first.
+      storage: storage of a server's state.
     """
 
     def __init__(
@@ -101,9 +100,7 @@ class EndpointFabric:
         for name, seconds in (("deadline", deadline), ("patience", patience)):
             check_number(name, seconds, "a positive number of seconds", lambda x: x > 0)
         self.deadline, self.patience, self.allow_remote = deadline, patience, allow_remote
-        self.keep: Keep | None = None
-        self.keep_last: KeepLast | None = None
-        self.cuts: ServerCuts | None = None
+        self.storage = ServerStorage()
         self.connections, self._steps = connections, connections.steps
         self._lookups = RowLookups(connections)
         self._background = BackgroundComm(connections.connect, connections.lost, deadline)
@@ -313,9 +310,7 @@ class EndpointFabric:
             allow_remote=self.allow_remote,
             keys=self.connections.keys,
             plan=self.connections.plan,
-            keep=self.keep,
-            keep_last=self.keep_last,
-            cuts=self.cuts,
+            storage=self.storage,
         )
         return values_at(server.serve(), names)
 

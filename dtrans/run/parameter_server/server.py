@@ -31,9 +31,8 @@ from dtrans.run.net.keys import STATUS, Keys
 from dtrans.run.net.sockets import check_host
 from dtrans.run.net.zmq_transport import ZmqListener, ZmqTransport
 from dtrans.run.parameter_server.block_update import BlockUpdates
-from dtrans.run.parameter_server.cuts import ServerCuts
-from dtrans.run.parameter_server.server_saves import ServerSaves
-from dtrans.run.parameter_server.state_writer import Keep, KeepLast
+from dtrans.run.parameter_server.cuts import EpochStart
+from dtrans.run.parameter_server.server_saves import ServerSaves, ServerStorage
 from dtrans.run.parameter_server.sync_update import SyncUpdate
 from dtrans.run.parameter_server.update import ServerUpdate, copy_state
 
@@ -49,10 +48,7 @@ class Server:
       allow_remote: True to allow an endpoint that is not on loopback.
       keys: the token and encryption keys of the job.
       plan: the parts of the plan's fingerprint. Processes with other parts are refused.
-      keep: function that saves a state under a name; None without a folder for checkpoints.
-      keep_last: function that saves the state when the job ends by an error. It returns the path of
-        the checkpoint, or None if the server has no arrays.
-      cuts: writes and reads cuts; None if the job ends when a process is lost.
+      storage: stores the state: checkpoints and cuts.
 
     Attributes:
       refusals: counts and logs refused messages.
@@ -71,59 +67,29 @@ class Server:
         allow_remote: bool,
         keys: Keys,
         plan: Mapping[str, str],
-        keep: Keep | None = None,
-        keep_last: KeepLast | None = None,
-        cuts: ServerCuts | None = None,
+        storage: ServerStorage,
     ) -> None:
         self._served_update, self._keys, self._plan = update, keys, plan
         self._deadline, self._retry = deadline, min(RETRY, patience)
         self._transport = ZmqTransport(keys, patience)
         self.refusals = Refusals(log)
         # Without a launcher that restarts roles, cuts only determine the number of the first step.
-        self._first_step = 0 if cuts is None else cuts.first_step
-        cuts = cuts if cuts is not None and cuts.is_written else None
-        self._cuts = cuts
-        self._saves = ServerSaves(keep, keep_last, cuts, wake=self._transport.wake)
+        self._first_step, self._cuts = storage.first_step, storage.written_cuts
+        self._saves = ServerSaves(storage, wake=self._transport.wake)
         self._update: SyncUpdate | BlockUpdates
         self._early: Mapping[bytes, wire.Message] = {}  # greetings: `EpochGate.early`
         self._begin(state)
         self._door = self._open_door(update, allow_remote=allow_remote)
 
-    def _begin(
-        self,
-        state: Mapping[str, Any],
-        like: SyncUpdate | BlockUpdates | None = None,
-        before: Serving | None = None,
-    ) -> None:
+    def _begin(self, state: Mapping[str, Any], before: Serving | None = None) -> None:
         """Create the state machines of an epoch. A job without cuts has one epoch.
 
         Args:
-          state: the initial state, by name.
-          like: the update of the previous epoch, if there was one.
+          state: the initial arrays, by name.
           before: the state machines of the previous epoch, if there was one.
         """
-        update, cuts = self._served_update, self._cuts
-        epoch, step = Epoch(), self._first_step
-        counts = dict.fromkeys(range(update.served.trainers), step)
-        loaded: int | None = None
-        if isinstance(like, BlockUpdates):
-            assert cuts is not None and before is not None
-            assert isinstance(before.kind, AsyncServer)
-            epoch, state, counts = cuts.enter_alone(), like.state, before.kind.counts.by_trainer
-        elif cuts is not None and cuts.is_alone:
-            epoch, loaded, state, counts = cuts.begin_alone(state)
-        elif cuts is not None:
-            epoch, step, state = cuts.begin(state)
-            loaded = epoch.cut
-        served = update.served
-        trainers = TrainerRegistry(
-            served,
-            deadline=self._deadline,
-            plan=self._plan,
-            secret=self._keys.secret,
-            retry=self._retry,
-            busy=() if before is None or served.sync_mode else before.trainers.present,
-        )
+        start = self._enter_epoch(state, before)
+        trainers = self._new_registry(before)
         self._loop = ServerLoop(
             self._transport,
             trainers,
@@ -131,41 +97,81 @@ class Server:
             retry=self._retry,
             ended_saves=self._saves.ended,
             ended_roles=ended_roles,
-            epochs=None if cuts is None else cuts.epochs,
+            epochs=None if self._cuts is None else self._cuts.epochs,
         )
-        # All arrays except tables are copied, because updates donate them. `TableMemory` copies
-        # the tables.
-        tables: set[str] = set()
-        for t in update.tables.values():
-            if not t.updates_all:
-                tables.update(t.arrays)
-        dense, say = omit(state, tables), self._loop.say
-        if not isinstance(like, BlockUpdates):
-            dense = copy_state(dense)
-        values = {**state, **dense}
-        kind: SyncServer | AsyncServer
-        if served.sync_mode:
-            assert not isinstance(like, BlockUpdates)
-            first = self._first_step if cuts is None else cuts.first_step
-            steps = SyncUpdate(update, values, served.trainers, like, step - first)
-            self._update = steps
-            kind = SyncServer(served, steps, trainers, say, step=step, epoch=epoch.number)
-        else:
-            # An asynchronous server that lives continues with its state.
-            blocks = like if isinstance(like, BlockUpdates) else BlockUpdates(update, values)
-            self._update = blocks
-            state, has_cuts = blocks.state, cuts is not None
-            kind = AsyncServer(
-                served, blocks, state, trainers, say, counts=counts, has_cuts=has_cuts
-            )
+        kind = self._new_kind(start, trainers, before)
         kind.tables = self._update.server_tables
-        self._update.server_tables.went_back = served.sync_mode and epoch.number > 0
-        self._protocol = Serving(kind, trainers, say, self.refusals)
+        has_gone_back = self._served_update.served.sync_mode and start.epoch.number > 0
+        self._update.server_tables.went_back = has_gone_back
+        self._protocol = Serving(kind, trainers, self._loop.say, self.refusals)
         if before is not None:
             self._protocol.keep_saves(before)
-        if cuts is not None:
-            self._protocol.gate = EpochGate(epoch, say, cuts.every)
-        self._saves.begin(self._protocol, self._update, dense, epoch, loaded)
+        if self._cuts is not None:
+            self._protocol.gate = EpochGate(start.epoch, self._loop.say, self._cuts.every)
+        self._saves.begin(self._protocol, self._update, self._dense(kind.state), start)
+
+    def _enter_epoch(self, state: Mapping[str, Any], before: Serving | None) -> EpochStart:
+        """Enter the current epoch, and return the state with which it begins."""
+        cuts, step = self._cuts, self._first_step
+        if cuts is None:
+            counts = dict.fromkeys(range(self._served_update.served.trainers), step)
+            return EpochStart(Epoch(), state, step, counts)
+        if not cuts.is_alone:
+            return cuts.begin(state)
+        if before is None:
+            return cuts.begin_alone(state)
+        # An asynchronous server that lives continues with its state.
+        assert isinstance(before.kind, AsyncServer)
+        return EpochStart(
+            cuts.enter_alone(), self._update.state, counts=before.kind.counts.by_trainer
+        )
+
+    def _new_registry(self, before: Serving | None) -> TrainerRegistry:
+        """Return the registry of an epoch; synchronous trainers of the last epoch may be busy."""
+        served = self._served_update.served
+        return TrainerRegistry(
+            served,
+            deadline=self._deadline,
+            plan=self._plan,
+            secret=self._keys.secret,
+            retry=self._retry,
+            busy=() if before is None or served.sync_mode else before.trainers.present,
+        )
+
+    def _new_kind(
+        self, start: EpochStart, trainers: TrainerRegistry, before: Serving | None
+    ) -> SyncServer | AsyncServer:
+        """Set the update of an epoch, and return the handler of the epoch's messages."""
+        update, served, say = self._served_update, self._served_update.served, self._loop.say
+        if not served.sync_mode:
+            if before is None:
+                self._update = BlockUpdates(update, self._copied(start.state))
+            blocks, has_cuts = self._update, self._cuts is not None
+            assert isinstance(blocks, BlockUpdates)
+            return AsyncServer(
+                *(served, blocks, blocks.state, trainers, say),
+                counts=start.counts,
+                has_cuts=has_cuts,
+            )
+        like = None if before is None else self._update
+        assert not isinstance(like, BlockUpdates)
+        steps = start.step - self._first_step
+        self._update = SyncUpdate(update, self._copied(start.state), served.trainers, like, steps)
+        return SyncServer(
+            *(served, self._update, trainers, say), step=start.step, epoch=start.epoch.number
+        )
+
+    def _dense(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arrays outside of tables, by name."""
+        tables: set[str] = set()
+        for t in self._served_update.tables.values():
+            if not t.updates_all:
+                tables.update(t.arrays)
+        return omit(state, tables)
+
+    def _copied(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a state that updates can donate. `TableMemory` copies the tables."""
+        return {**state, **copy_state(self._dense(state))}
 
     def _open_door(self, update: ServerUpdate, *, allow_remote: bool) -> ZmqListener:
         """Bind the server's endpoint.
@@ -247,7 +253,7 @@ class Server:
         assert gate is not None
         before, self._early = self._protocol, gate.early
         self._loop.leave_peers(failed=True)
-        self._begin({}, self._update, before)
+        self._begin({}, before)
         if isinstance(before.kind, AsyncServer):
             log.warning("pserver %s continues after the loss of a process", endpoint)
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -19,31 +20,48 @@ from dtrans.protocol.server.serving import Serving
 from dtrans.protocol.server.sync_server import SyncServer
 from dtrans.protocol.server.trainer_registry import log
 from dtrans.run.parameter_server.block_update import BlockUpdates
-from dtrans.run.parameter_server.cuts import ServerCuts
+from dtrans.run.parameter_server.cuts import EpochStart, ServerCuts
 from dtrans.run.parameter_server.state_writer import Keep, KeepLast, StateWriter
 from dtrans.run.parameter_server.sync_update import SyncUpdate
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerStorage:
+    """Functions by which one server stores its state.
+
+    Attributes:
+      keep: saves a state under a name; None without a folder for checkpoints.
+      keep_last: saves the state when the job ends by an error. It returns the path of the
+        checkpoint, or None if the server has no arrays. None to drop the state.
+      cuts: writes and reads cuts; None if the user passes no interval of cuts.
+    """
+
+    keep: Keep | None = None
+    keep_last: KeepLast | None = None
+    cuts: ServerCuts | None = None
+
+    @property
+    def written_cuts(self) -> ServerCuts | None:
+        """Writer of cuts; None without a launcher that restarts roles."""
+        return self.cuts if self.cuts is not None and self.cuts.is_written else None
+
+    @property
+    def first_step(self) -> int:
+        """Number of steps before the job. A job with cuts continues the restored checkpoint's."""
+        return 0 if self.cuts is None else self.cuts.first_step
 
 
 class ServerSaves:
     """Saves of one server.
 
     Args:
-      keep: saves a state under a name; None without a folder for checkpoints.
-      keep_last: saves the state when the job ends by an error. It returns the checkpoint, or None
-        if the server has no arrays.
-      cuts: writes and reads cuts; None if the job ends when a process is lost.
+      storage: stores the state.
       wake: interrupts the server's wait for messages.
     """
 
-    def __init__(
-        self,
-        keep: Keep | None,
-        keep_last: KeepLast | None,
-        cuts: ServerCuts | None,
-        *,
-        wake: Callable[[], None],
-    ) -> None:
-        self._keep, self._keep_last, self._cuts, self._wake = keep, keep_last, cuts, wake
+    def __init__(self, storage: ServerStorage, *, wake: Callable[[], None]) -> None:
+        self._keep, self._keep_last = storage.keep, storage.keep_last
+        self._cuts, self._wake = storage.written_cuts, wake
         self._writer: StateWriter | None = None
         self._protocol: Serving
         self._update: SyncUpdate | BlockUpdates
@@ -57,8 +75,7 @@ class ServerSaves:
         protocol: Serving,
         update: SyncUpdate | BlockUpdates,
         dense: Mapping[str, Any],
-        epoch: Epoch,
-        loaded: int | None,
+        start: EpochStart,
     ) -> None:
         """Save the state of an epoch from now on.
 
@@ -66,10 +83,9 @@ class ServerSaves:
           protocol: the state machines of the epoch.
           update: the update of the epoch.
           dense: the arrays outside of tables, by name.
-          epoch: the epoch.
-          loaded: step of the cut that the server has loaded; None if it has loaded none.
+          start: the state with which the epoch begins.
         """
-        self._protocol, self._update, self._epoch = protocol, update, epoch
+        self._protocol, self._update, self._epoch = protocol, update, start.epoch
         if self._keep is None and self._cuts is None:
             return
         if self._writer is None:
@@ -80,8 +96,8 @@ class ServerSaves:
         update.before = self._writer.wait_copied
         if self._cuts is not None:
             protocol.kind.between_steps = self._between_steps
-            self._begin_cuts(protocol.kind, loaded)
-            folder, protocol.status.epoch = self._cuts.epochs, epoch.number
+            self._begin_cuts(protocol.kind, start.loaded)
+            folder, protocol.status.epoch = self._cuts.epochs, start.epoch.number
             protocol.status.cut = lambda: folder.newest_written
 
     def _begin_cuts(self, kind: SyncServer | AsyncServer, loaded: int | None) -> None:

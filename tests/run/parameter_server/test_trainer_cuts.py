@@ -193,11 +193,11 @@ def test_servers_alone_write_and_restore_the_rest_of_a_cut(
     EpochFolder(tmp_path).grant(Epoch(1, 10), "a run", trainers=2)
     for i, (endpoint, state) in enumerate(states.items()):
         cuts = ServerCuts(EpochFolder(tmp_path, f"pserver {i}"), plan, endpoint, every=10)
-        epoch, at, found = cuts.begin({})
-        assert (epoch, at) == (Epoch(1, 10), 10)
-        assert found.keys() == state.keys()
+        start = cuts.begin({})
+        assert (start.epoch, start.step, start.loaded) == (Epoch(1, 10), 10, 10)
+        assert start.state.keys() == state.keys()
         for n, x in state.items():
-            np.testing.assert_array_equal(found[n], x)
+            np.testing.assert_array_equal(start.state[n], x)
 
     mark = Mark(("a run",), 10)
     for endpoint, state in states.items():

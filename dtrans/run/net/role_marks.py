@@ -1,0 +1,90 @@
+"""Reports of a job's roles to the launcher: their epochs, their cuts, and the roles that they lost.
+
+`dtrans.run.net.epoch_folder` writes and reads the reports.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class RoleMark:
+    """Report of one role.
+
+    Attributes:
+      epoch: number of the epoch in which the role takes part.
+      cuts: steps of the cuts that the role has written, increasing.
+      left: True if the role has left the job after its last step.
+      with_trainers: in a server's report, True if trainers write parts of its cuts, too.
+      is_alone: True for an asynchronous server, which goes back to its cuts alone.
+      counts: for an asynchronous server, the number of steps of each trainer in its cut.
+    """
+
+    epoch: int = 0
+    cuts: tuple[int, ...] = ()
+    left: bool = False
+    with_trainers: bool = False
+    is_alone: bool = False
+    counts: tuple[int, ...] = ()
+
+    def cuts_until(self, cut: int | None) -> tuple[int, ...]:
+        """Return the steps of the cuts up to the cut of an epoch, which is None without a cut."""
+        return () if cut is None else tuple(step for step in self.cuts if step <= cut)
+
+
+@dataclasses.dataclass(frozen=True)
+class LostReport:
+    """Report that one role has lost another.
+
+    Attributes:
+      reporter: name of the role that reports.
+      epoch: number of the epoch in which it lost the other role.
+      role: the lost role: "trainer 1", or "pserver " and its endpoint.
+      reason: text of the error.
+    """
+
+    reporter: str
+    epoch: int
+    role: str
+    reason: str
+
+
+def mark_of(fields: Mapping[str, Any]) -> RoleMark:
+    """Return a report from the contents of its file, in which tuples are lists."""
+    mark = RoleMark(**fields)
+    return dataclasses.replace(mark, cuts=tuple(mark.cuts), counts=tuple(mark.counts))
+
+
+def complete_cuts(marks: Mapping[str, RoleMark], roles: Collection[str]) -> set[int]:
+    """Return the steps of the cuts that all roles have written.
+
+    Args:
+      marks: the report of each role, by name.
+      roles: names of the roles that write cuts.
+
+    Example:
+      >>> from dtrans.run.net.role_marks import RoleMark, complete_cuts
+      >>> marks = {"pserver 0": RoleMark(cuts=(10, 20)), "pserver 1": RoleMark(cuts=(10,))}
+      >>> complete_cuts(marks, ["pserver 0", "pserver 1"])
+      {10}
+    """
+    cuts = [set(marks[name].cuts) if name in marks else set() for name in roles]
+    return set.intersection(*cuts) if cuts else set()
+
+
+def newest_alone(marks: Mapping[str, RoleMark], servers: Collection[str]) -> tuple[int, ...]:
+    """Return the newest cut of each server, if all are asynchronous and have one; else ().
+
+    Args:
+      marks: the report of each role, by name.
+      servers: names of all servers.
+    """
+    newest = []
+    for name in servers:
+        if name not in marks or not marks[name].is_alone or not marks[name].cuts:
+            return ()
+        newest.append(marks[name].cuts[-1])
+    return tuple(newest)
