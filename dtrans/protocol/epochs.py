@@ -5,8 +5,8 @@
     epoch    part of a job between two losses; it begins at a cut
 
 Roles write a cut every few steps. When a process is lost, the launcher chooses the newest cut that
-all of them have written, and grants a new epoch that begins there. Live servers load the cut and
-continue with new state machines, so that nothing of the old epoch has to be cleared. Live
+all roles have written, and grants a new epoch that begins there. Live servers load the cut and
+continue with new state machines, so that no state of the old epoch has to be cleared. Live
 trainers connect again and repeat the steps after the cut. Only the lost process is started again.
 
 Asynchronous trainers share no step, so each asynchronous server has its own cuts. A server that

@@ -5,7 +5,7 @@ processes, or set DTRANS_TOKEN_FILE to the path of a file with the token. A job 
 keys can use loopback addresses only.
 
 The token itself is never sent. A process that connects presents a key or a password that is derived
-from the token. The listening process verifies it before it reads any message
+from the token. The listening process verifies this key or password before it reads messages
 (`dtrans.run.net.keys`). A server's welcome contains a proof that only a process with the token can
 compute.
 """

@@ -121,8 +121,8 @@ class LeaderLoop:
             if isinstance(error, PeerError):
                 reason = str(error)
             message = wire.header("abort", reason=reason, late=is_late)
-            # A missing trainer also receives an error, but not a passed deadline: its own deadline
-            # error says which trainer it waited for.
+            # Missing trainers receive the error, too. A passed deadline is not sent to them,
+            # because their deadline errors name the trainer that they waited for.
             if not is_late:
                 listeners += self.machine.missing
         for k, link in self._links.items():

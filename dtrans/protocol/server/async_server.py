@@ -313,7 +313,7 @@ class AsyncServer:
         answer(self._say, t, message["step"], values)
 
     def _tell_changed(self, k: int, message: wire.Message) -> None:
-        """Send trainer k those of its stored rows that other trainers have changed.
+        """Send trainer k the rows that it stores and that other trainers have changed.
 
         If the trainer stores no rows, send nothing, and reset the record of its rows.
         """

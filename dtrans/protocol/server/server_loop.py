@@ -127,7 +127,7 @@ class ServerLoop:
         until the launcher grants a new epoch.
 
         Raises:
-          NewEpoch: the launcher has granted a new epoch. The trainers have been told.
+          NewEpoch: the launcher has granted a new epoch. The server has sent `rewind` to trainers.
           LostPeerError: another role is lost. In a job with cuts, it is raised after the deadline.
           DeadlineError: a trainer or server did not connect in time, fell silent, or let other
             processes wait for too long.

@@ -55,8 +55,8 @@ class Serving:
         blocks. `written` must be called at the end of the write. None if the server was started
         without a folder for checkpoints.
       gate: filter of messages by their epoch; None in a job without cuts.
-      saved: name of each written checkpoint to the number of steps that its requesting trainer
-        had made.
+      saved: dict from the name of each written checkpoint to the number of steps that the
+        requesting trainer had made.
       status: status of the server for observers.
     """
 
@@ -130,7 +130,7 @@ class Serving:
     def keep_saves(self, before: Serving) -> None:
         """Take over the checkpoints of the previous epoch, which may still be written.
 
-        Repeated steps request them again, and then get their answers.
+        Repeated steps request the same checkpoints again, and the server then answers.
         """
         self.saved, self._blocks = before.saved, before._blocks
         for name, (steps, _) in before._saves.items():
@@ -193,9 +193,9 @@ class Serving:
             self._say_saved(k, message, error)
 
     def asked(self) -> dict[str, int]:
-        """Return a map from the name of each complete or pending checkpoint to its steps.
+        """Return a dict from the name of each complete or pending checkpoint to a number of steps.
 
-        The steps are the number of steps that the requesting trainer had made.
+        It is the number of steps that the requesting trainer had made.
         """
         return self.saved | {name: steps for name, (steps, _) in self._saves.items()}
 

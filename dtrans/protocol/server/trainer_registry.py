@@ -20,7 +20,7 @@ from dtrans.protocol.transport import RETRY
 from dtrans.protocol.wait_reminder import WaitReminder
 
 
-# Seconds to wait after the end of a process or of a Unix socket's connection: its last messages may
+# Seconds to wait after the end of a process or of a Unix socket's connection: the last messages may
 # be unread, or the trainer may move to a new connection.
 GRACE = 0.5
 
@@ -347,7 +347,7 @@ class TrainerRegistry:
         return t.lost is not None and now - t.lost > (GRACE if t.local else self._retry)
 
     def _ended(self, now: float) -> dict[int, str]:
-        """Return the reason of each early exit, by trainer id: processes that ended before leaving.
+        """Return an error text for each process that ended before its trainer left, by trainer id.
 
         If a process ended before it connected, also register its trainer as failed.
         """

@@ -70,7 +70,7 @@ class CachedRows:
         return len(self) * sum(x[:1].nbytes for x in (*self._stored, self._old))
 
     def missing(self, ids: np.ndarray) -> np.ndarray:
-        """Return those of the `ids` whose rows are not stored."""
+        """Return the ids whose rows are not stored."""
         return ids[self._slots.find(ids) < 0]
 
     def add(
@@ -156,7 +156,7 @@ class CachedRows:
         return self._slots.ids[slots], self._stored[0][slots], self._old[slots]
 
     def _known(self, server: RowGradient) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Return the ids, received, local and old values of those received rows that are stored."""
+        """Return the ids, and the received, local and old values, of the received stored rows."""
         slots = self._slots.find(server.ids)
         is_here = slots >= 0
         slots = slots[is_here]

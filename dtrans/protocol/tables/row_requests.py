@@ -170,7 +170,7 @@ class RowRequests:
         grads.renew(gradient, np.zeros((len(ids), *table.row), table.dtype))
 
     def under_way(self, name: str) -> np.ndarray:
-        """Return the ids of those rows of a block whose gradients are pending or incomplete."""
+        """Return the ids of a block's rows whose gradients are pending or incomplete."""
         ids = [np.empty(0, np.int32)]
         for k, gradient in self._tables[name].gradients.items():
             ids.append(self._gradient_ids(k, gradient))

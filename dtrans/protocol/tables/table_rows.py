@@ -80,7 +80,7 @@ def sorted_once(numbers: np.ndarray) -> np.ndarray:
 
 
 def are_among(numbers: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Return a mask of those numbers that `others` contains, like `numpy.isin`.
+    """Return a mask of the numbers that `others` contains, like `numpy.isin`.
 
     The elements of each array must be sorted and unique.
     """

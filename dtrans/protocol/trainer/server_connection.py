@@ -1,4 +1,4 @@
-"""A trainer's connection to one server, which loses no message when the network breaks it.
+"""Connection of a trainer to one server. No message is lost if the network breaks the connection.
 
 When a connection breaks, ZeroMQ reconnects, but loses the messages in transit. The trainer then
 sends `hello` with the number of messages that it has received. The server's `welcome` contains the

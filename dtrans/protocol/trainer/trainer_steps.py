@@ -201,7 +201,7 @@ class TrainerSteps:
         Args:
           landings: the blocks to receive.
           endpoints: endpoints of servers that must answer even if no block is requested from them.
-            They answer when all trainers have ended the step.
+            These servers answer when all trainers have ended the step.
           barriered: endpoints of the servers to which `send_barrier` is sent.
         """
         wanted: dict[str, dict[str, np.ndarray]] = {ep: {} for ep in (*endpoints, *self._sent_to)}
