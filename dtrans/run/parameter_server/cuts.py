@@ -1,8 +1,8 @@
 """Cuts of one server: copies of its state every few steps, to which the job can go back.
 
 `dtrans.protocol.epochs` describes cuts and epochs. A cut is a checkpoint in the folder of the
-launcher, and each server writes its piece while the next steps run. The cuts of an asynchronous
-server contain no other servers. Only a lost server goes back to its newest cut.
+launcher, and each server writes its piece while the next steps run. A cut of an asynchronous
+server contains only this server's state. Only a lost server goes back to its newest cut.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class ServerCuts:
 
     @property
     def is_alone(self) -> bool:
-        """True if the server is asynchronous, so that its cuts contain no other servers."""
+        """True for an asynchronous server, whose cuts contain only its state."""
         return not self.plan.sync_mode
 
     @property

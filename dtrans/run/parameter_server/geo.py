@@ -1,7 +1,7 @@
 """GEO-SGD in a trainer: `dtrans.protocol.trainer.geo_steps` with JAX arrays and a communicator.
 
 A push contains the changes of all parameters, and of the trainer's local rows of tables
-(`dtrans.protocol.tables.cached_rows`). The servers' answer contains all parameters, and those local
+(`dtrans.protocol.tables.cached_rows`). The servers' answer contains all parameters, and the local
 rows that other trainers have changed.
 """
 

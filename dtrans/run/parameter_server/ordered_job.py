@@ -1,4 +1,4 @@
-"""An asynchronous job in one process, whose trainers take turns, for `plan.verify()`.
+"""Asynchronous job in one process, in which trainers take turns, for `plan.verify()`.
 
     servers   blocks with the updates of an asynchronous server (`block_update`)
     trainers  programs that are cut at their communication; one turn is one step of one trainer
@@ -312,7 +312,7 @@ class OrderedJob:
     def _take_turns(
         self, trainers: Sequence[_OrderedTrainer], batch: Sequence[Any]
     ) -> dict[str, Any]:
-        """Run all turns; return the results of those turns that are compared, by label."""
+        """Run all turns; return the results of the turns that report, by label."""
         arrays: dict[str, Any] = {}
         for spec, tree in zip(self.plan.main.args[2:], batch, strict=True):
             arrays |= zip(spec.names, spec.flatten(tree), strict=True)
@@ -577,7 +577,7 @@ class _OrderedTrainer:
         spans: Sequence[Any],
         rows: RowGradient,
     ) -> None:
-        """Send each server those rows that belong to its block.
+        """Send each server the rows of its block.
 
         Args:
           endpoints: endpoint of each block's server.

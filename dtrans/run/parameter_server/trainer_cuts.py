@@ -6,8 +6,8 @@
     constant    leaves that nothing changes. A cut does not contain them: a trainer that goes back
                 keeps them, and the init computes them in a process that starts again
 
-A trainer writes when the next step begins, before it sends gradients, with the state that the user
-passes to this step.
+When the next step begins, a trainer writes the state that the user passes to this step. Then it
+sends gradients.
 
     STEP/trainer-0.npz    the computed leaves of trainer 0 after STEP steps, by name
 """
@@ -58,7 +58,7 @@ class TrainerCuts:
         self._first = 0  # number of steps before the epoch
 
     def begin(self, connections: ServerConnections, params: Any) -> Any:
-        """Return parameters with the computed leaves of the cut, if the epoch begins at one.
+        """Return parameters; if the epoch begins at a cut, with the computed leaves of the cut.
 
         Args:
           connections: connections to the servers of the epoch.

@@ -21,7 +21,7 @@ from dtrans.run.base.segments import Rules, interpret
 class BatchRows:
     """Function from a batch to the ids of the table rows that a step looks up.
 
-    It consists of those equations of the trainer's program that compute the ids.
+    The function consists of the equations of the trainer's program that compute the ids.
 
     Args:
       program: the trainer's program. The program's first argument is the state.

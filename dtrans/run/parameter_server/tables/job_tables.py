@@ -233,7 +233,7 @@ class JobTables(abc.ABC):
         Args:
           name: the table.
           ids: row ids.
-          read: function from at least one increasing ids to their rows.
+          read: function from increasing ids to their rows. It is called with one id or more.
         """
         rows, wanted = self._table(name).lookups.rows, np.asarray(ids)
         if not wanted.size:

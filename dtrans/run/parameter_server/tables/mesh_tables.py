@@ -187,7 +187,7 @@ def rows_from(
 def sent_rows(
     plan: PServerPlan, eqn: JaxprEqn, ids: Sequence[np.ndarray], gradients: Sequence[np.ndarray]
 ) -> dict[str, dict[str, RowGradient]]:
-    """Return, for the endpoint of each server, a map from gradient names to the server's gradients.
+    """Return the gradients that each server receives, by the server's endpoint and by name.
 
     Args:
       plan: the job's plan.

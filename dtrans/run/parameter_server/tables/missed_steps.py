@@ -142,7 +142,7 @@ class MissedSteps:
         return found
 
     def behind(self, ids: np.ndarray) -> np.ndarray:
-        """Return those of the `ids` whose rows have missed steps."""
+        """Return the ids whose rows have missed steps."""
         return ids[self._seen[ids] < self._records.now]
 
     @property

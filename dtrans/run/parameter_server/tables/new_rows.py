@@ -43,7 +43,7 @@ class RowMaker:
         self._fns: dict[int, tuple[Callable[..., Sequence[Any]], list[Any]]] = {}
 
     def __call__(self, ids: np.ndarray) -> list[np.ndarray]:
-        """Return initial rows: those of the block, then those of each array of its state."""
+        """Return initial rows of the block, followed by those of each array of its state."""
         if not len(ids):
             return [np.empty((0, *t.shape[1:]), t.dtype) for t in self.types]
         parts = [self._initialize(ids[start:stop], size) for start, stop, size in rooms(len(ids))]
