@@ -199,7 +199,7 @@ class EpochFolder:
     def enter(self, epoch: Epoch, *, with_trainers: bool = False) -> None:
         """Tell the launcher that this role takes part in an epoch.
 
-        Later cuts than that of the epoch are forgotten, so that the job never skips steps.
+        The role forgets its cuts after the epoch's cut, so that the job never skips steps.
 
         Args:
           epoch: the epoch.

@@ -349,14 +349,14 @@ def check_libzmq() -> None:
         )
     if not _has_libsodium():
         raise ConfigError(
-            f"libzmq {zmq.zmq_version()} is built without libsodium, which connections must be "
-            f"encrypted with; {remedy}"
+            f"libzmq {zmq.zmq_version()} is built without libsodium, which must encrypt "
+            f"connections; {remedy}"
         )
 
 
 @functools.cache
 def _has_libsodium() -> bool:
-    """Return True if this process has loaded libsodium, or if the system does not tell."""
+    """Return True if this process has loaded libsodium, or if the system lists no libraries."""
     if not MAPS.exists():
         return True
     names = (line.rpartition("/")[2] for line in MAPS.read_text().splitlines())

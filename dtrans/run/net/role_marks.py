@@ -19,7 +19,7 @@ class RoleMark:
       cuts: steps of the cuts that the role has written, increasing.
       left: True if the role has left the job after its last step.
       with_trainers: in a server's report, True if trainers write parts of its cuts, too.
-      is_alone: True for an asynchronous server, which goes back to its cuts alone.
+      is_alone: True for an asynchronous server, which goes back to a cut without other servers.
       counts: for an asynchronous server, the number of steps of each trainer in its cut.
     """
 

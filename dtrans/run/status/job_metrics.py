@@ -148,8 +148,8 @@ def _family(name: str, kind: str, text: str, label: str, values: dict[str, Any])
     Args:
       name: the name of the metric.
       kind: "counter" or "gauge".
-      text: its help text.
-      label: the name of its label.
+      text: the help text of the metric.
+      label: the name of the metric's label.
       values: the metric's value for each label value (dict). Values that are None are left out.
     """
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily

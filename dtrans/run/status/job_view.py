@@ -21,15 +21,13 @@ class TrainerRow:
     Attributes:
       trainer: the trainer's id.
       state: the worst state that a server reports.
-      doing: its activity in the current step, at the server where it has completed the fewest
-        steps.
-      step: the smallest number of steps that it has completed at a server; None if no server counts
-        steps.
+      doing: the trainer's activity in the current step, at the server with the fewest of its steps.
+      step: the smallest number of the trainer's steps at a server; None if no server counts steps.
       steps_per_second: the lowest rate at a server.
       staleness: the largest staleness at a server; None in synchronous mode.
-      silent: seconds since a server received a message from it; None without a message.
-      bytes_in: bytes that all servers sent to it; None if no server counts bytes.
-      bytes_out: bytes that it sent to all servers; None if no server counts bytes.
+      silent: seconds since a server received the trainer's last message; None without a message.
+      bytes_in: bytes that all servers sent to the trainer; None if no server counts bytes.
+      bytes_out: bytes that the trainer sent to all servers; None if no server counts bytes.
     """
 
     trainer: int

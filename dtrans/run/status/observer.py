@@ -1,6 +1,7 @@
 """Observer of a running job, which asks each server for its status over one connection.
 
-It connects with the user name `dtrans.protocol.job_status.OBSERVER`, and is not part of the job.
+The observer connects under the user name `dtrans.protocol.job_status.OBSERVER`, and is not part of
+the job.
 Each server has at most one pending request. A request is sent only on an open connection, because a
 queued request could reach a server of a later job.
 """

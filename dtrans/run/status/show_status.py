@@ -27,7 +27,7 @@ def show_status(
     """Print the status of a job.
 
     Args:
-      endpoints: endpoints of its servers.
+      endpoints: endpoints of the job's servers.
       timeout: seconds that an answer may take.
       interval: seconds between two requests, until Ctrl-C; None for a single request.
       as_json: True to print a JSON document for each request. With an interval, each document is
@@ -68,7 +68,7 @@ def show_metrics(endpoints: Sequence[str], where: str, *, timeout: float) -> Non
     """Serve the metrics of a job until Ctrl-C.
 
     Args:
-      endpoints: endpoints of its servers.
+      endpoints: endpoints of the job's servers.
       where: a port on loopback, or host:port, at which metrics are served.
       timeout: seconds that an answer may take.
     """

@@ -95,7 +95,7 @@ def _server(endpoint: str, x: ServerStatus | None, error: str) -> list[Text]:
 
     Args:
       endpoint: the server's endpoint.
-      x: its status; None without an answer.
+      x: the server's status; None without an answer.
       error: the reason for no answer.
     """
     if x is None:
