@@ -213,13 +213,13 @@ class Case:
 
     @property
     def blocks(self) -> dict[str, int]:
-        """Block name to its number of entries."""
+        """Number of entries of each block, by name."""
         rows = zip(self.endpoints, self.servers, strict=True)
         return {f"{ep}/w{i}": n for ep, sizes in rows for i, n in enumerate(sizes)}
 
     @property
     def tables(self) -> dict[str, int]:
-        """Name of each block of the table to its number of rows."""
+        """Number of rows of each block of the table, by name."""
         if not self.table:
             return {}
         return {f"{ep}/t": self.table for ep in self.endpoints[:-1] or self.endpoints}
@@ -262,7 +262,7 @@ class Case:
         return not any(self._is_short(x) or is_early(x) for x in self.requests)
 
     def _is_short(self, request: Request) -> bool:
-        """Return True for an eviction that not all trainers request which make its step."""
+        """Return True for an eviction that only some of the trainers that make its step request."""
         may = {k for k, n in enumerate(self.steps) if n >= request.step}
         return self.sync_mode and request.kind == "evict" and not may <= {*request.trainers}
 

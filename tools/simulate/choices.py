@@ -55,7 +55,7 @@ class Choice(NamedTuple):
       kind: one of
         "event": the first event of a channel;
         "timer": a timer of a process;
-        "late": the same, so late that every lost connection has been lost for too long;
+        "late": a timer that fires so late that every lost connection counts as ended;
         "kill": a process is killed;
         "break": a connection breaks.
       of: the channel, or the name of the role, or the address of the connection's client.

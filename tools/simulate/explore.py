@@ -357,7 +357,7 @@ def _footprint(parts: Parts, choice: Choice) -> Hashable:
 def _seen_by_server(
     parts: Parts, choice: Choice, role: RoleState, address: bytes, link: LinkState
 ) -> Hashable:
-    """Return what an event at a server may use of a connection; None if nothing.
+    """Return the state of a connection that an event at a server may use; None without any.
 
     If the event ends the server, it uses all connections (`_used`).
     """
@@ -419,7 +419,7 @@ def _values(parts: Parts, used: tuple[Part, ...]) -> Hashable:
 
 
 def _value(parts: Parts, part: Part) -> Hashable:
-    """Return what an event uses of a part."""
+    """Return the data of a part that an event may use."""
     if part == ALL:
         return frozenset((x, _value(parts, x)) for x in parts if x != FAULTS and x[0] != "channel")
     if part[0] == "links":

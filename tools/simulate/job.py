@@ -29,11 +29,11 @@ class SimulatedJob:
     """Processes of a case.
 
     Attributes:
-      servers: endpoint to each server of the job.
+      servers: each server of the job, by endpoint.
       trainers: trainers of the job.
       guests: processes of `case.guests`, in the same order.
       returned: new processes of killed servers, which events start.
-      next_servers: endpoint to each server of the second job; empty if there is none.
+      next_servers: each server of the second job, by endpoint; empty without a second job.
       next_trainers: trainers of the second job; empty if there is none.
     """
 

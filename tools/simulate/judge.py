@@ -64,7 +64,7 @@ def faults(
 
     Args:
       case: the simulated case.
-      servers: endpoint to each server.
+      servers: each server, by endpoint.
       of_job: trainers of the job.
       guests: processes of `case.guests`. A guest may be the only process of its trainer that joined
         the job.

@@ -1,7 +1,7 @@
 """Checks of a job with cuts whose servers are asynchronous (`dtrans.protocol.epochs`).
 
 - The job ends without an error, whatever roles were lost.
-- A server that lives loses no step that it has received, and counts none twice.
+- A server that lives loses no step that it has received, and counts each step once.
 - A server that was lost goes back by less than two intervals of cuts.
 - A trainer skips at most the step whose answer it has not received.
 - A process of a server uses a gradient twice only if the trainer was making its step at a loss.

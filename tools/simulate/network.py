@@ -37,11 +37,11 @@ class Network:
 
     Attributes:
       connections: all connections.
-      listeners: endpoint to each open listener.
-      doubled: name of a connection to the number of its client's message that arrives twice.
-      garbled: name of a connection to the number of its client's message that arrives malformed.
+      listeners: each open listener, by endpoint.
+      doubled: number of the client's message that arrives twice, by name of the connection.
+      garbled: number of the client's message that arrives malformed, by name of the connection.
         The entry is removed when the message is sent.
-      late: name of a connection to the time before which it cannot be established.
+      late: time before which a connection cannot be established, by name of the connection.
     """
 
     def __init__(

@@ -24,7 +24,7 @@ class SimulatedStorage:
       write: schedules the call of `end` for a checkpoint after some seconds.
 
     Attributes:
-      written: name of each written checkpoint to its number of steps and its arrays.
+      written: number of steps and arrays of each written checkpoint, by name.
     """
 
     def __init__(

@@ -26,7 +26,7 @@ class TrainerMean:
       launcher: launcher of the job.
 
     Attributes:
-      values: number of steps and the mean, at the begin of each epoch and after each step.
+      values: number of steps and the mean, at the beginning of each epoch and after each step.
     """
 
     def __init__(self, process: Process, k: int, launcher: SimulatedLauncher) -> None:
@@ -35,7 +35,7 @@ class TrainerMean:
         self._epoch, self._first = Epoch(), 0
 
     def begin(self, epoch: Epoch | None, first: int) -> None:
-        """Begin an epoch, with the mean of its cut if it begins at one.
+        """Begin an epoch; load the mean if the epoch begins at a cut.
 
         Args:
           epoch: the epoch.

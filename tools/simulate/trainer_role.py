@@ -74,15 +74,15 @@ class SimulatedTrainer(Process):
     Attributes:
       pulled: received parameters, each with the number of this trainer's steps before their
         request. The first ones are the initial parameters.
-      pushed: block name to the gradients, or pushes of GEO-SGD, in the order of the steps. It also
-        contains gradients that were not sent yet.
+      pushed: gradients, or pushes of GEO-SGD, of each block in the order of the steps, by name of
+        the block. Gradients that were not sent yet are included.
       firsts: for each epoch of a job with cuts, the number of this process's steps, and the number
         of the trainer's steps in the servers' state.
       reduced: step, number and result of each round.
       looked_up: step, row ids and received rows of each lookup.
-      left_at: name of a connection to the time at which the trainer sent `complete` on it.
+      left_at: time at which the trainer sent `complete` on a connection, by the connection's name.
       greeted_at: time at which all servers had welcomed the trainer.
-      welcomed_at: endpoint of each server to the time of its welcome.
+      welcomed_at: time of each server's welcome, by endpoint.
       between: requests between steps.
       mean: running mean of the trainer's gradients; None if the case has none.
     """

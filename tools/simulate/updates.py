@@ -52,7 +52,7 @@ def gradient(block: str, size: int, k: int, step: int) -> np.ndarray:
 
 
 def running_mean(mean: np.ndarray, k: int, step: int) -> np.ndarray:
-    """Return the running mean of trainer k's gradients after a step, given that before it."""
+    """Return the running mean of trainer k's gradients after a step, from the mean before it."""
     part = gradient("mean", len(mean), k, step)
     return np.asarray(np.float32(0.9) * mean + np.float32(0.1) * part, np.float32)
 
@@ -243,14 +243,14 @@ class SimulatedTables:
 
     Args:
       endpoint: endpoint of the server.
-      sizes: block name to its number of rows.
+      sizes: number of rows of each block, by name.
       state: returns the server's arrays, by name.
       note: function that is called with the block and the row ids of each eviction.
 
     Attributes:
-      changed_at: block name to an array with one number for each row. It is the number of the last
-        update that changed the row. If the row was evicted after n updates, it is -n - 1.
-      steps: block name to its number of updates.
+      changed_at: for each block, by name, an array with one number for each row: the number of the
+        last update that changed the row, or -n - 1 if the row was evicted after n updates.
+      steps: number of updates of each block, by name.
     """
 
     def __init__(
@@ -320,9 +320,9 @@ class SimulatedCut:
     """Copy of a server's state.
 
     Attributes:
-      state: name to array.
+      state: arrays, by name.
       tables: `SimulatedTables.record`.
-      counts: for an asynchronous server, the id of each trainer to the number of its steps.
+      counts: for an asynchronous server, the number of steps of each trainer, by id.
       server: for an asynchronous server, the object that has computed the state.
       begun: `server.begun` at the cut.
     """
@@ -406,10 +406,10 @@ class SimulatedBlocks:
     Attributes:
       log: block name and bytes of each applied gradient; for a table, the bytes include zeros for
         all other rows. An entry without bytes is an eviction.
-      history: block name to the bytes of all its values so far.
+      history: bytes of all values that a block has had so far, by name of the block.
       begun: number of calls of `begin`.
       evicted: block name, index in `history`, and row ids of each eviction.
-      state: name to array.
+      state: arrays, by name.
       tables: blocks of tables.
     """
 

@@ -24,9 +24,9 @@ class Verdict:
     Attributes:
       case: the simulated case.
       faults: descriptions of violated promises; empty if all promises hold.
-      ends: name of each process to a description of its end.
+      ends: description of each process's end, by name.
       seconds: virtual time at which the last role ended.
-      left_at: name of a connection to the time at which its trainer sent `complete` on it.
+      left_at: time at which a trainer sent `complete` on a connection, by the connection's name.
       restarts: in a job with cuts, `SimulatedLauncher.restarts`.
     """
 
