@@ -205,7 +205,7 @@ class ServerConnections:
             self.abandon()
             raise LostPeerError(
                 "a process was lost after the last step of this trainer, which cannot go back to a "
-                "cut with the others any more"
+                "cut with the other roles any more"
             ) from None
 
     def abandon(self) -> None:

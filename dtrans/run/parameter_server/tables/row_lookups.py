@@ -100,7 +100,7 @@ class RowLookups:
         return rows
 
     def send_rows(self, eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
-        """Send each server the gradients of those rows that it stores.
+        """Send each server the gradients of the rows that the server stores.
 
         Args:
           eqn: the `send_rows` equation.

@@ -105,7 +105,7 @@ class TableMemory:
             self.count += len(segment.present)
 
     def _store_changed(self, initial: Sequence[np.ndarray], maker: RowMaker) -> None:
-        """Store only those rows that differ from the initial rows of `maker`."""
+        """Store only the rows that differ from the initial rows of `maker`."""
         for at in range(0, self.table.rows, CHUNK):
             ids = np.arange(at, min(at + CHUNK, self.table.rows))
             chunks = [x[ids] for x in initial]
@@ -337,7 +337,7 @@ def _as_bytes(rows: np.ndarray) -> np.ndarray:
 
 
 def memory_of(update: ServerUpdate, state: Mapping[str, Any]) -> dict[str, TableMemory]:
-    """Return a map from the name of each block whose updates touch only some rows to its memory."""
+    """Return the memory of each block whose updates touch only some rows, by name."""
     memory = {}
     for n, t in update.tables.items():
         if not t.updates_all:

@@ -46,7 +46,7 @@ class TracedCachedRows(CachedRows):
         self._arrays = trace_move(begin, [pad_ids(ids, size, size)], rows, self._state_types)
 
     def missing(self, ids: Any) -> Any:
-        """Return those of the `ids` whose rows are not local, padded."""
+        """Return the ids whose rows are not local, padded."""
         (found,) = self._move(lambda local, ids: [local.missing(ids)], [ids], [], [len(ids)], [])
         return found
 
