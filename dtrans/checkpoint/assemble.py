@@ -107,7 +107,7 @@ def _choose_copy(
         if not same_values(first, other):
             difference = (
                 f"{row.slice_name} differs on {rows[0].endpoint} and {row.endpoint}: "
-                f"{_shown(first)} and {_shown(other)}"
+                f"{_format_array(first)} and {_format_array(other)}"
             )
             if not may_differ:
                 raise StateError(f"{difference}; pass states of one job, at one step")
@@ -134,7 +134,7 @@ def same_values(a: np.ndarray, b: np.ndarray) -> bool:
     return bool(np.allclose(a, b, rtol=0, atol=rtol * scale, equal_nan=True))
 
 
-def _shown(x: np.ndarray) -> str:
+def _format_array(x: np.ndarray) -> str:
     return np.array2string(x, threshold=6, edgeitems=2, separator=", ").replace("\n", "")
 
 

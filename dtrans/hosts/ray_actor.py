@@ -109,9 +109,11 @@ class RoleActor(RoleProcess):
             )
         if data is not None:
             part, rows = data
-            self._batches = _of_dataset(part, rows, self._job.plan.main.args[2:])
+            self._batches = _read_batches(part, rows, self._job.plan.main.args[2:])
         elif batches is not None:
-            self._batches = (_checked(batches(role.trainer_id, step)) for step in itertools.count())
+            self._batches = (
+                _check_batch(batches(role.trainer_id, step)) for step in itertools.count()
+            )
         run: str = self._job.run_id
         return run
 
@@ -197,7 +199,7 @@ def on_host(x: Any) -> Any:
     return np.asarray(x)
 
 
-def _checked(batch: Any) -> Sequence[Any]:
+def _check_batch(batch: Any) -> Sequence[Any]:
     """Return the batch; raise BatchError unless it is a tuple or list."""
     if not isinstance(batch, (tuple, list)):
         raise BatchError(
@@ -207,7 +209,7 @@ def _checked(batch: Any) -> Sequence[Any]:
     return batch
 
 
-def _of_dataset(part: Any, rows: int, specs: Sequence[TreeSpec]) -> Iterator[Sequence[Any]]:
+def _read_batches(part: Any, rows: int, specs: Sequence[TreeSpec]) -> Iterator[Sequence[Any]]:
     """Yield batches of a dataset's part without end; start again after its last row.
 
     Args:

@@ -79,11 +79,11 @@ class RemoteChild(Child):
         self._running = running
         self._speaking = threading.Lock()
         super().__init__(role, connection, os.environ, events, emit, inherit_stdout=inherit_stdout)
-        self._thread(self._attend)
+        self._thread(self._watch_start)
 
     def begin(self) -> None:
         """Send the agent its order."""
-        self._say(self._order)
+        self._send_message(self._order)
 
     @property
     def returncode(self) -> int:
@@ -118,11 +118,11 @@ class RemoteChild(Child):
         elif signum == signal.SIGKILL:
             self._thread(self._kill)
         else:
-            self._say({"signal": int(signum)})
+            self._send_message({"signal": int(signum)})
 
     def tell_ended(self, role: str, how: str, epoch: int) -> None:
         """Inform this role that another role has ended in an epoch."""
-        self._say({"ended": [role, how, epoch]})
+        self._send_message({"ended": [role, how, epoch]})
 
     def reap(self) -> None:
         """Reap the connection of an ended role."""
@@ -133,7 +133,7 @@ class RemoteChild(Child):
         with self._speaking, contextlib.suppress(OSError):
             self.process.stdin.close()
 
-    def _say(self, message: Mapping[str, Any]) -> None:
+    def _send_message(self, message: Mapping[str, Any]) -> None:
         stdin = self.process.stdin
         assert stdin is not None
         # if the connection has ended, `events` reports it
@@ -152,24 +152,24 @@ class RemoteChild(Child):
         self._refused = note.get("refused", "")
         self._ended = note.get("ended")
 
-    def _attend(self) -> None:
+    def _watch_start(self) -> None:
         """End the connection if the role does not start in time; then send the agent heartbeats."""
         if not self.settled.wait(START):
             self._late = True
-            self._cut()
+            self._close_connection()
         while not self._over.wait(BEAT):
-            self._say({})
+            self._send_message({})
 
     def _kill(self) -> None:
         """Ask the agent to kill the role; close the connection if the agent does not react.
 
         The role also ends when the connection is closed.
         """
-        self._say({"signal": int(signal.SIGKILL)})
+        self._send_message({"signal": int(signal.SIGKILL)})
         if not self._over.wait(LAST_WORDS):
-            self._cut()
+            self._close_connection()
 
-    def _cut(self) -> None:
+    def _close_connection(self) -> None:
         # before the process is reaped, no other process group can have its id
         if self.process.returncode is None:
             super().signal(signal.SIGKILL)

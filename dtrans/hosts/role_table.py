@@ -608,7 +608,7 @@ def place(table: RoleTable, hosts: Iterable[tuple[str, int]]) -> tuple[str, ...]
     # first, on which servers can share hosts with trainers.
     orders = np.arange(len(names)), np.argsort(-slots_of, kind="stable")
     for order in orders:
-        at = _dealt(len(trainers), order, slots_of)
+        at = _assign_round_robin(len(trainers), order, slots_of)
         links = _Links(len(trainers), traffic, np.bincount(at, minlength=len(names)))
         links.put_all(slots_of)
         links.trainers_at = at
@@ -618,7 +618,7 @@ def place(table: RoleTable, hosts: Iterable[tuple[str, int]]) -> tuple[str, ...]
     return tuple(values_at(names, (*best.servers_at, *best.trainers_at)))
 
 
-def _dealt(count: int, hosts: np.ndarray, slots: np.ndarray) -> list[int]:
+def _assign_round_robin(count: int, hosts: np.ndarray, slots: np.ndarray) -> list[int]:
     """Assign processes to hosts round-robin; return the host of each process.
 
     Args:

@@ -70,7 +70,7 @@ OPTIONS = {
 }
 
 # options for mode="pserver" that GEO-SGD refuses
-_OF_SERVERS = (
+_PSERVER_OPTIONS = (
     "enable_dc_asgd",
     "dc_asgd_lambda",
     "dc_asgd_decay",
@@ -80,9 +80,9 @@ _OF_SERVERS = (
     "on_trainer_exit",
 )
 # options for GEO-SGD
-_OF_GEO = ("geo_sgd_mode", "geo_sgd_need_push_nums", "geo_sgd_block_on_pull")
+_GEO_OPTIONS = ("geo_sgd_mode", "geo_sgd_need_push_nums", "geo_sgd_block_on_pull")
 # options for mode="nccl2"
-_OF_TRAINERS = ("nccl_comm_num", "hierarchical_allreduce_inter_nranks")
+_NCCL2_OPTIONS = ("nccl_comm_num", "hierarchical_allreduce_inter_nranks")
 
 COLLECTIVE_MODES = ("grad_allreduce", "local_sgd")
 
@@ -360,18 +360,18 @@ class DistributeTranspilerConfig:
         self._check_sparse()
         if self.mode != "pserver":
             self._refuse(
-                (*_OF_SERVERS, "runtime_split_send_recv", "sparse", *_OF_GEO),
+                (*_PSERVER_OPTIONS, "runtime_split_send_recv", "sparse", *_GEO_OPTIONS),
                 f"mode='pserver', it is {self.mode!r}",
             )
             return
-        self._refuse(_OF_TRAINERS, "mode='nccl2', it is 'pserver'")
+        self._refuse(_NCCL2_OPTIONS, "mode='nccl2', it is 'pserver'")
         if self.geo_sgd_mode:
             self._refuse(
-                (*_OF_SERVERS, "merge"),
+                (*_PSERVER_OPTIONS, "merge"),
                 "geo_sgd_mode=False: in GEO-SGD trainers update their own parameters",
             )
             return
-        self._refuse(_OF_GEO, "geo_sgd_mode=True, it is False")
+        self._refuse(_GEO_OPTIONS, "geo_sgd_mode=True, it is False")
 
     def _check_sparse(self) -> None:
         """Raise ConfigError unless `sparse` is None, "auto", or a mapping to `Embedding`."""

@@ -52,7 +52,7 @@ def merging(step: Cut) -> Literal["sum", "mean", "none"]:
         is_param = n in step.params
         if is_param and x not in (_Term("old", n), _Term("new", n)):
             return "mean"
-        if not is_param and x.kind in _OF_GRADIENTS:
+        if not is_param and x.kind in _GRADIENT_KINDS:
             return "mean"
     return "sum"
 
@@ -72,7 +72,7 @@ class _Term(NamedTuple):
     leaf: str = ""
 
 
-_OF_GRADIENTS = ("linear", "new", "other")
+_GRADIENT_KINDS = ("linear", "new", "other")
 
 
 def _terms(step: Cut) -> dict[str, _Term]:
@@ -136,7 +136,7 @@ def _term(eqn: JaxprEqn, ins: Sequence[_Term]) -> _Term:
 
 def _any_function_of(x: _Term) -> _Term:
     """Return the dependence of f(x) for an arbitrary function f."""
-    if x.kind in _OF_GRADIENTS:
+    if x.kind in _GRADIENT_KINDS:
         return _Term("other")
     if x.leaf:
         return _Term("moving")
@@ -157,16 +157,16 @@ def _is_inexact(eqn: JaxprEqn) -> bool:
     return bool(jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact))
 
 
-def _of_constant(aval: Any, value: Any) -> _Term:
+def _classify_constant(aval: Any, value: Any) -> _Term:
     is_scalar = value is not None and not aval.ndim and isinstance(aval.dtype, np.dtype)
     return _Term("zero" if is_scalar and bool(value == 0) else "fixed")
 
 
-def _decided(condition: _Term, x: _Term) -> _Term:
+def _add_condition(condition: _Term, x: _Term) -> _Term:
     """Return the dependence of `x` if a condition decides whether `x` is used."""
     if condition.kind in ("zero", "fixed"):
         return x
     return _join(_any_function_of(condition), _any_function_of(x))
 
 
-_LINEAR = ForwardAnalysis[_Term](_join, _rule, _of_constant, decide=_decided)
+_LINEAR = ForwardAnalysis[_Term](_join, _rule, _classify_constant, decide=_add_condition)

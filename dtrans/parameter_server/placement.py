@@ -143,7 +143,7 @@ def _assign(
     # dispatchers ignore loads, so units come last, and even out the loads of the blocks.
     if is_balanced:
         assign_tied()
-    answers = _answer(dispatcher, blocks, old.endpoints)
+    answers = _choose_servers(dispatcher, blocks, old.endpoints)
     if not is_balanced:
         _check_again(lambda: split_method(old.endpoints), blocks, old.endpoints, answers)
     for b, endpoint in zip(blocks, answers, strict=True):
@@ -166,7 +166,9 @@ def _check_again(
     Each process of a job computes the plan itself, and all plans must be equal.
     """
     dispatcher = make()
-    for b, one, other in zip(blocks, first, _answer(dispatcher, blocks, endpoints), strict=True):
+    for b, one, other in zip(
+        blocks, first, _choose_servers(dispatcher, blocks, endpoints), strict=True
+    ):
         if one != other:
             raise ConfigError(
                 f"{type(dispatcher).__name__}.dispatch returned {one} for {b.name} in a first call "
@@ -175,7 +177,7 @@ def _check_again(
             )
 
 
-def _answer(
+def _choose_servers(
     dispatcher: PSDispatcher, blocks: Sequence[Block], endpoints: Sequence[str]
 ) -> list[str]:
     """Return the servers that a dispatcher chooses; raise ConfigError for an invalid result."""

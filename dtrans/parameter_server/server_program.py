@@ -210,7 +210,7 @@ class ServerProgramWriter:
                 found |= zip(table.arrays, rows, strict=True)
 
         names = [n for n in spec.names if n not in found]
-        parts = [(init_outs[variables[n].of], _part(variables[n])) for n in names]
+        parts = [(init_outs[variables[n].of], _find_slice(variables[n])) for n in names]
         for n, value in zip(names, write_parts(b, self.startup.jaxpr, parts), strict=True):
             found[n] = value
             if variables[n].zeros:
@@ -254,7 +254,7 @@ class ServerProgramWriter:
         return eliminate_dead(b.build(write_rows(b, self.startup.jaxpr, wanted, leaf_ids)))
 
 
-def _part(x: ServerVariable) -> Slice | None:
+def _find_slice(x: ServerVariable) -> Slice | None:
     """Return the slice of the init's array that a server stores, or None for the full array."""
     if x.buckets is None or x.part is None:
         return x.part

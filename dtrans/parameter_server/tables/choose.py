@@ -153,7 +153,7 @@ def _choose_update(
             why = find_waiting(analysis, name)
         if why:
             raise ConfigError(f"sparse: {name} cannot have update='lazy': {why}. {otherwise}")
-    table = _limited(name, _table(name, lookups, zero, option), option.limit)
+    table = _with_limit(name, _table(name, lookups, zero, option), option.limit)
     buckets = min(option.buckets, lookups.rows) * (option.place == "bucket")
     return dataclasses.replace(table, buckets=buckets, staleness=option.staleness)
 
@@ -205,7 +205,7 @@ def _table(name: str, lookups: TableLookups, zero: ZeroGradient, option: Rows) -
     )
 
 
-def _limited(name: str, table: Table, limit: int | None) -> Table:
+def _with_limit(name: str, table: Table, limit: int | None) -> Table:
     """Return the table with a limit of its number of rows.
 
     Raises:

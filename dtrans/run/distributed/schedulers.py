@@ -73,11 +73,11 @@ def role_variables(env: Mapping[str, str]) -> dict[str, str]:
     """
     found = {name: value.strip() for name, value in env.items()}
     if found.get("DTRANS_ROLE"):
-        return found | {"DTRANS_ROLE": found["DTRANS_ROLE"].lower()} | _of_pod(found)
+        return found | {"DTRANS_ROLE": found["DTRANS_ROLE"].lower()} | _read_pod(found)
     if found.get("TRAINING_ROLE") or found.get("PADDLE_TRAINER_ENDPOINTS"):
-        return _of_paddle(found)
+        return _read_paddle(found)
     world = _torchrun(found) or _open_mpi(found) or _slurm(found)
-    return found if world is None else found | _of_world(found, world)
+    return found if world is None else found | _derive_variables(found, world)
 
 
 def expand_nodes(text: str) -> tuple[str, ...]:
@@ -177,12 +177,12 @@ def _slurm(env: Mapping[str, str]) -> _World | None:
     rank, size = _integer(env, "SLURM_PROCID", why), _integer(env, "SLURM_NTASKS", why)
     hosts: list[str] = []
     if not env.get("DTRANS_HOSTS"):
-        hosts = _of_groups(env)
+        hosts = _list_group_hosts(env)
         # There are no groups, or the step runs on some groups only: use the step's own variables.
         if len(hosts) != size:
             nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
             tasks = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE", "")
-            hosts = _per_task(nodes, tasks, size)
+            hosts = _list_task_hosts(nodes, tasks, size)
     node = env.get("SLURMD_NODENAME", "")
     if hosts and node and rank < size and hosts[rank] != node:
         raise ConfigError(
@@ -192,7 +192,7 @@ def _slurm(env: Mapping[str, str]) -> _World | None:
     return _World("Slurm", rank, size, tuple(hosts))
 
 
-def _of_groups(env: Mapping[str, str]) -> list[str]:
+def _list_group_hosts(env: Mapping[str, str]) -> list[str]:
     """Return the host of each task of a heterogeneous job; empty for another job.
 
     Slurm numbers the tasks group by group.
@@ -208,11 +208,13 @@ def _of_groups(env: Mapping[str, str]) -> list[str]:
                 f"SLURM_HET_SIZE is {groups}, but SLURM_JOB_NODELIST_HET_GROUP_{group} is not "
                 "set; set the DTRANS_* variables of this process"
             )
-        hosts += _per_task(nodes, env.get(f"SLURM_TASKS_PER_NODE_HET_GROUP_{group}", ""), None)
+        hosts += _list_task_hosts(
+            nodes, env.get(f"SLURM_TASKS_PER_NODE_HET_GROUP_{group}", ""), None
+        )
     return hosts
 
 
-def _per_task(nodes: str, tasks: str, size: int | None) -> list[str]:
+def _list_task_hosts(nodes: str, tasks: str, size: int | None) -> list[str]:
     """Return the host of each task.
 
     Args:
@@ -235,7 +237,7 @@ def _per_task(nodes: str, tasks: str, size: int | None) -> list[str]:
     return found
 
 
-def _of_pod(env: Mapping[str, str]) -> dict[str, str]:
+def _read_pod(env: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that follow from a Kubernetes pod's index among pods of its role."""
     if not env.get("JOB_COMPLETION_INDEX"):
         return {}
@@ -254,7 +256,7 @@ def _of_pod(env: Mapping[str, str]) -> dict[str, str]:
     return {variable: value for variable, value in found.items() if not env.get(variable)}
 
 
-def _of_paddle(env: Mapping[str, str]) -> dict[str, str]:
+def _read_paddle(env: Mapping[str, str]) -> dict[str, str]:
     role = env.get("TRAINING_ROLE") or "TRAINER"
     if role not in ("TRAINER", "PSERVER"):
         raise ConfigError(f"TRAINING_ROLE is {role!r}, expected TRAINER or PSERVER")
@@ -285,7 +287,7 @@ def _of_paddle(env: Mapping[str, str]) -> dict[str, str]:
     return {**env, **found}
 
 
-def _of_world(env: Mapping[str, str], world: _World) -> dict[str, str]:
+def _derive_variables(env: Mapping[str, str], world: _World) -> dict[str, str]:
     """Return the DTRANS_* variables of the process with rank `world.rank`."""
     started = f"{world.name} started this process as rank {world.rank} of {world.size}"
     if world.rank >= world.size:
@@ -293,7 +295,7 @@ def _of_world(env: Mapping[str, str], world: _World) -> dict[str, str]:
             f"{started}, expected ranks 0 to {world.size - 1}; set DTRANS_ROLE and the other "
             "variables of dtrans.Role"
         )
-    servers = _servers(env, started)
+    servers = _count_servers(env, started)
     if servers >= world.size:
         raise ConfigError(
             f"{started}, but {servers} of them are servers, so no trainer is left; start more "
@@ -333,7 +335,7 @@ def _of_world(env: Mapping[str, str], world: _World) -> dict[str, str]:
     return found
 
 
-def _servers(env: Mapping[str, str], started: str) -> int:
+def _count_servers(env: Mapping[str, str], started: str) -> int:
     if env.get("DTRANS_PSERVERS"):
         return _integer(env, "DTRANS_PSERVERS", "set it to the number of servers")
     if env.get("DTRANS_PSERVER_ENDPOINTS"):

@@ -141,7 +141,7 @@ class Watch:
 
     def _status_door(self, cluster: Membership) -> StatusDoor:
         trainers = WatchedTrainers(
-            status_endpoint(), self._count, self.members, self._now_doing, self._awaited
+            status_endpoint(), self._count, self.members, self._read_progress, self._awaited
         )
         try:
             door = StatusDoor(
@@ -154,7 +154,7 @@ class Watch:
         log.info("%s answers `dtrans status %s`", self.me, trainers.endpoint)
         return door
 
-    def _now_doing(self) -> Progress:
+    def _read_progress(self) -> Progress:
         """Return this process's progress: operations, line of code and steps."""
         return Progress(self.members.begun, _where(), completed_steps())
 
@@ -210,21 +210,21 @@ class Watch:
 
     def _listen(self) -> None:
         while not self._stops:
-            for event in self._transport.poll(self._wakes()):
+            for event in self._transport.poll(self._choose_poll_end()):
                 self._take(event, self._transport.now())
             now = self._transport.now()
             if self._status is not None:
                 self._status.look(now)
             for k in self.members.silent(now):
-                self._tell(k)
-            self._look(now)
-            self._say_doing(now)
+                self._forward_end(k)
+            self._exit_if_blocked(now)
+            self._report_progress(now)
 
-    def _wakes(self) -> float:
+    def _choose_poll_end(self) -> float:
         """Return the time at which the next poll ends."""
         seconds = SAY
         if self.members.ended or self.members.due() is not None:
-            # a trainer has ended: `_look` must soon notice if this process waits in an operation
+            # a trainer has ended, and `_exit_if_blocked` must soon notice a wait in an operation
             seconds = LOOK
         return self._transport.now() + seconds
 
@@ -232,7 +232,7 @@ class Watch:
         if self._status is not None and event.source is self._status.door:
             self._status.take(event, now)
         elif event.kind == "message":
-            self._hear(event, now)
+            self._on_message(event, now)
         elif event.kind == "lost":
             # before its first message, the trainer behind a connection is unknown
             if event.address in self._addresses:
@@ -245,7 +245,7 @@ class Watch:
             self.members.back(0)
             self._link.send([wire.header("here")])
 
-    def _hear(self, event: Event, now: float) -> None:
+    def _on_message(self, event: Event, now: float) -> None:
         try:
             message, speaker = wire.parse(event.frames), 0
             if self._leads:
@@ -256,7 +256,7 @@ class Watch:
                 self.members.back(speaker)
                 for k in self.members.ended:
                     # send it again, because messages before a reconnection may be lost
-                    self._tell(k)
+                    self._forward_end(k)
             if message.op == "doing":
                 steps = message.fields.get("steps")
                 self.members.doing[speaker] = Progress(
@@ -265,11 +265,11 @@ class Watch:
             elif message.op == "ended":
                 k = speaker if self._leads else message["trainer"]
                 if self.members.note(k, ExitStatus(message["operations"], message["reason"])):
-                    self._tell(k)
+                    self._forward_end(k)
         except WireError as e:
             self._refusals.note("%s dropped %s", self.me, e)
 
-    def _tell(self, k: int) -> None:
+    def _forward_end(self, k: int) -> None:
         """Tell the other trainers that trainer `k` has ended, if this is trainer 0."""
         if not self._leads:
             return
@@ -279,16 +279,16 @@ class Watch:
             if other != k and self._door is not None:
                 self._door.send(address, [words])
 
-    def _say_doing(self, now: float) -> None:
+    def _report_progress(self, now: float) -> None:
         """Report the progress of this process; log a long wait."""
         if now < self._next_word:
             return
         self._next_word = now + SAY
-        doing = self._now_doing()
+        doing = self._read_progress()
         if doing != self._said:
             self._said = doing
             steps = {} if doing.steps is None else {"steps": doing.steps}
-            self._say("doing", operations=doing.operations, where=doing.where, **steps)
+            self._send("doing", operations=doing.operations, where=doing.where, **steps)
         if not _waits_in_jax(self._doing > 0):
             self._waits_since = None
         elif self._waits_since is None or self._waits_since[1] != doing.operations:
@@ -304,7 +304,7 @@ class Watch:
             )
             self._patience *= 2
 
-    def _look(self, now: float) -> None:
+    def _exit_if_blocked(self, now: float) -> None:
         """Exit if this process cannot continue and waits in JAX, which cannot be interrupted."""
         why = self.members.failure()
         if not why:
@@ -316,16 +316,16 @@ class Watch:
         # trainer 0 exits last, because its end makes JAX end the other processes
         is_late = now - self._known_since > PATIENCE + 0.5 * self._leads
         if is_late and not self._raised and _waits_in_jax(self._doing > 0):
-            self._say_end(why)
+            self._report_end(why)
             _exit(self.me, why)
 
     # -- the end ---------------------------------------------------------------------------------
 
-    def _say_end(self, reason: str) -> None:
+    def _report_end(self, reason: str) -> None:
         """Tell others that this process ends; `reason` is empty if it has not failed."""
-        self._say("ended", operations=self.members.begun, reason=reason)
+        self._send("ended", operations=self.members.begun, reason=reason)
 
-    def _say(self, op: str, **fields: Any) -> None:
+    def _send(self, op: str, **fields: Any) -> None:
         """Send a message to trainer 0, or from trainer 0 to all other trainers."""
         words = wire.header(op, trainer=self._number, **fields)
         if self._link is not None:
@@ -349,7 +349,7 @@ class Watch:
         self._stops = True
         self._transport.wake()
         self._thread.join()
-        self._say_end(reason)
+        self._report_end(reason)
         if self._status is not None:
             # closed without a linger time, so that an observer cannot delay the end
             self._status.door.close()
